@@ -1,0 +1,87 @@
+"""What a model is, as frozen data: the one decoder reads it, and so does the memory plan.
+
+Knows nothing of files, devices or requests. A family file (families/*.py) makes a Blueprint from a checkpoint's metadata.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding of one layer.
+
+    layout: "neox" (pairs d, d+n/2) or "interleaved" (pairs 2d, 2d+1). width: rotated dimensions (<= head width).
+    factors: per-frequency divisors (width/2 of them; llama-3 and longrope scaling are resolved into these), or empty.
+    magnitude: multiplies cos and sin (yarn, longrope); 1.0 otherwise.
+    """
+
+    theta: float
+    width: int
+    layout: str = "neox"
+    factors: tuple[float, ...] = ()
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Softmax attention of one layer. window: tokens visible including the own one, 0 for all. scale: multiplies q.k."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_width: int
+    scale: float
+    rope: Rope | None
+    v_width: int = 0  # 0: head_width
+    window: int = 0
+    softcap: float = 0.0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    causal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """Gated feed-forward: down(act(gate(x)) * up(x)). activation: "silu" or "gelu_tanh"."""
+
+    width: int
+    activation: str = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block. post_norms: gemma's extra norms on the branch outputs before they join the residual."""
+
+    attention: Attention
+    feed_forward: FeedForward
+    kind: str = "attention"
+    post_norms: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A whole text model: sizes, layers, norms, head."""
+
+    family: str
+    n_vocab: int
+    model_width: int
+    max_ctx_tokens: int
+    layers: tuple[Layer, ...]
+    norm_eps: float
+    tied_head: bool
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+    residual_scale: float = 1.0
+    norm_offset: float = 0.0  # added to norm weights at load (Hugging Face gemma stores w - 1)
+    name: str = ""
+    notes: tuple[str, ...] = field(default=())  # warnings for people: "the vision tower is not loaded"
+
+    @property
+    def n_layers(self) -> int:
+        """How many blocks."""
+        return len(self.layers)
