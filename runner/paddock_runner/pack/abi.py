@@ -1,0 +1,466 @@
+"""Generated from packs/pack.h by packs/bindgen.py. Do not edit."""
+# mypy: ignore-errors
+from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
+
+DIGEST = "78ec3cef3a9df3b8"
+PK_ABI = 1
+
+# enum pk_status
+PK_OK = 0
+PK_BAD_ARG = 1
+PK_UNSUPPORTED = 2
+PK_OOM = 3
+PK_DEVICE = 4
+PK_TIMEOUT = 5
+
+# enum pk_format
+PK_F32 = 0
+PK_F16 = 1
+PK_BF16 = 2
+PK_FP8_E4M3 = 3
+PK_FP8_E5M2 = 4
+PK_Q8_0 = 8
+PK_Q4_0 = 9
+PK_Q4_1 = 10
+PK_Q5_0 = 11
+PK_Q5_1 = 12
+PK_Q2_K = 13
+PK_Q3_K = 14
+PK_Q4_K = 15
+PK_Q5_K = 16
+PK_Q6_K = 17
+PK_IQ4_NL = 18
+PK_IQ4_XS = 19
+PK_MXFP4 = 20
+PK_NVFP4 = 21
+PK_I32 = 32
+PK_U8 = 33
+
+# enum pk_op
+PK_OP_PREPARE = 1
+PK_OP_EMBED = 2
+PK_OP_NORM = 3
+PK_OP_MATMUL = 4
+PK_OP_QKV = 5
+PK_OP_ATTENTION = 6
+PK_OP_GATE = 7
+PK_OP_GATHER = 8
+PK_OP_SAMPLE = 9
+PK_OP_COMMIT = 10
+PK_OP_COPY = 11
+PK_OP_ADD = 12
+
+# enum pk_act
+PK_ACT_NONE = 0
+PK_ACT_SILU = 1
+PK_ACT_GELU_TANH = 2
+PK_ACT_GELU_ERF = 3
+
+# enum pk_layout
+PK_ROWS = 0
+PK_PACKED = 1
+PK_ROWS_T = -1
+PK_ROWS_S = -2
+
+
+class pk_tensor(Structure):
+    _fields_ = [
+        ("data", c_uint64),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("stride", c_int64),
+        ("format", c_int32),
+        ("layout", c_int32),
+    ]
+
+
+class pk_sampling(Structure):
+    _fields_ = [
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("typical_p", c_float),
+        ("repetition_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("presence_penalty", c_float),
+        ("top_k", c_int32),
+        ("seed", c_uint64),
+        ("prompt_length", c_int32),
+        ("min_length", c_int32),
+        ("max_length", c_int32),
+        ("n_logprobs", c_int32),
+        ("n_bias", c_int32),
+        ("use_mask", c_int32),
+        ("n_stop", c_int32),
+        ("stop", c_int32 * 17),
+    ]
+
+
+class pk_bias(Structure):
+    _fields_ = [
+        ("token", c_int32),
+        ("value", c_float),
+    ]
+
+
+class pk_result(Structure):
+    _fields_ = [
+        ("slot", c_int32),
+        ("token", c_int32),
+        ("flags", c_int32),
+        ("length", c_int32),
+        ("logprob", c_float),
+        ("n_top", c_int32),
+    ]
+
+
+class pk_top(Structure):
+    _fields_ = [
+        ("token", c_int32),
+        ("logprob", c_float),
+    ]
+PK_ROW_SAMPLE = 1
+PK_ROW_STOP = 2
+PK_ROW_LENGTH = 4
+PK_ROW_DEAD = 8
+PK_ROW_NAN = 16
+
+
+class pk_state(Structure):
+    _fields_ = [
+        ("n_slots", c_int32),
+        ("max_ctx_tokens", c_int32),
+        ("page_tokens", c_int32),
+        ("slot_pages", c_int32),
+        ("n_vocab", c_int32),
+        ("max_step_tokens", c_int32),
+        ("max_step_rows", c_int32),
+        ("max_bias", c_int32),
+        ("max_top", c_int32),
+        ("n_results", c_int32),
+        ("kv_page_stride", c_int64),
+        ("kv", c_uint64),
+        ("tokens", c_uint64),
+        ("length", c_uint64),
+        ("alive", c_uint64),
+        ("page_table", c_uint64),
+        ("sampling", c_uint64),
+        ("bias", c_uint64),
+        ("mask", c_uint64),
+        ("row_slot", c_uint64),
+        ("row_start", c_uint64),
+        ("row_position", c_uint64),
+        ("row_flags", c_uint64),
+        ("token_id", c_uint64),
+        ("token_position", c_uint64),
+        ("token_row", c_uint64),
+        ("token_page", c_uint64),
+        ("sample_row", c_uint64),
+        ("sample_token", c_uint64),
+        ("sample_flags", c_uint64),
+        ("sample_logprob", c_uint64),
+        ("workspace", c_uint64),
+        ("workspace_bytes", c_int64),
+        ("results", c_uint64),
+        ("top", c_uint64),
+        ("done", c_uint64),
+    ]
+
+
+class pk_step_head(Structure):
+    _fields_ = [
+        ("seq", c_uint64),
+        ("n_tokens", c_int32),
+        ("n_rows", c_int32),
+        ("n_samples", c_int32),
+        ("n_new", c_int32),
+        ("n_pages", c_int32),
+        ("n_texts", c_int32),
+        ("n_masks", c_int32),
+        ("n_payload", c_int32),
+    ]
+
+
+class pk_row(Structure):
+    _fields_ = [
+        ("slot", c_int32),
+        ("n_tokens", c_int32),
+        ("flags", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_new_slot(Structure):
+    _fields_ = [
+        ("slot", c_int32),
+        ("length", c_int32),
+        ("bias_offset", c_int32),
+        ("reserved", c_int32),
+        ("sampling", pk_sampling),
+    ]
+
+
+class pk_page_write(Structure):
+    _fields_ = [
+        ("slot", c_int32),
+        ("index", c_int32),
+        ("page", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_text(Structure):
+    _fields_ = [
+        ("slot", c_int32),
+        ("position", c_int32),
+        ("n", c_int32),
+        ("offset", c_int32),
+    ]
+
+
+class pk_mask_write(Structure):
+    _fields_ = [
+        ("slot", c_int32),
+        ("offset", c_int32),
+    ]
+
+
+class pk_op_prepare(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+    ]
+
+
+class pk_op_embed(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("table", pk_tensor),
+        ("out", pk_tensor),
+        ("scale", c_float),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_norm(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("w", pk_tensor),
+        ("post_w", pk_tensor),
+        ("residual", pk_tensor),
+        ("out", pk_tensor),
+        ("eps", c_float),
+        ("residual_scale", c_float),
+    ]
+
+
+class pk_op_matmul(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("w", pk_tensor * 3),
+        ("bias", pk_tensor * 3),
+        ("y", pk_tensor),
+        ("add", pk_tensor),
+        ("n_w", c_int32),
+        ("act", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
+class pk_op_qkv(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("qkv", pk_tensor),
+        ("q", pk_tensor),
+        ("q_norm", pk_tensor),
+        ("k_norm", pk_tensor),
+        ("frequency", pk_tensor),
+        ("k_offset", c_int64),
+        ("v_offset", c_int64),
+        ("n_heads", c_int32),
+        ("n_kv_heads", c_int32),
+        ("head_width", c_int32),
+        ("v_width", c_int32),
+        ("rope_width", c_int32),
+        ("rope_layout", c_int32),
+        ("rope_magnitude", c_float),
+        ("eps", c_float),
+        ("kv_format", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_attention(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("q", pk_tensor),
+        ("out", pk_tensor),
+        ("sinks", pk_tensor),
+        ("k_offset", c_int64),
+        ("v_offset", c_int64),
+        ("n_heads", c_int32),
+        ("n_kv_heads", c_int32),
+        ("head_width", c_int32),
+        ("v_width", c_int32),
+        ("window", c_int32),
+        ("kv_format", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
+class pk_op_gate(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("out", pk_tensor),
+        ("act", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_gather(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("out", pk_tensor),
+    ]
+
+
+class pk_op_sample(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("logits", pk_tensor),
+    ]
+
+
+class pk_op_commit(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+    ]
+
+
+class pk_op_copy(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("out", pk_tensor),
+    ]
+
+
+class pk_op_add(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("y", pk_tensor),
+        ("out", pk_tensor),
+        ("scale", c_float),
+        ("reserved", c_int32),
+    ]
+
+# enum pk_scales
+PK_SCALES_NONE = 0
+PK_SCALES_TENSOR = 1
+PK_SCALES_ROW = 2
+PK_SCALES_BLOCK = 3
+PK_SCALES_GROUP = 4
+
+
+class pk_source(Structure):
+    _fields_ = [
+        ("data", c_uint64),
+        ("n_bytes", c_int64),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("format", c_int32),
+        ("scales", c_int32),
+        ("scale_data", c_uint64),
+        ("scale_rows", c_int64),
+        ("scale_cols", c_int64),
+        ("global_scale", c_float),
+        ("offset", c_float),
+        ("block_rows", c_int32),
+        ("block_cols", c_int32),
+    ]
+
+
+class pk_open_config(Structure):
+    _fields_ = [
+        ("device", c_int32),
+        ("n_threads", c_int32),
+        ("max_isa", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_facts(Structure):
+    _fields_ = [
+        ("is_host", c_int32),
+        ("run_ahead", c_int32),
+        ("activation", c_int32),
+        ("n_threads", c_int32),
+        ("memory_bytes", c_int64),
+        ("free_bytes", c_int64),
+        ("granule_bytes", c_int64),
+        ("n_processors", c_int32),
+        ("is_validated", c_int32),
+        ("arch", c_char * 64),
+        ("name", c_char * 128),
+        ("build", c_char * 64),
+    ]
+
+
+class pk_counters(Structure):
+    _fields_ = [
+        ("n_allocations", c_int64),
+        ("allocated_bytes", c_int64),
+        ("n_steps", c_int64),
+        ("n_repacked_bytes", c_int64),
+    ]
+
+# enum pk_memory
+PK_MEMORY_DEVICE = 0
+PK_MEMORY_PINNED = 1
+
+
+PROTOTYPES = {
+    "pk_abi_digest": (c_char_p, []),
+    "pk_describe": (c_char_p, []),
+    "pk_last_error": (c_char_p, []),
+    "pk_n_devices": (c_int32, []),
+    "pk_open": (c_int32, [c_void_p, c_void_p]),
+    "pk_close": (None, [c_void_p]),
+    "pk_get_facts": (c_int32, [c_void_p, c_void_p]),
+    "pk_get_counters": (c_int32, [c_void_p, c_void_p]),
+    "pk_alloc": (c_int32, [c_void_p, c_int32, c_int64, c_void_p]),
+    "pk_free": (c_int32, [c_void_p, c_int32, c_uint64]),
+    "pk_reserve": (c_int32, [c_void_p, c_int64, c_void_p]),
+    "pk_attach": (c_int32, [c_void_p, c_uint64, c_int64]),
+    "pk_detach": (c_int32, [c_void_p, c_uint64, c_int64]),
+    "pk_release": (c_int32, [c_void_p, c_uint64]),
+    "pk_write": (c_int32, [c_void_p, c_uint64, c_void_p, c_int64]),
+    "pk_read": (c_int32, [c_void_p, c_void_p, c_uint64, c_int64]),
+    "pk_fill": (c_int32, [c_void_p, c_uint64, c_int32, c_int64]),
+    "pk_packed_bytes": (c_int32, [c_void_p, c_void_p, c_void_p]),
+    "pk_repack": (c_int32, [c_void_p, c_void_p, c_uint64, c_int64]),
+    "pk_workspace_bytes": (c_int32, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),
+    "pk_load": (c_int32, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_void_p]),
+    "pk_unload": (None, [c_void_p]),
+    "pk_step": (c_int32, [c_void_p, c_void_p]),
+    "pk_wait": (c_int32, [c_void_p, c_uint64, c_int64]),
+    "pk_run": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_void_p]),
+}
