@@ -1,0 +1,67 @@
+"""Fixtures of every test: a private home, a clean environment, and where shared goldens and real models lie."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+KEPT = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "PYTEST_CURRENT_TEST",
+    "PYTEST_VERSION",
+    "PYTEST_XDIST_WORKER",
+    "CC",
+    "CXX",
+)
+"""Variables that a test may inherit; everything else (proxies, tokens, PADDOCK_*) is removed."""
+
+OUTSIDE = dict(os.environ)
+"""The environment as it was when pytest started: fixtures below read it, tests do not see it."""
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary HOME and PADDOCK_HOME, and no variable that could change a program's behaviour."""
+    home = tmp_path_factory.mktemp("home")
+    for name in list(os.environ):
+        if name not in KEPT and not name.startswith("COV_"):
+            monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(home / ".local/share"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / ".config"))
+    monkeypatch.setenv("PADDOCK_HOME", str(home / "paddock"))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    yield home
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder with goldens, cases and research: PADDOCK_SHARED, or ../shared beside the checkout."""
+    told = OUTSIDE.get("PADDOCK_SHARED")
+    folder = Path(told) if told else CHECKOUT.parent / "shared"
+    if not (folder / "golden").is_dir():
+        pytest.skip(f"no shared goldens at {folder} (set PADDOCK_SHARED)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def models_dir() -> Path:
+    """The folder with real models, as shared/tools/models/fetch_models.sh fills it: PADDOCK_TEST_MODELS."""
+    told = OUTSIDE.get("PADDOCK_TEST_MODELS")
+    if not told:
+        pytest.skip("real models are not at hand (set PADDOCK_TEST_MODELS)")
+    folder = Path(told)
+    if not folder.is_dir():
+        pytest.skip(f"PADDOCK_TEST_MODELS={folder} is not a folder")
+    return folder
