@@ -1,0 +1,190 @@
+"""Program: one method per op; each checks shapes and appends a record. Run once per model and phase, never per step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PackError
+from . import abi
+from .tensor import Tensor
+
+ACTS = {"none": abi.PK_ACT_NONE, "silu": abi.PK_ACT_SILU, "gelu_tanh": abi.PK_ACT_GELU_TANH, "gelu_erf": abi.PK_ACT_GELU_ERF}
+ROPE_LAYOUTS = {"neox": 0, "interleaved": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Head counts and widths of one attention layer, and where its keys and values lie in a page (bytes)."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_width: int
+    v_width: int
+    k_offset: int
+    v_offset: int
+    kv_format: int
+
+
+class ShapeError(PackError):
+    """Operands of an op do not fit together: a fault in a model program."""
+
+
+def _same(op: str, a: str, x: int, b: str, y: int) -> None:
+    if x != y:
+        raise ShapeError(f"{op}: {a} is {x}, {b} is {y}")
+
+
+class Program:
+    """A growing array of records."""
+
+    def __init__(self) -> None:
+        self.records: list[ctypes.Structure] = []
+
+    def _add(self, kind: Any, op: int, tensors: dict[str, Tensor | None], **fields: Any) -> None:
+        record = kind()
+        record.op, record.size = op, ctypes.sizeof(kind)
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                tensor.fill(getattr(record, name))
+        for name, value in fields.items():
+            setattr(record, name, value)
+        self.records.append(record)
+
+    def bytes(self) -> bytes:
+        """All records, one after the other, as pk_load takes them."""
+        return b"".join(bytes(r) for r in self.records)
+
+    def prepare(self) -> None:
+        """Applies the step input and builds rows and positions."""
+        self._add(abi.pk_op_prepare, abi.PK_OP_PREPARE, {})
+
+    def embed(self, table: Tensor, out: Tensor, scale: float = 1.0) -> None:
+        """out[T,M] = table[token, :] * scale."""
+        _same("embed", "table width", table.cols, "out width", out.cols)
+        self._add(abi.pk_op_embed, abi.PK_OP_EMBED, {"table": table, "out": out}, scale=scale)
+
+    def norm(
+        self,
+        x: Tensor,
+        w: Tensor | None,
+        out: Tensor | None,
+        eps: float,
+        residual: Tensor | None = None,
+        post_w: Tensor | None = None,
+        residual_scale: float = 1.0,
+    ) -> None:
+        """v = x (normalised by post_w when there); residual += v * residual_scale; out = rms-norm(residual or v) * w.
+
+        x, out, residual: [T or S, M]; w, post_w: [1, M] f32. Source: Zhang & Sennrich 2019, eq. 4.
+        """
+        for name, t in (("w", w), ("out", out), ("residual", residual), ("post_w", post_w)):
+            if t is not None:
+                _same("norm", "x width", x.cols, f"{name} width", t.cols)
+        tensors = {"x": x, "w": w, "post_w": post_w, "residual": residual, "out": out}
+        self._add(abi.pk_op_norm, abi.PK_OP_NORM, tensors, eps=eps, residual_scale=residual_scale)
+
+    def matmul(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        y: Tensor,
+        biases: Sequence[Tensor | None] = (),
+        act: str = "none",
+        add: Tensor | None = None,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+    ) -> None:
+        """y = x [W0 W1 W2]^T + biases (or act(x W0^T) * (x W1^T)), times scale, soft-capped, plus add. See pk_op_matmul."""
+        for i, w in enumerate(weights):
+            _same("matmul", "x width", x.cols, f"w[{i}] columns", w.cols)
+        n_out = weights[0].rows if act != "none" else sum(w.rows for w in weights)
+        _same("matmul", "y width", y.cols, "rows of the weights", n_out)
+        record = abi.pk_op_matmul()
+        record.op, record.size = abi.PK_OP_MATMUL, ctypes.sizeof(record)
+        x.fill(record.x)
+        y.fill(record.y)
+        if add is not None:
+            add.fill(record.add)
+        for i, w in enumerate(weights):
+            w.fill(record.w[i])
+        for i, b in enumerate(biases):
+            if b is not None:
+                b.fill(record.bias[i])
+        record.n_w, record.act, record.scale, record.softcap = len(weights), ACTS[act], scale, softcap
+        self.records.append(record)
+
+    def qkv(self, x: Tensor, q: Tensor, heads: Heads, norms: tuple[Tensor | None, Tensor | None], rope: Rotation | None, eps: float) -> None:
+        """Splits x[T, (H+K)*D + K*Dv], normalises and rotates q and k, writes k and v into the pages."""
+        width = (heads.n_heads + heads.n_kv_heads) * heads.head_width + heads.n_kv_heads * heads.v_width
+        _same("qkv", "x width", x.cols, "heads' width", width)
+        tensors = {"qkv": x, "q": q, "q_norm": norms[0], "k_norm": norms[1], "frequency": rope.frequency if rope else None}
+        self._add(
+            abi.pk_op_qkv,
+            abi.PK_OP_QKV,
+            tensors,
+            **_head_fields(heads),
+            rope_width=rope.width if rope else 0,
+            rope_layout=ROPE_LAYOUTS[rope.layout] if rope else 0,
+            rope_magnitude=rope.magnitude if rope else 1.0,
+            eps=eps,
+        )
+
+    def attention(
+        self, q: Tensor, out: Tensor, heads: Heads, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> None:
+        """out[T, H*Dv] = attention of q over the pages. Source: Dao et al. 2022 for the blocked form."""
+        _same("attention", "q width", q.cols, "heads' width", heads.n_heads * heads.head_width)
+        _same("attention", "out width", out.cols, "value width", heads.n_heads * heads.v_width)
+        tensors = {"q": q, "out": out, "sinks": sinks}
+        self._add(abi.pk_op_attention, abi.PK_OP_ATTENTION, tensors, **_head_fields(heads), scale=scale, window=window, softcap=softcap)
+
+    def gate(self, x: Tensor, out: Tensor, act: str) -> None:
+        """out[T,F] = act(x[:, :F]) * x[:, F:]."""
+        _same("gate", "x width", x.cols, "twice the out width", 2 * out.cols)
+        self._add(abi.pk_op_gate, abi.PK_OP_GATE, {"x": x, "out": out}, act=ACTS[act])
+
+    def gather(self, x: Tensor, out: Tensor) -> None:
+        """out[S,M] = the rows of x whose next token is drawn."""
+        _same("gather", "x width", x.cols, "out width", out.cols)
+        self._add(abi.pk_op_gather, abi.PK_OP_GATHER, {"x": x, "out": out})
+
+    def sample(self, logits: Tensor) -> None:
+        """Draws a token per sampled row from logits[S,V]."""
+        self._add(abi.pk_op_sample, abi.PK_OP_SAMPLE, {"logits": logits})
+
+    def commit(self) -> None:
+        """Appends tokens, advances lengths, publishes the results."""
+        self._add(abi.pk_op_commit, abi.PK_OP_COMMIT, {})
+
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        """out = x, formats may differ."""
+        self._add(abi.pk_op_copy, abi.PK_OP_COPY, {"x": x, "out": out})
+
+    def add(self, x: Tensor, y: Tensor, out: Tensor, scale: float = 1.0) -> None:
+        """out = x * scale + y."""
+        self._add(abi.pk_op_add, abi.PK_OP_ADD, {"x": x, "y": y, "out": out}, scale=scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rope of one layer on the device: frequency [1, width/2] f32."""
+
+    frequency: Tensor
+    width: int
+    layout: str
+    magnitude: float
+
+
+def _head_fields(heads: Heads) -> dict[str, int]:
+    return {
+        "k_offset": heads.k_offset,
+        "v_offset": heads.v_offset,
+        "n_heads": heads.n_heads,
+        "n_kv_heads": heads.n_kv_heads,
+        "head_width": heads.head_width,
+        "v_width": heads.v_width,
+        "kv_format": heads.kv_format,
+    }
