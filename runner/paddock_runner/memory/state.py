@@ -1,0 +1,95 @@
+"""The arrays of pk_state and the layout of a KV page: how many bytes each takes. The plan sums them, the device allocates them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..blueprint.blueprint import Blueprint
+
+KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "fp8": 1}
+ALIGN_BYTES = 256
+SAMPLING_BYTES, RESULT_BYTES, TOP_BYTES, BIAS_BYTES = 136, 24, 8, 8  # sizeof the structs in packs/pack.h (a test compares)
+
+
+def aligned(n_bytes: int) -> int:
+    """Rounded up to the allocation alignment."""
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Sizes of everything that varies from step to step. n_pages counts the scratch page 0."""
+
+    n_slots: int
+    max_ctx_tokens: int  # a multiple of page_tokens
+    page_tokens: int
+    n_pages: int
+    n_vocab: int
+    max_step_tokens: int
+    max_step_rows: int
+    max_bias: int = 512
+    max_top: int = 20
+    n_results: int = 8
+
+    @property
+    def slot_pages(self) -> int:
+        """Pages of a full context."""
+        return self.max_ctx_tokens // self.page_tokens
+
+    @property
+    def mask_words(self) -> int:
+        """32-bit words of one grammar mask."""
+        return -(-self.n_vocab // 32)
+
+
+def device_arrays(sizes: StateSizes) -> dict[str, int]:
+    """Bytes of each pk_state array in device memory, by field name (KV pages and workspace are apart)."""
+    slots, rows, tokens = sizes.n_slots, sizes.max_step_rows, sizes.max_step_tokens
+    return {
+        "tokens": 4 * slots * (sizes.max_ctx_tokens + 1),
+        "length": 4 * slots,
+        "alive": 4 * slots,
+        "page_table": 4 * slots * sizes.slot_pages,
+        "sampling": SAMPLING_BYTES * slots,
+        "bias": BIAS_BYTES * slots * sizes.max_bias,
+        "mask": 4 * slots * sizes.mask_words,
+        "row_slot": 4 * rows,
+        "row_start": 4 * (rows + 1),
+        "row_position": 4 * rows,
+        "row_flags": 4 * rows,
+        "token_id": 4 * tokens,
+        "token_position": 4 * tokens,
+        "token_row": 4 * tokens,
+        "token_page": 4 * tokens,
+        "sample_row": 4 * rows,
+        "sample_token": 4 * rows,
+        "sample_flags": 4 * rows,
+        "sample_logprob": 4 * rows,
+    }
+
+
+def pinned_arrays(sizes: StateSizes) -> dict[str, int]:
+    """Bytes of each host-visible pk_state array, by field name."""
+    block = sizes.n_results * sizes.max_step_rows
+    return {"results": RESULT_BYTES * block, "top": TOP_BYTES * block * sizes.max_top, "done": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Where each layer's keys and values lie in a page. offsets: per layer (k, v) in bytes from the page's start."""
+
+    offsets: tuple[tuple[int, int], ...]
+    page_bytes: int
+
+
+def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageLayout:
+    """One page holds `page_tokens` tokens of every layer: K [K, B, D] then V [K, B, Dv], each aligned to 64 bytes."""
+    size, at, offsets = KV_BYTES[kv_format], 0, []
+    for layer in blueprint.layers:
+        a = layer.attention
+        k_bytes = a.n_kv_heads * page_tokens * a.head_width * size
+        v_bytes = a.n_kv_heads * page_tokens * (a.v_width or a.head_width) * size
+        v_at = at + -(-k_bytes // 64) * 64
+        offsets.append((at, v_at))
+        at = v_at + -(-v_bytes // 64) * 64
+    return PageLayout(tuple(offsets), aligned(at))
