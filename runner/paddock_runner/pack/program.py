@@ -28,6 +28,29 @@ class Heads:
     kv_format: int
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rope of one layer on the device: frequency [1, width/2] f32."""
+
+    frequency: Tensor
+    width: int
+    layout: str
+    magnitude: float
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What happens to a product before it is stored: activation (gated: two weights), scale, soft cap, an operand added last."""
+
+    act: str = "none"
+    add: Tensor | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+
+
+PLAIN = Epilogue()
+
+
 class ShapeError(PackError):
     """Operands of an op do not fit together: a fault in a model program."""
 
@@ -92,12 +115,10 @@ class Program:
         weights: Sequence[Tensor],
         y: Tensor,
         biases: Sequence[Tensor | None] = (),
-        act: str = "none",
-        add: Tensor | None = None,
-        scale: float = 1.0,
-        softcap: float = 0.0,
+        after: Epilogue = PLAIN,
     ) -> None:
         """y = x [W0 W1 W2]^T + biases (or act(x W0^T) * (x W1^T)), times scale, soft-capped, plus add. See pk_op_matmul."""
+        act, add = after.act, after.add
         for i, w in enumerate(weights):
             _same("matmul", "x width", x.cols, f"w[{i}] columns", w.cols)
         n_out = weights[0].rows if act != "none" else sum(w.rows for w in weights)
@@ -113,7 +134,7 @@ class Program:
         for i, b in enumerate(biases):
             if b is not None:
                 b.fill(record.bias[i])
-        record.n_w, record.act, record.scale, record.softcap = len(weights), ACTS[act], scale, softcap
+        record.n_w, record.act, record.scale, record.softcap = len(weights), ACTS[act], after.scale, after.softcap
         self.records.append(record)
 
     def qkv(self, x: Tensor, q: Tensor, heads: Heads, norms: tuple[Tensor | None, Tensor | None], rope: Rotation | None, eps: float) -> None:
@@ -166,16 +187,6 @@ class Program:
     def add(self, x: Tensor, y: Tensor, out: Tensor, scale: float = 1.0) -> None:
         """out = x * scale + y."""
         self._add(abi.pk_op_add, abi.PK_OP_ADD, {"x": x, "y": y, "out": out}, scale=scale)
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Rope of one layer on the device: frequency [1, width/2] f32."""
-
-    frequency: Tensor
-    width: int
-    layout: str
-    magnitude: float
 
 
 def _head_fields(heads: Heads) -> dict[str, int]:

@@ -1,0 +1,119 @@
+"""The forward pass, once, for every family: blueprint and weights in, a recorded program out.
+
+embed -> layers (attention, feed-forward) -> norm -> head -> sample. Knows no family names and no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..blueprint.blueprint import Blueprint, Layer, Rope
+from ..errors import UnsupportedError
+from ..pack.device import Device, f32_tensor
+from ..pack.program import Epilogue, Heads, Program, Rotation
+from ..pack.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a program finds things: weights by our names, activation buffers by arena name, KV offsets per layer, KV format."""
+
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    kv_offsets: tuple[tuple[int, int], ...]
+    kv_format: int
+    rotations: Mapping[Rope, Rotation]
+
+
+def rotations(device: Device, blueprint: Blueprint) -> dict[Rope, Rotation]:
+    """One frequency vector on the device per distinct rope. frequency[i] = theta^(-2i/width) / factor[i]. Source: Su et al. 2021, eq. 15."""
+    found: dict[Rope, Rotation] = {}
+    for rope in dict.fromkeys(layer.attention.rope for layer in blueprint.layers):
+        if rope is not None:
+            n = rope.width // 2
+            factors = rope.factors or (1.0,) * n
+            values = [rope.theta ** (-2.0 * i / rope.width) / factors[i] for i in range(n)]
+            found[rope] = Rotation(f32_tensor(device, values, "vectors"), rope.width, rope.layout, rope.magnitude)
+    return found
+
+
+def trace(blueprint: Blueprint, site: Site) -> Program:
+    """The program of one step: any mix of prefill and decode rows."""
+    program, buffers, weights = Program(), site.buffers, site.weights
+    residual, normed = buffers["residual"], buffers["normed"]
+    eps, scale = blueprint.norm_eps, blueprint.residual_scale
+    program.prepare()
+    program.embed(weights["embed.weight"], residual, blueprint.embed_scale)
+    program.norm(residual, weights["layers.0.attn_norm.weight"], normed, eps)
+    for i, layer in enumerate(blueprint.layers):
+        if layer.kind != "attention":
+            raise UnsupportedError(f"layer {i} of {blueprint.family} is a {layer.kind} layer, which the decoder does not know")
+        at = f"layers.{i}."
+        last = i + 1 == blueprint.n_layers
+        following = None if last else weights[f"layers.{i + 1}.attn_norm.weight"]
+        _attention(program, blueprint, layer, i, site)
+        _join(program, blueprint, layer, at + "attn_post_norm.weight", weights[at + "ffn_norm.weight"], site, scale)
+        _feed_forward(program, blueprint, layer, at, site)
+        _join(program, blueprint, layer, at + "ffn_post_norm.weight", following, site, scale)
+    _head(program, blueprint, site)
+    return program
+
+
+def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, site: Site) -> None:
+    a, w, at, buffers = layer.attention, site.weights, f"layers.{i}.", site.buffers
+    v_width = a.v_width or a.head_width
+    width = (a.n_heads + a.n_kv_heads) * a.head_width + a.n_kv_heads * v_width
+    qkv = _narrow(buffers["qkv"], width)
+    parts = [at + "qkv"] if at + "qkv.weight" in w else [at + "q", at + "k", at + "v"]
+    program.matmul(buffers["normed"], [w[p + ".weight"] for p in parts], qkv, [w.get(p + ".bias") for p in parts])
+    heads = Heads(a.n_heads, a.n_kv_heads, a.head_width, v_width, *site.kv_offsets[i], site.kv_format)
+    q = qkv.columns(0, a.n_heads * a.head_width)
+    norms = (w[at + "q_norm.weight"], w[at + "k_norm.weight"]) if a.qk_norm else (None, None)
+    program.qkv(qkv, q, heads, norms, site.rotations[a.rope] if a.rope else None, blueprint.norm_eps)
+    out = _narrow(buffers["attention_out"], a.n_heads * v_width)
+    program.attention(q, out, heads, a.scale, a.window, a.softcap, w[at + "sinks.weight"] if a.sinks else None)
+    _project(program, layer, out, w[at + "o.weight"], w.get(at + "o.bias"), site, blueprint.residual_scale)
+
+
+def _feed_forward(program: Program, blueprint: Blueprint, layer: Layer, at: str, site: Site) -> None:
+    f, w, buffers = layer.feed_forward, site.weights, site.buffers
+    hidden = _narrow(buffers["feed_forward"], f.width)
+    biases = [w.get(at + "gate.bias"), w.get(at + "up.bias")]
+    program.matmul(buffers["normed"], [w[at + "gate.weight"], w[at + "up.weight"]], hidden, biases, Epilogue(act=f.activation))
+    _project(program, layer, hidden, w[at + "down.weight"], w.get(at + "down.bias"), site, blueprint.residual_scale)
+
+
+def _project(program: Program, layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, site: Site, scale: float) -> None:
+    """The product that ends a branch: straight onto the residual, or (with post norms) into the branch buffer."""
+    residual = site.buffers["residual"]
+    if layer.post_norms:
+        program.matmul(x, [weight], site.buffers["branch"], [bias])
+    else:
+        program.matmul(x, [weight], residual, [bias], Epilogue(add=residual, scale=scale))
+
+
+def _join(program: Program, blueprint: Blueprint, layer: Layer, post: str, following: Tensor | None, site: Site, scale: float) -> None:
+    """Adds a post-normed branch to the residual, and norms the residual for what follows (None: the head norms its own rows)."""
+    residual, normed, branch = site.buffers["residual"], site.buffers["normed"], site.buffers["branch"]
+    out = normed if following is not None else None
+    if layer.post_norms:
+        program.norm(branch, following, out, blueprint.norm_eps, residual, site.weights[post], scale)
+    elif following is not None:
+        program.norm(residual, following, out, blueprint.norm_eps)
+
+
+def _head(program: Program, blueprint: Blueprint, site: Site) -> None:
+    w, buffers = site.weights, site.buffers
+    program.gather(buffers["residual"], buffers["last"])
+    program.norm(buffers["last"], w["out_norm.weight"], buffers["last_normed"], blueprint.norm_eps)
+    head = w["embed.weight"] if blueprint.tied_head else w["head.weight"]
+    after = Epilogue(scale=blueprint.logit_scale, softcap=blueprint.logit_softcap)
+    program.matmul(buffers["last_normed"], [head], buffers["logits"], (), after)
+    program.sample(buffers["logits"])
+    program.commit()
+
+
+def _narrow(buffer: Tensor, cols: int) -> Tensor:
+    """The buffer with fewer columns, rows packed densely."""
+    return Tensor(buffer.data, buffer.rows, cols, buffer.format)

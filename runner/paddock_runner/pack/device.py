@@ -1,0 +1,235 @@
+"""Device: one open context of a pack: memory, the step state, a loaded program, and steps. Thin and complete."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PackError
+from . import abi
+from .library import Pack
+from .program import Program
+from .tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an open context says of itself. run_ahead: steps that may be in flight before the first is read."""
+
+    arch: str
+    name: str
+    build: str
+    is_host: bool
+    run_ahead: int
+    activation: int
+    n_threads: int
+    n_processors: int
+    memory_bytes: int
+    free_bytes: int
+    granule_bytes: int
+    is_validated: bool
+
+
+class Device:
+    """An open context. Everything allocated through it is freed by close()."""
+
+    def __init__(self, pack: Pack, ordinal: int = 0, n_threads: int = 0, max_isa: int = 0) -> None:
+        self.pack = pack
+        self._ctx = ctypes.c_void_p()
+        config = abi.pk_open_config(ordinal, n_threads, max_isa, 0)
+        pack.call("pk_open", ctypes.byref(config), ctypes.byref(self._ctx))
+        self._owned: list[tuple[int, int]] = []
+        self._reserved: list[int] = []
+        self._program: Any = None
+        self._step = pack.function("pk_step")
+        self._wait = pack.function("pk_wait")
+        self.facts = self._read_facts()
+        self.allocated: dict[str, int] = {}
+        self.kv_bytes = self.kv_page_bytes = 0
+        self.kv_address = self._attached_bytes = 0
+
+    def _read_facts(self) -> Facts:
+        raw = abi.pk_facts()
+        self.pack.call("pk_get_facts", self._ctx, ctypes.byref(raw))
+        text = {k: getattr(raw, k).decode(errors="replace") for k in ("arch", "name", "build")}
+        ints = {k: getattr(raw, k) for k in ("run_ahead", "activation", "n_threads", "n_processors", "memory_bytes", "free_bytes", "granule_bytes")}
+        return Facts(**text, **ints, is_host=bool(raw.is_host), is_validated=bool(raw.is_validated))
+
+    # ---- memory ----
+
+    def alloc(self, n_bytes: int, name: str, is_pinned: bool = False) -> int:
+        """Address of n_bytes of zeroed memory, counted under `name`. Raises: PackError when there is not enough."""
+        memory = abi.PK_MEMORY_PINNED if is_pinned else abi.PK_MEMORY_DEVICE
+        address = ctypes.c_uint64()
+        self.pack.call("pk_alloc", self._ctx, memory, n_bytes, ctypes.byref(address))
+        self._owned.append((memory, address.value))
+        self.allocated[name] = self.allocated.get(name, 0) + n_bytes
+        return address.value
+
+    def write(self, address: int, data: bytes | memoryview | ctypes.Array[Any], n_bytes: int | None = None) -> None:
+        """Copies host bytes to the device."""
+        if isinstance(data, memoryview) and data.readonly:
+            data = bytes(data)
+        if isinstance(data, bytes):
+            self.pack.call("pk_write", self._ctx, address, data, len(data) if n_bytes is None else n_bytes)
+        else:
+            view = memoryview(data).cast("B")
+            raw = (ctypes.c_char * len(view)).from_buffer(view)
+            self.pack.call("pk_write", self._ctx, address, ctypes.addressof(raw), len(view) if n_bytes is None else n_bytes)
+
+    def read(self, address: int, n_bytes: int) -> bytes:
+        """Copies device bytes to the host."""
+        raw = ctypes.create_string_buffer(n_bytes)
+        self.pack.call("pk_read", self._ctx, ctypes.addressof(raw), address, n_bytes)
+        return raw.raw
+
+    def fill(self, address: int, byte: int, n_bytes: int) -> None:
+        """Sets n_bytes to one value."""
+        self.pack.call("pk_fill", self._ctx, address, byte, n_bytes)
+
+    def reserve_kv(self, n_pages: int, page_bytes: int) -> int:
+        """Reserves the address range of the page pool; no memory yet. Returns its address."""
+        granule = max(self.facts.granule_bytes, 1)
+        self.kv_page_bytes = page_bytes
+        self.kv_bytes = -(-n_pages * page_bytes // granule) * granule
+        address = ctypes.c_uint64()
+        self.pack.call("pk_reserve", self._ctx, self.kv_bytes, ctypes.byref(address))
+        self._reserved.append(address.value)
+        self.kv_address = address.value
+        return address.value
+
+    def grow_pages(self, n_pages: int) -> int:
+        """Puts memory behind at least the first n_pages pages. Returns how many pages have memory now."""
+        granule = max(self.facts.granule_bytes, 1)
+        wanted = min(-(-n_pages * self.kv_page_bytes // granule) * granule, self.kv_bytes)
+        if wanted > self._attached_bytes:
+            at = self.kv_address + self._attached_bytes
+            self.pack.call("pk_attach", self._ctx, at, wanted - self._attached_bytes)
+            self._attached_bytes = wanted
+            self.allocated["kv"] = wanted
+        return self._attached_bytes // self.kv_page_bytes
+
+    # ---- weights ----
+
+    def packed_bytes(self, source: abi.pk_source) -> int:
+        """Bytes of a weight after repacking. Raises: UnsupportedError for a format without kernels."""
+        n_bytes = ctypes.c_int64()
+        self.pack.call("pk_packed_bytes", self._ctx, ctypes.byref(source), ctypes.byref(n_bytes))
+        return n_bytes.value
+
+    def repack(self, source: abi.pk_source, address: int, n_bytes: int) -> None:
+        """Converts a weight from checkpoint layout to kernel layout at `address`."""
+        self.pack.call("pk_repack", self._ctx, ctypes.byref(source), address, n_bytes)
+
+    # ---- state and program ----
+
+    def set_state(self, fields: Mapping[str, int], device_arrays: Mapping[str, int], pinned_arrays: Mapping[str, int]) -> None:
+        """Allocates the arrays of pk_state (name -> bytes) and fills in its scalar fields; `kv` must have been reserved."""
+        state = abi.pk_state()
+        for name, value in fields.items():
+            setattr(state, name, value)
+        state.kv = self.kv_address
+        base = self.alloc(sum(_aligned(n) for n in device_arrays.values()), "state")
+        for name, n_bytes in device_arrays.items():
+            setattr(state, name, base)
+            base += _aligned(n_bytes)
+        base = self.alloc(sum(_aligned(n) for n in pinned_arrays.values()), "pinned", is_pinned=True)
+        for name, n_bytes in pinned_arrays.items():
+            setattr(state, name, base)
+            base += _aligned(n_bytes)
+        self.state = state
+        self.results = _host_view(state.results, pinned_arrays["results"])
+        self.top = _host_view(state.top, pinned_arrays["top"])
+        self.done = _host_view(state.done, 8).cast("Q")
+
+    def workspace_bytes(self, program: Program) -> int:
+        """Scratch bytes that the pack wants for this program."""
+        records, n_bytes = program.bytes(), ctypes.c_int64()
+        self.pack.call("pk_workspace_bytes", self._ctx, ctypes.byref(self.state), records, len(records), ctypes.byref(n_bytes))
+        return n_bytes.value
+
+    def load(self, program: Program, buckets: Sequence[int], workspace: tuple[int, int]) -> None:
+        """Checks and prepares the program. workspace: address and bytes. Raises: UnsupportedError, PackError naming the op at fault."""
+        records = program.bytes()
+        self.state.workspace, self.state.workspace_bytes = workspace
+        array = (ctypes.c_int32 * max(1, len(buckets)))(*buckets)
+        handle = ctypes.c_void_p()
+        self.pack.call(
+            "pk_load", self._ctx, ctypes.byref(self.state), records, len(records), ctypes.addressof(array), len(buckets), ctypes.byref(handle)
+        )
+        self.unload()
+        self._program = handle
+        self.n_records = len(program.records)
+
+    def unload(self) -> None:
+        """Drops the loaded program."""
+        if self._program is not None:
+            self.pack.function("pk_unload")(self._program)
+            self._program = None
+
+    def step(self, input_address: int) -> None:
+        """Runs (or enqueues) one step. Raises: PackError."""
+        status = self._step(self._program, input_address)
+        if status:
+            raise self.pack.failure("pk_step", status)
+
+    def wait(self, seq: int, timeout_us: int) -> bool:
+        """Waits until step `seq` is done; False when the time is up. Raises: PackError."""
+        status = self._wait(self._program, seq, timeout_us)
+        if status == abi.PK_TIMEOUT:
+            return False
+        if status:
+            raise self.pack.failure("pk_wait", status)
+        return True
+
+    def run(self, n_tokens: int, n_samples: int, n_repeats: int = 1, is_timed: bool = False) -> list[float]:
+        """Runs the records once as they are; timed: median microseconds per record."""
+        us = (ctypes.c_float * self.n_records)()
+        self.pack.call("pk_run", self._program, n_tokens, n_samples, n_repeats, ctypes.addressof(us) if is_timed else None)
+        return list(us)
+
+    def counters(self) -> dict[str, int]:
+        """The pack's own counters: allocations, bytes, steps."""
+        raw = abi.pk_counters()
+        self.pack.call("pk_get_counters", self._ctx, ctypes.byref(raw))
+        return {field[0]: getattr(raw, field[0]) for field in raw._fields_}
+
+    def close(self) -> None:
+        """Frees everything. Safe to call twice."""
+        if not self._ctx:
+            return
+        self.unload()
+        for memory, address in self._owned:
+            self.pack.function("pk_free")(self._ctx, memory, address)
+        for address in self._reserved:
+            self.pack.function("pk_release")(self._ctx, address)
+        self._owned.clear()
+        self._reserved.clear()
+        self.pack.function("pk_close")(self._ctx)
+        self._ctx = ctypes.c_void_p()
+
+
+def count_devices(pack: Pack) -> int:
+    """Devices this pack can see. Raises: PackError with the driver's reason when it cannot ask."""
+    n = pack.function("pk_n_devices")()
+    if n < 0:
+        raise PackError(pack.last_error() or "the driver does not answer", "run paddock doctor")
+    return int(n)
+
+
+def f32_tensor(device: Device, values: Sequence[float], name: str) -> Tensor:
+    """A [1, n] f32 vector in device memory."""
+    data = (ctypes.c_float * len(values))(*values)
+    address = device.alloc(4 * len(values), name)
+    device.write(address, bytes(data))
+    return Tensor(address, 1, len(values), abi.PK_F32)
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // 256) * 256
+
+
+def _host_view(address: int, n_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_uint8 * n_bytes).from_address(address)).cast("B")
