@@ -1,0 +1,111 @@
+"""Builds a ready device: pack, weights, state, arena, program. Allocates what memory/ says, and nothing else.
+
+Knows no requests; the loop drives what comes out of here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..blueprint.blueprint import Blueprint
+from ..errors import PackError
+from ..files.view import TensorView
+from ..memory.arena import Arena, arena, pack_scratch_bytes
+from ..memory.state import StateSizes, device_arrays, page_layout, pinned_arrays
+from ..model.decoder import Site, rotations, trace
+from ..model.weights import Progress, load_weights
+from ..pack import abi
+from ..pack.device import Device
+from ..pack.library import load_pack
+from ..pack.program import Program
+from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
+
+KV_FORMATS = {"f32": abi.PK_F32, "f16": abi.PK_F16, "bf16": abi.PK_BF16, "fp8": abi.PK_FP8_E4M3}
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What to build: the pack's file, the sizes, the KV format, the device's number and (CPU) threads."""
+
+    pack: Path
+    sizes: StateSizes
+    kv_format: str = "bf16"
+    ordinal: int = 0
+    n_threads: int = 0
+    max_isa: int = 0
+
+
+def build_device(
+    assembly: Assembly, blueprint: Blueprint, views: Mapping[str, TensorView], progress: Progress | None = None
+) -> Device:
+    """A device that can step. Raises: PackError, UnsupportedError, FileError; then nothing is left allocated."""
+    device = Device(load_pack(assembly.pack), assembly.ordinal, assembly.n_threads, assembly.max_isa)
+    try:
+        program = _build(device, assembly, blueprint, views, progress)
+        _load(device, assembly, blueprint, program)
+    except BaseException:
+        device.close()
+        raise
+    return device
+
+
+def token_buckets(max_step_tokens: int) -> list[int]:
+    """Token counts for which launches are prepared: powers of two up to 8, then steps of half an octave."""
+    buckets, n = [1, 2, 4, 8], 16
+    while n < max_step_tokens:
+        buckets += [n, n + n // 2]
+        n *= 2
+    return [b for b in buckets if b < max_step_tokens] + [max_step_tokens]
+
+
+def _build(
+    device: Device, assembly: Assembly, blueprint: Blueprint, views: Mapping[str, TensorView], progress: Progress | None
+) -> Program:
+    sizes = assembly.sizes
+    weights = load_weights(device, blueprint, views, progress)
+    layout = page_layout(blueprint, assembly.kv_format, sizes.page_tokens)
+    device.reserve_kv(sizes.n_pages, layout.page_bytes)
+    device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))
+    plan = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, ELEMENT_BYTES[device.facts.activation])
+    buffers = place(device, plan, sizes)
+    site = Site(weights, buffers, layout.offsets, KV_FORMATS[assembly.kv_format], rotations(device, blueprint))
+    return trace(blueprint, site)
+
+
+def place(device: Device, plan: Arena, sizes: StateSizes) -> dict[str, Tensor]:
+    """Allocates the arena and names its buffers."""
+    base = device.alloc(plan.n_bytes, "activations")
+    found = {}
+    for name, buffer in plan.buffers.items():
+        kind = abi.PK_F32 if buffer.is_f32 else device.facts.activation
+        found[name] = Tensor(base + buffer.offset, S if buffer.is_sampled else T, buffer.cols, kind)
+    return found
+
+
+def _load(device: Device, assembly: Assembly, blueprint: Blueprint, program: Program) -> None:
+    sizes = assembly.sizes
+    need = device.workspace_bytes(program)
+    planned = pack_scratch_bytes(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.facts.n_processors)
+    if need > planned:
+        raise PackError(f"kernel pack {device.pack.path.name} wants {need} bytes of scratch, the plan has {planned}", "report this: the plan's formula is wrong")
+    scratch = device.alloc(planned, "scratch")
+    device.load(program, token_buckets(sizes.max_step_tokens), (scratch, planned))
+    device.grow_pages(1)
+
+
+def _scalars(sizes: StateSizes, page_bytes: int) -> dict[str, int]:
+    return {
+        "n_slots": sizes.n_slots,
+        "max_ctx_tokens": sizes.max_ctx_tokens,
+        "page_tokens": sizes.page_tokens,
+        "slot_pages": sizes.slot_pages,
+        "n_vocab": sizes.n_vocab,
+        "max_step_tokens": sizes.max_step_tokens,
+        "max_step_rows": sizes.max_step_rows,
+        "max_bias": sizes.max_bias,
+        "max_top": sizes.max_top,
+        "n_results": sizes.n_results,
+        "kv_page_stride": page_bytes,
+    }
