@@ -1,0 +1,84 @@
+"""The curated short names of catalog.toml: name to sources, default quant, licence."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model's bytes come from: a hub repository, or (package set) a member of a Python wheel.
+
+    repo is where it is stored and under which name it is known, for a package too. sha256 and size_bytes: pinned, where known.
+    """
+
+    repo: str
+    rev: str = ""
+    file: str = ""
+    size_bytes: int = 0
+    sha256: str = ""
+    package: str = ""
+    version: str = ""
+    member: str = ""
+
+    @property
+    def shown(self) -> str:
+        """One phrase for people."""
+        if self.package:
+            return f"Python package {self.package} {self.version}"
+        return f"hub repository {self.repo}" + (f"@{self.rev[:12]}" if self.rev else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One short name."""
+
+    name: str
+    title: str
+    params: str
+    family: str
+    licence: str
+    quant: str
+    sources: tuple[Source, ...]
+
+
+@functools.cache
+def entries() -> dict[str, Entry]:
+    """All entries, by lower-case name."""
+    with (Path(__file__).parent / "catalog.toml").open("rb") as f:
+        table: dict[str, dict[str, Any]] = tomllib.load(f)
+    return {name.lower(): _entry(name, body) for name, body in table.items()}
+
+
+def find(short: str) -> Entry | None:
+    """The entry of a short name, or None."""
+    return entries().get(short.lower())
+
+
+def near(short: str) -> list[str]:
+    """Names that look alike."""
+    names = list(entries())
+    close = difflib.get_close_matches(short.lower(), names, 3, 0.6)
+    return close or [n for n in names if n.startswith(short.lower()[:4])][:5]
+
+
+def _entry(name: str, body: dict[str, Any]) -> Entry:
+    sources = tuple(
+        Source(
+            repo=s["repo"],
+            rev=s.get("rev", ""),
+            file=s.get("file", ""),
+            size_bytes=s.get("size", 0),
+            sha256=s.get("sha256", ""),
+            package=s.get("package", ""),
+            version=s.get("version", ""),
+            member=s.get("member", ""),
+        )
+        for s in body["sources"]
+    )
+    return Entry(name, body["title"], body["params"], body["family"], body["licence"], body.get("quant", ""), sources)

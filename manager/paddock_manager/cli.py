@@ -1,0 +1,84 @@
+"""The table of commands: name, module, one help line. A command's module is imported only when it is called."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from paddock_runner.errors import Cancelled, PaddockError, UsageError
+
+from paddock_manager import options
+from paddock_manager.ui import Ui
+
+COMMANDS: dict[str, str] = {
+    "pull": "download a model and verify it",
+    "add": "use a model file or folder where it lies",
+    "ls": "list the models that are here",
+    "show": "what a model is: files, origin, licence, sizes",
+    "inspect": "read a checkpoint's header: metadata, tensors, formats",
+    "fit": "does it fit, and with which context and batch",
+    "run": "chat with a model, or answer one prompt",
+    "serve": "start an OpenAI-compatible server in the background",
+    "ps": "list running servers",
+    "stop": "stop running servers",
+    "logs": "what a server said",
+    "rm": "remove a model",
+    "verify": "check files against their hashes, and repair them",
+    "key": "the key that clients of this machine's servers present",
+    "doctor": "check this machine: disk, packs, devices, ports, hub",
+    "version": "versions of Paddock and what it runs on",
+    "completion": "print a shell completion script",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    ui = Ui(as_json="--json" in words, quiet="--quiet" in words or "-q" in words)
+    try:
+        return dispatch(words, ui)
+    except PaddockError as error:
+        return ui.fail(error)
+    except KeyboardInterrupt:
+        return ui.fail(Cancelled("interrupted"))
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def dispatch(words: list[str], ui: Ui) -> int:
+    """Find the command, read its words, call it."""
+    if not words or words[0] in ("help", "--help", "-h"):
+        if len(words) > 1 and words[0] == "help":
+            words = [words[1], "--help"]
+        else:
+            ui.line(front_page())
+            return 0
+    name = {"--version": "version", "-V": "version"}.get(words[0], words[0])
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
+        hint = f"did you mean `paddock {near[0]}`?" if near else "`paddock --help` lists the commands"
+        raise UsageError(f"there is no command {name!r}", hint, command=name)
+    module = importlib.import_module(f"paddock_manager.commands.{name}")
+    command: options.Command = module.COMMAND
+    values = options.parse(command, words[1:])
+    if values.flag("help"):
+        ui.line(options.help_page(command))
+        return 0
+    ui.as_json, ui.quiet = values.flag("json"), values.flag("quiet")
+    return int(module.run(values, ui) or 0)
+
+
+def front_page() -> str:
+    """What `paddock` alone prints."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = ["Paddock runs open-weight models on your own machine.", "", "usage: paddock COMMAND [options]", ""]
+    lines += [f"  {name:<{width}}{line}" for name, line in COMMANDS.items()]
+    lines += ["", "`paddock COMMAND --help` explains one command. To begin: paddock run smollm2-135m"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

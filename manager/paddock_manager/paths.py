@@ -1,0 +1,130 @@
+"""Where things are on disk, and every environment variable that the manager obeys: nothing else here reads the environment.
+
+    PADDOCK_HOME    the one folder everything lives in (default: the platform's data folder for applications)
+    HF_ENDPOINT     the hub, or a mirror of it            HF_TOKEN, HF_TOKEN_PATH, HF_HOME    the hub token
+    HF_HUB_OFFLINE  1: touch no network                   NO_COLOR, TERM                      plain output
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LAYOUT = 1
+"""Version of the folder layout below; a store with a higher one is refused, not guessed at."""
+
+DEFAULT_HUB = "https://huggingface.co"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The folders and files under PADDOCK_HOME.
+
+    models/ORG/REPO/FILE     checkpoints under their own names; ORG/REPO/.paddock/ holds our record, parts and hashes
+    added/NAME.json          records of files used in place
+    fleet/                   state of running runners, their ready files
+    logs/NAME.log            what each runner said
+    keys/api_key             the key of this machine's servers, mode 0600
+    """
+
+    home: Path
+
+    @property
+    def models(self) -> Path:
+        """Root of the readable tree of checkpoints."""
+        return self.home / "models"
+
+    @property
+    def added(self) -> Path:
+        """Records of checkpoints that are used where they lie."""
+        return self.home / "added"
+
+    @property
+    def fleet(self) -> Path:
+        """State of running runners."""
+        return self.home / "fleet"
+
+    @property
+    def logs(self) -> Path:
+        """Log files of runners."""
+        return self.home / "logs"
+
+    @property
+    def key_file(self) -> Path:
+        """The key that clients of this machine's servers present."""
+        return self.home / "keys" / "api_key"
+
+    @property
+    def config_file(self) -> Path:
+        """User settings."""
+        return self.home / "config.toml"
+
+
+def places(environment: Mapping[str, str] | None = None) -> Places:
+    """PADDOCK_HOME, or the platform's data folder."""
+    env = os.environ if environment is None else environment
+    told = env.get("PADDOCK_HOME", "").strip()
+    if told:
+        return Places(Path(told).expanduser().absolute())
+    import platformdirs
+
+    return Places(Path(platformdirs.user_data_dir("paddock", appauthor=False)))
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """How to reach the hub. The token never shows in repr."""
+
+    endpoint: str = DEFAULT_HUB
+    token: str = field(default="", repr=False)
+    offline: bool = False
+
+
+def hub_settings(environment: Mapping[str, str] | None = None) -> HubSettings:
+    """Endpoint, token and offline switch, as the hub's own tools read them."""
+    env = os.environ if environment is None else environment
+    endpoint = env.get("HF_ENDPOINT", "").strip().rstrip("/") or DEFAULT_HUB
+    offline = env.get("HF_HUB_OFFLINE", "").strip().lower() in {"1", "true", "yes", "on"}
+    return HubSettings(endpoint, _hub_token(env), offline)
+
+
+def _hub_token(env: Mapping[str, str]) -> str:
+    """HF_TOKEN, or the file that `hf auth login` wrote."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if env.get(name, "").strip():
+            return env[name].strip()
+    if env.get("HF_TOKEN_PATH"):
+        path = Path(env["HF_TOKEN_PATH"])
+    elif env.get("HF_HOME"):
+        path = Path(env["HF_HOME"]) / "token"
+    else:
+        path = Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "~")).expanduser() / ".cache") / "huggingface" / "token"
+    try:
+        return path.expanduser().read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
+    """The hub's own cache folder: files found there are offered for use in place, never changed."""
+    env = os.environ if environment is None else environment
+    if env.get("HF_HUB_CACHE"):
+        return Path(env["HF_HUB_CACHE"])
+    cache = Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "~")).expanduser() / ".cache")
+    return Path(env.get("HF_HOME") or cache / "huggingface") / "hub"
+
+
+def wants_color(is_tty: bool, environment: Mapping[str, str] | None = None) -> bool:
+    """Colour only on a terminal that has not asked for plain text."""
+    env = os.environ if environment is None else environment
+    return is_tty and not env.get("NO_COLOR") and env.get("TERM", "") != "dumb"
+
+
+def runner_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a runner process: ours, without the hub token, and GPUs in bus order."""
+    env = {k: v for k, v in os.environ.items() if k not in {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}}
+    env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    env.update(extra or {})
+    return env
