@@ -148,3 +148,10 @@ def test_no_machine_paths_or_secrets_are_committed():
                 bad.append(name)
             assert path.stat().st_size < 2_000_000
     assert not bad
+
+
+def test_ci_runs_the_two_commands_of_the_readme():
+    commands = re.findall(r"```sh\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S)[:2]
+    script = (ROOT / ".ci/run").read_text().splitlines()
+    assert len(commands) == 2
+    assert [c for c in commands if c not in script] == []
