@@ -79,6 +79,10 @@ class ErrorCode(IntEnum):
     """The logits of this request held a NaN; others go on."""
     DEVICE = 2
     """The device failed; every request ends so."""
+    GONE = 3
+    """The engine process ended (made by the front's own port)."""
+    FRONT = 4
+    """The front did not read its results: its requests were ended."""
 
 
 ROW_STOP = 2
@@ -95,9 +99,12 @@ ASK = Struct("<QQQQQiiiiii")
 BIAS = Struct("<if")
 ABORT = Struct("<Q")
 MASK = Struct("<Qii")
+"""ask_id, index, words; then u32 x words."""
 QUERY = Struct("<Q")
 BIND = Struct("<Qii")
+"""ask_id, slot, 0: from now on this slot's rows are this ask's. Handled by the front's port; the front never sees it."""
 STEP = Struct("<Qiiii")
+"""seq, rows, top entries in all, slots of the engine, 0; then ROW x rows, then the top entries of the rows that have any."""
 ROW = Struct("<iiiifi")
 """pk_result of pack.h: slot, token, flags, length, logprob, n_top."""
 TOP = Struct("<if")
@@ -150,7 +157,9 @@ class Ask:
         """
         stop = self.stop if self.ignore_eos else (*self.stop, *(t for t in self.end if t not in self.stop))
         if len(stop) > MAX_STOP:
-            raise UsageError(f"{len(stop)} stop tokens, at most {MAX_STOP} are possible", n_stop=len(stop), max_stop=MAX_STOP)
+            raise UsageError(
+                f"{len(stop)} stop tokens, at most {MAX_STOP} are possible", n_stop=len(stop), max_stop=MAX_STOP
+            )
         ids = memoryview(self.prompt).cast("B")
         n_prompt = len(ids) // 4
         head = ASK.pack(
@@ -223,15 +232,16 @@ class MaskUpdate:
         return b"".join((MASK.pack(self.ask_id, self.index, len(words) // 4), words, bytes(-len(words) % 8)))
 
 
+Row = tuple[int, int, int, float, tuple[tuple[int, float], ...]]
+"""(ask_id, token, flags, logprob, top), top: ((token, logprob), ...) or (). flags: ROW_STOP, ROW_LENGTH, or 0."""
+
+
 @dataclass(slots=True)
 class StepResult:
-    """One step's rows that concern this front: (ask_id, token, flags, logprob, top), top: ((token, logprob), ...) or ().
-
-    Rows without a token (prefill chunks, dead rows) are left out. flags: ROW_STOP, ROW_LENGTH, or 0.
-    """
+    """One step's rows that concern this front. Rows without a token (prefill chunks, dead rows) are left out."""
 
     seq: int
-    rows: list[tuple[int, int, int, float, tuple[tuple[int, float], ...]]]
+    rows: list[Row]
 
 
 @dataclass(slots=True)
@@ -284,8 +294,12 @@ class Done:
     def to_error(self) -> PaddockError:
         """The error of a Done whose reason is ERROR."""
         if self.error == ErrorCode.NAN:
-            return PackError("the model produced a NaN for this request", "try again; if it repeats, the weights or a kernel are at fault")
-        return PackError("the device failed while this request ran", "see the runner's log")
+            return PackError(
+                "the model produced a NaN for this request",
+                "try again; if it repeats, the weights or a kernel are at fault",
+            )
+        what = "the engine process ended" if self.error == ErrorCode.GONE else "the device failed"
+        return PackError(f"{what} while this request ran", "see the runner's log")
 
 
 @dataclass(slots=True)
@@ -324,9 +338,21 @@ class Refused:
                 "lower max_tokens, or give the runner more KV memory", need_pages=need, have_pages=have,
             )  # fmt: skip
         if self.code == RefusedCode.QUEUE_FULL:
-            return Busy(f"{need} requests are waiting, the queue holds {have}", "", self.retry_after_ms, waiting=need, max_queue=have)
+            return Busy(
+                f"{need} requests are waiting, the queue holds {have}",
+                "",
+                self.retry_after_ms,
+                waiting=need,
+                max_queue=have,
+            )
         if self.code == RefusedCode.DEADLINE:
-            return Busy(f"not started within {have} ms (waited {need} ms)", "", self.retry_after_ms, waited_ms=need, allowed_ms=have)
+            return Busy(
+                f"not started within {have} ms (waited {need} ms)",
+                "",
+                self.retry_after_ms,
+                waited_ms=need,
+                allowed_ms=have,
+            )
         if self.code == RefusedCode.DRAINING:
             return ShuttingDown("the runner is shutting down")
         what = BadField(self.asked).name.lower() if self.asked in BadField._value2member_map_ else "field"
