@@ -27,6 +27,9 @@ void matmul(Context &context, const pk_op_matmul &op, int64_t n_rows, void *work
 // Row `row` of a packed matrix as F32 (embedding lookup from a tied table). Thread safe.
 void packed_row_to_f32(const Context &context, const pk_tensor &w, int64_t row, float *out);
 
+// One row of `cols` elements as the checkpoint stores it (layout PK_ROWS, any weight format). False: no decoder. Thread safe.
+bool source_row_to_f32(int32_t format, const void *row, int64_t cols, float *out);
+
 // True when packed weights of this format can be used.
 bool is_packed_format(int32_t format);
 
