@@ -1,0 +1,70 @@
+"""Makes the tiny random checkpoints of tests/golden/tiny with Hugging Face transformers, and their reference logits.
+
+A tool for people, not a test: needs torch and transformers in an environment of its own.
+Usage: python tests/golden/make_tiny.py [NAME ...]
+Each folder: config.json, model.safetensors (f32) and golden.npz: ids [n], logits [n, V] (f32 arithmetic, eager attention).
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HERE = pathlib.Path(__file__).resolve().parent / "tiny"
+COMMON = dict(vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+TINY = {
+    "llama": dict(model_type="llama", **COMMON, head_dim=16, tie_word_embeddings=False, rms_norm_eps=1e-5),
+    "llama3-rope": dict(model_type="llama", **COMMON, head_dim=16, tie_word_embeddings=True, rope_theta=10000.0, rope_parameters=LLAMA3_ROPE, rope_scaling=LLAMA3_ROPE),
+    "mistral": dict(model_type="mistral", **COMMON, head_dim=24, sliding_window=None, tie_word_embeddings=False),
+    "mistral-window": dict(model_type="mistral", **COMMON, head_dim=16, sliding_window=9, tie_word_embeddings=False),
+    "qwen2": dict(model_type="qwen2", **COMMON, tie_word_embeddings=True, use_sliding_window=False),
+    "qwen3": dict(model_type="qwen3", **COMMON, head_dim=32, tie_word_embeddings=True),
+    "gemma3": dict(
+        model_type="gemma3_text", **COMMON, head_dim=32, sliding_window=8, sliding_window_pattern=3, query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], rope_local_base_freq=10000.0, rope_theta=1000000.0,
+    ),
+}  # fmt: skip
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Weights large enough that every part of the network matters to the logits."""
+    generator = torch.Generator().manual_seed(20261129)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        if "norm" in name and p.ndim == 1:
+            p.data = p.data + 0.2 * noise
+        else:
+            p.data = noise * (0.5 if p.ndim == 1 else p.shape[-1] ** -0.5 * 1.5)
+
+
+def make(name: str) -> None:
+    """Writes one folder."""
+    folder = HERE / name
+    settings = dict(TINY[name])
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    randomise(model)
+    if config.tie_word_embeddings:
+        model.tie_weights()
+    ids = np.random.default_rng(7).integers(0, config.vocab_size, 41)
+    with torch.no_grad():
+        logits = model(torch.tensor(ids[None])).logits[0].float().numpy()
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    for extra in ("generation_config.json",):
+        (folder / extra).unlink(missing_ok=True)
+    np.savez_compressed(folder / "golden.npz", ids=ids.astype(np.int32), logits=logits, reference=f"transformers {transformers.__version__} torch {torch.__version__}")
+    print(name, type(model).__name__, f"{logits.std():.3f}", sorted(p.name for p in folder.iterdir()))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(1)
+    for wanted in sys.argv[1:] or TINY:
+        make(wanted)
