@@ -1,0 +1,58 @@
+"""Rows of measured figures, written as bench/results/<machine>/<date>-<topic>.json."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def row(id: str, samples: Sequence[float], unit: str, better: str = "higher", limit: float | None = None, peer: tuple[str, Sequence[float]] | None = None) -> dict[str, Any]:
+    """One row: median, spread (p90 - p10 over the median), share of the limit, ratio to a peer measured in the same run."""
+    value = statistics.median(samples)
+    found: dict[str, Any] = {"id": id, "value": round(value, 4), "unit": unit, "better": better, "samples": len(samples)}
+    if len(samples) > 2:
+        tenths = statistics.quantiles(samples, n=10)
+        found["spread"] = round((tenths[-1] - tenths[0]) / value, 4) if value else 0.0
+    if limit:
+        found["limit"] = round(limit, 4)
+        found["of_limit"] = round(value / limit if better == "higher" else limit / value, 4)
+    if peer:
+        theirs = statistics.median(peer[1])
+        found |= {"peer": peer[0], "peer_value": round(theirs, 4), "vs_peer": round(value / theirs if better == "higher" else theirs / value, 4)}
+    return found
+
+
+def processor() -> str:
+    """The processor's name and how many we may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor()
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def write(machine: str, topic: str, rows: list[dict[str, Any]], **context: Any) -> Path:
+    """Writes the board and prints it as a short table. Rows of the same id in the same file are replaced."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    date = datetime.date.today().isoformat()
+    path = ROOT / "bench/results" / machine / f"{date}-{topic}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [] if not path.exists() else [r for r in json.loads(path.read_text())["rows"] if r["id"] not in {x["id"] for x in rows}]
+    command = "python -m bench." + Path(sys.argv[0]).stem + "".join(f" {Path(a).name if os.sep in a else a}" for a in sys.argv[1:])
+    board = {"machine": machine, "date": date, "commit": commit, "command": command, "context": {"cpu": processor(), **context}, "rows": kept + rows}
+    path.write_text(json.dumps(board, indent=1) + "\n")
+    for r in rows:
+        extra = "".join(f"  {k} {r[k]}" for k in ("of_limit", "vs_peer", "spread") if k in r)
+        sys.stdout.write(f"{r['id']:44} {r['value']:12.3f} {r['unit']:10}{extra}\n")
+    return path
