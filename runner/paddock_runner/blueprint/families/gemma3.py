@@ -1,0 +1,107 @@
+"""gemma3: Gemma 3, text part. Five sliding-window layers to one global, four norms a layer, scaled embeddings.
+
+Source: https://github.com/huggingface/transformers, models/gemma3/modeling_gemma3.py; GGUF keys as in llama.cpp, llm_build_gemma3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ...errors import UnsupportedError
+from ...files.checkpoint import Checkpoint
+from ...files.fields import Fields
+from ..blueprint import Attention, Blueprint, FeedForward, Layer, Rope
+from ..sizes import Sizes, gguf_sizes, hf_sizes
+
+PERIOD = 6
+LOCAL_THETA = 10000.0
+WIDE_LAYERS = 62
+"""The 27B model, known by its layers: its attention scale comes from the model width, and GGUF does not store it."""
+
+
+def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
+    """From "gemma3.*" keys; norm weights hold 1 + w already. Raises: FileError, UnsupportedError."""
+    s = gguf_sizes(checkpoint, arch)
+    window = s.fields.integer(f"{arch}.attention.sliding_window", 0)
+    pattern = s.fields.get(f"{arch}.attention.sliding_window_pattern", PERIOD)
+    scale = s.fields.number(
+        f"{arch}.attention.scale", (s.model_width / s.n_heads if s.n_layers == WIDE_LAYERS else s.head_width) ** -0.5
+    )
+    local = Rope(s.fields.number(f"{arch}.rope.freq_base_swa", LOCAL_THETA), s.rope_width)
+    layers = _layers(
+        s, _local_layers(s, pattern), window, scale, local, s.fields.number(f"{arch}.attn_logit_softcapping", 0.0)
+    )
+    return _blueprint(s, layers, s.fields.number(f"{arch}.final_logit_softcapping", 0.0), 0.0)
+
+
+def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
+    """From config.json with model_type gemma3_text, or the text_config of gemma3. Raises: FileError, UnsupportedError."""
+    if config.flag("use_bidirectional_attention", False):
+        raise UnsupportedError(
+            f"{config.where}: bidirectional gemma3 is an embedding model, not a generator",
+            what="gemma3 embedding model",
+        )
+    s = hf_sizes(checkpoint, config, tied_default=True, rope_key="full_attention")
+    theta = config.number("rope_local_base_freq", LOCAL_THETA)
+    if "rope_parameters" in config and "sliding_attention" in config.section("rope_parameters"):
+        theta = config.section("rope_parameters").section("sliding_attention").number("rope_theta", theta)
+    if "layer_types" in config:
+        kinds = config["layer_types"]
+        if not isinstance(kinds, list) or len(kinds) != s.n_layers:
+            raise config.error("layer_types", f"has the wrong length, expected {s.n_layers}")
+        local_layers = [k == "sliding_attention" for k in kinds]
+    else:
+        local_layers = _local_layers(s, config.integer("sliding_window_pattern", PERIOD, low=1))
+    scale = config.number("query_pre_attn_scalar", 256.0) ** -0.5
+    layers = _layers(
+        s,
+        local_layers,
+        config.integer("sliding_window", 4096),
+        scale,
+        Rope(theta, s.rope_width),
+        config.number("attn_logit_softcapping", 0.0),
+    )
+    return _blueprint(s, layers, config.number("final_logit_softcapping", 0.0), 1.0)
+
+
+def _local_layers(s: Sizes, pattern: object) -> list[bool]:
+    """Which layers have the window: every one but each pattern-th, or as an array of flags says."""
+    if isinstance(pattern, int) and pattern > 0:
+        return [(i + 1) % pattern != 0 for i in range(s.n_layers)]
+    if isinstance(pattern, Sequence) and not isinstance(pattern, str) and len(pattern) == s.n_layers:
+        return [bool(p) for p in pattern]
+    raise s.fields.error(
+        "attention.sliding_window_pattern", f"is {pattern!r:.40}, expected a period or {s.n_layers} flags"
+    )
+
+
+def _layers(
+    s: Sizes, local_layers: list[bool], window: int, scale: float, local: Rope, softcap: float
+) -> tuple[Layer, ...]:
+    wide = Rope(s.theta, s.rope_width, "neox", s.factors, s.magnitude)
+    return tuple(
+        Layer(
+            Attention(
+                s.n_heads,
+                s.n_kv_heads[i],
+                s.head_width,
+                scale,
+                local if is_local else wide,
+                s.v_width,
+                window if is_local else 0,
+                softcap,
+                qk_norm=True,
+            ),
+            FeedForward(s.ff_widths[i], "gelu_tanh"),
+            post_norms=True,
+        )
+        for i, is_local in enumerate(local_layers)
+    )
+
+
+def _blueprint(s: Sizes, layers: tuple[Layer, ...], softcap: float, norm_offset: float) -> Blueprint:
+    return Blueprint(
+        "gemma3", s.n_vocab, s.model_width, s.max_ctx_tokens, layers, s.norm_eps, s.tied_head,
+        embed_scale=math.sqrt(s.model_width), logit_softcap=softcap, norm_offset=norm_offset, name=s.name, notes=s.notes,
+    )  # fmt: skip

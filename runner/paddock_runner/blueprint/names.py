@@ -1,0 +1,161 @@
+"""Tensor names of GGUF and Hugging Face checkpoints -> ours, with every shape checked against the blueprint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import FileError, UnsupportedError
+from ..files.checkpoint import Checkpoint
+from ..files.view import TensorView
+from .blueprint import Blueprint
+
+GGUF = {"token_embd": "embed", "output_norm": "out_norm", "output": "head"}
+GGUF_LAYER = {
+    "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_qkv": "qkv", "attn_output": "o",
+    "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "post_attention_norm": "attn_post_norm", "attn_sinks": "sinks",
+    "ffn_norm": "ffn_norm", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down", "post_ffw_norm": "ffn_post_norm",
+}  # fmt: skip
+GGUF_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+HF = {"embed_tokens": "embed", "norm": "out_norm"}
+HF_LAYER = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v",
+    "self_attn.qkv_proj": "qkv", "self_attn.o_proj": "o", "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.gate_up_proj": "gate_up",
+    "mlp.down_proj": "down",
+}  # fmt: skip
+HF_POST_NORMS = {
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "ffn_post_norm",
+}
+HF_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "text_model.model.", "model.", "")
+HF_HEADS = ("lm_head.", "language_model.lm_head.", "model.lm_head.")
+HF_OTHER_PARTS = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "audio_tower.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "vision_model.",
+)
+
+
+def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, TensorView]:
+    """Every tensor the model needs, by our names.
+
+    Raises: FileError naming what is missing or has another shape; UnsupportedError naming what has no place in the model.
+    """
+    ours = _gguf_names(checkpoint.tensors) if checkpoint.kind == "gguf" else _hf_names(checkpoint.tensors, blueprint)
+    if blueprint.tied_head:
+        ours = {name: view for name, view in ours.items() if not name.startswith("head.")}
+    fused = {name for name in ours if name.endswith(".qkv.weight")}
+    want = expected_shapes(blueprint, frozenset(int(name.split(".")[1]) for name in fused))
+    _blame_missing(checkpoint, want, ours)
+    extra = [view.name for name, view in ours.items() if name not in want]
+    if extra:
+        raise UnsupportedError(
+            f"{checkpoint.path}: {len(extra)} tensors have no place in a {blueprint.family} model, among them {extra[0][:80]}",
+            what=extra[0],
+            extra=extra[:20],
+        )
+    for name, shape in want.items():
+        if ours[name].shape != shape:
+            view = ours[name]
+            raise FileError(
+                f"{view.path}: tensor {view.name} has the shape {list(view.shape)}, expected {list(shape)}",
+                path=str(view.path),
+                field=view.name,
+                need=list(shape),
+                have=list(view.shape),
+            )
+    return {name: ours[name] for name in want}
+
+
+def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozenset()) -> dict[str, tuple[int, ...]]:
+    """Our name -> shape of every tensor of the model. fused_layers: layers whose q, k and v are one tensor."""
+    m = blueprint.model_width
+    want: dict[str, tuple[int, ...]] = {"embed.weight": (blueprint.n_vocab, m), "out_norm.weight": (m,)}
+    if not blueprint.tied_head:
+        want["head.weight"] = (blueprint.n_vocab, m)
+    for i, layer in enumerate(blueprint.layers):
+        a, ff, at = layer.attention, layer.feed_forward.width, f"layers.{i}."
+        v_width = a.v_width or a.head_width
+        rows = {"q": a.n_heads * a.head_width, "k": a.n_kv_heads * a.head_width, "v": a.n_kv_heads * v_width}
+        if i in fused_layers:
+            rows = {"qkv": sum(rows.values())}
+        for name, n in rows.items():
+            want[f"{at}{name}.weight"] = (n, m)
+            if a.qkv_bias:
+                want[f"{at}{name}.bias"] = (n,)
+        want[at + "o.weight"] = (m, a.n_heads * v_width)
+        want.update({f"{at}{name}.weight": (ff, m) for name in ("gate", "up")})
+        want[at + "down.weight"] = (m, ff)
+        norms = ["attn_norm", "ffn_norm"] + (["attn_post_norm", "ffn_post_norm"] if layer.post_norms else [])
+        want.update({f"{at}{name}.weight": (m,) for name in norms})
+        if a.qk_norm:
+            want.update({f"{at}{name}.weight": (a.head_width,) for name in ("q_norm", "k_norm")})
+        if a.out_bias:
+            want[at + "o.bias"] = (m,)
+        if layer.feed_forward.bias:
+            want.update({at + "gate.bias": (ff,), at + "up.bias": (ff,), at + "down.bias": (m,)})
+        if a.sinks:
+            want[at + "sinks.weight"] = (a.n_heads,)
+    return want
+
+
+def _blame_missing(checkpoint: Checkpoint, want: Mapping[str, tuple[int, ...]], ours: Mapping[str, TensorView]) -> None:
+    missing = [name for name in want if name not in ours]
+    if missing:
+        names = ", ".join(missing[:4]) + (" and more" if len(missing) > 4 else "")
+        raise FileError(
+            f"{checkpoint.path}: {len(missing)} of {len(want)} tensors are missing: {names}",
+            path=str(checkpoint.path),
+            field=missing[0],
+            missing=missing[:20],
+            need=len(want),
+            have=len(want) - len(missing),
+        )
+
+
+def _gguf_names(tensors: Mapping[str, TensorView]) -> dict[str, TensorView]:
+    """By our names; a name without a translation stands for itself, and has no place later."""
+    out: dict[str, TensorView] = {}
+    for name, view in tensors.items():
+        if name in GGUF_UNUSED:
+            continue
+        stem, _, kind = name.rpartition(".")
+        parts = stem.split(".", 2)
+        if parts[0] == "blk" and len(parts) == 3 and parts[1].isdecimal() and parts[2] in GGUF_LAYER:
+            out[f"layers.{int(parts[1])}.{GGUF_LAYER[parts[2]]}.{kind}"] = view
+        else:
+            out[f"{GGUF[stem]}.{kind}" if stem in GGUF else name] = view
+    return out
+
+
+def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[str, TensorView]:
+    prefix = next((p for p in HF_PREFIXES if p + "embed_tokens.weight" in tensors), "model.")
+    layer_names = {**HF_LAYER, **HF_POST_NORMS} if blueprint.layers[0].post_norms else HF_LAYER
+    out: dict[str, TensorView] = {}
+    for name, view in tensors.items():
+        if name.startswith(HF_OTHER_PARTS) or name.endswith(".rotary_emb.inv_freq"):
+            continue
+        head = next((h for h in HF_HEADS if name.startswith(h)), "")
+        if head:
+            out["head." + name[len(head) :]] = view
+            continue
+        stem, _, kind = name.removeprefix(prefix).rpartition(".")
+        parts = stem.split(".", 2)
+        if (
+            name.startswith(prefix)
+            and parts[0] == "layers"
+            and len(parts) == 3
+            and parts[1].isdecimal()
+            and parts[2] in layer_names
+        ):
+            out[f"layers.{int(parts[1])}.{layer_names[parts[2]]}.{kind}"] = view
+        elif name.startswith(prefix) and stem in HF:
+            out[f"{HF[stem]}.{kind}"] = view
+        else:
+            out[name] = view
+    return out

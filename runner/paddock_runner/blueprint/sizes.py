@@ -1,0 +1,178 @@
+"""The numbers that every dense family shares, read from GGUF metadata or from a Hugging Face config."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from ..errors import FileError, UnsupportedError
+from ..files.checkpoint import Checkpoint
+from ..files.fields import Fields
+from .rope import gguf_scaling, hf_scaling
+
+MAX_LAYERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a dense decoder, checked. n_kv_heads and ff_widths: one entry per layer."""
+
+    arch: str
+    fields: Fields
+    n_layers: int
+    n_vocab: int
+    model_width: int
+    max_ctx_tokens: int
+    n_heads: int
+    n_kv_heads: tuple[int, ...]
+    head_width: int
+    v_width: int
+    ff_widths: tuple[int, ...]
+    norm_eps: float
+    rope_width: int
+    theta: float
+    factors: tuple[float, ...]
+    magnitude: float
+    tied_head: bool
+    name: str
+    notes: tuple[str, ...] = ()
+
+
+def gguf_sizes(checkpoint: Checkpoint, arch: str) -> Sizes:
+    """Sizes from the keys "<arch>.*". Raises: FileError naming the key, UnsupportedError (mixture of experts)."""
+    f = checkpoint.fields
+    if f.integer(f"{arch}.expert_count", 0) > 0:
+        raise UnsupportedError(
+            f"{checkpoint.path}: {arch} with {f[f'{arch}.expert_count']} experts is not supported; only dense models are",
+            what=f"{arch} mixture of experts",
+            supported=["dense"],
+        )
+    n_layers = f.integer(f"{arch}.block_count", low=1, high=MAX_LAYERS)
+    width = f.integer(f"{arch}.embedding_length", low=1, high=1 << 20)
+    heads = f.integers(f"{arch}.attention.head_count", n_layers, high=4096)
+    if len(set(heads)) != 1:
+        raise UnsupportedError(
+            f"{checkpoint.path}: {arch} with different numbers of heads per layer is not supported",
+            what="heads per layer",
+        )
+    n_heads = heads[0]
+    if not n_heads:
+        raise f.error(f"{arch}.attention.head_count", "is 0, expected 1 or more")
+    head_width = f.integer(f"{arch}.attention.key_length", width // n_heads, low=2, high=4096)
+    ctx = f.integer(f"{arch}.context_length", low=1, high=1 << 31)
+    theta = f.number(f"{arch}.rope.freq_base", 10000.0)
+    rope_width = f.integer(f"{arch}.rope.dimension_count", head_width, low=2, high=4096)
+    factors, magnitude = gguf_scaling(f, arch, theta, rope_width, ctx)
+    notes: tuple[str, ...] = ()
+    if "rope_freqs.weight" in checkpoint.tensors:
+        factors, notes = _stored_factors(checkpoint, rope_width)
+    sizes = Sizes(
+        arch, f, n_layers, _embedding_rows(checkpoint, "token_embd.weight"), width, ctx, n_heads,
+        f.integers(f"{arch}.attention.head_count_kv", n_layers, n_heads, high=4096),
+        head_width, f.integer(f"{arch}.attention.value_length", head_width, low=1, high=4096),
+        f.integers(f"{arch}.feed_forward_length", n_layers, high=1 << 24),
+        f.number(f"{arch}.attention.layer_norm_rms_epsilon"), rope_width, theta, factors, magnitude,
+        "output.weight" not in checkpoint.tensors, f.text("general.name", ""), notes,
+    )  # fmt: skip
+    return _checked(sizes)
+
+
+def hf_sizes(checkpoint: Checkpoint, fields: Fields, tied_default: bool = False, rope_key: str = "") -> Sizes:
+    """Sizes from config.json (or its text_config). rope_key: which entry of rope_parameters is meant. Raises: FileError."""
+    f = fields
+    n_layers = f.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
+    width = f.integer("hidden_size", low=1, high=1 << 20)
+    n_heads = f.integer("num_attention_heads", low=1, high=4096)
+    head_width = f.integer("head_dim", width // n_heads, low=2, high=4096)
+    ctx = f.integer("max_position_embeddings", low=1, high=1 << 31)
+    rope = (
+        f.section("rope_parameters")
+        if "rope_parameters" in f
+        else f.section("rope_scaling")
+        if "rope_scaling" in f
+        else None
+    )
+    if rope is not None and rope_key and rope_key in rope:
+        rope = rope.section(rope_key)
+    theta = rope.number("rope_theta") if rope is not None and "rope_theta" in rope else f.number("rope_theta", 10000.0)
+    share = f.number("partial_rotary_factor", 1.0)
+    if not 0 < share <= 1:
+        raise f.error("partial_rotary_factor", f"is {share}, expected more than 0, at most 1")
+    rope_width = int(head_width * share)
+    factors, magnitude = hf_scaling(rope, theta, rope_width, ctx, f.where)
+    sizes = Sizes(
+        f.text("model_type", ""), f, n_layers, f.integer("vocab_size", low=1, high=1 << 24), width, ctx, n_heads,
+        f.integers("num_key_value_heads", n_layers, n_heads, high=4096),
+        head_width, head_width, f.integers("intermediate_size", n_layers, high=1 << 24),
+        f.number("rms_norm_eps", 1e-6), rope_width, theta, factors, magnitude,
+        f.flag("tie_word_embeddings", tied_default), checkpoint.path.name,
+    )  # fmt: skip
+    return _checked(sizes)
+
+
+def _checked(s: Sizes) -> Sizes:
+    """Refuses sizes that cannot be: they would only fail later, in a kernel."""
+    if any(n == 0 for n in s.n_kv_heads):
+        raise UnsupportedError(
+            f"{s.fields.where}: layer {s.n_kv_heads.index(0)} has no key-value heads: {s.arch} with layers other than attention is not supported",
+            what="layers without attention",
+        )
+    for i, n in enumerate(s.n_kv_heads):
+        if s.n_heads % n:
+            raise FileError(
+                f"{s.fields.where}: layer {i} has {s.n_heads} heads and {n} key-value heads, expected a multiple",
+                field="head_count_kv",
+            )
+    if any(n == 0 for n in s.ff_widths):
+        raise FileError(
+            f"{s.fields.where}: layer {s.ff_widths.index(0)} has a feed-forward width of 0", field="feed_forward_length"
+        )
+    if s.rope_width > s.head_width or s.rope_width % 2:
+        raise FileError(
+            f"{s.fields.where}: rope turns {s.rope_width} of {s.head_width} dimensions, expected an even number of at most that",
+            field="rope.dimension_count",
+        )
+    if not 0 < s.norm_eps < 1:
+        raise FileError(
+            f"{s.fields.where}: the norm epsilon is {s.norm_eps}, expected between 0 and 1",
+            field="layer_norm_rms_epsilon",
+        )
+    if s.theta <= 1:
+        raise FileError(f"{s.fields.where}: the rope base is {s.theta}, expected more than 1", field="rope.freq_base")
+    return s
+
+
+def _embedding_rows(checkpoint: Checkpoint, name: str) -> int:
+    """The vocabulary as the embedding has it: padded, where the tokenizer's list is not."""
+    view = checkpoint.tensors.get(name)
+    if view is None:
+        raise FileError(f"{checkpoint.path}: tensor {name} is missing", path=str(checkpoint.path), field=name)
+    if len(view.shape) != 2 or view.shape[0] < 1:
+        raise FileError(
+            f"{view.path}: tensor {name} has the shape {list(view.shape)}, expected [vocabulary, width]",
+            path=str(view.path),
+            field=name,
+        )
+    return view.shape[0]
+
+
+def _stored_factors(checkpoint: Checkpoint, rope_width: int) -> tuple[tuple[float, ...], tuple[str, ...]]:
+    """The divisors in rope_freqs.weight; none, with a note, where only a header is at hand."""
+    view = checkpoint.tensors["rope_freqs.weight"]
+    if view.format != "f32" or view.n_elements != rope_width // 2:
+        raise FileError(
+            f"{view.path}: tensor rope_freqs.weight is {view.format} {list(view.shape)}, expected f32 [{rope_width // 2}]",
+            path=str(view.path),
+            field=view.name,
+        )
+    try:
+        values = struct.unpack(f"<{view.n_elements}f", checkpoint.read(view))
+    except UnsupportedError:
+        return (), ("rope factors are in a tensor that was not read",)
+    if not all(0 < v < 1e6 for v in values):
+        raise FileError(
+            f"{view.path}: tensor rope_freqs.weight holds {min(values)} to {max(values)}, expected positive divisors",
+            path=str(view.path),
+            field=view.name,
+        )
+    return tuple(values), ()
