@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from paddock_runner.errors import Cancelled, PaddockError, UsageError
 
-from paddock_manager import options
+from paddock_manager import options, paths
 from paddock_manager.ui import Ui
 
 COMMANDS: dict[str, str] = {
@@ -36,7 +36,7 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    ui = Ui(as_json="--json" in words, quiet="--quiet" in words or "-q" in words)
+    ui = Ui(as_json="--json" in words, quiet="--quiet" in words or "-q" in words, may_color=paths.may_color())
     try:
         return dispatch(words, ui)
     except PaddockError as error:

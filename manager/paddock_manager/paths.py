@@ -1,8 +1,8 @@
 """Where things are on disk, and every environment variable that the manager obeys: nothing else here reads the environment.
 
-    PADDOCK_HOME    the one folder everything lives in (default: the platform's data folder for applications)
-    HF_ENDPOINT     the hub, or a mirror of it            HF_TOKEN, HF_TOKEN_PATH, HF_HOME    the hub token
-    HF_HUB_OFFLINE  1: touch no network                   NO_COLOR, TERM                      plain output
+PADDOCK_HOME    the one folder everything lives in (default: the platform's data folder for applications)
+HF_ENDPOINT     the hub, or a mirror of it            HF_TOKEN, HF_TOKEN_PATH, HF_HOME    the hub token
+HF_HUB_OFFLINE  1: touch no network                   NO_COLOR, TERM                      plain output
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-LAYOUT = 1
-"""Version of the folder layout below; a store with a higher one is refused, not guessed at."""
 
 DEFAULT_HUB = "https://huggingface.co"
 
@@ -100,7 +97,11 @@ def _hub_token(env: Mapping[str, str]) -> str:
     elif env.get("HF_HOME"):
         path = Path(env["HF_HOME"]) / "token"
     else:
-        path = Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "~")).expanduser() / ".cache") / "huggingface" / "token"
+        path = (
+            Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "~")).expanduser() / ".cache")
+            / "huggingface"
+            / "token"
+        )
     try:
         return path.expanduser().read_text(encoding="utf-8").strip()
     except OSError:
@@ -116,10 +117,10 @@ def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
     return Path(env.get("HF_HOME") or cache / "huggingface") / "hub"
 
 
-def wants_color(is_tty: bool, environment: Mapping[str, str] | None = None) -> bool:
-    """Colour only on a terminal that has not asked for plain text."""
+def may_color(environment: Mapping[str, str] | None = None) -> bool:
+    """False when the user asked for plain text."""
     env = os.environ if environment is None else environment
-    return is_tty and not env.get("NO_COLOR") and env.get("TERM", "") != "dumb"
+    return not env.get("NO_COLOR") and env.get("TERM", "") != "dumb"
 
 
 def runner_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -13,24 +13,23 @@ from typing import Any, TextIO
 
 from paddock_runner.errors import PaddockError
 
-from paddock_manager import paths
-
 SCHEMA_VERSION = 1
 
 
 class Ui:
     """Printing for one command.
 
-    json: results as JSON. quiet: no talk. progress: auto, bar, ndjson or none.
+    as_json: results as JSON. quiet: no talk. may_color: the user did not ask for plain text; terminals only, all the same.
+    progress_kind: auto, bar, ndjson or none.
     """
 
-    def __init__(self, as_json: bool = False, quiet: bool = False, out: TextIO | None = None, err: TextIO | None = None):
+    def __init__(self, as_json: bool = False, quiet: bool = False, may_color: bool = False):
         self.as_json = as_json
         self.quiet = quiet
-        self.out = out if out is not None else sys.stdout
-        self.err = err if err is not None else sys.stderr
-        self.out_color = paths.wants_color(self.out.isatty())
-        self.err_color = paths.wants_color(self.err.isatty())
+        self.out: TextIO = sys.stdout
+        self.err: TextIO = sys.stderr
+        self.out_color = may_color and self.out.isatty()
+        self.err_color = may_color and self.err.isatty()
         self.progress_kind = "auto"
 
     def say(self, text: str) -> None:

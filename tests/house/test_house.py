@@ -25,10 +25,11 @@ MAY_IMPORT: dict[str, dict[str, set[str] | None]] = {
         "app": None, "cli": None, "__main__": None,
     },
     "paddock_manager": {
-        "ui": set(), "paths": set(), "catalog": {"paths"}, "store": {"paths", "catalog", "runner.files"},
-        "fleet": {"paths"}, "fit": {"paths", "catalog", "store", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
+        "ui": set(), "paths": set(), "options": set(), "disk": set(), "catalog": {"paths"},
+        "store": {"paths", "disk", "catalog", "runner.files"}, "fleet": {"paths", "disk"},
+        "fit": {"paths", "catalog", "store", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
         "web": {"paths", "catalog", "store", "fleet", "fit"},
-        "commands": {"ui", "paths", "catalog", "store", "fleet", "fit", "web", "runner.files"}, "cli": None, "__main__": None,
+        "commands": {"ui", "paths", "options", "disk", "catalog", "store", "fleet", "fit", "web", "runner.files"}, "cli": None, "__main__": None,
     },
 }  # fmt: skip
 EVERYWHERE = {"errors", "runner.errors"}

@@ -1,0 +1,119 @@
+"""paddock pull: what will be fetched is printed first, then fetched, verified and recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddock_runner.errors import HubError, PaddockError
+
+from paddock_manager import paths
+from paddock_manager.catalog import names
+from paddock_manager.options import Argument, Command, Option, Values
+from paddock_manager.store import pull as store
+from paddock_manager.store.download import Limits
+from paddock_manager.store.record import Model
+from paddock_manager.ui import Ui, size
+
+COMMAND = Command(
+    "pull",
+    "Download a model, verify every byte, and keep it under its own name.",
+    (Argument("ref", "org/repo[@revision][:quant], or a short name of the catalog", kind="catalog"),),
+    (
+        Option("--quant", "which variant of a GGUF repository", "text", value="NAME"),
+        Option("--rev", "branch, tag or commit", "text"),
+        Option("--file", "one GGUF file of the repository, by name", "text", value="NAME"),
+        Option("--dry-run", "say what would be fetched, and fetch nothing"),
+        Option("--connections", "parallel connections (default 8)", "int", value="N"),
+        Option("--limit-rate", "at most so many bytes a second, as 20M", "size", value="RATE"),
+        Option("--reserve", "disk space to leave free (default 2 GiB or 2 %)", "size", value="SIZE"),
+        Option("--progress", "how to show progress", "text", value="KIND", choices=("auto", "bar", "ndjson", "none")),
+    ),
+    "An interrupted pull continues where it stopped. Two quants of one repository can be here side by side.",
+    ("paddock pull smollm2-135m", "paddock pull Qwen/Qwen3-8B-GGUF:Q4_K_M", "paddock pull Qwen/Qwen3-0.6B --dry-run"),
+)
+
+
+def run(values: Values, ui: Ui) -> int:
+    """Resolve, print, fetch."""
+    ui.progress_kind = values.text("progress", "auto")
+    shop = store.Shop(paths.places(), paths.hub_settings(), limits_of(values))
+    shop.reserve_bytes = values.integer("reserve")
+    wish = store.Wish(values.text("quant"), values.text("rev"), values.text("file"))
+    orders = shop.resolve(names.parse(values.text("ref")), wish)
+    if values.flag("dry_run"):
+        say_order(ui, shop, orders[0])
+        ui.result("pull", {"dry_run": True, **facts(shop, orders[0])}, lambda _: None)
+        return 0
+    model = obtain(shop, orders, ui)
+    ui.result(
+        "pull", {"dry_run": False, "model": model.facts()}, lambda u: u.line(f"{model.name} is here: {model.path}")
+    )
+    return 0
+
+
+def limits_of(values: Values) -> Limits:
+    """Connections and rate from the command line."""
+    connections = values.integer("connections") or 8
+    return Limits(connections=max(1, min(32, connections)), rate_bytes_per_s=float(values.integer("limit_rate") or 0))
+
+
+def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
+    """Fetch by the first way that works, and say which one it was.
+
+    Raises: the first way's error when none works.
+    """
+    trouble: PaddockError | None = None
+    for order in orders:
+        say_order(ui, shop, order)
+        try:
+            with ui.progress(order.alias or order.ref, order.size_bytes) as bar:
+                model = shop.execute(order, lambda n: bar.move_to(bar.done_bytes + n))
+        except HubError as error:
+            trouble = trouble or error
+            if order is not orders[-1]:
+                ui.say(f"{order.source.shown} cannot be had: {error.message}")
+            continue
+        ui.say(f"verified {size(model.size_bytes)} from {order.shown_source}")
+        if "problem" in model.headline:
+            ui.warn(f"its header cannot be used: {model.headline['problem']}")
+        return model
+    raise trouble or HubError("no source")
+
+
+def say_order(ui: Ui, shop: store.Shop, order: store.Order) -> None:
+    """What was resolved, before bytes move."""
+    for note in order.notes:
+        ui.say(note)
+    missing = shop.missing(order)
+    need = sum(f.size_bytes for f in missing)
+    pinned = f"@{order.commit[:12]}" if order.commit else ""
+    licence = f", licence {order.licence}" if order.licence else ""
+    ui.say(
+        f"{order.alias or order.ref} is {order.ref}{pinned}, {size(order.size_bytes)} in {len(order.files)} file(s){licence}"
+    )
+    for what, why in order.skipped[:6]:
+        ui.say(f"  left out {what}: {why}")
+    if len(order.skipped) > 6:
+        ui.say(f"  left out {len(order.skipped) - 6} more files for the same reasons")
+    ui.say(f"from {order.shown_source}" + ("" if need == order.size_bytes else f": {size(need)} of it is missing here"))
+
+
+def facts(shop: store.Shop, order: store.Order) -> dict[str, Any]:
+    """An order for --json."""
+    missing = {f.name for f in shop.missing(order)}
+    files = [
+        {"name": f.name, "size_bytes": f.size_bytes, "sha256": f.sha256, "missing": f.name in missing}
+        for f in order.files
+    ]
+    return {
+        "ref": order.ref,
+        "commit": order.commit,
+        "quant": order.quant,
+        "source": order.shown_source,
+        "licence": order.licence,
+        "size_bytes": order.size_bytes,
+        "need_bytes": sum(f.size_bytes for f in order.files if f.name in missing),
+        "files": files,
+        "skipped": [{"name": n, "why": w} for n, w in order.skipped],
+        "notes": order.notes,
+    }

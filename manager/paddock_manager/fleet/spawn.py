@@ -1,0 +1,186 @@
+"""Starts, watches and stops runner processes. A runner outlives the manager; one that dies at start is reported with its log.
+
+Nothing that was asked for is changed here: the runner gets it as it is and refuses what it cannot do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paddock_runner.errors import Cancelled, PaddockError
+
+from paddock_manager import paths
+from paddock_manager.disk import born, is_same_process
+from paddock_manager.fleet import client, state
+from paddock_manager.fleet.state import Server
+from paddock_manager.paths import Places
+
+RUNNER = (sys.executable, "-m", "paddock_runner")
+POLL_S = 0.02
+LOG_LINES = 12
+MAX_LOG_BYTES = 16 << 20
+
+
+class RunnerDied(PaddockError):
+    """A runner ended before it was ready (facts: exit_code, log, last_lines). Its exit code becomes ours where it has a meaning."""
+
+    code = "runner_died"
+
+    def __init__(self, message: str, hint: str, runner_exit: int, **facts: Any):
+        super().__init__(message, hint, runner_exit=runner_exit, **facts)
+        self.exit_code = runner_exit if 2 <= runner_exit <= 13 else 11  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to start. flags: the runner's own options, as words, beside those that are set here."""
+
+    name: str
+    ref: str
+    path: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    key_file: Path | None = None
+    flags: tuple[str, ...] = ()
+    asked: dict[str, Any] = field(default_factory=dict)
+
+    def words(self, ready_file: Path) -> list[str]:
+        """The command line."""
+        out = [*RUNNER, "--model", str(self.path), "--name", self.name, "--host", self.host, "--port", str(self.port)]
+        out += ["--api-key-file", str(self.key_file)] if self.key_file else ["--no-auth"]
+        return [*out, *self.flags, "--state-file", str(ready_file)]
+
+
+def log_path(places: Places, name: str) -> Path:
+    """A server's log file."""
+    return places.logs / (re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150] + ".log")
+
+
+def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[float], None] | None = None) -> Server:
+    """Start a runner in its own session and wait until it is ready.
+
+    waiting(s): called while it loads, with the seconds so far.
+    Raises: RunnerDied, with the last lines of its log; Cancelled (the runner is stopped first).
+    """
+    places.fleet.mkdir(parents=True, exist_ok=True)
+    places.logs.mkdir(parents=True, exist_ok=True)
+    ready_file = places.fleet / f"ready-{uuid.uuid4().hex[:12]}.json"
+    log = log_path(places, launch.name)
+    if log.exists():
+        os.replace(log, log.with_suffix(".log.1"))
+    with log.open("xb") as out:
+        process = subprocess.Popen(
+            launch.words(ready_file), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            env=paths.runner_environment(), close_fds=True,
+        )  # fmt: skip
+    try:
+        facts = _wait(process, ready_file, log, launch, timeout_s, waiting)
+        server = Server(
+            launch.name, launch.ref, str(launch.path), process.pid, born(process.pid), str(facts.get("host", launch.host)),
+            int(facts["port"]), str(facts.get("device", "")), int(facts.get("max_ctx_tokens", 0)), int(facts.get("max_batch", 0)),
+            str(log), round(time.time(), 3), launch.asked,
+        )  # fmt: skip
+        state.remember(places, server)
+        return server
+    except BaseException:
+        _end(process.pid, 5.0)
+        process.wait()
+        raise
+    finally:
+        ready_file.unlink(missing_ok=True)
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    ready_file: Path,
+    log: Path,
+    launch: Launch,
+    timeout_s: float,
+    waiting: Callable[[float], None] | None,
+) -> dict[str, Any]:
+    """Until the ready file is there and /health/ready says yes."""
+    begun = time.monotonic()
+    facts: dict[str, Any] = {}
+    while True:
+        code = process.poll()
+        if code is not None:
+            raise died(launch.name, code, log)
+        if not facts:
+            facts = _read_ready(ready_file)
+        if facts and client.is_ready(str(facts.get("host", launch.host)), int(facts["port"])):
+            return facts
+        passed = time.monotonic() - begun
+        if passed > timeout_s:
+            raise Cancelled(
+                f"{launch.name} was not ready after {timeout_s:.0f} s and was stopped",
+                "`--timeout` sets how long to wait",
+                log=str(log),
+            )
+        if waiting is not None:
+            waiting(passed)
+        time.sleep(POLL_S if passed < 2 else 0.1)
+
+
+def _read_ready(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(path.read_bytes())
+        return body if isinstance(body, dict) and isinstance(body.get("port"), int) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def died(name: str, code: int, log: Path) -> RunnerDied:
+    """A dead runner, in its own words."""
+    lines = tail(log, LOG_LINES)
+    how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+    said = next((x for x in reversed(lines) if "error" in x.lower()), lines[-1] if lines else "")
+    said = re.sub(r"^(paddock-runner: )?(error: )?", "", said.strip())
+    message = f"the runner of {name} ended {how} before it was ready" + (f": {said}" if said else "")
+    shown = "\n".join(f"    {x}" for x in lines)
+    hint = f"its log, {log}, ends with\n{shown}" if lines else f"its log, {log}, is empty"
+    return RunnerDied(message, hint, code, log=str(log), last_lines=lines)
+
+
+def tail(log: Path, n_lines: int) -> list[str]:
+    """The last lines of a log."""
+    try:
+        with log.open("rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - 64 * 1024 - 400 * n_lines))
+            return f.read().decode("utf-8", "replace").splitlines()[-n_lines:]
+    except OSError:
+        return []
+
+
+def stop(places: Places, server: Server, timeout_s: float = 15.0) -> bool:
+    """Ask a runner to end, then make it. Returns False when it had to be killed."""
+    gently = _end(server.pid, timeout_s, server.born)
+    state.forget(places, server.name)
+    return gently
+
+
+def _end(pid: int, timeout_s: float, born_at: float = 0.0) -> bool:
+    """SIGTERM to the whole session, SIGKILL after a while."""
+    for number, wait_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 5.0)):
+        if not is_same_process(pid, born_at):
+            return True
+        try:
+            os.killpg(pid, number)
+        except (ProcessLookupError, PermissionError):
+            return True
+        limit = time.monotonic() + wait_s
+        while time.monotonic() < limit:
+            if not is_same_process(pid, born_at):
+                return number == signal.SIGTERM
+            time.sleep(POLL_S)
+    return False

@@ -1,0 +1,116 @@
+"""Who runs where: one JSON file under a lock. A runner counts as running only while its own process lives."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from paddock_runner.errors import AmbiguousModel, UnknownModel
+
+from paddock_manager.disk import is_same_process, write_json
+from paddock_manager.paths import Places
+
+
+@dataclass(slots=True)
+class Server:
+    """One runner that was started. born: start time of pid in clock ticks. asked: what was asked for, by option name."""
+
+    name: str
+    ref: str
+    path: str
+    pid: int
+    born: float
+    host: str
+    port: int
+    device: str
+    max_ctx_tokens: int
+    max_batch: int
+    log: str
+    started_at: float
+    asked: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Where its API is."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Does its process run?"""
+        return is_same_process(self.pid, self.born)
+
+
+@contextmanager
+def _locked(places: Places) -> Iterator[None]:
+    places.fleet.mkdir(parents=True, exist_ok=True)
+    fd = os.open(places.fleet / "state.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _load(places: Places) -> list[Server]:
+    """All records; a damaged file counts as empty, since processes are found by their own state."""
+    try:
+        body = json.loads((places.fleet / "state.json").read_bytes())
+        return [Server(**s) for s in body["servers"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def servers(places: Places) -> list[Server]:
+    """The runners that live, oldest first."""
+    return sorted((s for s in _load(places) if s.is_alive), key=lambda s: s.started_at)
+
+
+def remember(places: Places, server: Server) -> None:
+    """Add a runner; dead ones and one of the same name go."""
+    with _locked(places):
+        kept = [s for s in _load(places) if s.is_alive and s.name != server.name]
+        _store(places, [*kept, server])
+
+
+def forget(places: Places, name: str) -> None:
+    """Take a runner out."""
+    with _locked(places):
+        _store(places, [s for s in _load(places) if s.is_alive and s.name != name])
+
+
+def _store(places: Places, found: list[Server]) -> None:
+    write_json(places.fleet / "state.json", {"layout": 1, "servers": [asdict(s) for s in found]})
+
+
+def find(places: Places, word: str) -> Server:
+    """The running server of a name, full name or port.
+
+    Raises: UnknownModel, AmbiguousModel.
+    """
+    alive = servers(places)
+    hits = [
+        s for s in alive if word.lower() in (s.name.lower(), s.ref.lower(), str(s.port), s.ref.split(":")[0].lower())
+    ]
+    exact = [s for s in hits if s.name.lower() == word.lower()]
+    hits = exact or hits
+    if len(hits) > 1:
+        raise AmbiguousModel(
+            f"{word!r} is the name of {len(hits)} servers",
+            "say which: " + ", ".join(s.name for s in hits),
+            choices=[s.name for s in hits],
+        )
+    if not hits:
+        known = [s.name for s in alive]
+        raise UnknownModel(
+            f"no server {word!r} is running",
+            "running: " + ", ".join(known) if known else "nothing is running",
+            name=word,
+            known=known,
+        )
+    return hits[0]

@@ -1,0 +1,453 @@
+"""Downloads one file in ranged parts, in parallel, with a journal; the final name appears only after the hash was right.
+
+A part counts when its bytes are synced and journalled, so a killed download loses the parts in flight and nothing else.
+Each answer to a range is checked (206, Content-Range, validator); a server without ranges is read as one stream.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from paddock_runner.errors import DiskFull, FileError, HubError
+
+from paddock_manager.store import journal
+from paddock_manager.store.journal import Identity, Journal
+from paddock_manager.store.web import Transient, Web
+
+CHUNK_BYTES = 1 << 20
+MIN_PART_BYTES, MAX_PART_BYTES = 4 << 20, 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How hard to pull. rate 0: as fast as it goes; part_bytes 0: by the file's size; tries: failures of one part in a row."""
+
+    connections: int = 8
+    rate_bytes_per_s: float = 0.0
+    part_bytes: int = 0
+    tries: int = 6
+    backoff_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A file to fetch: where from, and what its bytes must be."""
+
+    url: str
+    what: str
+    size_bytes: int
+    sha256: str = ""
+    git_sha1: str = ""
+    commit: str = ""
+
+
+@dataclass(slots=True)
+class Fetched:
+    """A file that is here and right."""
+
+    sha256: str
+    part_bytes: int
+    part_sha256: list[str] = field(default_factory=list)
+
+
+def part_bytes_for(size_bytes: int) -> int:
+    """About 64 parts a file, within bounds, in whole MiB."""
+    even = -(-size_bytes // 64)
+    return min(MAX_PART_BYTES, max(MIN_PART_BYTES, -(-even // (1 << 20)) << 20))
+
+
+class Download:
+    """One file on its way. `moved(n)` is called with bytes gained (negative when a part is thrown away)."""
+
+    def __init__(self, web: Web, remote: Remote, part: Path, limits: Limits, moved: Callable[[int], None]):
+        self.web, self.remote, self.part, self.limits, self.moved = web, remote, part, limits, moved
+        size = limits.part_bytes or part_bytes_for(remote.size_bytes)
+        found = journal.load(part)
+        if found is not None and not limits.part_bytes:
+            size = found[0].part_bytes
+        self.identity = Identity(remote.size_bytes, remote.sha256, remote.git_sha1, remote.commit, size)
+        self.journal = Journal(journal.journal_path(part), self.identity)
+        self._fd = -1
+        self._direct = remote.url
+        self._etag = ""
+        self._lock = threading.Lock()
+        self._done = threading.Condition(self._lock)
+        self._todo: list[int] = []
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._allowed = min(4, limits.connections)
+        self._busy = 0
+        self._no_ranges = False
+        self._pace = Pace(limits.rate_bytes_per_s)
+        self._counted = 0
+        self._workers: list[threading.Thread] = []
+
+    def _move(self, n_bytes: int) -> None:
+        """Report progress, and remember it so that it can be taken back."""
+        with self._lock:
+            self._counted += n_bytes
+        self.moved(n_bytes)
+
+    def run(self, target: Path) -> Fetched:
+        """Fetch what is missing, verify, and give the file its final name.
+
+        Raises: HubError, HubAuthError, DiskFull; FileError when the bytes are wrong twice.
+        """
+        self.part.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._open()
+            for attempt in (1, 2):
+                self._fetch_parts()
+                sha256, sha1 = self._hash()
+                if self._is_right(sha256, sha1):
+                    return self._finish(target, sha256)
+                if attempt == 1:
+                    self._suspect()
+            raise self._wrong(sha256, sha1)
+        finally:
+            if not any(w.is_alive() for w in self._workers):  # an interrupted worker may still write: it keeps its file
+                self.journal.close()
+                os.close(self._fd)
+
+    def _open(self) -> None:
+        """Open the part file, take over a journal of the same file, reserve the disk space."""
+        found = journal.load(self.part)
+        keeps = found is not None and found[0] == self.identity and self.part.exists()
+        self._fd = os.open(self.part, os.O_RDWR | os.O_CREAT, 0o644)
+        with disk_errors(self.part, self.remote.size_bytes):
+            _reserve(self._fd, self.remote.size_bytes)
+            if keeps and found is not None:
+                self.journal.parts = found[1]
+                self.journal.resume()
+            else:
+                self.journal.start()
+        self._move(self.journal.done_bytes)
+
+    def _fetch_parts(self) -> None:
+        """Fetch every part that the journal lacks."""
+        self._todo = [i for i in range(self.identity.n_parts) if i not in self.journal.parts]
+        self._error = None
+        self._stop.clear()
+        if not self._todo:
+            return
+        n_workers = min(self.limits.connections, len(self._todo))
+        self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(n_workers)]
+        for worker in self._workers:
+            worker.start()
+        try:
+            for worker in self._workers:
+                while worker.is_alive():
+                    worker.join(0.2)
+        except BaseException:
+            self._stop.set()
+            raise
+        if self._no_ranges and self._error is None:
+            self._stream()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        """One worker: takes parts until there are none, or somebody failed."""
+        while not self._stop.is_set():
+            with self._done:
+                while self._busy >= self._allowed and not self._stop.is_set() and self._todo:
+                    self._done.wait(0.5)
+                if self._stop.is_set() or not self._todo:
+                    return
+                index = self._todo.pop(0)
+                self._busy += 1
+            try:
+                self._one_part(index)
+            except BaseException as error:  # handed to the thread that waits for us
+                with self._done:
+                    if not self._no_ranges and self._error is None:
+                        self._error = error
+                self._stop.set()
+            finally:
+                with self._done:
+                    self._busy -= 1
+                    self._allowed = min(self._allowed + 1, self.limits.connections)
+                    self._done.notify_all()
+
+    def _one_part(self, index: int) -> None:
+        """One part, continued where a broken connection left it; passing trouble is tried again with growing pauses."""
+        start, length = self.identity.part(index)
+        got, failures, digest = 0, 0, hashlib.sha256()
+        while got < length:
+            before = got
+            try:
+                got += self._range(start + got, length - got, digest)
+            except Transient as error:
+                got = before + int(error.facts.get("got_bytes", 0))
+                failures = 1 if got > before else failures + 1
+                if failures >= self.limits.tries or self._stop.is_set():
+                    raise
+                if error.facts.get("status") in (429, 503):
+                    with self._done:
+                        self._allowed = max(1, self._allowed // 2)
+                pause = max(float(error.facts.get("retry_after_s", 0)), self.limits.backoff_s * 2 ** min(failures, 6))
+                if self._stop.wait(min(60.0, pause) * random.uniform(0.75, 1.25)):
+                    raise
+        with disk_errors(self.part, length), self._lock:
+            if not self._stop.is_set():
+                os.fdatasync(self._fd)
+                self.journal.finish(index, digest.hexdigest())
+
+    def _range(self, start: int, length: int, digest: hashlib._Hash) -> int:
+        """One ranged request; returns the bytes written.
+
+        Raises: Transient (got_bytes: how many were good) to try again; HubError.
+        """
+        headers = {"Range": f"bytes={start}-{start + length - 1}"}
+        if self._etag:
+            headers["If-Range"] = self._etag
+        got = 0
+        url = self._direct
+        with self.web.get(url, headers) as response:
+            self._check_range(response, url, start, length)
+            try:
+                for chunk in response.iter_raw(CHUNK_BYTES):
+                    piece = chunk[: length - got]
+                    with disk_errors(self.part, length):
+                        _write(self._fd, piece, start + got)
+                    digest.update(piece)
+                    got += len(piece)
+                    self._move(len(piece))
+                    self._pace.spend(len(piece), self._stop)
+                    if self._stop.is_set():
+                        raise Transient("stopped", got_bytes=got)
+            except httpx.HTTPError as error:
+                trouble = self.web.transport_error(url, error)
+                raise Transient(trouble.message, trouble.hint, got_bytes=got, **trouble.facts) from None
+        if got < length:
+            raise Transient(f"{self.remote.what}: the server closed after {got} of {length} bytes", got_bytes=got)
+        return got
+
+    def _check_range(self, response: httpx.Response, url: str, start: int, length: int) -> None:
+        """Check the head of an answer to a range, and learn from it.
+
+        Raises: Transient to ask again; HubError when the file is another one, or there are no ranges.
+        """
+        status = response.status_code
+        if status in (401, 403, 404, 410) and url != self.remote.url:
+            self._direct = self.remote.url  # a signed URL that expired: ask the hub for a new one
+            raise Transient(f"{self.remote.what}: the data host answered HTTP {status}", status=status)
+        if status == 416:
+            raise self._changed(f"byte {start} is beyond its end")
+        if status == 200:
+            if self._etag and response.headers.get("etag", self._etag) != self._etag:
+                raise self._changed("its validator is another one")
+            self._no_ranges = True
+            raise HubError(f"{response.url.host} does not serve ranges")
+        if status != 206:
+            raise self.web.status_error(response, self.remote.what)
+        wanted = f"bytes {start}-{start + length - 1}/{self.remote.size_bytes}"
+        given = response.headers.get("content-range", "").strip()
+        if given != wanted:
+            if given.rpartition("/")[2] not in ("", "*", str(self.remote.size_bytes)):
+                raise self._changed(f"its size is {given.rpartition('/')[2]} bytes now, not {self.remote.size_bytes}")
+            raise Transient(
+                f"{self.remote.what}: asked for {wanted!r}, the server sent {given!r}", host=str(response.url.host)
+            )
+        if response.headers.get("content-encoding", "identity") not in ("identity", ""):
+            raise HubError(f"{response.url.host} compresses ranges ({response.headers['content-encoding']})")
+        etag = response.headers.get("etag", "")
+        if etag and not etag.startswith("W/"):
+            if self._etag and etag != self._etag:
+                raise self._changed("its validator is another one")
+            self._etag = etag
+        self._direct = str(response.url)
+
+    def _changed(self, how: str) -> HubError:
+        """The file is not the one that was listed."""
+        return HubError(
+            f"{self.remote.what} changed on the server while it was being downloaded: {how}",
+            "pull again",
+            what=self.remote.what,
+        )
+
+    def _stream(self) -> None:
+        """The whole file as one stream, for servers without ranges. Retried from the start."""
+        for attempt in range(self.limits.tries):
+            self._move(-self._counted)
+            self.journal.start()
+            self._stop.clear()
+            try:
+                self._one_stream()
+                return
+            except Transient as error:
+                if attempt + 1 >= self.limits.tries:
+                    raise
+                time.sleep(
+                    min(30.0, max(float(error.facts.get("retry_after_s", 0)), self.limits.backoff_s * 2**attempt))
+                )
+
+    def _one_stream(self) -> None:
+        got = 0
+        with self.web.get(self.remote.url) as response:
+            if response.status_code != 200:
+                raise self.web.status_error(response, self.remote.what)
+            try:
+                for chunk in response.iter_bytes(CHUNK_BYTES):
+                    if got + len(chunk) > self.remote.size_bytes:
+                        raise self._changed(f"it is longer than {self.remote.size_bytes} bytes")
+                    with disk_errors(self.part, len(chunk)):
+                        _write(self._fd, chunk, got)
+                    got += len(chunk)
+                    self._move(len(chunk))
+                    self._pace.spend(len(chunk), self._stop)
+            except httpx.HTTPError as error:
+                raise self.web.transport_error(self.remote.url, error) from None
+        if got < self.remote.size_bytes:
+            raise Transient(f"{self.remote.what}: the server closed after {got} of {self.remote.size_bytes} bytes")
+        os.fdatasync(self._fd)
+        for index in range(self.identity.n_parts):
+            start, length = self.identity.part(index)
+            digest = hashlib.sha256()
+            _feed(self._fd, start, length, digest)
+            self.journal.finish(index, digest.hexdigest())
+
+    def _hash(self) -> tuple[str, str]:
+        """sha256 of the whole part file, and its git blob sha1 when that is what we compare."""
+        sha256 = hashlib.sha256()
+        sha1 = hashlib.sha1(f"blob {self.remote.size_bytes}\0".encode(), usedforsecurity=False)
+        both = [sha256, sha1] if self.remote.git_sha1 and not self.remote.sha256 else [sha256]
+        _feed(self._fd, 0, self.remote.size_bytes, *both)
+        return sha256.hexdigest(), sha1.hexdigest()
+
+    def _is_right(self, sha256: str, sha1: str) -> bool:
+        if self.remote.sha256:
+            return sha256 == self.remote.sha256
+        return sha1 == self.remote.git_sha1 if self.remote.git_sha1 else True
+
+    def _suspect(self) -> None:
+        """After a wrong hash: drop the parts whose bytes on disk differ from what was received, or all of them."""
+        bad = []
+        for index, known in self.journal.parts.items():
+            digest = hashlib.sha256()
+            _feed(self._fd, *self.identity.part(index), digest)
+            if digest.hexdigest() != known:
+                bad.append(index)
+        bad = bad or list(self.journal.parts)
+        self._move(-sum(self.identity.part(i)[1] for i in bad))
+        self.journal.drop(bad)
+        self._direct, self._etag = self.remote.url, ""
+
+    def _wrong(self, sha256: str, sha1: str) -> FileError:
+        """Wrong bytes twice: nothing is kept."""
+        self.part.unlink(missing_ok=True)
+        self.journal.path.unlink(missing_ok=True)
+        wanted, got = (self.remote.sha256, sha256) if self.remote.sha256 else (self.remote.git_sha1, sha1)
+        return FileError(
+            f"{self.remote.what}: the downloaded bytes are wrong: expected hash {wanted}, got {got}",
+            "the server or something on the way corrupts it; after a second time, test memory and disk",
+            expected=wanted,
+            actual=got,
+        )
+
+    def _finish(self, target: Path, sha256: str) -> Fetched:
+        """Sync, rename, sync the folder."""
+        os.fsync(self._fd)
+        hashes = [self.journal.parts[i] for i in range(self.identity.n_parts)]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(self.part, target)
+        sync_folder(target.parent)
+        self.journal.close()
+        self.journal.path.unlink(missing_ok=True)
+        return Fetched(sha256, self.identity.part_bytes, hashes)
+
+
+class Pace:
+    """Spreads bytes over time, for all workers together."""
+
+    def __init__(self, rate_bytes_per_s: float):
+        self.rate = rate_bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    def spend(self, n_bytes: int, stop: threading.Event) -> None:
+        """Wait until these bytes are due."""
+        if self.rate <= 0:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now - 0.25) + n_bytes / self.rate
+            wait = self._free_at - now
+        if wait > 0:
+            stop.wait(wait)
+
+
+class disk_errors:
+    """Turns a full disk or quota into DiskFull."""
+
+    def __init__(self, path: Path, need_bytes: int):
+        self.path, self.need_bytes = path, need_bytes
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            facts = os.statvfs(self.path.parent)
+            free = facts.f_bavail * facts.f_frsize
+            raise DiskFull(
+                f"the disk of {self.path.parent} is full: {free} bytes free, {self.need_bytes} needed",
+                "free some space, or set PADDOCK_HOME to a larger disk; finished parts are kept",
+                need_bytes=self.need_bytes,
+                free_bytes=free,
+                path=str(self.path.parent),
+            ) from None
+
+
+def _write(fd: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        offset += written
+        view = view[written:]
+
+
+def _feed(fd: int, offset: int, length: int, *digests: hashlib._Hash) -> None:
+    """Update digests with bytes of a file.
+
+    Raises: FileError when the file is shorter.
+    """
+    end = offset + length
+    while offset < end:
+        chunk = os.pread(fd, min(CHUNK_BYTES, end - offset), offset)
+        if not chunk:
+            raise FileError(f"the file ends at byte {offset}, {end} expected", offset=offset, need=end)
+        for digest in digests:
+            digest.update(chunk)
+        offset += len(chunk)
+
+
+def _reserve(fd: int, size_bytes: int) -> None:
+    """Claim the space now; where the file system cannot, set the size."""
+    if size_bytes:
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+    os.ftruncate(fd, size_bytes)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)

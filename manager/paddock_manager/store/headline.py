@@ -1,0 +1,66 @@
+"""The few facts of a checkpoint that lists show: family, format, parameters, context. Read once, when a model is pulled or added."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from paddock_runner.errors import PaddockError
+from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Open a checkpoint's header.
+
+    Raises: FileError, UnsupportedError, UnknownModel, AmbiguousModel.
+    """
+    return of(open_checkpoint(path))
+
+
+def of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """family, format (the one that holds most bytes), n_params, max_ctx_tokens, template_sha256, role; None where unknown."""
+    bytes_of: Counter[str] = Counter()
+    for view in checkpoint.tensors.values():
+        bytes_of[view.format] += view.n_bytes
+    template = template_of(checkpoint)
+    return {
+        "family": family(checkpoint),
+        "format": bytes_of.most_common(1)[0][0] if bytes_of else None,
+        "n_params": sum(v.n_elements for v in checkpoint.tensors.values()),
+        "max_ctx_tokens": max_ctx_tokens(checkpoint),
+        "template_sha256": hashlib.sha256(template.encode("utf-8", "replace")).hexdigest() if template else None,
+        "role": checkpoint.role,
+        "kind": checkpoint.kind,
+    }
+
+
+def family(checkpoint: Checkpoint) -> str | None:
+    """What the file calls its architecture."""
+    name = (
+        checkpoint.metadata.get("general.architecture")
+        if checkpoint.kind == "gguf"
+        else checkpoint.config.get("model_type")
+    )
+    return name if isinstance(name, str) else None
+
+
+def max_ctx_tokens(checkpoint: Checkpoint) -> int | None:
+    """The context that the model was trained for."""
+    if checkpoint.kind == "gguf":
+        value = checkpoint.metadata.get(f"{family(checkpoint)}.context_length")
+    else:
+        text = checkpoint.config.get("text_config")
+        value = checkpoint.config.get("max_position_embeddings")
+        if value is None and isinstance(text, dict):
+            value = text.get("max_position_embeddings")
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def template_of(checkpoint: Checkpoint) -> str | None:
+    """The chat template, None when there is none or its file is damaged."""
+    try:
+        return checkpoint.chat_template
+    except PaddockError:
+        return None

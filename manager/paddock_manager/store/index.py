@@ -1,0 +1,259 @@
+"""What is here: every model in the readable tree and every one added in place; found by reading small records only.
+
+Never opens a checkpoint, so listing costs a few file reads per model.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from paddock_runner.errors import AmbiguousModel, FileError, PaddockError, UnknownModel
+
+from paddock_manager.catalog import catalog, names
+from paddock_manager.disk import LAYOUT, Lease, read_json, write_json
+from paddock_manager.paths import Places
+from paddock_manager.store import record
+from paddock_manager.store.record import HIDDEN, Model, StoredFile
+
+PARTS = "parts"
+
+
+def models(places: Places, problems: list[PaddockError] | None = None) -> list[Model]:
+    """All models, sorted by name. A damaged record is put into `problems` and the rest goes on."""
+    found: list[Model] = []
+    for folder in _folders(places.models):
+        found += _guarded(functools.partial(in_folder, places, folder), problems)
+    if places.added.is_dir():
+        for path in sorted(places.added.glob("*.json")):
+            found += _guarded(functools.partial(_added, path), problems)
+    return sorted(found, key=lambda m: m.name.lower())
+
+
+def _guarded(read: Callable[[], list[Model]], problems: list[PaddockError] | None) -> list[Model]:
+    try:
+        return read()
+    except PaddockError as error:
+        if problems is None:
+            raise
+        problems.append(error)
+        return []
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    """Every ORG/REPO below the tree."""
+    try:
+        with os.scandir(root) as orgs:
+            org_paths = sorted(e.path for e in orgs if e.is_dir())
+    except FileNotFoundError:
+        return
+    for org in org_paths:
+        with os.scandir(org) as repos:
+            yield from (Path(p) for p in sorted(e.path for e in repos if e.is_dir()))
+
+
+def in_folder(places: Places, folder: Path) -> list[Model]:
+    """The variants of one repository folder: the recorded ones, and GGUF files that somebody put there by hand."""
+    repo = f"{folder.parent.name}/{folder.name}"
+    body = read_json(record.record_path(folder))
+    out: list[Model] = []
+    if body is not None:
+        try:
+            out = [record.from_record(repo, quant, folder, v) for quant, v in body["variants"].items()]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            path = record.record_path(folder)
+            raise FileError(
+                f"{path}: damaged record ({error})", "remove it; `paddock pull` writes it anew", path=str(path)
+            ) from None
+    known = {f.name for m in out for f in m.files}
+    for model in out:
+        _set_state(model)
+    if body is None:
+        out += [m for m in _by_hand(repo, folder) if m.files[0].name not in known]
+    return out
+
+
+def _by_hand(repo: str, folder: Path) -> list[Model]:
+    """Checkpoints without a record."""
+    with os.scandir(folder) as entries:
+        files = sorted((e.name, e.stat().st_size, e.stat().st_mtime) for e in entries if e.is_file())
+    if any(name == "config.json" for name, _, _ in files) and any(
+        name.endswith(".safetensors") for name, _, _ in files
+    ):
+        kept = [StoredFile(name, size) for name, size, _ in files]
+        return [
+            Model(repo, "", folder, kept, is_folder=True, state="unverified", pulled_at=max(t for _, _, t in files))
+        ]
+    from paddock_manager.store import choose
+
+    out = []
+    for quant, group in choose.gguf_variants([(n, s) for n, s, _ in files]).items():
+        out.append(Model(repo, quant, folder, [StoredFile(n, s) for n, s in group], state="unverified"))
+        out[-1].pulled_at = max(t for n, _, t in files if n in {g[0] for g in group})
+    return out
+
+
+def _added(path: Path) -> list[Model]:
+    """The record of a model used in place."""
+    body = read_json(path) or {}
+    try:
+        model = record.from_record(path.stem, body.get("quant", ""), Path(body["folder"]), body, is_added=True)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileError(
+            f"{path}: damaged record ({error})", "remove it and add the model again", path=str(path)
+        ) from None
+    _set_state(model)
+    return [model]
+
+
+def _set_state(model: Model) -> None:
+    """ok, partial (with done_bytes), offline (its folder is away), missing or changed, from file sizes alone."""
+    if not model.folder.is_dir():
+        model.state = "offline"
+        return
+    done, states = 0, set()
+    for file in model.files:
+        try:
+            facts = os.stat(model.folder / file.name)
+        except OSError:
+            part = part_path(model.folder, file.name)
+            have = part_done(part)
+            states.add("missing" if have is None else "partial")
+            done += have or 0
+            continue
+        done += facts.st_size
+        states.add("ok" if facts.st_size == file.size_bytes else "changed")
+    model.done_bytes = done
+    if "partial" in states or ("missing" in states and not model.is_added and not model.headline):
+        model.state = "partial"
+    else:
+        model.state = next((s for s in ("missing", "changed") if s in states), "ok")
+
+
+def part_path(folder: Path, name: str) -> Path:
+    """Where an unfinished file grows."""
+    return folder / HIDDEN / PARTS / f"{name}.part"
+
+
+def part_done(part: Path) -> int | None:
+    """Finished bytes of a part file, as its journal says; None when there is none."""
+    from paddock_manager.store import journal
+
+    return journal.done_bytes(part)
+
+
+def find(places: Places, ref: names.Ref) -> Model:
+    """The one model of that name.
+
+    Raises: UnknownModel with names that look alike; AmbiguousModel with the choices.
+    """
+    hits = matches(places, ref)
+    if len(hits) == 1:
+        return hits[0]
+    if hits:
+        choices = [m.ref for m in hits]
+        raise AmbiguousModel(
+            f"{ref.text!r} is the name of {len(hits)} models",
+            "say which: " + ", ".join(choices),
+            name=ref.text,
+            choices=choices,
+        )
+    everything = models(places, [])
+    raise UnknownModel(
+        f"no model {ref.text!r} is here", _hint(ref, everything), name=ref.text, known=[m.name for m in everything]
+    )
+
+
+def _hint(ref: names.Ref, everything: list[Model]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(ref.text.lower(), [m.name.lower() for m in everything], 1, 0.6)
+    if near:
+        return f"did you mean {near[0]}?"
+    if ref.repo or (ref.short and catalog.find(ref.short)):
+        return f"`paddock pull {ref.text}` fetches it"
+    alike = catalog.near(ref.short) if ref.short else []
+    return f"the catalog has {', '.join(alike)}" if alike else "`paddock ls` lists what is here"
+
+
+def matches(places: Places, ref: names.Ref) -> list[Model]:
+    """All models that a name could mean."""
+    if ref.repo:
+        folder = places.models.joinpath(*ref.repo.split("/"))
+        pool = in_folder(places, folder) if folder.is_dir() else []
+        if not pool:
+            pool = [m for m in models(places, []) if m.repo.lower() == ref.repo.lower()]
+    elif ref.short:
+        everything = models(places, [])
+        short = ref.short.lower()
+        pool = [m for m in everything if short == m.alias.lower() or (m.is_added and m.repo.lower() == short)]
+        pool = pool or [m for m in everything if m.repo.split("/")[-1].lower() == short]
+    else:
+        return []
+    if ref.quant:
+        pool = [m for m in pool if m.quant.lower() == ref.quant.lower()]
+    if ref.rev:
+        pool = [m for m in pool if m.commit.startswith(ref.rev)]
+    return pool
+
+
+def add(places: Places, model: Model) -> None:
+    """Remember a model where it lies."""
+    body = model.to_record() | {"layout": LAYOUT, "folder": str(model.folder), "quant": model.quant}
+    write_json(places.added / f"{model.repo}.json", body)
+
+
+def remove(places: Places, model: Model, with_files: bool) -> int:
+    """Forget a model; delete its files unless it was added in place and with_files is not set. Returns the bytes freed.
+
+    Raises: Locked when a pull holds it.
+    """
+    freed = 0
+    if model.is_added:
+        (places.added / f"{model.repo}.json").unlink(missing_ok=True)
+        return _delete(model, set()) if with_files else 0
+    with Lease(model.folder / HIDDEN / "lease", model.ref):
+        shared = {f.name for m in in_folder(places, model.folder) if m.quant != model.quant for f in m.files}
+        freed = _delete(model, shared)
+        record.forget(model)
+    _prune(model.folder)
+    return freed
+
+
+def _delete(model: Model, keep: set[str]) -> int:
+    """Delete a model's files, parts and hashes, except those that another variant needs."""
+    freed = 0
+    for file in model.files:
+        if file.name in keep:
+            continue
+        path, part = model.folder / file.name, part_path(model.folder, file.name)
+        hashes = model.folder / HIDDEN / "hashes" / f"{file.name}.json"
+        for victim in (path, part, part.with_suffix(".journal"), hashes):
+            try:
+                freed += victim.stat().st_blocks * 512
+                victim.unlink()
+            except FileNotFoundError:
+                continue
+    return freed
+
+
+def _prune(folder: Path) -> None:
+    """Remove folders that hold nothing any more."""
+    hidden = folder / HIDDEN
+    left = [p for p in folder.rglob("*") if p.is_file() and HIDDEN not in p.parts]
+    if not left and not record.record_path(folder).exists():
+        shutil.rmtree(hidden, ignore_errors=True)
+        for path in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
+            path.rmdir()
+        folder.rmdir()
+        if not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+
+
+def now() -> float:
+    """The time that goes into records."""
+    return round(time.time(), 3)
