@@ -1,0 +1,203 @@
+"""Text to token ids and back. Knows no file format: gguf_tokenizer.py and folder_tokenizer.py build it.
+
+Special tokens are cut out of the text first and each segment between them is encoded alone, so segments can be cached: the
+next turn of a long conversation encodes only what is new. Ids of one segment never depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..errors import FileError, UsageError
+from .vocabulary import AddedToken, Cutter
+
+_CACHE_BYTES = 64 << 20
+_ENTRY_BYTES = 200  # dictionary slot, key header and value header of one cached segment
+
+
+class Encoder(Protocol):
+    """What is needed of `tokenizers.Tokenizer`; it must add and cut nothing by itself."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool) -> Any:
+        """An object with `.ids`."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of ids."""
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """Everything a Tokenizer is made of.
+
+    pieces: bytes of every token, by id. added: tokens matched in the text. prefix, suffix: ids put around a text on request.
+    later_encoder: for segments that do not start the text, where those are treated differently; else None.
+    drops_leading_space: encoding puts a space before the text, so decoding takes one away.
+    decodes_words: text is not the concatenation of pieces (WordPiece): decoding goes through the encoder.
+    """
+
+    encoder: Encoder
+    pieces: Sequence[bytes]
+    added: Sequence[AddedToken] = ()
+    prefix: Sequence[int] = ()
+    suffix: Sequence[int] = ()
+    bos_id: int | None = None
+    eos_id: int | None = None
+    eot_id: int | None = None
+    stop_ids: Sequence[int] = ()
+    later_encoder: Encoder | None = None
+    drops_leading_space: bool = False
+    decodes_words: bool = False
+
+
+class SegmentCache:
+    """Least recently used segments with their ids (int32 bytes), bounded by bytes. Safe to share between threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[tuple[bool, str], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self.used_bytes = 0
+        self.hits = 0
+        self.misses = 0
+
+    def get(self, key: tuple[bool, str]) -> bytes | None:
+        """The ids of a segment, or None."""
+        with self._lock:
+            ids = self._entries.get(key)
+            if ids is None:
+                self.misses += 1
+                return None
+            self.hits += 1
+            self._entries.move_to_end(key)
+            return ids
+
+    def put(self, key: tuple[bool, str], ids: bytes) -> None:
+        """Remember; the oldest make room. A segment larger than a quarter of the budget is not kept."""
+        cost = _cost(key, ids)
+        if cost * 4 > self._max_bytes:
+            return
+        with self._lock:
+            if key in self._entries:
+                return
+            self._entries[key] = ids
+            self.used_bytes += cost
+            while self.used_bytes > self._max_bytes:
+                old, old_ids = self._entries.popitem(last=False)
+                self.used_bytes -= _cost(old, old_ids)
+
+
+def _cost(key: tuple[bool, str], ids: bytes) -> int:
+    text = key[1]
+    return _ENTRY_BYTES + len(ids) + (len(text) if text.isascii() else 4 * len(text))
+
+
+class Tokenizer:
+    """Ids of text, text of ids. `n_rows`: rows of the model's embedding; ids at or above it are never produced."""
+
+    def __init__(self, parts: TokenizerParts, n_rows: int | None = None, cache_bytes: int = _CACHE_BYTES) -> None:
+        limit = len(parts.pieces) if n_rows is None else n_rows
+        added = [t for t in parts.added if t.id < limit]
+        fixed = [*parts.prefix, *parts.suffix]
+        if any(i >= limit for i in fixed):
+            raise FileError(
+                f"the tokenizer puts id {max(fixed)} around every text, but the model has only {limit} embedding rows"
+            )
+        self._parts = parts
+        self._limit = limit
+        self._cut_all = Cutter(added)
+        self._cut_plain = Cutter(t for t in added if not t.is_special)
+        self._prefix = array("i", parts.prefix)
+        self._suffix = array("i", parts.suffix)
+        self._special = frozenset(t.id for t in added if t.is_special)
+        self._ids = {t.text: t.id for t in reversed(added)}
+        self.cache = SegmentCache(cache_bytes)
+        self.pieces: Sequence[bytes] = parts.pieces
+        self.n_vocab = len(parts.pieces)
+        self.bos_id = parts.bos_id
+        self.eos_id = parts.eos_id
+        self.eot_id = parts.eot_id
+        self.stop_ids: tuple[int, ...] = tuple(i for i in parts.stop_ids if i < limit)
+        self.drops_leading_space = parts.drops_leading_space
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> array[int]:
+        """Ids of `text` as array('i').
+
+        add_special: with the ids that the model wants around every text (bos, eos). parse_special: special tokens in the text
+        become their ids; else they are ordinary text. Raises: UsageError when `text` holds half a surrogate pair.
+        """
+        out = array("i", self._prefix) if add_special else array("i")
+        is_first = True
+        for segment, token_id in (self._cut_all if parse_special else self._cut_plain).cut(text):
+            if token_id >= 0:
+                out.append(token_id)
+            else:
+                out.frombytes(self._segment(segment, is_first))
+            is_first = False
+        if add_special:
+            out.extend(self._suffix)
+        return out
+
+    def count(self, text: str, add_special: bool = True, parse_special: bool = True) -> int:
+        """How many ids `encode` gives."""
+        return len(self.encode(text, add_special, parse_special))
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of ids; bytes that are not UTF-8 become U+FFFD. Raises: UsageError for an id outside the vocabulary."""
+        wanted = [i for i in self._checked(ids) if not (skip_special and i in self._special)]
+        if self._parts.decodes_words:
+            return self._parts.encoder.decode(wanted, skip_special_tokens=False)
+        pieces = self.pieces
+        data = b"".join([pieces[i] for i in wanted])
+        if self.drops_leading_space and data[:1] == b" ":
+            data = data[1:]
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for (special tokens: their name)."""
+        return self.pieces[token_id]
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is left out of decoded text."""
+        return token_id in self._special
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """All ids that are left out of decoded text."""
+        return self._special
+
+    def id_of(self, text: str) -> int | None:
+        """Id of an added token (special or not) by its text, or None."""
+        return self._ids.get(text)
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        wanted = list(ids)
+        if wanted and (min(wanted) < 0 or max(wanted) >= self.n_vocab):
+            bad = next(i for i in wanted if not 0 <= i < self.n_vocab)
+            raise UsageError(f"token id {bad} is outside the vocabulary of {self.n_vocab} tokens")
+        return wanted
+
+    def _segment(self, text: str, is_first: bool) -> bytes:
+        encoder = self._parts.encoder
+        if self._parts.later_encoder is None:
+            is_first = False
+        elif not is_first:
+            encoder = self._parts.later_encoder
+        key = (is_first, text)
+        found = self.cache.get(key)
+        if found is not None:
+            return found
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError("the text holds half a surrogate pair, which no UTF-8 can carry") from error
+        ids = array("i", encoder.encode(text, add_special_tokens=False).ids)
+        if ids and max(ids) >= self._limit:
+            raise UsageError(f"the text needs token id {max(ids)}, but the model has only {self._limit} embedding rows")
+        data = ids.tobytes()
+        self.cache.put(key, data)
+        return data
