@@ -1,0 +1,225 @@
+"""The memory plan: what a runner will allocate for a model, line by line. The allocator uses the same functions.
+
+Pure arithmetic over a blueprint and tensor headers: works on a model that is not here. Opens no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..blueprint.blueprint import Blueprint
+from ..errors import UsageError
+from ..files.view import TensorView
+from ..formats.table import packed_bytes
+from .arena import arena, pack_scratch_bytes
+from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pinned_arrays
+
+MIB = 1 << 20
+CPU_GRANULE_BYTES = 2 * MIB
+CUDA_GRANULE_BYTES = 2 * MIB
+ENGINE_PROCESS_BYTES = 48 * MIB
+CUDA_CONTEXT_BYTES_PER_PROCESSOR = 3 * MIB
+"""Of the driver, for each multiprocessor: 107 MiB on 34 of them, 555 MiB on 188 (llama.cpp PR 23604)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What the plan must know of a device. kind: "cpu" or "cuda". n_processors: threads, or multiprocessors.
+
+    activation_bytes: of one element of an activation. process_bytes: what a process takes on the device before it has a model.
+    """
+
+    kind: str
+    n_processors: int
+    activation_bytes: int
+    granule_bytes: int
+    process_bytes: int
+    memory_bytes: int = 0
+    free_bytes: int = 0
+    name: str = ""
+
+
+def cpu_facts(n_threads: int, memory_bytes: int = 0, free_bytes: int = 0) -> DeviceFacts:
+    """The CPU pack with that many threads."""
+    return DeviceFacts("cpu", n_threads, 4, CPU_GRANULE_BYTES, ENGINE_PROCESS_BYTES, memory_bytes, free_bytes, "cpu")
+
+
+def cuda_facts(n_processors: int, memory_bytes: int = 0, free_bytes: int = 0, name: str = "") -> DeviceFacts:
+    """A CUDA device with that many multiprocessors."""
+    context = n_processors * CUDA_CONTEXT_BYTES_PER_PROCESSOR
+    return DeviceFacts("cuda", n_processors, 2, CUDA_GRANULE_BYTES, context, memory_bytes, free_bytes, name)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is asked for. n_pages: pages of the pool, scratch page included; None: enough for every slot's full context."""
+
+    max_ctx_tokens: int
+    max_batch: int
+    device: DeviceFacts
+    kv_format: str = "f16"
+    max_step_tokens: int = 512
+    page_tokens: int = 32
+    n_pages: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLine:
+    """One cost. group: "weights", "vectors", "kv", "state", "pinned", "activations", "scratch" (the allocator's names) or "process".
+
+    source: "header" (from the file), "planner" (a formula that the allocator shares), "table" (measured once, elsewhere).
+    """
+
+    name: str
+    n_bytes: int
+    source: str
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Every line, and the numbers people ask for. load_bytes: one tensor's staging buffer, gone before the state is allocated."""
+
+    lines: tuple[PlanLine, ...]
+    sizes: StateSizes
+    kv_format: str
+    kv_token_bytes: int
+    page_bytes: int
+    load_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All lines together: what is held while serving."""
+        return sum(line.n_bytes for line in self.lines)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is ever held: while serving, or (large tensors, small state) while loading."""
+        loaded = sum(line.n_bytes for line in self.lines if line.group in ("weights", "process"))
+        return max(self.total_bytes, loaded + self.load_bytes)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the page pool holds over all requests."""
+        return (self.sizes.n_pages - 1) * self.sizes.page_tokens
+
+    def group_bytes(self, group: str) -> int:
+        """Bytes of one group of lines."""
+        return sum(line.n_bytes for line in self.lines if line.group == group)
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json: bytes everywhere."""
+        return {
+            "lines": [{"name": x.name, "bytes": x.n_bytes, "source": x.source, "group": x.group} for x in self.lines],
+            "total_bytes": self.total_bytes,
+            "peak_bytes": self.peak_bytes,
+            "max_ctx_tokens": self.sizes.max_ctx_tokens,
+            "max_batch": self.sizes.n_slots,
+            "kv_format": self.kv_format,
+            "kv_token_bytes": self.kv_token_bytes,
+            "page_tokens": self.sizes.page_tokens,
+            "n_pages": self.sizes.n_pages,
+            "pool_tokens": self.pool_tokens,
+        }
+
+
+def plan(blueprint: Blueprint, tensors: Mapping[str, TensorView], request: PlanRequest) -> MemoryPlan:
+    """The plan for these tensors (by our names, as blueprint/names.py gives them).
+
+    Raises: UsageError (context over the model's, no slots, a pool below one context), UnsupportedError (a format).
+    """
+    return complete(blueprint, weight_lines(blueprint, tensors), largest_tensor_bytes(tensors), request)
+
+
+def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
+    """The sizes of the step state for a request: the runner builds its device with these. Raises: UsageError."""
+    ctx, page = request.max_ctx_tokens, request.page_tokens
+    if ctx < 1 or request.max_batch < 1 or request.max_step_tokens < 1 or page < 1:
+        raise UsageError(
+            f"context {ctx}, batch {request.max_batch}, step {request.max_step_tokens} and page {page} must all be at least 1"
+        )
+    if ctx > blueprint.max_ctx_tokens:
+        raise UsageError(
+            f"a context of {ctx} tokens was asked for, {blueprint.name or blueprint.family} was made for {blueprint.max_ctx_tokens}",
+            f"ask for {blueprint.max_ctx_tokens} or fewer",
+            max_ctx_tokens=ctx,
+            limit=blueprint.max_ctx_tokens,
+        )
+    if request.kv_format not in KV_BYTES:
+        raise UsageError(f"KV format {request.kv_format} is not known; known: {', '.join(KV_BYTES)}")
+    slot_pages = -(-ctx // page)
+    n_pages = request.n_pages if request.n_pages is not None else request.max_batch * slot_pages + 1
+    if n_pages < slot_pages + 1:
+        raise UsageError(
+            f"a pool of {n_pages} pages cannot hold one context of {slot_pages} pages and the scratch page"
+        )
+    step = max(request.max_step_tokens, request.max_batch)
+    return StateSizes(request.max_batch, slot_pages * page, page, n_pages, blueprint.n_vocab, step, request.max_batch)
+
+
+def weight_lines(blueprint: Blueprint, tensors: Mapping[str, TensorView]) -> tuple[PlanLine, ...]:
+    """Weights as the pack holds them: one line per format of matrices, one for all vectors."""
+    matrices: dict[str, int] = {}
+    vectors = 0
+    for name, view in tensors.items():
+        if len(view.shape) == 2 and name.endswith(".weight"):
+            n_bytes = aligned(packed_bytes(view.format, view.shape[0], view.shape[1]))
+            matrices[view.format] = matrices.get(view.format, 0) + n_bytes
+        else:
+            vectors += aligned(4 * view.n_elements)
+    ropes = {layer.attention.rope for layer in blueprint.layers}
+    vectors += sum(aligned(4 * (rope.width // 2)) for rope in ropes if rope is not None)
+    lines = [
+        PlanLine(f"weights {name}", n, "header", "weights") for name, n in sorted(matrices.items(), key=lambda x: -x[1])
+    ]
+    return (*lines, PlanLine("norms and biases", vectors, "header", "vectors"))
+
+
+def largest_tensor_bytes(tensors: Mapping[str, TensorView]) -> int:
+    """The staging buffer of the loader."""
+    return max((view.n_bytes for view in tensors.values()), default=0)
+
+
+def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: int, request: PlanRequest) -> MemoryPlan:
+    """The plan once its weight lines are known: solve.py calls this many times."""
+    sizes, device = state_sizes(blueprint, request), request.device
+    layout = page_layout(blueprint, request.kv_format, sizes.page_tokens)
+    pool = -(-sizes.n_pages * layout.page_bytes // device.granule_bytes) * device.granule_bytes
+    arrays, pinned = device_arrays(sizes), pinned_arrays(sizes)
+    histories = aligned(arrays["tokens"]) + aligned(arrays["page_table"])
+    sampling = sum(aligned(arrays[name]) for name in ("sampling", "bias", "mask"))
+    rest = sum(aligned(n) for n in arrays.values()) - histories - sampling
+    activations = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.activation_bytes)
+    logits = 4 * sizes.max_step_rows * blueprint.n_vocab
+    scratch = pack_scratch_bytes(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.n_processors)
+    where = "process" if device.kind == "cpu" else "CUDA context"
+    lines = (
+        *weights,
+        PlanLine(
+            f"kv {request.kv_format}, {sizes.n_pages - 1} pages of {sizes.page_tokens} tokens", pool, "planner", "kv"
+        ),
+        PlanLine("token histories and page tables", histories, "planner", "state"),
+        PlanLine("sampling state and masks", sampling, "planner", "state"),
+        PlanLine("step rows", rest, "planner", "state"),
+        PlanLine("results", sum(aligned(n) for n in pinned.values()), "planner", "pinned"),
+        PlanLine("activations", activations.n_bytes - logits, "planner", "activations"),
+        PlanLine("logits", logits, "planner", "activations"),
+        PlanLine("kernel scratch", scratch, "planner", "scratch"),
+        PlanLine(where, device.process_bytes, "table", "process"),
+    )
+    token_bytes = (
+        sum(
+            layer.attention.n_kv_heads
+            * (layer.attention.head_width + (layer.attention.v_width or layer.attention.head_width))
+            for layer in blueprint.layers
+        )
+        * KV_BYTES[request.kv_format]
+    )
+    return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes)
+
+
+def with_pages(request: PlanRequest, n_pages: int | None) -> PlanRequest:
+    """The same request with another page pool."""
+    return replace(request, n_pages=n_pages)
