@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
@@ -117,6 +118,7 @@ class Progress:
         self.ui, self.kind, self.label = ui, kind, label
         self.total_bytes, self.done_bytes = total_bytes, done_bytes
         self._start_bytes = done_bytes
+        self._lock = threading.Lock()
         self._start = self._drawn = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -127,9 +129,10 @@ class Progress:
         if self.kind == "bar":
             self.ui._write(self.ui.err, "\n")
 
-    def move_to(self, done_bytes: int) -> None:
-        """So many bytes are done."""
-        self.done_bytes = done_bytes
+    def move_by(self, n_bytes: int) -> None:
+        """So many bytes more are done (fewer, when negative). May be called from several threads."""
+        with self._lock:
+            self.done_bytes += n_bytes
         now = time.monotonic()
         if now - self._drawn >= (0.1 if self.kind == "bar" else 0.5):
             self._drawn = now

@@ -67,7 +67,7 @@ def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
         say_order(ui, shop, order)
         try:
             with ui.progress(order.alias or order.ref, order.size_bytes) as bar:
-                model = shop.execute(order, lambda n: bar.move_to(bar.done_bytes + n))
+                model = shop.execute(order, bar.move_by)
         except HubError as error:
             trouble = trouble or error
             if order is not orders[-1]:

@@ -1,0 +1,214 @@
+"""The chat at the terminal: turns, slash commands, several lines, Ctrl-C that stops the answer and not the program."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paddock_runner.errors import PaddockError, UsageError
+
+from paddock_manager.fleet.client import Chat
+from paddock_manager.fleet.state import Server
+from paddock_manager.ui import Ui
+
+HELP = '''/help            this list
+/bye             end (also Ctrl-D)
+/clear           forget the conversation
+/retry           answer the last message again
+/system TEXT     set the system prompt (without TEXT: show it)
+/set NAME VALUE  temperature, top_p, top_k, seed, max_tokens (without: show all)
+/show            the model, its server and settings
+/stats           times and token counts of the last answer
+/save FILE       write the conversation as JSON
+/load FILE       take a conversation up again
+"""              begin and end a message of several lines'''
+KINDS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "seed": int, "max_tokens": int}
+
+
+@dataclass(slots=True)
+class Session:
+    """One conversation. model: the name that the runner serves under."""
+
+    server: Server
+    key: str
+    model: str
+    settings: dict[str, Any]
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+    last_stats: str = ""
+
+    def body(self, prompt: str) -> dict[str, Any]:
+        """The request for the next turn."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, *self.messages, {"role": "user", "content": prompt}]
+        return {"model": self.server.name, "messages": messages, **self.settings}
+
+
+def stats_line(usage: dict[str, Any], first_ms: float, total_ms: float) -> str:
+    """Times and counts of one answer."""
+    prompt, done = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    decode_s = max(1e-6, (total_ms - first_ms) / 1000)
+    rate = f", {(done - 1) / decode_s:.1f} tokens/s" if done > 1 else ""
+    return f"prompt {prompt} tokens ({cached} cached), answer {done} tokens, first after {first_ms:.0f} ms{rate}"
+
+
+def repl(session: Session, ui: Ui) -> int:
+    """Read, answer, repeat."""
+    try:
+        import readline  # noqa: F401 - gives input() history and editing
+    except ImportError:
+        pass
+    ui.say(f"{session.model} on {session.server.device or 'its server'}. /help lists the commands, /bye ends.")
+    while True:
+        try:
+            text = read_message()
+        except EOFError:
+            ui.line()
+            return 0
+        except KeyboardInterrupt:
+            ui.line()
+            ui.say("(/bye or Ctrl-D ends)")
+            continue
+        try:
+            if text.startswith("/"):
+                if command(session, text, ui):
+                    return 0
+            elif text.strip():
+                answer(session, text, ui)
+        except PaddockError as error:
+            if not session.server.is_alive:
+                raise
+            ui.fail(error)
+
+
+def read_message() -> str:
+    """One message from the terminal; triple quotes span lines."""
+    line = input(">>> ")
+    if not line.startswith('"""'):
+        return line
+    lines = [line[3:]]
+    while not lines[-1].endswith('"""'):
+        lines.append(input("... "))
+    lines[-1] = lines[-1][:-3]
+    return "\n".join(lines)
+
+
+def answer(session: Session, prompt: str, ui: Ui) -> None:
+    """One turn. A stopped answer stays in the conversation as far as it came."""
+    begun = time.monotonic()
+    first: float | None = None
+    request = Chat(session.server, session.key, session.body(prompt))
+    in_reasoning = False
+    try:
+        for kind, text in request.pieces():
+            first = first or time.monotonic()
+            if (kind == "reasoning") != in_reasoning:
+                in_reasoning = kind == "reasoning"
+                ui.line("[thinking]" if in_reasoning else "\n[answer]")
+            ui.piece(text)
+    except KeyboardInterrupt:
+        request.close()
+        ui.line("")
+        ui.say("(stopped)")
+    else:
+        ui.line()
+    ended = time.monotonic()
+    if request.answer.finish_reason == "length":
+        ui.say("(cut off: the token limit was reached)")
+    session.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": request.answer.text}]
+    session.last_stats = stats_line(request.answer.usage, 1000 * ((first or ended) - begun), 1000 * (ended - begun))
+
+
+def command(session: Session, text: str, ui: Ui) -> bool:
+    """A slash command. True: end the chat.
+
+    Raises: UsageError for one that is not there.
+    """
+    word, _, rest = text.strip().partition(" ")
+    rest = rest.strip()
+    if word in ("/bye", "/exit", "/quit"):
+        return True
+    if word in ("/help", "/?"):
+        ui.line(HELP)
+    elif word == "/clear":
+        session.messages.clear()
+        ui.say("(the conversation is forgotten)")
+    elif word == "/retry":
+        _retry(session, ui)
+    elif word == "/system":
+        session.system = rest or session.system
+        ui.say(f"system: {session.system or '(none)'}")
+    elif word == "/set":
+        _set(session, rest, ui)
+    elif word in ("/show", "/ctx"):
+        _show(session, ui)
+    elif word == "/stats":
+        ui.say(session.last_stats or "no answer yet")
+    elif word in ("/save", "/load"):
+        _file(session, word, rest, ui)
+    else:
+        raise UsageError(f"there is no command {word}", "/help lists them")
+    return False
+
+
+def _retry(session: Session, ui: Ui) -> None:
+    if len(session.messages) < 2:
+        raise UsageError("there is nothing to answer again")
+    prompt = session.messages[-2]["content"]
+    del session.messages[-2:]
+    answer(session, prompt, ui)
+
+
+def _set(session: Session, rest: str, ui: Ui) -> None:
+    name, _, value = rest.partition(" ")
+    if name:
+        kind = KINDS.get(name)
+        if kind is None:
+            raise UsageError(f"there is no setting {name}", "there are " + ", ".join(KINDS))
+        try:
+            session.settings[name] = kind(value)
+        except ValueError:
+            raise UsageError(f"{name} takes a number, not {value!r}") from None
+    for key in KINDS:
+        ui.say(f"  {key} = {session.settings.get(key, '(the model’s default)')}")
+
+
+def _show(session: Session, ui: Ui) -> None:
+    server = session.server
+    ui.pairs(
+        [
+            ("model", session.model),
+            ("file", server.path),
+            ("server", f"{server.url} (pid {server.pid})"),
+            ("device", server.device),
+        ]
+    )
+    ui.pairs([("context", f"{server.max_ctx_tokens} tokens"), ("turns", str(len(session.messages) // 2))])
+
+
+def _file(session: Session, word: str, rest: str, ui: Ui) -> None:
+    """/save and /load."""
+    if not rest:
+        raise UsageError(f"{word} needs a file name")
+    path = Path(rest).expanduser()
+    try:
+        if word == "/save":
+            body = {
+                "schema": "paddock.chat/1",
+                "model": session.model,
+                "system": session.system,
+                "messages": session.messages,
+            }
+            path.write_text(json.dumps(body, indent=1, ensure_ascii=False), encoding="utf-8")
+            ui.say(f"written to {path}")
+            return
+        body = json.loads(path.read_text(encoding="utf-8"))
+        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in body["messages"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: {error}") from None
+    session.messages, session.system = messages, str(body.get("system", ""))
+    ui.say(f"{len(messages) // 2} turns from {path}")

@@ -1,0 +1,150 @@
+"""paddock run: one prompt and its streamed answer, or a chat. Uses the server of the model where one runs, else starts one."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paddock_runner.errors import Cancelled, UsageError
+
+from paddock_manager import paths
+from paddock_manager.commands import chat, serve, target
+from paddock_manager.commands.target import LOAD_OPTIONS, Target
+from paddock_manager.fleet import keys, spawn, state
+from paddock_manager.fleet.client import Chat
+from paddock_manager.fleet.spawn import Launch
+from paddock_manager.fleet.state import Server
+from paddock_manager.options import Argument, Command, Option, Values
+from paddock_manager.ui import Ui
+
+COMMAND = Command(
+    "run",
+    "Chat with a model, or answer one prompt.",
+    (
+        Argument("model", "a model that is here, a path, or a name that can be pulled", kind="model"),
+        Argument("prompt", "answer this and end; - reads it from standard input", required=False, many=True),
+    ),
+    (
+        Option("--system", "system prompt", "text", value="TEXT"),
+        Option("--temperature", "0 is greedy", "float", value="T"),
+        Option("--top-p", "keep the likeliest tokens of this probability", "float", value="P"),
+        Option("--top-k", "keep so many of the likeliest tokens", "int", value="K"),
+        Option("--seed", "repeatable sampling", "int", value="N"),
+        Option("--max-tokens", "end the answer after so many tokens", "int", value="N"),
+        Option("--keep", "leave the server running"),
+        Option("--stats", "print times and token counts after the answer"),
+        *LOAD_OPTIONS,
+    ),
+    "Text piped in is put after the prompt. In a chat, Ctrl-C stops the answer, Ctrl-D or /bye ends; /help lists the commands.",
+    (
+        'paddock run smollm2-135m "Write one short sentence about the sea."',
+        'paddock run smollm2-135m "Summarise:" < notes.txt',
+    ),
+)
+SAMPLING = ("temperature", "top_p", "top_k", "seed", "max_tokens")
+
+
+def run(values: Values, ui: Ui) -> int:
+    """One-shot or chat."""
+    places = paths.places()
+    prompt = prompt_of(values)
+    if prompt is None and (ui.as_json or not sys.stdin.isatty()):
+        raise UsageError("there is no prompt", "give one after the model, or pipe text in")
+    found = target.find_or_pull(places, values.text("model"), ui)
+    settings: dict[str, Any] = {k: values.found[k] for k in SAMPLING if k in values.found}
+    with server_for(places, found, values, ui) as (server, key):
+        session = chat.Session(server, key, found.name, settings, values.text("system"))
+        if prompt is None:
+            return chat.repl(session, ui)
+        return once(session, prompt, ui, values.flag("stats"))
+
+
+def once(session: chat.Session, prompt: str, ui: Ui, with_stats: bool) -> int:
+    """Answer one prompt."""
+    begun = time.monotonic()
+    first: float | None = None
+    request = Chat(session.server, session.key, session.body(prompt))
+    try:
+        for kind, text in request.pieces():
+            first = first or time.monotonic()
+            if not ui.as_json and kind == "text":
+                ui.piece(text)
+    except KeyboardInterrupt:
+        request.close()
+        if not ui.as_json:
+            ui.line()
+        raise Cancelled("stopped") from None
+    answer, ended = request.answer, time.monotonic()
+    timings = {
+        "first_token_ms": round(1000 * ((first or ended) - begun), 1),
+        "total_ms": round(1000 * (ended - begun), 1),
+    }
+    if ui.as_json:
+        body: dict[str, Any] = {
+            "model": session.model,
+            "ref": session.server.ref,
+            "answer": answer.text,
+            "reasoning": answer.reasoning,
+        }
+        body |= {"finish_reason": answer.finish_reason, "usage": answer.usage, "timings": timings}
+        ui.result("run", body, lambda _: None)
+        return 0
+    if not answer.text.endswith("\n"):
+        ui.line()
+    if answer.finish_reason == "length":
+        ui.say("(cut off: the token limit was reached)")
+    if with_stats:
+        ui.say(chat.stats_line(answer.usage, timings["first_token_ms"], timings["total_ms"]))
+    return 0
+
+
+def prompt_of(values: Values) -> str | None:
+    """The prompt from the words and from standard input; None for a chat."""
+    words = values.many("prompt")
+    piped = ""
+    if words == ["-"]:
+        return sys.stdin.read()
+    if _is_piped():
+        piped = sys.stdin.read().strip("\n")
+    parts = [p for p in (" ".join(words), piped) if p]
+    return "\n\n".join(parts) if parts else None
+
+
+def _is_piped() -> bool:
+    """Is standard input a pipe or a file (not a terminal, not the null device)?"""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+@contextmanager
+def server_for(places: paths.Places, found: Target, values: Values, ui: Ui) -> Iterator[tuple[Server, str]]:
+    """The running server of this model and the key for it; one that is started here is stopped again, unless --keep."""
+    given = target.asked(values)
+    for server in state.servers(places):
+        if server.path == str(found.path) and (not given or given == server.asked) and serve.is_loopback(server.host):
+            yield server, keys.key(places)
+            return
+    keep = values.flag("keep")
+    name = found.name if keep else f"{found.name}.run{os.getpid()}"
+    launch = Launch(
+        name, found.ref, found.path, key_file=keys.key_file(places), flags=target.runner_flags(given), asked=dict(given)
+    )
+    server = serve.started(places, launch, ui, serve.START_S)
+    try:
+        yield server, keys.key(places)
+    finally:
+        if keep and server.is_alive:
+            ui.say(f"{server.name} goes on at {server.url}/v1; `paddock stop {server.name}` ends it")
+        elif not keep:
+            was_alive = server.is_alive
+            spawn.stop(places, server)
+            if was_alive:
+                spawn.log_path(places, name).unlink(missing_ok=True)

@@ -1,0 +1,120 @@
+"""paddock serve: start a server in the background and wait until it answers."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+from paddock_runner.errors import UsageError
+
+from paddock_manager import paths
+from paddock_manager.commands import target
+from paddock_manager.commands.target import LOAD_OPTIONS, Target
+from paddock_manager.fleet import keys, spawn, state
+from paddock_manager.fleet.spawn import Launch
+from paddock_manager.fleet.state import Server
+from paddock_manager.options import Argument, Command, Option, Values
+from paddock_manager.ui import Ui
+
+DEFAULT_PORT = 11660
+START_S = 900.0
+
+COMMAND = Command(
+    "serve",
+    "Start an OpenAI-compatible server for a model, in the background.",
+    (Argument("model", "a model that is here, a path, or a name that can be pulled", kind="model"),),
+    (
+        Option("--port", f"port (default {DEFAULT_PORT}; 0 takes a free one)", "int", value="PORT"),
+        Option("--host", "address to listen on (default 127.0.0.1)", "text", value="ADDRESS"),
+        Option("--name", "the name that clients and `paddock ps` use", "text"),
+        Option("--no-auth", "let clients in without a key; loopback only"),
+        Option("--timeout", "how long to wait until it is ready (default 900 s)", "float", value="SECONDS"),
+        *LOAD_OPTIONS,
+    ),
+    "Clients send the key of `paddock key` as a bearer token. The server goes on when this command ends: `paddock stop` ends it.",
+    ("paddock serve smollm2-135m", "paddock serve ./model.gguf --port 0 --ctx 8192 --batch 4"),
+)
+
+
+def run(values: Values, ui: Ui) -> int:
+    """Start, wait, say where it is."""
+    places = paths.places()
+    host = values.text("host", "127.0.0.1")
+    if values.flag("no_auth") and not is_loopback(host):
+        raise UsageError(f"without a key a server listens on loopback only, not on {host}", "drop --no-auth or --host")
+    found = target.find_or_pull(places, values.text("model"), ui)
+    name = values.text("name") or found.name
+    port = values.integer("port")
+    port = DEFAULT_PORT if port is None else port
+    for other in state.servers(places):
+        if other.name == name:
+            raise UsageError(
+                f"{name} is already served at {other.url}",
+                f"`paddock stop {name}` first, or give another --name",
+                url=other.url,
+            )
+        if port and other.port == port:
+            raise UsageError(
+                f"port {port} is taken by the server of {other.name}", "`--port 0` takes a free one", port=port
+            )
+    if not is_loopback(host):
+        ui.warn(f"listening on {host}: anybody who reaches it and has the key can use it; the traffic is not encrypted")
+    given = target.asked(values)
+    key_file = None if values.flag("no_auth") else keys.key_file(places)
+    launch = Launch(name, found.ref, found.path, host, port, key_file, target.runner_flags(given), dict(given))
+    server = started(places, launch, ui, values.number("timeout") or START_S)
+    body = {"server": facts(server), "auth": key_file is not None}
+    ui.result("serve", body, lambda u: u.line(f"{server.name} is served at {server.url}/v1 ({describe(server)})"))
+    return 0
+
+
+def started(places: paths.Places, launch: Launch, ui: Ui, timeout_s: float) -> Server:
+    """Start a runner; say that it loads when that takes a while."""
+    told = False
+
+    def waiting(passed_s: float) -> None:
+        nonlocal told
+        if passed_s > 2 and not told:
+            told = True
+            ui.say(f"loading {launch.name} …")
+
+    return spawn.start(places, launch, timeout_s, waiting)
+
+
+def is_loopback(host: str) -> bool:
+    """Is this an address of this machine only?"""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def describe(server: Server) -> str:
+    """Device, context and batch in a phrase."""
+    words = [server.device] if server.device else []
+    words += [f"{server.max_ctx_tokens} tokens a request"] if server.max_ctx_tokens else []
+    words += [f"{server.max_batch} at a time"] if server.max_batch else []
+    return ", ".join([*words, f"pid {server.pid}"])
+
+
+def facts(server: Server) -> dict[str, Any]:
+    """A server for --json."""
+    return {
+        "name": server.name,
+        "ref": server.ref,
+        "path": server.path,
+        "pid": server.pid,
+        "url": server.url,
+        "host": server.host,
+        "port": server.port,
+        "device": server.device,
+        "max_ctx_tokens": server.max_ctx_tokens,
+        "max_batch": server.max_batch,
+        "started_at": server.started_at,
+        "log": server.log,
+    }
+
+
+__all__ = ["COMMAND", "Target", "run"]

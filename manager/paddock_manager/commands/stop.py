@@ -1,0 +1,44 @@
+"""paddock stop: end servers."""
+
+from __future__ import annotations
+
+from paddock_runner.errors import UsageError
+
+from paddock_manager import paths
+from paddock_manager.fleet import spawn, state
+from paddock_manager.options import Argument, Command, Option, Values
+from paddock_manager.ui import Ui
+
+COMMAND = Command(
+    "stop",
+    "Stop running servers: answers under way are ended, memory is freed.",
+    (Argument("names", "servers, by name or port", required=False, many=True, kind="running"),),
+    (
+        Option("--all", "every server"),
+        Option("--timeout", "seconds until a server is killed (default 15)", "float", value="SECONDS"),
+    ),
+)
+
+
+def run(values: Values, ui: Ui) -> int:
+    """Stop what was named."""
+    places = paths.places()
+    words = values.many("names")
+    if not words and not values.flag("all"):
+        raise UsageError("say which server, or --all", "`paddock ps` lists them")
+    found = state.servers(places) if values.flag("all") else [state.find(places, w) for w in dict.fromkeys(words)]
+    done = []
+    for server in found:
+        gently = spawn.stop(places, server, values.number("timeout") or 15.0)
+        done.append({"name": server.name, "pid": server.pid, "killed": not gently})
+        if not gently:
+            ui.warn(f"{server.name} did not end in time and was killed")
+
+    def human(out: Ui) -> None:
+        for row in done:
+            out.line(f"stopped {row['name']} (pid {row['pid']})")
+        if not done:
+            out.say("nothing is running")
+
+    ui.result("stop", {"stopped": done}, human)
+    return 0

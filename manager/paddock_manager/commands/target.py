@@ -1,0 +1,120 @@
+"""From what the user typed to the checkpoint that is meant: a stored model, a file or folder, or one that is pulled first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paddock_runner.errors import FileError, UnknownModel, UsageError
+
+from paddock_manager import paths
+from paddock_manager.catalog import catalog, names
+from paddock_manager.options import Option, Values
+from paddock_manager.paths import Places
+from paddock_manager.store import index
+from paddock_manager.store.record import Model
+from paddock_manager.ui import Ui
+
+LOAD_OPTIONS = (
+    Option("--ctx", "context per request, in tokens", "int", value="TOKENS"),
+    Option("--batch", "requests at a time", "int", value="N"),
+    Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=("bf16", "f16", "f32", "fp8")),
+    Option("--device", "where to run", "text", choices=("auto", "cpu", "cuda")),
+    Option("--threads", "CPU threads", "int", value="N"),
+    Option("--kernel-pack", "another kernel pack", "path", value="FILE"),
+)
+RUNNER_FLAGS = {
+    "ctx": "--max-ctx",
+    "batch": "--max-batch",
+    "kv": "--kv-dtype",
+    "device": "--device",
+    "threads": "--threads",
+    "kernel_pack": "--kernel-pack",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A checkpoint to open. model: its record, where it has one."""
+
+    name: str
+    ref: str
+    path: Path
+    model: Model | None = None
+
+
+def find(places: Places, text: str) -> Target:
+    """What is here under that name.
+
+    Raises: UnknownModel, AmbiguousModel; FileError when the model is not complete or offline.
+    """
+    ref = names.parse(text)
+    if ref.url:
+        raise UsageError(f"{text} is a URL; `paddock inspect` reads those", url=ref.url)
+    if ref.path is not None:
+        return of_path(ref.path)
+    return of_model(index.find(places, ref))
+
+
+def of_path(path: Path) -> Target:
+    """A file or folder on this machine.
+
+    Raises: UnknownModel.
+    """
+    if not path.exists():
+        raise UnknownModel(f"{path}: there is no such file or folder", name=str(path))
+    absolute = path.absolute()
+    return Target(absolute.stem if absolute.is_file() else absolute.name, str(absolute), absolute)
+
+
+def of_model(model: Model) -> Target:
+    """A stored model that can be opened.
+
+    Raises: FileError for the states in which it cannot.
+    """
+    why = {
+        "partial": (
+            f"{model.name} is here only in part ({model.done_bytes} of {model.size_bytes} bytes)",
+            f"`paddock pull {model.name}` continues",
+        ),
+        "missing": (
+            f"files of {model.name} are missing in {model.folder}",
+            f"`paddock verify {model.name} --repair` fetches them",
+        ),
+        "changed": (
+            f"files of {model.name} have another size than recorded",
+            f"`paddock verify {model.name} --repair` fetches them",
+        ),
+        "offline": (f"{model.folder} of {model.name} is not there", "is its disk mounted?"),
+    }.get(model.state)
+    if why is not None:
+        raise FileError(*why, path=str(model.folder), state=model.state)
+    return Target(model.name, model.ref, model.path, model)
+
+
+def find_or_pull(places: Places, text: str, ui: Ui) -> Target:
+    """As find; a model of the catalog or the hub that is not here, or only in part, is pulled, which is said."""
+    ref = names.parse(text)
+    if ref.path is not None or ref.url:
+        return find(places, text)
+    hits = index.matches(places, ref)
+    if len(hits) > 1 or (hits and hits[0].state != "partial"):
+        return of_model(index.find(places, ref))
+    if not hits and not ref.repo and catalog.find(ref.short) is None:
+        return of_model(index.find(places, ref))
+    from paddock_manager.commands import pull
+    from paddock_manager.store.pull import Shop, Wish
+
+    ui.say(f"{text} is not here yet" if not hits else f"{text} is here only in part")
+    shop = Shop(places, paths.hub_settings())
+    return of_model(pull.obtain(shop, shop.resolve(ref, Wish()), ui))
+
+
+def asked(values: Values) -> dict[str, str]:
+    """The load options that were given, by key."""
+    return {key: values.text(key) for key in RUNNER_FLAGS if key in values.found}
+
+
+def runner_flags(given: dict[str, str]) -> tuple[str, ...]:
+    """The same as the runner's own flags."""
+    return tuple(word for key, value in given.items() for word in (RUNNER_FLAGS[key], value))
