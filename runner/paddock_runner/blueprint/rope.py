@@ -88,11 +88,18 @@ def hf_scaling(
         return (factor,) * (width // 2), 1.0
     if kind == "llama3":
         low, high = fields.number("low_freq_factor", 1.0), fields.number("high_freq_factor", 4.0)
+        if not 0 < low < high:
+            raise fields.error(
+                "high_freq_factor", f"is {high} and low_freq_factor {low}, expected two rising positive numbers"
+            )
         return llama3_factors(theta, width, factor, low, high, original), 1.0
     magnitude = fields.number("attention_factor", yarn_magnitude(factor))
-    return yarn_factors(
-        theta, width, factor, original, fields.number("beta_fast", 32.0), fields.number("beta_slow", 1.0)
-    ), magnitude
+    fast, slow = fields.number("beta_fast", 32.0), fields.number("beta_slow", 1.0)
+    if not 0 < slow <= fast:
+        raise fields.error(
+            "beta_fast", f"is {fast} and beta_slow {slow}, expected two positive numbers, the first the larger"
+        )
+    return yarn_factors(theta, width, factor, original, fast, slow), magnitude
 
 
 def gguf_scaling(

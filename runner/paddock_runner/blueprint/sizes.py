@@ -58,9 +58,9 @@ def gguf_sizes(checkpoint: Checkpoint, arch: str) -> Sizes:
     n_heads = heads[0]
     if not n_heads:
         raise f.error(f"{arch}.attention.head_count", "is 0, expected 1 or more")
-    head_width = f.integer(f"{arch}.attention.key_length", width // n_heads, low=2, high=4096)
+    head_width = f.integer(f"{arch}.attention.key_length", max(width // n_heads, 2), low=2, high=4096)
     ctx = f.integer(f"{arch}.context_length", low=1, high=1 << 31)
-    theta = f.number(f"{arch}.rope.freq_base", 10000.0)
+    theta = rope_base(f, f"{arch}.rope.freq_base", 10000.0)
     rope_width = f.integer(f"{arch}.rope.dimension_count", head_width, low=2, high=4096)
     factors, magnitude = gguf_scaling(f, arch, theta, rope_width, ctx)
     notes: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def hf_sizes(checkpoint: Checkpoint, fields: Fields, tied_default: bool = False,
     n_layers = f.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
     width = f.integer("hidden_size", low=1, high=1 << 20)
     n_heads = f.integer("num_attention_heads", low=1, high=4096)
-    head_width = f.integer("head_dim", width // n_heads, low=2, high=4096)
+    head_width = f.integer("head_dim", max(width // n_heads, 2), low=2, high=4096)
     ctx = f.integer("max_position_embeddings", low=1, high=1 << 31)
     rope = (
         f.section("rope_parameters")
@@ -94,7 +94,7 @@ def hf_sizes(checkpoint: Checkpoint, fields: Fields, tied_default: bool = False,
     )
     if rope is not None and rope_key and rope_key in rope:
         rope = rope.section(rope_key)
-    theta = rope.number("rope_theta") if rope is not None and "rope_theta" in rope else f.number("rope_theta", 10000.0)
+    theta = rope_base(rope if rope is not None and "rope_theta" in rope else f, "rope_theta", 10000.0)
     share = f.number("partial_rotary_factor", 1.0)
     if not 0 < share <= 1:
         raise f.error("partial_rotary_factor", f"is {share}, expected more than 0, at most 1")
@@ -137,9 +137,15 @@ def _checked(s: Sizes) -> Sizes:
             f"{s.fields.where}: the norm epsilon is {s.norm_eps}, expected between 0 and 1",
             field="layer_norm_rms_epsilon",
         )
-    if s.theta <= 1:
-        raise FileError(f"{s.fields.where}: the rope base is {s.theta}, expected more than 1", field="rope.freq_base")
     return s
+
+
+def rope_base(fields: Fields, key: str, default: float) -> float:
+    """The rope base, checked before anything takes its logarithm."""
+    theta = fields.number(key, default)
+    if theta <= 1:
+        raise fields.error(key, f"is {theta}, expected more than 1")
+    return theta
 
 
 def _embedding_rows(checkpoint: Checkpoint, name: str) -> int:

@@ -247,7 +247,9 @@ def _siblings(path: Path, source: LocalFile) -> list[tuple[Source, GgufHeader]]:
             if match:
                 raise
             continue
-        same = all(header.metadata.get(k) == first.metadata.get(k) for k in ("split.count", "split.tensors.count"))
+        same = bool(match) or all(
+            header.metadata.get(k) == first.metadata.get(k) for k in ("split.count", "split.tensors.count")
+        )
         if same and (match or header.metadata.get("split.no") not in numbers):
             numbers.add(header.metadata.get("split.no"))
             found.append((sibling, header))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import FileError
+from ..errors import FileError, UnsupportedError
 
 
 class Fields(Mapping[str, Any]):
@@ -109,6 +109,26 @@ class Fields(Mapping[str, Any]):
         ):
             raise self.error(key, f"is {_words(value)}, expected an array of numbers")
         return tuple(float(v) for v in value)
+
+    def choice(self, key: str, default: str, supported: tuple[str, ...]) -> str:
+        """One of the supported words. Raises: UnsupportedError naming them."""
+        value = self.text(key, default)
+        if value not in supported:
+            raise UnsupportedError(
+                f"{self.where}: {self.noun} {self.prefix}{key} is {value!r:.40}, which is not supported; supported: {', '.join(supported)}",
+                what=value[:40],
+                supported=list(supported),
+            )
+        return value
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Fields:
+        """The same fields, with values for keys that are not there."""
+        return Fields(
+            {**defaults, **{k: v for k, v in self._values.items() if v is not None or k not in defaults}},
+            self.where,
+            self.noun,
+            self.prefix,
+        )
 
     def section(self, key: str) -> Fields:
         """The object under this key."""

@@ -160,7 +160,8 @@ class _Scanner:
 
     def fault(self, trouble: str, **facts: Any) -> FileError:
         """The error for this file at this offset."""
-        return FileError(f"{self.source.path}: {trouble}", path=str(self.source.path), offset=self.at, **facts)
+        facts.setdefault("offset", self.at)
+        return FileError(f"{self.source.path}: {trouble}", path=str(self.source.path), **facts)
 
     def need(self, n_bytes: int, what: str) -> None:
         """Raises unless n_bytes are left from here on: WindowTooSmall when only the window ends, else FileError."""
@@ -282,14 +283,14 @@ class _Scanner:
             return entry
         if kind == STRING:
             n = self.u64(f"the length of metadata key {key}")
-            self.need(n, f"metadata key {key}")
-            if n > MAX_STRING_BYTES:
+            if MAX_STRING_BYTES < n <= self.source.size - self.at:
                 raise self.fault(
                     f"metadata key {key} is a string of {n} bytes, the limit is {MAX_STRING_BYTES}",
                     field=key,
                     need=n,
                     have=MAX_STRING_BYTES,
                 )
+            self.need(n, f"metadata key {key}")
             entry = Entry(kind, 0, n, self.at)
             self.at += n
             return entry
@@ -308,11 +309,11 @@ class _Scanner:
         entry = Entry(ARRAY, element, count, self.at)
         if element != STRING:
             n_bytes = count * _SIZES[element]
-            self.need(n_bytes, f"the array {key} of {count} elements")
-            if n_bytes > MAX_STRING_BYTES:
+            if MAX_STRING_BYTES < n_bytes <= self.source.size - self.at:
                 raise self.fault(
                     f"metadata key {key} is an array of {n_bytes} bytes, the limit is {MAX_STRING_BYTES}", field=key
                 )
+            self.need(n_bytes, f"the array {key} of {count} elements")
             self.at += n_bytes
             return entry
         left = self.source.size - self.at

@@ -13,7 +13,7 @@ from ..errors import FileError, UnknownModel
 MAX_HEADER_BYTES = 256 << 20
 """No header may be longer than this; real ones are up to about 20 MiB."""
 
-WINDOWS = (8 << 20, 48 << 20, MAX_HEADER_BYTES)
+WINDOWS = (8 << 20, 24 << 20, 40 << 20)
 """How much of a remote file is here after the first, second and third request."""
 
 

@@ -12,7 +12,17 @@ from ...errors import UnsupportedError
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import Attention, Blueprint, FeedForward, Layer, Rope
-from ..sizes import Sizes, gguf_sizes, hf_sizes
+from ..sizes import Sizes, gguf_sizes, hf_sizes, rope_base
+
+DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+}
+"""Fields that published configs leave out. Source: transformers, configuration_gemma3.py, Gemma3TextConfig."""
 
 PERIOD = 6
 LOCAL_THETA = 10000.0
@@ -23,12 +33,12 @@ WIDE_LAYERS = 62
 def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
     """From "gemma3.*" keys; norm weights hold 1 + w already. Raises: FileError, UnsupportedError."""
     s = gguf_sizes(checkpoint, arch)
-    window = s.fields.integer(f"{arch}.attention.sliding_window", 0)
+    window = s.fields.integer(f"{arch}.attention.sliding_window", low=1)
     pattern = s.fields.get(f"{arch}.attention.sliding_window_pattern", PERIOD)
     scale = s.fields.number(
         f"{arch}.attention.scale", (s.model_width / s.n_heads if s.n_layers == WIDE_LAYERS else s.head_width) ** -0.5
     )
-    local = Rope(s.fields.number(f"{arch}.rope.freq_base_swa", LOCAL_THETA), s.rope_width)
+    local = Rope(rope_base(s.fields, f"{arch}.rope.freq_base_swa", LOCAL_THETA), s.rope_width)
     layers = _layers(
         s, _local_layers(s, pattern), window, scale, local, s.fields.number(f"{arch}.attn_logit_softcapping", 0.0)
     )
@@ -42,10 +52,12 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
             f"{config.where}: bidirectional gemma3 is an embedding model, not a generator",
             what="gemma3 embedding model",
         )
+    config = config.with_defaults(DEFAULTS)
+    config.choice("hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
     s = hf_sizes(checkpoint, config, tied_default=True, rope_key="full_attention")
-    theta = config.number("rope_local_base_freq", LOCAL_THETA)
+    theta = rope_base(config, "rope_local_base_freq", LOCAL_THETA)
     if "rope_parameters" in config and "sliding_attention" in config.section("rope_parameters"):
-        theta = config.section("rope_parameters").section("sliding_attention").number("rope_theta", theta)
+        theta = rope_base(config.section("rope_parameters").section("sliding_attention"), "rope_theta", theta)
     if "layer_types" in config:
         kinds = config["layer_types"]
         if not isinstance(kinds, list) or len(kinds) != s.n_layers:
@@ -53,12 +65,14 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
         local_layers = [k == "sliding_attention" for k in kinds]
     else:
         local_layers = _local_layers(s, config.integer("sliding_window_pattern", PERIOD, low=1))
-    scale = config.number("query_pre_attn_scalar", 256.0) ** -0.5
+    pre_scale = config.number("query_pre_attn_scalar", 256.0)
+    if pre_scale <= 0:
+        raise config.error("query_pre_attn_scalar", f"is {pre_scale}, expected more than 0")
     layers = _layers(
         s,
         local_layers,
-        config.integer("sliding_window", 4096),
-        scale,
+        config.integer("sliding_window", 4096, low=1),
+        pre_scale**-0.5,
         Rope(theta, s.rope_width),
         config.number("attn_logit_softcapping", 0.0),
     )

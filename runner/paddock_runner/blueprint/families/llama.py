@@ -23,6 +23,7 @@ def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
 
 def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     """From config.json with model_type llama or mistral. Raises: FileError, UnsupportedError."""
+    config.choice("hidden_act", "silu", ("silu",))
     s = hf_sizes(checkpoint, config)
     window = config.integer("sliding_window", 0)
     bias = config.flag("attention_bias", False)

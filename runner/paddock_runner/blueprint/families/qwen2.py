@@ -17,6 +17,7 @@ def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
 
 def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     """From config.json with model_type qwen2. Raises: FileError, UnsupportedError."""
+    config.choice("hidden_act", "silu", ("silu",))
     return windowed(dense("qwen2", hf_sizes(checkpoint, config), True, False), config)
 
 

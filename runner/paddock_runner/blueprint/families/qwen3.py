@@ -16,4 +16,6 @@ def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
 
 def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     """From config.json with model_type qwen3. Raises: FileError, UnsupportedError."""
+    config = config.with_defaults({"head_dim": 128})
+    config.choice("hidden_act", "silu", ("silu",))
     return windowed(dense("qwen3", hf_sizes(checkpoint, config), config.flag("attention_bias", False), True), config)
