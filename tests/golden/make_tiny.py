@@ -29,6 +29,14 @@ TINY = {
         model_type="gemma3_text", **COMMON, head_dim=32, sliding_window=8, sliding_window_pattern=3, query_pre_attn_scalar=24,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"], rope_local_base_freq=10000.0, rope_theta=1000000.0,
     ),
+    "gemma2": dict(
+        model_type="gemma2", **COMMON, head_dim=32, sliding_window=8, query_pre_attn_scalar=24, attn_logit_softcapping=20.0, final_logit_softcapping=15.0,
+    ),
+    "granite": dict(model_type="granite", **COMMON, tie_word_embeddings=True, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2),
+    "phi3": dict(model_type="phi3", **COMMON, tie_word_embeddings=False, pad_token_id=0, sliding_window=None),
+    "olmo2": dict(model_type="olmo2", **COMMON, tie_word_embeddings=False),
+    "smollm3": dict(model_type="smollm3", **{**COMMON, "num_hidden_layers": 4}, tie_word_embeddings=True, no_rope_layer_interval=2, use_sliding_window=False, pad_token_id=0),
+    "exaone4": dict(model_type="exaone4", **{**COMMON, "num_hidden_layers": 4}, tie_word_embeddings=True, sliding_window=8, sliding_window_pattern=4, pad_token_id=0),
 }  # fmt: skip
 
 
