@@ -9,7 +9,7 @@ from paddock_runner.errors import UsageError
 
 from paddock_manager import paths
 from paddock_manager.commands import target
-from paddock_manager.commands.target import LOAD_OPTIONS, Target
+from paddock_manager.commands.target import LOAD_OPTIONS
 from paddock_manager.fleet import keys, spawn, state
 from paddock_manager.fleet.spawn import Launch
 from paddock_manager.fleet.state import Server
@@ -115,6 +115,3 @@ def facts(server: Server) -> dict[str, Any]:
         "started_at": server.started_at,
         "log": server.log,
     }
-
-
-__all__ = ["COMMAND", "Target", "run"]

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from paddock_runner.errors import PaddockError
+from paddock_runner.errors import FileError, PaddockError
 from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
 
 
@@ -64,3 +64,20 @@ def template_of(checkpoint: Checkpoint) -> str | None:
         return checkpoint.chat_template
     except PaddockError:
         return None
+
+
+def pinned_template(path: Path, pinned_sha256: str) -> str:
+    """The chat template of a stored model; "" when it has none.
+
+    Raises: FileError when it is not the one that was pinned at the pull ("" pins nothing).
+    """
+    text = template_of(open_checkpoint(path)) or ""
+    found = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+    if pinned_sha256 and found != pinned_sha256:
+        raise FileError(
+            f"{path}: the chat template is not the one that was pulled",
+            "`paddock verify` says what else changed",
+            expected=pinned_sha256,
+            actual=found,
+        )
+    return text

@@ -162,10 +162,14 @@ def find(places: Places, ref: names.Ref) -> Model:
             name=ref.text,
             choices=choices,
         )
+    raise unknown(places, ref)
+
+
+def unknown(places: Places, ref: names.Ref) -> UnknownModel:
+    """The error for a name that nothing has."""
     everything = models(places, [])
-    raise UnknownModel(
-        f"no model {ref.text!r} is here", _hint(ref, everything), name=ref.text, known=[m.name for m in everything]
-    )
+    hint = _hint(ref, everything)
+    return UnknownModel(f"no model {ref.text!r} is here", hint, name=ref.text, known=[m.name for m in everything])
 
 
 def _hint(ref: names.Ref, everything: list[Model]) -> str:

@@ -1,0 +1,153 @@
+"""paddock fit: the runner's own memory plan for a model, here or on the hub, on a device, here or told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddock_runner.errors import WontFit
+from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
+
+from paddock_manager import paths
+from paddock_manager.catalog import catalog, names
+from paddock_manager.commands import target
+from paddock_manager.fit import fit
+from paddock_manager.fit.fit import Report, Where
+from paddock_manager.options import Argument, Command, Option, Values
+from paddock_manager.store import index
+from paddock_manager.ui import Ui, gib
+
+COMMAND = Command(
+    "fit",
+    "Say whether a model fits, with which context and batch, and what would fit instead.",
+    (
+        Argument(
+            "model", "a model that is here, a path, a URL, or one on the hub (only its header is read)", kind="model"
+        ),
+    ),
+    (
+        Option("--ctx", "context per request (default 32768, or the model's)", "int", value="TOKENS"),
+        Option("--batch", "requests at a time (default 1)", "int", value="N"),
+        Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=("bf16", "f16", "f32", "fp8")),
+        Option("--device", "auto, cpu, cuda, or a GPU by number, UUID or name", "text", value="DEVICE"),
+        Option("--threads", "CPU threads", "int", value="N"),
+        Option("--vram", "a device with so much memory that is not here, as 24GiB", "size", value="SIZE"),
+        Option("--arch", "its architecture (default sm_90)", "text", value="sm_NN"),
+        Option("--max-ctx", "print the largest context that fits, and nothing else"),
+        Option("--max-batch", "print the largest batch that fits, and nothing else"),
+    ),
+    "The plan is the runner's own: it allocates exactly these bytes. Exit code 9 when it does not fit on any device asked about.",
+    (
+        "paddock fit smollm2-135m --ctx 8192 --batch 8",
+        "paddock fit Qwen/Qwen3-8B-GGUF:Q4_K_M --vram 12GiB --arch sm_89",
+    ),
+)
+
+
+def run(values: Values, ui: Ui) -> int:
+    """Plan on every device asked about."""
+    name, checkpoint, notes = opened(values.text("model"), ui)
+    where = fit.find_where(
+        values.text("device"), values.integer("vram"), values.text("arch"), values.integer("threads")
+    )
+    wish = fit.Wish(values.integer("ctx"), values.integer("batch"), values.text("kv") or None)
+    reports = [fit.report(name, checkpoint, w, wish) for w in where]
+    for report in reports:
+        report.notes = notes + report.notes
+    ui.result("fit", {"reports": [r.facts() for r in reports]}, lambda u: human(u, reports, values))
+    if any(r.verdict != "no" for r in reports):
+        return 0
+    if ui.as_json or values.flag("max_ctx") or values.flag("max_batch"):
+        return WontFit.exit_code
+    raise wont_fit(reports[0])
+
+
+def opened(word: str, ui: Ui) -> tuple[str, Checkpoint, list[str]]:
+    """The header that is meant: here, or read from afar."""
+    ref = names.parse(word)
+    if ref.path is not None:
+        found = target.of_path(ref.path)
+        return found.name, open_checkpoint(found.path), []
+    places = paths.places()
+    if not ref.url:
+        hits = index.matches(places, ref)
+        if len(hits) > 1 or (hits and hits[0].state != "partial"):
+            found = target.of_model(index.find(places, ref))
+            return found.name, open_checkpoint(found.path), []
+        if not ref.repo and catalog.find(ref.short) is None:
+            raise index.unknown(places, ref)
+    from paddock_manager.fit import remote
+    from paddock_manager.store.pull import Shop, Wish
+
+    shop = Shop(places, paths.hub_settings())
+    if ref.url:
+        far = remote.of_url(shop, ref.url)
+        return word, far.checkpoint, [f"only the header was read: {far.n_bytes} bytes in {far.n_requests} request(s)"]
+    order = shop.resolve(ref, Wish())[0]
+    ui.say(f"{word} is {order.ref}" + (f"@{order.commit[:12]}" if order.commit else ""))
+    far = remote.of_order(shop, order)
+    return (
+        order.alias or order.ref,
+        far.checkpoint,
+        [f"only headers were read: {far.n_bytes} bytes in {far.n_requests} request(s)"],
+    )
+
+
+def human(out: Ui, reports: list[Report], values: Values) -> None:
+    """The answer for people."""
+    if values.flag("max_ctx") or values.flag("max_batch"):
+        for r in reports:
+            out.line(str(r.largest_ctx_tokens if values.flag("max_ctx") else r.largest_batch))
+        return
+    for number, r in enumerate(reports):
+        if number:
+            out.line()
+        _one(out, r)
+
+
+def _one(out: Ui, r: Report) -> None:
+    device, plan = r.where.facts, r.plan
+    out.line(
+        f"{r.name} on {r.where.label}: {gib(device.free_bytes)} of {gib(device.memory_bytes)} GiB free{_holders(r.where)}"
+    )
+    rows = [(f"  {line.name}", gib(line.n_bytes), line.source) for line in plan.lines]
+    rows.append(("  total", gib(plan.total_bytes), ""))
+    if plan.peak_bytes > plan.total_bytes:
+        rows.append(("  at most, while loading", gib(plan.peak_bytes), "planner"))
+    out.table(("  GiB for", "", "SOURCE"), rows, right=(1,))
+    word = {"fits": "FITS", "tight": "FITS, TIGHTLY", "no": "DOES NOT FIT"}[r.verdict]
+    lack = f"{gib(r.headroom_bytes)} GiB left" if r.headroom_bytes >= 0 else f"{gib(-r.headroom_bytes)} GiB missing"
+    out.line(f"{word}: context {plan.sizes.max_ctx_tokens} x {plan.sizes.n_slots}, KV in {plan.kv_format}; {lack}")
+    out.line(
+        f"largest context at batch {plan.sizes.n_slots}: {r.largest_ctx_tokens} (the model's is {r.model_ctx_tokens}); largest batch at this context: {r.largest_batch}"
+    )
+    for note in r.notes:
+        out.line(f"note: {note}")
+
+
+def _holders(where: Where) -> str:
+    """Who holds memory on the device."""
+    if not where.holders:
+        return ""
+    return " (" + ", ".join(f"{h['name']} pid {h['pid']} holds {gib(h['used_bytes'])}" for h in where.holders[:4]) + ")"
+
+
+def wont_fit(r: Report) -> WontFit:
+    """The refusal, with what to type instead."""
+    words = {"kv_format": "--kv", "max_batch": "--batch", "max_ctx_tokens": "--ctx"}
+    commands = [
+        " ".join(["paddock fit", r.name, *(f"{words[k]} {v}" for k, v in other.items() if k in words)])
+        for other in r.alternatives
+    ]
+    hint = (
+        "these fit: " + "; ".join(commands)
+        if commands
+        else "no context fits: take a smaller quantization or a larger device"
+    )
+    facts: dict[str, Any] = {
+        "need_bytes": r.plan.peak_bytes,
+        "free_bytes": r.where.facts.free_bytes,
+        "alternatives": r.alternatives,
+    }
+    return WontFit(
+        f"{r.name} needs {gib(r.plan.peak_bytes)} GiB, {gib(r.where.facts.free_bytes)} are free", hint, **facts
+    )

@@ -1,0 +1,87 @@
+"""paddock show: what a model is, from its record; its template and tensors from its header when asked for."""
+
+from __future__ import annotations
+
+from paddock_manager import paths
+from paddock_manager.catalog import catalog, names
+from paddock_manager.commands.ls import state
+from paddock_manager.options import Argument, Command, Option, Values
+from paddock_manager.store import index
+from paddock_manager.store.record import Model
+from paddock_manager.ui import Ui, ago, count, plain, size
+
+COMMAND = Command(
+    "show",
+    "Say what a model is: files, origin, licence, sizes.",
+    (Argument("model", "a model that is here", kind="model"),),
+    (
+        Option("--template", "print its chat template"),
+        Option("--files", "list its files with their hashes"),
+        Option("--path", "print only where it is"),
+    ),
+)
+
+
+def run(values: Values, ui: Ui) -> int:
+    """Print it."""
+    ref = names.parse(values.text("model"))
+    if ref.path is not None:
+        from paddock_manager.commands import inspect
+
+        return inspect.run(Values({"file": values.text("model"), "template": values.flag("template")}), ui)
+    model = index.find(paths.places(), ref)
+    if values.flag("path"):
+        ui.result("show", {"path": str(model.path)}, lambda u: u.line(str(model.path)))
+        return 0
+    if values.flag("template"):
+        text = template(model)
+        ui.result("show", {"template": text}, lambda u: u.line(plain(text, keep="\n\t")))
+        return 0
+    files = [
+        {"name": f.name, "size_bytes": f.size_bytes, "sha256": f.sha256, "git_sha1": f.git_sha1} for f in model.files
+    ]
+    ui.result("show", {"model": model.facts(), "files": files}, lambda u: human(u, model, values.flag("files")))
+    return 0
+
+
+def template(model: Model) -> str:
+    """The chat template; "" when there is none.
+
+    Raises: FileError when the model cannot be opened, or its template is not the one that was pulled.
+    """
+    from paddock_manager.commands import target
+    from paddock_manager.store import headline
+
+    return headline.pinned_template(target.of_model(model).path, str(model.headline.get("template_sha256") or ""))
+
+
+def human(out: Ui, model: Model, with_files: bool) -> None:
+    """For people."""
+    head = model.headline
+    entry = catalog.find(model.alias) if model.alias else None
+    rows = [
+        ("name", model.name),
+        ("title", entry.title if entry else ""),
+        ("full name", model.ref),
+        ("commit", model.commit),
+        ("source", model.source),
+        ("licence", model.licence),
+        ("family", str(head.get("family") or "unknown architecture")),
+        ("format", f"{head.get('format') or '?'} ({head.get('kind') or '?'})"),
+        ("parameters", count(head["n_params"]) if head.get("n_params") else "?"),
+        ("context", f"{head['max_ctx_tokens']} tokens" if head.get("max_ctx_tokens") else "?"),
+        ("chat template", f"sha256 {head['template_sha256'][:16]}" if head.get("template_sha256") else "none"),
+        ("size", size(model.size_bytes) + f" in {len(model.files)} file(s)"),
+        ("state", state(model)),
+        ("since", ago(model.pulled_at) if model.pulled_at else ""),
+        ("path", str(model.path)),
+        ("problem", str(head.get("problem", ""))),
+    ]
+    out.pairs((k, v) for k, v in rows if v)
+    if with_files:
+        out.line()
+        out.table(
+            ("FILE", "BYTES", "HASH"),
+            [(f.name, str(f.size_bytes), f.sha256 or f.git_sha1) for f in model.files],
+            right=(1,),
+        )

@@ -1,0 +1,187 @@
+"""Does a model fit, with which context and batch, and what would fit instead: the runner's own plan, asked for by the manager."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paddock_runner.blueprint.blueprint import Blueprint
+from paddock_runner.blueprint.names import tensors_by_name
+from paddock_runner.blueprint.read import read_blueprint
+from paddock_runner.errors import PackError, UsageError
+from paddock_runner.files.checkpoint import Checkpoint
+from paddock_runner.memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts
+from paddock_runner.memory.solve import Solver, solver
+
+from paddock_manager.fit.gpus import Gpu, Host, gpus, host
+
+DEFAULT_CTX_TOKENS = 32768
+DEFAULT_BATCH = 1
+TIGHT_SHARE = 0.05
+"""Less headroom than this share of the free memory is called tight."""
+PROCESSORS = {
+    "sm_80": 108,
+    "sm_86": 84,
+    "sm_89": 128,
+    "sm_90": 132,
+    "sm_90a": 132,
+    "sm_100": 148,
+    "sm_103": 160,
+    "sm_120": 170,
+    "sm_121": 48,
+}
+"""Multiprocessors of the largest common board, for a device that is not here. Source: NVIDIA's architecture papers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A device to fit on. holders: who holds memory there now. source: measured, or told on the command line."""
+
+    facts: DeviceFacts
+    label: str
+    source: str
+    holders: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked for; None: our default."""
+
+    ctx_tokens: int | None = None
+    batch: int | None = None
+    kv_format: str | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """The answer. verdict: fits, tight or no. largest_ctx_tokens: at this batch; largest_batch: at this context."""
+
+    name: str
+    where: Where
+    plan: MemoryPlan
+    verdict: str
+    headroom_bytes: int
+    largest_ctx_tokens: int
+    largest_batch: int
+    model_ctx_tokens: int
+    limited_by: str
+    alternatives: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """For --json."""
+        device = self.where.facts
+        return {
+            "name": self.name,
+            "verdict": self.verdict,
+            "fits": self.verdict != "no",
+            "device": {
+                "kind": device.kind,
+                "label": self.where.label,
+                "memory_bytes": device.memory_bytes,
+                "free_bytes": device.free_bytes,
+                "source": self.where.source,
+                "holders": list(self.where.holders),
+            },
+            "plan": self.plan.as_json(),
+            "headroom_bytes": self.headroom_bytes,
+            "largest_ctx_tokens": self.largest_ctx_tokens,
+            "largest_batch": self.largest_batch,
+            "model_ctx_tokens": self.model_ctx_tokens,
+            "limited_by": self.limited_by,
+            "alternatives": self.alternatives,
+            "notes": self.notes,
+        }
+
+
+def report(name: str, checkpoint: Checkpoint, where: Where, wish: Wish) -> Report:
+    """Plan a model on a device.
+
+    Raises: UnsupportedError, FileError (the model), UsageError (more context than it was made for).
+    """
+    blueprint = read_blueprint(checkpoint)
+    request = request_of(blueprint, where, wish)
+    answer = solver(blueprint, tensors_by_name(checkpoint, blueprint), where.facts.free_bytes)
+    plan = answer.plan(request)
+    head = where.facts.free_bytes - plan.peak_bytes
+    verdict = "no" if head < 0 else "tight" if head < TIGHT_SHARE * where.facts.free_bytes else "fits"
+    ctx, batch = answer.largest_ctx_tokens(request), answer.largest_batch(request)
+    others = answer.alternatives(request) if verdict == "no" else []
+    limit = "the model's context" if ctx >= blueprint.max_ctx_tokens else _limited_by(answer, request)
+    return Report(
+        name, where, plan, verdict, head, ctx, batch, blueprint.max_ctx_tokens, limit, others, list(blueprint.notes)
+    )
+
+
+def request_of(blueprint: Blueprint, where: Where, wish: Wish) -> PlanRequest:
+    """The request with our defaults: 32 Ki tokens or the model's context, one request at a time."""
+    ctx = wish.ctx_tokens if wish.ctx_tokens is not None else min(DEFAULT_CTX_TOKENS, blueprint.max_ctx_tokens)
+    request = PlanRequest(ctx, wish.batch if wish.batch is not None else DEFAULT_BATCH, where.facts)
+    return replace(request, kv_format=wish.kv_format) if wish.kv_format else request
+
+
+def _limited_by(answer: Solver, request: PlanRequest) -> str:
+    """The largest group of costs."""
+    plan = answer.plan(request)
+    groups = {line.group for line in plan.lines}
+    return max(groups, key=plan.group_bytes)
+
+
+def on_host(threads: int | None = None, told_bytes: int = 0) -> Where:
+    """This machine's CPU, or one with so much memory."""
+    machine: Host = host()
+    n = threads or machine.n_threads
+    if told_bytes:
+        return Where(cpu_facts(n, told_bytes, told_bytes), "CPU, as told", "told")
+    return Where(cpu_facts(n, machine.memory_bytes, machine.free_bytes), machine.name or "CPU", "measured")
+
+
+def on_gpu(gpu: Gpu) -> Where:
+    """A GPU of this machine, with what is free on it now."""
+    holders = tuple({"pid": h.pid, "name": h.name, "used_bytes": h.used_bytes} for h in gpu.holders)
+    facts = cuda_facts(gpu.n_processors, gpu.memory_bytes, gpu.free_bytes, gpu.name)
+    return Where(facts, f"{gpu.name} ({gpu.uuid}, {gpu.arch})", "measured", holders)
+
+
+def on_told(vram_bytes: int, arch: str) -> Where:
+    """A GPU that is not here.
+
+    Raises: UsageError for an architecture that we do not know.
+    """
+    if arch not in PROCESSORS:
+        raise UsageError(
+            f"{arch} is not an architecture that Paddock knows", "known: " + ", ".join(PROCESSORS), arch=arch
+        )
+    return Where(
+        cuda_facts(PROCESSORS[arch], vram_bytes, vram_bytes, arch),
+        f"{arch} with {vram_bytes / 2**30:.0f} GiB, as told",
+        "told",
+    )
+
+
+def find_where(device: str, vram_bytes: int | None, arch: str, threads: int | None) -> list[Where]:
+    """The devices to fit on: told, all GPUs, one GPU by number, UUID or name, or the CPU.
+
+    Raises: PackError when a GPU was asked for and there is none, with the reason; UsageError.
+    """
+    if vram_bytes is not None:
+        return [on_host(threads, vram_bytes)] if device == "cpu" else [on_told(vram_bytes, arch or "sm_90")]
+    if device == "cpu":
+        return [on_host(threads)]
+    found, why = gpus()
+    if device in ("", "auto"):
+        return [on_gpu(g) for g in found] or [on_host(threads)]
+    if not found:
+        raise PackError(
+            f"there is no GPU to fit on: {why}",
+            "`--device cpu` fits on the CPU; `--vram 24GiB --arch sm_89` on one that is not here",
+        )
+    if device == "cuda":
+        return [on_gpu(g) for g in found]
+    word = device.removeprefix("cuda:").lower()
+    hits = [g for g in found if word in (str(g.index), g.uuid.lower()) or (len(word) > 3 and word in g.name.lower())]
+    if not hits:
+        raise UsageError(
+            f"there is no GPU {device!r}", "there are " + ", ".join(f"{g.index}: {g.name} {g.uuid}" for g in found)
+        )
+    return [on_gpu(g) for g in hits]

@@ -1,0 +1,210 @@
+"""What devices there are and what is free on them: /proc for the CPU, NVML for NVIDIA GPUs. Never opens a CUDA context."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KIB = 1024
+CORES_PER_PROCESSOR = {(8, 0): 64, (7, 0): 64, (7, 5): 64}
+"""FP32 cores of a multiprocessor where it is not 128. Source: CUDA C++ Programming Guide, table of arithmetic throughput."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that holds device memory."""
+
+    pid: int
+    name: str
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One NVIDIA GPU as NVML sees it. free_bytes: what a new process could take now."""
+
+    index: int
+    uuid: str
+    name: str
+    arch: str
+    n_processors: int
+    memory_bytes: int
+    free_bytes: int
+    driver: str
+    holders: tuple[Holder, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """This machine's CPU side. free_bytes: what can be taken without swapping, within the cgroup's limit."""
+
+    n_threads: int
+    memory_bytes: int
+    free_bytes: int
+    name: str = ""
+
+
+def host(root: Path = Path("/")) -> Host:
+    """Threads that we may use, and memory."""
+    facts = _meminfo(root / "proc/meminfo")
+    total, free = facts.get("MemTotal", 0), facts.get("MemAvailable", 0)
+    limit, used = _cgroup(root)
+    if limit and limit < total:
+        total, free = limit, min(free, max(0, limit - used))
+    return Host(len(os.sched_getaffinity(0)), total, free, _cpu_name(root / "proc/cpuinfo"))
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    out = {}
+    try:
+        for line in path.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            words = rest.split()
+            if words and words[0].isdigit():
+                out[name] = int(words[0]) * KIB
+    except OSError:
+        return {}
+    return out
+
+
+def _cgroup(root: Path) -> tuple[int, int]:
+    """(limit, bytes that cannot be reclaimed) of the control group, (0, 0) where there is none."""
+    for folder, limit_name, used_name, cache in (
+        (root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (folder / limit_name).read_text().strip()
+            used = int((folder / used_name).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        return (int(limit), max(0, used - int(stat.get(cache, 0)))) if limit.isdigit() else (0, 0)
+    return 0, 0
+
+
+def _cpu_name(path: Path) -> str:
+    try:
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return ""
+
+
+class NvmlTrouble(Exception):
+    """NVML is there and refuses. The message is NVML's own."""
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class _Process(ctypes.Structure):
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu", ctypes.c_uint),
+        ("compute", ctypes.c_uint),
+    ]
+
+
+class Nvml:
+    """The few read-only calls of libnvidia-ml that we make.
+
+    Source: NVML API reference; structures of nvmlDeviceGetMemoryInfo and nvmlDeviceGetComputeRunningProcesses_v3.
+    """
+
+    def __init__(self, library: str = "libnvidia-ml.so.1"):
+        try:
+            self._lib = ctypes.CDLL(library)
+        except OSError:
+            raise FileNotFoundError(library) from None
+        self._lib.nvmlErrorString.restype = ctypes.c_char_p
+        self._call("nvmlInit_v2")
+
+    def __enter__(self) -> Nvml:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lib.nvmlShutdown()
+
+    def _call(self, name: str, *args: Any) -> None:
+        function = getattr(self._lib, name, None)
+        if function is None:
+            raise NvmlTrouble(f"the driver is too old: it has no {name}")
+        code = function(*args)
+        if code:
+            raise NvmlTrouble(f"{name}: {self._lib.nvmlErrorString(code).decode('utf-8', 'replace')}")
+
+    def _text(self, name: str, *args: Any) -> str:
+        buffer = ctypes.create_string_buffer(96)
+        self._call(name, *args, buffer, 96)
+        return buffer.value.decode("utf-8", "replace")
+
+    def _number(self, name: str, *args: Any) -> int:
+        value = ctypes.c_uint(0)
+        self._call(name, *args, ctypes.byref(value))
+        return value.value
+
+    def gpus(self) -> list[Gpu]:
+        """All devices, in PCI bus order. Raises: NvmlTrouble."""
+        driver = self._text("nvmlSystemGetDriverVersion")
+        return [self._gpu(i, driver) for i in range(self._number("nvmlDeviceGetCount_v2"))]
+
+    def _gpu(self, index: int, driver: str) -> Gpu:
+        device = ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+        memory, major, minor = _Memory(), ctypes.c_int(), ctypes.c_int()
+        self._call("nvmlDeviceGetMemoryInfo", device, ctypes.byref(memory))
+        self._call("nvmlDeviceGetCudaComputeCapability", device, ctypes.byref(major), ctypes.byref(minor))
+        try:
+            cores = self._number("nvmlDeviceGetNumGpuCores", device)
+        except NvmlTrouble:
+            cores = 0
+        return Gpu(
+            index,
+            self._text("nvmlDeviceGetUUID", device),
+            self._text("nvmlDeviceGetName", device),
+            f"sm_{major.value}{minor.value}",
+            cores // CORES_PER_PROCESSOR.get((major.value, minor.value), 128),
+            memory.total,
+            memory.free,
+            driver,
+            self._holders(device),
+        )
+
+    def _holders(self, device: ctypes.c_void_p) -> tuple[Holder, ...]:
+        """Processes with memory on the device; empty where the driver does not tell."""
+        count = ctypes.c_uint(64)
+        found = (_Process * 64)()
+        try:
+            self._call("nvmlDeviceGetComputeRunningProcesses_v3", device, ctypes.byref(count), found)
+        except NvmlTrouble:
+            return ()
+        unknown = (1 << 64) - 1
+        rows = [Holder(p.pid, _process_name(p.pid), 0 if p.used == unknown else p.used) for p in found[: count.value]]
+        return tuple(sorted(rows, key=lambda h: -h.used_bytes))
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "?"
+
+
+def gpus() -> tuple[list[Gpu], str]:
+    """(devices, why there are none). The reason is "" when there are some."""
+    try:
+        with Nvml() as nvml:
+            found = nvml.gpus()
+    except FileNotFoundError:
+        return [], "no NVIDIA driver is installed"
+    except NvmlTrouble as error:
+        return [], str(error)
+    return found, "" if found else "the driver sees no GPU"
