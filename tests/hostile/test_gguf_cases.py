@@ -340,8 +340,7 @@ def allowed(data: bytes) -> None:
 def test_file_cut_at_every_byte_ends_in_a_typed_error(cases):
     model = gguf_model({**LLAMA, "tokenizer.ggml.tokens": ["a", "b"]}, llama_shapes())
     for data in [*(p.read_bytes() for p in sorted(cases.glob("*.gguf"))), model]:
-        header = min(len(data.rstrip(b"\0")) + 64, 4096, len(data))
-        for n in [*range(1, header), *range(header, min(len(data), 4096), 97)]:
+        for n in range(1, min(len(data), 4096)):
             allowed(data[:n])
 
 

@@ -56,7 +56,7 @@ def nearest(word: str, known: list[str]) -> str:
     """The known word that looks most like this one, or ""."""
     import difflib
 
-    found = difflib.get_close_matches(word.lower(), known, 1, 0.5)
+    found = difflib.get_close_matches(word.lower(), known, 1, 0.65)
     return found[0] if found else ""
 
 
