@@ -33,7 +33,9 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
     """Buffers for steps of at most max_step_tokens tokens and max_step_rows sampled rows."""
     m = blueprint.model_width
     qkv = max(_qkv_width(layer.attention) for layer in blueprint.layers)
-    out = max(layer.attention.n_heads * (layer.attention.v_width or layer.attention.head_width) for layer in blueprint.layers)
+    out = max(
+        layer.attention.n_heads * (layer.attention.v_width or layer.attention.head_width) for layer in blueprint.layers
+    )
     ff = max(layer.feed_forward.width for layer in blueprint.layers)
     buffers: dict[str, Buffer] = {}
 

@@ -8,7 +8,12 @@ from ..blueprint.blueprint import Blueprint
 
 KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "fp8": 1}
 ALIGN_BYTES = 256
-SAMPLING_BYTES, RESULT_BYTES, TOP_BYTES, BIAS_BYTES = 136, 24, 8, 8  # sizeof the structs in packs/pack.h (a test compares)
+SAMPLING_BYTES, RESULT_BYTES, TOP_BYTES, BIAS_BYTES = (
+    136,
+    24,
+    8,
+    8,
+)  # sizeof the structs in packs/pack.h (a test compares)
 
 
 def aligned(n_bytes: int) -> int:
