@@ -1,0 +1,126 @@
+// Prepare and commit: the step's input goes into the state, rows are laid out, and results come out.
+#include <atomic>
+#include <cstring>
+
+#include "ops.h"
+
+namespace pk {
+namespace {
+
+void apply_news(const Run &run) {
+    const pk_state &s = run.state;
+    for (int32_t i = 0; i < run.step->head->n_new; ++i) {
+        const pk_new_slot &slot = run.step->news[i];
+        numbers<pk_sampling>(s.sampling)[slot.slot] = slot.sampling;
+        numbers<int32_t>(s.length)[slot.slot] = slot.length;
+        numbers<int32_t>(s.alive)[slot.slot] = 1;
+        if (slot.sampling.n_bias > 0)
+            std::memcpy(numbers<pk_bias>(s.bias) + int64_t{slot.slot} * s.max_bias, run.step->payload + slot.bias_offset,
+                        slot.sampling.n_bias * sizeof(pk_bias));
+    }
+}
+
+void apply_writes(const Run &run) {
+    const pk_state &s = run.state;
+    const Step &in = *run.step;
+    for (int32_t i = 0; i < in.head->n_pages; ++i)
+        numbers<int32_t>(s.page_table)[int64_t{in.pages[i].slot} * s.slot_pages + in.pages[i].index] = in.pages[i].page;
+    for (int32_t i = 0; i < in.head->n_texts; ++i) {
+        const pk_text &t = in.texts[i];
+        std::memcpy(numbers<int32_t>(s.tokens) + t.slot * (int64_t{s.max_ctx_tokens} + 1) + t.position, in.payload + t.offset, t.n * sizeof(int32_t));
+    }
+    int64_t words = (s.n_vocab + 31) / 32;
+    for (int32_t i = 0; i < in.head->n_masks; ++i)
+        std::memcpy(numbers<uint32_t>(s.mask) + in.masks[i].slot * words, in.payload + in.masks[i].offset, words * sizeof(uint32_t));
+}
+
+// Fills the arrays of row `r` (its first token is number `start` of the step) and of its tokens.
+void lay_row(const Run &run, int32_t r, int32_t slot, int32_t start, int32_t n, int32_t flags, bool is_alive) {
+    const pk_state &s = run.state;
+    int32_t position = is_alive ? numbers<int32_t>(s.length)[slot] : 0;
+    numbers<int32_t>(s.row_slot)[r] = slot;
+    numbers<int32_t>(s.row_start)[r] = start;
+    numbers<int32_t>(s.row_position)[r] = position;
+    numbers<int32_t>(s.row_flags)[r] = flags | (is_alive ? 0 : PK_ROW_DEAD);
+    const int32_t *tokens = numbers<int32_t>(s.tokens) + slot * (int64_t{s.max_ctx_tokens} + 1) + position;
+    const int32_t *pages = numbers<int32_t>(s.page_table) + int64_t{slot} * s.slot_pages;
+    for (int32_t i = 0; i < n; ++i) {
+        int32_t token = is_alive ? tokens[i] : 0;
+        numbers<int32_t>(s.token_id)[start + i] = token < 0 || token >= s.n_vocab ? 0 : token;
+        numbers<int32_t>(s.token_position)[start + i] = is_alive ? position + i : 0;
+        numbers<int32_t>(s.token_row)[start + i] = r;
+        numbers<int32_t>(s.token_page)[start + i] = is_alive ? pages[(position + i) / s.page_tokens] : 0;
+    }
+}
+
+pk_result finish_row(const Run &run, int32_t r, int32_t &sample) {
+    const pk_state &s = run.state;
+    int32_t slot = numbers<int32_t>(s.row_slot)[r], flags = numbers<int32_t>(s.row_flags)[r];
+    int32_t &length = numbers<int32_t>(s.length)[slot];
+    int32_t *tokens = numbers<int32_t>(s.tokens) + slot * (int64_t{s.max_ctx_tokens} + 1);
+    int32_t at = flags & PK_ROW_SAMPLE ? sample++ : -1;
+    if (flags & PK_ROW_DEAD) return {slot, -1, PK_ROW_DEAD, length, 0, 0};
+    length += numbers<int32_t>(s.row_start)[r + 1] - numbers<int32_t>(s.row_start)[r];
+    if (at < 0) return {slot, -1, 0, length, 0, 0};
+    int32_t token = numbers<int32_t>(s.sample_token)[at], drawn = numbers<int32_t>(s.sample_flags)[at];
+    if (drawn & PK_ROW_NAN) {
+        numbers<int32_t>(s.alive)[slot] = 0;
+        return {slot, -1, PK_ROW_NAN, length, 0, 0};
+    }
+    tokens[length] = token;
+    const pk_sampling &p = numbers<pk_sampling>(s.sampling)[slot];
+    int32_t out = 0;
+    for (int32_t i = 0; i < p.n_stop; ++i)
+        if (p.stop[i] == token) out |= PK_ROW_STOP;
+    if (length + 1 >= p.max_length || length + 1 > s.max_ctx_tokens) out |= PK_ROW_LENGTH;
+    if (out) numbers<int32_t>(s.alive)[slot] = 0;
+    return {slot, token, out, length + 1, numbers<float>(s.sample_logprob)[at], drawn >> 16};
+}
+
+}  // namespace
+
+int32_t run_prepare(Run &run) {
+    const pk_state &s = run.state;
+    apply_news(run);
+    apply_writes(run);
+    const int32_t *length = numbers<int32_t>(s.length), *alive = numbers<int32_t>(s.alive);
+    int32_t start = 0, sample = 0;
+    for (int32_t r = 0; r < run.step->head->n_rows; ++r) {
+        const pk_row &row = run.step->rows[r];
+        bool is_alive = alive[row.slot] != 0;
+        if (is_alive && (length[row.slot] < 0 || length[row.slot] + row.n_tokens > s.max_ctx_tokens))
+            return fail(PK_BAD_ARG, "step %llu: row %d ends at position %lld of slot %d, the context has %d", (unsigned long long)run.step->head->seq, r,
+                        (long long)length[row.slot] + row.n_tokens, row.slot, s.max_ctx_tokens);
+        lay_row(run, r, row.slot, start, row.n_tokens, row.flags & PK_ROW_SAMPLE, is_alive);
+        if (row.flags & PK_ROW_SAMPLE) numbers<int32_t>(s.sample_row)[sample++] = r;
+        start += row.n_tokens;
+    }
+    numbers<int32_t>(s.row_start)[run.step->head->n_rows] = start;
+    return PK_OK;
+}
+
+void prepare_dead_rows(Run &run) {
+    const pk_state &s = run.state;
+    int64_t n_rows = run.n_samples > 0 ? run.n_samples : 1;
+    if (n_rows > run.n_tokens) n_rows = run.n_tokens;
+    int32_t start = 0;
+    for (int32_t r = 0; r < n_rows; ++r) {
+        int32_t n = static_cast<int32_t>(run.n_tokens * (r + 1) / n_rows) - start;
+        lay_row(run, r, r % s.n_slots, start, n, run.n_samples ? PK_ROW_SAMPLE : 0, false);
+        start += n;
+    }
+    numbers<int32_t>(s.row_start)[n_rows] = start;
+    for (int32_t i = 0; i < run.n_samples; ++i) numbers<int32_t>(s.sample_row)[i] = i < n_rows ? i : 0;
+    run.n_rows = n_rows;
+}
+
+void run_commit(Run &run) {
+    const pk_state &s = run.state;
+    uint64_t seq = run.step->head->seq;
+    pk_result *results = numbers<pk_result>(s.results) + static_cast<int64_t>(seq % s.n_results) * s.max_step_rows;
+    int32_t sample = 0;
+    for (int32_t r = 0; r < run.n_rows; ++r) results[r] = finish_row(run, r, sample);
+    std::atomic_ref<uint64_t>(*numbers<uint64_t>(s.done)).store(seq, std::memory_order_release);
+}
+
+}  // namespace pk

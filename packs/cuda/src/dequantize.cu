@@ -1,0 +1,226 @@
+// Packed weights back to bf16 rows: panels for the tiled matmul, and rows of a table for the embedding op.
+//
+// Block formats: a warp reads one unit (16 rows x kU) as the matmul does. Row-major formats: eight elements a thread.
+#include "../include/device.cuh"
+#include "../include/format/rows.cuh"
+#include "../include/format/unit.cuh"
+
+namespace pk {
+namespace {
+
+// The eight values of block b of one row of a unit.
+template <class U>
+__device__ __forceinline__ void unit_values(const UnitRegisters<U> &u, int b, int row, float (&v)[8]) {
+    constexpr int kParts = 32 / U::kGroup;
+    uint32_t codes[4];
+    unit_codes<U>(u, b, row, codes);
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+        float s, m;
+        unit_scale<U>(u, b * kParts + p, row, s, m);
+#pragma unroll
+        for (int i = p * (4 / kParts); i < (p + 1) * (4 / kParts); ++i) {
+            v[2 * i] = s * (low_f32(codes[i]) - U::kBias) - m;
+            v[2 * i + 1] = s * (high_f32(codes[i]) - U::kBias) - m;
+        }
+    }
+}
+
+struct PanelArguments {
+    const uint8_t *data;
+    uint8_t *out;
+    const float *row_scale, *block_scale;
+    int64_t out_row_bytes, row_bytes;
+    int32_t first_row, n_rows, n_units, block_stride;
+    float scale;
+};
+
+template <int kFormat>
+__global__ void __launch_bounds__(128) panel_block_kernel(const __grid_constant__ PanelArguments a) {
+    using U = Unit<kFormat>;
+    wait_dependence();
+    release_dependents();
+    const int lane = threadIdx.x & 31, unit = blockIdx.x * 4 + (threadIdx.x >> 5);
+    if (unit >= a.n_units) return;
+    UnitRegisters<U> u;
+    load_unit<U>(u, a.data + ((static_cast<int64_t>(a.first_row >> 4) + blockIdx.y) * a.n_units + unit) * U::kBytes, lane);
+#pragma unroll
+    for (int b = 0; b < U::kU / 32; ++b)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float v[8];
+            unit_values<U>(u, b, half, v);
+            const int row = blockIdx.y * 16 + (lane >> 2) + 8 * half;
+            if (row >= a.n_rows) continue;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] *= a.scale;
+            uint4 p = pack8(v);
+            uint8_t *out = a.out + row * a.out_row_bytes + (static_cast<int64_t>(unit) * U::kU + 32 * b + 4 * (lane & 3)) * 2;
+            *reinterpret_cast<uint2 *>(out) = make_uint2(p.x, p.y);
+            *reinterpret_cast<uint2 *>(out + 32) = make_uint2(p.z, p.w);
+        }
+}
+
+template <int kFormat>
+__global__ void __launch_bounds__(256) panel_rows_kernel(const __grid_constant__ PanelArguments a) {
+    wait_dependence();
+    release_dependents();
+    const int row = blockIdx.y;
+    const float scale = a.scale * (a.row_scale != nullptr ? a.row_scale[a.first_row + row] : 1.0f);
+    const int n = a.n_units * Rows<kFormat>::kU;
+    for (int k = (blockIdx.x * 256 + threadIdx.x) * 8; k < n; k += gridDim.x * 256 * 8) {
+        float s = scale, v[8];
+        if (a.block_scale != nullptr) s *= a.block_scale[((a.first_row + row) >> 7) * a.block_stride + (k >> 7)];
+        const uint8_t *p = a.data + (a.first_row + row) * a.row_bytes + k * Rows<kFormat>::kElementBytes;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = load_as_f32(p, i, kFormat) * s;
+        *reinterpret_cast<uint4 *>(a.out + row * a.out_row_bytes + 2 * k) = pack8(v);
+    }
+}
+
+struct EmbedArguments {
+    const uint8_t *table;
+    void *out;
+    const StepInfo *info;
+    const int32_t *token;
+    const float *row_scale, *block_scale;
+    int64_t row_bytes, out_stride, rows_symbol;
+    int32_t n_units, cols, n_rows, out_format, format, block_stride;
+    float scale;
+};
+
+__device__ __forceinline__ int token_of(const EmbedArguments &a, int t) {
+    int id = a.token[t];
+    return id < 0 ? 0 : id >= a.n_rows ? a.n_rows - 1 : id;
+}
+
+// A block per token; row-major tables of any plain format.
+__global__ void __launch_bounds__(256) embed_rows_kernel(const __grid_constant__ EmbedArguments a) {
+    wait_dependence();
+    release_dependents();
+    const int t = blockIdx.x;
+    if (t >= rows_of(a.info, a.rows_symbol)) return;
+    const int id = token_of(a, t);
+    const uint8_t *row = a.table + id * a.row_bytes;
+    const float scale = a.scale * (a.row_scale != nullptr ? a.row_scale[id] : 1.0f);
+    for (int k = threadIdx.x; k < a.cols; k += 256) {
+        float v = load_as_f32(row, k, a.format) * scale;
+        if (a.block_scale != nullptr) v *= a.block_scale[(id >> 7) * a.block_stride + (k >> 7)];
+        store_from_f32(a.out, t * a.out_stride + k, a.out_format, v);
+    }
+}
+
+// A warp per token and unit: it decodes the tile of 16 rows and keeps one.
+template <int kFormat>
+__global__ void __launch_bounds__(128) embed_block_kernel(const __grid_constant__ EmbedArguments a) {
+    using U = Unit<kFormat>;
+    wait_dependence();
+    release_dependents();
+    const int t = blockIdx.x, lane = threadIdx.x & 31, unit = blockIdx.y * 4 + (threadIdx.x >> 5);
+    if (t >= rows_of(a.info, a.rows_symbol) || unit >= a.n_units) return;
+    const int id = token_of(a, t), in = id & 15;
+    UnitRegisters<U> u;
+    load_unit<U>(u, a.table + (static_cast<int64_t>(id >> 4) * a.n_units + unit) * U::kBytes, lane);
+#pragma unroll
+    for (int b = 0; b < U::kU / 32; ++b)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float v[8];
+            unit_values<U>(u, b, half, v);
+            if ((lane >> 2) + 8 * half != in) continue;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                int k = unit * U::kU + 32 * b + 4 * (lane & 3) + (i < 4 ? i : 12 + i);
+                if (k < a.cols) store_from_f32(a.out, t * a.out_stride + k, a.out_format, v[i] * a.scale);
+            }
+        }
+}
+
+}  // namespace
+
+int32_t launch_dequantize(const Launch &l, const Packed &p, uint64_t data, int64_t first_row, int64_t n_rows, void *out, int64_t out_row_bytes) {
+    PanelArguments a = {};
+    a.data = reinterpret_cast<const uint8_t *>(data);
+    a.out = static_cast<uint8_t *>(out);
+    const float *scales = reinterpret_cast<const float *>(a.data + p.scales);
+    a.row_scale = p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
+    a.block_scale = p.scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
+    a.out_row_bytes = out_row_bytes;
+    a.row_bytes = p.row_bytes;
+    a.first_row = static_cast<int32_t>(first_row);
+    a.n_rows = static_cast<int32_t>(n_rows);
+    a.block_stride = static_cast<int32_t>(p.scale_stride);
+    a.scale = p.scale;
+    int32_t status = PK_OK;
+    const bool is_block = with_unit(p.format, [&](auto u) {
+        a.n_units = static_cast<int32_t>(p.padded_cols / decltype(u)::kU);
+    });
+    const dim3 grid((a.n_units + 3) / 4, static_cast<unsigned>((n_rows + 15) / 16));
+    if (is_block) {
+        switch (p.format) {
+#define PK_CASE(F) case F: return launch(l, "dequantize", panel_block_kernel<F>, grid, dim3(128), 0, a);
+            PK_CASE(PK_Q8_0) PK_CASE(PK_Q4_0) PK_CASE(PK_Q4_1) PK_CASE(PK_Q5_0) PK_CASE(PK_Q5_1) PK_CASE(PK_Q2_K) PK_CASE(PK_Q3_K)
+            PK_CASE(PK_Q4_K) PK_CASE(PK_Q5_K) PK_CASE(PK_Q6_K) PK_CASE(PK_IQ4_NL) PK_CASE(PK_IQ4_XS) PK_CASE(PK_MXFP4) PK_CASE(PK_NVFP4)
+#undef PK_CASE
+        }
+        return status;
+    }
+    const bool is_fp8 = p.format == PK_FP8_E4M3 || p.format == PK_FP8_E5M2;
+    a.n_units = static_cast<int32_t>(p.padded_cols / (is_fp8 ? 128 : 64));
+    const dim3 rows_grid(static_cast<unsigned>((p.padded_cols + 2047) / 2048), static_cast<unsigned>(n_rows));
+    switch (p.format) {
+        case PK_F16: return launch(l, "dequantize", panel_rows_kernel<PK_F16>, rows_grid, dim3(256), 0, a);
+        case PK_BF16: return launch(l, "dequantize", panel_rows_kernel<PK_BF16>, rows_grid, dim3(256), 0, a);
+        case PK_FP8_E4M3: return launch(l, "dequantize", panel_rows_kernel<PK_FP8_E4M3>, rows_grid, dim3(256), 0, a);
+        case PK_FP8_E5M2: return launch(l, "dequantize", panel_rows_kernel<PK_FP8_E5M2>, rows_grid, dim3(256), 0, a);
+        default: return fail(PK_UNSUPPORTED, "dequantize: no kernel for weight format %d", p.format);
+    }
+}
+
+int32_t check_embed(pk_ctx *ctx, const pk_op_embed &op, int64_t at) {
+    if (op.table.layout == PK_PACKED) {
+        if (find_packed(ctx, op.table) == nullptr) return fail(PK_BAD_ARG, "op %lld embed: the table was not made by pk_repack of this context", (long long)at);
+        return PK_OK;
+    }
+    if (op.table.format > PK_FP8_E5M2) return fail(PK_UNSUPPORTED, "op %lld embed: the CUDA pack reads unpacked tables of F32, F16, BF16 and FP8 only, not format %d", (long long)at, op.table.format);
+    return PK_OK;
+}
+
+int32_t launch_embed(const Launch &l, const pk_op_embed &op) {
+    const Packed *p = op.table.layout == PK_PACKED ? find_packed(l.ctx, op.table) : nullptr;
+    EmbedArguments a = {};
+    a.table = reinterpret_cast<const uint8_t *>(op.table.data);
+    a.out = reinterpret_cast<void *>(op.out.data);
+    a.info = l.info;
+    a.token = reinterpret_cast<const int32_t *>(l.state->token_id);
+    a.out_stride = op.out.stride / (op.out.format == PK_F32 ? 4 : 2);
+    a.rows_symbol = op.out.rows;
+    a.cols = static_cast<int32_t>(op.table.cols);
+    a.n_rows = static_cast<int32_t>(op.table.rows);
+    a.out_format = op.out.format;
+    a.scale = op.scale;
+    a.row_bytes = op.table.stride;
+    a.format = op.table.format;
+    if (p != nullptr) {
+        const float *scales = reinterpret_cast<const float *>(a.table + p->scales);
+        a.row_scale = p->scale_kind == PK_SCALES_ROW ? scales : nullptr;
+        a.block_scale = p->scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
+        a.block_stride = static_cast<int32_t>(p->scale_stride);
+        a.row_bytes = p->row_bytes;
+        a.format = p->format;
+        a.scale *= p->scale;
+    }
+    const unsigned rows = static_cast<unsigned>(bound(l, op.out.rows));
+    if (p == nullptr || !is_block_format(p->format)) return launch(l, "embed", embed_rows_kernel, dim3(rows), dim3(256), 0, a);
+    with_unit(p->format, [&](auto u) { a.n_units = static_cast<int32_t>(p->padded_cols / decltype(u)::kU); });
+    const dim3 grid(rows, (a.n_units + 3) / 4);
+    switch (p->format) {
+#define PK_CASE(F) case F: return launch(l, "embed", embed_block_kernel<F>, grid, dim3(128), 0, a);
+        PK_CASE(PK_Q8_0) PK_CASE(PK_Q4_0) PK_CASE(PK_Q4_1) PK_CASE(PK_Q5_0) PK_CASE(PK_Q5_1) PK_CASE(PK_Q2_K) PK_CASE(PK_Q3_K)
+        PK_CASE(PK_Q4_K) PK_CASE(PK_Q5_K) PK_CASE(PK_Q6_K) PK_CASE(PK_IQ4_NL) PK_CASE(PK_IQ4_XS) PK_CASE(PK_MXFP4) PK_CASE(PK_NVFP4)
+#undef PK_CASE
+        default: return PK_UNSUPPORTED;
+    }
+}
+
+}  // namespace pk

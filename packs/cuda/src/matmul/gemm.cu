@@ -1,0 +1,128 @@
+// Tiled matmul with mma.sync: y[rows, N] = x[rows, K] W^T, bf16 x bf16 -> f32, for more than 64 rows.
+//
+// Block: 128 rows x 128 columns, 8 warps of 64 x 32, four cp.async stages of 32 elements of K. Columns come from up to
+// three weights; with an activation the groups of eight columns alternate between gate and up, so that a thread holds
+// both. Assumes K a multiple of 8 and 16-byte rows; columns of W beyond its K must not exist (K is the padded width of
+// W, x is read as zero beyond its own). Does not handle: fewer rows than min_rows (the streaming kernel does).
+#include "../../include/gemm.cuh"
+
+#include "../../include/device.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int kM = 128, kN = 128, kK = 32, kStages = 4, kThreads = 256;
+constexpr int kStageBytes = (kM + kN) * kK * 2;
+
+__device__ __forceinline__ uint32_t tile_offset(int row, int chunk) { return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4); }
+
+__global__ void __launch_bounds__(kThreads, 2) gemm_mma_kernel(const __grid_constant__ GemmArguments a) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    wait_dependence();
+    release_dependents();
+    const int n_rows = rows_of(a.info, a.rows_symbol), m0 = blockIdx.x * kM;
+    if (n_rows < a.min_rows || m0 >= n_rows) return;
+    const bool gated = a.act != PK_ACT_NONE;
+    const int tile = blockIdx.y;
+    int i = 0;
+    if (!gated) i = a.n_w > 2 && tile >= a.w[2].first_tile ? 2 : a.n_w > 1 && tile >= a.w[1].first_tile ? 1 : 0;
+    const int n0 = (tile - a.w[i].first_tile) * (gated ? kN / 2 : kN);
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, wm = warp & 1, wn = warp >> 1;
+    const uint32_t base = shared_address(shared);
+
+    // Each thread copies two 16-byte pieces of x and two of W a stage: rows tid / 4 and + 64, piece tid % 4.
+    const int row = tid >> 2, chunk = tid & 3;
+    const uint8_t *xp[2], *wp[2];
+    bool x_ok[2], w_ok[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        int m = m0 + row + 64 * h, j = row + 64 * h;
+        x_ok[h] = m < n_rows;
+        xp[h] = static_cast<const uint8_t *>(a.x) + static_cast<int64_t>(x_ok[h] ? m : 0) * a.x_row_bytes;
+        const GemmWeight &w = a.w[gated ? (j >> 3) & 1 : i];
+        int n = n0 + (gated ? (j >> 4) * 8 + (j & 7) : j);
+        w_ok[h] = n < w.rows;
+        wp[h] = static_cast<const uint8_t *>(w.data) + static_cast<int64_t>(w_ok[h] ? n : 0) * w.row_bytes;
+    }
+    const int n_steps = (a.k + kK - 1) / kK;
+    auto copy_stage = [&](int step) {
+        if (step < n_steps) {
+            uint32_t at = base + (step % kStages) * kStageBytes;
+            int k = step * kK + chunk * 8;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                bool in = k < a.k;
+                copy16_async(at + tile_offset(row + 64 * h, chunk), xp[h] + (in ? k * 2 : 0), in && x_ok[h]);
+                copy16_async(at + kM * 64 + tile_offset(row + 64 * h, chunk), wp[h] + (in ? k * 2 : 0), in && w_ok[h]);
+            }
+        }
+        commit_async();
+    };
+    float acc[4][4][4] = {};
+    for (int s = 0; s < kStages - 1; ++s) copy_stage(s);
+    for (int step = 0; step < n_steps; ++step) {
+        wait_async<kStages - 2>();
+        __syncthreads();
+        copy_stage(step + kStages - 1);
+        const uint32_t at = base + (step % kStages) * kStageBytes, bt = at + kM * 64;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            uint32_t x[4][4], w[2][4];
+#pragma unroll
+            for (int m = 0; m < 4; ++m) load_matrix4(x[m], at + tile_offset(wm * 64 + m * 16 + (lane & 15), 2 * k + (lane >> 4)));
+#pragma unroll
+            for (int n = 0; n < 2; ++n) load_matrix4(w[n], bt + tile_offset(wn * 32 + n * 16 + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
+#pragma unroll
+            for (int m = 0; m < 4; ++m)
+#pragma unroll
+                for (int n = 0; n < 4; ++n) mma_bf16(acc[m][n], x[m][0], x[m][1], x[m][2], x[m][3], w[n >> 1][(n & 1) * 2], w[n >> 1][(n & 1) * 2 + 1]);
+        }
+    }
+    auto finish = [&](const GemmWeight &w, int n, float v) {
+        v *= w.scale;
+        if (w.row_scale != nullptr) v *= w.row_scale[n];
+        return w.bias != nullptr ? v + w.bias[n] : v;
+    };
+    auto store = [&](const GemmWeight &w, int m, int n, float v) {
+        v *= a.scale;
+        if (a.softcap > 0.0f) v = a.softcap * tanhf(v / a.softcap);
+        int64_t column = w.first_column + n;
+        if (a.add != nullptr) v += load_as_f32(a.add, m * a.add_stride + column, a.add_format);
+        store_from_f32(a.y, m * a.y_stride + column, a.y_format, v);
+    };
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                int r = m0 + wm * 64 + m * 16 + (lane >> 2) + 8 * (e >> 1);
+                int c = wn * 32 + n * 8 + 2 * (lane & 3) + (e & 1);
+                if (r >= n_rows) continue;
+                if (gated) {
+                    int column = n0 + (c >> 4) * 8 + (c & 7);
+                    if ((n & 1) == 0 && column < a.w[0].rows) {
+                        float gate = finish(a.w[0], column, acc[m][n][e]), up = finish(a.w[1], column, acc[m][n | 1][e]);
+                        store(a.w[0], r, column, activate(gate, a.act) * up);
+                    }
+                } else if (n0 + c < a.w[i].rows) {
+                    store(a.w[i], r, n0 + c, finish(a.w[i], n0 + c, acc[m][n][e]));
+                }
+            }
+}
+
+}  // namespace
+
+int32_t launch_gemm_mma(const Launch &l, GemmArguments a, int64_t max_rows) {
+    const bool gated = a.act != PK_ACT_NONE;
+    int32_t tiles = 0;
+    for (int i = 0; i < (gated ? 1 : a.n_w); ++i) {
+        a.w[i].first_tile = tiles;
+        tiles += (a.w[i].rows + (gated ? kN / 2 : kN) - 1) / (gated ? kN / 2 : kN);
+    }
+    a.w[1].first_tile = gated ? 0 : a.w[1].first_tile;
+    a.n_tiles = tiles;
+    return launch(l, "gemm_mma", gemm_mma_kernel, dim3((max_rows + kM - 1) / kM, tiles), dim3(kThreads), kStages * kStageBytes, a);
+}
+
+}  // namespace pk

@@ -1,0 +1,279 @@
+// The matmul op: checks operands, chooses between the streaming and the tiled kernels, and runs panels of dequantised
+// weights through the tiled one for formats it does not read itself.
+#include <algorithm>
+
+#include "../../include/format/rows.cuh"
+#include "../../include/format/unit.cuh"
+#include "../../include/gemm.cuh"
+#include "../../include/stream.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int64_t kPanelBytes = 64 << 20;
+constexpr int64_t kStreamRows = 64;
+
+int64_t align256(int64_t n) { return (n + 255) & ~int64_t{255}; }
+
+struct UnitFacts {
+    int32_t unit = 0, group = 0;
+};
+UnitFacts unit_facts(int32_t format) {
+    UnitFacts f;
+    if (with_unit(format, [&](auto u) { f = {decltype(u)::kU, decltype(u)::kGroup}; })) return f;
+    return {format == PK_FP8_E4M3 || format == PK_FP8_E5M2 ? 128 : 64, 0};
+}
+
+int32_t launch_stream_of(int32_t format, const Launch &l, const StreamShape &s, const StreamArguments &a) {
+    switch (format) {
+        case PK_BF16: return launch_stream<PK_BF16>(l, s, a);
+        case PK_F16: return launch_stream<PK_F16>(l, s, a);
+        case PK_FP8_E4M3: return launch_stream<PK_FP8_E4M3>(l, s, a);
+        case PK_FP8_E5M2: return launch_stream<PK_FP8_E5M2>(l, s, a);
+        case PK_Q8_0: return launch_stream<PK_Q8_0>(l, s, a);
+        case PK_Q4_0: return launch_stream<PK_Q4_0>(l, s, a);
+        case PK_Q4_1: return launch_stream<PK_Q4_1>(l, s, a);
+        case PK_Q5_0: return launch_stream<PK_Q5_0>(l, s, a);
+        case PK_Q5_1: return launch_stream<PK_Q5_1>(l, s, a);
+        case PK_Q2_K: return launch_stream<PK_Q2_K>(l, s, a);
+        case PK_Q3_K: return launch_stream<PK_Q3_K>(l, s, a);
+        case PK_Q4_K: return launch_stream<PK_Q4_K>(l, s, a);
+        case PK_Q5_K: return launch_stream<PK_Q5_K>(l, s, a);
+        case PK_Q6_K: return launch_stream<PK_Q6_K>(l, s, a);
+        case PK_IQ4_NL: return launch_stream<PK_IQ4_NL>(l, s, a);
+        case PK_IQ4_XS: return launch_stream<PK_IQ4_XS>(l, s, a);
+        case PK_MXFP4: return launch_stream<PK_MXFP4>(l, s, a);
+        case PK_NVFP4: return launch_stream<PK_NVFP4>(l, s, a);
+        default: return fail(PK_UNSUPPORTED, "matmul: no kernel for weight format %d", format);
+    }
+}
+
+// The weights of one record that share a format, as one launch sees them.
+struct Group {
+    int first = 0, n = 0;
+    int64_t first_column = 0;
+};
+
+int64_t add_stride(const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); }
+
+int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int32_t max_rows) {
+    const bool gated = op.act != PK_ACT_NONE;
+    const int32_t format = packed[g.first]->format;
+    const UnitFacts facts = unit_facts(format);
+    const int64_t n_units = packed[g.first]->padded_cols / facts.unit;
+    StreamArguments a = {};
+    const int32_t tile_rows = 32 * (max_rows <= 16 ? 1 : max_rows <= 32 ? 2 : 4), out_rows = gated ? tile_rows / 2 : tile_rows;
+    int64_t tiles = 0, column = g.first_column;
+    for (int i = 0; i < g.n; ++i) {
+        const Packed &p = *packed[g.first + i];
+        StreamWeight &w = a.w[i];
+        w.data = reinterpret_cast<const uint8_t *>(op.w[g.first + i].data);
+        const float *scales = reinterpret_cast<const float *>(w.data + p.scales);
+        w.row_scale = p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
+        w.block_scale = p.scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
+        w.bias = reinterpret_cast<const float *>(op.bias[g.first + i].data);
+        w.row_bytes = p.row_bytes;
+        w.rows = static_cast<int32_t>(p.rows);
+        w.padded_rows = static_cast<int32_t>(p.padded_rows);
+        w.first_tile = gated ? 0 : static_cast<int32_t>(tiles);
+        w.first_column = static_cast<int32_t>(column);
+        w.block_stride = static_cast<int32_t>(p.scale_stride);
+        w.scale = p.scale;
+        if (!gated || i == 0) tiles += (p.rows + out_rows - 1) / out_rows;
+        column += gated ? 0 : p.rows;
+    }
+    StreamShape s = stream_shape(l.ctx->n_processors, max_rows, tiles * (tile_rows / 32), n_units, facts.unit, facts.group, gated);
+    a.x = reinterpret_cast<const void *>(op.x.data);
+    a.y = reinterpret_cast<void *>(op.y.data);
+    a.add = reinterpret_cast<const void *>(op.add.data);
+    a.info = l.info;
+    a.counters = l.counters;
+    a.partial = reinterpret_cast<float *>(l.scratch);
+    a.x_stride = add_stride(op.x);
+    a.y_stride = add_stride(op.y);
+    a.add_stride = add_stride(op.add);
+    a.rows_symbol = op.x.rows;
+    a.x_format = op.x.format;
+    a.y_format = op.y.format;
+    a.add_format = op.add.format;
+    a.n_w = g.n;
+    a.k = static_cast<int32_t>(op.x.cols);
+    a.n_units = static_cast<int32_t>(n_units);
+    a.units_per_slice = s.units_per_slice;
+    a.n_slices = s.n_slices;
+    a.n_tiles = s.n_tiles;
+    a.staged_rows = s.n_tokens8 == 1 ? max_rows : 8 * s.n_tokens8;
+    a.x_row_bytes = static_cast<int32_t>(s.x_row_bytes);
+    a.min_rows = min_rows;
+    a.max_rows = max_rows;
+    a.act = op.act;
+    a.scale = op.scale;
+    a.softcap = op.softcap;
+    return launch_stream_of(format, l, s, a);
+}
+
+int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows) {
+    const bool gated = op.act != PK_ACT_NONE;
+    GemmArguments a = {};
+    uint8_t *scratch = l.scratch;
+    const int64_t padded = packed[g.first]->padded_cols;
+    a.x = reinterpret_cast<const void *>(op.x.data);
+    a.x_row_bytes = op.x.stride;
+    if (op.x.format != PK_BF16) {
+        pk_op_copy copy = {};
+        copy.x = op.x;
+        copy.out = op.x;
+        copy.out.data = reinterpret_cast<uint64_t>(scratch);
+        copy.out.format = PK_BF16;
+        copy.out.stride = op.x.cols * 2;
+        if (int32_t status = launch_copy(l, copy)) return status;
+        a.x = scratch;
+        a.x_row_bytes = copy.out.stride;
+        scratch += align256(max_rows * copy.out.stride);
+    }
+    a.y = reinterpret_cast<void *>(op.y.data);
+    a.add = reinterpret_cast<const void *>(op.add.data);
+    a.info = l.info;
+    a.y_stride = add_stride(op.y);
+    a.add_stride = add_stride(op.add);
+    a.rows_symbol = op.x.rows;
+    a.y_format = op.y.format;
+    a.add_format = op.add.format;
+    a.k = static_cast<int32_t>(op.x.cols);
+    a.min_rows = min_rows;
+    a.act = op.act;
+    a.scale = op.scale;
+    a.softcap = op.softcap;
+    // Weight i of the group as operand `side` of a launch.
+    auto weight = [&](int side, int i, int64_t first_row, int64_t n_rows, const void *data, int64_t row_bytes, int64_t column) {
+        const Packed &p = *packed[g.first + i];
+        GemmWeight &w = a.w[side];
+        w.data = data;
+        w.row_bytes = row_bytes;
+        w.row_scale = nullptr;
+        w.bias = op.bias[g.first + i].data ? reinterpret_cast<const float *>(op.bias[g.first + i].data) + first_row : nullptr;
+        w.rows = static_cast<int32_t>(n_rows);
+        w.first_column = static_cast<int32_t>(column);
+        w.scale = p.format == PK_BF16 ? p.scale : 1.0f;
+    };
+    if (packed[g.first]->format == PK_BF16) {
+        int64_t column = g.first_column;
+        a.n_w = g.n;
+        for (int i = 0; i < g.n; ++i) {
+            const Packed &p = *packed[g.first + i];
+            weight(i, i, 0, p.rows, reinterpret_cast<const void *>(op.w[g.first + i].data), p.row_bytes, column);
+            column += gated ? 0 : p.rows;
+        }
+        return launch_gemm_mma(l, a, max_rows);
+    }
+    // Panels of dequantised rows.
+    const int64_t row_bytes = padded * 2, sides = gated ? 2 : 1;
+    const int64_t most = std::max<int64_t>(128, kPanelBytes / (row_bytes * sides) / 128 * 128);
+    int64_t column = g.first_column;
+    for (int i = 0; i < (gated ? 1 : g.n); ++i) {
+        const Packed &p = *packed[g.first + i];
+        for (int64_t row = 0; row < p.rows; row += most) {
+            const int64_t n = std::min(most, p.rows - row);
+            for (int64_t side = 0; side < sides; ++side) {
+                uint8_t *panel = scratch + side * align256(most * row_bytes);
+                const Packed &q = *packed[g.first + i + side];
+                if (int32_t status = launch_dequantize(l, q, op.w[g.first + i + side].data, row, n, panel, row_bytes)) return status;
+            }
+            for (int64_t side = 0; side < sides; ++side) {
+                uint8_t *panel = scratch + side * align256(most * row_bytes);
+                weight(static_cast<int>(side), static_cast<int>(i + side), row, n, panel, row_bytes, column + row);
+            }
+            a.n_w = static_cast<int32_t>(sides);
+            if (int32_t status = launch_gemm_mma(l, a, max_rows)) return status;
+        }
+        column += p.rows;
+    }
+    return PK_OK;
+}
+
+int n_groups(const pk_op_matmul &op, const Packed *const *packed, Group *groups) {
+    int n = 0;
+    int64_t column = 0;
+    for (int i = 0; i < op.n_w; ++i) {
+        if (n > 0 && packed[i]->format == packed[groups[n - 1].first]->format) {
+            ++groups[n - 1].n;
+        } else {
+            groups[n++] = {i, 1, column};
+        }
+        column += packed[i]->rows;
+    }
+    return n;
+}
+
+}  // namespace
+
+int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
+    const Packed *packed[3] = {};
+    for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
+    Group groups[3];
+    const int n = n_groups(op, packed, groups);
+    const int64_t max_rows = bound(l, op.x.rows);
+    for (int i = 0; i < n; ++i) {
+        // Sampled rows can be anything up to the bound: each kernel of the ladder looks whether the step is its own.
+        const bool ladder = op.x.rows == PK_ROWS_S;
+        int32_t below = 0;
+        for (int32_t rows : {8, 16, 32, 64}) {
+            if (below >= max_rows) break;
+            if (ladder || max_rows <= rows) {
+                const int32_t most = static_cast<int32_t>(std::min<int64_t>(rows, max_rows));
+                if (int32_t status = run_stream(l, op, groups[i], packed, below + (below > 0), most)) return status;
+                below = rows;
+                if (max_rows <= rows) break;
+            }
+        }
+        if (max_rows > kStreamRows) {
+            if (int32_t status = run_gemm(l, op, groups[i], packed, ladder ? kStreamRows + 1 : 0, max_rows)) return status;
+        }
+    }
+    return PK_OK;
+}
+
+int32_t check_matmul(pk_ctx *ctx, const pk_op_matmul &op, int64_t at) {
+    const Packed *packed[3] = {};
+    for (int i = 0; i < op.n_w; ++i) {
+        packed[i] = find_packed(ctx, op.w[i]);
+        if (packed[i] == nullptr) return fail(PK_BAD_ARG, "op %lld matmul: w[%d] was not made by pk_repack of this context", (long long)at, i);
+        if (packed[i]->rows != op.w[i].rows || packed[i]->cols != op.w[i].cols)
+            return fail(PK_BAD_ARG, "op %lld matmul: w[%d] is %lld x %lld, pk_repack made %lld x %lld", (long long)at, i, (long long)op.w[i].rows,
+                        (long long)op.w[i].cols, (long long)packed[i]->rows, (long long)packed[i]->cols);
+    }
+    if (op.act != PK_ACT_NONE && packed[0]->format != packed[1]->format)
+        return fail(PK_UNSUPPORTED, "op %lld matmul: gate is format %d and up is format %d; the CUDA pack wants one", (long long)at, packed[0]->format, packed[1]->format);
+    const pk_tensor *operands[3] = {&op.x, &op.y, &op.add};
+    const char *names[3] = {"x", "y", "add"};
+    for (int i = 0; i < 3; ++i) {
+        if (!operands[i]->data) continue;
+        if (operands[i]->format != PK_F32 && operands[i]->format != PK_BF16)
+            return fail(PK_UNSUPPORTED, "op %lld matmul: %s is format %d; the CUDA pack takes F32 and BF16", (long long)at, names[i], operands[i]->format);
+    }
+    if (op.x.cols % 8 || op.x.stride % 16 || op.x.data % 16)
+        return fail(PK_UNSUPPORTED, "op %lld matmul: x has %lld columns, stride %lld: the CUDA pack wants multiples of 8 and 16", (long long)at, (long long)op.x.cols, (long long)op.x.stride);
+    return PK_OK;
+}
+
+int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_rows) {
+    const int64_t k = (op.x.cols + 255) / 256 * 256;
+    int64_t stream = 0;
+    for (int32_t rows : {1, 2, 4, 8, 16, 32, 64}) {
+        if (rows > std::max<int64_t>(8, 2 * max_rows)) break;
+        int64_t columns = 0;
+        for (int i = 0; i < op.n_w; ++i) columns += (op.w[i].rows + 127) / 128 * 128;
+        const int64_t tile_rows = 32 * (rows <= 16 ? 1 : rows <= 32 ? 2 : 4);
+        for (int32_t unit : {64, 128, 256}) {
+            StreamShape s = stream_shape(ctx->n_processors, rows, (columns + 3 * 128) / 32, k / unit, unit, 16, op.act != PK_ACT_NONE);
+            if (s.n_slices > 1) stream = std::max(stream, static_cast<int64_t>(s.n_slices) * s.n_tiles * tile_rows * 8 * s.n_tokens8 * 4);
+        }
+    }
+    if (max_rows <= kStreamRows) return stream;
+    int64_t rows = 0;
+    for (int i = 0; i < op.n_w; ++i) rows = std::max(rows, op.w[i].rows);
+    const int64_t gemm = align256(max_rows * op.x.cols * 2) + std::min<int64_t>(kPanelBytes, 2 * align256(rows * k * 2)) + (1 << 20);
+    return std::max(stream, gemm);
+}
+
+}  // namespace pk

@@ -1,0 +1,295 @@
+// The small ops: norm, qkv (qk-norm, rope, KV write), gate, gather, copy, add. Operands F32 or BF16 (copy: also F16, FP8).
+#include <algorithm>
+
+#include "../include/device.cuh"
+
+namespace pk {
+namespace {
+
+struct Operand {
+    void *p;
+    int64_t stride;  // elements
+    int32_t format;
+};
+Operand operand(const pk_tensor &t) {
+    const int64_t bytes = t.format == PK_F32 || t.format == PK_I32 ? 4 : t.format == PK_F16 || t.format == PK_BF16 ? 2 : 1;
+    return {reinterpret_cast<void *>(t.data), t.stride / bytes, t.format};
+}
+
+struct NormArguments {
+    Operand x, residual, out;
+    const float *w, *post_w;
+    const StepInfo *info;
+    int64_t rows_symbol;
+    int32_t cols;
+    float eps, residual_scale;
+};
+
+// v = x; v = v / rms(v) * post_w; residual = v = residual + v * residual_scale; out = v / rms(v) * w. A block per row, the
+// row in registers: kMost elements a thread. Grid: rows.
+template <int kMost>
+__global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArguments a) {
+    __shared__ float shared[33];
+    wait_dependence();
+    release_dependents();
+    const int row = blockIdx.x;
+    if (row >= rows_of(a.info, a.rows_symbol)) return;
+    const bool wide = (a.cols & 7) == 0 && (a.x.stride & 7) == 0 && (a.residual.stride & 7) == 0 && (a.out.stride & 7) == 0;
+    float v[kMost / 8][8];
+    auto each = [&](auto &&call) {
+#pragma unroll
+        for (int j = 0; j < kMost / 8; ++j) {
+            int k = (j * blockDim.x + threadIdx.x) * 8;
+            if (k < a.cols) call(v[j], k);
+        }
+    };
+    auto read = [&](const Operand &o, int k, float(&f)[8]) {
+        if (wide) {
+            load8(o.p, row * o.stride + k, o.format, f);
+        } else {
+            for (int i = 0; i < 8; ++i) f[i] = k + i < a.cols ? load_as_f32(o.p, row * o.stride + k + i, o.format) : 0.0f;
+        }
+    };
+    auto write = [&](const Operand &o, int k, const float(&f)[8]) {
+        if (wide) {
+            store8(o.p, row * o.stride + k, o.format, f);
+        } else {
+            for (int i = 0; i < 8; ++i)
+                if (k + i < a.cols) store_from_f32(o.p, row * o.stride + k + i, o.format, f[i]);
+        }
+    };
+    auto rms = [&] {
+        float s = 0.0f;
+        each([&](float(&f)[8], int) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s += f[i] * f[i];
+        });
+        return rsqrtf(block_sum(s, shared) / a.cols + a.eps);
+    };
+    auto weighted = [&](const float *w, int k, float r, float(&f)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) f[i] = f[i] * r * (wide || k + i < a.cols ? w[k + i] : 0.0f);
+    };
+    each([&](float(&f)[8], int k) { read(a.x, k, f); });
+    if (a.post_w != nullptr) {
+        const float r = rms();
+        each([&](float(&f)[8], int k) { weighted(a.post_w, k, r, f); });
+    }
+    if (a.residual.p != nullptr) {
+        each([&](float(&f)[8], int k) {
+            float old[8];
+            read(a.residual, k, old);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) f[i] = old[i] + f[i] * a.residual_scale;
+            write(a.residual, k, f);
+        });
+    }
+    if (a.out.p != nullptr) {
+        const float r = rms();
+        each([&](float(&f)[8], int k) {
+            weighted(a.w, k, r, f);
+            write(a.out, k, f);
+        });
+    }
+}
+
+struct QkvArguments {
+    Operand qkv, q;
+    const float *q_norm, *k_norm, *frequency;
+    const StepInfo *info;
+    const int32_t *position, *page, *row;
+    uint8_t *kv;
+    int64_t page_stride, k_offset, v_offset;
+    int32_t n_heads, n_kv_heads, head_width, v_width, rope_width, rope_layout, page_tokens, kv_format;
+    float magnitude, eps;
+};
+
+// A warp per head of a token: heads, then K heads, then V heads. Up to 512 elements a head. Grid: tokens x groups of 4 heads.
+__global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArguments a) {
+    __shared__ float heads[4][512];
+    wait_dependence();
+    release_dependents();
+    const int t = blockIdx.x, lane = threadIdx.x & 31, h = blockIdx.y * 4 + (threadIdx.x >> 5);
+    if (t >= a.info->n_tokens || h >= a.n_heads + 2 * a.n_kv_heads) return;
+    const bool is_v = h >= a.n_heads + a.n_kv_heads, is_k = !is_v && h >= a.n_heads;
+    const int width = is_v ? a.v_width : a.head_width;
+    int64_t from = t * a.qkv.stride + static_cast<int64_t>(h) * a.head_width;
+    if (is_v) from = t * a.qkv.stride + static_cast<int64_t>(a.n_heads + a.n_kv_heads) * a.head_width + static_cast<int64_t>(h - a.n_heads - a.n_kv_heads) * a.v_width;
+    float *v = heads[threadIdx.x >> 5];
+    float s = 0.0f;
+    for (int i = lane; i < width; i += 32) {
+        v[i] = load_as_f32(a.qkv.p, from + i, a.qkv.format);
+        s += v[i] * v[i];
+    }
+    const int p = a.position[t];
+    if (!is_v) {
+        const float *norm = is_k ? a.k_norm : a.q_norm;
+        if (norm != nullptr) {
+            const float r = rsqrtf(warp_sum(s) / width + a.eps);
+            for (int i = lane; i < width; i += 32) v[i] *= r * norm[i];
+        }
+        __syncwarp();
+        if (a.frequency != nullptr) {
+            const int half = a.rope_width / 2;
+            for (int i = lane; i < half; i += 32) {
+                const int x = a.rope_layout ? 2 * i : i, y = a.rope_layout ? 2 * i + 1 : i + half;
+                float sine, cosine;
+                sincosf(static_cast<float>(p) * a.frequency[i], &sine, &cosine);
+                sine *= a.magnitude;
+                cosine *= a.magnitude;
+                const float vx = v[x], vy = v[y];
+                v[x] = vx * cosine - vy * sine;
+                v[y] = vx * sine + vy * cosine;
+            }
+        }
+    }
+    __syncwarp();
+    if (!is_v && !is_k) {
+        for (int i = lane; i < width; i += 32) store_from_f32(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + i, a.q.format, v[i]);
+        return;
+    }
+    const int head = h - a.n_heads - (is_v ? a.n_kv_heads : 0);
+    uint8_t *base = a.kv + a.page[t] * a.page_stride + (is_v ? a.v_offset : a.k_offset);
+    const int64_t at = (static_cast<int64_t>(head) * a.page_tokens + p % a.page_tokens) * width;
+    for (int i = lane; i < width; i += 32) store_from_f32(base, at + i, a.kv_format, v[i]);
+}
+
+struct MapArguments {
+    Operand x, y, out;
+    const StepInfo *info;
+    const int32_t *sample_row, *row_start;
+    int64_t rows_symbol;
+    int32_t cols, act;
+    float scale;
+};
+
+// out = act(x[:, 0:F]) * x[:, F:2F]
+__global__ void gate_kernel(const __grid_constant__ MapArguments a) {
+    wait_dependence();
+    release_dependents();
+    const int row = blockIdx.y;
+    if (row >= rows_of(a.info, a.rows_symbol)) return;
+    for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x) {
+        float g = load_as_f32(a.x.p, row * a.x.stride + k, a.x.format), u = load_as_f32(a.x.p, row * a.x.stride + a.cols + k, a.x.format);
+        store_from_f32(a.out.p, row * a.out.stride + k, a.out.format, activate(g, a.act) * u);
+    }
+}
+
+// out[s] = x[last token of the row that s samples]
+__global__ void gather_kernel(const __grid_constant__ MapArguments a) {
+    wait_dependence();
+    release_dependents();
+    const int s = blockIdx.y;
+    if (s >= rows_of(a.info, a.rows_symbol)) return;
+    const int64_t from = a.row_start[a.sample_row[s] + 1] - 1;
+    for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x)
+        store_from_f32(a.out.p, s * a.out.stride + k, a.out.format, load_as_f32(a.x.p, from * a.x.stride + k, a.x.format));
+}
+
+// out = x * scale + y (y may be absent)
+__global__ void add_kernel(const __grid_constant__ MapArguments a) {
+    wait_dependence();
+    release_dependents();
+    const int row = blockIdx.y;
+    if (row >= rows_of(a.info, a.rows_symbol)) return;
+    for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x) {
+        float v = load_as_f32(a.x.p, row * a.x.stride + k, a.x.format) * a.scale;
+        if (a.y.p != nullptr) v += load_as_f32(a.y.p, row * a.y.stride + k, a.y.format);
+        store_from_f32(a.out.p, row * a.out.stride + k, a.out.format, v);
+    }
+}
+
+int32_t launch_map(const Launch &l, const char *name, void (*kernel)(MapArguments), MapArguments &a, const pk_tensor &out) {
+    a.info = l.info;
+    a.out = operand(out);
+    a.rows_symbol = out.rows;
+    a.cols = static_cast<int32_t>(out.cols);
+    const int64_t rows = bound(l, out.rows);
+    return launch(l, name, kernel, dim3(static_cast<unsigned>(std::min<int64_t>((out.cols + 255) / 256, 64)), static_cast<unsigned>(rows)), dim3(256), 0, a);
+}
+
+}  // namespace
+
+int32_t launch_norm(const Launch &l, const pk_op_norm &op) {
+    NormArguments a = {};
+    a.x = operand(op.x);
+    if (op.residual.data) a.residual = operand(op.residual);
+    if (op.out.data) a.out = operand(op.out);
+    a.w = reinterpret_cast<const float *>(op.w.data);
+    a.post_w = reinterpret_cast<const float *>(op.post_w.data);
+    a.info = l.info;
+    a.rows_symbol = op.x.rows;
+    a.cols = static_cast<int32_t>(op.x.cols);
+    a.eps = op.eps;
+    a.residual_scale = op.residual_scale;
+    const unsigned rows = static_cast<unsigned>(bound(l, op.x.rows));
+    const int64_t eights = (op.x.cols + 7) / 8;
+    // Many rows fill the device with small blocks; few rows want many threads each.
+    if (rows > 64 && eights <= 1024) return launch(l, "norm", norm_kernel<32>, dim3(rows), dim3(static_cast<unsigned>(std::max<int64_t>(32, (eights + 3) / 4 + 31) / 32 * 32)), 0, a);
+    if (eights <= 1024) return launch(l, "norm", norm_kernel<8>, dim3(rows), dim3(static_cast<unsigned>((eights + 31) / 32 * 32)), 0, a);
+    if (eights <= 4096) return launch(l, "norm", norm_kernel<32>, dim3(rows), dim3(1024), 0, a);
+    return fail(PK_UNSUPPORTED, "norm: rows of %lld elements; the CUDA pack takes up to 32768", (long long)op.x.cols);
+}
+
+int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
+    QkvArguments a = {};
+    const pk_state &s = *l.state;
+    a.qkv = operand(op.qkv);
+    a.q = operand(op.q);
+    a.q_norm = reinterpret_cast<const float *>(op.q_norm.data);
+    a.k_norm = reinterpret_cast<const float *>(op.k_norm.data);
+    a.frequency = reinterpret_cast<const float *>(op.frequency.data);
+    a.info = l.info;
+    a.position = reinterpret_cast<const int32_t *>(s.token_position);
+    a.page = reinterpret_cast<const int32_t *>(s.token_page);
+    a.row = reinterpret_cast<const int32_t *>(s.token_row);
+    a.kv = reinterpret_cast<uint8_t *>(s.kv);
+    a.page_stride = s.kv_page_stride;
+    a.k_offset = op.k_offset;
+    a.v_offset = op.v_offset;
+    a.n_heads = op.n_heads;
+    a.n_kv_heads = op.n_kv_heads;
+    a.head_width = op.head_width;
+    a.v_width = op.v_width;
+    a.rope_width = op.rope_width;
+    a.rope_layout = op.rope_layout;
+    a.page_tokens = s.page_tokens;
+    a.kv_format = op.kv_format;
+    a.magnitude = op.rope_magnitude;
+    a.eps = op.eps;
+    if (op.head_width > 512 || op.v_width > 512) return fail(PK_UNSUPPORTED, "qkv: heads of %d; the CUDA pack takes up to 512", std::max(op.head_width, op.v_width));
+    const int heads = op.n_heads + 2 * op.n_kv_heads;
+    return launch(l, "qkv", qkv_kernel, dim3(static_cast<unsigned>(bound(l, op.qkv.rows)), (heads + 3) / 4), dim3(128), 0, a);
+}
+
+int32_t launch_gate(const Launch &l, const pk_op_gate &op) {
+    MapArguments a = {};
+    a.x = operand(op.x);
+    a.act = op.act;
+    return launch_map(l, "gate", gate_kernel, a, op.out);
+}
+
+int32_t launch_gather(const Launch &l, const pk_op_gather &op) {
+    MapArguments a = {};
+    a.x = operand(op.x);
+    a.sample_row = reinterpret_cast<const int32_t *>(l.state->sample_row);
+    a.row_start = reinterpret_cast<const int32_t *>(l.state->row_start);
+    return launch_map(l, "gather", gather_kernel, a, op.out);
+}
+
+int32_t launch_copy(const Launch &l, const pk_op_copy &op) {
+    MapArguments a = {};
+    a.x = operand(op.x);
+    a.scale = 1.0f;
+    return launch_map(l, "copy", add_kernel, a, op.out);
+}
+
+int32_t launch_add(const Launch &l, const pk_op_add &op) {
+    MapArguments a = {};
+    a.x = operand(op.x);
+    if (op.y.data) a.y = operand(op.y);
+    a.scale = op.scale;
+    return launch_map(l, "add", add_kernel, a, op.out);
+}
+
+}  // namespace pk

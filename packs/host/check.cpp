@@ -1,0 +1,292 @@
+// Checks of every record when a program is loaded, so that nothing is refused when a token is due.
+#include <cinttypes>
+#include <cstdio>
+
+#include "error.h"
+#include "format.h"
+#include "program.h"
+
+namespace pk {
+namespace {
+
+const char *rows_text(int64_t rows, char (&out)[24]) {
+    if (rows == PK_ROWS_T) return "T";
+    if (rows == PK_ROWS_S) return "S";
+    std::snprintf(out, sizeof out, "%" PRId64, rows);
+    return out;
+}
+
+// The checks of one record. Each returns PK_OK, or the status of a sentence that was stored.
+class Checker {
+   public:
+    Checker(int64_t index, const Record &record, const pk_state &state, const Support &support)
+        : index_(index), record_(record), name_(op_name(record.op)), state_(state), support_(support) {}
+
+    int32_t check() const {
+        switch (record_.op) {
+            case PK_OP_EMBED: return embed(record_.as<pk_op_embed>());
+            case PK_OP_NORM: return norm(record_.as<pk_op_norm>());
+            case PK_OP_MATMUL: return matmul(record_.as<pk_op_matmul>());
+            case PK_OP_QKV: return qkv(record_.as<pk_op_qkv>());
+            case PK_OP_ATTENTION: return attention(record_.as<pk_op_attention>());
+            case PK_OP_GATE: return gate(record_.as<pk_op_gate>());
+            case PK_OP_GATHER: return gather(record_.as<pk_op_gather>());
+            case PK_OP_SAMPLE: return sample(record_.as<pk_op_sample>());
+            case PK_OP_COPY: return copy(record_.as<pk_op_copy>());
+            case PK_OP_ADD: return add(record_.as<pk_op_add>());
+            default: return PK_OK;  // prepare and commit have no operands
+        }
+    }
+
+   private:
+    using Long = long long;
+
+    int32_t equal(const char *a, int64_t x, const char *b, int64_t y) const {
+        if (x == y) return PK_OK;
+        return fail(PK_BAD_ARG, "op %lld (%s): %s is %lld, %s is %lld", (Long)index_, name_, a, (Long)x, b, (Long)y);
+    }
+
+    int32_t range(const char *what, int64_t value, int64_t low, int64_t high) const {
+        if (value >= low && value <= high) return PK_OK;
+        return fail(PK_BAD_ARG, "op %lld (%s): %s is %lld, it must be %lld to %lld", (Long)index_, name_, what, (Long)value, (Long)low, (Long)high);
+    }
+
+    int32_t unsupported(const char *operand, int32_t format) const {
+        return fail(PK_UNSUPPORTED, "op %lld (%s): the %s pack has no kernel for %s in format %s", (Long)index_, name_, support_.pack, operand,
+                    format_name(format));
+    }
+
+    // Rows of plain elements, at an address, aligned to the element.
+    int32_t rows(const char *operand, const pk_tensor &t) const {
+        const Format *format = find_format(t.format);
+        if (!format) return unsupported(operand, t.format);
+        if (!t.data) return fail(PK_BAD_ARG, "op %lld (%s): %s is absent", (Long)index_, name_, operand);
+        if (t.layout != PK_ROWS) return fail(PK_BAD_ARG, "op %lld (%s): %s must lie in rows, its layout is %d", (Long)index_, name_, operand, t.layout);
+        if (t.rows < PK_ROWS_S || t.cols < 1)
+            return fail(PK_BAD_ARG, "op %lld (%s): %s has %lld rows and %lld columns", (Long)index_, name_, operand, (Long)t.rows, (Long)t.cols);
+        int64_t bytes = row_bytes(*format, t.cols);
+        if (bytes < 0)
+            return fail(PK_BAD_ARG, "op %lld (%s): %s has %lld columns, the block of %s has %d", (Long)index_, name_, operand, (Long)t.cols, format->name,
+                        format->block_elements);
+        if (t.stride < bytes && t.rows != 1)
+            return fail(PK_BAD_ARG, "op %lld (%s): rows of %s have %lld bytes, the stride is %lld", (Long)index_, name_, operand, (Long)bytes, (Long)t.stride);
+        int64_t element = format->block_elements == 1 ? format->block_bytes : 1;
+        if (t.data % element || (t.rows != 1 && t.stride % element))
+            return fail(PK_BAD_ARG, "op %lld (%s): %s at %#llx, stride %lld, is not aligned to %lld bytes", (Long)index_, name_, operand, (Long)t.data,
+                        (Long)t.stride, (Long)element);
+        return PK_OK;
+    }
+
+    // An activation: [T or S or n, cols] in the pack's activation format.
+    int32_t activation(const char *operand, const pk_tensor &t) const {
+        if (int32_t status = rows(operand, t)) return status;
+        return t.format == support_.activation ? PK_OK : unsupported(operand, t.format);
+    }
+
+    int32_t same_rows(const char *a, const pk_tensor &x, const char *b, const pk_tensor &y) const {
+        if (x.rows == y.rows) return PK_OK;
+        char first[24], second[24];
+        return fail(PK_BAD_ARG, "op %lld (%s): %s has %s rows, %s has %s", (Long)index_, name_, a, rows_text(x.rows, first), b, rows_text(y.rows, second));
+    }
+
+    int32_t symbol(const char *operand, const pk_tensor &t, int64_t wanted) const {
+        if (t.rows == wanted) return PK_OK;
+        char first[24], second[24];
+        return fail(PK_BAD_ARG, "op %lld (%s): %s has %s rows, it must have %s", (Long)index_, name_, operand, rows_text(t.rows, first),
+                    rows_text(wanted, second));
+    }
+
+    // A second activation of the same shape.
+    int32_t like(const char *a, const pk_tensor &x, const char *b, const pk_tensor &y) const {
+        if (int32_t status = activation(b, y)) return status;
+        if (int32_t status = same_rows(a, x, b, y)) return status;
+        if (x.cols == y.cols) return PK_OK;
+        return fail(PK_BAD_ARG, "op %lld (%s): %s has %lld columns, %s has %lld", (Long)index_, name_, a, (Long)x.cols, b, (Long)y.cols);
+    }
+
+    // A [1, n] f32 vector.
+    int32_t vector(const char *operand, const pk_tensor &t, int64_t n) const {
+        if (int32_t status = rows(operand, t)) return status;
+        if (t.format != PK_F32) return unsupported(operand, t.format);
+        if (int32_t status = equal("rows of a vector", t.rows, "wanted", 1)) return status;
+        return equal(operand, t.cols, "its wanted width", n);
+    }
+
+    int32_t embed(const pk_op_embed &op) const {
+        if (int32_t status = activation("out", op.out)) return status;
+        if (int32_t status = symbol("out", op.out, PK_ROWS_T)) return status;
+        if (int32_t status = equal("table width", op.table.cols, "out width", op.out.cols)) return status;
+        if (int32_t status = equal("table rows", op.table.rows, "n_vocab", state_.n_vocab)) return status;
+        if (op.table.layout == PK_PACKED) {
+            if (!op.table.data) return fail(PK_BAD_ARG, "op %lld (%s): table is absent", (Long)index_, name_);
+            return support_.is_weight(op.table.format) ? PK_OK : unsupported("table", op.table.format);
+        }
+        if (int32_t status = rows("table", op.table)) return status;
+        return support_.is_table(op.table.format) ? PK_OK : unsupported("table", op.table.format);
+    }
+
+    int32_t norm(const pk_op_norm &op) const {
+        if (int32_t status = activation("x", op.x)) return status;
+        if (op.post_w.data)
+            if (int32_t status = vector("post_w", op.post_w, op.x.cols)) return status;
+        if (op.residual.data)
+            if (int32_t status = like("x", op.x, "residual", op.residual)) return status;
+        if (!op.out.data) return op.residual.data ? PK_OK : fail(PK_BAD_ARG, "op %lld (%s): both out and residual are absent", (Long)index_, name_);
+        if (int32_t status = vector("w", op.w, op.x.cols)) return status;
+        return like("x", op.x, "out", op.out);
+    }
+
+    int32_t matmul(const pk_op_matmul &op) const {
+        if (int32_t status = activation("x", op.x)) return status;
+        if (int32_t status = activation("y", op.y)) return status;
+        if (int32_t status = same_rows("x", op.x, "y", op.y)) return status;
+        if (int32_t status = range("n_w", op.n_w, 1, 3)) return status;
+        if (int32_t status = range("act", op.act, PK_ACT_NONE, PK_ACT_GELU_ERF)) return status;
+        if (op.act != PK_ACT_NONE)
+            if (int32_t status = equal("n_w", op.n_w, "weights of a gated product", 2)) return status;
+        static const char *const kWeights[] = {"w[0]", "w[1]", "w[2]"}, *const kBiases[] = {"bias[0]", "bias[1]", "bias[2]"};
+        int64_t n_out = 0;
+        for (int32_t i = 0; i < op.n_w; ++i) {
+            const pk_tensor &w = op.w[i];
+            if (!w.data) return fail(PK_BAD_ARG, "op %lld (%s): %s is absent", (Long)index_, name_, kWeights[i]);
+            if (w.layout != PK_PACKED) return fail(PK_BAD_ARG, "op %lld (%s): %s is not packed (layout %d)", (Long)index_, name_, kWeights[i], w.layout);
+            if (!support_.is_weight(w.format)) return unsupported(kWeights[i], w.format);
+            if (w.rows < 1) return range(kWeights[i], w.rows, 1, INT32_MAX);
+            if (int32_t status = equal(kWeights[i], w.cols, "x width", op.x.cols)) return status;
+            if (op.bias[i].data)
+                if (int32_t status = vector(kBiases[i], op.bias[i], w.rows)) return status;
+            n_out += w.rows;
+        }
+        if (op.act != PK_ACT_NONE) {
+            if (int32_t status = equal("rows of w[0]", op.w[0].rows, "rows of w[1]", op.w[1].rows)) return status;
+            n_out = op.w[0].rows;
+        }
+        if (int32_t status = equal("y width", op.y.cols, "rows of the weights", n_out)) return status;
+        return op.add.data ? like("y", op.y, "add", op.add) : PK_OK;
+    }
+
+    template <class Op>
+    int32_t heads(const Op &op) const {
+        if (int32_t status = range("n_heads", op.n_heads, 1, 1 << 16)) return status;
+        if (int32_t status = range("n_kv_heads", op.n_kv_heads, 1, op.n_heads)) return status;
+        if (int32_t status = equal("n_heads modulo n_kv_heads", op.n_heads % op.n_kv_heads, "wanted", 0)) return status;
+        if (int32_t status = range("head_width", op.head_width, 1, support_.max_head_width)) return status;
+        if (int32_t status = range("v_width", op.v_width, 1, support_.max_head_width)) return status;
+        const Format *format = find_format(op.kv_format);
+        if (!format || !support_.is_kv(op.kv_format)) return unsupported("keys and values", op.kv_format);
+        int64_t per_width = (int64_t)op.n_kv_heads * state_.page_tokens * format->block_bytes;
+        if (op.k_offset < 0 || op.k_offset + per_width * op.head_width > state_.kv_page_stride)
+            return fail(PK_BAD_ARG, "op %lld (%s): keys end at byte %lld of a page of %lld", (Long)index_, name_,
+                        (Long)(op.k_offset + per_width * op.head_width), (Long)state_.kv_page_stride);
+        if (op.v_offset < 0 || op.v_offset + per_width * op.v_width > state_.kv_page_stride)
+            return fail(PK_BAD_ARG, "op %lld (%s): values end at byte %lld of a page of %lld", (Long)index_, name_,
+                        (Long)(op.v_offset + per_width * op.v_width), (Long)state_.kv_page_stride);
+        return PK_OK;
+    }
+
+    int32_t qkv(const pk_op_qkv &op) const {
+        if (int32_t status = heads(op)) return status;
+        if (int32_t status = activation("qkv", op.qkv)) return status;
+        if (int32_t status = activation("q", op.q)) return status;
+        if (int32_t status = symbol("qkv", op.qkv, PK_ROWS_T)) return status;
+        if (int32_t status = symbol("q", op.q, PK_ROWS_T)) return status;
+        int64_t q_width = (int64_t)op.n_heads * op.head_width;
+        int64_t width = q_width + (int64_t)op.n_kv_heads * (op.head_width + op.v_width);
+        if (int32_t status = equal("qkv width", op.qkv.cols, "width of the heads", width)) return status;
+        if (int32_t status = equal("q width", op.q.cols, "width of the heads", q_width)) return status;
+        if (op.q_norm.data)
+            if (int32_t status = vector("q_norm", op.q_norm, op.head_width)) return status;
+        if (op.k_norm.data)
+            if (int32_t status = vector("k_norm", op.k_norm, op.head_width)) return status;
+        if (!op.frequency.data) return PK_OK;
+        if (int32_t status = range("rope_width", op.rope_width, 2, op.head_width)) return status;
+        if (int32_t status = range("rope_layout", op.rope_layout, 0, 1)) return status;
+        if (int32_t status = equal("rope_width modulo 2", op.rope_width % 2, "wanted", 0)) return status;
+        return vector("frequency", op.frequency, op.rope_width / 2);
+    }
+
+    int32_t attention(const pk_op_attention &op) const {
+        if (int32_t status = heads(op)) return status;
+        if (int32_t status = activation("q", op.q)) return status;
+        if (int32_t status = activation("out", op.out)) return status;
+        if (int32_t status = symbol("q", op.q, PK_ROWS_T)) return status;
+        if (int32_t status = symbol("out", op.out, PK_ROWS_T)) return status;
+        if (int32_t status = equal("q width", op.q.cols, "width of the heads", (int64_t)op.n_heads * op.head_width)) return status;
+        if (int32_t status = equal("out width", op.out.cols, "width of the values", (int64_t)op.n_heads * op.v_width)) return status;
+        if (int32_t status = range("window", op.window, 0, INT32_MAX)) return status;
+        return op.sinks.data ? vector("sinks", op.sinks, op.n_heads) : PK_OK;
+    }
+
+    int32_t gate(const pk_op_gate &op) const {
+        if (int32_t status = activation("x", op.x)) return status;
+        if (int32_t status = activation("out", op.out)) return status;
+        if (int32_t status = same_rows("x", op.x, "out", op.out)) return status;
+        if (int32_t status = range("act", op.act, PK_ACT_NONE, PK_ACT_GELU_ERF)) return status;
+        return equal("x width", op.x.cols, "twice the out width", 2 * op.out.cols);
+    }
+
+    int32_t gather(const pk_op_gather &op) const {
+        if (int32_t status = activation("x", op.x)) return status;
+        if (int32_t status = activation("out", op.out)) return status;
+        if (int32_t status = symbol("x", op.x, PK_ROWS_T)) return status;
+        if (int32_t status = symbol("out", op.out, PK_ROWS_S)) return status;
+        return equal("x width", op.x.cols, "out width", op.out.cols);
+    }
+
+    int32_t sample(const pk_op_sample &op) const {
+        if (int32_t status = rows("logits", op.logits)) return status;
+        if (op.logits.format != PK_F32) return unsupported("logits", op.logits.format);
+        if (int32_t status = symbol("logits", op.logits, PK_ROWS_S)) return status;
+        return equal("logits width", op.logits.cols, "n_vocab", state_.n_vocab);
+    }
+
+    int32_t copy(const pk_op_copy &op) const {
+        if (int32_t status = rows("x", op.x)) return status;
+        if (int32_t status = rows("out", op.out)) return status;
+        if (!support_.is_copy(op.x.format)) return unsupported("x", op.x.format);
+        if (!support_.is_copy(op.out.format)) return unsupported("out", op.out.format);
+        if (int32_t status = same_rows("x", op.x, "out", op.out)) return status;
+        return equal("x width", op.x.cols, "out width", op.out.cols);
+    }
+
+    int32_t add(const pk_op_add &op) const {
+        if (int32_t status = activation("x", op.x)) return status;
+        if (int32_t status = like("x", op.x, "y", op.y)) return status;
+        return like("x", op.x, "out", op.out);
+    }
+
+    int64_t index_;
+    const Record &record_;
+    const char *name_;
+    const pk_state &state_;
+    const Support &support_;
+};
+
+}  // namespace
+
+int32_t check_state(const pk_state &s) {
+    struct Size {
+        const char *name;
+        int64_t value;
+        int64_t low;
+    };
+    const Size sizes[] = {
+        {"n_slots", s.n_slots, 1},   {"max_ctx_tokens", s.max_ctx_tokens, 1},   {"page_tokens", s.page_tokens, 1},
+        {"slot_pages", s.slot_pages, 1}, {"n_vocab", s.n_vocab, 1},             {"max_step_tokens", s.max_step_tokens, 1},
+        {"max_step_rows", s.max_step_rows, 1}, {"max_bias", s.max_bias, 0},     {"max_top", s.max_top, 0},
+        {"n_results", s.n_results, 1}, {"kv_page_stride", s.kv_page_stride, 0}, {"workspace_bytes", s.workspace_bytes, 0},
+    };
+    for (const Size &size : sizes)
+        if (size.value < size.low) return fail(PK_BAD_ARG, "state: %s is %lld, at least %lld is needed", size.name, (long long)size.value, (long long)size.low);
+    if ((int64_t)s.slot_pages * s.page_tokens != s.max_ctx_tokens)
+        return fail(PK_BAD_ARG, "state: %d pages of %d tokens are not max_ctx_tokens %d", s.slot_pages, s.page_tokens, s.max_ctx_tokens);
+    return PK_OK;
+}
+
+int32_t check_records(const Records &records, const pk_state &state, const Support &support) {
+    for (int64_t i = 0; i < records.n(); ++i)
+        if (int32_t status = Checker(i, records[i], state, support).check()) return status;
+    return PK_OK;
+}
+
+}  // namespace pk

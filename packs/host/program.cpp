@@ -1,0 +1,65 @@
+// Reading records.
+#include "program.h"
+
+#include <cstring>
+
+#include "error.h"
+
+namespace pk {
+namespace {
+
+struct Known {
+    int32_t op;
+    int32_t size;
+    const char *name;
+};
+
+constexpr Known kKnown[] = {
+    {PK_OP_PREPARE, sizeof(pk_op_prepare), "prepare"}, {PK_OP_EMBED, sizeof(pk_op_embed), "embed"},
+    {PK_OP_NORM, sizeof(pk_op_norm), "norm"},          {PK_OP_MATMUL, sizeof(pk_op_matmul), "matmul"},
+    {PK_OP_QKV, sizeof(pk_op_qkv), "qkv"},             {PK_OP_ATTENTION, sizeof(pk_op_attention), "attention"},
+    {PK_OP_GATE, sizeof(pk_op_gate), "gate"},          {PK_OP_GATHER, sizeof(pk_op_gather), "gather"},
+    {PK_OP_SAMPLE, sizeof(pk_op_sample), "sample"},    {PK_OP_COMMIT, sizeof(pk_op_commit), "commit"},
+    {PK_OP_COPY, sizeof(pk_op_copy), "copy"},          {PK_OP_ADD, sizeof(pk_op_add), "add"},
+};
+
+const Known *find(int32_t op) {
+    for (const Known &known : kKnown)
+        if (known.op == op) return &known;
+    return nullptr;
+}
+
+}  // namespace
+
+const char *op_name(int32_t op) {
+    const Known *known = find(op);
+    return known ? known->name : "unknown op";
+}
+
+const char *op_names_json() {
+    return "[\"prepare\", \"embed\", \"norm\", \"matmul\", \"qkv\", \"attention\", \"gate\", \"gather\", \"sample\", \"commit\", \"copy\", \"add\"]";
+}
+
+int32_t Records::read(const void *records, int64_t n_bytes) {
+    words_.clear();
+    starts_.clear();
+    if (n_bytes < 0 || (n_bytes > 0 && !records)) return fail(PK_BAD_ARG, "program: %lld bytes of records at address 0", static_cast<long long>(n_bytes));
+    if (n_bytes % 8) return fail(PK_BAD_ARG, "program: %lld bytes of records are not a multiple of 8", static_cast<long long>(n_bytes));
+    words_.resize(n_bytes / 8);
+    if (n_bytes) std::memcpy(words_.data(), records, n_bytes);
+    for (int64_t at = 0; at < n_bytes;) {
+        const auto *record = reinterpret_cast<const Record *>(words_.data() + at / 8);
+        long long index = n();
+        const Known *known = find(record->op);
+        if (!known) return fail(PK_BAD_ARG, "op %lld: this pack has no op number %d", index, record->op);
+        if (record->size != known->size)
+            return fail(PK_BAD_ARG, "op %lld (%s): size is %d, the record has %d bytes", index, known->name, record->size, known->size);
+        if (at + record->size > n_bytes)
+            return fail(PK_BAD_ARG, "op %lld (%s): needs %d bytes, %lld are left", index, known->name, record->size, static_cast<long long>(n_bytes - at));
+        starts_.push_back(at / 8);
+        at += record->size;
+    }
+    return PK_OK;
+}
+
+}  // namespace pk
