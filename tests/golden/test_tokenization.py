@@ -100,7 +100,7 @@ def test_vocabulary_files_of_llamacpp_equal_their_recorded_vectors(models_dir: P
         pytest.skip("llama.cpp's vocabulary files are not at hand (sdist of llama-cpp-python, vendor/llama.cpp/models)")
     for path in files:
         tokenizer = load_tokenizer(open_checkpoint(path))
-        texts = path.with_name(path.name + ".inp").read_text(newline="").split("\n__ggml_vocab_test__\n")
+        texts = path.with_name(path.name + ".inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
         ids = path.with_name(path.name + ".out").read_text().split("\n")
         for text, wanted in zip(texts, ids, strict=False):
             assert list(tokenizer.encode(text, False, False)) == [int(i) for i in wanted.split()], (path.name, text)
