@@ -17,6 +17,7 @@ from ..errors import FileError, UsageError
 from .vocabulary import AddedToken, Cutter
 
 _CACHE_BYTES = 64 << 20
+_MAX_TABLES = 8
 _ENTRY_BYTES = 200  # dictionary slot, key header and value header of one cached segment
 
 
@@ -91,6 +92,13 @@ class SegmentCache:
                 self.used_bytes -= _cost(old, old_ids)
 
 
+def _text(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
+
+
 def _cost(key: tuple[bool, str], ids: bytes) -> int:
     text = key[1]
     return _ENTRY_BYTES + len(ids) + (len(text) if text.isascii() else 4 * len(text))
@@ -114,6 +122,7 @@ class Tokenizer:
         self._prefix = array("i", parts.prefix)
         self._suffix = array("i", parts.suffix)
         self._special = frozenset(t.id for t in added if t.is_special)
+        self._texts: dict[frozenset[int], list[str | None]] = {}
         self._ids = {t.text: t.id for t in reversed(added)}
         self.cache = SegmentCache(cache_bytes)
         self.pieces: Sequence[bytes] = parts.pieces
@@ -160,6 +169,19 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for (special tokens: their name)."""
         return self.pieces[token_id]
+
+    def texts(self, visible: frozenset[int] = frozenset()) -> Sequence[str | None]:
+        """Text of every token on its own: "" for special ones that are not `visible`, None where it is no whole UTF-8."""
+        table = self._texts.get(visible)
+        if table is None:
+            hidden = self._special - visible
+            table = [_text(p) for p in self.pieces]
+            for i in hidden:
+                table[i] = ""
+            if len(self._texts) >= _MAX_TABLES:
+                self._texts.clear()
+            self._texts[visible] = table
+        return table
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is left out of decoded text."""
