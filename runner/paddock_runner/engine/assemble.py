@@ -89,7 +89,10 @@ def _load(device: Device, assembly: Assembly, blueprint: Blueprint, program: Pro
     need = device.workspace_bytes(program)
     planned = pack_scratch_bytes(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.facts.n_processors)
     if need > planned:
-        raise PackError(f"kernel pack {device.pack.path.name} wants {need} bytes of scratch, the plan has {planned}", "report this: the plan's formula is wrong")
+        raise PackError(
+            f"kernel pack {device.pack.path.name} wants {need} bytes of scratch, the plan has {planned}",
+            "report this: the plan's formula is wrong",
+        )
     scratch = device.alloc(planned, "scratch")
     device.load(program, token_buckets(sizes.max_step_tokens), (scratch, planned))
     device.grow_pages(1)

@@ -69,6 +69,7 @@ class BadField(IntEnum):
     STOP = 5
     MAX_TOKENS = 6
     ASK_ID = 7
+    SAMPLING = 8
 
 
 class ErrorCode(IntEnum):
@@ -83,6 +84,8 @@ class ErrorCode(IntEnum):
     """The engine process ended (made by the front's own port)."""
     FRONT = 4
     """The front did not read its results: its requests were ended."""
+    MASK = 5
+    """A mask of the wrong size came (front's fault)."""
 
 
 ROW_STOP = 2
@@ -298,6 +301,8 @@ class Done:
                 "the model produced a NaN for this request",
                 "try again; if it repeats, the weights or a kernel are at fault",
             )
+        if self.error == ErrorCode.MASK:
+            return PackError("a token mask of the wrong size came from the grammar", "report this")
         what = "the engine process ended" if self.error == ErrorCode.GONE else "the device failed"
         return PackError(f"{what} while this request ran", "see the runner's log")
 

@@ -89,6 +89,18 @@ def test_chunks_of_one_request_grow_one_node(pool: PagePool, tree: PrefixTree) -
     check(pool, tree)
 
 
+def test_a_node_that_two_hold_is_not_extended_in_place(pool: PagePool, tree: PrefixTree) -> None:
+    node, _ = grown(pool, tree, run(0, 8))
+    tree.unlock(node)
+    a, _ = tree.match(run(0, 8), 0, 2)
+    b, _ = tree.match(run(0, 8), 0, 2)
+    a, _ = tree.extend(a, run(50, 4), pool.take(1))
+    b, _ = tree.extend(b, run(60, 4), pool.take(1))
+    tree.unlock(a), tree.unlock(b)
+    assert [tree.peek(run(0, 8) + tail, 0, 3) for tail in (run(50, 4), run(60, 4))] == [3, 3]
+    check(pool, tree)
+
+
 def test_locked_paths_survive_eviction_and_splits_keep_locks(pool: PagePool, tree: PrefixTree) -> None:
     long, _ = grown(pool, tree, run(0, 24))
     short, pages = tree.match(run(0, 12), 0, 3)

@@ -1,0 +1,123 @@
+"""Who may use which pages: joins the pool and the prefix tree into what a request needs, from its start to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from .pages import PagePool
+from .prefix import Node, PrefixTree
+
+
+class Holding:
+    """One request's pages. pages: in table order; the first n_settled belong to the tree, except those in `own`."""
+
+    __slots__ = ("cached_pages", "n_settled", "node", "own", "pages")
+
+    def __init__(self, node: Node, pages: list[int]) -> None:
+        self.node = node
+        self.pages = pages
+        self.n_settled = self.cached_pages = len(pages)
+        self.own: list[int] = []
+        """Settled pages that stayed this request's, because another had computed the same before."""
+
+    @property
+    def private(self) -> list[int]:
+        """The pages that go back to the pool when the holding closes."""
+        return self.own + self.pages[self.n_settled :]
+
+
+class Ledger:
+    """All page accounting of one engine. `grow` puts memory behind at least n pages and says how many have it now."""
+
+    __slots__ = ("_grow", "page_tokens", "pool", "tree")
+
+    def __init__(self, pool: PagePool, page_tokens: int, grow: Callable[[int], int]) -> None:
+        self.pool = pool
+        self.tree = PrefixTree(page_tokens, pool)
+        self.page_tokens = page_tokens
+        self._grow = grow
+
+    @property
+    def n_available(self) -> int:
+        """Pages that could be taken: free, without memory yet, or evictable."""
+        return self.pool.n_free + self.pool.n_unattached + self.tree.n_evictable
+
+    def pages_for(self, n_tokens: int) -> int:
+        """Pages that hold n_tokens."""
+        return -(-n_tokens // self.page_tokens)
+
+    def cached(self, tokens: bytes, salt: int) -> int:
+        """Tokens of this prompt that a start now would find computed (at least the last one is not counted)."""
+        return self.tree.peek(tokens, salt, (len(tokens) // 4 - 1) // self.page_tokens) * self.page_tokens
+
+    def open(self, tokens: bytes, salt: int, n_reserve: int) -> Holding | None:
+        """Pages for all of `tokens`, the known prefix shared; None when they and n_reserve more are not there (nothing changed)."""
+        n_tokens = len(tokens) // 4
+        node, pages = self.tree.match(tokens, salt, (n_tokens - 1) // self.page_tokens)
+        need = self.pages_for(n_tokens) - len(pages)
+        if need + n_reserve > self.n_available:
+            self.tree.unlock(node)
+            return None
+        self._make_room(need)
+        holding = Holding(node, pages)
+        pages += self.pool.take(need)
+        return holding
+
+    def settle(self, holding: Holding, tokens: bytes) -> None:
+        """Shares what is computed: `tokens` are those of whole pages after the settled ones."""
+        first = holding.n_settled
+        n = len(tokens) // 4 // self.page_tokens
+        fresh = holding.pages[first : first + n]
+        holding.node, n_known = self.tree.extend(holding.node, tokens, fresh)
+        holding.own += fresh[:n_known]
+        holding.n_settled = first + n
+
+    def add_page(self, holding: Holding) -> int:
+        """One more page at the end of the table, or -1 when none is to be had."""
+        if not self.pool.n_free and not self._make_room(1):
+            return -1
+        page = self.pool.take_one()
+        holding.pages.append(page)
+        return page
+
+    def close(self, holding: Holding) -> None:
+        """Gives everything back. The caller has made sure that no step in flight can touch the pages."""
+        self.pool.give(holding.private)
+        self.tree.unlock(holding.node)
+
+    def distrust(self, holding: Holding) -> None:
+        """Forgets what this holding has put into the tree: its pages may hold NaN."""
+        self.tree.cut(holding.node, holding.cached_pages)
+
+    def grow_ahead(self, n_free: int, n_more: int) -> None:
+        """Attaches memory for n_more pages when fewer than n_free are free. Off the step path."""
+        pool = self.pool
+        if pool.n_free < n_free and pool.n_unattached:
+            pool.grow(self._grow(min(pool.n_pages, pool.n_attached + n_more)))
+
+    def _make_room(self, n: int) -> bool:
+        """Makes at least n pages free: by memory first, then by forgetting. False when that is not possible."""
+        pool = self.pool
+        if pool.n_free < n and pool.n_unattached:
+            pool.grow(self._grow(min(pool.n_pages, pool.n_attached + n - pool.n_free)))
+        if pool.n_free < n:
+            self.tree.evict(n - pool.n_free)
+        return pool.n_free >= n
+
+    def check(self, holdings: Iterable[Holding]) -> None:
+        """No page is lost or has two owners. Raises: PageFault."""
+        holdings = list(holdings)
+        self.tree.check()
+        dead: dict[int, Node] = {}
+        for holding in holdings:
+            node: Node | None = holding.node
+            while node is not None and node.is_dead:
+                dead[id(node)] = node
+                node = node.parent
+        self.pool.check(
+            [
+                *(node.pages for node in self.tree.nodes()),
+                *(node.pages for node in dead.values()),
+                *(holding.private for holding in holdings),
+            ]
+        )

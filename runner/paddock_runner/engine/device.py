@@ -1,0 +1,37 @@
+"""What the engine needs of a device: a few attributes and two calls. pack/device.py has them, tests bring their own."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class DeviceFacts(Protocol):
+    """The fact that the engine reads."""
+
+    @property
+    def run_ahead(self) -> int:
+        """Steps that may be in flight before the first is read; 0: `step` returns when the step is done."""
+        ...
+
+
+class StepDevice(Protocol):
+    """A device with a loaded program. Steps run in the order in which they were given."""
+
+    facts: DeviceFacts
+    done: memoryview
+    """u64 [1]: number of the last finished step."""
+    results: memoryview
+    """bytes of pk_result [n_results, max_step_rows]: the block of a step is seq % n_results."""
+    top: memoryview
+    """bytes of pk_top [n_results, max_step_rows, max_top]."""
+
+    def step(self, input_address: int) -> None:
+        """Runs or enqueues one step; the input has been read when this returns. Raises: PackError."""
+
+    def wait(self, seq: int, timeout_us: int) -> bool:
+        """Waits until step `seq` is done; False when the time is up. Raises: PackError."""
+        ...
+
+    def grow_pages(self, n_pages: int) -> int:
+        """Puts memory behind at least the first n_pages pages; returns how many have it now. Raises: PackError."""
+        ...

@@ -1,0 +1,122 @@
+"""Reading the fronts' records: new asks, aborts, masks, questions, and fronts that have gone."""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+
+from ..wire.messages import (
+    ABORT,
+    MASK,
+    QUERY,
+    AskView,
+    BadField,
+    ErrorCode,
+    Kind,
+    Reason,
+    Refused,
+    RefusedCode,
+    State,
+)
+from ..wire.port import EnginePort
+from .loop import LIFE_CHECK_NS, Engine
+from .report import report
+from .request import Request
+from .sampling import place
+
+MAX_RECORDS = 64
+"""Records of one front between two steps: a burst of new asks does not hold up those that run."""
+
+
+class Intake:
+    """Feeds an engine from its ports."""
+
+    __slots__ = ("_checked_ns", "_engine", "is_draining")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._checked_ns = 0
+        self.is_draining = False
+        """No new asks; the process ends when the open ones have ended."""
+
+    def read(self) -> None:
+        """Takes in what has come on every port, and the deadlines that have passed."""
+        engine = self._engine
+        for index, port in enumerate(engine.ports):
+            if not port.is_dead and not port.reader.is_empty:
+                self._read_port(index, port)
+        now = monotonic_ns()
+        due_ns = engine.scheduler.queue.next_deadline_ns
+        if due_ns is not None and due_ns <= now:
+            while (request := engine.scheduler.queue.overdue(now)) is not None:
+                waited, allowed = now - request.received_ns, request.deadline_ns - request.received_ns
+                engine.refuse(request, RefusedCode.DEADLINE, waited // 1_000_000, allowed // 1_000_000)
+        if now - self._checked_ns > LIFE_CHECK_NS:
+            self._checked_ns = now
+            self.check_fronts()
+
+    def check_fronts(self) -> None:
+        """Ends the requests of fronts that have died, or that do not read."""
+        engine = self._engine
+        for index, port in enumerate(engine.ports):
+            if engine.requests[index] or not port.is_dead:
+                if not port.is_dead and port.peer_is_alive():
+                    continue
+                for request in list(engine.requests[index].values()):
+                    engine.end(request, Reason.ABORT, ErrorCode.FRONT)
+                port.close()
+
+    def _read_port(self, index: int, port: EnginePort) -> None:
+        engine, reader = self._engine, port.reader
+        for _ in range(MAX_RECORDS):
+            payload = reader.next()
+            if payload is None:
+                break
+            kind = reader.kind
+            if kind == Kind.ASK:
+                self._ask(AskView(payload), index, port)
+            elif kind == Kind.ABORT:
+                request = engine.requests[index].get(ABORT.unpack_from(payload)[0])
+                if request is not None:
+                    engine.end(request, Reason.ABORT)
+            elif kind == Kind.MASK:
+                self._mask(payload, index)
+            elif kind == Kind.QUERY:
+                port.send(Kind.STATE, State(QUERY.unpack_from(payload)[0], report(engine)).encode())
+            elif kind == Kind.DRAIN:
+                self.is_draining = True
+            payload.release()
+        reader.done()
+
+    def _ask(self, ask: AskView, index: int, port: EnginePort) -> None:
+        engine = self._engine
+        requests, counters, queue = engine.requests[index], engine.counters, engine.scheduler.queue
+        counters.requests += 1
+        placed: tuple[bytes, int] | Refused
+        if self.is_draining:
+            placed = Refused(ask.ask_id, RefusedCode.DRAINING)
+        elif ask.ask_id in requests:
+            placed = Refused(ask.ask_id, RefusedCode.BAD_ASK, 0, ask.ask_id, 0, BadField.ASK_ID)
+        else:
+            placed = place(ask, engine.sizes)
+        if isinstance(placed, Refused):
+            counters.refused[placed.code] += 1
+            port.send(Kind.REFUSED, placed.encode())
+            return
+        counters.prompt_tokens += ask.prompt_tokens
+        request = Request(ask, index, monotonic_ns(), placed[1], placed[0])
+        requests[ask.ask_id] = request
+        queue.open(request.client)
+        loser = queue.push(request, engine.ledger.cached(request.tokens, request.salt))
+        if loser is not None:
+            engine.refuse(loser, RefusedCode.QUEUE_FULL, queue.n, engine.policy.max_queue)
+        engine.scheduler.freed()
+
+    def _mask(self, payload: memoryview, index: int) -> None:
+        ask_id, at, n_words = MASK.unpack_from(payload)
+        request = self._engine.requests[index].get(ask_id)
+        if request is None or not request.use_mask:
+            return
+        if n_words != self._engine.sizes.mask_words:
+            self._engine.end(request, Reason.ERROR, ErrorCode.MASK)
+            return
+        request.masks[at] = bytes(payload[MASK.size : MASK.size + 4 * n_words])

@@ -1,0 +1,404 @@
+"""The loop: read results, publish, take in, decide, launch. One thread, token ids only.
+
+It never waits for a front and never looks at a token; per-request work happens only where a request comes, ends or needs a page.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic_ns
+
+import numpy as np
+
+from ..cache.ledger import Ledger
+from ..cache.pages import PageFault, PagePool
+from ..errors import PackError, UsageError
+from ..memory.state import StateSizes
+from ..pack.abi import PK_ROW_LENGTH, PK_ROW_NAN, PK_ROW_STOP
+from ..wire.messages import BIND, Done, ErrorCode, Kind, Reason, Refused, RefusedCode, Started
+from ..wire.port import EnginePort
+from .cost import chunk_work
+from .counters import Counters
+from .device import StepDevice
+from .policy import Policy
+from .request import Phase, Request
+from .scheduler import Scheduler
+from .slots import Chunk, SlotTable
+
+WAIT_US = 100_000
+LIFE_CHECK_NS = 100_000_000
+SEE_EVERY = 8
+GROW_PAGES = 64
+RESULT_BYTES, TOP_BYTES = 24, 8
+
+
+class Step:
+    """A launched step, until its results are read."""
+
+    __slots__ = (
+        "done_ns",
+        "firsts",
+        "has_top",
+        "is_plain",
+        "launched_ns",
+        "n_decode",
+        "n_prefill",
+        "n_rows",
+        "n_samples",
+        "seq",
+        "work",
+    )
+
+    def __init__(self) -> None:
+        self.seq = self.n_rows = self.n_samples = self.n_decode = self.n_prefill = 0
+        self.work = 0.0
+        self.launched_ns = self.done_ns = 0
+        self.has_top = False
+        self.is_plain = True
+        self.firsts: list[Request] | None = None
+
+
+class Engine:
+    """Everything of one device's serving but the waiting (process.py) and the reading of records (intake.py)."""
+
+    def __init__(
+        self, sizes: StateSizes, device: StepDevice, ports: Sequence[EnginePort], policy: Policy | None = None
+    ) -> None:
+        self.sizes = sizes
+        self.device = device
+        self.ports = list(ports)
+        self.policy = policy or Policy()
+        self.run_ahead = device.facts.run_ahead
+        if sizes.n_results < self.run_ahead + 2:
+            raise UsageError(
+                f"{self.run_ahead} steps of run-ahead need {self.run_ahead + 2} result blocks, {sizes.n_results} are planned",
+                run_ahead=self.run_ahead, n_results=sizes.n_results,
+            )  # fmt: skip
+        self.slots = SlotTable(sizes)
+        pool = PagePool(sizes.n_pages, min(sizes.n_pages, device.grow_pages(min(sizes.n_pages, 1 + GROW_PAGES))))
+        self.ledger = Ledger(pool, sizes.page_tokens, device.grow_pages)
+        self.scheduler = Scheduler(self.policy, self.ledger, self.slots, self._started)
+        self.counters = Counters()
+        self.requests: list[dict[int, Request]] = [{} for _ in ports]
+        """Open requests by ask id, one dictionary per port."""
+        self.masked: list[Request] = []
+        """Decoding requests whose every token waits for its mask."""
+        self.in_flight: deque[Step] = deque()
+        self.launched_seq = self.read_seq = 0
+        self.retiring: deque[tuple[int, Request]] = deque()
+        """Ended requests with the last step that may touch their pages."""
+        self._free_steps = [Step() for _ in range(self.run_ahead + 2)]
+        blocks = np.frombuffer(device.results, np.int32).reshape(sizes.n_results, sizes.max_step_rows, 6)
+        self._blocks = [blocks[i] for i in range(sizes.n_results)]
+        self._last_done_ns = 0
+        self._must_drain = False
+
+    @property
+    def n_open(self) -> int:
+        """Requests that have not ended."""
+        return sum(len(group) for group in self.requests)
+
+    # ---- results ----
+
+    def read_results(self) -> bool:
+        """Takes in every finished step. True when there was one."""
+        in_flight = self.in_flight
+        if not in_flight:
+            return False
+        done = self.device.done[0]
+        if in_flight[0].seq > done:
+            return False
+        while in_flight and in_flight[0].seq <= done:
+            step = in_flight.popleft()
+            self._read(step)
+            self._free_steps.append(step)
+        if self.retiring:
+            self._retire()
+        return True
+
+    def _read(self, step: Step) -> None:
+        now = step.done_ns or monotonic_ns()
+        seq, n_rows = step.seq, step.n_rows
+        self.read_seq = seq
+        slots = self.slots
+        index = seq % self.sizes.n_results
+        block = self._blocks[index][:n_rows]
+        if step.n_samples:
+            at = index * self.sizes.max_step_rows * RESULT_BYTES
+            rows = self.device.results[at : at + n_rows * RESULT_BYTES]
+            top = self._top(index, block) if step.has_top else b""
+            for port in self.ports:
+                port.send_rows(seq, self.sizes.n_slots, rows, top)
+            rows.release()
+        flags = block[:, 2]
+        is_eventful = bool(flags.any())
+        drawn = block
+        if is_eventful or not step.is_plain:
+            has_token = block[:, 1] >= 0
+            if not has_token.all():
+                drawn = block[has_token]
+        slot, length = drawn[:, 0], drawn[:, 3]
+        slots.history_flat[slot * slots.row_stride + length - 1] = drawn[:, 1]
+        slots.read_length[slot] = length
+        self.counters.output_tokens += len(drawn)
+        if step.firsts:
+            for request in step.firsts:
+                request.first_ns = request.first_ns or now
+            step.firsts = None
+        if step.n_prefill or seq % SEE_EVERY == 0:
+            us = (now - max(step.launched_ns, self._last_done_ns)) / 1000
+            self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, us)
+        self._last_done_ns = now
+        if is_eventful:
+            for i in np.flatnonzero(flags).tolist():
+                self._row_event(*block[i, :4].tolist())
+
+    def _top(self, index: int, block: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> bytes:
+        parts = []
+        stride = self.sizes.max_top * TOP_BYTES
+        base = index * self.sizes.max_step_rows * stride
+        for i, n in enumerate(block[:, 5].tolist()):
+            if n:
+                at = base + i * stride
+                parts.append(bytes(self.device.top[at : at + n * TOP_BYTES]))
+        return b"".join(parts)
+
+    def _row_event(self, slot: int, token: int, flags: int, length: int) -> None:
+        request = self.slots.request_of[slot]
+        if request is None or not flags & (PK_ROW_STOP | PK_ROW_LENGTH | PK_ROW_NAN) or request.end_length >= 0:
+            return
+        request.end_length = length
+        if flags & PK_ROW_NAN and request.holding is not None:
+            request.is_poisoned = True
+            self.ledger.distrust(request.holding)
+        if request.phase == Phase.ENDED:
+            return
+        if flags & PK_ROW_NAN:
+            self.end(request, Reason.ERROR, ErrorCode.NAN)
+        else:
+            self.end(request, Reason.STOP if flags & PK_ROW_STOP else Reason.LENGTH)
+
+    # ---- ends ----
+
+    def end(self, request: Request, reason: Reason, error: ErrorCode = ErrorCode.NONE) -> None:
+        """Ends a request in whatever phase; its slot and pages follow when no step in flight has them."""
+        now = monotonic_ns()
+        slot = request.slot
+        n_output = 0
+        if slot >= 0:
+            n_output = max(0, int(self.slots.read_length[slot]) - request.prompt_tokens)
+        elif request.n_preempted:
+            n_output = request.n_tokens - request.prompt_tokens
+        started, first = request.started_ns, request.first_ns
+        self._say(
+            request,
+            Kind.DONE,
+            Done(
+                request.ask_id, reason, error, request.prompt_tokens, request.cached_tokens, n_output, request.n_preempted,
+                request.queued_ns if started else now - request.received_ns,
+                (first or now) - started if started else 0, now - first if first else 0,
+            ).encode(),
+        )  # fmt: skip
+        self.counters.ended[reason] += 1
+        self._forget(request)
+        if slot >= 0:
+            if request.use_mask and request in self.masked:
+                self.masked.remove(request)
+            self.slots.leave(slot)
+            self.slots.pause(slot)
+            self.retiring.append((self.launched_seq, request))
+            if self.launched_seq <= self.read_seq:
+                self._retire()
+
+    def refuse(self, request: Request, code: RefusedCode, need: int, have: int) -> None:
+        """Ends a waiting request that has not started."""
+        retry = self.scheduler.queue.retry_after_ms()
+        self._say(request, Kind.REFUSED, Refused(request.ask_id, code, retry, need, have).encode())
+        self.counters.refused[code] += 1
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self.scheduler.queue.close(request.client)
+        request.move(Phase.ENDED)
+        request.masks.clear()
+        del self.requests[request.port][request.ask_id]
+
+    def _say(self, request: Request, kind: Kind, payload: bytes) -> None:
+        self.ports[request.port].send(kind, payload)
+
+    def _retire(self) -> None:
+        """Frees slots and pages of ended requests that no step in flight can touch; what they computed stays known."""
+        retiring, read = self.retiring, self.read_seq
+        while retiring and retiring[0][0] <= read:
+            request = retiring.popleft()[1]
+            holding, slot = request.holding, request.slot
+            assert holding is not None
+            if request.done_tokens >= request.n_tokens and not request.is_poisoned:
+                n = request.end_length - 1 if request.end_length >= 0 else self.slots.launched(slot)
+                tokens = self.sizes.page_tokens
+                first, full = holding.n_settled * tokens, n // tokens * tokens
+                if full > first:
+                    self.ledger.settle(holding, self.slots.history[slot, first:full].tobytes())
+            self.ledger.close(holding)
+            request.holding = None
+            request.slot = -1
+            self.slots.give(slot)
+            self.scheduler.freed()
+
+    # ---- launching ----
+
+    def launch(self) -> bool:
+        """Decides and launches one step, if one may be in flight and there is something to do."""
+        scheduler, slots = self.scheduler, self.slots
+        n_in_flight = len(self.in_flight)
+        has_prefill = scheduler.has_prefill
+        ahead = self.run_ahead if not has_prefill and not self.masked else min(1, self.run_ahead)
+        if n_in_flight > ahead or (self._must_drain and n_in_flight):
+            return False
+        self._must_drain = False
+        if not self._make_way():
+            self._must_drain = True
+            return False
+        singles = self._with_mask() if self.masked else ()
+        n_decode = len(slots.decode) + len(singles)
+        now = monotonic_ns()
+        chunks = scheduler.plan(n_decode, now) if has_prefill else ()
+        if not n_decode and not chunks:
+            return False
+        for request, _, samples in chunks:
+            if samples and request.use_mask:
+                slots.write_mask(request.slot, request.masks.pop(request.n_tokens - request.prompt_tokens))
+        step = self._free_steps.pop()
+        self.launched_seq += 1
+        step.seq = self.launched_seq
+        n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, singles)
+        step.n_decode, step.n_prefill = n_decode, n_tokens - n_decode
+        step.is_plain = not chunks
+        step.has_top = slots.n_top > 0
+        step.done_ns = 0
+        step.work = 0.0
+        step.launched_ns = now
+        self.in_flight.append(step)
+        self.device.step(slots.address)
+        if not self.run_ahead:
+            step.done_ns = monotonic_ns()
+        for slot in singles:
+            slots.count_row(slot)
+        if chunks:
+            self._after_chunks(step, chunks)
+        if self.ledger.pool.n_free < GROW_PAGES:
+            self.ledger.grow_ahead(GROW_PAGES, GROW_PAGES)
+        return True
+
+    def _after_chunks(self, step: Step, chunks: Sequence[Chunk]) -> None:
+        """Books the chunks of a launched step; those that drew a token decode from the next step on."""
+        firsts = []
+        for request, n, samples in chunks:
+            step.work += chunk_work(n, request.done_tokens - n)
+            if samples:
+                firsts.append(request)
+                self.slots.join(request, request.n_tokens, not request.use_mask)
+                if request.use_mask:
+                    self.masked.append(request)
+        step.firsts = firsts
+        self.counters.prefill_tokens += step.n_prefill
+
+    def _make_way(self) -> bool:
+        """Pages for the rows that need one, and no row for those at their length. False: steps in flight must be read first."""
+        slots = self.slots
+        for slot in slots.due():
+            request = slots.request_of[slot]
+            if request is None or request.phase != Phase.DECODE:
+                continue
+            n = slots.launched(slot)
+            if n + 1 >= request.max_length:
+                slots.leave(slot)
+                slots.pause(slot)
+                if request.use_mask:
+                    self.masked.remove(request)
+                continue
+            assert request.holding is not None
+            page = self.ledger.add_page(request.holding)
+            while page < 0:
+                if self.in_flight:
+                    return False
+                victim = self.scheduler.victim()
+                if victim is None:
+                    raise PageFault("one request alone has run out of pages", pages=self.ledger.pool.n_usable)
+                self._preempt(victim)
+                if victim is request:
+                    break
+                page = self.ledger.add_page(request.holding)
+            if page >= 0:
+                slots.write_page(slot, len(request.holding.pages) - 1, page)
+                slots.mark(request, n)
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        if victim in self.masked:
+            self.masked.remove(victim)
+        self.scheduler.preempt(victim)
+        self.counters.preempted += 1
+
+    def _with_mask(self) -> list[int]:
+        """Slots of masked requests whose next mask is here; stages the masks."""
+        found = []
+        for request in self.masked:
+            words = request.masks.pop(self.slots.launched(request.slot) + 1 - request.prompt_tokens, None)
+            if words is not None:
+                self.slots.write_mask(request.slot, words)
+                found.append(request.slot)
+        return found
+
+    def _started(self, request: Request, now_ns: int) -> None:
+        """A request has got its slot."""
+        self._say(request, Kind.BIND, BIND.pack(request.ask_id, request.slot, 0))
+        if not request.started_ns:
+            request.started_ns = now_ns
+            request.queued_ns = now_ns - request.received_ns
+            self.counters.cached_tokens += request.cached_tokens
+            started = Started(request.ask_id, request.cached_tokens, request.prompt_tokens, request.queued_ns)
+            self._say(request, Kind.STARTED, started.encode())
+
+    # ---- the whole ----
+
+    def wait(self) -> None:
+        """Waits for the oldest step in flight. Raises: PackError when it hangs."""
+        oldest = self.in_flight[0]
+        limit = oldest.launched_ns + int(self.policy.device_timeout_s * 1e9)
+        while not self.device.wait(oldest.seq, WAIT_US):
+            if monotonic_ns() > limit:
+                raise PackError(
+                    f"step {oldest.seq} has not finished for {self.policy.device_timeout_s:.0f} s",
+                    "the device hangs; see dmesg",
+                )
+
+    def publish(self) -> None:
+        """Sends what has been said."""
+        for port in self.ports:
+            port.publish()
+
+    def fail(self) -> None:
+        """Ends every request because the device has failed, and says so."""
+        for group in self.requests:
+            for request in list(group.values()):
+                self.end(request, Reason.ERROR, ErrorCode.DEVICE)
+        self.publish()
+
+    def check(self) -> None:
+        """No page or slot is lost or shared wrongly. For tests. Raises: PageFault."""
+        held = [r.holding for r in self.slots.request_of if r is not None and r.holding is not None]
+        self.ledger.check(held)
+        n_held = sum(r is not None for r in self.slots.request_of)
+        if n_held + self.slots.n_free != self.sizes.n_slots:
+            raise PageFault(f"{n_held} slots are held and {self.slots.n_free} free of {self.sizes.n_slots}", pages=[])
+
+
+def freeze() -> None:
+    """No garbage collection from now on: what exists stays, and nothing on the step path makes cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()

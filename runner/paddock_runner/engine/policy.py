@@ -1,0 +1,31 @@
+"""The scheduler's constants, each with its unit and reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the scheduler weighs. Defaults suit one device that serves chats and agents."""
+
+    max_queue: int = 1024
+    """Requests that may wait. When it is full, the client with the most waiting ones loses."""
+    steady_ratio: float = 1.25
+    """A step with prefill may last this many times a step without, as long as prefill lasts."""
+    burst_ratio: float = 3.0
+    """The same while burst credit is left, or when as many requests wait as decode."""
+    burst_ms: float = 250.0
+    """Burst credit: prefill time beyond the steady ratio that decoding streams put up with at once; refills as they decode."""
+    min_chunk_tokens: int = 32
+    """Prefill goes on with at least this many tokens a step: smaller chunks waste the matrix kernels."""
+    share_tokens: int = 64
+    """A request waits for another that computes at least this many tokens of its own prefix."""
+    ageing_tokens_per_ms: float = 8.0
+    """A request that has waited a millisecond longer may be this much longer and still go first (within one client)."""
+    priority_tokens: int = 100_000
+    """How many tokens of head start one level of priority gives."""
+    oldest_every: int = 16
+    """Every so many admissions the oldest waiting request goes first, whatever its client has had: nobody starves."""
+    device_timeout_s: float = 120.0
+    """A step that takes longer has hung."""

@@ -1,0 +1,139 @@
+"""The engine process: joins device and channels, turns the loop, parks when there is nothing to do, ends when it should."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic_ns
+from types import FrameType
+
+from ..errors import PaddockError
+from ..memory.state import StateSizes
+from ..wire.channel import Channel
+from ..wire.port import EnginePort
+from .device import StepDevice
+from .intake import Intake
+from .loop import Engine, freeze
+from .policy import Policy
+
+OVERFLOW_RETRY_MS = 5
+COLLECT_EVERY = 1000
+"""Ended requests between two collections of garbage, which happen only while nothing runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the engine process needs to know: sizes of the device state, and the scheduler's constants."""
+
+    sizes: StateSizes
+    policy: Policy = field(default_factory=Policy)
+
+
+class Runner:
+    """Turns one engine until it is told to drain, all fronts have gone, or the device fails."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.intake = Intake(engine)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wake_fd, select.POLLIN)
+        self._collected_at = 0
+
+    def drain(self) -> None:
+        """Takes no new asks; `run` returns when the open ones have ended. Safe in a signal handler."""
+        self.intake.is_draining = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Lets go of every front."""
+        for port in self.engine.ports:
+            port.close()
+        os.close(self._wake_fd)
+
+    def turn(self) -> bool:
+        """One round: read, publish, take in, decide, launch. True when something moved or is in flight."""
+        engine = self.engine
+        has_read = engine.read_results()
+        if has_read:
+            engine.publish()
+        self.intake.read()
+        has_launched = engine.launch()
+        engine.publish()
+        return has_read or has_launched
+
+    def run(self) -> None:
+        """Returns when drained or when no front is left. Raises: PaddockError (every request has been told)."""
+        engine, intake = self.engine, self.intake
+        try:
+            while True:
+                if self.turn():
+                    continue
+                if engine.in_flight:
+                    engine.wait()
+                    continue
+                if not engine.n_open and (intake.is_draining or all(port.is_dead for port in engine.ports)):
+                    engine.publish()
+                    if not any(port.overflow_bytes for port in engine.ports):
+                        return
+                self._park()
+        except PaddockError:
+            engine.fail()
+            raise
+
+    def _park(self) -> None:
+        """Sleeps until a front writes, dies, or a deadline passes."""
+        engine = self.engine
+        ports = [port for port in engine.ports if not port.is_dead]
+        parked = []
+        for port in ports:
+            if not port.reader.park():
+                break
+            parked.append(port)
+        else:
+            if engine.counters.n_ended - self._collected_at >= COLLECT_EVERY:
+                self._collected_at = engine.counters.n_ended
+                gc.collect()
+            fds = [fd for port in ports for fd in (port.reader.event_fd, port.life_fd)]
+            for fd in fds:
+                self._poll.register(fd, select.POLLIN)
+            self._poll.poll(self._timeout_ms(ports))
+            for fd in fds:
+                self._poll.unregister(fd)
+            try:
+                os.eventfd_read(self._wake_fd)
+            except BlockingIOError:
+                pass
+        for port in parked:
+            port.reader.unpark()
+        self.intake.check_fronts()
+
+    def _timeout_ms(self, ports: Sequence[EnginePort]) -> int | None:
+        if any(port.overflow_bytes for port in ports):
+            return OVERFLOW_RETRY_MS
+        due_ns = self.engine.scheduler.queue.next_deadline_ns
+        return None if due_ns is None else max(0, (due_ns - monotonic_ns()) // 1_000_000 + 1)
+
+
+def engine_main(config: EngineConfig, device: StepDevice, channels: Sequence[Channel]) -> None:
+    """Serves these channels with this device until drained or left alone. The device stays open.
+
+    SIGTERM drains; SIGINT is the parent's business. Raises: PaddockError when the device fails.
+    """
+    ports = [EnginePort(channel) for channel in channels]
+    runner = Runner(Engine(config.sizes, device, ports, config.policy))
+
+    def drain(signum: int, frame: FrameType | None) -> None:
+        runner.drain()
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, drain)
+    freeze()
+    try:
+        runner.run()
+    finally:
+        runner.close()

@@ -1,0 +1,209 @@
+"""The waiting requests: bounded, fair between clients, shortest first with ageing within a client.
+
+Each client has a counter of tokens served to it; the client with the lowest goes next. A client that comes (back) starts at no
+less than the lowest counter of those at work, so that nobody saves up.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+from .policy import Policy
+from .request import Request
+
+MIN_RETRY_MS, MAX_RETRY_MS = 100, 60_000
+KEPT_CLIENTS = 1024
+
+
+class Client:
+    """One client's counter and waiting requests. n_open: waiting and running."""
+
+    __slots__ = ("heap", "n_open", "n_waiting", "served_tokens")
+
+    def __init__(self) -> None:
+        self.served_tokens = 0
+        self.heap: list[tuple[float, int, Request]] = []
+        self.n_waiting = 0
+        self.n_open = 0
+
+
+class WaitQueue:
+    """Who waits and who is next. Knows no pages and no clock."""
+
+    __slots__ = (
+        "_admit_us",
+        "_arrivals",
+        "_deadlines",
+        "_last_admit_ns",
+        "_n_admitted",
+        "_n_open",
+        "_n_pushed",
+        "_policy",
+        "_reached",
+        "clients",
+        "n",
+    )
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.clients: dict[int, Client] = {}
+        self.n = 0
+        """Requests that wait here."""
+        self._arrivals: deque[Request] = deque()
+        self._deadlines: list[tuple[int, int, Request]] = []
+        self._n_pushed = self._n_admitted = 0
+        self._n_open = 0
+        self._reached = 0
+        """The counter of the last client that was at work, for when nobody is."""
+        self._admit_us = 1000.0
+        self._last_admit_ns = 0
+
+    # ---- coming ----
+
+    def open(self, client: int) -> None:
+        """A request of this client has come; `close` is called when it has ended."""
+        entry = self.clients.get(client)
+        if entry is None:
+            if len(self.clients) >= KEPT_CLIENTS:
+                self._forget_idle()
+            entry = self.clients[client] = Client()
+        if not entry.n_open:
+            lowest = min((c.served_tokens for c in self.clients.values() if c.n_open), default=self._reached)
+            entry.served_tokens = max(entry.served_tokens, lowest)
+        entry.n_open += 1
+        self._n_open += 1
+
+    def close(self, client: int) -> None:
+        """One of its requests has ended."""
+        entry = self.clients[client]
+        entry.n_open -= 1
+        self._n_open -= 1
+        if not self._n_open:
+            self._reached = max(self._reached, entry.served_tokens)
+
+    def push(self, request: Request, cached_tokens: int) -> Request | None:
+        """Takes a request in. Returns the one that must be refused instead, if the queue is full: perhaps this one.
+
+        `open` was called for its client. The refused one is no longer in the queue, its client not yet closed.
+        """
+        policy = self._policy
+        request.key = (
+            request.n_tokens
+            - cached_tokens
+            + request.arrival_ns / 1e6 * policy.ageing_tokens_per_ms
+            - request.priority * policy.priority_tokens
+        )
+        client = self.clients[request.client]
+        loser = None
+        if self.n >= policy.max_queue:
+            heaviest = max(self.clients.values(), key=lambda c: c.n_waiting)
+            if heaviest.n_waiting <= client.n_waiting + 1:
+                return request
+            loser = max((entry for entry in heaviest.heap if entry[2].is_queued), key=lambda e: e[:2])[2]
+            self.drop(loser)
+        self._arrivals.append(request)
+        self._enter(request)
+        return loser
+
+    def put_back(self, request: Request) -> None:
+        """A request that was dropped, but neither started nor ended, waits again at its old place."""
+        self._arrivals.appendleft(request)
+        self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        client = self.clients[request.client]
+        self._n_pushed += 1
+        heapq.heappush(client.heap, (request.key, self._n_pushed, request))
+        client.n_waiting += 1
+        self.n += 1
+        request.is_queued = True
+        if request.deadline_ns:
+            heapq.heappush(self._deadlines, (request.deadline_ns, self._n_pushed, request))
+
+    # ---- going ----
+
+    def head(self) -> Request | None:
+        """Who is next; stays in the queue until `take`."""
+        if not self.n:
+            return None
+        if self._n_admitted % self._policy.oldest_every == self._policy.oldest_every - 1:
+            arrivals = self._arrivals
+            while not arrivals[0].is_queued:
+                arrivals.popleft()
+            return arrivals[0]
+        best: Request | None = None
+        best_rank = 0
+        bonus = self._policy.priority_tokens
+        for client in self.clients.values():
+            if client.n_waiting:
+                heap = client.heap
+                while not heap[0][2].is_queued:
+                    heapq.heappop(heap)
+                request = heap[0][2]
+                rank = client.served_tokens - request.priority * bonus
+                if best is None or rank < best_rank or (rank == best_rank and request.key < best.key):
+                    best, best_rank = request, rank
+        return best
+
+    def take(self, request: Request, now_ns: int) -> None:
+        """The request leaves to be admitted."""
+        self.drop(request)
+        self._n_admitted += 1
+        if self._last_admit_ns and self.n:
+            self._admit_us += 0.1 * ((now_ns - self._last_admit_ns) / 1000 - self._admit_us)
+        self._last_admit_ns = now_ns
+
+    def drop(self, request: Request) -> None:
+        """The request leaves for whatever reason. Nothing happens when it is not in the queue."""
+        if request.is_queued:
+            request.is_queued = False
+            self.clients[request.client].n_waiting -= 1
+            self.n -= 1
+            if not self.n:
+                self._arrivals.clear()
+            elif len(self._arrivals) > 64 + 4 * self.n:
+                self._arrivals = deque(r for r in self._arrivals if r.is_queued)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When `overdue` has to be asked next."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def overdue(self, now_ns: int) -> Request | None:
+        """A waiting request whose deadline has passed."""
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now_ns or not deadlines[0][2].is_queued):
+            request = heapq.heappop(deadlines)[2]
+            if request.is_queued:
+                return request
+        return None
+
+    # ---- fairness ----
+
+    def rank(self, request: Request) -> int:
+        """Tokens its client has had, less the head start of its priority: the lowest goes first."""
+        rank: int = self.clients[request.client].served_tokens - request.priority * self._policy.priority_tokens
+        return rank
+
+    def charge(self, client: int, n_tokens: int) -> None:
+        """The client has been served n_tokens."""
+        self.clients[client].served_tokens += n_tokens
+
+    @property
+    def is_contested(self) -> bool:
+        """More than one client has something open."""
+        n = self._n_open
+        return any(client.n_open and client.n_open != n for client in self.clients.values())
+
+    def retry_after_ms(self) -> int:
+        """When a place is likely to be free again: the waiting ones times the time between admissions."""
+        return int(min(MAX_RETRY_MS, max(MIN_RETRY_MS, (self.n + 1) * self._admit_us / 1000)))
+
+    def waiting(self) -> list[Request]:
+        """Every request in the queue, oldest first."""
+        return [r for r in dict.fromkeys(self._arrivals) if r.is_queued]
+
+    def _forget_idle(self) -> None:
+        for key in [k for k, c in self.clients.items() if not c.n_open and c.served_tokens <= self._reached]:
+            del self.clients[key]

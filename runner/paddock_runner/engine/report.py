@@ -1,0 +1,75 @@
+"""The engine's state as a plain dictionary: for /metrics, /v1/paddock/state, and tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .request import Phase
+
+if TYPE_CHECKING:
+    from .loop import Engine
+
+
+def report(engine: Engine) -> dict[str, Any]:
+    """Counters (totals since the start), gauges, pages, the fitted cost model, and one entry per running request.
+
+    Page counts leave out the scratch page. Times in microseconds.
+    """
+    ledger, slots, scheduler, counters = engine.ledger, engine.slots, engine.scheduler, engine.counters
+    pool, tree = ledger.pool, ledger.tree
+    running = [r for r in slots.request_of if r is not None and r.phase != Phase.ENDED]
+    return {
+        "counters": {
+            "requests": counters.requests,
+            "prompt_tokens": counters.prompt_tokens,
+            "cached_tokens": counters.cached_tokens,
+            "prefill_tokens": counters.prefill_tokens,
+            "output_tokens": counters.output_tokens,
+            "preempted": counters.preempted,
+            "steps": engine.launched_seq,
+            "evicted_pages": tree.n_evicted,
+            "ended": {reason.name.lower(): n for reason, n in counters.ended.items()},
+            "refused": {code.name.lower(): n for code, n in counters.refused.items()},
+        },
+        "queue": {
+            "waiting": scheduler.n_waiting,
+            "preempted": len(scheduler.preempted),
+            "limit": engine.policy.max_queue,
+            "clients": sum(c.n_open > 0 for c in scheduler.queue.clients.values()),
+        },
+        "slots": {
+            "all": engine.sizes.n_slots,
+            "free": slots.n_free,
+            "prefill": sum(r.phase == Phase.PREFILL for r in running),
+            "decode": sum(r.phase == Phase.DECODE for r in running),
+        },
+        "pages": {
+            "all": pool.n_usable,
+            "attached": pool.n_attached - 1,
+            "free": pool.n_free,
+            "prefix": tree.n_pages,
+            "evictable": tree.n_evictable,
+            "tokens": engine.sizes.page_tokens,
+        },
+        "prefix_nodes": tree.n_nodes,
+        "in_flight": len(engine.in_flight),
+        "run_ahead": engine.run_ahead,
+        "cost_us": dict(
+            zip(("step", "decode_rows_16", "prefill_256", "context_2048_256"), scheduler.cost.terms, strict=True)
+        ),
+        "running": [
+            {
+                "slot": r.slot,
+                "phase": r.phase.name.lower(),
+                "prompt_tokens": r.prompt_tokens,
+                "cached_tokens": r.cached_tokens,
+                "done_tokens": r.done_tokens,
+                "output_tokens": max(0, int(slots.read_length[r.slot]) - r.prompt_tokens),
+                "max_tokens": r.max_length - r.prompt_tokens,
+                "pages": len(r.holding.pages) if r.holding is not None else 0,
+                "preempted": r.n_preempted,
+                "priority": r.priority,
+            }
+            for r in running
+        ],
+    }

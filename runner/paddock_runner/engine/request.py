@@ -1,0 +1,140 @@
+"""A request as the engine knows it: its states, the legal moves between them, and its numbers."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from ..cache.ledger import Holding
+from ..errors import PaddockError
+from ..wire.messages import SAMPLING, AskView
+
+
+class Phase(IntEnum):
+    """Where a request stands."""
+
+    WAITING = 0
+    PREFILL = 1
+    DECODE = 2
+    ENDED = 3
+
+
+LEGAL = frozenset(
+    {
+        (Phase.WAITING, Phase.PREFILL),
+        (Phase.WAITING, Phase.ENDED),
+        (Phase.PREFILL, Phase.DECODE),
+        (Phase.PREFILL, Phase.WAITING),
+        (Phase.PREFILL, Phase.ENDED),
+        (Phase.DECODE, Phase.WAITING),
+        (Phase.DECODE, Phase.ENDED),
+    }
+)
+"""Admission, end before start, last chunk launched, preemption, end, preemption, end."""
+
+
+class IllegalMove(PaddockError):
+    """The engine tried to move a request where it cannot go (facts: ask_id, state, wanted)."""
+
+    code = "illegal_move"
+
+
+class Request:
+    """One ask in the engine. Lengths in tokens, times in ns of the monotonic clock."""
+
+    __slots__ = (
+        "arrival_ns",
+        "ask_id",
+        "bias",
+        "cached_tokens",
+        "charged_tokens",
+        "client",
+        "deadline_ns",
+        "done_tokens",
+        "end_length",
+        "first_ns",
+        "holding",
+        "is_poisoned",
+        "is_queued",
+        "key",
+        "masks",
+        "max_length",
+        "n_bias",
+        "n_logprobs",
+        "n_preempted",
+        "n_tokens",
+        "order",
+        "phase",
+        "port",
+        "priority",
+        "prompt_tokens",
+        "queued_ns",
+        "received_ns",
+        "salt",
+        "sampling",
+        "slot",
+        "started_ns",
+        "tokens",
+        "use_mask",
+        "wait_for",
+        "wait_tokens",
+    )
+
+    def __init__(self, ask: AskView, port: int, arrival_ns: int, max_length: int, sampling: bytes) -> None:
+        self.port = port
+        self.ask_id = ask.ask_id
+        self.client = ask.client
+        self.salt = ask.salt
+        self.priority = ask.priority
+        self.deadline_ns = ask.deadline_ns
+        self.arrival_ns = arrival_ns
+        self.received_ns = ask.received_ns or arrival_ns
+        self.prompt_tokens = ask.prompt_tokens
+        self.max_length = max_length
+        self.sampling = sampling
+        self.bias = ask.bias
+        self.n_bias = ask.n_bias
+        self.tokens = ask.prompt
+        """What prefill has to compute: the prompt, after a preemption also the answer so far. int32."""
+        self.n_tokens = ask.prompt_tokens
+        fields = SAMPLING.unpack(sampling)
+        self.n_logprobs: int = fields[12]
+        self.use_mask = bool(fields[14])
+        self.masks: dict[int, bytes] = {}
+        """Masks that have come, by output index."""
+        self.phase = Phase.WAITING
+        self.slot = -1
+        self.holding: Holding | None = None
+        self.done_tokens = 0
+        """Tokens whose prefill has been launched or was cached."""
+        self.cached_tokens = 0
+        self.charged_tokens = 0
+        """Length up to which the client has been charged."""
+        self.end_length = -1
+        """Tokens in the slot when the device ended it, -1 while it has not."""
+        self.is_poisoned = False
+        """Its logits held a NaN: what it computed is not kept."""
+        self.key = 0.0
+        self.is_queued = False
+        self.order = 0
+        """Number of its (first) admission: larger is newer."""
+        self.wait_for: Request | None = None
+        self.wait_tokens = 0
+        self.n_preempted = 0
+        self.queued_ns = self.started_ns = self.first_ns = 0
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens of prefill not yet launched."""
+        remaining: int = self.n_tokens - self.done_tokens
+        return remaining
+
+    def move(self, phase: Phase) -> None:
+        """Raises: IllegalMove."""
+        if (self.phase, phase) not in LEGAL:
+            raise IllegalMove(
+                f"request {self.ask_id} cannot go from {self.phase.name} to {phase.name}",
+                ask_id=self.ask_id,
+                state=self.phase.name,
+                wanted=phase.name,
+            )
+        self.phase = phase

@@ -1,0 +1,297 @@
+"""What runs next: which requests start, which prefill goes on and how far, who has to make room.
+
+A function of queue, pages, slots and the time budget; it reads no clock, talks to no device and sends nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ..cache.ledger import Ledger
+from .cost import CostModel
+from .policy import Policy
+from .queue import WaitQueue
+from .request import Phase, Request
+from .slots import Chunk, SlotTable
+
+
+class Scheduler:
+    """Decides one step at a time. `on_start` hears of every request that gets a slot, before its first chunk."""
+
+    __slots__ = (
+        "_credit_ns", "_credit_us", "_is_stuck", "_ledger", "_n_started", "_policy", "_slots", "cost", "held", "on_start", "preempted",
+        "prefilling", "queue",
+    )  # fmt: skip
+
+    def __init__(
+        self, policy: Policy, ledger: Ledger, slots: SlotTable, on_start: Callable[[Request, int], None]
+    ) -> None:
+        self._policy = policy
+        self._ledger = ledger
+        self._slots = slots
+        self.on_start = on_start
+        self.queue = WaitQueue(policy)
+        self.cost = CostModel()
+        self.prefilling: list[Request] = []
+        self.held: list[Request] = []
+        """Taken from the queue, waiting until another has computed what they share."""
+        self.preempted: list[Request] = []
+        """Had to make room; start again before anyone new, oldest first."""
+        self._is_stuck = False
+        self._n_started = 0
+        self._credit_us = policy.burst_ms * 1000
+        self._credit_ns = 0
+
+    @property
+    def has_prefill(self) -> bool:
+        """There is something to start or to go on with."""
+        return bool(self.prefilling or self.queue.n or self.held or self.preempted)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests without a slot."""
+        return self.queue.n + len(self.held) + len(self.preempted)
+
+    def freed(self) -> None:
+        """Pages, slots or requests have come or gone: what did not fit may fit now."""
+        self._is_stuck = False
+
+    # ---- one step ----
+
+    def plan(self, n_rows: int, now_ns: int) -> list[Chunk]:
+        """Prefill chunks for a step that already has n_rows decode rows. Admits as it goes.
+
+        A request admitted here shares pages that an earlier chunk of the same step computes: the pack writes all KV of a layer
+        before it reads any.
+        """
+        if not self.prefilling and not self.held and (self._is_stuck or not self._slots.n_free):
+            return []
+        sizes = self._slots.sizes
+        tokens_left = sizes.max_step_tokens - n_rows
+        rows_left = sizes.max_step_rows - n_rows
+        us_left = self._budget_us(n_rows, now_ns)
+        us_all = us_left
+        self._wake_held()
+        if self.queue.is_contested:
+            self._charge_decoding()
+        chunks: list[Chunk] = []
+        skipped: set[int] = set()
+        while tokens_left > 0 and rows_left > 0:
+            if chunks and us_left != math.inf and self.cost.tokens_for(us_left, 0) < self._policy.min_chunk_tokens:
+                break
+            request = self._next(skipped, now_ns)
+            if request is None:
+                break
+            skipped.add(request.slot)
+            n = self._chunk_tokens(request, tokens_left, us_left)
+            if n <= 0:
+                continue
+            us_left -= self.cost.chunk_us(n, request.done_tokens)
+            tokens_left -= n
+            rows_left -= 1
+            chunks.append((request, n, self._advance(request, n)))
+        if us_all != math.inf:
+            self._credit_us -= max(0.0, us_all - us_left)
+        return chunks
+
+    def _chunk_tokens(self, request: Request, tokens_left: int, us_left: float) -> int:
+        """How far this prefill goes in this step; 0: it waits for a mask. Ends at page borders, except at the prompt's end."""
+        remaining = request.remaining_tokens
+        if request.use_mask and request.n_tokens - request.prompt_tokens not in request.masks:
+            remaining -= 1
+        n = min(remaining, tokens_left)
+        if us_left != math.inf:
+            affordable = self.cost.tokens_for(us_left, request.done_tokens)
+            n = min(n, max(affordable, self._policy.min_chunk_tokens))
+        if n < request.remaining_tokens:
+            page_tokens = self._slots.sizes.page_tokens
+            to_border = (request.done_tokens + n) // page_tokens * page_tokens - request.done_tokens
+            n = to_border if to_border > 0 else n
+        return n
+
+    def _advance(self, request: Request, n: int) -> bool:
+        """Books a chunk. True when it is the last, which draws a token."""
+        request.done_tokens += n
+        self._charge(request, request.done_tokens)
+        self._settle(request, request.done_tokens)
+        if request.done_tokens < request.n_tokens:
+            return False
+        self.prefilling.remove(request)
+        request.move(Phase.DECODE)
+        return True
+
+    def _settle(self, request: Request, n_tokens: int) -> None:
+        holding, page_bytes = request.holding, 4 * self._ledger.page_tokens
+        assert holding is not None
+        first, end = holding.n_settled * page_bytes, 4 * n_tokens // page_bytes * page_bytes
+        if end > first:
+            self._ledger.settle(holding, request.tokens[first:end])
+
+    # ---- who is next ----
+
+    def _next(self, skipped: set[int], now_ns: int) -> Request | None:
+        """The running prefill or new request that goes next in this step; a new one is started."""
+        best = None
+        for request in self.prefilling:
+            if request.slot not in skipped and (best is None or self._order(request) < self._order(best)):
+                best = request
+        while not self._is_stuck and self._slots.n_free:
+            if self.preempted:
+                request = self.preempted[0]
+                if not self._start(request, now_ns):
+                    break
+                self.preempted.pop(0)
+                return request
+            head = self.queue.head()
+            if head is None or (best is not None and self._order(best) <= self._order(head)):
+                break
+            if self._must_hold(head):
+                self.queue.drop(head)
+                self.held.append(head)
+                continue
+            if not self._start(head, now_ns):
+                break
+            self.queue.take(head, now_ns)
+            return head
+        return best
+
+    def _order(self, request: Request) -> tuple[int, float]:
+        age = request.arrival_ns / 1e6 * self._policy.ageing_tokens_per_ms
+        key = request.key if request.phase == Phase.WAITING else request.remaining_tokens + age
+        return self.queue.rank(request), key
+
+    def _start(self, request: Request, now_ns: int) -> bool:
+        """Gives the request pages and a slot, if they are there."""
+        n_active = self._slots.sizes.n_slots - self._slots.n_free
+        n_pages = self._ledger.pages_for(request.n_tokens)
+        holding = None
+        if self._slots.has_room(request, n_pages):
+            holding = self._ledger.open(request.tokens, request.salt, n_active)
+        if holding is None:
+            self._is_stuck = True
+            return False
+        request.holding = holding
+        request.done_tokens = holding.n_settled * self._ledger.page_tokens
+        self._slots.take(request)
+        request.move(Phase.PREFILL)
+        if not request.order:
+            self._n_started += 1
+            request.order = self._n_started
+            request.cached_tokens = request.charged_tokens = request.done_tokens
+        self.prefilling.append(request)
+        self.on_start(request, now_ns)
+        self._slots.start(request)
+        return True
+
+    # ---- shared, not yet computed prefixes ----
+
+    def _must_hold(self, request: Request) -> bool:
+        """Another prefill is about to compute a good part of what this one needs: it waits for that."""
+        if not self.prefilling:
+            return False
+        page_tokens = self._ledger.page_tokens
+        step = 4 * page_tokens
+        known = self._ledger.cached(request.tokens, request.salt) // page_tokens
+        last = (request.n_tokens - 1) // page_tokens
+        for other in self.prefilling:
+            end = min(last, other.n_tokens // page_tokens)
+            if other.salt != request.salt or (end - known) * page_tokens < self._policy.share_tokens:
+                continue
+            n = known
+            while n < end and other.tokens[n * step : (n + 1) * step] == request.tokens[n * step : (n + 1) * step]:
+                n += 1
+            if (n - known) * page_tokens >= self._policy.share_tokens and other.tokens.startswith(
+                request.tokens[: known * step]
+            ):
+                request.wait_for, request.wait_tokens = other, n * page_tokens
+                return True
+        return False
+
+    def _wake_held(self) -> None:
+        """Those whose shared prefix is there (or whose computer has left) go back to the queue, at their old place."""
+        if not self.held:
+            return
+        held = self.held
+        self.held = []
+        for request in held:
+            other = request.wait_for
+            if other is not None and other.phase == Phase.PREFILL and other.done_tokens < request.wait_tokens:
+                self.held.append(request)
+            else:
+                request.wait_for = None
+                self.queue.put_back(request)
+                self._is_stuck = False
+
+    # ---- time ----
+
+    def _budget_us(self, n_rows: int, now_ns: int) -> float:
+        """Time that prefill may add to this step: all of it when nobody decodes."""
+        policy = self._policy
+        if not n_rows:
+            return math.inf
+        base = self.cost.decode_us(n_rows)
+        steady = policy.steady_ratio - 1
+        elapsed_us = min(now_ns - self._credit_ns, 1_000_000_000) / 1000
+        self._credit_ns = now_ns
+        self._credit_us = min(policy.burst_ms * 1000, self._credit_us + elapsed_us * steady / policy.steady_ratio)
+        ratio = min(policy.burst_ratio, max(policy.steady_ratio, 1 + (self.n_waiting + len(self.prefilling)) / n_rows))
+        if self._credit_us > 0:
+            ratio = policy.burst_ratio
+        return base * (ratio - 1)
+
+    def _charge_decoding(self) -> None:
+        """Charges clients for the answers that grew since the last look."""
+        slots = self._slots
+        for request in slots.request_of:
+            if request is not None and request.phase == Phase.DECODE:
+                self._charge(request, slots.launched(request.slot))
+
+    def _charge(self, request: Request, n_tokens: int) -> None:
+        """What a preemption makes necessary again is free."""
+        if n_tokens > request.charged_tokens:
+            self.queue.charge(request.client, n_tokens - request.charged_tokens)
+            request.charged_tokens = n_tokens
+
+    # ---- making room ----
+
+    def victim(self) -> Request | None:
+        """The newest of the running requests, if there is more than one: the oldest always gets on."""
+        running = [r for r in self._slots.request_of if r is not None and r.phase in (Phase.PREFILL, Phase.DECODE)]
+        if len(running) < 2:
+            return None
+        return max(running, key=lambda r: r.order)
+
+    def preempt(self, request: Request) -> None:
+        """Takes slot and pages from a running request; what it computed stays known as long as nobody needs the room.
+
+        The caller has made sure that no step is in flight.
+        """
+        slots, slot, holding = self._slots, request.slot, request.holding
+        assert holding is not None
+        if request.phase == Phase.DECODE:
+            n = slots.launched(slot)
+            request.tokens = slots.history[slot, : n + 1].tobytes()
+            request.n_tokens = n + 1
+            self._settle(request, n)
+        else:
+            self.prefilling.remove(request)
+        slots.leave(slot)
+        slots.give(slot)
+        self._ledger.close(holding)
+        request.holding = None
+        request.slot = -1
+        request.done_tokens = 0
+        request.n_preempted += 1
+        request.move(Phase.WAITING)
+        self.preempted.append(request)
+        self.preempted.sort(key=lambda r: r.order)
+        self.freed()
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out of every list here. Its slot and pages are the caller's business."""
+        self.queue.drop(request)
+        for group in (self.held, self.preempted, self.prefilling):
+            if request in group:
+                group.remove(request)
+        self.freed()

@@ -1,0 +1,167 @@
+"""A device that computes nothing but hashes, and catches every mistake: wrong page, wrong order, wrong length.
+
+The KV of position p is a hash of the KV of position p - 1 (read through the page table) and of token p, so a page that is shared,
+freed or written wrongly changes every later token. The next token is a hash of the last KV, seed and position.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from dataclasses import dataclass
+from struct import Struct
+
+from paddock_runner.errors import PackError
+from paddock_runner.memory.state import StateSizes
+from paddock_runner.pack import abi
+from paddock_runner.wire.messages import SAMPLING
+
+HEAD, NEW, ROW, WRITE, TEXT, MASK, RESULT = (Struct(f) for f in ("<Qiiiiiiii", "<iiii", "<iiii", "<iiii", "<iiii", "<ii", "<iiiifi"))
+M = (1 << 61) - 1
+
+
+@dataclass(frozen=True)
+class Facts:
+    run_ahead: int
+
+
+def mix(a: int, b: int) -> int:
+    return (a * 1_000_003 + b * 7_919 + 12_345) * 2_654_435_761 % M
+
+
+def draw(kv: int, seed: int, position: int, n_vocab: int, banned: set[int] = frozenset(), mask: int | None = None) -> int:  # type: ignore[assignment]
+    token = mix(mix(kv, seed), position) % n_vocab
+    while token in banned or (mask is not None and not mask >> token & 1):
+        token = (token + 1) % n_vocab
+    return token
+
+
+def alone(prompt: list[int], max_tokens: int, n_vocab: int, ctx: int, seed: int = 0, stop: tuple[int, ...] = (), min_tokens: int = 0, masks: list[int] | None = None) -> list[int]:
+    """What this ask answers when nobody else is there."""
+    tokens, out, kv = list(prompt), [], 0
+    for token in tokens:
+        kv = mix(kv, token)
+    limit = min(ctx, len(prompt) + max_tokens) if max_tokens else ctx
+    while True:
+        banned = set(stop) if len(tokens) + 1 <= len(prompt) + min_tokens else set()
+        token = draw(kv, seed, len(tokens), n_vocab, banned, masks[len(out)] if masks else None)
+        tokens.append(token)
+        out.append(token)
+        if token in stop or len(tokens) >= limit:
+            return out
+        kv = mix(kv, token)
+
+
+class FakeDevice:
+    """run_ahead 0: `step` runs the step. Otherwise steps run when waited for, or by chance: the engine never knows."""
+
+    def __init__(self, sizes: StateSizes, run_ahead: int = 0, seed: int = 0, n_attached: int = 0, nan_token: int = -1) -> None:
+        self.sizes, self.facts, self.rng, self.nan_token = sizes, Facts(run_ahead), random.Random(seed), nan_token
+        n = sizes.n_slots
+        self.tokens = [[-1] * (sizes.max_ctx_tokens + 1) for _ in range(n)]
+        self.length, self.alive = [0] * n, [False] * n
+        self.table = [[0] * sizes.slot_pages for _ in range(n)]
+        self.sampling: list[tuple] = [()] * n
+        self.mask: list[int] = [0] * n
+        self.kv: dict[tuple[int, int], int] = {}
+        self.results = memoryview(bytearray(24 * sizes.n_results * sizes.max_step_rows))
+        self.top = memoryview(bytearray(8 * sizes.n_results * sizes.max_step_rows * max(1, sizes.max_top)))
+        self._done = bytearray(8)
+        self.done = memoryview(self._done).cast("Q")
+        self.pending: list[bytes] = []
+        self.last_seq = 0
+        self.n_attached = n_attached or sizes.n_pages
+        self.fails_at = 0
+        self.log: list[tuple[int, int, int, int]] = []
+        """(seq, T, R, dead rows) of every step."""
+        self.rows: list[list[tuple[int, int, int]]] = []
+
+    def grow_pages(self, n_pages: int) -> int:
+        self.n_attached = min(self.sizes.n_pages, max(self.n_attached, n_pages))
+        return self.n_attached
+
+    def step(self, input_address: int) -> None:
+        head = HEAD.unpack(ctypes.string_at(input_address, HEAD.size))
+        seq, _, n_rows, _, n_new, n_pages, n_texts, n_masks, n_payload = head
+        if self.fails_at and seq >= self.fails_at:
+            raise PackError("the device has failed")
+        assert seq == self.last_seq + 1, "steps are numbered without gaps"
+        self.last_seq = seq
+        n_bytes = HEAD.size + 152 * n_new + 16 * (n_rows + n_pages + n_texts) + 8 * n_masks + 4 * n_payload
+        self.pending.append(ctypes.string_at(input_address, n_bytes))
+        assert len(self.pending) <= self.facts.run_ahead + 1
+        if not self.facts.run_ahead:
+            self.run_one()
+        else:
+            while self.pending and self.rng.random() < 0.4:
+                self.run_one()
+
+    def wait(self, seq: int, timeout_us: int) -> bool:
+        while self.done[0] < seq:
+            self.run_one()
+        return True
+
+    def run_one(self) -> None:
+        data = self.pending.pop(0)
+        seq, n_tokens, n_rows, n_samples, n_new, n_pages, n_texts, n_masks, n_payload = HEAD.unpack_from(data)
+        at = HEAD.size
+        new = [(NEW.unpack_from(data, at + 152 * i), SAMPLING.unpack_from(data, at + 152 * i + 16)) for i in range(n_new)]
+        at += 152 * n_new
+        parts = []
+        for layout, n in ((ROW, n_rows), (WRITE, n_pages), (TEXT, n_texts), (MASK, n_masks)):
+            parts.append(list(layout.iter_unpack(data[at : at + layout.size * n])))
+            at += layout.size * n
+        rows, writes, texts, masks = parts
+        payload = memoryview(data)[at:].cast("i")
+        assert len(payload) == n_payload
+        assert n_tokens == sum(r[1] for r in rows) <= self.sizes.max_step_tokens and n_rows <= self.sizes.max_step_rows
+        assert n_samples == sum(r[2] for r in rows) and len({r[0] for r in rows}) == n_rows, "a slot has one row"
+        for (slot, length, _, _), sampling in new:
+            self.alive[slot], self.length[slot], self.sampling[slot] = True, length, sampling
+        assert len({w[:2] for w in writes}) == len(writes), "two writes to one place of a page table"
+        for slot, index, page, _ in writes:
+            assert 0 < page < self.n_attached
+            self.table[slot][index] = page
+        for slot, position, n, offset in texts:
+            self.tokens[slot][position : position + n] = payload[offset : offset + n].tolist()
+        for slot, offset in masks:
+            words = payload[offset : offset + self.sizes.mask_words].tobytes()
+            self.mask[slot] = int.from_bytes(words, "little")
+        block = seq % self.sizes.n_results * self.sizes.max_step_rows
+        n_dead = 0
+        for i, (slot, n, flags, _) in enumerate(rows):
+            result = self.row(slot, n, flags)
+            n_dead += result[2] == abi.PK_ROW_DEAD
+            n_top = min(max(result[1] >= 0 and self.sampling[slot][12], 0), self.sizes.max_top)
+            RESULT.pack_into(self.results, (block + i) * 24, *result, -0.5, n_top)
+            for k in range(n_top):
+                ctypes_at = ((block + i) * self.sizes.max_top + k) * 8
+                self.top[ctypes_at : ctypes_at + 4] = ((result[1] + k) % self.sizes.n_vocab).to_bytes(4, "little")
+        self.rows.append([r[:3] for r in rows])
+        self.log.append((seq, n_tokens, n_rows, n_dead))
+        self.done[0] = seq
+
+    def row(self, slot: int, n: int, flags: int) -> tuple[int, int, int, int]:
+        if not self.alive[slot]:
+            return slot, -1, abi.PK_ROW_DEAD, self.length[slot]
+        first, tokens, table, size = self.length[slot], self.tokens[slot], self.table[slot], self.sizes.page_tokens
+        prompt_length, min_length, max_length, _, _, use_mask, n_stop = self.sampling[slot][9:16]
+        kv = self.kv[table[(first - 1) // size], (first - 1) % size] if first else 0
+        for p in range(first, first + n):
+            assert table[p // size] != 0 and tokens[p] >= 0
+            kv = mix(kv, tokens[p])
+            self.kv[table[p // size], p % size] = kv
+        self.length[slot] = length = first + n
+        if not flags & abi.PK_ROW_SAMPLE:
+            return slot, -1, 0, length
+        if self.nan_token in tokens[:length]:
+            self.alive[slot] = False
+            return slot, -1, abi.PK_ROW_NAN, length
+        stop = set(self.sampling[slot][16 : 16 + n_stop])
+        token = draw(kv, self.sampling[slot][8], length, self.sizes.n_vocab, stop if length + 1 <= min_length else set(), self.mask[slot] if use_mask else None)
+        tokens[length] = token
+        assert length + 1 <= max_length
+        out = (abi.PK_ROW_STOP if token in stop else 0) | (abi.PK_ROW_LENGTH if length + 1 >= max_length else 0)
+        if out:
+            self.alive[slot] = False
+        return slot, token, out, length + 1

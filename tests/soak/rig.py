@@ -1,0 +1,130 @@
+"""A front, a channel, an engine and a fake device in one process, turned by hand."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paddock_runner.engine.loop import Engine
+from paddock_runner.engine.policy import Policy
+from paddock_runner.engine.process import Runner
+from paddock_runner.memory.state import StateSizes
+from paddock_runner.wire.channel import Channel
+from paddock_runner.wire.messages import Ask, Done, Reason, Refused, Started, State, StepResult
+from paddock_runner.wire.port import EnginePort, FrontPort
+from soak.fake_device import FakeDevice
+
+SIZES = StateSizes(n_slots=4, max_ctx_tokens=64, page_tokens=4, n_pages=65, n_vocab=1000, max_step_tokens=32, max_step_rows=8, max_bias=4, max_top=3, n_results=6)
+
+
+@dataclass
+class Answer:
+    """What a client saw of one ask."""
+
+    ask: Ask
+    tokens: list[int] = field(default_factory=list)
+    flags: list[int] = field(default_factory=list)
+    tops: list[tuple] = field(default_factory=list)
+    started: Started | None = None
+    end: Done | Refused | None = None
+
+    @property
+    def done(self) -> Done:
+        assert isinstance(self.end, Done), self.end
+        return self.end
+
+    @property
+    def refused(self) -> Refused:
+        assert isinstance(self.end, Refused), self.end
+        return self.end
+
+
+class Rig:
+    def __init__(self, sizes: StateSizes = SIZES, run_ahead: int = 0, policy: Policy | None = None, seed: int = 0, n_fronts: int = 1, device: FakeDevice | None = None) -> None:
+        self.device = device or FakeDevice(sizes, run_ahead, seed)
+        self.sizes = sizes
+        self.channels = [Channel.create(1 << 20, 1 << 20) for _ in range(n_fronts)]
+        self.fronts = [FrontPort(c, True) for c in self.channels]
+        self.engine = Engine(sizes, self.device, [EnginePort(c, True) for c in self.channels], policy)
+        self.runner = Runner(self.engine)
+        self.answers: dict[int, Answer] = {}
+        self.states: list[State] = []
+        self.order: list[int] = []
+        """Ask ids in the order in which they started."""
+        self._next_id = 0
+        self.on_token: Callable[[Answer], None] | None = None
+
+    def ask(self, prompt: list[int], max_tokens: int = 8, front: int = 0, **more: object) -> Answer:
+        self._next_id += 1
+        ask = Ask(self._next_id, array("i", prompt), max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+        answer = self.answers[ask.ask_id] = Answer(ask)
+        self.fronts[front].ask(ask)
+        return answer
+
+    def abort(self, answer: Answer, front: int = 0) -> None:
+        self.fronts[front].abort(answer.ask.ask_id)
+
+    def turn(self) -> bool:
+        """One round of the engine and of every front. False when nothing moved."""
+        moved = self.runner.turn()
+        if not moved and self.engine.in_flight:
+            self.engine.wait()
+            moved = True
+        for front in self.fronts:
+            if not front.is_dead:
+                self.listen(front)
+        return moved
+
+    def listen(self, front: FrontPort) -> None:
+        for event in front.poll():
+            if isinstance(event, StepResult):
+                for ask_id, token, flags, _, top in event.rows:
+                    answer = self.answers[ask_id]
+                    assert answer.end is None and answer.started is not None
+                    answer.tokens.append(token)
+                    answer.flags.append(flags)
+                    answer.tops.append(top)
+                    if self.on_token is not None:
+                        self.on_token(answer)
+            elif isinstance(event, State):
+                self.states.append(event)
+            elif isinstance(event, Started):
+                assert self.answers[event.ask_id].started is None
+                self.answers[event.ask_id].started = event
+                self.order.append(event.ask_id)
+            else:
+                assert self.answers[event.ask_id].end is None
+                self.answers[event.ask_id].end = event
+
+    def run(self, max_turns: int = 100_000, check: bool = True) -> None:
+        """Turns until everything asked has ended."""
+        for _ in range(max_turns):
+            moved = self.turn()
+            if check:
+                self.engine.check()
+            if not self.engine.n_open and not moved and not self.engine.in_flight and all(a.end for a in self.answers.values()):
+                return
+        raise AssertionError("it does not end")
+
+    def assert_empty(self) -> None:
+        """Slots and pages are all back, but for what the prefix tree knows and could forget."""
+        engine = self.engine
+        assert engine.slots.n_free == self.sizes.n_slots and not engine.retiring
+        tree, pool = engine.ledger.tree, engine.ledger.pool
+        assert tree.n_evictable == tree.n_pages and pool.n_free + tree.n_pages == pool.n_attached - 1
+        assert not engine.scheduler.has_prefill and not engine.masked and not engine.slots.decode
+        assert all(c.n_open == c.n_waiting == 0 for c in engine.scheduler.queue.clients.values())
+        engine.check()
+
+    def close(self) -> None:
+        for front in self.fronts:
+            if not front.is_dead:
+                front.close()
+        self.runner.close()
+        for channel in self.channels:
+            channel.close()
+
+
+def ended_well(answer: Answer) -> bool:
+    return isinstance(answer.end, Done) and answer.end.reason in (Reason.STOP, Reason.LENGTH)
