@@ -144,9 +144,22 @@ def unsupported(name: str, where: str = "") -> UnsupportedError:
     )
 
 
+_SCALE_RECORDS = {
+    "q8_0": (32, 32), "q4_0": (32, 32), "q4_1": (32, 64), "q5_0": (32, 32), "q5_1": (32, 64), "q2_k": (256, 320), "q3_k": (256, 288),
+    "q4_k": (256, 320), "q5_k": (256, 320), "q6_k": (256, 288), "iq4_nl": (32, 32), "iq4_xs": (256, 160), "mxfp4": (32, 16), "nvfp4": (32, 32),
+    "fp8_e4m3": (128, 64), "fp8_e5m2": (128, 64),
+}  # fmt: skip
+_CODE_BITS = {"q8_0": 8, "q4_0": 4, "q4_1": 4, "q5_0": 5, "q5_1": 5, "q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6}
+
+
 def packed_bytes(format: str, rows: int, cols: int) -> int:
     """Bytes that a weight [rows, cols] takes after the CPU pack's pk_repack. Raises: UnsupportedError.
 
-    Rows are padded to 16. The one place of this formula in Python; a test compares it with pk_packed_bytes.
+    Panels of 16 rows; columns rounded up to 32; a scale record of so many bytes per so many columns; panels of 64-byte multiples.
+    The one place of this formula in Python; a test compares it with pk_packed_bytes. Source: packs/cpu/src/format/layout.h.
     """
-    return -(-rows // 16) * 16 * by_name(format).row_bytes(cols)
+    known = by_name(format)
+    bits = _CODE_BITS.get(format, 4 if known.block_elements > 1 else 8 * known.block_bytes)
+    unit, record = _SCALE_RECORDS.get(format, (32, 0))
+    panel = -(-cols // 32) * 32 * 16 * bits // 8 + -(-cols // unit) * record
+    return -(-rows // 16) * (-(-panel // 64) * 64 + (64 if format == "nvfp4" else 0))
