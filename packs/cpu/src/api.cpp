@@ -159,10 +159,15 @@ Run run_of(pk_program *program, const Step *step, int64_t n_tokens, int64_t n_sa
             reinterpret_cast<uint8_t *>(program->state.workspace) + program->workspace.shared_at, nullptr};
 }
 
-bool has_op(const pk_program *program, int32_t op) {
-    for (int64_t i = 0; i < program->records.n(); ++i)
-        if (program->records[i].op == op) return true;
-    return false;
+// True when a run without step input must find rows in the state: some op reads them and no prepare builds them.
+bool finds_rows(const pk_program *program) {
+    bool reads = false;
+    for (int64_t i = 0; i < program->records.n(); ++i) {
+        int32_t op = program->records[i].op;
+        if (op == PK_OP_PREPARE) return false;
+        reads |= op == PK_OP_QKV || op == PK_OP_ATTENTION || op == PK_OP_GATHER || op == PK_OP_SAMPLE;
+    }
+    return reads;
 }
 
 // The rows that the state describes, for a run without prepare: checked, since nobody built them here.
@@ -391,7 +396,7 @@ int32_t pk_run(pk_program *program, int32_t n_tokens, int32_t n_samples, int32_t
         std::vector<float> times(us ? n * n_repeats : 0);
         for (int32_t i = 0; i < n_repeats; ++i) {
             Run run = run_of(program, nullptr, n_tokens, n_samples, 0);
-            if (!has_op(program, PK_OP_PREPARE) && s.row_start)
+            if (finds_rows(program))
                 if (int32_t status = count_rows(s, n_tokens, n_samples, &run.n_rows)) return status;
             if (int32_t status = walk(program, run, us ? times.data() + i * n : nullptr)) return status;
         }
