@@ -215,7 +215,7 @@ class Download:
         with self.web.get(url, headers) as response:
             self._check_range(response, url, start, length)
             try:
-                for chunk in response.iter_raw(CHUNK_BYTES):
+                for chunk in response.iter_raw():
                     piece = chunk[: length - got]
                     with disk_errors(self.part, length):
                         _write(self._fd, piece, start + got)
@@ -297,7 +297,7 @@ class Download:
             if response.status_code != 200:
                 raise self.web.status_error(response, self.remote.what)
             try:
-                for chunk in response.iter_bytes(CHUNK_BYTES):
+                for chunk in response.iter_bytes():
                     if got + len(chunk) > self.remote.size_bytes:
                         raise self._changed(f"it is longer than {self.remote.size_bytes} bytes")
                     with disk_errors(self.part, len(chunk)):
