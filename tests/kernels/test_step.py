@@ -1,0 +1,265 @@
+"""Whole steps: the input goes into the state, rows run, results come out; dead rows change nothing; bad inputs are refused.
+
+The model here is a table: the logits after token t are row t of an embedding table, so that the next token is known.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from harness import POISON
+from paddock_runner.errors import PackError
+from paddock_runner.memory.state import StateSizes
+from paddock_runner.pack import abi
+from paddock_runner.pack.program import Program
+from paddock_runner.pack.tensor import S, T, Tensor
+from test_sample import sampling
+
+V = 40
+RESULT = np.dtype([("slot", "i4"), ("token", "i4"), ("flags", "i4"), ("length", "i4"), ("logprob", "f4"), ("n_top", "i4")])
+
+
+@dataclass
+class Input:
+    """A step input in the making: Python lists, laid out by `block`."""
+
+    seq: int
+    rows: list[tuple[int, int, int]] = field(default_factory=list)
+    news: list[tuple[int, int, abi.pk_sampling, list[tuple[int, float]]]] = field(default_factory=list)
+    pages: list[tuple[int, int, int]] = field(default_factory=list)
+    texts: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    masks: list[tuple[int, list[int]]] = field(default_factory=list)
+    head: dict[str, int] = field(default_factory=dict)
+
+    def block(self) -> ctypes.Array:
+        """The bytes that pk_step reads."""
+        payload = b""
+        parts = []
+        for slot, length, p, bias in self.news:
+            p.n_bias = len(bias) if bias else p.n_bias
+            parts.append(struct.pack("<4i", slot, length, len(payload) // 4, 0) + bytes(p))
+            payload += b"".join(struct.pack("<if", *b) for b in bias)
+        parts += [struct.pack("<4i", slot, n, flags, 0) for slot, n, flags in self.rows]
+        parts += [struct.pack("<4i", *w, 0) for w in self.pages]
+        for slot, position, tokens in self.texts:
+            parts.append(struct.pack("<4i", slot, position, len(tokens), len(payload) // 4))
+            payload += struct.pack(f"<{len(tokens)}i", *tokens)
+        for slot, words in self.masks:
+            parts.append(struct.pack("<2i", slot, len(payload) // 4))
+            payload += struct.pack(f"<{len(words)}I", *words)
+        counts = {
+            "n_tokens": sum(n for _, n, _ in self.rows), "n_rows": len(self.rows), "n_samples": sum(f & 1 for _, _, f in self.rows),
+            "n_new": len(self.news), "n_pages": len(self.pages), "n_texts": len(self.texts), "n_masks": len(self.masks), "n_payload": len(payload) // 4,
+        }  # fmt: skip
+        raw = struct.pack("<Q8i", self.seq, *(counts | self.head).values()) + b"".join(parts) + payload
+        return (ctypes.c_uint64 * (-(-len(raw) // 8))).from_buffer_copy(raw.ljust(-(-len(raw) // 8) * 8, b"\0"))
+
+
+class Machine:
+    """The table model on a bench."""
+
+    def __init__(self, bench, table=None):
+        self.b = b = bench(sizes=StateSizes(4, 32, 8, 20, V, 16, 4, 4, 3, 3))
+        table = np.full((V, V), -3.0) if table is None else table
+        if table.max() == -3.0:
+            table[np.arange(V), (np.arange(V) + 1) % V] = 4.0
+        logits, hidden = b.output(4, V, S, 0, abi.PK_F32), b.output(16, V, T)
+        program = Program()
+        program.prepare()
+        program.embed(b.upload(table, abi.PK_F32), hidden)
+        gathered = b.output(4, V, S)
+        program.gather(hidden, gathered)
+        program.copy(gathered, logits)
+        program.sample(logits)
+        program.commit()
+        b.load(program, (16,))
+        b.device.fill(b.state.results, POISON, 3 * 4 * RESULT.itemsize)
+        self.seq = 0
+
+    def step(self, **fields):
+        """One step; returns its results."""
+        self.seq += 1
+        given = Input(self.seq, **fields)
+        block = given.block()
+        self.b.device.step(ctypes.addressof(block))
+        assert self.b.device.wait(self.seq, 10_000_000) and self.b.device.done[0] == self.seq
+        raw = bytes(self.b.device.results)
+        return np.frombuffer(raw, RESULT).reshape(3, 4)[self.seq % 3][: len(given.rows)]
+
+    def start(self, slot, prompt, flags=1, length=0, bias=(), **params):
+        """A new slot with its prompt and pages, run in one row."""
+        fields = {
+            "news": [(slot, length, sampling(**({"temperature": 0.0, "prompt_length": len(prompt)} | params)), list(bias))],
+            "texts": [(slot, 0, prompt)],
+            "pages": [(slot, i, 1 + slot * 4 + i) for i in range(4)],
+        }
+        return fields | {"rows": [(slot, len(prompt) - length, flags)]}
+
+
+def test_a_prompt_is_continued_token_by_token(bench):
+    m = Machine(bench)
+    assert m.step(**m.start(2, [5, 9, 11])).tolist() == [(2, 12, 0, 4, 0.0, 0)]
+    assert m.step(rows=[(2, 1, 1)]).tolist() == [(2, 13, 0, 5, 0.0, 0)]
+    assert m.step(rows=[(2, 1, 1)])["token"].tolist() == [14]
+    assert m.b.get("tokens", 6, at=2 * 33).tolist() == [5, 9, 11, 12, 13, 14]
+    assert m.b.get("length", 4).tolist() == [0, 0, 5, 0] and m.b.get("alive", 4).tolist() == [0, 0, 1, 0]
+
+
+def test_rows_and_tokens_are_laid_out_for_the_ops(bench):
+    m = Machine(bench)
+    a, c = m.start(0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], flags=0), m.start(3, [20, 21])
+    m.step(**{k: a[k] + c[k] for k in a})
+    assert m.b.get("row_start", 3).tolist() == [0, 10, 12] and m.b.get("row_slot", 2).tolist() == [0, 3]
+    assert m.b.get("row_position", 2).tolist() == [0, 0] and m.b.get("sample_row", 1).tolist() == [1]
+    assert m.b.get("token_id", 12).tolist() == [*range(1, 11), 20, 21]
+    assert m.b.get("token_position", 12).tolist() == [*range(10), 0, 1]
+    assert m.b.get("token_row", 12).tolist() == [0] * 10 + [1] * 2
+    assert m.b.get("token_page", 12).tolist() == [1] * 8 + [2] * 2 + [13] * 2
+
+
+def test_prompt_in_pieces_draws_only_at_its_end(bench):
+    m = Machine(bench)
+    assert m.step(**{**m.start(1, [4, 5, 6, 7, 8]), "rows": [(1, 2, 0)]}).tolist() == [(1, -1, 0, 2, 0.0, 0)]
+    assert m.step(rows=[(1, 2, 0)])["length"].tolist() == [4]
+    assert m.step(rows=[(1, 1, 1)]).tolist() == [(1, 9, 0, 6, 0.0, 0)]
+
+
+def test_slot_with_cached_tokens_starts_behind_them(bench):
+    m = Machine(bench)
+    assert m.step(**m.start(1, [4, 5, 6, 7, 8], length=3)).tolist() == [(1, 9, 0, 6, 0.0, 0)]
+    assert m.b.get("row_position", 1).tolist() == [3] and m.b.get("token_id", 2).tolist() == [7, 8]
+
+
+def test_stop_token_is_reported_and_kills_the_slot(bench):
+    m = Machine(bench)
+    assert m.step(**m.start(0, [9], stop=(30, 10))).tolist() == [(0, 10, abi.PK_ROW_STOP, 2, 0.0, 0)]
+    assert m.step(rows=[(0, 1, 1)]).tolist() == [(0, -1, abi.PK_ROW_DEAD, 1, 0.0, 0)]
+    assert m.b.get("length", 1).tolist() == [1] and m.b.get("tokens", 2).tolist() == [9, 10]
+
+
+def test_max_length_counts_the_new_token(bench):
+    m = Machine(bench)
+    assert m.step(**m.start(0, [9, 10], max_length=4))["flags"].tolist() == [0]
+    assert m.step(rows=[(0, 1, 1)]).tolist() == [(0, 12, abi.PK_ROW_LENGTH, 4, 0.0, 0)]
+    assert m.step(rows=[(0, 1, 1)])["flags"].tolist() == [abi.PK_ROW_DEAD]
+
+
+def test_stop_at_the_last_position_sets_both_flags(bench):
+    m = Machine(bench)
+    assert m.step(**m.start(0, [9, 10], max_length=3, stop=(11,)))["flags"].tolist() == [abi.PK_ROW_STOP | abi.PK_ROW_LENGTH]
+
+
+def test_full_context_kills_the_slot_whatever_max_length_says(bench):
+    m = Machine(bench)
+    m.step(**{**m.start(0, list(range(32))), "rows": [(0, 16, 0)]})
+    result = m.step(rows=[(0, 16, 1)])
+    assert result.tolist() == [(0, 32, abi.PK_ROW_LENGTH, 33, 0.0, 0)]
+
+
+def test_dead_rows_write_to_the_scratch_page_and_live_ones_go_on(bench):
+    m = Machine(bench)
+    a, c = m.start(0, [1, 2], stop=(3,)), m.start(1, [20])
+    m.step(**{k: a[k] + c[k] for k in a})
+    result = m.step(rows=[(0, 1, 1), (1, 1, 1), (3, 2, 1)])
+    assert result["flags"].tolist() == [abi.PK_ROW_DEAD, 0, abi.PK_ROW_DEAD] and result["token"].tolist() == [-1, 22, -1]
+    assert m.b.get("token_page", 4).tolist() == [0, 5, 0, 0]
+
+
+def test_slot_can_be_used_again(bench):
+    m = Machine(bench)
+    m.step(**m.start(0, [1, 2], stop=(3,)))
+    assert m.step(**m.start(0, [7])).tolist() == [(0, 8, 0, 2, 0.0, 0)]
+
+
+def test_bias_mask_and_nan_of_a_new_slot(bench):
+    table = np.full((V, V), -3.0)
+    table[np.arange(V), (np.arange(V) + 1) % V] = 4.0
+    table[33, 7] = np.nan
+    m = Machine(bench, table)
+    parts = [m.start(0, [1], bias=((17, 50.0),)), m.start(1, [1], use_mask=1), m.start(2, [33])]
+    fields = {k: sum((p[k] for p in parts), []) for k in parts[0]}
+    result = m.step(**fields, masks=[(1, [0x0F00, 0])])
+    assert result["token"].tolist() == [17, 8, -1] and result["flags"].tolist() == [0, 0, abi.PK_ROW_NAN]
+    assert m.b.get("alive", 3).tolist() == [1, 1, 0]
+
+
+def test_results_lie_in_a_ring_and_top_entries_with_their_row(bench):
+    m = Machine(bench)
+    a, c = m.start(0, [1]), m.start(1, [5], n_logprobs=2)
+    result = m.step(**{k: a[k] + c[k] for k in a})
+    assert result["n_top"].tolist() == [0, 2] and result["logprob"][1] < 0
+    top = np.frombuffer(bytes(m.b.device.top), [("token", "i4"), ("logprob", "f4")]).reshape(3, 4, 3)
+    assert top[1, 1]["token"][:2].tolist() == [6, 0]
+    np.testing.assert_allclose(top[1, 1]["logprob"][0], result["logprob"][1])
+    before = bytes(m.b.device.results)[RESULT.itemsize * 4 : RESULT.itemsize * 8]
+    m.step(rows=[(0, 1, 1)])
+    m.step(rows=[(0, 1, 1)])
+    assert bytes(m.b.device.results)[RESULT.itemsize * 4 : RESULT.itemsize * 8] == before
+
+
+BAD = {
+    "row 0 names slot 4 of 4": {"rows": [(4, 1, 1)]},
+    "row 0 names slot -1 of 4": {"rows": [(-1, 1, 1)]},
+    "row 0 has 0 tokens": {"rows": [(0, 0, 1)]},
+    "n_tokens is 17, it must be 0 to 16": {"rows": [(0, 17, 1)]},
+    "the rows have 1 tokens, n_tokens is 2": {"rows": [(0, 1, 1)], "head": {"n_tokens": 2}},
+    "1 rows are sampled, n_samples is 0": {"rows": [(0, 1, 1)], "head": {"n_samples": 0}},
+    "n_rows is 5, it must be 0 to 4": {"rows": [(0, 1, 0)] * 5},
+    "n_payload is -1": {"head": {"n_payload": -1}},
+    "new slot 0 names slot 9 of 4": {"news": [(9, 0, sampling(), [])]},
+    "new slot 0 has length 33 of at most 32": {"news": [(0, 33, sampling(), [])]},
+    "new slot 0 has 5 bias entries of at most 4": {"news": [(0, 0, sampling(n_bias=5), [])]},
+    "new slot 0's bias lies at payload 0, which has 0 words": {"news": [(0, 0, sampling(n_bias=1), [])]},
+    "new slot 0 biases token 40 of 40": {"news": [(0, 0, sampling(), [(40, 1.0)])]},
+    "new slot 0 wants 4 log-probabilities of at most 3": {"news": [(0, 0, sampling(n_logprobs=4), [])]},
+    "page write 0 has index 4 of 4": {"pages": [(0, 4, 1)]},
+    "page write 0 names page -1": {"pages": [(0, 0, -1)]},
+    "text 0 ends at position 34 of 33": {"texts": [(0, 30, [1, 2, 3, 4])]},
+    "text 0 ends at position 0 of 33": {"texts": [(0, -1, [1])]},
+    "mask 0 ends at payload 2 of 1": {"masks": [(0, [1])]},
+    "row 0 ends at position 33 of slot 0": {"news": [(0, 32, sampling(), [])], "rows": [(0, 1, 1)]},
+}
+
+
+@pytest.mark.parametrize("sentence", list(BAD), ids=str)
+def test_input_that_would_leave_the_state_is_refused(bench, sentence):
+    m = Machine(bench)
+    with pytest.raises(PackError, match=sentence):
+        m.step(**BAD[sentence])
+
+
+def test_counters_count_steps_and_nothing_is_allocated_in_them(bench):
+    m = Machine(bench)
+    m.step(**m.start(0, [1]))
+    before = m.b.device.counters()
+    for _ in range(5):
+        m.step(rows=[(0, 1, 1)])
+    after = m.b.device.counters()
+    assert after["n_steps"] == before["n_steps"] + 5
+    assert after["n_allocations"] == before["n_allocations"] and after["allocated_bytes"] == before["allocated_bytes"]
+
+
+def test_a_program_with_prepare_can_be_timed_without_input(bench):
+    m = Machine(bench)
+    m.step(**m.start(0, [1]))
+    us = m.b.device.run(8, 4, 3, is_timed=True)
+    assert len(us) == 6 and all(t >= 0 for t in us)
+    assert m.b.get("length", 4).tolist() == [1, 0, 0, 0] and m.step(rows=[(0, 1, 1)])["token"].tolist() == [3]
+
+
+def test_wait_gives_up_when_the_time_is_over(bench):
+    m = Machine(bench)
+    assert not m.b.device.wait(99, 1000)
+
+
+def test_workspace_that_is_too_small_is_refused_with_both_numbers(bench):
+    m = Machine(bench)
+    program = Program()
+    program.sample(Tensor(4096, S, V, abi.PK_F32))
+    n = m.b.device.workspace_bytes(program)
+    with pytest.raises(PackError, match=f"the workspace has {n - 1} bytes, this program needs {n}"):
+        m.b.device.load(program, [], (4096, n - 1))
