@@ -1,0 +1,90 @@
+"""Running commands as a user would: argv in; exit code, standard output and standard error out."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paddock_manager import cli
+from paddock_manager.fleet import spawn, state
+from paddock_manager.paths import places
+
+from tests.fakes.hub import FakeHub
+
+FAKE_RUNNER = Path(__file__).parent.parent / "fakes" / "runner.py"
+
+
+@dataclass
+class Outcome:
+    """What one command line did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Standard output as one JSON document."""
+        return json.loads(self.out)
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def paddock(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`paddock("ls", "--json")` in this process."""
+
+    def run(*words: str) -> Outcome:
+        capsys.readouterr()
+        code = cli.main(list(words))
+        got = capsys.readouterr()
+        return Outcome(code, got.out, got.err)
+
+    return run
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub of our own, which HF_ENDPOINT names."""
+    with FakeHub() as fake:
+        monkeypatch.setenv("HF_ENDPOINT", fake.url)
+        yield fake
+
+
+@pytest.fixture
+def fake_runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runners are the fake one; all are stopped at the end."""
+    monkeypatch.setattr(spawn, "RUNNER", (sys.executable, str(FAKE_RUNNER)))
+    home = places()
+    yield
+    for server in state.servers(home):
+        spawn.stop(home, server, 5.0)
+
+
+def tiny_gguf(arch: str = "llama", context: int = 128) -> bytes:
+    """A GGUF header with two tensors of f32 (256 bytes each), enough for every command but those that run a model."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    pairs = [text("general.architecture") + struct.pack("<I", 8) + text(arch)]
+    pairs.append(text(f"{arch}.context_length") + struct.pack("<II", 4, context))
+    pairs.append(text("tokenizer.chat_template") + struct.pack("<I", 8) + text("{{ messages }}"))
+    tensors = [text(name) + struct.pack("<IQQIQ", 2, 8, 8, 0, 256 * i) for i, name in enumerate(("token_embd.weight", "output.weight"))]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs)) + b"".join(pairs) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + bytes(range(256)) * 2
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    """A small checkpoint outside the store."""
+    path = tmp_path / "mine.Q4_0.gguf"
+    path.write_bytes(tiny_gguf())
+    return path

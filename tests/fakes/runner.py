@@ -1,0 +1,137 @@
+"""A runner without a model: takes the runner's flags, writes the state file, answers health, models and chat. Run as a script.
+
+It echoes the last message, word by word. Words in the model's file name make it misbehave:
+`dies` (exit 7 with a sentence), `crash` (SIGSEGV), `slowstart` (ready at the second health check), `breaks` (drops the stream).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+WITH_VALUE = {
+    "--model", "--name", "--kernel-pack", "--device", "--host", "--port", "--max-batch", "--max-ctx", "--kv-dtype", "--threads",
+    "--api-key-file", "--state-file",
+}  # fmt: skip
+
+
+def read_flags(words: list[str]) -> dict[str, str]:
+    """The flags by name; anything unknown ends the program as the real one would."""
+    found: dict[str, str] = {}
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        if word == "--no-auth":
+            found[word] = "yes"
+        elif word in WITH_VALUE:
+            found[word] = queue.pop(0)
+        else:
+            sys.exit(f"error: no option {word}")
+    return found
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The few endpoints that the manager uses."""
+
+    protocol_version = "HTTP/1.1"
+    flags: dict[str, str]
+    keys: list[str]
+    n_ready = 0
+
+    def log_message(self, form: str, *args: object) -> None:
+        """To the log, flushed."""
+        sys.stderr.write(form % args + "\n")
+        sys.stderr.flush()
+
+    def reply(self, status: int, body: object) -> None:
+        """A JSON answer."""
+        raw = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def do_GET(self) -> None:
+        """Health and models."""
+        if self.path == "/health/ready":
+            Handler.n_ready += 1
+            late = "slowstart" in self.flags["--model"] and Handler.n_ready < 2
+            self.reply(503 if late else 200, {"ready": not late})
+        elif self.path.startswith("/health"):
+            self.reply(200, {"live": True})
+        elif self.is_allowed():
+            self.reply(200, {"object": "list", "data": [{"id": self.flags["--name"]}]})
+
+    def is_allowed(self) -> bool:
+        """The key."""
+        if not self.keys or self.headers.get("Authorization", "") in [f"Bearer {k}" for k in self.keys]:
+            return True
+        self.reply(401, {"error": {"message": "no key, or a wrong one", "code": "invalid_api_key", "hint": "send the key"}})
+        return False
+
+    def do_POST(self) -> None:
+        """Chat: an echo."""
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self.is_allowed():
+            return
+        text = asked["messages"][-1]["content"]
+        if text == "too long":
+            self.reply(400, {"error": {"message": "the prompt has 9 tokens, the context 8", "code": "context_length_exceeded"}})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        words = [f"{len(asked['messages'])}:", *text.split()]
+        for number, word in enumerate(words):
+            self.event({"choices": [{"index": 0, "delta": {"content": word + (" " if number + 1 < len(words) else "")}, "finish_reason": None}]})
+            if "breaks" in self.flags["--model"] and number == 1:
+                self.close_connection = True
+                return
+        self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        self.event({"choices": [], "usage": {"prompt_tokens": len(text.split()), "completion_tokens": len(words), "total_tokens": 0}})
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def event(self, body: dict[str, object]) -> None:
+        """One chunk."""
+        self.wfile.write(b"data: " + json.dumps({"object": "chat.completion.chunk", "model": self.flags["--name"], **body}).encode() + b"\n\n")
+        self.wfile.flush()
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    flags = read_flags(sys.argv[1:])
+    model = flags["--model"]
+    if "crash" in model:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if "dies" in model:
+        sys.stderr.write(f"loading {model}\nerror: {model}: truncated, need 10 bytes, have 9\n")
+        sys.exit(7)
+    Handler.flags = flags
+    Handler.keys = Path(flags["--api-key-file"]).read_text().split() if "--api-key-file" in flags else []
+    try:
+        server = ThreadingHTTPServer((flags["--host"], int(flags["--port"])), Handler)
+    except OSError as error:
+        sys.stderr.write(f"error: port {flags['--port']}: {error.strerror}\n")
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    state = {
+        "pid": os.getpid(), "host": flags["--host"], "port": server.server_port, "model": flags["--name"],
+        "max_ctx_tokens": int(flags.get("--max-ctx", 4096)), "max_batch": int(flags.get("--max-batch", 8)), "device": "cpu",
+    }  # fmt: skip
+    path = Path(flags["--state-file"])
+    path.with_suffix(".part").write_text(json.dumps(state))
+    os.replace(path.with_suffix(".part"), path)
+    sys.stderr.write(f"ready on {server.server_port}\n")
+    sys.stderr.flush()
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
