@@ -66,6 +66,8 @@ def fake_runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for server in state.servers(home):
         spawn.stop(home, server, 5.0)
+    while spawn.CHILDREN:
+        spawn.CHILDREN.popitem()[1].wait(5.0)
 
 
 def tiny_gguf(arch: str = "llama", context: int = 128) -> bytes:

@@ -63,7 +63,7 @@ def find(short: str) -> Entry | None:
 def near(short: str) -> list[str]:
     """Names that look alike."""
     names = list(entries())
-    close = difflib.get_close_matches(short.lower(), names, 3, 0.6)
+    close = difflib.get_close_matches(short.lower(), names, 3, 0.8)
     return close or [n for n in names if n.startswith(short.lower()[:4])][:5]
 
 

@@ -29,7 +29,8 @@ from paddock_manager.paths import Places
 RUNNER = (sys.executable, "-m", "paddock_runner")
 POLL_S = 0.02
 LOG_LINES = 12
-MAX_LOG_BYTES = 16 << 20
+CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
+"""Runners that this process started, by pid: kept so that they can outlive it, and be reaped when they are stopped here."""
 
 
 class RunnerDied(PaddockError):
@@ -92,6 +93,7 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
             str(log), round(time.time(), 3), launch.asked,
         )  # fmt: skip
         state.remember(places, server)
+        CHILDREN[process.pid] = process
         return server
     except BaseException:
         _end(process.pid, 5.0)
@@ -165,6 +167,9 @@ def tail(log: Path, n_lines: int) -> list[str]:
 def stop(places: Places, server: Server, timeout_s: float = 15.0) -> bool:
     """Ask a runner to end, then make it. Returns False when it had to be killed."""
     gently = _end(server.pid, timeout_s, server.born)
+    child = CHILDREN.pop(server.pid, None)
+    if child is not None:
+        child.wait(5.0)
     state.forget(places, server.name)
     return gently
 

@@ -1,0 +1,184 @@
+"""paddock doctor: is this machine ready; each problem with what to do about it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paddock_runner.errors import PaddockError
+
+from paddock_manager import paths
+from paddock_manager.commands.serve import DEFAULT_PORT
+from paddock_manager.fit import gpus
+from paddock_manager.fleet import keys, state
+from paddock_manager.options import Command, Option, Values
+from paddock_manager.store import index
+from paddock_manager.ui import Ui, size
+
+COMMAND = Command(
+    "doctor",
+    "Check this machine: disk, models, kernel packs, devices, ports; each problem with its fix.",
+    (),
+    (Option("--net", "also test the hub: every host that a pull contacts"),),
+    "Exit code 1 when something is wrong; warnings do not count.",
+)
+LOW_DISK_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check. state: ok, warn, wrong."""
+
+    check: str
+    state: str
+    says: str
+    fix: str = ""
+
+
+def run(values: Values, ui: Ui) -> int:
+    """Run the checks."""
+    places = paths.places()
+    found = [*_python(), *_disk(places), *_models(places), *_devices(), *_packs(), *_servers(places), *_key(places)]
+    if values.flag("net"):
+        found += _hub()
+    worst = "wrong" if any(f.state == "wrong" for f in found) else "ok"
+
+    def human(out: Ui) -> None:
+        for f in found:
+            out.line(f"{f.state:<5}  {f.check}: {f.says}")
+            if f.fix:
+                out.line(f"       fix: {f.fix}")
+
+    ui.result("doctor", {"state": worst, "findings": [asdict(f) for f in found]}, human)
+    return 1 if worst == "wrong" else 0
+
+
+def _python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    yield Finding("python", "ok" if good else "wrong", version, "" if good else "install Python 3.11 or newer")
+
+
+def _disk(places: paths.Places) -> Iterator[Finding]:
+    import os
+    import shutil
+
+    folder = next(p for p in (places.home, *places.home.parents) if p.exists())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield Finding(
+            "disk",
+            "wrong",
+            f"{folder} cannot be written",
+            f"chown or chmod {folder}, or set PADDOCK_HOME to a folder of yours",
+        )
+        return
+    free = shutil.disk_usage(folder).free
+    low = free < LOW_DISK_BYTES
+    yield Finding(
+        "disk",
+        "warn" if low else "ok",
+        f"{places.home}, {size(free)} free",
+        "free some space, or set PADDOCK_HOME to a larger disk" if low else "",
+    )
+
+
+def _models(places: paths.Places) -> Iterator[Finding]:
+    problems: list[PaddockError] = []
+    found = index.models(places, problems)
+    for problem in problems:
+        yield Finding("models", "wrong", problem.message, problem.hint)
+    for model in found:
+        if model.state in ("missing", "changed"):
+            yield Finding("models", "wrong", f"{model.name} is {model.state}", f"paddock verify {model.name} --repair")
+        elif model.state in ("partial", "offline"):
+            fix = f"paddock pull {model.name}" if model.state == "partial" else f"mount the disk of {model.folder}"
+            yield Finding("models", "warn", f"{model.name} is {model.state}", fix)
+    yield Finding("models", "ok", f"{len(found)} here")
+
+
+def _devices() -> Iterator[Finding]:
+    machine = gpus.host()
+    yield Finding(
+        "cpu",
+        "ok",
+        f"{machine.name or 'CPU'}, {machine.n_threads} threads, {size(machine.free_bytes)} of {size(machine.memory_bytes)} memory free",
+    )
+    found, why = gpus.gpus()
+    if not found:
+        driver = Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+        fix = "in a container, pass the GPUs through (--gpus all); else reinstall the driver" if driver else ""
+        yield Finding("gpu", "wrong" if driver else "ok", f"none: {why}", fix)
+    for gpu in found:
+        held = ", ".join(f"{h.name} pid {h.pid} holds {size(h.used_bytes)}" for h in gpu.holders)
+        says = f"{gpu.name} {gpu.uuid} {gpu.arch}, driver {gpu.driver}, {size(gpu.free_bytes)} of {size(gpu.memory_bytes)} free"
+        yield Finding(f"gpu {gpu.index}", "ok", says + (f" ({held})" if held else ""))
+
+
+def _packs() -> Iterator[Finding]:
+    """Kernel packs beside the runner; they are looked at, never loaded."""
+    import paddock_runner
+
+    root = Path(paddock_runner.__file__).parent
+    found = sorted(p for p in root.rglob("*.so") if "pack" in p.name or "pack" in p.parent.name)
+    if found:
+        yield Finding("packs", "ok", ", ".join(p.name for p in found))
+    else:
+        yield Finding(
+            "packs",
+            "wrong",
+            "no kernel pack is installed",
+            "pip install paddock builds the CPU pack; it needs a C++20 compiler",
+        )
+
+
+def _servers(places: paths.Places) -> Iterator[Finding]:
+    running = state.servers(places)
+    yield Finding("servers", "ok", ", ".join(f"{s.name} at {s.url}" for s in running) or "none running")
+    if any(s.port == DEFAULT_PORT for s in running):
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", DEFAULT_PORT))
+        except OSError:
+            yield Finding(
+                "port", "warn", f"port {DEFAULT_PORT} is taken by another program", "paddock serve MODEL --port 0"
+            )
+            return
+    yield Finding("port", "ok", f"{DEFAULT_PORT} is free")
+
+
+def _key(places: paths.Places) -> Iterator[Finding]:
+    if not places.key_file.exists():
+        yield Finding("key", "ok", "is made at first use")
+        return
+    try:
+        keys.key(places)
+        yield Finding("key", "ok", "only you can read it")
+    except PaddockError as error:
+        yield Finding("key", "wrong", error.message, error.hint)
+
+
+def _hub() -> list[Finding]:
+    from paddock_manager.store import hub
+    from paddock_manager.store.web import Timing, Web
+
+    settings = paths.hub_settings()
+    if settings.offline:
+        return [Finding("hub", "warn", "HF_HUB_OFFLINE is set: nothing is asked", "unset it")]
+    with Web(settings.endpoint, settings.token, Timing(5.0, 10.0)) as web:
+        trouble = hub.reachable(web)
+    token = "with a token" if settings.token else "without a token"
+    if trouble is None:
+        return [Finding("hub", "ok", f"{settings.endpoint} answers ({token})")]
+    return [
+        Finding(
+            "hub",
+            "wrong",
+            f"{settings.endpoint}: {trouble.message}",
+            "check proxy variables and certificates, or set HF_ENDPOINT to a mirror",
+        )
+    ]

@@ -1,0 +1,244 @@
+"""run, serve, ps, stop, logs, key: against a runner that needs no model."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+from paddock_manager.commands import chat
+from paddock_manager.fleet import state
+from paddock_manager.paths import places
+
+from tests.cli.conftest import tiny_gguf
+
+pytestmark = pytest.mark.usefixtures("fake_runner")
+
+
+def test_serve_waits_until_it_is_ready_and_ps_stop_know_it(paddock, model_file):
+    done = paddock("serve", str(model_file), "--port", "0", "--ctx", "512", "--batch", "3", "--json")
+    assert done.code == 0, done.err
+    server = done.json["server"]
+    assert (server["name"], server["max_ctx_tokens"], server["max_batch"], server["device"]) == ("mine.Q4_0", 512, 3, "cpu")
+    listed = paddock("ps", "--json").json["servers"]
+    assert [(s["pid"], s["state"], s["url"]) for s in listed] == [(server["pid"], "ready", server["url"])]
+    assert paddock("ps").out.splitlines()[0].split() == ["NAME", "PID", "DEVICE", "CTX", "BATCH", "STATE", "STARTED", "URL"]
+    stopped = paddock("stop", "mine.Q4_0")
+    assert stopped.code == 0 and stopped.out == f"stopped mine.Q4_0 (pid {server['pid']})\n"
+    assert paddock("ps", "--json").json["servers"] == []
+
+
+def test_serve_waits_for_a_runner_that_is_not_ready_at_once(paddock, tmp_path):
+    path = tmp_path / "slowstart.gguf"
+    path.write_bytes(tiny_gguf())
+    assert paddock("serve", str(path), "--port", "0").code == 0
+
+
+def test_runner_that_dies_at_start_is_reported_with_its_exit_code_and_log(paddock, tmp_path):
+    path = tmp_path / "dies.gguf"
+    path.write_bytes(tiny_gguf())
+    done = paddock("serve", str(path), "--port", "0", "--json")
+    assert done.code == 7
+    error = done.json["error"]
+    assert error["code"] == "runner_died" and error["facts"]["runner_exit"] == 7
+    assert error["message"] == f"the runner of dies ended with exit code 7 before it was ready: {path}: truncated, need 10 bytes, have 9"
+    assert f"loading {path}" in done.err
+    assert paddock("ps", "--json").json["servers"] == []
+    assert paddock("logs", "dies").out.splitlines()[0] == f"loading {path}"
+
+
+def test_runner_that_crashes_names_the_signal(paddock, tmp_path):
+    path = tmp_path / "crash.gguf"
+    path.write_bytes(tiny_gguf())
+    done = paddock("serve", str(path), "--port", "0")
+    assert done.code == 11 and "signal 11 (SIGSEGV)" in done.err
+
+
+def test_same_model_and_same_port_are_served_once(paddock, model_file):
+    first = paddock("serve", str(model_file), "--port", "0", "--json").json["server"]
+    again = paddock("serve", str(model_file), "--port", "0")
+    assert again.code == 2 and "already served at" in again.err
+    other = paddock("serve", str(model_file), "--name", "other", "--port", str(first["port"]))
+    assert other.code == 2 and f"port {first['port']} is taken" in other.err
+
+
+def test_port_that_a_stranger_holds_is_the_runners_own_error(paddock, model_file):
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        done = paddock("serve", str(model_file), "--port", str(s.getsockname()[1]))
+    assert done.code == 2 and "Address already in use" in done.err
+
+
+def test_server_without_a_key_is_for_loopback_only(paddock, model_file):
+    done = paddock("serve", str(model_file), "--no-auth", "--host", "0.0.0.0")
+    assert done.code == 2 and "loopback only" in done.err
+
+
+def test_server_that_was_killed_is_not_listed(paddock, model_file):
+    pid = paddock("serve", str(model_file), "--port", "0", "--json").json["server"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert paddock("ps", "--json").json["servers"] == []
+    assert paddock("stop", "mine.Q4_0").code == 3
+
+
+def test_damaged_state_file_is_no_obstacle(paddock, model_file):
+    home = places()
+    home.fleet.mkdir(parents=True)
+    (home.fleet / "state.json").write_text('{"servers": [{"na')
+    assert paddock("ps").code == 0
+    assert paddock("serve", str(model_file), "--port", "0").code == 0
+
+
+def test_stop_needs_a_name_or_all(paddock, model_file):
+    assert paddock("stop").code == 2
+    paddock("serve", str(model_file), "--port", "0")
+    assert paddock("stop", "--all", "--json").json["stopped"][0]["killed"] is False
+
+
+def test_logs_of_the_only_server(paddock, model_file):
+    paddock("serve", str(model_file), "--port", "0")
+    done = paddock("logs", "-n", "5", "--json")
+    assert done.code == 0 and any(x.startswith("ready on") for x in done.json["lines"])
+    assert paddock("logs", "nobody").code == 3
+
+
+def test_run_answers_one_prompt_and_stops_its_runner(paddock, model_file):
+    done = paddock("run", str(model_file), "hello", "world")
+    assert (done.code, done.out) == (0, "1: hello world\n")
+    assert state.servers(places()) == []
+    assert list(places().logs.iterdir()) == []
+
+
+def test_run_json_holds_answer_usage_and_times(paddock, model_file):
+    done = paddock("run", str(model_file), "hello", "--system", "be brief", "--temperature", "0", "--json")
+    assert done.code == 0
+    assert (done.json["answer"], done.json["finish_reason"], done.json["usage"]["prompt_tokens"]) == ("2: hello", "stop", 1)
+    assert done.json["timings"]["total_ms"] >= done.json["timings"]["first_token_ms"] > 0
+
+
+def test_run_uses_the_server_that_runs(paddock, model_file):
+    pid = paddock("serve", str(model_file), "--port", "0", "--json").json["server"]["pid"]
+    assert paddock("run", str(model_file), "again").out == "1: again\n"
+    assert [s.pid for s in state.servers(places())] == [pid]
+
+
+def test_run_keep_leaves_the_server(paddock, model_file):
+    assert paddock("run", str(model_file), "hi", "--keep").code == 0
+    assert [s.name for s in state.servers(places())] == ["mine.Q4_0"]
+
+
+def test_run_takes_piped_text_after_the_prompt(paddock, model_file, tmp_path, monkeypatch):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("some notes\n")
+    with notes.open() as f:
+        monkeypatch.setattr("sys.stdin", f)
+        assert paddock("run", str(model_file), "Summarise:").out == "1: Summarise: some notes\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a dash"))
+    assert paddock("run", str(model_file), "-").out == "1: from a dash\n"
+
+
+def test_run_without_a_prompt_and_without_a_terminal_is_a_usage_error(paddock, model_file):
+    done = paddock("run", str(model_file))
+    assert done.code == 2 and "there is no prompt" in done.err
+
+
+def test_run_passes_the_runners_refusal_on(paddock, model_file):
+    done = paddock("run", str(model_file), "too long", "--json")
+    assert done.code == 2 and done.json["error"]["code"] == "context_length_exceeded" and "9 tokens" in done.json["error"]["message"]
+
+
+def test_stream_that_breaks_off_is_exit_11(paddock, tmp_path):
+    path = tmp_path / "breaks.gguf"
+    path.write_bytes(tiny_gguf())
+    done = paddock("run", str(path), "one two three")
+    assert done.code == 11 and "ended early" in done.err
+
+
+def test_run_pulls_what_is_not_here_and_says_so(paddock, hub, monkeypatch):
+    hub.add("org/tiny", {"tiny.Q4_0.gguf": tiny_gguf()})
+    monkeypatch.setattr(shutil, "disk_usage", None)
+    done = paddock("run", "org/tiny", "hello")
+    assert done.code == 0 and done.out == "1: hello\n"
+    assert "org/tiny is not here yet" in done.err and "verified" in done.err
+    assert paddock("run", "nosuchmodel", "hello").code == 3
+
+
+def test_rm_refuses_a_model_that_is_served(paddock, hub):
+    hub.add("org/tiny", {"tiny.Q4_0.gguf": tiny_gguf()})
+    assert paddock("pull", "org/tiny").code == 0
+    assert paddock("serve", "org/tiny", "--port", "0").code == 0
+    done = paddock("rm", "org/tiny")
+    assert done.code == 13 and "paddock stop org/tiny:Q4_0" in done.err
+
+
+def chat_with(monkeypatch: pytest.MonkeyPatch, lines: list[str | BaseException]) -> None:
+    """A person at the terminal who types these lines."""
+    queue = iter(lines)
+
+    def typed(prompt: str = "") -> str:
+        line = next(queue, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+
+
+def test_chat_keeps_the_conversation_and_knows_its_commands(paddock, model_file, monkeypatch, tmp_path):
+    saved = tmp_path / "chat.json"
+    lines = ["hi", '"""first', 'second"""', "/set temperature 0.5", "/set nothing 1", "/system be kind", "/show", "/stats", "/retry", f"/save {saved}"]
+    chat_with(monkeypatch, [*lines, "/clear", "fresh", f"/load {saved}", "back", "/nonsense", "/help", KeyboardInterrupt(), "/bye"])
+    done = paddock("run", str(model_file))
+    assert done.code == 0
+    for answer in ("1: hi\n", "3: first second\n", "4: first second\n", "2: fresh\n", "6: back\n"):
+        assert answer in done.out
+    assert "there is no setting nothing" in done.err and "there is no command /nonsense" in done.err
+    assert "temperature = 0.5" in done.err and "prompt 2 tokens" in done.err
+    assert chat.HELP in done.out
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(paddock, model_file, monkeypatch):
+    from paddock_manager.fleet.client import Chat
+
+    pieces = Chat.pieces
+    calls = []
+
+    def interrupted(self):
+        calls.append(1)
+        for number, piece in enumerate(pieces(self)):
+            if len(calls) == 1 and number == 2:
+                raise KeyboardInterrupt
+            yield piece
+
+    monkeypatch.setattr(Chat, "pieces", interrupted)
+    chat_with(monkeypatch, ["one two three four", "go on"])
+    done = paddock("run", str(model_file))
+    assert done.code == 0 and "(stopped)" in done.err
+    assert done.out == "1: one \n3: go on\n\n"
+
+
+def test_key_is_made_once_with_mode_0600(paddock):
+    first = paddock("key")
+    assert first.code == 0 and first.out.startswith("pk-") and paddock("key").out == first.out
+    path = Path(paddock("key", "--path").out.strip())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert paddock("key", "--new").out != first.out
+    path.chmod(0o644)
+    assert paddock("key").code == 7
+
+
+def test_key_is_on_no_command_line_and_in_no_log(paddock, model_file):
+    key = paddock("key").out.strip()
+    pid = paddock("serve", str(model_file), "--port", "0", "--json").json["server"]["pid"]
+    assert key not in Path(f"/proc/{pid}/cmdline").read_text()
+    assert paddock("run", str(model_file), "hello").code == 0
+    assert key not in paddock("logs").out
