@@ -145,7 +145,7 @@ class FakeDevice:
         if not self.alive[slot]:
             return slot, -1, abi.PK_ROW_DEAD, self.length[slot]
         first, tokens, table, size = self.length[slot], self.tokens[slot], self.table[slot], self.sizes.page_tokens
-        prompt_length, min_length, max_length, _, _, use_mask, n_stop = self.sampling[slot][9:16]
+        n_prompt, min_length, max_length, _, _, use_mask, n_stop = self.sampling[slot][9:16]
         kv = self.kv[table[(first - 1) // size], (first - 1) % size] if first else 0
         for p in range(first, first + n):
             assert table[p // size] != 0 and tokens[p] >= 0
@@ -154,7 +154,7 @@ class FakeDevice:
         self.length[slot] = length = first + n
         if not flags & abi.PK_ROW_SAMPLE:
             return slot, -1, 0, length
-        if self.nan_token in tokens[:length]:
+        if self.nan_token in tokens[:n_prompt]:
             self.alive[slot] = False
             return slot, -1, abi.PK_ROW_NAN, length
         stop = set(self.sampling[slot][16 : 16 + n_stop])

@@ -13,7 +13,7 @@ from paddock_runner.memory.state import StateSizes
 from paddock_runner.wire.channel import Channel
 from paddock_runner.wire.messages import Ask, Done, Reason, Refused, Started, State, StepResult
 from paddock_runner.wire.port import EnginePort, FrontPort
-from soak.fake_device import FakeDevice
+from tests.soak.fake_device import FakeDevice
 
 SIZES = StateSizes(n_slots=4, max_ctx_tokens=64, page_tokens=4, n_pages=65, n_vocab=1000, max_step_tokens=32, max_step_rows=8, max_bias=4, max_top=3, n_results=6)
 

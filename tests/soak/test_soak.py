@@ -1,0 +1,161 @@
+"""Random asks, aborts, masks, deadlines and shortages against the whole engine: the device model catches any wrong page,
+the checker any lost one, and each answer must be what the ask answers alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from paddock_runner.engine.policy import Policy
+from paddock_runner.memory.state import StateSizes
+from paddock_runner.wire.messages import Done, MaskUpdate, Reason, Refused, RefusedCode
+
+from tests.soak.fake_device import FakeDevice, alone
+from tests.soak.rig import Answer, Rig
+
+SIZES = StateSizes(n_slots=6, max_ctx_tokens=96, page_tokens=4, n_pages=97, n_vocab=500, max_step_tokens=40, max_step_rows=10, max_bias=4, max_top=3, n_results=6)
+NAN_TOKEN = 499
+POLICY = Policy(max_queue=40, share_tokens=8, min_chunk_tokens=4, oldest_every=5)
+
+
+class Storm:
+    """One random run. Prompts are drawn from few families, so that prefixes are shared at every length."""
+
+    def __init__(self, seed: int, run_ahead: int, n_pages: int, n_fronts: int) -> None:
+        self.rng = rng = random.Random(seed)
+        sizes = replace(SIZES, n_pages=n_pages)
+        device = FakeDevice(sizes, run_ahead, seed, n_attached=rng.choice((0, 2, 30)), nan_token=NAN_TOKEN)
+        self.rig = Rig(sizes, policy=POLICY, n_fronts=n_fronts, device=device)
+        self.families = [[rng.randrange(480) for _ in range(90)] for _ in range(4)]
+        self.expected: dict[int, list[int]] = {}
+        self.front_of: dict[int, int] = {}
+        self.masks: dict[int, list[int]] = {}
+        self.aborted: set[int] = set()
+        self.abort_at: dict[int, int] = {}
+        self.rig.on_token = self.token
+
+    def prompt(self) -> list[int]:
+        rng = self.rng
+        shared = rng.choice(self.families)[: rng.choice((0, 3, 8, 20, 40, 70))]
+        tail = [rng.randrange(480) for _ in range(rng.randrange(1, 16))]
+        return (shared + tail)[:88] + ([NAN_TOKEN] if rng.random() < 0.03 else [])
+
+    def ask(self) -> None:
+        rng, rig = self.rng, self.rig
+        prompt = self.prompt()
+        n = rng.randrange(1, 97 - len(prompt)) if rng.random() < 0.8 else 0
+        seed, salt = rng.randrange(3), rng.randrange(2)
+        stop = tuple(rng.sample(range(480), rng.choice((0, 3, 17))))
+        min_tokens = rng.choice((0, 0, 4))
+        front = rng.randrange(len(rig.fronts))
+        masked = rng.random() < 0.15 and NAN_TOKEN not in prompt
+        masks = [sum(1 << t for t in range(500) if rng.random() < 0.5 and t not in stop) | 1 for _ in range(97)] if masked else []
+        answer = rig.ask(
+            prompt, n, front, seed=seed, salt=salt, stop=stop, min_tokens=min_tokens, client=rng.randrange(3), priority=rng.choice((0, 0, 0, 1)),
+            use_mask=masked, n_logprobs=rng.choice((-1, -1, 0, 2)), deadline_ns=1 if rng.random() < 0.02 else 0,
+        )  # fmt: skip
+        ask_id = answer.ask.ask_id
+        self.front_of[ask_id] = front
+        self.expected[ask_id] = alone(prompt, n, 500, 96, seed, stop, min_tokens, masks)
+        if masked:
+            self.masks[ask_id] = masks
+            self.send_mask(ask_id, 0)
+        act = rng.random()
+        if act < 0.1:
+            self.abort(answer)
+        elif act < 0.25:
+            self.abort_at[ask_id] = rng.randrange(1, 30)
+
+    def send_mask(self, ask_id: int, index: int) -> None:
+        self.rig.fronts[self.front_of[ask_id]].mask(MaskUpdate(ask_id, index, self.masks[ask_id][index].to_bytes(64, "little")))
+
+    def token(self, answer: Answer) -> None:
+        ask_id = answer.ask.ask_id
+        n = len(answer.tokens)
+        if ask_id in self.masks:
+            self.send_mask(ask_id, n)
+        if self.abort_at.get(ask_id) == n:
+            self.abort(answer)
+
+    def abort(self, answer: Answer) -> None:
+        self.aborted.add(answer.ask.ask_id)
+        self.rig.abort(answer, self.front_of[answer.ask.ask_id])
+
+    def run(self, n_asks: int) -> None:
+        rng, rig = self.rng, self.rig
+        asked = 0
+        while asked < n_asks:
+            for _ in range(min(n_asks - asked, rng.choice((0, 0, 1, 2, 12)))):
+                self.ask()
+                asked += 1
+            for _ in range(rng.randrange(1, 12)):
+                rig.turn()
+                rig.engine.check()
+            if rng.random() < 0.05:
+                waiting = [a for a in rig.answers.values() if a.end is None]
+                if waiting:
+                    self.abort(rng.choice(waiting))
+        rig.run()
+        rig.assert_empty()
+
+    def judge(self) -> dict[str, int]:
+        """Every ask ended once, with what it answers alone."""
+        seen = dict.fromkeys(("stop", "length", "abort", "nan", "queue", "deadline", "cached", "preempted", "masked"), 0)
+        for ask_id, answer in self.rig.answers.items():
+            expected, end = self.expected[ask_id], answer.end
+            assert answer.tokens == expected[: len(answer.tokens)], f"ask {ask_id} was answered wrongly"
+            if isinstance(end, Refused):
+                assert not answer.tokens and end.code in (RefusedCode.QUEUE_FULL, RefusedCode.DEADLINE)
+                assert end.code != RefusedCode.DEADLINE or answer.ask.deadline_ns
+                seen["queue" if end.code == RefusedCode.QUEUE_FULL else "deadline"] += 1
+                continue
+            assert isinstance(end, Done)
+            assert end.output_tokens == len(answer.tokens)
+            seen["preempted"] += end.n_preempted
+            seen["cached"] += end.cached_tokens
+            if end.reason == Reason.ABORT:
+                assert ask_id in self.aborted
+                seen["abort"] += 1
+            elif end.reason == Reason.ERROR:
+                assert NAN_TOKEN in list(memoryview(answer.ask.prompt)) and not answer.tokens
+                seen["nan"] += 1
+            else:
+                assert answer.tokens == expected
+                stop = expected[-1] in answer.ask.stop
+                assert end.reason == (Reason.STOP if stop else Reason.LENGTH)
+                seen[end.reason.name.lower()] += 1
+                seen["masked"] += ask_id in self.masks
+        return seen
+
+
+def storm(seed: int, run_ahead: int, n_pages: int, n_asks: int, n_fronts: int = 1) -> dict[str, int]:
+    scene = Storm(seed, run_ahead, n_pages, n_fronts)
+    try:
+        scene.run(n_asks)
+        return scene.judge()
+    finally:
+        scene.rig.close()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2, 3])
+def test_a_storm_with_enough_pages_ends_every_ask_as_it_ends_alone(run_ahead: int) -> None:
+    seen = storm(run_ahead, run_ahead, 160, 150)
+    assert min(seen[k] for k in ("stop", "length", "abort", "nan", "cached", "masked")) > 0, seen
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+def test_a_storm_short_of_pages_preempts_and_still_answers_right(run_ahead: int) -> None:
+    seen = storm(100 + run_ahead, run_ahead, 30, 120)
+    assert seen["preempted"] > 0, seen
+
+
+def test_a_storm_from_two_fronts_keeps_their_answers_apart() -> None:
+    storm(7, 1, 60, 120, n_fronts=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_many_storms(seed: int) -> None:
+    rng = random.Random(seed)
+    storm(1000 + seed, rng.randrange(4), rng.choice((26, 30, 40, 60, 97, 160)), 600, rng.choice((1, 1, 2)))
