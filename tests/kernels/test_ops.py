@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from cases import ADD, ATTENTION, COPY, EMBED, GATE, NORM, QKV
-from harness import decode, rounded
+from cases import ADD, ATTENTION, COPY, EMBED, GATE, NORM, QKV, Attention
+from harness import decode, encode, rounded
 from paddock_runner.formats.reference import dequantize
 from paddock_runner.formats.table import by_name
 from paddock_runner.memory.state import StateSizes
@@ -130,10 +130,7 @@ def test_add_equals_numpy(bench, rng, case):
 def table_of(b, rng, case):
     """An embedding table in a format, on the device, and what it holds."""
     kind = by_name(case.format)
-    raw = np.ascontiguousarray({"f32": np.float32, "f16": np.float16}.get(case.format, np.uint16)(0))
     values = rng.normal(size=(case.vocab, case.width))
-    from harness import encode
-
     raw = np.ascontiguousarray(encode(values, kind.id)).tobytes()
     truth = dequantize(case.format, raw, (case.vocab, case.width)).astype(np.float64)
     if not case.is_packed:
@@ -204,11 +201,10 @@ def positions_of(rows):
     return np.concatenate([p + np.arange(n) for _, p, n in rows])
 
 
-def one_hot_read(b, heads, rows, n, rng):
-    """K and V of the last step's tokens, read back through attention itself.
+def own_values(b, heads, n, rng):
+    """V of the last step's tokens, read back through attention itself.
 
-    A query that is huge in one dimension would need the layout; instead each token attends to itself only (window 1), which
-    gives V; K is checked by scores in the attention tests.
+    Each token attends to itself only (window 1), which gives V; K is checked by the scores of the attention tests.
     """
     q, _ = b.activations(rng.normal(size=(n, heads.n_heads * heads.head_width)), T)
     out = b.output(n, heads.n_heads * heads.v_width, T)
@@ -244,7 +240,7 @@ def test_qkv_normalises_rotates_and_stores(bench, rng, case):
     else:
         got = b.download(q, n)
     close(got, want_q.reshape(n, -1), b.activation, 5)
-    values = one_hot_read(b, heads, case.rows, n, rng).reshape(n, K, H // K, Dv)
+    values = own_values(b, heads, n, rng).reshape(n, K, H // K, Dv)
     wanted = rounded(want_v, case.kv_format).reshape(n, K, 1, Dv)
     np.testing.assert_allclose(values, np.broadcast_to(wanted, values.shape), rtol=1e-2, atol=1e-2)
 
@@ -304,8 +300,6 @@ def test_attention_equals_numpy(bench, rng, case):
 
 
 def test_dead_rows_read_no_pages_and_give_zeros(bench, rng):
-    from cases import Attention
-
     case = Attention(4, 2, 64, 64, ((0, 3, 1), (1, 0, 9), (2, 5, 1)))
     b, heads = attention_bench(bench, case)
     n = b.set_rows(list(case.rows), dead=(0, 1, 2))
