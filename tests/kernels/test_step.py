@@ -181,7 +181,7 @@ def test_bias_mask_and_nan_of_a_new_slot(bench):
     table[33, 7] = np.nan
     m = Machine(bench, table)
     parts = [m.start(0, [1], bias=((17, 50.0),)), m.start(1, [1], use_mask=1), m.start(2, [33])]
-    fields = {k: sum((p[k] for p in parts), []) for k in parts[0]}
+    fields = {k: [x for p in parts for x in p[k]] for k in parts[0]}
     result = m.step(**fields, masks=[(1, [0x0F00, 0])])
     assert result["token"].tolist() == [17, 8, -1] and result["flags"].tolist() == [0, 0, abi.PK_ROW_NAN]
     assert m.b.get("alive", 3).tolist() == [1, 1, 0]
