@@ -1,0 +1,116 @@
+// Products of many rows through AMX tiles: scratch, and how the product is cut into jobs for the pool.
+#include "matmul_amx.h"
+#include "matmul_parts.h"
+
+namespace pk {
+namespace {
+
+constexpr int64_t kTileBytes = 1024;
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kMaxJobRows = 512;       // rows of x that one decoding of a panel serves
+constexpr int64_t kBlockTiles = 16;        // tiles along K decoded at a time
+constexpr int64_t kSplitBlockTiles = 12;   // the same when each is two
+constexpr int64_t kCacheBytes = 1 << 20;   // activations of a job up to this size stay in the cache by themselves
+constexpr int64_t kMaxPairs = 4;           // pairs that share a block of activations otherwise
+constexpr int64_t kPairColumns = 32;
+
+bool is_split(int32_t format) { return format == PK_F16 || format == PK_F32; }
+
+struct Plan {
+    bool splits = false;
+    int64_t n_tiles, n_row_tiles, job_row_tiles, block_tiles, n_pairs;
+    int64_t x_bytes, tiles_bytes, sums_bytes;  // the last two per thread
+
+    Plan(const Context &context, const pk_op_matmul &op, int64_t n_rows) {
+        for (int32_t i = 0; i < op.n_w; ++i) splits = splits || is_split(op.w[i].format);
+        n_tiles = (op.x.cols + kGroup - 1) / kGroup;
+        n_row_tiles = (n_rows + kTileRows - 1) / kTileRows;
+        int64_t limit = kMaxJobRows / kTileRows, n_jobs = (n_row_tiles + limit - 1) / limit;
+        job_row_tiles = round_up((n_row_tiles + n_jobs - 1) / n_jobs, 2);
+        int64_t most = splits ? kSplitBlockTiles : kBlockTiles, n_blocks = (n_tiles + most - 1) / most;
+        block_tiles = (n_tiles + n_blocks - 1) / n_blocks;
+        n_pairs = n_blocks == 1 || job_row_tiles * n_tiles * kTileBytes <= kCacheBytes ? 1 : kMaxPairs;
+        (void)context;
+        x_bytes = n_row_tiles * n_tiles * kTileBytes * (splits ? 2 : 1);
+        tiles_bytes = 4 * block_tiles * kTileBytes;
+        sums_bytes = n_pairs * job_row_tiles * kTileRows * kPairColumns * 4;
+    }
+    int64_t thread_bytes() const { return tiles_bytes + sums_bytes; }
+};
+
+struct TileProduct {
+    const Parts &parts;
+    const Plan &plan;
+    const MatmulKernels &kernels;
+    const TileKernels &tiles;
+    int64_t n_rows;
+    const uint16_t *x, *x_lower;
+
+    // Two gated panels of one number, or two numbers side by side; a single one stands twice.
+    int64_t n_pairs() const { return parts.is_gated() ? parts.n_numbers() : (parts.n_numbers() + 1) / 2; }
+
+    PanelPair::Panel panel(int32_t w, int64_t number) const { return {parts.op.w[w].format, parts.data(w, number), &parts.shapes[w]}; }
+
+    PanelPair pair(int64_t i) const {
+        if (parts.is_gated()) return {{panel(0, i), panel(1, i)}};
+        auto left = parts.place(2 * i), right = 2 * i + 1 < parts.n_numbers() ? parts.place(2 * i + 1) : left;
+        return {{panel(left.w, left.panel), panel(right.w, right.panel)}};
+    }
+
+    void finish_pair(int64_t i, int64_t first_row, int64_t rows, const float *sums) const {
+        if (parts.is_gated()) {
+            kernels.finish(parts.finish({0, i}), first_row, rows, sums, sums + 16, kPairColumns);
+            return;
+        }
+        kernels.finish(parts.finish(parts.place(2 * i)), first_row, rows, sums, nullptr, kPairColumns);
+        if (2 * i + 1 < parts.n_numbers()) kernels.finish(parts.finish(parts.place(2 * i + 1)), first_row, rows, sums + 16, nullptr, kPairColumns);
+    }
+
+    // Pairs [begin, end), at most plan.n_pairs, for the rows of job number `job`.
+    void run(int64_t begin, int64_t end, int64_t job, char *scratch) const {
+        int64_t first = job * plan.job_row_tiles, left = plan.n_row_tiles - first;
+        TileJob tile_job{x, x_lower, plan.n_tiles, plan.block_tiles, first, left < plan.job_row_tiles ? left : plan.job_row_tiles};
+        PanelPair pairs[kMaxPairs];
+        for (int64_t i = begin; i < end; ++i) pairs[i - begin] = pair(i);
+        auto *sums = reinterpret_cast<float *>(scratch + plan.tiles_bytes);
+        tiles.run_pairs(tile_job, pairs, end - begin, reinterpret_cast<uint16_t *>(scratch), sums);
+        int64_t row = first * kTileRows, rows = n_rows - row < tile_job.n_row_tiles * kTileRows ? n_rows - row : tile_job.n_row_tiles * kTileRows;
+        for (int64_t i = begin; i < end; ++i) finish_pair(i, row, rows, sums + (i - begin) * tile_job.n_row_tiles * kTileRows * kPairColumns);
+    }
+};
+
+}  // namespace
+
+bool uses_tiles(const Context &context, const pk_op_matmul &, int64_t n_rows) { return context.isa == Isa::kAmx && n_rows > 12; }
+
+int64_t tiles_workspace_bytes(const Context &context, const pk_op_matmul &op, int64_t n_rows) {
+    Plan plan(context, op, n_rows);
+    return plan.x_bytes + context.pool.n_threads() * plan.thread_bytes();
+}
+
+void matmul_tiles(Context &context, const Parts &parts, int64_t n_rows, void *workspace) {
+    const pk_op_matmul &op = parts.op;
+    Plan plan(context, op, n_rows);
+    const TileKernels &tiles = tile_kernels_amx();
+    auto *x = static_cast<uint16_t *>(workspace);
+    uint16_t *lower = plan.splits ? x + plan.x_bytes / 4 : nullptr;
+    char *scratch = static_cast<char *>(workspace) + plan.x_bytes;
+    context.pool.parallel_for(plan.n_row_tiles, context.pool.grain(plan.n_row_tiles), [&](int64_t begin, int64_t end, int32_t) {
+        for (int64_t t = begin; t < end; ++t) {
+            int64_t row = t * kTileRows, left = n_rows - row, at = t * plan.n_tiles * kTileBytes / 2;
+            tiles.pack_tiles(reinterpret_cast<const float *>(op.x.data + row * op.x.stride), op.x.stride / 4, op.x.cols, left < kTileRows ? left : kTileRows, x + at,
+                             lower ? lower + at : nullptr);
+        }
+    });
+    TileProduct product{parts, plan, matmul_kernels_of(context), tiles, n_rows, x, lower};
+    int64_t n_jobs = (plan.n_row_tiles + plan.job_row_tiles - 1) / plan.job_row_tiles;
+    int64_t n_groups = (product.n_pairs() + plan.n_pairs - 1) / plan.n_pairs;
+    context.pool.parallel_for(n_groups * n_jobs, 1, [&](int64_t begin, int64_t end, int32_t thread) {
+        for (int64_t i = begin; i < end; ++i) {
+            int64_t first = i % n_groups * plan.n_pairs, last = first + plan.n_pairs;
+            product.run(first, last < product.n_pairs() ? last : product.n_pairs(), i / n_groups, scratch + thread * plan.thread_bytes());
+        }
+    });
+}
+
+}  // namespace pk
