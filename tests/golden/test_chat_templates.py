@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from paddock_runner.errors import UnsupportedError
 from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.text.events import gather
 from paddock_runner.text.load import load_tokenizer
+from paddock_runner.text.reasoning import messages_of
 from paddock_runner.text.template import ChatTemplate, TemplateRefused, load_template
+from paddock_runner.text.tools import ToolParser, dialect_of
 
 from tests.golden.test_tokenization import SERVED
 
@@ -72,3 +75,28 @@ def test_prompts_of_the_served_files_equal_llamacpp(name: str, shared_dir: Path,
         return
     for case in json.loads(server.read_text())["templates"]:
         assert template.render(case["messages"]) == case["prompt"]
+
+
+def test_every_template_that_writes_a_call_has_a_dialect_that_reads_it(shared_dir: Path) -> None:
+    """The call as the template itself writes it into the history: what the model was taught to write."""
+    golden = json.loads((shared_dir / "golden/chat_templates.json").read_text())
+    schemas = {"get_weather": golden["conversations"]["tools_user"]["tools"][0]["function"]["parameters"]}
+    n_read = 0
+    for name, case in golden["templates"].items():
+        asked, called = (case["renders"][kind].get("ok", "") for kind in ("tools_user", "tool_roundtrip"))
+        at = next((i for i, (a, b) in enumerate(zip(asked, called, strict=False)) if a != b), min(len(asked), len(called)))
+        written = called[at : called.find('"temp', at)] if "get_weather" in asked else ""
+        written = written[: max(written.rfind("{"), written.rfind('"'), 0)] if "get_weather" in written else ""
+        dialect = dialect_of(case["template"])
+        if not written or dialect is None:
+            assert not written or messages_of(case["template"]), name
+            continue
+        begin = max(0, at - 60)
+        text = called[begin : at + len(written)]
+        starts = [text.find(m) for m in dialect.starts if m and m in text]
+        bare = [i for i in (text.find('{"name"'), text.find('[{"name"')) if i >= 0]
+        parser = ToolParser(dialect, schemas)
+        answer = gather(parser.push(text[min(starts or bare) :]) + parser.finish())
+        assert [(c.name, json.loads(c.arguments)) for c in answer.calls] == [("get_weather", {"city": "Paris", "unit": "c"})], name
+        n_read += 1
+    assert n_read == 56
