@@ -18,6 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 HERE = pathlib.Path(__file__).resolve().parent / "tiny"
 COMMON = dict(vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def longrope(n: int, share: float) -> dict:
+    """Divisors that differ from each other and between the two sets."""
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(n)], "long_factor": [1.5 + 0.7 * i for i in range(n)]}
+    return {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": share, **factors}
+
+
 TINY = {
     "llama": dict(model_type="llama", **COMMON, head_dim=16, tie_word_embeddings=False, rms_norm_eps=1e-5),
     "llama3-rope": dict(model_type="llama", **COMMON, head_dim=16, tie_word_embeddings=True, rope_theta=10000.0, rope_parameters=LLAMA3_ROPE, rope_scaling=LLAMA3_ROPE),
@@ -37,6 +45,19 @@ TINY = {
     "olmo2": dict(model_type="olmo2", **COMMON, tie_word_embeddings=False),
     "smollm3": dict(model_type="smollm3", **{**COMMON, "num_hidden_layers": 4}, tie_word_embeddings=True, no_rope_layer_interval=2, use_sliding_window=False, pad_token_id=0),
     "exaone4": dict(model_type="exaone4", **{**COMMON, "num_hidden_layers": 4}, tie_word_embeddings=True, sliding_window=8, sliding_window_pattern=4, pad_token_id=0),
+    "olmo3": dict(
+        model_type="olmo3", **{**COMMON, "num_hidden_layers": 4}, sliding_window=8, pad_token_id=0, rope_theta=10000.0,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0, "attention_factor": 1.2}},
+    ),
+    "ministral": dict(model_type="ministral", **COMMON, head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    "ministral3": dict(
+        model_type="ministral3", **COMMON, head_dim=16, pad_token_id=0,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    ),
+    "qwen3-yarn": dict(model_type="qwen3", **COMMON, head_dim=32, tie_word_embeddings=True, rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}),
+    "phi3-short": dict(model_type="phi3", **{**COMMON, "max_position_embeddings": 4096}, tie_word_embeddings=False, pad_token_id=0, original_max_position_embeddings=1024, rope_parameters=longrope(6, 0.75)),
+    "phi3-long": dict(model_type="phi3", **COMMON, tie_word_embeddings=False, pad_token_id=0, original_max_position_embeddings=32, rope_parameters=longrope(8, 1.0)),
 }  # fmt: skip
 
 

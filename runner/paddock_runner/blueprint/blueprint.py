@@ -15,6 +15,7 @@ class Rope:
     layout: "neox" (pairs d, d+n/2) or "interleaved" (pairs 2d, 2d+1). width: rotated dimensions (<= head width).
     factors: per-frequency divisors (width/2 of them; llama-3 and longrope scaling are resolved into these), or empty.
     magnitude: multiplies cos and sin (yarn, longrope); 1.0 otherwise.
+    long_factors: take the place of factors when the runner's context exceeds original_ctx_tokens (longrope); or empty.
     """
 
     theta: float
@@ -22,11 +23,16 @@ class Rope:
     layout: str = "neox"
     factors: tuple[float, ...] = ()
     magnitude: float = 1.0
+    long_factors: tuple[float, ...] = ()
+    original_ctx_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Softmax attention of one layer. window: tokens visible including the own one, 0 for all. scale: multiplies q.k."""
+    """Softmax attention of one layer. window: tokens visible including the own one, 0 for all. scale: multiplies q.k.
+
+    qk_norm: norms on q and k, one per head; qk_norm_all: one over all heads together.
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -39,6 +45,7 @@ class Attention:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    qk_norm_all: bool = False
     sinks: bool = False
     causal: bool = True
 
@@ -54,12 +61,13 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block. post_norms: gemma's extra norms on the branch outputs before they join the residual."""
+    """One block. pre_norms: norms on what the branches read; post_norms: norms on what they give, before it joins the residual."""
 
     attention: Attention
     feed_forward: FeedForward
     kind: str = "attention"
     post_norms: bool = False
+    pre_norms: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..errors import FileError, UnsupportedError
 from ..files.checkpoint import Checkpoint
@@ -22,7 +23,7 @@ HF_LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v",
     "self_attn.qkv_proj": "qkv", "self_attn.o_proj": "o", "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.gate_up_proj": "gate_up",
-    "mlp.down_proj": "down",
+    "mlp.down_proj": "down", "shared_mlp.input_linear": "gate_up", "shared_mlp.output_linear": "down",
 }  # fmt: skip
 HF_POST_NORMS = {
     "post_attention_layernorm": "attn_post_norm",
@@ -49,6 +50,7 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
     ours = _gguf_names(checkpoint.tensors) if checkpoint.kind == "gguf" else _hf_names(checkpoint.tensors, blueprint)
     if blueprint.tied_head:
         ours = {name: view for name, view in ours.items() if not name.startswith("head.")}
+    ours = _split_gate_up(ours, blueprint)
     fused = {name for name in ours if name.endswith(".qkv.weight")}
     want = expected_shapes(blueprint, frozenset(int(name.split(".")[1]) for name in fused))
     _blame_missing(checkpoint, want, ours)
@@ -91,10 +93,12 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
         want[at + "o.weight"] = (m, a.n_heads * v_width)
         want.update({f"{at}{name}.weight": (ff, m) for name in ("gate", "up")})
         want[at + "down.weight"] = (m, ff)
-        norms = ["attn_norm", "ffn_norm"] + (["attn_post_norm", "ffn_post_norm"] if layer.post_norms else [])
+        norms = ["attn_norm", "ffn_norm"] if layer.pre_norms else []
+        norms += ["attn_post_norm", "ffn_post_norm"] if layer.post_norms else []
         want.update({f"{at}{name}.weight": (m,) for name in norms})
-        if a.qk_norm:
-            want.update({f"{at}{name}.weight": (a.head_width,) for name in ("q_norm", "k_norm")})
+        if a.qk_norm or a.qk_norm_all:
+            heads = (a.n_heads, a.n_kv_heads) if a.qk_norm_all else (1, 1)
+            want.update({f"{at}{name}.weight": (a.head_width * n,) for name, n in zip(("q_norm", "k_norm"), heads, strict=True)})
         if a.out_bias:
             want[at + "o.bias"] = (m,)
         if layer.feed_forward.bias:
@@ -102,6 +106,26 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
         if a.sinks:
             want[at + "sinks.weight"] = (a.n_heads,)
     return want
+
+
+def _split_gate_up(ours: Mapping[str, TensorView], blueprint: Blueprint) -> dict[str, TensorView]:
+    """Gate and up as two views, where the checkpoint has one matrix with the rows of both (named gate_up, or up alone)."""
+    out = dict(ours)
+    for i, layer in enumerate(blueprint.layers):
+        at, width = f"layers.{i}.", layer.feed_forward.width
+        name = at + ("gate_up.weight" if at + "gate_up.weight" in out else "up.weight")
+        view = out.get(name)
+        if view is None or view.shape[:1] != (2 * width,) or at + "gate.weight" in out:
+            continue
+        del out[name]
+        out[at + "gate.weight"], out[at + "up.weight"] = rows_of(view, 0, width), rows_of(view, width, width)
+    return out
+
+
+def rows_of(view: TensorView, first: int, n: int) -> TensorView:
+    """A view of n rows from `first` on: rows lie one after the other in every format."""
+    row = view.n_bytes // view.shape[0]
+    return replace(view, name=f"{view.name}[{first}:{first + n}]", shape=(n, *view.shape[1:]), offset=view.offset + first * row, n_bytes=n * row)
 
 
 def _blame_missing(checkpoint: Checkpoint, want: Mapping[str, tuple[int, ...]], ours: Mapping[str, TensorView]) -> None:

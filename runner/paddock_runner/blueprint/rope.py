@@ -7,12 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedError
 from ..files.fields import Fields
 
-KNOWN = ("default", "linear", "llama3", "yarn")
+KNOWN = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """A resolved recipe: the fields of Rope that it sets."""
+
+    factors: tuple[float, ...] = ()
+    magnitude: float = 1.0
+    long_factors: tuple[float, ...] = ()
+    original_ctx_tokens: int = 0
+
+
+UNSCALED = Scaling()
 
 
 def llama3_factors(
@@ -36,27 +50,37 @@ def llama3_factors(
 
 
 def yarn_factors(
-    theta: float, width: int, factor: float, original_ctx_tokens: int, fast: float = 32.0, slow: float = 1.0
+    theta: float, width: int, factor: float, original_ctx_tokens: int, turns: tuple[float, float] = (32.0, 1.0), is_rounded: bool = True
 ) -> tuple[float, ...]:
-    """Dimensions that turn more than `fast` times within the original context are kept, those under `slow` stretched.
+    """Dimensions that turn more than turns[0] times within the original context are kept, those under turns[1] stretched.
 
-    Source: Peng et al. 2023, YaRN, section 3.2; bounds rounded outwards as in the authors' code.
+    is_rounded: bounds are rounded outwards to whole dimensions, as in the authors' code. Source: Peng et al. 2023, YaRN, section 3.2.
     """
 
-    def dimension(turns: float) -> float:
-        return width * math.log(original_ctx_tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def dimension(n: float) -> float:
+        return width * math.log(original_ctx_tokens / (n * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), width - 1)
+    low, high = dimension(turns[0]), dimension(turns[1])
+    if is_rounded:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001
     out = []
     for i in range(width // 2):
-        kept = 1.0 - min(max((i - low) / max(high - low, 0.001), 0.0), 1.0)
+        kept = 1.0 - min(max((i - low) / (high - low), 0.0), 1.0)
         out.append(1.0 / ((1.0 - kept) / factor + kept))
     return tuple(out)
 
 
-def yarn_magnitude(factor: float) -> float:
-    """Multiplies cos and sin. Source: Peng et al. 2023, YaRN, eq. 22."""
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """Multiplies cos and sin. Source: Peng et al. 2023, YaRN, eq. 22; weight: mscale of DeepSeek's variant."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def longrope_magnitude(factor: float, original_ctx_tokens: int) -> float:
+    """Multiplies cos and sin; factor: how much longer the context became. Source: Ding et al. 2024, LongRoPE; transformers' code."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_ctx_tokens)) if factor > 1 else 1.0
 
 
 def refuse(kind: str, where: str) -> UnsupportedError:
@@ -68,54 +92,69 @@ def refuse(kind: str, where: str) -> UnsupportedError:
     )
 
 
-def hf_scaling(
-    parameters: Mapping[str, Any] | None, theta: float, width: int, ctx_tokens: int, where: str
-) -> tuple[tuple[float, ...], float]:
-    """(factors, magnitude) of a Hugging Face rope_scaling or rope_parameters object. Raises: FileError, UnsupportedError."""
+def hf_scaling(parameters: Mapping[str, Any] | None, config: Fields, theta: float, width: int) -> Scaling:
+    """What a Hugging Face rope_scaling or rope_parameters object means. config: holds context lengths. Raises: FileError, UnsupportedError."""
     if not parameters:
-        return (), 1.0
-    fields = Fields(parameters, where, "field", "rope.")
+        return UNSCALED
+    fields = Fields(parameters, config.where, "field", "rope.")
     kind = fields.text("rope_type", fields.text("type", "default"))
+    if kind == "su":
+        kind = "longrope"
     if kind == "default":
-        return (), 1.0
+        return UNSCALED
     if kind not in KNOWN:
-        raise refuse(kind, where)
-    factor = fields.number("factor")
+        raise refuse(kind, config.where)
+    ctx_tokens = config.integer("max_position_embeddings", low=1, high=1 << 31)
+    default = config.integer("original_max_position_embeddings", ctx_tokens, low=1)
+    original = fields.integer("original_max_position_embeddings", default, low=1)
+    factor = fields.number("factor", ctx_tokens / original if kind in ("yarn", "longrope") else None)
     if factor <= 0:
         raise fields.error("factor", f"is {factor}, expected more than 0")
-    original = fields.integer("original_max_position_embeddings", ctx_tokens, low=1)
     if kind == "linear":
-        return (factor,) * (width // 2), 1.0
+        return Scaling((factor,) * (width // 2))
     if kind == "llama3":
         low, high = fields.number("low_freq_factor", 1.0), fields.number("high_freq_factor", 4.0)
         if not 0 < low < high:
-            raise fields.error(
-                "high_freq_factor", f"is {high} and low_freq_factor {low}, expected two rising positive numbers"
-            )
-        return llama3_factors(theta, width, factor, low, high, original), 1.0
-    magnitude = fields.number("attention_factor", yarn_magnitude(factor))
+            raise fields.error("high_freq_factor", f"is {high} and low_freq_factor {low}, expected two rising positive numbers")
+        return Scaling(llama3_factors(theta, width, factor, low, high, original))
+    return _hf_longrope(fields, width, factor, original) if kind == "longrope" else _hf_yarn(fields, theta, width, factor, original)
+
+
+def _hf_longrope(fields: Fields, width: int, factor: float, original: int) -> Scaling:
+    short, long = (fields.numbers(key) for key in ("short_factor", "long_factor"))
+    for key, values in (("short_factor", short), ("long_factor", long)):
+        if len(values) != width // 2 or min(values) <= 0:
+            raise fields.error(key, f"has {len(values)} entries, expected {width // 2} positive divisors")
+    magnitude = fields.number("attention_factor", longrope_magnitude(factor, max(original, 2)))
+    return Scaling(short, magnitude, long, original)
+
+
+def _hf_yarn(fields: Fields, theta: float, width: int, factor: float, original: int) -> Scaling:
+    over, under = fields.number("mscale", 0.0), fields.number("mscale_all_dim", 0.0)
+    magnitude = yarn_magnitude(factor, over) / yarn_magnitude(factor, under) if over and under else yarn_magnitude(factor)
+    magnitude = fields.number("attention_factor", magnitude)
     fast, slow = fields.number("beta_fast", 32.0), fields.number("beta_slow", 1.0)
     if not 0 < slow <= fast:
-        raise fields.error(
-            "beta_fast", f"is {fast} and beta_slow {slow}, expected two positive numbers, the first the larger"
-        )
-    return yarn_factors(theta, width, factor, original, fast, slow), magnitude
+        raise fields.error("beta_fast", f"is {fast} and beta_slow {slow}, expected two positive numbers, the first the larger")
+    return Scaling(yarn_factors(theta, width, factor, original, (fast, slow), fields.flag("truncate", True)), magnitude)
 
 
-def gguf_scaling(
-    fields: Fields, arch: str, theta: float, width: int, ctx_tokens: int
-) -> tuple[tuple[float, ...], float]:
-    """(factors, magnitude) of GGUF's rope.scaling keys. Raises: FileError, UnsupportedError."""
+def gguf_scaling(fields: Fields, arch: str, theta: float, width: int, ctx_tokens: int) -> Scaling:
+    """What GGUF's rope.scaling keys mean. Raises: FileError, UnsupportedError."""
     kind = fields.text(f"{arch}.rope.scaling.type", "none")
     factor = fields.number(f"{arch}.rope.scaling.factor", fields.number(f"{arch}.rope.scale_linear", 1.0))
     if factor <= 0:
         raise fields.error(f"{arch}.rope.scaling.factor", f"is {factor}, expected more than 0")
     if kind == "none" or factor == 1.0:
-        return (), 1.0
+        return UNSCALED
     if kind == "linear":
-        return (factor,) * (width // 2), 1.0
+        return Scaling((factor,) * (width // 2))
     if kind == "yarn":
         original = fields.integer(f"{arch}.rope.scaling.original_context_length", ctx_tokens, low=1)
-        attention = fields.number(f"{arch}.rope.scaling.attn_factor", 1.0)
-        return yarn_factors(theta, width, factor, original), attention * yarn_magnitude(factor)
+        attention = fields.number(f"{arch}.rope.scaling.attn_factor", fields.number(f"{arch}.rope.scaling.yarn_attn_factor", 1.0))
+        fast = fields.number(f"{arch}.rope.scaling.yarn_beta_fast", 32.0)
+        slow = fields.number(f"{arch}.rope.scaling.yarn_beta_slow", 1.0)
+        if not 0 < slow <= fast:
+            raise fields.error(f"{arch}.rope.scaling.yarn_beta_fast", f"is {fast}, the slow one {slow}; expected the first the larger")
+        return Scaling(yarn_factors(theta, width, factor, original, (fast, slow)), attention * yarn_magnitude(factor))
     raise refuse(kind, fields.where)

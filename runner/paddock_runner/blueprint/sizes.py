@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import FileError, UnsupportedError
 from ..files.checkpoint import Checkpoint
 from ..files.fields import Fields
-from .rope import gguf_scaling, hf_scaling
+from .blueprint import Rope
+from .rope import Scaling, gguf_scaling, hf_scaling
 
 MAX_LAYERS = 1024
 
@@ -31,11 +32,15 @@ class Sizes:
     norm_eps: float
     rope_width: int
     theta: float
-    factors: tuple[float, ...]
-    magnitude: float
+    scaling: Scaling
     tied_head: bool
     name: str
     notes: tuple[str, ...] = ()
+
+    def rope(self, layout: str = "neox") -> Rope:
+        """The rope that the checkpoint describes, with that layout of pairs."""
+        s = self.scaling
+        return Rope(self.theta, self.rope_width, layout, s.factors, s.magnitude, s.long_factors, s.original_ctx_tokens)
 
 
 def gguf_sizes(checkpoint: Checkpoint, arch: str) -> Sizes:
@@ -62,16 +67,20 @@ def gguf_sizes(checkpoint: Checkpoint, arch: str) -> Sizes:
     ctx = f.integer(f"{arch}.context_length", low=1, high=1 << 31)
     theta = rope_base(f, f"{arch}.rope.freq_base", 10000.0)
     rope_width = f.integer(f"{arch}.rope.dimension_count", head_width, low=2, high=4096)
-    factors, magnitude = gguf_scaling(f, arch, theta, rope_width, ctx)
     notes: tuple[str, ...] = ()
+    if "rope_factors_long.weight" in checkpoint.tensors:
+        scaling, notes = _stored_longrope(checkpoint, f, arch, rope_width, ctx)
+    else:
+        scaling = gguf_scaling(f, arch, theta, rope_width, ctx)
     if "rope_freqs.weight" in checkpoint.tensors:
-        factors, notes = _stored_factors(checkpoint, rope_width)
+        factors, notes = _stored_factors(checkpoint, "rope_freqs.weight", rope_width)
+        scaling = replace(scaling, factors=factors)
     sizes = Sizes(
         arch, f, n_layers, _embedding_rows(checkpoint, "token_embd.weight"), width, ctx, n_heads,
         f.integers(f"{arch}.attention.head_count_kv", n_layers, n_heads, high=4096),
         head_width, f.integer(f"{arch}.attention.value_length", head_width, low=1, high=4096),
         f.integers(f"{arch}.feed_forward_length", n_layers, high=1 << 24),
-        f.number(f"{arch}.attention.layer_norm_rms_epsilon"), rope_width, theta, factors, magnitude,
+        f.number(f"{arch}.attention.layer_norm_rms_epsilon"), rope_width, theta, scaling,
         "output.weight" not in checkpoint.tensors, f.text("general.name", ""), notes,
     )  # fmt: skip
     return _checked(sizes)
@@ -95,16 +104,16 @@ def hf_sizes(checkpoint: Checkpoint, fields: Fields, tied_default: bool = False,
     if rope is not None and rope_key and rope_key in rope:
         rope = rope.section(rope_key)
     theta = rope_base(rope if rope is not None and "rope_theta" in rope else f, "rope_theta", 10000.0)
-    share = f.number("partial_rotary_factor", 1.0)
+    share = f.number("partial_rotary_factor", rope.number("partial_rotary_factor", 1.0) if rope is not None else 1.0)
     if not 0 < share <= 1:
         raise f.error("partial_rotary_factor", f"is {share}, expected more than 0, at most 1")
     rope_width = int(head_width * share)
-    factors, magnitude = hf_scaling(rope, theta, rope_width, ctx, f.where)
+    scaling = hf_scaling(rope, f, theta, rope_width)
     sizes = Sizes(
         f.text("model_type", ""), f, n_layers, f.integer("vocab_size", low=1, high=1 << 24), width, ctx, n_heads,
         f.integers("num_key_value_heads", n_layers, n_heads, high=4096),
         head_width, head_width, f.integers("intermediate_size", n_layers, high=1 << 24),
-        f.number("rms_norm_eps", 1e-6), rope_width, theta, factors, magnitude,
+        f.number("rms_norm_eps", 1e-6), rope_width, theta, scaling,
         f.flag("tie_word_embeddings", tied_default), checkpoint.path.name,
     )  # fmt: skip
     return _checked(sizes)
@@ -162,12 +171,12 @@ def _embedding_rows(checkpoint: Checkpoint, name: str) -> int:
     return view.shape[0]
 
 
-def _stored_factors(checkpoint: Checkpoint, rope_width: int) -> tuple[tuple[float, ...], tuple[str, ...]]:
-    """The divisors in rope_freqs.weight; none, with a note, where only a header is at hand."""
-    view = checkpoint.tensors["rope_freqs.weight"]
+def _stored_factors(checkpoint: Checkpoint, name: str, rope_width: int) -> tuple[tuple[float, ...], tuple[str, ...]]:
+    """The divisors in that tensor; none, with a note, where only a header is at hand."""
+    view = checkpoint.tensors[name]
     if view.format != "f32" or view.n_elements != rope_width // 2:
         raise FileError(
-            f"{view.path}: tensor rope_freqs.weight is {view.format} {list(view.shape)}, expected f32 [{rope_width // 2}]",
+            f"{view.path}: tensor {name} is {view.format} {list(view.shape)}, expected f32 [{rope_width // 2}]",
             path=str(view.path),
             field=view.name,
         )
@@ -177,8 +186,20 @@ def _stored_factors(checkpoint: Checkpoint, rope_width: int) -> tuple[tuple[floa
         return (), ("rope factors are in a tensor that was not read",)
     if not all(0 < v < 1e6 for v in values):
         raise FileError(
-            f"{view.path}: tensor rope_freqs.weight holds {min(values)} to {max(values)}, expected positive divisors",
+            f"{view.path}: tensor {name} holds {min(values)} to {max(values)}, expected positive divisors",
             path=str(view.path),
             field=view.name,
         )
     return tuple(values), ()
+
+
+def _stored_longrope(
+    checkpoint: Checkpoint, f: Fields, arch: str, rope_width: int, ctx: int
+) -> tuple[Scaling, tuple[str, ...]]:
+    """The two sets of divisors in rope_factors_short and rope_factors_long."""
+    long, notes = _stored_factors(checkpoint, "rope_factors_long.weight", rope_width)
+    short: tuple[float, ...] = ()
+    if "rope_factors_short.weight" in checkpoint.tensors:
+        short, _ = _stored_factors(checkpoint, "rope_factors_short.weight", rope_width)
+    original = f.integer(f"{arch}.rope.scaling.original_context_length", ctx, low=2)
+    return Scaling(short, f.number(f"{arch}.rope.scaling.attn_factor", 1.0), long, original), notes

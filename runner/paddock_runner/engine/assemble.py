@@ -70,7 +70,7 @@ def _build(
     device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))
     plan = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, ELEMENT_BYTES[device.facts.activation])
     buffers = place(device, plan, sizes)
-    site = Site(weights, buffers, layout.offsets, KV_FORMATS[assembly.kv_format], rotations(device, blueprint))
+    site = Site(weights, buffers, layout.offsets, KV_FORMATS[assembly.kv_format], rotations(device, blueprint, sizes.max_ctx_tokens))
     return trace(blueprint, site)
 
 

@@ -26,13 +26,17 @@ class Site:
     rotations: Mapping[Rope, Rotation]
 
 
-def rotations(device: Device, blueprint: Blueprint) -> dict[Rope, Rotation]:
-    """One frequency vector on the device per distinct rope. frequency[i] = theta^(-2i/width) / factor[i]. Source: Su et al. 2021, eq. 15."""
+def rotations(device: Device, blueprint: Blueprint, max_ctx_tokens: int = 0) -> dict[Rope, Rotation]:
+    """One frequency vector on the device per distinct rope. frequency[i] = theta^(-2i/width) / factor[i]. Source: Su et al. 2021, eq. 15.
+
+    max_ctx_tokens: of the runner: a rope with long factors has them for all tokens when a sequence may outgrow its original context.
+    """
     found: dict[Rope, Rotation] = {}
     for rope in dict.fromkeys(layer.attention.rope for layer in blueprint.layers):
         if rope is not None:
             n = rope.width // 2
-            factors = rope.factors or (1.0,) * n
+            is_long = bool(rope.long_factors) and max_ctx_tokens > rope.original_ctx_tokens
+            factors = (rope.long_factors if is_long else rope.factors) or (1.0,) * n
             values = [rope.theta ** (-2.0 * i / rope.width) / factors[i] for i in range(n)]
             found[rope] = Rotation(f32_tensor(device, values, "vectors"), rope.width, rope.layout, rope.magnitude)
     return found
@@ -41,21 +45,18 @@ def rotations(device: Device, blueprint: Blueprint) -> dict[Rope, Rotation]:
 def trace(blueprint: Blueprint, site: Site) -> Program:
     """The program of one step: any mix of prefill and decode rows."""
     program, buffers, weights = Program(), site.buffers, site.weights
-    residual, normed = buffers["residual"], buffers["normed"]
-    eps, scale = blueprint.norm_eps, blueprint.residual_scale
     program.prepare()
-    program.embed(weights["embed.weight"], residual, blueprint.embed_scale)
-    program.norm(residual, weights["layers.0.attn_norm.weight"], normed, eps)
+    program.embed(weights["embed.weight"], buffers["residual"], blueprint.embed_scale)
+    _read(program, blueprint, weights.get("layers.0.attn_norm.weight"), site)
     for i, layer in enumerate(blueprint.layers):
         if layer.kind != "attention":
             raise UnsupportedError(f"layer {i} of {blueprint.family} is a {layer.kind} layer, which the decoder does not know")
         at = f"layers.{i}."
-        last = i + 1 == blueprint.n_layers
-        following = None if last else weights[f"layers.{i + 1}.attn_norm.weight"]
         _attention(program, blueprint, layer, i, site)
-        _join(program, blueprint, layer, at + "attn_post_norm.weight", weights[at + "ffn_norm.weight"], site, scale)
+        _join(program, blueprint, layer, at + "attn_post_norm.weight", weights.get(at + "ffn_norm.weight"), site)
         _feed_forward(program, blueprint, layer, at, site)
-        _join(program, blueprint, layer, at + "ffn_post_norm.weight", following, site, scale)
+        following = weights.get(f"layers.{i + 1}.attn_norm.weight")
+        _join(program, blueprint, layer, at + "ffn_post_norm.weight", following, site, i + 1 == blueprint.n_layers)
     _head(program, blueprint, site)
     return program
 
@@ -69,6 +70,10 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
     program.matmul(buffers["normed"], [w[p + ".weight"] for p in parts], qkv, [w.get(p + ".bias") for p in parts])
     heads = Heads(a.n_heads, a.n_kv_heads, a.head_width, v_width, *site.kv_offsets[i], site.kv_format)
     q = qkv.columns(0, a.n_heads * a.head_width)
+    if a.qk_norm_all:
+        k = qkv.columns(q.cols, a.n_kv_heads * a.head_width)
+        for part, name in ((q, "q_norm.weight"), (k, "k_norm.weight")):
+            program.norm(part, w[at + name], part, blueprint.norm_eps)
     norms = (w[at + "q_norm.weight"], w[at + "k_norm.weight"]) if a.qk_norm else (None, None)
     program.qkv(qkv, q, heads, norms, site.rotations[a.rope] if a.rope else None, blueprint.norm_eps)
     out = _narrow(buffers["attention_out"], a.n_heads * v_width)
@@ -93,14 +98,27 @@ def _project(program: Program, layer: Layer, x: Tensor, weight: Tensor, bias: Te
         program.matmul(x, [weight], residual, [bias], Epilogue(add=residual, scale=scale))
 
 
-def _join(program: Program, blueprint: Blueprint, layer: Layer, post: str, following: Tensor | None, site: Site, scale: float) -> None:
-    """Adds a post-normed branch to the residual, and norms the residual for what follows (None: the head norms its own rows)."""
+def _read(program: Program, blueprint: Blueprint, norm: Tensor | None, site: Site) -> None:
+    """What a branch reads: the residual, normed, or (layers without norms before branches) as it is."""
+    if norm is not None:
+        program.norm(site.buffers["residual"], norm, site.buffers["normed"], blueprint.norm_eps)
+    else:
+        program.copy(site.buffers["residual"], site.buffers["normed"])
+
+
+def _join(
+    program: Program, blueprint: Blueprint, layer: Layer, post: str, following: Tensor | None, site: Site, is_last: bool = False
+) -> None:
+    """Adds a post-normed branch to the residual, and prepares what follows (after the last layer, the head norms its own rows)."""
+    if not layer.post_norms:
+        if not is_last:
+            _read(program, blueprint, following, site)
+        return
     residual, normed, branch = site.buffers["residual"], site.buffers["normed"], site.buffers["branch"]
     out = normed if following is not None else None
-    if layer.post_norms:
-        program.norm(branch, following, out, blueprint.norm_eps, residual, site.weights[post], scale)
-    elif following is not None:
-        program.norm(residual, following, out, blueprint.norm_eps)
+    program.norm(branch, following, out, blueprint.norm_eps, residual, site.weights[post], blueprint.residual_scale)
+    if following is None and not is_last:
+        program.copy(residual, normed)
 
 
 def _head(program: Program, blueprint: Blueprint, site: Site) -> None:

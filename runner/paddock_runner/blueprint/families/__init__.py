@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import Blueprint
-from . import gemma3, llama, qwen2, qwen3
+from . import exaone4, gemma2, gemma3, granite, llama, ministral, olmo2, phi3, qwen2, qwen3, smollm3
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,5 +27,12 @@ FAMILIES = (
     Family("llama", ("llama",), ("llama", "mistral"), llama.from_gguf, llama.from_hf, "Llama 1-3, Mistral, SmolLM"),
     Family("qwen2", ("qwen2",), ("qwen2",), qwen2.from_gguf, qwen2.from_hf, "Qwen 2, Qwen 2.5"),
     Family("qwen3", ("qwen3",), ("qwen3",), qwen3.from_gguf, qwen3.from_hf, "Qwen 3"),
+    Family("gemma2", ("gemma2",), ("gemma2",), gemma2.from_gguf, gemma2.from_hf, "Gemma 2"),
     Family("gemma3", ("gemma3",), ("gemma3_text", "gemma3"), gemma3.from_gguf, gemma3.from_hf, "Gemma 3"),
+    Family("granite", ("granite",), ("granite", "granitemoehybrid"), granite.from_gguf, granite.from_hf, "Granite 3, Granite 4 (dense)"),
+    Family("phi3", ("phi3",), ("phi3",), phi3.from_gguf, phi3.from_hf, "Phi 3, Phi 3.5, Phi 4"),
+    Family("olmo2", ("olmo2",), ("olmo2", "olmo3"), olmo2.from_gguf, olmo2.from_hf, "OLMo 2, OLMo 3"),
+    Family("smollm3", ("smollm3",), ("smollm3",), smollm3.from_gguf, smollm3.from_hf, "SmolLM 3"),
+    Family("exaone4", ("exaone4",), ("exaone4",), exaone4.from_gguf, exaone4.from_hf, "EXAONE 4"),
+    Family("ministral", ("mistral3",), ("ministral", "ministral3", "mistral3"), ministral.from_gguf, ministral.from_hf, "Ministral, Mistral Small 3"),
 )

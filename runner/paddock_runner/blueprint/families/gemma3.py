@@ -93,7 +93,7 @@ def _local_layers(s: Sizes, pattern: object) -> list[bool]:
 def _layers(
     s: Sizes, local_layers: list[bool], window: int, scale: float, local: Rope, softcap: float
 ) -> tuple[Layer, ...]:
-    wide = Rope(s.theta, s.rope_width, "neox", s.factors, s.magnitude)
+    wide = s.rope()
     return tuple(
         Layer(
             Attention(

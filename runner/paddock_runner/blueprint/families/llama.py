@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
-from ..blueprint import Attention, Blueprint, FeedForward, Layer, Rope
+from ..blueprint import Attention, Blueprint, FeedForward, Layer
 from ..sizes import Sizes, gguf_sizes, hf_sizes
 
 
@@ -32,7 +32,7 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
 
 def dense(s: Sizes, layout: str, window: int, qkv_bias: bool, out_bias: bool, ff_bias: bool) -> Blueprint:
     """A blueprint whose layers differ in nothing but their widths."""
-    rope = Rope(s.theta, s.rope_width, layout, s.factors, s.magnitude)
+    rope = s.rope(layout)
     layers = tuple(
         Layer(
             Attention(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
-from ..blueprint import Attention, Blueprint, FeedForward, Layer, Rope
+from ..blueprint import Attention, Blueprint, FeedForward, Layer
 from ..sizes import Sizes, gguf_sizes, hf_sizes
 
 
@@ -23,7 +23,7 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
 
 def dense(family: str, s: Sizes, qkv_bias: bool, qk_norm: bool) -> Blueprint:
     """Qwen's dense graph, with or without biases and query-key norms."""
-    rope = Rope(s.theta, s.rope_width, "neox", s.factors, s.magnitude)
+    rope = s.rope()
     layers = tuple(
         Layer(
             Attention(
