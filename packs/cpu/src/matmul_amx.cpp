@@ -1,18 +1,19 @@
 // Products of many rows with AMX: panels become bf16 tiles block by block, activations once, sums stay in f32 tiles.
 //
-// C[32 rows, 32 weight rows] += A0/A1 [16, 32] x B0/B1 [32, 16]: four products per four tile loads. A block of kBlockTiles
-// tiles along K of two panels is decoded into the thread's scratch (L1/L2) and used for every row of the job.
+// C[32 rows, 32 weight rows] += A0/A1 [16, 32] x B0/B1 [32, 16]: four products per four tile loads. A block of some tiles
+// along K of two panels is decoded into the thread's scratch (it should fit L1) and used for every row of the job.
 // f16 and f32 weights and their activations are split into two bf16 each, and three of the four products are summed.
 #include "matmul_amx.h"
 
 #include "format/codec.h"
-#include "matmul_kernels.h"
+#include "matmul_finish.h"
 
 namespace pk {
 namespace {
 
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileElements = kTileBytes / 2;
+constexpr int64_t kTileRows = 16;
 
 // Values are cut to bf16, not rounded; this factor takes the mean of the error away (for mantissas spread evenly in the
 // logarithm) and leaves values alone that bf16 can hold.
@@ -79,62 +80,62 @@ inline __attribute__((always_inline)) void group_tile(const uint8_t *low, const 
     });
 }
 
-// Groups [begin, end) of a panel as tiles.
+// Group `g` of a panel as a tile of bf16.
 template <class C>
-void coded_tiles(const uint8_t *panel, const PanelShape &shape, int64_t begin, int64_t end, uint16_t *out) {
+void coded_tile(const uint8_t *panel, const PanelShape &shape, int64_t g, uint16_t *out, uint16_t *) {
     const vf table = value_table<C>();
-    vf factor = v_set(kCutFactor);
+    vf factor = v_set(kCutFactor), d[2], m[2];
     if constexpr (C::kHasFactor) factor = v_mul(factor, v_load(reinterpret_cast<const float *>(panel + shape.factor_offset)));
-    for (int64_t g = begin; g < end; ++g) {
-        vf d[2], m[2];
-        C::scales(panel + shape.scale_offset + g / C::kGroupsPerUnit * unit_bytes<C>(), g % C::kGroupsPerUnit, 0, d, m);
-        for (int i = 0; i < C::kScalesPerGroup; ++i) {
-            d[i] = v_mul(d[i], factor);
-            m[i] = C::kHasMin ? v_mul(m[i], factor) : v_mul(d[i], v_set(static_cast<float>(-C::kOffset)));
-        }
-        group_tile<C>(panel + g * 64 * C::kLow, panel + shape.high_offset + g * 64 * C::kHigh, d, m, table, out + (g - begin) * kTileElements);
+    C::scales(panel + shape.scale_offset + g / C::kGroupsPerUnit * unit_bytes<C>(), g % C::kGroupsPerUnit, 0, d, m);
+    for (int i = 0; i < C::kScalesPerGroup; ++i) {
+        d[i] = v_mul(d[i], factor);
+        m[i] = C::kHasMin ? v_mul(m[i], factor) : v_mul(d[i], v_set(static_cast<float>(-C::kOffset)));
     }
+    group_tile<C>(panel + g * 64 * C::kLow, panel + shape.high_offset + g * 64 * C::kHigh, d, m, table, out);
 }
 
-// The same of plain formats. With kSplit, tile after tile of upper parts is followed by as many of lower parts.
+// The same of plain formats. With kSplit, upper parts go to `out` and the rest to `lower`.
 template <class P, bool kSplit>
-void plain_tiles(const uint8_t *panel, const PanelShape &shape, int64_t begin, int64_t end, uint16_t *out) {
-    uint16_t *lower = out + (end - begin) * kTileElements;
-    for (int64_t pair = 16 * begin; pair < 16 * end; ++pair, out += 32, lower += 32) {
+void plain_tile(const uint8_t *panel, const PanelShape &shape, int64_t g, uint16_t *out, uint16_t *lower) {
+    for (int64_t pair = 0; pair < 16; ++pair) {
         vf even, odd;
-        P::pair(panel, pair, 0, &even, &odd);
+        P::pair(panel, 16 * g + pair, 0, &even, &odd);
         if constexpr (P::kHasScale) {
-            vf scale = v_mul(v_load(reinterpret_cast<const float *>(panel + shape.scale_offset) + 2 * pair / kFp8Block * kPanelRows), v_set(kCutFactor));
+            vf scale = v_mul(v_load(reinterpret_cast<const float *>(panel + shape.scale_offset) + g * kGroup / kFp8Block * kPanelRows), v_set(kCutFactor));
             even = v_mul(even, scale);
             odd = v_mul(odd, scale);
         }
-        store_row(out, 0, pair_bits(even, odd));
-        if constexpr (kSplit) store_row(lower, 0, pair_bits(v_sub(even, cut(even)), v_sub(odd, cut(odd))));
+        store_row(out, pair, pair_bits(even, odd));
+        if constexpr (kSplit) store_row(lower, pair, pair_bits(v_sub(even, cut(even)), v_sub(odd, cut(odd))));
     }
 }
 
-using TilesOf = void (*)(const uint8_t *, const PanelShape &, int64_t, int64_t, uint16_t *);
+// bf16 beside a panel that is split: its lower parts are zero.
+void copy_tile(const uint8_t *panel, const PanelShape &, int64_t g, uint16_t *out, uint16_t *) { std::memcpy(out, panel + g * kTileBytes, kTileBytes); }
 
-TilesOf tiles_of(int32_t format) {
+using TileOf = void (*)(const uint8_t *, const PanelShape &, int64_t, uint16_t *, uint16_t *);
+
+TileOf tile_of(int32_t format) {
     switch (format) {
-        case PK_F32: return plain_tiles<Plain<PK_F32>, true>;
-        case PK_F16: return plain_tiles<Plain<PK_F16>, true>;
-        case PK_FP8_E4M3: return plain_tiles<Plain<PK_FP8_E4M3>, false>;
-        case PK_FP8_E5M2: return plain_tiles<Plain<PK_FP8_E5M2>, false>;
-        case PK_Q8_0: return coded_tiles<CodecQ8_0>;
-        case PK_Q4_0: return coded_tiles<CodecQ4_0>;
-        case PK_Q4_1: return coded_tiles<CodecQ4_1>;
-        case PK_Q5_0: return coded_tiles<CodecQ5_0>;
-        case PK_Q5_1: return coded_tiles<CodecQ5_1>;
-        case PK_Q2_K: return coded_tiles<CodecQ2_K>;
-        case PK_Q3_K: return coded_tiles<CodecQ3_K>;
-        case PK_Q4_K: return coded_tiles<CodecQ4_K>;
-        case PK_Q5_K: return coded_tiles<CodecQ5_K>;
-        case PK_Q6_K: return coded_tiles<CodecQ6_K>;
-        case PK_IQ4_NL: return coded_tiles<CodecIQ4_NL>;
-        case PK_IQ4_XS: return coded_tiles<CodecIQ4_XS>;
-        case PK_MXFP4: return coded_tiles<CodecMXFP4>;
-        case PK_NVFP4: return coded_tiles<CodecNVFP4>;
+        case PK_F32: return plain_tile<Plain<PK_F32>, true>;
+        case PK_F16: return plain_tile<Plain<PK_F16>, true>;
+        case PK_BF16: return copy_tile;
+        case PK_FP8_E4M3: return plain_tile<Plain<PK_FP8_E4M3>, false>;
+        case PK_FP8_E5M2: return plain_tile<Plain<PK_FP8_E5M2>, false>;
+        case PK_Q8_0: return coded_tile<CodecQ8_0>;
+        case PK_Q4_0: return coded_tile<CodecQ4_0>;
+        case PK_Q4_1: return coded_tile<CodecQ4_1>;
+        case PK_Q5_0: return coded_tile<CodecQ5_0>;
+        case PK_Q5_1: return coded_tile<CodecQ5_1>;
+        case PK_Q2_K: return coded_tile<CodecQ2_K>;
+        case PK_Q3_K: return coded_tile<CodecQ3_K>;
+        case PK_Q4_K: return coded_tile<CodecQ4_K>;
+        case PK_Q5_K: return coded_tile<CodecQ5_K>;
+        case PK_Q6_K: return coded_tile<CodecQ6_K>;
+        case PK_IQ4_NL: return coded_tile<CodecIQ4_NL>;
+        case PK_IQ4_XS: return coded_tile<CodecIQ4_XS>;
+        case PK_MXFP4: return coded_tile<CodecMXFP4>;
+        case PK_NVFP4: return coded_tile<CodecNVFP4>;
         default: return nullptr;
     }
 }
@@ -168,9 +169,68 @@ void configure_tiles() {
 
 constexpr int64_t kSumStride = 32;  // floats from row to row of the sums of two panels
 
-// Sums of 32 (or 16) rows and two panels over n tiles along K. a, b: first tiles; a1: the second sixteen rows.
+bool is_split_format(int32_t format) { return format == PK_F16 || format == PK_F32; }
+
+// One block along K of two panels: decoded tile by tile, in between the products of the block before it, so that vector
+// units and tile units work at the same time.
+class Block {
+   public:
+    Block() = default;
+    Block(const PanelPair &pair, int64_t begin, int64_t end, uint16_t *tiles, int64_t block_tiles) : begin_(begin), n_(end - begin) {
+        is_split_ = is_split_format(pair.panel[0].format) || is_split_format(pair.panel[1].format);
+        n_panels_ = pair.n_finish == 1 && !pair.is_gated ? 1 : 2;
+        for (int i = 0; i < n_panels_; ++i) {
+            panels_[i] = &pair.panel[i];
+            out_[i] = tiles + i * 2 * block_tiles * kTileElements;
+            tiles_[i] = out_[i];
+            tile_of_[i] = tile_of(pair.panel[i].format);
+            if (pair.panel[i].format == PK_BF16 && !is_split_) {
+                tiles_[i] = reinterpret_cast<const uint16_t *>(pair.panel[i].data) + begin * kTileElements;
+                tile_of_[i] = nullptr;
+            }
+            if (is_split_ && !is_split_format(pair.panel[i].format)) std::memset(out_[i] + n_ * kTileElements, 0, n_ * kTileBytes);
+        }
+        if (n_panels_ == 1) tiles_[1] = tiles_[0];
+    }
+
+    // Decodes a share of the tiles: the rest is done when this was called n_steps times.
+    inline __attribute__((always_inline)) void advance(int64_t n_steps) {
+        credit_ += n_panels_ * n_;
+        while (credit_ >= n_steps) {
+            credit_ -= n_steps;
+            decode_one();
+        }
+    }
+    void decode_all() {
+        while (done_ < n_panels_ * n_) decode_one();
+    }
+    const uint16_t *tiles(int panel) const { return tiles_[panel]; }
+    const uint16_t *lower(int panel) const { return tiles_[panel] + n_ * kTileElements; }
+    bool is_split() const { return is_split_; }
+    int64_t begin() const { return begin_; }
+    int64_t size() const { return n_; }
+    int64_t n_steps(int64_t n_row_pairs) const { return n_row_pairs * n_ * (is_split_ ? 3 : 1); }
+
+   private:
+    void decode_one() {
+        if (done_ >= n_panels_ * n_) return;
+        int i = done_ >= n_ ? 1 : 0;
+        int64_t k = done_ - i * n_;
+        ++done_;
+        if (tile_of_[i]) tile_of_[i](panels_[i]->data, *panels_[i]->shape, begin_ + k, out_[i] + k * kTileElements, out_[i] + (n_ + k) * kTileElements);
+    }
+
+    const PanelPair::Panel *panels_[2] = {};
+    TileOf tile_of_[2] = {};
+    uint16_t *out_[2] = {};
+    const uint16_t *tiles_[2] = {};
+    int64_t begin_ = 0, n_ = 0, n_panels_ = 0, done_ = 0, credit_ = 0;
+    bool is_split_ = false;
+};
+
+// Sums of 32 (kTwo) or 16 rows and two panels over n tiles along K. a1: the second sixteen rows.
 template <bool kTwo>
-inline __attribute__((always_inline)) void multiply(const uint16_t *a0, const uint16_t *a1, const uint16_t *b0, const uint16_t *b1, int64_t n) {
+inline __attribute__((always_inline)) void multiply(const uint16_t *a0, const uint16_t *a1, const uint16_t *b0, const uint16_t *b1, int64_t n, Block &next, int64_t n_steps) {
     for (int64_t k = 0; k < n; ++k) {
         _tile_loadd(6, b0 + k * kTileElements, 64);
         _tile_loadd(4, a0 + k * kTileElements, 64);
@@ -182,6 +242,7 @@ inline __attribute__((always_inline)) void multiply(const uint16_t *a0, const ui
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
+        next.advance(n_steps);
     }
 }
 
@@ -212,63 +273,81 @@ inline void zero_sums() {
     _tile_zero(3);
 }
 
-// All row tiles of the job against one block of two panels.
+// One or two row tiles of the job against a block of two panels.
 template <bool kTwo>
-inline void multiply_rows(const TileJob &job, int64_t row_tile, int64_t begin, int64_t end, const uint16_t *const b[2], bool is_split, float *sums) {
-    int64_t n = end - begin, from = (row_tile * job.n_tiles + begin) * kTileElements, next = job.n_tiles * kTileElements;
-    if (begin == 0)
+void multiply_rows(const TileJob &job, int64_t row_tile, const Block &block, float *sums, Block &next, int64_t n_steps) {
+    int64_t from = (row_tile * job.n_tiles + block.begin()) * kTileElements, after = job.n_tiles * kTileElements, n = block.size();
+    if (block.begin() == 0)
         zero_sums();
     else
         load_sums<kTwo>(sums);
     const uint16_t *a = job.x + from;
-    multiply<kTwo>(a, a + next, b[0], b[1], n);
-    if (is_split) {
+    multiply<kTwo>(a, a + after, block.tiles(0), block.tiles(1), n, next, n_steps);
+    if (block.is_split()) {
         const uint16_t *lower = job.x_lower + from;
-        multiply<kTwo>(lower, lower + next, b[0], b[1], n);
-        multiply<kTwo>(a, a + next, b[0] + n * kTileElements, b[1] + n * kTileElements, n);
+        multiply<kTwo>(lower, lower + after, block.tiles(0), block.tiles(1), n, next, n_steps);
+        multiply<kTwo>(a, a + after, block.lower(0), block.lower(1), n, next, n_steps);
     }
     store_sums<kTwo>(sums);
 }
 
-bool is_split_format(int32_t format) { return format == PK_F16 || format == PK_F32; }
-
-// Decodes a block of two panels into `tiles` and tells where each lies. True when b holds lower parts after the upper ones.
-bool decode_pair(const TileJob &job, const PanelPair &pair, int64_t begin, int64_t end, uint16_t *tiles, const uint16_t *b[2]) {
-    const bool is_split = is_split_format(pair.panel[0].format) || is_split_format(pair.panel[1].format);
-    const int64_t n = (end - begin) * kTileElements;
-    for (int i = 0; i < 2; ++i) {
-        const PanelPair::Panel &panel = pair.panel[i];
-        uint16_t *out = tiles + i * 2 * job.block_tiles * kTileElements;
-        const auto *in_place = reinterpret_cast<const uint16_t *>(panel.data) + begin * kTileElements;
-        b[i] = out;
-        if (i == 1 && panel.data == pair.panel[0].data) {
-            b[1] = b[0];
-        } else if (panel.format == PK_BF16 && !is_split) {
-            b[i] = in_place;
-        } else {
-            if (panel.format == PK_BF16)
-                std::memcpy(out, in_place, n * 2);
-            else
-                tiles_of(panel.format)(panel.data, *panel.shape, begin, end, out);
-            if (is_split && !is_split_format(panel.format)) std::memset(out + n, 0, n * 2);
-        }
-    }
-    return is_split;
+void finish_pair(const PanelPair &pair, int64_t row, int64_t n_rows, const float *sums) {
+    if (pair.is_gated) return finish_rows(pair.finish[0], row, n_rows, sums, sums + kPanelRows, kSumStride);
+    for (int32_t i = 0; i < pair.n_finish; ++i) finish_rows(pair.finish[i], row, n_rows, sums + i * kPanelRows, nullptr, kSumStride);
 }
 
-void run_pairs(const TileJob &job, const PanelPair *pairs, int64_t n_pairs, uint16_t *tiles, float *sums) {
+// All rows of the job against one block; after the last block of K the sums go to y, 32 rows at a time.
+void run_block(const TileJob &job, const PanelPair &pair, const Block &block, Block &next, float *sums) {
+    const bool is_last = block.begin() + block.size() == job.n_tiles;
+    const int64_t n_steps = block.n_steps((job.n_row_tiles + 1) / 2);
+    for (int64_t t = 0; t < job.n_row_tiles; t += 2) {
+        float *to = job.n_tiles == block.size() ? sums : sums + t * kTileRows * kSumStride;
+        if (t + 1 < job.n_row_tiles)
+            multiply_rows<true>(job, job.first_row_tile + t, block, to, next, n_steps);
+        else
+            multiply_rows<false>(job, job.first_row_tile + t, block, to, next, n_steps);
+        int64_t row = (job.first_row_tile + t) * kTileRows, left = job.n_rows - row;
+        if (is_last) finish_pair(pair, row, left < 2 * kTileRows ? left : 2 * kTileRows, to);
+    }
+    next.decode_all();
+}
+
+// The order of blocks: groups of in_turn pairs, in a group block after block of K, in a block pair after pair.
+struct Order {
+    const TileJob &job;
+    int64_t n_pairs, n_blocks;
+    int64_t group = 0, block = 0, turn = 0;
+
+    int64_t turns() const { return n_pairs - group < job.in_turn ? n_pairs - group : job.in_turn; }
+    int64_t pair() const { return group + turn; }
+    bool is_done() const { return group >= n_pairs; }
+    void advance() {
+        if (++turn < turns()) return;
+        turn = 0;
+        if (++block < n_blocks) return;
+        block = 0;
+        group += job.in_turn;
+    }
+};
+
+Block block_at(const TileJob &job, const PanelPair *pairs, const Order &order, int64_t parity) {
+    if (order.is_done()) return {};
+    int64_t begin = order.block * job.block_tiles, end = begin + job.block_tiles < job.n_tiles ? begin + job.block_tiles : job.n_tiles;
+    return {pairs[order.pair()], begin, end, job.tiles + parity * 4 * job.block_tiles * kTileElements, job.block_tiles};
+}
+
+void run_pairs(const TileJob &job, const PanelPair *pairs, int64_t n_pairs) {
     configure_tiles();
-    const int64_t sums_of_pair = job.n_row_tiles * 16 * kSumStride;
-    for (int64_t begin = 0; begin < job.n_tiles; begin += job.block_tiles) {
-        int64_t end = begin + job.block_tiles < job.n_tiles ? begin + job.block_tiles : job.n_tiles;
-        for (int64_t p = 0; p < n_pairs; ++p) {
-            const uint16_t *b[2];
-            bool is_split = decode_pair(job, pairs[p], begin, end, tiles, b);
-            float *to = sums + p * sums_of_pair;
-            int64_t t = 0;
-            for (; t + 2 <= job.n_row_tiles; t += 2) multiply_rows<true>(job, job.first_row_tile + t, begin, end, b, is_split, to + t * 16 * kSumStride);
-            if (t < job.n_row_tiles) multiply_rows<false>(job, job.first_row_tile + t, begin, end, b, is_split, to + t * 16 * kSumStride);
-        }
+    Order order{job, n_pairs, (job.n_tiles + job.block_tiles - 1) / job.block_tiles};
+    Block block = block_at(job, pairs, order, 0);
+    block.decode_all();
+    for (int64_t parity = 1; !order.is_done(); parity ^= 1) {
+        const PanelPair &pair = pairs[order.pair()];
+        float *sums = job.sums + order.turn * job.n_row_tiles * kTileRows * kSumStride;
+        order.advance();
+        Block next = block_at(job, pairs, order, parity);
+        run_block(job, pair, block, next, sums);
+        block = next;
     }
     _tile_release();
 }
