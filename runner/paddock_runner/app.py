@@ -1,0 +1,313 @@
+"""The composition root: opens the model, plans, starts the engine's process and the front, joins them by rings, obeys signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from . import hardware, log
+from .blueprint.blueprint import Blueprint
+from .blueprint.names import tensors_by_name
+from .blueprint.read import read_blueprint
+from .config import Config
+from .engine import child
+from .engine.child import Order
+from .errors import PackError, PaddockError, UnknownModel, UsageError
+from .files.checkpoint import Checkpoint, open_checkpoint
+from .files.view import TensorView
+from .front import auth
+from .front.server import Server, bind
+from .front.service import Front
+from .memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
+from .memory.solve import Solver, require_fit, solver
+from .pack.library import find_pack
+from .text.answer import AnswerFormat
+from .text.load import load_tokenizer
+from .text.template import load_template
+from .turns.desk import Desk
+from .turns.served import Served
+from .wire.channel import Channel
+from .wire.port import FrontPort
+
+KILL_AFTER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the model will run: the pack's file, the device's facts, and a line for people."""
+
+    pack: Path
+    facts: DeviceFacts
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model that was opened and planned: what `plan`, `explain` and `serve` share."""
+
+    checkpoint: Checkpoint
+    blueprint: Blueprint
+    views: dict[str, TensorView]
+    plan: MemoryPlan
+    place: Place
+
+
+def choose_place(config: Config) -> Place:
+    """The device and its pack, as --device and --kernel-pack say. Raises: PackError with a hint."""
+    told = config.kernel_pack
+    kind = config.device
+    if told is not None and not told.exists():
+        raise PackError(f"kernel pack {told} does not exist", "check --kernel-pack")
+    if kind == "auto":
+        kind = (
+            ("cuda" if "cuda" in told.name else "cpu") if told is not None else "cuda" if hardware.has_gpu() else "cpu"
+        )
+    limit = int(config.memory_gib * (1 << 30))
+    if kind == "cuda":
+        gpu = hardware.gpu(config.gpu)
+        free = min(gpu.memory.free_bytes, limit) if limit else gpu.memory.free_bytes
+        facts = cuda_facts(gpu.n_processors, gpu.memory.total_bytes, free, gpu.name)
+        return Place(told or _cuda_pack(gpu), facts, f"{gpu.name} (GPU {gpu.index})")
+    memory = hardware.memory()
+    free = min(memory.free_bytes, limit) if limit else memory.free_bytes
+    threads = config.threads or hardware.n_threads()
+    why = "" if config.device == "cpu" or told is not None else "no NVIDIA GPU here: "
+    return Place(told or find_pack("cpu"), cpu_facts(threads, memory.total_bytes, free), f"{why}CPU, {threads} threads")
+
+
+def _cuda_pack(gpu: hardware.Gpu) -> Path:
+    names = hardware.pack_names(gpu.capability)
+    for name in names:
+        try:
+            return find_pack(name)
+        except PackError:
+            continue
+    arch = "sm_{}{}".format(*gpu.capability)
+    raise PackError(
+        f"no kernel pack for {gpu.name} ({arch}) is installed", "--device cpu serves on the CPU", tried=names
+    )
+
+
+def open_model(config: Config, path: Path) -> Opened:
+    """Opens a model's header and plans it. Raises: UnknownModel, FileError, UnsupportedError, UsageError, WontFit, PackError."""
+    if not path.exists():
+        raise UnknownModel(f"{path}: there is no such file or folder", "check --model", name=str(path))
+    place = choose_place(config)
+    checkpoint = open_checkpoint(path)
+    blueprint = read_blueprint(checkpoint)
+    views = tensors_by_name(checkpoint, blueprint)
+    ctx = config.max_ctx_tokens
+    if config.is_default("max_ctx_tokens"):
+        ctx = min(ctx, blueprint.max_ctx_tokens)
+    request = PlanRequest(ctx, config.max_batch, place.facts, config.kv_format, config.max_step_tokens)
+    answer = solver(blueprint, views, place.facts.free_bytes)
+    return Opened(checkpoint, blueprint, views, _plan(answer, request), place)
+
+
+def _plan(answer: Solver, request: PlanRequest) -> MemoryPlan:
+    """The plan with full contexts for every slot; else with the largest page pool that fits, at least one context."""
+    if not answer.fits(request):
+        pages = answer.most_pages(request)
+        if pages:
+            return require_fit(answer, with_pages(request, pages))
+    return require_fit(answer, request)
+
+
+def serve(config: Config) -> int:
+    """Serves a model until told to stop; returns the exit code. Raises: PaddockError before it is ready."""
+    log.start(config.log_level)
+    path = config.model_path
+    if not path.exists():
+        raise UnknownModel(f"{path}: there is no such file or folder", "check --model", name=str(path))
+    auth.check_exposure(config.host, config.auth)
+    if config.state_file is not None and not config.state_file.absolute().parent.is_dir():
+        raise UsageError(f"--state-file: there is no folder {config.state_file.absolute().parent}")
+    keys, is_new = _keys(config)
+    listener = bind(config.host, config.port)
+    try:
+        opened = open_model(config, path)
+        print(f"paddock-runner: {opened.place.label}", flush=True)
+        if is_new:
+            print(f"paddock-runner: a new API key was written to {config.key_file}", flush=True)
+        for note in opened.blueprint.notes:
+            log.warning("note", text=note)
+        return _run(config, opened, listener, keys)
+    finally:
+        listener.close()
+
+
+def _keys(config: Config) -> tuple[tuple[str, ...], bool]:
+    if not config.auth:
+        return (), False
+    if config.api_key_file is not None:
+        return auth.read_keys(config.api_key_file), False
+    return auth.made_keys(config.key_file)
+
+
+def _run(config: Config, opened: Opened, listener: socket.socket, keys: tuple[str, ...]) -> int:
+    channel = Channel.create()
+    order = Order(
+        str(config.model_path.absolute()), str(opened.place.pack), channel.text, opened.plan.sizes, opened.plan.kv_format,
+        config.gpu, config.threads, config.max_queue, config.log_level, os.getpid(),
+    )  # fmt: skip
+    process = child.start(order, channel)
+    try:
+        port = FrontPort(channel)
+        tokenizer = load_tokenizer(opened.checkpoint, opened.blueprint.n_vocab)
+        template, sizes = load_template(opened.checkpoint, tokenizer), opened.plan.sizes
+        served = Served(
+            config.model_name, tokenizer, template, AnswerFormat(template.source, tokenizer), sizes.max_ctx_tokens,
+            opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, facts=_facts(opened),
+        )  # fmt: skip
+        runner = Runner(config, opened, served, Desk(port), process)
+        factory = _loop_factory()
+        with asyncio.Runner(loop_factory=factory) as loop:
+            return loop.run(runner.run(listener, keys))
+    finally:
+        end(process)
+
+
+def _loop_factory() -> Any:
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def _facts(opened: Opened) -> dict[str, Any]:
+    formats: dict[str, int] = {}
+    for view in opened.views.values():
+        formats[view.format] = formats.get(view.format, 0) + view.n_bytes
+    return {
+        "family": opened.blueprint.family, "format": max(formats, key=lambda k: formats[k]), "device": opened.place.facts.kind,
+        "max_batch": opened.plan.sizes.n_slots, "kv_format": opened.plan.kv_format, "pool_tokens": opened.plan.pool_tokens,
+        "memory_bytes": opened.plan.total_bytes,
+    }  # fmt: skip
+
+
+class Runner:
+    """Front and engine of one runner, from loading to the last byte."""
+
+    def __init__(
+        self, config: Config, opened: Opened, served: Served, desk: Desk, process: subprocess.Popen[bytes]
+    ) -> None:
+        self._config, self._opened, self._served = config, opened, served
+        self._desk, self._process = desk, process
+        self._code = 0
+        self._is_stopping = False
+
+    async def run(self, listener: socket.socket, keys: tuple[str, ...]) -> int:
+        """Serves until told to stop. Returns the exit code."""
+        config, loop = self._config, asyncio.get_running_loop()
+        guard = auth.Guard(keys, (*config.allow_host, config.host), config.allow_origin)
+        self._front = Front(self._served, self._desk, guard, int(config.max_body_mib * (1 << 20)), config.comment_s)
+        self._server = Server(self._front, config.keep_alive_s, config.drain_s)
+        self._desk.on_dead = self._on_dead
+        self._desk.listen(loop)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        sys.setswitchinterval(0.001)
+        begun = time.monotonic()
+        waiting = loop.create_task(self._become_ready(listener, begun))
+        try:
+            await self._server.serve(listener)
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            if config.state_file is not None and self._front.phase != "loading":
+                config.state_file.unlink(missing_ok=True)
+            self._served.close()
+            self._desk.close()
+        return self._code
+
+    async def _become_ready(self, listener: socket.socket, begun: float) -> None:
+        await self._desk.state(0)
+        config, sizes = self._config, self._opened.plan.sizes
+        host, port = listener.getsockname()[:2]
+        self._front.phase = "ready"
+        facts = {
+            "pid": os.getpid(), "host": config.host, "port": port, "model": self._served.name,
+            "max_ctx_tokens": sizes.max_ctx_tokens, "max_batch": sizes.n_slots, "device": self._opened.place.facts.kind,
+        }  # fmt: skip
+        if config.state_file is not None:
+            write_atomically(config.state_file, msgspec.json.encode(facts) + b"\n")
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        pool = self._opened.plan.pool_tokens
+        print(
+            f"paddock-runner: {self._served.name} is ready at {url}/v1 after {time.monotonic() - begun:.1f} s: contexts of "
+            f"{sizes.max_ctx_tokens} tokens, {sizes.n_slots} at a time, {pool} KV tokens in all",
+            flush=True,
+        )
+
+    def _on_signal(self) -> None:
+        at_once = self._is_stopping
+        self._is_stopping = True
+        if self._front.phase == "loading" or at_once:
+            self._process.kill()
+            self._server.stop(at_once=True)
+        elif self._front.phase == "ready":
+            self._front.phase = "draining"
+            log.event("draining", open=self._desk.n_open)
+            self._desk.drain()
+            self._server.stop()
+
+    def _on_dead(self) -> None:
+        """The engine has gone: open requests have been told; nothing more can be served."""
+        if self._is_stopping:
+            return
+        self._front.phase = "failed"
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        self._code = code if code is not None and code > 0 else PackError.exit_code
+        if code is None or code <= 0:
+            how = f"was ended by {signal.Signals(-code).name}" if code else "has gone"
+            print(f"paddock-runner: error: the engine process {how}", file=sys.stderr, flush=True)
+        self._server.stop()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """The engine's process ends: by itself in a moment, else by force."""
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            process.send_signal(number)
+        try:
+            process.wait(KILL_AFTER_S)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """A file that is there completely or not at all."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error.strerror}", "check --state-file") from None
+
+
+__all__ = [
+    "Opened",
+    "PaddockError",
+    "Place",
+    "Runner",
+    "choose_place",
+    "end",
+    "open_model",
+    "serve",
+    "write_atomically",
+]

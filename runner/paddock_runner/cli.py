@@ -1,0 +1,188 @@
+"""The command line of paddock-runner: flags to Config, Config to app; every error is one sentence with a hint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .config import Config, Knob, knobs, read_config
+from .errors import PaddockError, UsageError
+
+COMMANDS = {
+    "plan": "print the memory plan of a model",
+    "explain": "print the program of a model, op by op",
+    "config": "print every setting, its value and where it comes from",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, "paddock-runner --help lists the options")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every option, made from the table of knobs."""
+    out = _Parser(
+        "paddock-runner", usage="paddock-runner --model FILE|DIR [options]\n       paddock-runner plan|explain MODEL [options] [--json]\n       paddock-runner config [options] [--json]",
+        description="Serves one model over OpenAI- and Anthropic-compatible APIs.", allow_abbrev=False,
+    )  # fmt: skip
+    out.add_argument("--version", action="store_true", help="print the version")
+    out.add_argument("--json", action="store_true", help="plan, explain, config: print JSON")
+    out.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    for knob in knobs():
+        _add(out, knob)
+    return out
+
+
+def _add(out: argparse.ArgumentParser, knob: Knob) -> None:
+    what = knob.doc + (f" [{knob.unit}]" if knob.unit else "")
+    if knob.choices:
+        what += f": {', '.join(knob.choices)}"
+    if knob.kind == "bool":
+        out.add_argument(
+            knob.flag, dest=knob.name, action="store_const", const=not knob.default, default=None, help=what
+        )
+        return
+    default = knob.default if knob.default not in (None, "", ()) else None
+    shown = "" if default is None or "default" in what else f" (default: {default})"
+    if knob.kind == "list":
+        out.add_argument(knob.flag, dest=knob.name, action="append", default=None, metavar="TEXT", help=what)
+    else:
+        out.add_argument(knob.flag, dest=knob.name, default=None, metavar=knob.kind.upper(), help=what + shown)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    try:
+        return _main(list(sys.argv[1:] if arguments is None else arguments))
+    except PaddockError as error:
+        print(f"paddock-runner: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except MemoryError:
+        print("paddock-runner: error: there is not enough memory", file=sys.stderr, flush=True)
+        return 9
+    except Exception as fault:
+        print(
+            f"paddock-runner: error: {type(fault).__name__}: {fault} (this is a fault of Paddock: please report it)",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 1
+
+
+def _main(arguments: list[str]) -> int:
+    found = vars(parser().parse_args(arguments))
+    words, as_json = found.pop("words"), found.pop("json")
+    if found.pop("version"):
+        print(_version())
+        return 0
+    command = words.pop(0) if words and words[0] in COMMANDS else "serve"
+    if command in ("plan", "explain") and words:
+        found["model"] = words.pop(0)
+    if words:
+        raise UsageError(
+            f"{words[0]!r} is no command", "commands: " + ", ".join(COMMANDS) + "; to serve: --model FILE|DIR"
+        )
+    config = read_config(found)
+    if command == "config":
+        return _print_config(config, as_json)
+    from . import app
+
+    if command == "serve":
+        return app.serve(config)
+    if command == "plan":
+        return _print_plan(app.open_model(config, config.model_path), as_json)
+    return _print_program(config, as_json)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"paddock-runner {version('paddock')}"
+    except PackageNotFoundError:
+        return "paddock-runner (not installed)"
+
+
+def _print_config(config: Config, as_json: bool) -> int:
+    rows = [
+        {"name": k.name, "value": getattr(config, k.name), "origin": config.origin.get(k.name, "default"), "flag": k.flag,
+         "variable": k.variable, "unit": k.unit, "doc": k.doc}
+        for k in knobs()
+    ]  # fmt: skip
+    if as_json:
+        print(json.dumps({"settings": rows}, default=_plain, indent=1))
+        return 0
+    for row in rows:
+        value = (
+            ",".join(row["value"])
+            if isinstance(row["value"], tuple)
+            else "-"
+            if row["value"] in (None, "")
+            else row["value"]
+        )
+        print(f"{row['name']:16} {value!s:24} {row['origin']:20} {row['flag']:16} {row['variable']:24} {row['doc']}")
+    return 0
+
+
+def _plain(value: object) -> Any:
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else repr(value)
+
+
+def _print_plan(opened: Any, as_json: bool) -> int:
+    plan, facts = opened.plan, opened.place.facts
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "model": str(opened.checkpoint.path),
+                    "device": opened.place.label,
+                    "free_bytes": facts.free_bytes,
+                    **plan.as_json(),
+                },
+                indent=1,
+            )
+        )
+        return 0
+    print(
+        f"{opened.checkpoint.path} on {opened.place.label}: contexts of {plan.sizes.max_ctx_tokens} tokens, {plan.sizes.n_slots} at a time"
+    )
+    for line in plan.lines:
+        print(f"  {line.name:44} {line.n_bytes / (1 << 20):12.2f} MiB  {line.source}")
+    print(
+        f"  {'in all':44} {plan.total_bytes / (1 << 20):12.2f} MiB  (peak {plan.peak_bytes / (1 << 20):.2f}, free {facts.free_bytes / (1 << 20):.2f})"
+    )
+    print(f"  {plan.pool_tokens} KV tokens in all, {plan.kv_token_bytes} bytes each")
+    return 0
+
+
+def _print_program(config: Config, as_json: bool) -> int:
+    from . import explain
+
+    rows, total = explain.rows(config)
+    if as_json:
+        print(json.dumps({"ops": rows, "total": total}, indent=1))
+        return 0
+    print(f"{'#':>4} {'op':16} {'shape':40} {'bytes':>12} {'flops':>14} {'share':>7}")
+    for row in rows:
+        print(
+            f"{row['number']:4} {row['op']:16} {row['shape']:40} {row['bytes']:12} {row['flops']:14} {row['share'] * 100:6.2f}%"
+        )
+    print(
+        f"{len(rows)} ops at {total['tokens']} tokens of {total['sequences']} sequences: {total['bytes']} bytes, {total['flops']} flops"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

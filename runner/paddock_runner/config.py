@@ -1,0 +1,216 @@
+"""Every knob of the runner, once: default, unit, range, flag, variable, doc line. The only reader of the environment here.
+
+Precedence: flag, PADDOCK_* variable, configuration file (TOML), default. Each value remembers where it came from. C++ reads no
+environment, ever; rooms receive the two or three fields that they need.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .errors import FileError, UsageError
+
+DEFAULT_PORT = 11660
+
+
+def knob(
+    default: Any, doc: str, flag: str = "", unit: str = "", choices: tuple[str, ...] = (), low: float | None = None
+) -> Any:
+    """A field of Config. flag: "--name-of-field" when empty. low: the smallest allowed number."""
+    return field(
+        default=default,
+        metadata={"doc": doc, "flag": flag, "unit": unit, "choices": choices, "low": low, "is_knob": True},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:  # ruff: noqa: RUF009
+    """The runner's settings; frozen after start. `origin` says of each field: "flag --x", "PADDOCK_X", "FILE" or "default"."""
+
+    model: Path | None = knob(None, "GGUF file, .safetensors file or model folder to serve")
+    name: str = knob("", "name that clients use for the model (default: the file's name)")
+    kernel_pack: Path | None = knob(None, "kernel pack to load instead of the one that fits the device")
+    device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))
+    gpu: int = knob(0, "number of the GPU", low=0)
+    host: str = knob("127.0.0.1", "address to listen on")
+    port: int = knob(DEFAULT_PORT, "port to listen on, 0 takes a free one", low=0)
+    max_batch: int = knob(32, "requests that run at a time", unit="requests", low=1)
+    max_ctx_tokens: int = knob(
+        8192, "prompt and answer of one request together, at most (default: 8192, or the model's own if smaller)",
+        flag="--max-ctx", unit="tokens", low=1,
+    )  # fmt: skip
+    max_step_tokens: int = knob(512, "tokens of one step, prefill included, at most", unit="tokens", low=1)
+    kv_format: str = knob("f16", "format of the KV cache", flag="--kv-dtype", choices=("bf16", "f16", "f32", "fp8"))
+    memory_gib: float = knob(0.0, "memory that the model may take in all, 0 for what is free", unit="GiB", low=0)
+    threads: int = knob(0, "CPU threads, 0 for one per core that we may use", low=0)
+    max_queue: int = knob(1024, "requests that may wait; more get a 429", unit="requests", low=1)
+    api_key_file: Path | None = knob(
+        None, "file with the keys that clients may send, one per line (default: made once)"
+    )
+    auth: bool = knob(True, "let clients in without a key (loopback only)", flag="--no-auth")
+    allow_origin: tuple[str, ...] = knob((), "web origin that may call from a browser (repeatable)")
+    allow_host: tuple[str, ...] = knob(
+        (), "host name that clients may use, beside addresses and localhost (repeatable)"
+    )
+    max_body_mib: float = knob(32.0, "size of a request's body, at most", unit="MiB", low=0.001)
+    keep_alive_s: float = knob(75.0, "idle time after which a connection is closed", unit="s", low=1)
+    comment_s: float = knob(10.0, "silence after which a stream gets a keep-alive comment", unit="s", low=0.01)
+    drain_s: float = knob(600.0, "time that running requests get to finish at SIGTERM", unit="s", low=0)
+    state_file: Path | None = knob(None, "file to write {pid, host, port, ...} to, when ready")
+    log_level: str = knob("info", "how much to log", choices=("debug", "info", "warning", "error"))
+    home: Path | None = knob(None, "folder of Paddock's own files (default: the platform's data folder)")
+    config: Path | None = knob(None, "TOML file with settings, by field name")
+    origin: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key_file(self) -> Path:
+        """The file with the keys: --api-key-file, or the one that Paddock makes under its home."""
+        return self.api_key_file or self.home_folder / "keys" / "api_key"
+
+    @property
+    def home_folder(self) -> Path:
+        """PADDOCK_HOME, or the platform's data folder."""
+        if self.home is not None:
+            return self.home
+        import platformdirs
+
+        return Path(platformdirs.user_data_dir("paddock", appauthor=False))
+
+    @property
+    def model_path(self) -> Path:
+        """The model. Raises: UsageError when none was named."""
+        if self.model is None:
+            raise UsageError("no model was named", "paddock-runner --model FILE|DIR")
+        return self.model
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        if self.name:
+            return self.name
+        path = self.model_path.absolute()
+        return path.name if path.is_dir() else path.stem
+
+    def is_default(self, name: str) -> bool:
+        """Whether nobody set this field."""
+        return self.origin.get(name, "default") == "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """What is known of one field of Config. kind: int, float, bool, str, Path or list."""
+
+    name: str
+    kind: str
+    default: Any
+    doc: str
+    flag: str
+    variable: str
+    unit: str
+    choices: tuple[str, ...]
+    low: float | None
+
+    def parse(self, value: object, origin: str) -> Any:
+        """The value from a word (flag, variable) or a TOML value. Raises: UsageError naming origin and value."""
+        try:
+            parsed = self._convert(value)
+        except (TypeError, ValueError):
+            wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(self.kind, self.kind)
+            raise UsageError(
+                f"{origin}: {value!r} is not {wanted}", f"{self.flag}: {self.doc}", field=self.name
+            ) from None
+        if self.choices and parsed not in self.choices:
+            raise UsageError(f"{origin}: {parsed!r} is not one of {', '.join(self.choices)}", field=self.name)
+        if self.low is not None and not parsed >= self.low:
+            raise UsageError(f"{origin}: {parsed} is below {self.low:g}", f"{self.flag}: {self.doc}", field=self.name)
+        if self.name == "port" and parsed > 65535:
+            raise UsageError(f"{origin}: there is no port {parsed}", "ports go up to 65535", field=self.name)
+        return parsed
+
+    def _convert(self, value: object) -> Any:
+        if self.kind == "int":
+            if isinstance(value, bool | float):
+                raise ValueError
+            return int(str(value))
+        if self.kind == "float":
+            if isinstance(value, bool):
+                raise ValueError
+            return float(str(value))
+        if self.kind == "bool":
+            return value if isinstance(value, bool) else _boolean(str(value))
+        if self.kind == "list":
+            words = value.split(",") if isinstance(value, str) else value
+            if not isinstance(words, list | tuple) or not all(isinstance(w, str) for w in words):
+                raise ValueError
+            return tuple(w.strip() for w in words if w.strip())
+        if not isinstance(value, str) or (self.kind == "Path" and not value):
+            raise ValueError
+        return Path(value).expanduser() if self.kind == "Path" else value
+
+
+def _boolean(word: str) -> bool:
+    found = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if word.strip().lower() not in found:
+        raise ValueError
+    return found[word.strip().lower()]
+
+
+def knobs() -> list[Knob]:
+    """Every knob, in order of declaration."""
+    out = []
+    for f in fields(Config):
+        if not f.metadata.get("is_knob"):
+            continue
+        kind = {"Path | None": "Path", "tuple[str, ...]": "list"}.get(str(f.type), str(f.type))
+        flag = f.metadata["flag"] or "--" + f.name.replace("_", "-")
+        out.append(
+            Knob(
+                f.name, kind, f.default, f.metadata["doc"], flag, "PADDOCK_" + f.name.upper(), f.metadata["unit"],
+                f.metadata["choices"], f.metadata["low"],
+            )
+        )  # fmt: skip
+    return out
+
+
+def read_config(flags: Mapping[str, object], environment: Mapping[str, str] | None = None) -> Config:
+    """The settings from flags (by field name), the environment and the configuration file.
+
+    Raises: UsageError naming the flag, variable or file and the value at fault; FileError when the file cannot be read.
+    """
+    env = os.environ if environment is None else environment
+    table = knobs()
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for k in table:
+        if flags.get(k.name) is not None:
+            origin[k.name] = f"flag {k.flag}"
+            values[k.name] = k.parse(flags[k.name], k.flag)
+        elif env.get(k.variable, "").strip():
+            origin[k.name] = k.variable
+            values[k.name] = k.parse(env[k.variable], k.variable)
+    path = values.get("config")
+    if path is not None:
+        _from_file(path, table, values, origin)
+    return Config(**values, origin=origin)
+
+
+def _from_file(path: Path, table: list[Knob], values: dict[str, Any], origin: dict[str, str]) -> None:
+    try:
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: cannot be read: {error}", path=str(path)) from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not TOML: {error}", path=str(path)) from None
+    by_name = {k.name: k for k in table}
+    body = body.get("runner", {}) if isinstance(body.get("runner"), dict) else body
+    for name, value in body.items():
+        if name not in by_name or name == "config":
+            raise UsageError(f"{path}: there is no setting {name!r}", "settings: " + ", ".join(by_name), path=str(path))
+        if name not in values:
+            values[name] = by_name[name].parse(value, f"{path}: {name}")
+            origin[name] = str(path)

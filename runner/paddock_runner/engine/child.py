@@ -1,0 +1,98 @@
+"""The engine as a process of its own: how it is started, and what it does first. Dies with its parent, leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from .. import log
+from ..blueprint.names import tensors_by_name
+from ..blueprint.read import read_blueprint
+from ..errors import PaddockError
+from ..files.checkpoint import open_checkpoint
+from ..memory.state import StateSizes
+from ..wire.channel import Channel
+from .assemble import Assembly, build_device
+from .policy import Policy
+from .process import EngineConfig, engine_main
+
+PR_SET_PDEATHSIG = 1
+"""Source: prctl(2)."""
+MODULE = "paddock_runner.engine.child"
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What the engine is to do, as JSON on its standard input. parent: the process that it must not outlive."""
+
+    model: str
+    pack: str
+    channel: str
+    sizes: StateSizes
+    kv_format: str
+    gpu: int
+    threads: int
+    max_queue: int
+    log_level: str
+    parent: int
+
+
+def start(order: Order, channel: Channel) -> subprocess.Popen[bytes]:
+    """Starts the engine's process."""
+    process = subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, pass_fds=channel.fds)
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        try:
+            pipe.write(msgspec.json.encode(order))
+        except BrokenPipeError:
+            pass
+    return process
+
+
+def main() -> int:
+    """Loads what standard input orders and serves it. One sentence on standard error when that fails; never a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    die_with(order.parent)
+    log.start(order.log_level)
+    try:
+        _serve(order)
+    except PaddockError as error:
+        sys.stderr.write(f"paddock-runner: error: {error}\n")
+        return error.exit_code
+    except MemoryError:
+        sys.stderr.write("paddock-runner: error: there is not enough memory for this model\n")
+        return 9
+    except Exception as fault:  # the process's edge: a fault becomes one sentence, its traceback a debug line
+        log.debug("fault", trace=repr(fault))
+        sys.stderr.write(f"paddock-runner: error: the engine failed: {type(fault).__name__}: {fault}\n")
+        return 1
+    return 0
+
+
+def die_with(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent ends, and ends now if it already has."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _serve(order: Order) -> None:
+    channel = Channel.parse(order.channel)
+    checkpoint = open_checkpoint(order.model)
+    blueprint = read_blueprint(checkpoint)
+    assembly = Assembly(Path(order.pack), order.sizes, order.kv_format, order.gpu, order.threads)
+    device = build_device(assembly, blueprint, tensors_by_name(checkpoint, blueprint))
+    try:
+        engine_main(EngineConfig(order.sizes, Policy(max_queue=order.max_queue)), device, [channel])
+    finally:
+        device.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

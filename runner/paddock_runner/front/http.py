@@ -1,0 +1,131 @@
+"""Bytes to a request, an answer to bytes: one Exchange per HTTP request, over raw ASGI. Knows no vendor and no route."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from ..errors import Cancelled, TooLarge
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+JSON = b"application/json"
+SSE = b"text/event-stream; charset=utf-8"
+ENCODER = msgspec.json.Encoder()
+_REQUEST_ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
+
+
+class Exchange:
+    """One request and its answer.
+
+    client: the caller's number, once the key was checked. received_ns: time.monotonic_ns() of arrival. log: facts for this request's one log line. extra: headers of the answer, whatever it is.
+    """
+
+    __slots__ = (
+        "_headers", "_receive", "_scope", "_send", "client", "extra", "is_complete", "is_started", "log", "method", "path", "received_ns",
+        "request_id", "status",
+    )  # fmt: skip
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.received_ns = time.monotonic_ns()
+        self._scope, self._receive, self._send = scope, receive, send
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.request_id = _request_id(self._headers.get(b"x-request-id", b""))
+        self.extra: Headers = [(b"x-request-id", self.request_id.encode())]
+        self.log: dict[str, Any] = {}
+        self.client = 0
+        self.status = 0
+        self.is_started = False
+        self.is_complete = False
+
+    def header(self, name: bytes) -> str:
+        """A header's value ("" when it is not there), by its lower-case name."""
+        return self._headers.get(name, b"").decode("latin-1").strip()
+
+    def header_count(self, name: bytes) -> int:
+        """How many times a header was sent."""
+        return sum(1 for key, _ in self._scope["headers"] if key == name)
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The query string's fields, last one wins."""
+        return dict(parse_qsl(self._scope.get("query_string", b"").decode("latin-1"), max_num_fields=64))
+
+    async def body(self, max_bytes: int) -> bytes:
+        """The whole body. Raises: TooLarge as soon as it is, Cancelled when the client left while sending."""
+        said = self.header(b"content-length")
+        if said.isdigit() and int(said) > max_bytes:
+            raise _too_large(int(said), max_bytes)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Cancelled("the client left before its request was complete")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(size, max_bytes)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def until_gone(self) -> None:
+        """Returns when the client has left (or the answer is complete). Only after `body`."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def answer(
+        self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers | None = None
+    ) -> None:
+        """Sends a whole answer."""
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(status, content_type, [length, *(headers or [])])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self.is_complete = True
+
+    async def answer_json(self, value: object, status: int = 200) -> None:
+        """Sends a value (dicts, lists, msgspec structs) as JSON."""
+        await self.answer(status, ENCODER.encode(value))
+
+    async def start(self, status: int, content_type: bytes, headers: Headers) -> None:
+        """Sends status and headers."""
+        self.is_started, self.status = True, status
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(b"content-type", content_type), *headers, *self.extra],
+            }
+        )
+
+    def send_part(self, data: bytes, is_last: bool = False) -> Awaitable[None]:
+        """The coroutine that sends a part of a started answer; it waits while the client does not read."""
+        self.is_complete = is_last
+        return self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+def _request_id(given: bytes) -> str:
+    """The client's own request id where it is harmless, else a new one."""
+    text = given.decode("latin-1")
+    if 0 < len(text) <= 128 and _REQUEST_ID_CHARACTERS.issuperset(text):
+        return text
+    return "req_" + secrets.token_hex(12)
+
+
+def _too_large(size: int, limit: int) -> TooLarge:
+    return TooLarge(
+        f"the request's body has {size} bytes or more, the limit is {limit}", "raise --max-body-mib",
+        size_bytes=size, max_bytes=limit,
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""POST /v1/chat/completions: JSON to a turn, and the turn's events to JSON. OpenAI's words end here."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ...turns.collect import Answer, Collector
+from ...turns.turn import Reading, Turn
+from ..http import Exchange
+from ..service import Front, Shape, caller, run_stream, run_turn
+from ..sse import EventStream
+from .chunks import FINISH, ChatChunks, Head, call_id
+from .fields import ChatMessage, ChatRequest, refuse, usage_json
+from .probs import chat_entries
+
+SHAPE = Shape(ChatRequest)
+SHAPES = {"post_chat": ChatRequest}
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+
+
+async def post_chat(front: Front, exchange: Exchange) -> None:
+    """POST /v1/chat/completions"""
+    body = await SHAPE.read(front, exchange)
+    front.require_ready()
+    front.require_model(body.model)
+    _check(body)
+    tools = None if body.tool_choice == "none" else [msgspec.to_builtins(t) for t in body.tools or ()]
+    prompt, text = await front.served.chat_prompt(messages_of(body.messages), tools or None, _how(front, body))
+    n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    wish = body.wish(_max_tokens(body), n_logprobs)
+    whose = caller(exchange, exchange.client, body.cache_salt)
+    reading = Reading.of(
+        front.served, text, {t.function.name: t.function.parameters or {} for t in body.tools or ()} if tools else {}
+    )
+    head = Head(
+        "chatcmpl-" + secrets.token_hex(12), int(time.time()), front.served.name, wish.n,
+        body.wants_usage, n_logprobs >= 0,
+    )  # fmt: skip
+    if body.stream:
+        stream = EventStream(exchange)
+        chunks = ChatChunks(stream, head, front.served.tokenizer)
+        turn = Turn(front.desk, front.served, [prompt], wish, chunks, whose, reading)
+        await run_stream(front, exchange, turn, stream)
+        chunks.close(turn.usage)
+        await stream.finish()
+        return
+    collector = Collector(wish.n)
+    turn = Turn(front.desk, front.served, [prompt], wish, collector, whose, reading)
+    await run_turn(front, exchange, turn)
+    choices = [_choice(front, i, answer, head.has_probs) for i, answer in enumerate(collector.answers)]
+    await exchange.answer_json({**head.fields("chat.completion"), "choices": choices, "usage": usage_json(turn.usage)})
+
+
+def _max_tokens(body: ChatRequest) -> int:
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if asked == 0:
+        raise refuse("max_tokens", "max_tokens is 0, at least 1 is needed")
+    return asked or 0
+
+
+def _check(body: ChatRequest) -> None:
+    for i, message in enumerate(body.messages):
+        if message.role not in ROLES:
+            raise refuse(
+                f"messages[{i}].role", f"the role {message.role[:40]!r} is not one of {', '.join(sorted(ROLES))}"
+            )
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part.type not in TEXT_PARTS or part.text is None:
+                raise refuse(f"messages[{i}].content[{j}]", f"this model takes text, not {part.type[:40]!r}")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refuse("top_logprobs", "top_logprobs needs logprobs to be true")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise refuse("response_format", f"response_format {body.response_format.type[:40]!r} is not supported yet")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise refuse("tool_choice", "only the tool choices auto and none are supported yet")
+    for i, tool in enumerate(body.tools or ()):
+        if tool.type != "function":
+            raise refuse(f"tools[{i}].type", f"tools of type {tool.type[:40]!r} are not supported; supported: function")
+    if body.store:
+        raise refuse("store", "nothing is stored here", "leave `store` out or set it to false")
+
+
+def _how(front: Front, body: ChatRequest) -> dict[str, Any]:
+    options: dict[str, Any] = front.served.template.thinking_options(effort=body.reasoning_effort)
+    options.update(body.chat_template_kwargs or {})
+    for name in ("messages", "tools", "documents"):
+        if name in options:
+            raise refuse("chat_template_kwargs", f"chat_template_kwargs may not set {name!r}")
+    continues = bool(body.continue_final_message)
+    return {
+        "documents": body.documents, "options": options, "continue_final": continues,
+        "add_generation_prompt": body.add_generation_prompt is not False,
+    }  # fmt: skip
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:
+    """Messages as templates take them: plain dicts, absent fields absent, reasoning under one name."""
+    out: list[Mapping[str, Any]] = []
+    for message in messages:
+        plain: dict[str, Any] = msgspec.to_builtins(message)
+        plain.setdefault("content", None)
+        thought = plain.pop("reasoning", None)
+        if thought and "reasoning_content" not in plain:
+            plain["reasoning_content"] = thought
+        for call in plain.get("tool_calls", ()):
+            call["type"] = "function"
+        out.append(plain)
+    return out
+
+
+def _choice(front: Front, index: int, answer: Answer, has_probs: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning"] = message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [
+            {"id": c.id or call_id(), "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in answer.calls
+        ]
+    probs = {"content": chat_entries(front.served.tokenizer, answer.probs), "refusal": None} if has_probs else None
+    return {
+        "index": index, "message": message, "logprobs": probs, "finish_reason": FINISH[answer.end.reason],
+        "stop_reason": answer.end.stop,
+    }  # fmt: skip

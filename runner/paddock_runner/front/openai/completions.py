@@ -1,0 +1,115 @@
+"""POST /v1/completions: text or token ids in, text out."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any, cast
+
+from ...turns.collect import Answer, Collector
+from ...turns.turn import Turn
+from ..http import Exchange
+from ..service import Front, Shape, caller, run_stream, run_turn
+from ..sse import EventStream
+from .chunks import FINISH, Head, TextChunks
+from .fields import CompletionRequest, refuse, usage_json
+from .probs import text_logprobs
+
+SHAPE = Shape(CompletionRequest)
+SHAPES = {"post_completions": CompletionRequest}
+DEFAULT_MAX_TOKENS = 16
+"""What OpenAI's API answers when max_tokens is not given."""
+MAX_PROMPTS = 256
+
+
+async def post_completions(front: Front, exchange: Exchange) -> None:
+    """POST /v1/completions"""
+    body = await SHAPE.read(front, exchange)
+    front.require_ready()
+    front.require_model(body.model)
+    _check(body)
+    prompts = await _prompts(front, body)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    n_logprobs = -1 if body.logprobs is None else body.logprobs
+    wish = body.wish(max_tokens, n_logprobs)
+    n = len(prompts) * wish.n
+    head = Head(
+        "cmpl-" + secrets.token_hex(12), int(time.time()), front.served.name, n, body.wants_usage, n_logprobs >= 0
+    )
+    echo = _echoes(front, body, prompts, wish.n)
+    if max_tokens == 0:
+        choices = [_choice(front, i, Answer(texts=[text]), 0, False) for i, text in enumerate(echo)]
+        usage = {
+            "prompt_tokens": sum(map(len, prompts)),
+            "completion_tokens": 0,
+            "total_tokens": sum(map(len, prompts)),
+        }
+        await exchange.answer_json({**head.fields("text_completion"), "choices": choices, "usage": usage})
+        return
+    whose = caller(exchange, exchange.client, body.cache_salt)
+    if body.stream:
+        stream = EventStream(exchange)
+        chunks = TextChunks(stream, head, front.served.tokenizer, echo)
+        turn = Turn(front.desk, front.served, prompts, wish, chunks, whose)
+        await run_stream(front, exchange, turn, stream)
+        chunks.close(turn.usage)
+        await stream.finish()
+        return
+    collector = Collector(n)
+    for answer, text in zip(collector.answers, echo, strict=False):
+        answer.texts.append(text)
+    turn = Turn(front.desk, front.served, prompts, wish, collector, whose)
+    await run_turn(front, exchange, turn)
+    offsets = [len(text) for text in echo] or [0] * n
+    choices = [_choice(front, i, a, offsets[i], head.has_probs) for i, a in enumerate(collector.answers)]
+    await exchange.answer_json({**head.fields("text_completion"), "choices": choices, "usage": usage_json(turn.usage)})
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.suffix:
+        raise refuse("suffix", "this model does not fill in the middle")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise refuse("best_of", "best_of is supported only where it equals n")
+    if body.echo and body.logprobs is not None:
+        raise refuse("logprobs", "log-probabilities of the prompt are not supported: leave out echo or logprobs")
+    if body.max_tokens == 0 and (not body.echo or body.stream):
+        raise refuse("max_tokens", "max_tokens is 0, at least 1 is needed (0 only with echo, unstreamed)")
+
+
+async def _prompts(front: Front, body: CompletionRequest) -> list[array[int]]:
+    given = body.prompt
+    if isinstance(given, list) and given and all(isinstance(item, int) for item in given):
+        return [front.served.id_prompt(cast("list[int]", given))]
+    items: Sequence[Any] = given if isinstance(given, list) else [given]
+    if any(isinstance(item, int) for item in items):
+        raise refuse(
+            "prompt", "token ids and texts are mixed: send a text, ids, a list of texts or a list of lists of ids"
+        )
+    if not 1 <= len(items) <= MAX_PROMPTS:
+        raise refuse("prompt", f"{len(items)} prompts were sent, 1 to {MAX_PROMPTS} are possible")
+    out = []
+    for item in items:
+        if isinstance(item, str):
+            out.append(await front.served.text_prompt(item, body.add_special_tokens is not False))
+        else:
+            out.append(front.served.id_prompt(item))
+    return out
+
+
+def _echoes(front: Front, body: CompletionRequest, prompts: Sequence[array[int]], n: int) -> list[str]:
+    if not body.echo:
+        return []
+    given = body.prompt if isinstance(body.prompt, list) and len(body.prompt) == len(prompts) else [body.prompt]
+    tokenizer = front.served.tokenizer
+    texts = [g if isinstance(g, str) else tokenizer.decode(p, False) for g, p in zip(given, prompts, strict=False)]
+    return [text for text in texts for _ in range(n)]
+
+
+def _choice(front: Front, index: int, answer: Answer, offset: int, has_probs: bool) -> dict[str, Any]:
+    probs = text_logprobs(front.served.tokenizer, answer.probs, offset) if has_probs else None
+    return {
+        "index": index, "text": answer.text, "logprobs": probs, "finish_reason": FINISH[answer.end.reason],
+        "stop_reason": answer.end.stop,
+    }  # fmt: skip

@@ -1,0 +1,180 @@
+"""The request bodies of OpenAI's API (with the field's usual extensions), typed, and what they mean as a Wish."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ...errors import UsageError
+from ...turns.usage import Usage
+from ...turns.wish import Wish
+
+Probability = Annotated[float, Meta(gt=0, le=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Count = Annotated[int, Meta(ge=0, le=2147483647)]
+
+
+class StreamOptions(msgspec.Struct):
+    """Whether the last chunk carries the usage; continuous: every chunk does."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Generation(msgspec.Struct, kw_only=True):
+    """The fields that chat and text completions share."""
+
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2147483647)] | None = None
+    min_p: Share | None = None
+    typical_p: Probability | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+
+    def wish(self, max_tokens: int, n_logprobs: int) -> Wish:
+        """These fields in our own words."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return Wish(
+            n=_or(self.n, 1), max_tokens=max_tokens, min_tokens=_or(self.min_tokens, 0), temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0), top_k=max(0, _or(self.top_k, 0)), min_p=_or(self.min_p, 0.0),
+            typical_p=_or(self.typical_p, 1.0), repetition_penalty=_or(self.repetition_penalty, 1.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0), presence_penalty=_or(self.presence_penalty, 0.0),
+            seed=self.seed, n_logprobs=n_logprobs, stop=stop, stop_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos), bias=tuple((self.logit_bias or {}).items()), priority=_or(self.priority, 0),
+            shows_special=self.skip_special_tokens is False, includes_stop=bool(self.include_stop_str_in_output),
+        )  # fmt: skip
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A part of a message's content. Only text is understood so far."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """What a tool call calls. arguments: JSON text (an object is taken too)."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A tool call that the model made in an earlier turn."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str = msgspec.field(default="function")
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Function(msgspec.Struct, kw_only=True):
+    """A function that the model may call. parameters: a JSON schema."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool; only functions are understood."""
+
+    type: str
+    function: Function
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the answer must look like."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(Generation, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+class CompletionRequest(Generation, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    add_special_tokens: bool | None = None
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """The usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def refuse(param: str, message: str, hint: str = "") -> UsageError:
+    """An error about one field."""
+    return UsageError(message, hint, param=param)

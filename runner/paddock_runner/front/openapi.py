@@ -1,0 +1,79 @@
+"""GET /openapi.json: the API's description, generated from the same types that read the requests."""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .http import ENCODER, Exchange
+
+if TYPE_CHECKING:
+    from .routes import Route
+    from .service import Front
+
+REFERENCE = "#/components/schemas/{name}"
+
+
+async def get_openapi(front: Front, exchange: Exchange) -> None:
+    """GET /openapi.json"""
+    await exchange.answer(200, description())
+
+
+@functools.cache
+def description() -> bytes:
+    """The OpenAPI document."""
+    from .routes import ROUTES
+
+    bodies: dict[str, Any] = {r.path: kind for r in ROUTES if (kind := _body_of(r)) is not None}
+    schemas, components = msgspec.json.schema_components(list(bodies.values()), ref_template=REFERENCE)
+    by_path = dict(zip(bodies, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        path = route.path + "{name}" if route.path.endswith("/") else route.path
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_path.get(route.path))
+    try:
+        ours = version("paddock")
+    except PackageNotFoundError:
+        ours = "0"
+    document = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Paddock runner",
+            "version": ours,
+            "description": "OpenAI- and Anthropic-compatible APIs of one served model.",
+        },
+        "security": [{"bearer": []}],
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
+    }
+    return ENCODER.encode(document)
+
+
+def _body_of(route: Route) -> type | None:
+    """The type of the request body that a handler reads: its module's Shape."""
+    module = __import__(route.handler.__module__, fromlist=["SHAPES"])
+    shapes: dict[str, type] = getattr(module, "SHAPES", {})
+    return shapes.get(route.handler.__name__)
+
+
+def _operation(route: Route, schema: dict[str, Any] | None) -> dict[str, Any]:
+    text = (route.handler.__doc__ or route.path).strip().splitlines()[0]
+    operation: dict[str, Any] = {
+        "summary": text.split(": ", 1)[-1] if ": " in text else text,
+        "operationId": route.handler.__name__,
+        "responses": {
+            "200": {"description": "the answer"},
+            "4XX": {"description": "the request is at fault; the body says how"},
+            "5XX": {"description": "the runner is at fault, or cannot serve now; the body says why"},
+        },
+    }
+    if route.is_open:
+        operation["security"] = []
+    if route.path.endswith("/"):
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if schema is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation

@@ -1,0 +1,126 @@
+"""The table of routes, and the ASGI application that walks it: guard, key, handler, one log line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from .. import log
+from ..errors import PaddockError
+from . import health, metrics, openapi
+from .http import Exchange, Receive, Scope, Send
+from .openai import chat, completions, models, tokens
+from .problem import ANTHROPIC, OPENAI, guarded
+from .service import Front
+
+Handler = Callable[[Front, Exchange], Awaitable[None]]
+METHODS = b"GET, POST, OPTIONS"
+
+
+class UnknownPath(PaddockError):
+    """There is nothing at this path."""
+
+    http_status, code = 404, "unknown_path"
+
+
+class WrongMethod(PaddockError):
+    """The path is there, but not for this method."""
+
+    http_status, code = 405, "wrong_method"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One endpoint. vendor: whose error shape. A path that ends in / serves everything below it."""
+
+    method: str
+    path: str
+    handler: Handler
+    vendor: str = OPENAI
+    is_open: bool = False
+
+
+ROUTES = (
+    Route("GET", "/health", health.get_ready, is_open=True),
+    Route("GET", "/health/live", health.get_live, is_open=True),
+    Route("GET", "/health/ready", health.get_ready, is_open=True),
+    Route("GET", "/metrics", metrics.get_metrics),
+    Route("GET", "/openapi.json", openapi.get_openapi, is_open=True),
+    Route("GET", "/v1/paddock/state", health.get_state),
+    Route("GET", "/v1/models", models.list_models),
+    Route("GET", "/v1/models/", models.get_model),
+    Route("POST", "/v1/chat/completions", chat.post_chat),
+    Route("POST", "/v1/completions", completions.post_completions),
+    Route("POST", "/tokenize", tokens.post_tokenize),
+    Route("POST", "/detokenize", tokens.post_detokenize),
+)
+_EXACT = {(r.method, r.path): r for r in ROUTES if not r.path.endswith("/")}
+_BELOW = [r for r in ROUTES if r.path.endswith("/")]
+_PATHS = {r.path for r in ROUTES}
+
+
+def find(method: str, path: str) -> Route:
+    """The route of a request. Raises: UnknownPath, WrongMethod."""
+    method = "GET" if method == "HEAD" else method
+    route = _EXACT.get((method, path)) or next(
+        (r for r in _BELOW if r.method == method and path.startswith(r.path)), None
+    )
+    if route is not None:
+        return route
+    if path in _PATHS:
+        raise WrongMethod(f"{path} does not take {method[:20]}")
+    raise UnknownPath(f"there is nothing at {path[:200]}", "the API's paths are listed in /openapi.json")
+
+
+class Application:
+    """The ASGI application of one Front."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send)
+        vendor = ANTHROPIC if exchange.path.startswith("/v1/messages") else OPENAI
+        front, name = self._front, "unknown"
+        front.metrics.in_flight += 1
+
+        async def work() -> None:
+            nonlocal name
+            _allow_origin(exchange, front.guard.check_origin(exchange))
+            if exchange.method == "OPTIONS":
+                await exchange.answer(204, b"")
+                return
+            route = find(exchange.method, exchange.path)
+            name = route.path
+            exchange.client = 0 if route.is_open else front.guard.check_key(exchange)
+            await route.handler(front, exchange)
+
+        try:
+            await guarded(exchange, vendor, work)
+        finally:
+            front.metrics.in_flight -= 1
+            took_s = (time.monotonic_ns() - exchange.received_ns) / 1e9
+            front.metrics.on_request(name, exchange.status or 499, took_s)
+            say = log.debug if name.startswith(("/health", "/metrics")) and exchange.status < 400 else log.event
+            say(
+                "request", id=exchange.request_id, method=exchange.method, path=exchange.path, status=exchange.status or 499,
+                ms=round(took_s * 1e3, 3), **exchange.log,
+            )  # fmt: skip
+
+
+def _allow_origin(exchange: Exchange, origin: str) -> None:
+    if origin:
+        exchange.extra += [
+            (b"access-control-allow-origin", origin.encode()),
+            (
+                b"access-control-allow-headers",
+                b"authorization, content-type, x-api-key, x-session-id, anthropic-version, anthropic-beta",
+            ),
+            (b"access-control-allow-methods", METHODS),
+            (b"access-control-expose-headers", b"x-request-id, x-paddock-ignored-fields, retry-after-ms"),
+            (b"vary", b"origin"),
+        ]

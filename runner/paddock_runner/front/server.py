@@ -1,0 +1,125 @@
+"""The HTTP server: uvicorn on a socket that is bound before anything is loaded, with limits that uvicorn does not have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ..errors import UsageError
+from .routes import Application
+from .service import Front
+
+MAX_HEAD_BYTES = 64 << 10
+HEAD_TIMEOUT_S = 30.0
+BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound, listening socket. Raises: UsageError when the address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        hint = "--port 0 takes a free one" if error.errno in (13, 98) else "check --host"
+        reason = "it is in use" if error.errno == 98 else error.strerror or str(error)
+        raise UsageError(f"cannot listen on {host} port {port}: {reason}", hint, host=host, port=port) from None
+    return listener
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with a limit on the size of a request's head and on the time it takes to arrive."""
+
+    _head_bytes = 0
+    _is_in_head = True
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client came."""
+        super().connection_made(transport)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client left."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the client."""
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_timer is None:
+                self._watch_head()
+        super().data_received(data)
+        if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """The head is there."""
+        self._is_in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is complete; what comes next is another's head."""
+        super().on_message_complete()
+        self._is_in_head, self._head_bytes = True, 0
+
+    def _watch_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _late(self) -> None:
+        self._head_timer = None
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without handlers for signals: those are app.py's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """Serves a Front. `stop` ends it when the running requests have ended, at most drain_s later."""
+
+    def __init__(self, front: Front, keep_alive_s: float, drain_s: float) -> None:
+        self._front = front
+        settings: dict[str, Any] = {
+            "http": Protocol, "lifespan": "off", "log_config": None, "access_log": False, "server_header": False,
+            "date_header": False, "ws": "none", "proxy_headers": False, "timeout_keep_alive": max(1, int(keep_alive_s)),
+            "timeout_graceful_shutdown": max(1, int(drain_s)), "backlog": BACKLOG,
+        }  # fmt: skip
+        self._uvicorn = _Uvicorn(uvicorn.Config(Application(front), **settings))
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serves until stopped."""
+        ticker = asyncio.get_running_loop().create_task(self._front.tick())
+        try:
+            await self._uvicorn.serve([listener])
+        finally:
+            ticker.cancel()
+
+    def stop(self, at_once: bool = False) -> None:
+        """Takes no new connections; ends when the open requests have ended, or at once."""
+        self._uvicorn.should_exit = True
+        self._uvicorn.force_exit |= at_once

@@ -1,0 +1,148 @@
+"""Front: what every handler needs, and how a handler reads its request and runs a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Generic, TypeVar
+
+import msgspec
+
+from ..errors import Cancelled, PaddockError, ShuttingDown, UnknownModel, UsageError
+from ..turns.desk import Desk
+from ..turns.served import Served
+from ..turns.turn import Caller, Turn
+from .auth import Guard
+from .http import Exchange
+from .metrics import Metrics
+from .sse import EventStream
+
+Body = TypeVar("Body")
+_PATH = re.compile(r"(?:Object|Expected|Invalid|.*)\s-\sat `(?:key in )?\$\.?(.*)`$")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+IGNORED = b"x-paddock-ignored-fields"
+MAX_IGNORED = 32
+
+
+@dataclass(slots=True)
+class Front:
+    """The front's parts. phase: "loading", "ready", "draining" or "failed"."""
+
+    served: Served
+    desk: Desk
+    guard: Guard
+    max_body_bytes: int = 32 << 20
+    comment_s: float = 10.0
+    phase: str = "loading"
+    metrics: Metrics = field(default_factory=Metrics)
+    streams: set[EventStream] = field(default_factory=set)
+
+    def require_ready(self) -> None:
+        """Raises: ShuttingDown while the model loads or the runner drains."""
+        if self.phase == "loading":
+            raise ShuttingDown("the model is still loading", "try again in a moment")
+        if self.phase != "ready":
+            raise ShuttingDown("the runner is shutting down" if self.phase == "draining" else "the engine has ended")
+
+    def require_model(self, name: str) -> None:
+        """Raises: UnknownModel when a client asks for another model than the one that is served."""
+        if name not in ("", "default", self.served.name):
+            raise UnknownModel(
+                f"the model {name[:200]!r} is not served here", f"this runner serves {self.served.name!r}",
+                name=name, known=[self.served.name], param="model",
+            )  # fmt: skip
+
+    async def tick(self) -> None:
+        """Gives silent streams their comments, for ever."""
+        while True:
+            await asyncio.sleep(self.comment_s / 2)
+            for stream in list(self.streams):
+                stream.tick()
+
+
+class Shape(Generic[Body]):
+    """A request body's type. Unknown fields are accepted, and named in a header of the answer."""
+
+    def __init__(self, kind: type[Body], known: frozenset[str] = frozenset()) -> None:
+        self.kind = kind
+        self._decoder = msgspec.json.Decoder(kind)
+        self._names = {f.encode_name for f in msgspec.structs.fields(kind)} | known  # type: ignore[arg-type]
+
+    async def read(self, front: Front, exchange: Exchange) -> Body:
+        """The request's body. Raises: UsageError naming the field, TooLarge, Cancelled."""
+        raw = await exchange.body(front.max_body_bytes)
+        body = self.parse(raw)
+        unknown = [name for name in _RAW_FIELDS.decode(raw) if name not in self._names]
+        if unknown:
+            shown = [name if _PLAIN_NAME.fullmatch(name) else "?" for name in unknown[:MAX_IGNORED]]
+            exchange.extra.append((IGNORED, ",".join(shown).encode()))
+        return body
+
+    def parse(self, raw: bytes) -> Body:
+        """The typed body. Raises: UsageError (facts: param)."""
+        try:
+            return self._decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            text = str(error)
+            found = _PATH.match(text)
+            param = found.group(1).lstrip(".") if found else None
+            what = text.split(" - at `")[0]
+            raise UsageError(f"{param}: {what}" if param else what, param=param) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"the body is not JSON: {error}") from None
+        except RecursionError:
+            raise UsageError("the body is nested too deeply") from None
+
+
+def caller(exchange: Exchange, key: int, salt: str | None = None) -> Caller:
+    """For whom a turn runs: the key, and within it the session that the client names."""
+    session = exchange.header(b"x-session-id")
+    client = key ^ _number(session) if session else key
+    return Caller(client, _number(salt) if salt else 0, exchange.received_ns)
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+async def run_turn(front: Front, exchange: Exchange, turn: Turn) -> None:
+    """Runs a turn to its end; aborts it at once when the client leaves, in whatever phase.
+
+    Raises: what the turn ended with; Cancelled when the client left.
+    """
+    gone = asyncio.get_running_loop().create_task(exchange.until_gone())
+    gone.add_done_callback(lambda task: None if task.cancelled() else turn.cancel())
+    try:
+        turn.start()
+        await turn.ended
+    finally:
+        gone.cancel()
+        turn.abandon()
+        _account(front, exchange, turn)
+
+
+async def run_stream(front: Front, exchange: Exchange, turn: Turn, stream: EventStream) -> None:
+    """As run_turn for a turn that writes to a stream; afterwards the stream is settled, not finished."""
+    front.streams.add(stream)
+    try:
+        await run_turn(front, exchange, turn)
+    except PaddockError as error:
+        if not isinstance(error, Cancelled):
+            await stream.settle()
+        raise
+    finally:
+        front.streams.discard(stream)
+
+
+def _account(front: Front, exchange: Exchange, turn: Turn) -> None:
+    usage, timing = turn.usage, turn.timing
+    front.metrics.on_turn(usage, timing)
+    first, gap = timing.first_token_ms, timing.gap_ms(usage.output_tokens // max(1, len(turn.choices)))
+    exchange.log.update(
+        prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens,
+        first_token_ms=None if first is None else round(first, 3), gap_ms=None if gap is None else round(gap, 3),
+        end=",".join(sorted({c.end.reason for c in turn.choices if c.end is not None})) or None,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""What this machine has: threads and memory for the CPU pack, NVIDIA GPUs through NVML. Never opens a CUDA context."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import PackError
+
+KIB = 1024
+CORES_PER_PROCESSOR = {(8, 0): 64, (7, 0): 64, (7, 5): 64}
+"""FP32 cores of a multiprocessor where it is not 128. Source: CUDA C++ Programming Guide, table of arithmetic throughput."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of memory, and what can be taken without swapping (within the control group's limit)."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One NVIDIA GPU. capability: (9, 0) for sm_90."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    n_processors: int
+    memory: Memory
+
+
+def n_threads() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """This machine's memory."""
+    facts: dict[str, int] = {}
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            words = rest.split()
+            if words and words[0].isdigit():
+                facts[name] = int(words[0]) * KIB
+    except OSError:
+        return Memory(0, 0)
+    total, free = facts.get("MemTotal", 0), facts.get("MemAvailable", 0)
+    limit, used = _control_group(root)
+    if limit and limit < total:
+        total, free = limit, min(free, max(0, limit - used))
+    return Memory(total, free)
+
+
+def _control_group(root: Path) -> tuple[int, int]:
+    """(limit, bytes that cannot be reclaimed) of the control group, (0, 0) where there is none."""
+    for folder, limit_name, used_name, cache in (
+        (root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (folder / limit_name).read_text().strip()
+            used = int((folder / used_name).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        return (int(limit), max(0, used - int(stat.get(cache, 0)))) if limit.isdigit() else (0, 0)
+    return 0, 0
+
+
+def has_gpu(root: Path = Path("/")) -> bool:
+    """Whether an NVIDIA driver is loaded here."""
+    return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists()
+
+
+def gpu(index: int, library: str = "libnvidia-ml.so.1") -> Gpu:
+    """A GPU's facts. Raises: PackError with the driver's own reason.
+
+    Source: NVML API reference (nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetMemoryInfo, nvmlDeviceGetNumGpuCores).
+    """
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError:
+        raise PackError(
+            "the NVIDIA driver's library libnvidia-ml.so.1 is missing", "--device cpu serves on the CPU"
+        ) from None
+    nvml.nvmlErrorString.restype = ctypes.c_char_p
+
+    def call(name: str, *arguments: object) -> None:
+        function = getattr(nvml, name, None)
+        code = function(*arguments) if function is not None else 1
+        if code:
+            why = (
+                nvml.nvmlErrorString(code).decode(errors="replace") if function is not None else "the driver is too old"
+            )
+            raise PackError(f"GPU {index} cannot be used: {name}: {why}", "--device cpu serves on the CPU")
+
+    call("nvmlInit_v2")
+    try:
+        device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        major, minor, cores = ctypes.c_int(), ctypes.c_int(), ctypes.c_uint()
+        sizes = (ctypes.c_ulonglong * 3)()
+        call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+        call("nvmlDeviceGetName", device, name, 96)
+        call("nvmlDeviceGetCudaComputeCapability", device, ctypes.byref(major), ctypes.byref(minor))
+        call("nvmlDeviceGetNumGpuCores", device, ctypes.byref(cores))
+        call("nvmlDeviceGetMemoryInfo", device, ctypes.byref(sizes))
+    finally:
+        nvml.nvmlShutdown()
+    capability = (major.value, minor.value)
+    n_processors = cores.value // CORES_PER_PROCESSOR.get(capability, 128)
+    return Gpu(index, name.value.decode(errors="replace"), capability, n_processors, Memory(sizes[0], sizes[1]))
+
+
+def pack_names(capability: tuple[int, int]) -> list[str]:
+    """CUDA packs that run on a compute capability, exact first: an architecture-specific one, then the family's."""
+    major, minor = capability
+    exact = f"cuda_sm{major}{minor}"
+    return [f"{exact}a", exact, f"cuda_sm{major}0f", *([f"cuda_sm{major}0"] if minor else [])]

@@ -1,0 +1,132 @@
+"""The front's one door to the engine: numbers asks, hands each event to its choice, then lets every touched turn write once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import PackError
+from ..wire.messages import Ask, Done, Event, Refused, Started, State, StepResult
+from ..wire.port import FrontPort
+
+if TYPE_CHECKING:
+    from .choice import Choice
+    from .turn import Turn
+
+
+class Desk:
+    """Owns the port. on_dead: called once when the engine has gone, after every open turn has failed."""
+
+    def __init__(self, port: FrontPort) -> None:
+        self._port = port
+        self.on_dead: Callable[[], None] = lambda: None
+        self._choices: dict[int, Choice] = {}
+        self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._touched: list[Turn] = []
+        self._next_id = 0
+        self.now_ns = 0
+        """time.monotonic_ns() of the events that are being handled."""
+        self.n_tokens = 0
+        """Tokens received since the start."""
+
+    @property
+    def n_open(self) -> int:
+        """Asks that have not ended."""
+        return len(self._choices)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine has gone."""
+        return self._port.is_dead
+
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins to hand out events, in this loop."""
+        self._port.listen(loop, self._on_events)
+
+    def next_id(self) -> int:
+        """A number for an ask."""
+        self._next_id += 1
+        return self._next_id
+
+    def send(self, ask: Ask, choice: Choice) -> None:
+        """Sends an ask; its events go to `choice`. Raises: Busy, TooLarge, PackError."""
+        self._port.ask(ask)
+        self._choices[ask.ask_id] = choice
+
+    def abort(self, ask_id: int) -> None:
+        """Ends an ask; its choice hears no more of it."""
+        if self._choices.pop(ask_id, None) is not None:
+            self._port.abort(ask_id)
+
+    def drain(self) -> None:
+        """Tells the engine to finish what is open and then end."""
+        self._port.drain()
+
+    async def state(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """The engine's own account of itself. Raises: PackError when it has gone or does not answer."""
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        query = self._port.query()
+        self._queries[query] = future
+        try:
+            return await asyncio.wait_for(future, timeout_s or None)
+        except TimeoutError:
+            raise PackError(f"the engine did not answer within {timeout_s:g} s") from None
+        finally:
+            self._queries.pop(query, None)
+
+    def close(self) -> None:
+        """Lets go of the engine, which aborts what is open."""
+        self._port.close()
+
+    def touch(self, turn: Turn) -> None:
+        """This turn has something to write."""
+        if not turn.is_touched:
+            turn.is_touched = True
+            self._touched.append(turn)
+
+    def _on_events(self, events: list[Event]) -> None:
+        if not events and self._port.is_dead:
+            self._fail_queries()
+            self.on_dead()
+            return
+        self.now_ns = time.monotonic_ns()
+        choices, touched = self._choices, self._touched
+        for event in events:
+            if type(event) is StepResult:
+                self.n_tokens += len(event.rows)
+                for ask_id, token, flags, logprob, top in event.rows:
+                    choice = choices.get(ask_id)
+                    if choice is not None:
+                        choice.take(token, flags, logprob, top)
+                        turn = choice.turn
+                        if not turn.is_touched:
+                            turn.is_touched = True
+                            touched.append(turn)
+            else:
+                self._notice(event)
+        if touched:
+            for turn in touched:
+                turn.is_touched = False
+                turn.sink.flush()
+            touched.clear()
+
+    def _notice(self, event: Event) -> None:
+        if isinstance(event, Started):
+            if (choice := self._choices.get(event.ask_id)) is not None:
+                choice.on_started(event)
+                self.touch(choice.turn)
+        elif isinstance(event, Done | Refused):
+            if (choice := self._choices.pop(event.ask_id, None)) is not None:
+                choice.on_ended(event)
+                self.touch(choice.turn)
+        elif isinstance(event, State):
+            future = self._queries.get(event.query_id)
+            if future is not None and not future.done():
+                future.set_result(event.facts)
+
+    def _fail_queries(self) -> None:
+        for future in self._queries.values():
+            if not future.done():
+                future.set_exception(PackError("the engine process has ended", "see the runner's log"))

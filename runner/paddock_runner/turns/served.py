@@ -1,0 +1,102 @@
+"""What is served: the model's name, tokenizer, template and limits, and prompts made with them.
+
+Long texts are rendered and tokenized in threads (the tokenizer lets go of the interpreter lock), so that streams go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..errors import ContextTooLong, UnsupportedError, UsageError
+from ..text.answer import AnswerFormat
+from ..text.template import ChatTemplate
+from ..text.tokenizer import Tokenizer
+
+INLINE_CHARACTERS = 4096
+"""Texts up to this long are handled in the event loop: less work than changing threads."""
+SLOW_S = 0.02
+"""A template that took longer once is rendered in a thread from then on."""
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class Served:
+    """A served model. n_rows: rows of its embedding, ids at or above it do not exist. facts: what else /v1/models says."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    format: AnswerFormat
+    max_ctx_tokens: int
+    n_rows: int
+    max_top: int = 20
+    max_bias: int = 512
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "text"))
+    _is_slow: bool = False
+
+    async def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, how: Mapping[str, Any]
+    ) -> tuple[array[int], str]:
+        """The ids of a conversation and its text. how: keyword arguments of ChatTemplate.render.
+
+        Raises: UsageError when the model has no (working) template or refuses the conversation.
+        """
+
+        def work() -> tuple[array[int], str]:
+            begun = time.monotonic()
+            text = self.template.render(messages, tools, **how)
+            self._is_slow |= time.monotonic() - begun > SLOW_S
+            return self.tokenizer.encode(text, add_special=False), text
+
+        size = INLINE_CHARACTERS if self._is_slow or tools else sum(_size(m.get("content")) for m in messages)
+        try:
+            return await self._run(work, size)
+        except UnsupportedError as error:
+            raise UsageError(error.message, error.hint, param="messages", **error.facts) from error
+
+    async def text_prompt(self, text: str, add_special: bool = True, parse_special: bool = True) -> array[int]:
+        """The ids of a text. Raises: UsageError."""
+        return await self._run(lambda: self.tokenizer.encode(text, add_special, parse_special), len(text))
+
+    def id_prompt(self, ids: Sequence[int], param: str = "prompt") -> array[int]:
+        """Ids that the client made. Raises: UsageError naming an id outside the vocabulary."""
+        bad = next((i for i in ids if not 0 <= i < self.n_rows), None)
+        if bad is not None:
+            raise UsageError(f"token id {bad} does not exist, the model has {self.n_rows}", param=param)
+        return array("i", ids)
+
+    def require_room(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Raises: ContextTooLong with the numbers, when prompt and answer do not fit; UsageError when there is no prompt."""
+        if prompt_tokens < 1:
+            raise UsageError("the prompt is empty", "send at least one token")
+        if prompt_tokens + max(1, max_tokens) > self.max_ctx_tokens:
+            raise ContextTooLong(
+                f"the prompt has {prompt_tokens} tokens and the answer may have {max_tokens}, the context holds {self.max_ctx_tokens}",
+                "shorten the prompt, lower max_tokens, or start the runner with a larger --max-ctx",
+                prompt_tokens=prompt_tokens, max_ctx_tokens=self.max_ctx_tokens, max_tokens=max_tokens,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], Result], size: int) -> Result:
+        if size < INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _size(content: object) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, list):
+        return sum(len(p.get("text") or "") for p in content if isinstance(p, Mapping))
+    return 0

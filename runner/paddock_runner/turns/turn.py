@@ -1,0 +1,188 @@
+"""One turn: owns a request from its prompt until the last byte. Knows no vendor: what it yields goes to a Sink."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..errors import Cancelled, PaddockError
+from ..text.events import CallArguments, CallEnd, CallStart
+from ..text.stream import TextStream
+from ..text.tools import Schemas
+from .choice import Choice, End, Prob, Reader
+from .desk import Desk
+from .served import Served
+from .usage import Timing, Usage
+from .wish import Wish
+
+CallPart = CallStart | CallArguments | CallEnd
+
+
+class Sink(Protocol):
+    """Where a turn's answers go. `index`: which answer. All calls come from the event loop; `flush` once per step at most."""
+
+    def started(self) -> None:
+        """The engine began: nothing can be refused any more."""
+
+    def text(self, index: int, text: str, probs: Sequence[Prob]) -> None:
+        """More of the answer, with the log-probabilities of its tokens when they were asked for."""
+
+    def reasoning(self, index: int, text: str) -> None:
+        """More of the reasoning."""
+
+    def call(self, index: int, event: CallPart) -> None:
+        """A new tool call, more of one's arguments, or its end."""
+
+    def ended(self, index: int, end: End) -> None:
+        """This answer is complete."""
+
+    def flush(self) -> None:
+        """Write what came since the last flush."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """For whom a turn runs. client: for fairness. salt: prefixes are shared only among turns of one salt."""
+
+    client: int = 0
+    salt: int = 0
+    received_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How an answer's text is read. reader: makes the parser of one answer, None: text is content. visible: special tokens it needs."""
+
+    reader: Callable[[], Reader] | None = None
+    visible: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, served: Served, prompt: str, schemas: Schemas) -> Reading:
+        """For answers to a rendered prompt. schemas: parameters of the tools that may be called, by name."""
+        if served.format.parser(prompt, schemas).is_plain:
+            return PLAIN
+        return cls(lambda: served.format.parser(prompt, schemas), served.format.visible(bool(schemas)))
+
+
+PLAIN = Reading()
+
+
+class Turn:
+    """Prompts (each with wish.n answers), sent as asks; `ended` tells when the last answer is complete, or why not.
+
+    reading: how thoughts and tool calls are found in the answers.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        served: Served,
+        prompts: Sequence[array[int]],
+        wish: Wish,
+        sink: Sink,
+        caller: Caller,
+        reading: Reading = PLAIN,
+    ) -> None:
+        self.desk, self.served, self.prompts, self.wish, self.sink, self.caller = (
+            desk,
+            served,
+            prompts,
+            wish,
+            sink,
+            caller,
+        )
+        self._reading = reading
+        self._visible = served.tokenizer.special_ids if wish.shows_special else reading.visible
+        self.choices: list[Choice] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.timing = Timing(received_ns=caller.received_ns)
+        self.is_started = False
+        self.is_touched = False
+        self._n_open = 0
+
+    def start(self) -> None:
+        """Sends the asks, all or none. Raises: UsageError, ContextTooLong, Busy, PackError."""
+        self.wish.check(self.served)
+        for prompt in self.prompts:
+            self.served.require_room(len(prompt), self.wish.max_tokens)
+        tokenizer, wish = self.served.tokenizer, self.wish
+        try:
+            for i, prompt in enumerate(self.prompts):
+                for j in range(wish.n):
+                    ask = wish.ask(self.desk.next_id(), prompt, j, tokenizer.stop_ids)
+                    ask.client, ask.salt, ask.received_ns = (
+                        self.caller.client,
+                        self.caller.salt,
+                        self.caller.received_ns,
+                    )
+                    starts_text = tokenizer.is_special(prompt[-1])
+                    text = TextStream(tokenizer, wish.stop, wish.includes_stop, self._visible, starts_text)
+                    reader = self._reading.reader() if self._reading.reader is not None else None
+                    choice = Choice(self, i * wish.n + j, i, ask.ask_id, text, reader)
+                    self.desk.send(ask, choice)
+                    self.choices.append(choice)
+                    self._n_open += 1
+        except PaddockError as error:
+            self._close(error)
+            raise
+
+    def cancel(self) -> None:
+        """The client has gone: every open ask is aborted. Harmless when the turn has ended."""
+        self.fail(Cancelled("the client left"))
+
+    def abandon(self) -> None:
+        """Nobody waits any longer: what is open is aborted. Harmless when the turn has ended."""
+        if not self.ended.done():
+            self._close(Cancelled("abandoned"))
+            self.ended.cancel()
+
+    def fail(self, error: PaddockError) -> None:
+        """Ends the turn with an error."""
+        self._close(error)
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+    def on_started(self, queued_ns: int) -> None:
+        """Called by a choice that the engine began."""
+        if not self.is_started:
+            self.is_started = True
+            self.timing.started_ns = self.desk.now_ns
+            self.timing.queued_ns = queued_ns
+            self.sink.started()
+
+    def on_first_token(self) -> None:
+        """Called by a choice that got its first token."""
+        if not self.timing.first_token_ns:
+            self.timing.first_token_ns = self.desk.now_ns
+
+    def on_choice_ended(self) -> None:
+        """Called by a choice that is complete."""
+        self._n_open -= 1
+        if self._n_open == 0 and not self.ended.done():
+            self.timing.last_token_ns = self.desk.now_ns
+            self.ended.set_result(None)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        n = self.wish.n
+        return Usage(
+            sum(len(p) for p in self.prompts),
+            sum(c.cached_tokens for c in self.choices[::n]),
+            sum(c.output_tokens for c in self.choices),
+            sum(c.reasoning_tokens for c in self.choices),
+        )
+
+    def shown_bytes(self, token: int) -> int:
+        """Bytes of text that a token stands for; 0 for one that is left out."""
+        tokenizer = self.served.tokenizer
+        if token >= tokenizer.n_vocab or (tokenizer.is_special(token) and token not in self._visible):
+            return 0
+        return len(tokenizer.pieces[token])
+
+    def _close(self, error: PaddockError) -> None:
+        for choice in self.choices:
+            choice.close(error)

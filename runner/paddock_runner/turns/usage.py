@@ -1,0 +1,42 @@
+"""Token accounting of one turn, in our own words; the vendors' words for it are the front's business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a turn. A prompt with several answers counts once; cached: its tokens that were not computed again."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and output."""
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(slots=True)
+class Timing:
+    """Times of a turn, time.monotonic_ns(); 0: not yet. queued: waiting in the engine. Gaps are between the steps that gave tokens."""
+
+    received_ns: int = 0
+    started_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    queued_ns: int = 0
+
+    @property
+    def first_token_ms(self) -> float | None:
+        """From arrival to the first token."""
+        return (self.first_token_ns - self.received_ns) / 1e6 if self.first_token_ns else None
+
+    def gap_ms(self, n_tokens: int) -> float | None:
+        """Mean time between tokens, when there were at least two."""
+        if n_tokens < 2 or not self.last_token_ns:
+            return None
+        return (self.last_token_ns - self.first_token_ns) / 1e6 / (n_tokens - 1)

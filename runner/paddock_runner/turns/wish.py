@@ -1,0 +1,98 @@
+"""What a caller wants of a turn, in our own words, checked: sampling, limits, stops. No vendor's names here."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from array import array
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..wire.messages import MAX_STOP, Ask
+from .served import Served
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+
+
+@dataclass(slots=True)
+class Wish:
+    """Sampling parameters and limits of one turn. max_tokens 0: up to the context. seed None: a random one for each choice.
+
+    n_logprobs: -1 none, 0 the chosen token's, k the best k too. bias: (token id, value) pairs.
+    """
+
+    n: int = 1
+    max_tokens: int = 0
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    n_logprobs: int = -1
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    bias: tuple[tuple[int, float], ...] = ()
+    priority: int = 0
+    shows_special: bool = False
+    includes_stop: bool = False
+
+    def check(self, served: Served) -> None:
+        """Raises: UsageError (facts: param) for what this model or this engine cannot do."""
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise _wrong("n", f"n is {self.n}, 1 to {MAX_CHOICES} are possible")
+        if self.n_logprobs > served.max_top:
+            raise _wrong(
+                "top_logprobs",
+                f"{self.n_logprobs} log-probabilities per token were asked for, the limit is {served.max_top}",
+            )
+        if len(self.bias) > served.max_bias:
+            raise _wrong("logit_bias", f"logit_bias has {len(self.bias)} entries, the limit is {served.max_bias}")
+        for token, value in self.bias:
+            if not 0 <= token < served.n_rows:
+                raise _wrong("logit_bias", f"logit_bias names token {token}, the model has {served.n_rows}")
+            if not -100 <= value <= 100:
+                raise _wrong("logit_bias", f"the bias of token {token} is {value:g}, -100 to 100 are possible")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise _wrong("stop", f"{len(self.stop)} stop strings were given, the limit is {MAX_STOP_STRINGS}")
+        for text in self.stop:
+            if not text or len(text) > MAX_STOP_CHARACTERS:
+                raise _wrong(
+                    "stop", f"a stop string has {len(text)} characters, 1 to {MAX_STOP_CHARACTERS} are possible"
+                )
+        ends = () if self.ignore_eos else served.tokenizer.stop_ids
+        if len({*self.stop_ids, *ends}) > MAX_STOP:
+            raise _wrong(
+                "stop_token_ids",
+                f"{len(self.stop_ids)} stop tokens and the model's own {len(ends)} are more than {MAX_STOP}",
+            )
+        bad = next((i for i in self.stop_ids if not 0 <= i < served.n_rows), None)
+        if bad is not None:
+            raise _wrong("stop_token_ids", f"stop token {bad} does not exist, the model has {served.n_rows}")
+        if self.max_tokens and self.min_tokens > self.max_tokens:
+            raise _wrong("min_tokens", f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        floats = (self.temperature, self.top_p, self.min_p, self.typical_p, self.repetition_penalty)
+        if not all(map(math.isfinite, (*floats, self.frequency_penalty, self.presence_penalty))):
+            raise _wrong("temperature", "a sampling parameter is not a finite number")
+
+    def ask(self, ask_id: int, prompt: array[int], number: int, end: tuple[int, ...]) -> Ask:
+        """The ask of choice `number` (0 is the first)."""
+        seed = secrets.randbits(63) if self.seed is None else self.seed + number
+        return Ask(
+            ask_id, memoryview(prompt), priority=self.priority, max_tokens=self.max_tokens, min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos, temperature=self.temperature, top_p=self.top_p, min_p=self.min_p,
+            typical_p=self.typical_p, repetition_penalty=self.repetition_penalty, frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty, top_k=self.top_k, seed=seed, n_logprobs=self.n_logprobs,
+            stop=self.stop_ids, end=end, bias=self.bias,
+        )  # fmt: skip
+
+
+def _wrong(param: str, message: str) -> UsageError:
+    return UsageError(message, param=param)
