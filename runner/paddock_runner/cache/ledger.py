@@ -89,11 +89,15 @@ class Ledger:
         """Forgets what this holding has put into the tree: its pages may hold NaN."""
         self.tree.cut(holding.node, holding.cached_pages)
 
-    def grow_ahead(self, n_free: int, n_more: int) -> None:
-        """Attaches memory for n_more pages when fewer than n_free are free. Off the step path."""
+    def free_ahead(self, n_low: int, n_more: int) -> None:
+        """When fewer than n_low pages are free, makes up to n_more more free: by memory first, then by forgetting. Off the step path."""
         pool = self.pool
-        if pool.n_free < n_free and pool.n_unattached:
+        if pool.n_free >= n_low:
+            return
+        if pool.n_unattached:
             pool.grow(self._grow(min(pool.n_pages, pool.n_attached + n_more)))
+        else:
+            self.tree.evict(n_more)
 
     def _make_room(self, n: int) -> bool:
         """Makes at least n pages free: by memory first, then by forgetting. False when that is not possible."""

@@ -17,13 +17,17 @@ class DeviceFacts(Protocol):
 class StepDevice(Protocol):
     """A device with a loaded program. Steps run in the order in which they were given."""
 
-    facts: DeviceFacts
     done: memoryview
     """u64 [1]: number of the last finished step."""
     results: memoryview
     """bytes of pk_result [n_results, max_step_rows]: the block of a step is seq % n_results."""
     top: memoryview
     """bytes of pk_top [n_results, max_step_rows, max_top]."""
+
+    @property
+    def facts(self) -> DeviceFacts:
+        """What the pack says of itself."""
+        ...
 
     def step(self, input_address: int) -> None:
         """Runs or enqueues one step; the input has been read when this returns. Raises: PackError."""

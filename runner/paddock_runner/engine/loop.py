@@ -29,7 +29,8 @@ from .slots import Chunk, SlotTable
 
 WAIT_US = 100_000
 LIFE_CHECK_NS = 100_000_000
-SEE_EVERY = 8
+SEE_EVERY, SEE_PREFILL_EVERY, SEE_FIRST = 16, 4, 64
+"""Which steps the cost model learns from: the first ones, then a sample."""
 GROW_PAGES = 64
 RESULT_BYTES, TOP_BYTES = 24, 8
 
@@ -92,8 +93,10 @@ class Engine:
         self._free_steps = [Step() for _ in range(self.run_ahead + 2)]
         blocks = np.frombuffer(device.results, np.int32).reshape(sizes.n_results, sizes.max_step_rows, 6)
         self._blocks = [blocks[i] for i in range(sizes.n_results)]
+        self._no_flags = bytes(4 * sizes.max_step_rows)
         self._last_done_ns = 0
         self._must_drain = False
+        self._low_pages = min(2 * sizes.n_slots, sizes.n_pages // 16)
 
     @property
     def n_open(self) -> int:
@@ -132,27 +135,26 @@ class Engine:
             for port in self.ports:
                 port.send_rows(seq, self.sizes.n_slots, rows, top)
             rows.release()
-        flags = block[:, 2]
-        is_eventful = bool(flags.any())
+        is_eventful = block[:, 2].tobytes() != self._no_flags[: 4 * n_rows]
         drawn = block
         if is_eventful or not step.is_plain:
             has_token = block[:, 1] >= 0
             if not has_token.all():
                 drawn = block[has_token]
         slot, length = drawn[:, 0], drawn[:, 3]
-        slots.history_flat[slot * slots.row_stride + length - 1] = drawn[:, 1]
+        slots.history_flat[slot * slots.row_stride + length] = drawn[:, 1]
         slots.read_length[slot] = length
         self.counters.output_tokens += len(drawn)
         if step.firsts:
             for request in step.firsts:
                 request.first_ns = request.first_ns or now
             step.firsts = None
-        if step.n_prefill or seq % SEE_EVERY == 0:
+        if seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or seq < SEE_FIRST:
             us = (now - max(step.launched_ns, self._last_done_ns)) / 1000
             self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, us)
         self._last_done_ns = now
         if is_eventful:
-            for i in np.flatnonzero(flags).tolist():
+            for i in np.flatnonzero(block[:, 2]).tolist():
                 self._row_event(*block[i, :4].tolist())
 
     def _top(self, index: int, block: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> bytes:
@@ -207,7 +209,6 @@ class Engine:
             if request.use_mask and request in self.masked:
                 self.masked.remove(request)
             self.slots.leave(slot)
-            self.slots.pause(slot)
             self.retiring.append((self.launched_seq, request))
             if self.launched_seq <= self.read_seq:
                 self._retire()
@@ -238,10 +239,9 @@ class Engine:
             assert holding is not None
             if request.done_tokens >= request.n_tokens and not request.is_poisoned:
                 n = request.end_length - 1 if request.end_length >= 0 else self.slots.launched(slot)
-                tokens = self.sizes.page_tokens
-                first, full = holding.n_settled * tokens, n // tokens * tokens
+                first, full = holding.n_settled * self.sizes.page_tokens, n // self.sizes.page_tokens * self.sizes.page_tokens
                 if full > first:
-                    self.ledger.settle(holding, self.slots.history[slot, first:full].tobytes())
+                    self.ledger.settle(holding, self.slots.tokens_of(request, first, full))
             self.ledger.close(holding)
             request.holding = None
             request.slot = -1
@@ -289,8 +289,7 @@ class Engine:
             slots.count_row(slot)
         if chunks:
             self._after_chunks(step, chunks)
-        if self.ledger.pool.n_free < GROW_PAGES:
-            self.ledger.grow_ahead(GROW_PAGES, GROW_PAGES)
+        self.ledger.free_ahead(self._low_pages, GROW_PAGES)
         return True
 
     def _after_chunks(self, step: Step, chunks: Sequence[Chunk]) -> None:
@@ -309,14 +308,16 @@ class Engine:
     def _make_way(self) -> bool:
         """Pages for the rows that need one, and no row for those at their length. False: steps in flight must be read first."""
         slots = self.slots
-        for slot in slots.due():
+        due = slots.due()
+        if self.masked:
+            due += [request.slot for request in self.masked if slots.is_spent(request.slot)]
+        for slot in due:
             request = slots.request_of[slot]
             if request is None or request.phase != Phase.DECODE:
                 continue
             n = slots.launched(slot)
             if n + 1 >= request.max_length:
                 slots.leave(slot)
-                slots.pause(slot)
                 if request.use_mask:
                     self.masked.remove(request)
                 continue
@@ -355,12 +356,13 @@ class Engine:
 
     def _started(self, request: Request, now_ns: int) -> None:
         """A request has got its slot."""
-        self._say(request, Kind.BIND, BIND.pack(request.ask_id, request.slot, 0))
-        if not request.started_ns:
+        if request.started_ns:
+            self._say(request, Kind.BIND, BIND.pack(request.ask_id, request.slot, 0))
+        else:
             request.started_ns = now_ns
             request.queued_ns = now_ns - request.received_ns
             self.counters.cached_tokens += request.cached_tokens
-            started = Started(request.ask_id, request.cached_tokens, request.prompt_tokens, request.queued_ns)
+            started = Started(request.ask_id, request.cached_tokens, request.prompt_tokens, request.queued_ns, request.slot)
             self._say(request, Kind.STARTED, started.encode())
 
     # ---- the whole ----

@@ -271,7 +271,7 @@ class Scheduler:
         assert holding is not None
         if request.phase == Phase.DECODE:
             n = slots.launched(slot)
-            request.tokens = slots.history[slot, : n + 1].tobytes()
+            request.tokens = slots.tokens_of(request, 0, n + 1)
             request.n_tokens = n + 1
             self._settle(request, n)
         else:

@@ -1,7 +1,8 @@
 """Slot arrays and the step's difference, written into one preallocated input block in the layout of pack.h.
 
-Decode rows stay in place from step to step; `until` counts, for every slot at once, how many more rows may be launched before
-something happens (a page is full, the length is reached). When nothing happened the block goes out again with a new number.
+Decode rows stay in place from step to step. What will happen to a slot is known when its row joins: a calendar by step number says
+when it needs a page or reaches its length, so a step in which nothing happens costs the same at any number of slots: the block goes
+out again with a new number.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from .request import Request
 HEAD = Struct("<Qiiiiiiii")
 NEW_SLOT = Struct("<iiii")
 NEW_SLOT_BYTES = 152
-NEVER = 1 << 30
 Chunk = tuple[Request, int, bool]
 """A request, how many tokens of its prefill, and whether the row draws a token."""
 
@@ -30,35 +30,10 @@ class SlotTable:
     """The slots of one device state. Everything is allocated here, once."""
 
     __slots__ = (
-        "_active",
-        "_at",
-        "_block",
-        "_free",
-        "_is_changed",
-        "_last_rows",
-        "_mark",
-        "_masks",
-        "_n_new",
-        "_n_payload",
-        "_new",
-        "_page_writes",
-        "_payload",
-        "_rows",
-        "_seq_word",
-        "_span",
-        "_texts",
-        "_until",
-        "address",
-        "decode",
-        "history",
-        "history_flat",
-        "max_page_writes",
-        "max_payload_words",
-        "n_top",
-        "read_length",
-        "request_of",
-        "row_stride",
-        "sizes",
+        "_at", "_block", "_calendar", "_due_at", "_free", "_is_changed", "_is_standing", "_last_rows", "_left", "_mark", "_mark_seq",
+        "_masks", "_n_new", "_n_payload", "_new", "_page_template", "_page_writes", "_payload", "_rows", "_rows_at", "_seq_word",
+        "_texts", "address", "decode", "history", "history_flat", "max_page_writes", "max_payload_words", "n_top", "read_length",
+        "request_of", "row_stride", "seq", "sizes",
     )  # fmt: skip
 
     def __init__(self, sizes: StateSizes) -> None:
@@ -69,18 +44,22 @@ class SlotTable:
                 n_slots=n, max_step_rows=sizes.max_step_rows, max_step_tokens=sizes.max_step_tokens,
             )  # fmt: skip
         self.sizes = sizes
+        self.seq = 0
+        """Number of the last composed step."""
         self.request_of: list[Request | None] = [None] * n
         self._free = list(range(n - 1, -1, -1))
         self.row_stride = sizes.max_ctx_tokens + 1
         self.history: NDArray[np.int32] = np.zeros((n, self.row_stride), np.int32)
-        """int32 [n_slots, max_ctx_tokens + 1]: what the device's `tokens` holds, as far as it has been read."""
+        """int32 [n_slots, max_ctx_tokens + 1]: the answers as far as they have been read; the token that made a slot n long is at n."""
         self.history_flat = self.history.reshape(-1)
         self.read_length: NDArray[np.int32] = np.zeros(n, np.int32)
         """int32 [n_slots]: tokens of each slot by the last result that was read."""
-        self._active = np.zeros(n, np.int32)
-        self._until = np.full(n, NEVER, np.int32)
         self._mark = [0] * n
-        self._span = [NEVER] * n
+        self._mark_seq = [0] * n
+        self._left = [0] * n
+        self._is_standing = [False] * n
+        self._due_at = [0] * n
+        self._calendar: dict[int, list[int]] = {}
         self.decode: list[int] = []
         """Slots with a row in every step, in row order."""
         self._rows = np.zeros((sizes.max_step_rows, 4), np.int32)
@@ -89,23 +68,20 @@ class SlotTable:
         self.max_page_writes = 2 * sizes.slot_pages + n
         words = sizes.mask_words
         self.max_payload_words = 2 * self.row_stride + n * words + 2 * n * sizes.max_bias
-        size = (
-            HEAD.size
-            + n * (NEW_SLOT_BYTES + 8)
-            + 16 * (sizes.max_step_rows + self.max_page_writes + 2 * n)
-            + 4 * self.max_payload_words
-        )
+        size = HEAD.size + n * (NEW_SLOT_BYTES + 8) + 16 * (sizes.max_step_rows + self.max_page_writes + 2 * n) + 4 * self.max_payload_words
         block = np.zeros(size // 8 + 1, np.uint64)
         self.address = int(block.ctypes.data)
         self._block = block.data.cast("B")
         self._seq_word = block.data
+        self._page_template = np.zeros((sizes.slot_pages, 4), np.int32)
+        self._page_template[:, 1] = np.arange(sizes.slot_pages)
         self._new = bytearray()
         self._page_writes = array("i")
         self._texts = array("i")
         self._masks = array("i")
         self._payload: list[bytes] = []
         self._n_payload = self._n_new = 0
-        self._last_rows = -1
+        self._last_rows = self._rows_at = -1
         self._is_changed = True
 
     # ---- slots ----
@@ -133,9 +109,14 @@ class SlotTable:
         if self._page_writes:
             kept = np.array(self._page_writes, np.int32).reshape(-1, 4)
             self._page_writes = array("i", kept[kept[:, 0] != slot].tobytes())
-        self._until[slot] = self._span[slot] = NEVER
-        self._mark[slot] = 0
+        self._mark[slot] = self._due_at[slot] = 0
         self._free.append(slot)
+
+    def tokens_of(self, request: Request, first: int, end: int) -> bytes:
+        """int32 tokens [first, end) of a decoding request, as far as they have been read."""
+        n = request.n_tokens
+        answer = self.history[request.slot, max(first, n) + 1 : end + 1].tobytes()
+        return request.tokens[4 * first : 4 * end] + answer if first < n else answer
 
     def has_room(self, request: Request, n_pages: int) -> bool:
         """The input block can take this start in the present step."""
@@ -155,15 +136,12 @@ class SlotTable:
         if request.n_bias:
             self._pay(request.bias)
         pages = holding.pages
-        writes = np.empty((len(pages), 4), np.int32)
+        writes = self._page_template[: len(pages)]
         writes[:, 0] = slot
-        writes[:, 1] = np.arange(len(pages))
         writes[:, 2] = pages
-        writes[:, 3] = 0
         self._page_writes.frombytes(writes.tobytes())
         self._texts.extend((slot, 0, request.n_tokens, self._n_payload))
         self._pay(request.tokens)
-        self.history[slot, : request.n_tokens] = np.frombuffer(request.tokens, np.int32)
 
     def write_page(self, slot: int, index: int, page: int) -> None:
         """Stages one entry of a page table."""
@@ -183,48 +161,61 @@ class SlotTable:
     def join(self, request: Request, length: int, has_row: bool = True) -> None:
         """A request begins to decode: `length` tokens have been launched. With has_row it gets a row in every step from now on."""
         slot = request.slot
-        self.mark(request, length)
         if has_row:
             self.decode.append(slot)
-            self._active[slot] = 1
+            self._is_standing[slot] = True
             self._is_changed = True
+        self.mark(request, length)
 
     def mark(self, request: Request, length: int) -> None:
         """Counts anew how far the slot can go: to the end of its pages, or until max_length tokens are there."""
         slot, holding = request.slot, request.holding
         assert holding is not None
         room = len(holding.pages) * self.sizes.page_tokens - length
+        left = request.max_length - 1 - length
+        if room < left:
+            left = room
         self._mark[slot] = length
-        self._span[slot] = min(room, request.max_length - 1 - length)
-        self._until[slot] = self._span[slot]
+        if self._is_standing[slot]:
+            seq = self.seq
+            self._mark_seq[slot] = seq
+            self._due_at[slot] = due = seq + left + 1
+            group = self._calendar.get(due)
+            if group is None:
+                self._calendar[due] = [slot]
+            else:
+                group.append(slot)
+        else:
+            self._left[slot] = left
 
     def leave(self, slot: int) -> None:
-        """The slot gets no more rows."""
-        if self._active[slot]:
-            self._active[slot] = 0
+        """The slot gets no more rows; `launched` stays right."""
+        if self._is_standing[slot]:
+            self._mark[slot] += self.seq - self._mark_seq[slot]
+            self._is_standing[slot] = False
+            self._due_at[slot] = 0
             self.decode.remove(slot)
             self._is_changed = True
 
-    def pause(self, slot: int) -> None:
-        """Makes `due` silent about a slot that has left; `launched` stays right."""
-        launched = self.launched(slot)
-        self._mark[slot], self._span[slot] = launched, NEVER
-        self._until[slot] = NEVER
-
     def launched(self, slot: int) -> int:
         """Tokens of a decoding slot whose KV is computed, or will be by what has been launched."""
-        return self._mark[slot] + self._span[slot] - int(self._until[slot])
+        n = self._mark[slot]
+        return n + self.seq - self._mark_seq[slot] if self._is_standing[slot] else n
 
     def due(self) -> list[int]:
-        """Slots that cannot have another row before something is done about them."""
-        if self._until.all():
-            return []
-        found: list[int] = np.flatnonzero(self._until == 0).tolist()
-        return found
+        """Slots that cannot have their row in the next step before something is done about them."""
+        at = self.seq + 1
+        group = self._calendar.get(at)
+        return [slot for slot in group if self._due_at[slot] == at] if group else []
+
+    def is_spent(self, slot: int) -> bool:
+        """The same for one slot without a standing row."""
+        return not self._left[slot]
 
     def count_row(self, slot: int) -> None:
         """A single row of a slot without a standing row is launched."""
-        self._until[slot] -= 1
+        self._mark[slot] += 1
+        self._left[slot] -= 1
 
     # ---- the block ----
 
@@ -232,20 +223,17 @@ class SlotTable:
         """Writes the input block: standing decode rows, then `singles` (slots), then prefill chunks. Returns (T, R, S)."""
         decode = self.decode
         n_decode = len(decode)
-        np.subtract(self._until, self._active, out=self._until)
-        if (
-            not (self._is_changed or chunks or singles or self._page_writes or self._n_new or self._masks)
-            and self._last_rows == n_decode
-        ):
+        self.seq = seq
+        self._calendar.pop(seq, None)
+        has_diff = bool(self._n_new or self._page_writes or self._masks)
+        if not (has_diff or chunks or singles or self._is_changed) and self._last_rows == n_decode:
             self._seq_word[0] = seq
             return n_decode, n_decode, n_decode
         rows = self._rows
-        if self._is_changed:
-            if decode:
-                rows[:n_decode, 0] = decode
-                rows[:n_decode, 1] = 1
-                rows[:n_decode, 2] = PK_ROW_SAMPLE
-            self._is_changed = False
+        if self._is_changed and decode:
+            rows[:n_decode, 0] = decode
+            rows[:n_decode, 1] = 1
+            rows[:n_decode, 2] = PK_ROW_SAMPLE
         n_rows = n_tokens = n_samples = n_decode
         for slot in singles:
             rows[n_rows] = (slot, 1, PK_ROW_SAMPLE, 0)
@@ -257,35 +245,40 @@ class SlotTable:
             n_rows += 1
             n_tokens += n
             n_samples += samples
-        self._write(seq, n_tokens, n_rows, n_samples)
-        is_plain = n_rows == n_decode and not (self._n_new or self._page_writes or self._masks)
-        self._last_rows = n_rows if is_plain else -1
-        self._clear()
+        self._write(seq, n_tokens, n_rows, n_samples, is_same=not self._is_changed and n_rows == n_decode)
+        self._is_changed = False
+        self._last_rows = n_rows if n_rows == n_decode and not has_diff else -1
+        if has_diff:
+            self._clear()
         return n_tokens, n_rows, n_samples
 
-    def _write(self, seq: int, n_tokens: int, n_rows: int, n_samples: int) -> None:
+    def _write(self, seq: int, n_tokens: int, n_rows: int, n_samples: int, is_same: bool) -> None:
+        """Head, then the arrays; standing rows that lie where they lay are left there (is_same)."""
         block = self._block
         HEAD.pack_into(
             block, 0, seq, n_tokens, n_rows, n_samples, self._n_new, len(self._page_writes) // 4, len(self._texts) // 4,
             len(self._masks) // 2, self._n_payload,
         )  # fmt: skip
         at = HEAD.size
-        self._at = at
-        self._put(self._new)
-        self._put(self._rows[:n_rows].data)
-        self._put(self._page_writes)
-        self._put(self._texts)
-        self._put(self._masks)
+        if self._n_new:
+            at = self._put(at, self._new)
+        if not is_same or self._rows_at != at:
+            self._put(at, self._rows[:n_rows].tobytes())
+            self._rows_at = at
+        at += 16 * n_rows
+        if self._page_writes:
+            at = self._put(at, self._page_writes.tobytes())
+        if self._texts:
+            at = self._put(at, self._texts.tobytes())
+        if self._masks:
+            at = self._put(at, self._masks.tobytes())
         for part in self._payload:
-            self._put(part)
+            at = self._put(at, part)
 
-    def _put(self, data: bytes | bytearray | array[int] | memoryview) -> None:
-        if len(data):
-            view = memoryview(data).cast("B")
-            end = self._at + len(view)
-            self._block[self._at : end] = view
-            self._at = end
-            view.release()
+    def _put(self, at: int, data: bytes | bytearray) -> int:
+        end = at + len(data)
+        self._block[at:end] = data
+        return end
 
     def _clear(self) -> None:
         if self._n_new:

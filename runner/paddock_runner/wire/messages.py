@@ -105,13 +105,13 @@ MASK = Struct("<Qii")
 """ask_id, index, words; then u32 x words."""
 QUERY = Struct("<Q")
 BIND = Struct("<Qii")
-"""ask_id, slot, 0: from now on this slot's rows are this ask's. Handled by the front's port; the front never sees it."""
+"""ask_id, slot, 0: a running ask has moved to this slot. Handled by the front's port; the front never sees it."""
 STEP = Struct("<Qiiii")
 """seq, rows, top entries in all, slots of the engine, 0; then ROW x rows, then the top entries of the rows that have any."""
 ROW = Struct("<iiiifi")
 """pk_result of pack.h: slot, token, flags, length, logprob, n_top."""
 TOP = Struct("<if")
-STARTED = Struct("<Qiiq")
+STARTED = Struct("<Qiiqii")
 DONE = Struct("<Qiiiiiiqqq")
 REFUSED = Struct("<Qiiqqq")
 
@@ -255,15 +255,17 @@ class Started:
     cached_tokens: int
     prompt_tokens: int
     queued_ns: int
+    slot: int = -1
+    """Where its rows come from; the port minds this. -1: a Bind says it."""
 
     def encode(self) -> bytes:
         """The record's payload."""
-        return STARTED.pack(self.ask_id, self.cached_tokens, self.prompt_tokens, self.queued_ns)
+        return STARTED.pack(self.ask_id, self.cached_tokens, self.prompt_tokens, self.queued_ns, self.slot, 0)
 
     @classmethod
     def decode(cls, payload: memoryview) -> Started:
         """The record from its payload."""
-        return cls(*STARTED.unpack_from(payload))
+        return cls(*STARTED.unpack_from(payload)[:5])
 
 
 @dataclass(slots=True)

@@ -110,7 +110,10 @@ class FrontPort:
             elif kind == Kind.BIND:
                 self._bind(*BIND.unpack_from(payload)[:2])
             elif kind == Kind.STARTED:
-                events.append(Started.decode(payload))
+                started = Started.decode(payload)
+                if started.slot >= 0:
+                    self._bind(started.ask_id, started.slot)
+                events.append(started)
             elif kind == Kind.DONE:
                 events.append(self._ended(Done.decode(payload)))
             elif kind == Kind.REFUSED:

@@ -1,0 +1,151 @@
+"""Microseconds per engine step with a pack that does nothing: read results, publish, take in, decide, launch.
+
+Every request that ends is followed at once by a new one with 1,024 prompt tokens (half of them known), and answers 128 tokens;
+the front is asleep at every step, so that each step also pays for waking it. The turns of both sizes alternate.
+Usage: python -m bench.control [--steps 20000] [--machine NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import subprocess
+import sys
+import tempfile
+from array import array
+from pathlib import Path
+from time import perf_counter_ns, thread_time_ns
+
+from bench import board
+from paddock_runner.engine.loop import Engine, freeze
+from paddock_runner.engine.process import Runner
+from paddock_runner.memory.state import StateSizes
+from paddock_runner.wire.channel import Channel
+from paddock_runner.wire.messages import Ask, Done
+from paddock_runner.wire.port import EnginePort, FrontPort
+
+PROMPT_TOKENS, ANSWER_TOKENS, SHARED_TOKENS = 1024, 128, 512
+TARGET_US = {32: 25.0, 128: 50.0}
+
+
+class Idle(ctypes.Structure):
+    """struct idle of idle_pack.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("n_slots", "max_step_rows", "n_results", "reserved")),
+        *((name, ctypes.c_void_p) for name in ("length", "max_length", "alive", "results", "done")),
+    ]
+
+
+class Facts:
+    """Steps may be one ahead, as on a GPU."""
+
+    run_ahead = 1
+
+
+class IdleDevice:
+    """The pack that does nothing, bound as pack/device.py binds a real one."""
+
+    def __init__(self, sizes: StateSizes, library: ctypes.CDLL) -> None:
+        self.facts = Facts()
+        self._arrays = [(ctypes.c_int32 * sizes.n_slots)() for _ in range(3)]
+        self._results = (ctypes.c_uint8 * (24 * sizes.n_results * sizes.max_step_rows))()
+        self._done = (ctypes.c_uint64 * 1)()
+        addresses = [ctypes.addressof(a) for a in (*self._arrays, self._results, self._done)]
+        self._state = Idle(sizes.n_slots, sizes.max_step_rows, sizes.n_results, 0, *addresses)
+        self._address = ctypes.addressof(self._state)
+        self._step = library.idle_step
+        self._step.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self.results = memoryview(self._results).cast("B")
+        self.top = memoryview(bytearray(8))
+        self.done = memoryview(self._done).cast("B").cast("Q")
+        self.n_pages = sizes.n_pages
+
+    def step(self, input_address: int) -> None:
+        """Runs one step."""
+        self._step(self._address, input_address)
+
+    def wait(self, seq: int, timeout_us: int) -> bool:
+        """Every step is done when `step` returns."""
+        return True
+
+    def grow_pages(self, n_pages: int) -> int:
+        """All pages are there."""
+        return self.n_pages
+
+
+class Load:
+    """A closed loop of `n` streams on one engine."""
+
+    def __init__(self, n: int, library: ctypes.CDLL) -> None:
+        sizes = StateSizes(
+            n_slots=n + 4, max_ctx_tokens=2048, page_tokens=16, n_pages=(n + 4) * 128 + 1, n_vocab=32000,
+            max_step_tokens=2048, max_step_rows=n + 64, max_bias=16, max_top=1,
+        )  # fmt: skip
+        channel = Channel.create()
+        self.front = FrontPort(channel, True)
+        self.engine = Engine(sizes, IdleDevice(sizes, library), [EnginePort(channel, True)])
+        self.runner = Runner(self.engine)
+        self.n_asked = self.n_tokens = 0
+        self.us: list[float] = []
+        for _ in range(n):
+            self.ask()
+
+    def ask(self) -> None:
+        """One more request; its answer's length varies a little, so that the streams do not end together."""
+        self.n_asked += 1
+        tail = [(self.n_asked * 31 + i) % 32000 for i in range(PROMPT_TOKENS - SHARED_TOKENS)]
+        prompt = array("i", [*range(SHARED_TOKENS), *tail])
+        self.front.ask(Ask(self.n_asked, prompt, max_tokens=ANSWER_TOKENS - self.n_asked % 37))
+
+    def turn(self) -> None:
+        """One timed turn of the engine, then the front's share, untimed."""
+        self.front._reader.park()
+        start = perf_counter_ns()
+        self.runner.turn()
+        self.us.append((perf_counter_ns() - start) / 1000)
+        self.front._reader.unpark()
+        for event in self.front.poll():
+            if isinstance(event, Done):
+                self.n_tokens += event.output_tokens
+                self.ask()
+
+
+def build(folder: Path) -> ctypes.CDLL:
+    """Compiles the pack that does nothing."""
+    target = folder / "idle_pack.so"
+    source = Path(__file__).with_name("idle_pack.c")
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(target), str(source)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def main() -> None:
+    """Measures 32 and 128 slots in turns and writes the board."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--machine", default="cpu2")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(Path(folder))
+    loads = {n: Load(n, library) for n in TARGET_US}
+    freeze()
+    for load in loads.values():
+        for _ in range(500):
+            load.turn()
+        load.us.clear()
+    for _ in range(arguments.steps // 1000):
+        for load in loads.values():
+            for _ in range(1000):
+                load.turn()
+    rows = []
+    for n, load in loads.items():
+        row = board.row(f"engine.step_us.{n}", load.us, "us", "lower", limit=None)
+        row |= {"p99": round(statistics.quantiles(load.us, n=100)[-1], 2), "target": TARGET_US[n], "mean": round(statistics.fmean(load.us), 2)}
+        rows.append(row)
+        sys.stdout.write(f"{n} slots: {load.n_asked} requests, {load.engine.launched_seq} steps, {load.engine.counters.output_tokens} tokens\n")
+    board.write(arguments.machine, "engine", rows, prompt_tokens=PROMPT_TOKENS, answer_tokens=ANSWER_TOKENS, python=sys.version.split()[0])
+
+
+if __name__ == "__main__":
+    main()
