@@ -77,10 +77,10 @@ class Checker {
         return PK_OK;
     }
 
-    // An activation: [T or S or n, cols] in the pack's activation format.
+    // An activation: [T or S or n, cols] in the pack's activation format or F32 (the residual stream, logits).
     int32_t activation(const char *operand, const pk_tensor &t) const {
         if (int32_t status = rows(operand, t)) return status;
-        return t.format == support_.activation ? PK_OK : unsupported(operand, t.format);
+        return t.format == support_.activation || t.format == PK_F32 ? PK_OK : unsupported(operand, t.format);
     }
 
     int32_t same_rows(const char *a, const pk_tensor &x, const char *b, const pk_tensor &y) const {

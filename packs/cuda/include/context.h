@@ -144,6 +144,9 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
 int64_t attention_scratch(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows);
 int64_t sample_scratch(const pk_op_sample &op, int64_t max_rows);
 
+// PK_OK when the current device runs this build's kernels.
+int32_t kernels_run();
+
 const Packed *find_packed(pk_ctx *ctx, const pk_tensor &w);
 
 // bf16 rows [rows, padded_cols] of a packed weight, for products with many rows. Enqueued on l.stream.

@@ -1,0 +1,158 @@
+"""Builds the CUDA pack: one shared library per architecture, cudart static, nothing else to install but a driver.
+
+Usage: python packs/cuda/build.py [sm_90a sm_86 ... | all] [--jobs N] [--ptx] [--out FOLDER]. Translation units compile in
+parallel and only when their sources changed; registers and spills of every kernel are reported, spills on hot kernels fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent
+HOST = ROOT.parent / "host"
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
+VALIDATED = ("sm_90a",)
+FORMATS = (
+    "BF16", "F16", "FP8_E4M3", "FP8_E5M2", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4",
+)  # fmt: skip
+HOT = ("stream_matmul", "gemm", "attention")
+ENTRY = re.compile(r"Compiling entry function '(\w+)' for")
+USED = re.compile(r"Used (\d+) registers")
+SPILL = re.compile(r"(\d+) bytes spill stores")
+
+
+def nvcc() -> str:
+    """The compiler: on PATH, or the one of the nvidia-cuda-nvcc package. Raises: SystemExit with what to install."""
+    found = shutil.which("nvcc")
+    if found:
+        return found
+    for base in sys.path:
+        candidate = pathlib.Path(base) / "nvidia/cu13/bin/nvcc"
+        if candidate.exists():
+            return str(candidate)
+    raise SystemExit('nvcc is not here: install a CUDA 13 toolkit, or pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"')
+
+
+def units() -> list[tuple[str, pathlib.Path, list[str]]]:
+    """(object name, source, defines) of every translation unit; the streaming matmul is one unit per weight format."""
+    found = []
+    for source in sorted(ROOT.glob("src/**/*.c[up]*")) + sorted(HOST.glob("*.cpp")):
+        name = f"{source.parent.name}_{source.stem}"
+        if source.name == "stream.cu":
+            found += [(f"{name}_{f.lower()}", source, [f"-DPK_STREAM_FORMAT=PK_{f}"]) for f in FORMATS]
+        else:
+            found.append((name, source, []))
+    return found
+
+
+def flags(arch: str, as_ptx: bool, build: str) -> list[str]:
+    """Compiler flags of an architecture."""
+    number = arch.removeprefix("sm_")
+    code = f"compute_{number}" if as_ptx else arch
+    name = arch + ("_ptx" if as_ptx else "")
+    return [
+        "-std=c++20", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden,-O2", "-diag-suppress", "177",
+        "-gencode", f"arch=compute_{number},code={code}", "-Xptxas", "-v", f'-DPK_ARCH="{name}"', f'-DPK_BUILD="{build}"',
+        f"-DPK_VALIDATED={int(arch in VALIDATED)}",
+    ]  # fmt: skip
+
+
+def stamp() -> str:
+    """A digest of every source and of this file: the build id, and what decides whether an object is stale."""
+    digest = hashlib.sha256()
+    for path in sorted([*ROOT.rglob("*.c[up]*"), *ROOT.rglob("*.h"), *HOST.iterdir(), ROOT.parent / "pack.h", pathlib.Path(__file__)]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def headers() -> str:
+    """A digest of everything that any unit may include."""
+    digest = hashlib.sha256()
+    for path in sorted([*ROOT.rglob("*.cuh"), *ROOT.rglob("*.h"), *HOST.glob("*.h"), ROOT.parent / "pack.h"]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_unit(compiler: str, arch_flags: list[str], unit: tuple[str, pathlib.Path, list[str]], folder: pathlib.Path, common: str) -> tuple[pathlib.Path, str]:
+    """Compiles one unit unless its object is fresh. Returns the object and ptxas' report."""
+    name, source, defines = unit
+    if source.stem != "api":
+        arch_flags = [f for f in arch_flags if not f.startswith("-DPK_BUILD")]
+    key = hashlib.sha256((common + source.read_text() + repr(arch_flags) + repr(defines)).encode()).hexdigest()
+    target, log, mark = folder / f"{name}.o", folder / f"{name}.log", folder / f"{name}.key"
+    if target.exists() and mark.exists() and mark.read_text() == key:
+        return target, log.read_text()
+    mark.unlink(missing_ok=True)
+    result = subprocess.run([compiler, *arch_flags, *defines, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"{source}: {result.stderr}")
+    log.write_text(result.stderr)
+    mark.write_text(key)
+    return target, result.stderr
+
+
+def resources(report: str) -> list[tuple[str, int, int]]:
+    """(kernel, registers, spilled bytes) of every kernel in a ptxas report."""
+    found: list[tuple[str, int, int]] = []
+    name, spilled = "", 0
+    for line in report.splitlines():
+        if m := ENTRY.search(line):
+            name = m[1]
+        elif m := SPILL.search(line):
+            spilled = int(m[1])
+        elif (m := USED.search(line)) and name:
+            found.append((name, int(m[1]), spilled))
+            name = ""
+    return found
+
+
+def build(arch: str, out: pathlib.Path, jobs: int, as_ptx: bool, is_strict: bool) -> pathlib.Path:
+    """Builds one architecture's library. Raises: SystemExit when a unit does not compile or a hot kernel spills."""
+    compiler, identity = nvcc(), stamp()
+    name = arch.replace("_", "") + ("_ptx" if as_ptx else "")
+    folder = ROOT.parent.parent / "build" / "cuda" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    arch_flags, common = flags(arch, as_ptx, identity), headers()
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        done = list(pool.map(lambda unit: compile_unit(compiler, arch_flags, unit, folder, common), units()))
+    kernels = [k for _, report in done for k in resources(report)]
+    spills = [k for k in kernels if k[2]]
+    out.mkdir(parents=True, exist_ok=True)
+    library = out / f"libpaddock_cuda_{name}.so"
+    subprocess.run([compiler, "-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL", *[str(o) for o, _ in done], "-o", str(library)], check=True)
+    (folder / "resources.txt").write_text("".join(f"{r:4} registers {s:5} spilled  {k}\n" for k, r, s in sorted(kernels)))
+    sys.stdout.write(f"{library.name}: {len(kernels)} kernels, {len(spills)} spill, {library.stat().st_size} bytes, build {identity}\n")
+    for kernel, registers, spilled in spills:
+        sys.stdout.write(f"  spills {spilled} bytes ({registers} registers): {kernel}\n")
+    if is_strict and any(s > 64 and any(h in k for h in HOT) for k, _, s in spills):
+        raise SystemExit("a hot kernel spills")
+    return library
+
+
+def main() -> None:
+    """Builds what the command line names; all architectures when it names none."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("archs", nargs="*", default=["all"])
+    parser.add_argument("--jobs", type=int, default=max(1, (len(os.sched_getaffinity(0)) or 2)))
+    parser.add_argument("--ptx", action="store_true", help="PTX instead of machine code: lets a newer device run an older architecture's paths")
+    parser.add_argument("--lenient", action="store_true", help="spills are reported but do not fail")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT.parent.parent / "runner/paddock_runner/_packs")
+    options = parser.parse_args()
+    wanted = ARCHS if "all" in options.archs else options.archs
+    for arch in wanted:
+        if arch not in ARCHS:
+            raise SystemExit(f"no such architecture: {arch} (there are {', '.join(ARCHS)})")
+        build(arch, options.out, options.jobs, options.ptx, not options.lenient)
+
+
+if __name__ == "__main__":
+    main()

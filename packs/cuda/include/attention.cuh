@@ -1,0 +1,70 @@
+// What the attention kernels share: arguments, paged loads into swizzled shared memory, the mask.
+#pragma once
+#include "device.cuh"
+
+namespace pk {
+
+struct AttentionArguments {
+    const void *q;
+    void *out;
+    const float *sinks;
+    const StepInfo *info;
+    const int32_t *row_slot, *row_start, *row_position, *row_flags, *page_table;
+    const uint8_t *kv;
+    float *partial;     // [items][16][v_width], then [items][16][2]: largest logit (base 2) and sum
+    int32_t *counters;  // zero between launches
+    int64_t q_stride, out_stride, page_stride, k_offset, v_offset;
+    int32_t q_format, out_format, kv_format;
+    int32_t n_heads, n_kv_heads, head_width, v_width, window, page_tokens, slot_pages, max_rows, max_items;
+    float scale, softcap;
+};
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Rows of at most 16 (token, head) pairs per KV head, and single tokens, belong to the decode kernel; others to prefill.
+__device__ __forceinline__ bool is_decode_row(int n_tokens, int group) { return n_tokens == 1 || n_tokens * group <= 16; }
+
+// Bytes of a row of kD bf16 in shared memory; the 16-byte pieces of row r are permuted by r.
+template <int kD>
+constexpr int kRowBytes = (kD * 2 + 127) / 128 * 128;
+template <int kD>
+__device__ __forceinline__ uint32_t piece_offset(int row, int piece) {
+    return row * kRowBytes<kD> + ((piece ^ (row & 7)) << 4);
+}
+
+// Eight neighbours of a KV row as bf16.
+__device__ __forceinline__ uint4 load_kv8(const uint8_t *base, int64_t element, int32_t format) {
+    float v[8];
+    if (format == PK_FP8_E4M3) {
+        const uint2 w = *reinterpret_cast<const uint2 *>(base + element);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t word = i < 2 ? w.x : w.y;
+            const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(word >> (16 * (i & 1)) & 0xffff), __NV_E4M3);
+            const float2 f = __half22float2(*reinterpret_cast<const __half2 *>(&h));
+            v[2 * i] = f.x;
+            v[2 * i + 1] = f.y;
+        }
+    } else if (format == PK_F16) {
+        const uint4 w = *reinterpret_cast<const uint4 *>(base + element * 2);
+        const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 f = __half22float2(*reinterpret_cast<const __half2 *>(&words[i]));
+            v[2 * i] = f.x;
+            v[2 * i + 1] = f.y;
+        }
+    } else {
+        load8(base, element, format, v);
+    }
+    return pack8(v);
+}
+
+// Logit in base 2 of a raw score.
+__device__ __forceinline__ float logit2(float s, float scale, float softcap) {
+    s *= scale;
+    if (softcap > 0.0f) s = softcap * tanhf(s / softcap);
+    return s * kLog2e;
+}
+
+}  // namespace pk

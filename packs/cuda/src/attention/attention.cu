@@ -1,0 +1,72 @@
+// The attention op: checks, scratch, and which kernels a launch needs.
+#include <algorithm>
+
+#include "../../include/attention.cuh"
+
+namespace pk {
+
+int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a);
+int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a);
+
+namespace {
+
+int64_t max_items(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) {
+    const int64_t group = op.n_heads / op.n_kv_heads;
+    return 2ll * ctx->n_processors + max_rows * op.n_kv_heads * ((group + 15) / 16);
+}
+
+}  // namespace
+
+int32_t check_attention(const pk_op_attention &op, int64_t at) {
+    if (op.head_width % 8 || op.v_width % 8 || op.head_width > 256 || op.v_width > 256)
+        return fail(PK_UNSUPPORTED, "op %lld attention: heads of %d and %d; the CUDA pack takes multiples of 8 up to 256", (long long)at, op.head_width, op.v_width);
+    return PK_OK;
+}
+
+int64_t attention_scratch(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) {
+    return max_items(ctx, op, max_rows) * (16 * op.v_width + 32) * 4;
+}
+
+int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
+    const pk_state &s = *l.state;
+    AttentionArguments a = {};
+    a.q = reinterpret_cast<const void *>(op.q.data);
+    a.out = reinterpret_cast<void *>(op.out.data);
+    a.sinks = reinterpret_cast<const float *>(op.sinks.data);
+    a.info = l.info;
+    a.row_slot = reinterpret_cast<const int32_t *>(s.row_slot);
+    a.row_start = reinterpret_cast<const int32_t *>(s.row_start);
+    a.row_position = reinterpret_cast<const int32_t *>(s.row_position);
+    a.row_flags = reinterpret_cast<const int32_t *>(s.row_flags);
+    a.page_table = reinterpret_cast<const int32_t *>(s.page_table);
+    a.kv = reinterpret_cast<const uint8_t *>(s.kv);
+    a.partial = reinterpret_cast<float *>(l.scratch);
+    a.counters = l.counters;
+    a.q_stride = op.q.stride / (op.q.format == PK_F32 ? 4 : 2);
+    a.out_stride = op.out.stride / (op.out.format == PK_F32 ? 4 : 2);
+    a.page_stride = s.kv_page_stride;
+    a.k_offset = op.k_offset;
+    a.v_offset = op.v_offset;
+    a.q_format = op.q.format;
+    a.out_format = op.out.format;
+    a.kv_format = op.kv_format;
+    a.n_heads = op.n_heads;
+    a.n_kv_heads = op.n_kv_heads;
+    a.head_width = op.head_width;
+    a.v_width = op.v_width;
+    a.window = op.window;
+    a.page_tokens = s.page_tokens;
+    a.slot_pages = s.slot_pages;
+    a.max_rows = s.max_step_rows;
+    a.max_items = static_cast<int32_t>(max_items(l.ctx, op, s.max_step_rows));
+    a.scale = op.scale;
+    a.softcap = op.softcap;
+    if (a.max_items * 4ll > kCounterBytes) return fail(PK_UNSUPPORTED, "attention: %d work items; the CUDA pack counts up to %lld", a.max_items, (long long)(kCounterBytes / 4));
+    const int group = op.n_heads / op.n_kv_heads;
+    if (int32_t status = launch_attention_decode(l, a)) return status;
+    // A bucket in which every row must be the decode kernel's needs no second launch.
+    if (l.decode_only || l.max_tokens * group <= 16 || l.max_tokens == 1) return PK_OK;
+    return launch_attention_prefill(l, a);
+}
+
+}  // namespace pk

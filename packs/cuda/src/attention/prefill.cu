@@ -1,0 +1,254 @@
+// Paged attention for rows of many tokens (FlashAttention-2 form): out[t, h] = softmax(scale q.k) v over the pages.
+//
+// An item is (row, KV head, tile of 128 (token, head) pairs): heads that share a KV head share its loads. Eight warps of 16
+// pairs, K and V tiles of kTile positions in two cp.async stages, S and O in mma registers. Items are found from the row
+// lengths in device memory; later tiles of a row first, since they see more positions. Grid: persistent. KV as in
+// decode.cu. Does not handle: rows that is_decode_row() gives to decode.
+#include "../../include/attention.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int kThreads = 256, kPairs = 128, kStages = 2;
+
+__device__ __forceinline__ int tiles_of(const AttentionArguments &a, int r) {
+    const int n = a.row_start[r + 1] - a.row_start[r], group = a.n_heads / a.n_kv_heads;
+    if (is_decode_row(n, group) || (a.row_flags[r] & PK_ROW_DEAD)) return 0;
+    return (n * group + kPairs - 1) / kPairs;
+}
+
+__device__ __forceinline__ int block_scan256(int v, int *warps) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int o = 1; o < 32; o <<= 1) {
+        const int up = __shfl_up_sync(~0u, v, o);
+        if (lane >= o) v += up;
+    }
+    __syncthreads();
+    if (lane == 31) warps[warp] = v;
+    __syncthreads();
+    for (int i = 0; i < warp; ++i) v += warps[i];
+    return v;
+}
+
+template <int kD, bool kCopy>
+__global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __grid_constant__ AttentionArguments a) {
+    constexpr int kTile = kD <= 128 ? 64 : 32;
+    constexpr bool kKeepQ = kD <= 128;
+    constexpr int kQBytes = kKeepQ ? 0 : kPairs * kRowBytes<kD>, kStageBytes = 2 * kTile * kRowBytes<kD>;
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ int warps[8];
+    __shared__ int total;
+    int *ends = reinterpret_cast<int *>(shared + kQBytes + kStages * kStageBytes);
+    wait_dependence();
+    release_dependents();
+    const int n_rows = a.info->n_rows, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, group = a.n_heads / a.n_kv_heads;
+    int n_tiles = 0;
+    for (int base = 0; base < n_rows; base += kThreads) {
+        const int r = base + tid;
+        const int end = block_scan256(r < n_rows ? tiles_of(a, r) : 0, warps) + n_tiles;
+        if (r < n_rows) ends[r] = end;
+        __syncthreads();
+        if (tid == kThreads - 1) total = end;
+        __syncthreads();
+        n_tiles = total;
+        __syncthreads();
+    }
+    const uint32_t q_at = shared_address(shared), ring_at = q_at + kQBytes;
+    const int k_pieces = a.head_width / 8, v_pieces = a.v_width / 8;
+
+    for (int index = blockIdx.x; index < n_tiles * a.n_kv_heads; index += gridDim.x) {
+        const int head = index % a.n_kv_heads, of_all = n_tiles - 1 - index / a.n_kv_heads;
+        int low = 0, high = n_rows - 1;
+        while (low < high) {
+            const int mid = (low + high) >> 1;
+            if (ends[mid] > of_all) high = mid; else low = mid + 1;
+        }
+        const int row = low, tile = of_all - (row ? ends[row - 1] : 0);
+        const int start = a.row_start[row], n_tokens = a.row_start[row + 1] - start, position = a.row_position[row];
+        const int n_pairs = n_tokens * group, first_pair = tile * kPairs;
+        const int32_t *pages = a.page_table + static_cast<int64_t>(a.row_slot[row]) * a.slot_pages;
+        const int last_token = min(first_pair + kPairs - 1, n_pairs - 1) / group;
+        const int kv_end = position + last_token + 1;
+        const int kv_first = a.window > 0 ? max(0, position + first_pair / group - a.window + 1) / kTile * kTile : 0;
+
+        int pair[2], limit[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            pair[h] = first_pair + warp * 16 + (lane >> 2) + 8 * h;
+            limit[h] = pair[h] < n_pairs ? position + pair[h] / group : -1;
+        }
+        auto q_pair = [&](int p, int column) -> uint32_t {
+            if (p >= n_pairs || column >= a.head_width) return 0;
+            const int64_t from = static_cast<int64_t>(start + p / group) * a.q_stride + (head * group + p % group) * a.head_width + column;
+            return a.q_format == PK_BF16 ? *reinterpret_cast<const uint32_t *>(static_cast<const bf16 *>(a.q) + from)
+                                         : pack_bf16(static_cast<const float *>(a.q)[from], static_cast<const float *>(a.q)[from + 1]);
+        };
+        uint32_t q[kKeepQ ? kD / 16 : 1][4];
+        if constexpr (kKeepQ) {
+#pragma unroll
+            for (int k = 0; k < kD / 16; ++k)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) q[k][e] = q_pair(pair[e & 1], 16 * k + 2 * (lane & 3) + 8 * (e >> 1));
+        } else {
+            for (int i = tid; i < kPairs * kD / 2; i += kThreads) {
+                const int p = i / (kD / 2), column = i % (kD / 2) * 2;
+                *reinterpret_cast<uint32_t *>(shared + piece_offset<kD>(p, column / 8) + (column & 7) * 2) = q_pair(first_pair + p, column);
+            }
+        }
+        float o[kD / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+        const int n_steps = (kv_end - kv_first + kTile - 1) / kTile;
+
+        auto fetch = [&](int n) {
+            if (n < n_steps) {
+                constexpr int kPieces = kD / 8, kPer = kTile * kPieces / kThreads;
+                const int first = kv_first + n * kTile;
+#pragma unroll
+                for (int j = 0; j < kPer; ++j) {
+                    const int i = j * kThreads + tid, token = i / kPieces, piece = i % kPieces, p = first + token;
+                    const bool in = p < kv_end;
+                    const int at = in ? p : kv_end - 1;
+                    const uint8_t *page = a.kv + static_cast<int64_t>(pages[at / a.page_tokens]) * a.page_stride;
+                    const int64_t in_page = static_cast<int64_t>(head) * a.page_tokens + at % a.page_tokens;
+#pragma unroll
+                    for (int part = 0; part < 2; ++part) {
+                        const bool ok = in && piece < (part ? v_pieces : k_pieces);
+                        const uint8_t *base = page + (part ? a.v_offset : a.k_offset);
+                        const int64_t element = in_page * (part ? a.v_width : a.head_width) + (ok ? piece * 8 : 0);
+                        const uint32_t offset = (n % kStages) * kStageBytes + part * kTile * kRowBytes<kD> + piece_offset<kD>(token, piece);
+                        if constexpr (kCopy) {
+                            copy16_async(ring_at + offset, base + element * 2, ok);
+                        } else {
+                            *reinterpret_cast<uint4 *>(shared + kQBytes + offset) = ok ? load_kv8(base, element, a.kv_format) : make_uint4(0, 0, 0, 0);
+                        }
+                    }
+                }
+            }
+            commit_async();
+        };
+        fetch(0);
+        for (int n = 0; n < n_steps; ++n) {
+            fetch(n + 1);
+            wait_async<1>();
+            __syncthreads();
+            const uint32_t k_at = ring_at + n % kStages * kStageBytes, v_at = k_at + kTile * kRowBytes<kD>;
+            float s[kTile / 8][4] = {};
+#pragma unroll
+            for (int k = 0; k < kD / 16; ++k) {
+                uint32_t qk[4];
+                if constexpr (kKeepQ) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) qk[e] = q[k][e];
+                } else {
+                    load_matrix4(qk, q_at + piece_offset<kD>(warp * 16 + (lane & 15), 2 * k + (lane >> 4)));
+                }
+#pragma unroll
+                for (int t = 0; t < kTile / 16; ++t) {
+                    uint32_t b[4];
+                    load_matrix4(b, k_at + piece_offset<kD>(t * 16 + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
+                    mma_bf16(s[2 * t], qk[0], qk[1], qk[2], qk[3], b[0], b[1]);
+                    mma_bf16(s[2 * t + 1], qk[0], qk[1], qk[2], qk[3], b[2], b[3]);
+                }
+            }
+            const int first = kv_first + n * kTile;
+            // Whole tiles below every limit of this block need no mask.
+            const bool masked = first + kTile > position + first_pair / group + 1 || a.window > 0 || first_pair + kPairs > n_pairs;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float most = -INFINITY;
+#pragma unroll
+                for (int t = 0; t < kTile / 8; ++t)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float &x = s[t][2 * h + e];
+                        x = logit2(x, a.scale, a.softcap);
+                        if (masked) {
+                            const int p = first + t * 8 + 2 * (lane & 3) + e;
+                            if (p > limit[h] || (a.window > 0 && p <= limit[h] - a.window)) x = -INFINITY;
+                        }
+                        most = fmaxf(most, x);
+                    }
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                const float next = fmaxf(top[h], most), base = next == -INFINITY ? 0.0f : next, fade = exp2f(top[h] - base);
+                float part = 0.0f;
+#pragma unroll
+                for (int t = 0; t < kTile / 8; ++t)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float &x = s[t][2 * h + e];
+                        x = exp2f(x - base);
+                        part += x;
+                    }
+                sum[h] = sum[h] * fade + part;
+                top[h] = next;
+#pragma unroll
+                for (int d = 0; d < kD / 8; ++d) {
+                    o[d][2 * h] *= fade;
+                    o[d][2 * h + 1] *= fade;
+                }
+            }
+#pragma unroll
+            for (int t = 0; t < kTile / 16; ++t) {
+                const uint32_t p0 = pack_bf16(s[2 * t][0], s[2 * t][1]), p1 = pack_bf16(s[2 * t][2], s[2 * t][3]);
+                const uint32_t p2 = pack_bf16(s[2 * t + 1][0], s[2 * t + 1][1]), p3 = pack_bf16(s[2 * t + 1][2], s[2 * t + 1][3]);
+#pragma unroll
+                for (int d = 0; d < kD / 16; ++d) {
+                    uint32_t b[4];
+                    load_matrix4_transposed(b, v_at + piece_offset<kD>(t * 16 + (lane & 7) + ((lane >> 3) & 1) * 8, 2 * d + (lane >> 4)));
+                    mma_bf16(o[2 * d], p0, p1, p2, p3, b[0], b[1]);
+                    mma_bf16(o[2 * d + 1], p0, p1, p2, p3, b[2], b[3]);
+                }
+            }
+            __syncthreads();
+        }
+        wait_async<0>();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
+            sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+            if (pair[h] >= n_pairs) continue;
+            const int q_head = head * group + pair[h] % group;
+            float f = 1.0f;
+            if (a.sinks != nullptr) {
+                const float sink = a.sinks[q_head] * kLog2e, joint = fmaxf(top[h], sink);
+                f = exp2f(top[h] - joint);
+                sum[h] = sum[h] * f + exp2f(sink - joint);
+            }
+            f /= sum[h];
+            const int64_t to = static_cast<int64_t>(start + pair[h] / group) * a.out_stride + static_cast<int64_t>(q_head) * a.v_width;
+#pragma unroll
+            for (int d = 0; d < kD / 8; ++d) {
+                const int column = d * 8 + 2 * (lane & 3);
+                if (column >= a.v_width) continue;
+                if (a.out_format == PK_BF16) {
+                    *reinterpret_cast<uint32_t *>(static_cast<bf16 *>(a.out) + to + column) = pack_bf16(o[d][2 * h] * f, o[d][2 * h + 1] * f);
+                } else {
+                    static_cast<float *>(a.out)[to + column] = o[d][2 * h] * f;
+                    static_cast<float *>(a.out)[to + column + 1] = o[d][2 * h + 1] * f;
+                }
+            }
+        }
+    }
+}
+
+template <int kD>
+int32_t launch_width(const Launch &l, const AttentionArguments &a) {
+    constexpr int kTile = kD <= 128 ? 64 : 32;
+    const int64_t bytes = (kD <= 128 ? 0 : kPairs * kRowBytes<kD>) + kStages * 2 * kTile * kRowBytes<kD> + a.max_rows * 4;
+    const dim3 grid(l.ctx->n_processors);
+    return a.kv_format == PK_BF16 ? launch(l, "attention prefill", attention_prefill_kernel<kD, true>, grid, dim3(kThreads), bytes, a)
+                                  : launch(l, "attention prefill", attention_prefill_kernel<kD, false>, grid, dim3(kThreads), bytes, a);
+}
+
+}  // namespace
+
+int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a) {
+    const int width = a.head_width > a.v_width ? a.head_width : a.v_width;
+    if (width <= 64) return launch_width<64>(l, a);
+    if (width <= 96) return launch_width<96>(l, a);
+    if (width <= 128) return launch_width<128>(l, a);
+    if (width <= 192) return launch_width<192>(l, a);
+    return launch_width<256>(l, a);
+}
+
+}  // namespace pk

@@ -1,0 +1,305 @@
+// Loading, capturing and running programs.
+#include "program.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+namespace pk {
+namespace {
+
+int32_t launch_record(const Launch &l, const Record &record) {
+    switch (record.op) {
+        case PK_OP_PREPARE: return launch_prepare(l);
+        case PK_OP_EMBED: return launch_embed(l, record.as<pk_op_embed>());
+        case PK_OP_NORM: return launch_norm(l, record.as<pk_op_norm>());
+        case PK_OP_MATMUL: return launch_matmul(l, record.as<pk_op_matmul>());
+        case PK_OP_QKV: return launch_qkv(l, record.as<pk_op_qkv>());
+        case PK_OP_ATTENTION: return launch_attention(l, record.as<pk_op_attention>());
+        case PK_OP_GATE: return launch_gate(l, record.as<pk_op_gate>());
+        case PK_OP_GATHER: return launch_gather(l, record.as<pk_op_gather>());
+        case PK_OP_SAMPLE: return launch_sample(l, record.as<pk_op_sample>());
+        case PK_OP_COMMIT: return launch_commit(l);
+        case PK_OP_COPY: return launch_copy(l, record.as<pk_op_copy>());
+        default: return launch_add(l, record.as<pk_op_add>());
+    }
+}
+
+Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool decode_only, bool overlap) {
+    Launch l;
+    l.ctx = p.ctx;
+    l.stream = p.ctx->stream;
+    l.state = &p.state;
+    l.info = p.info;
+    l.ring = reinterpret_cast<uint64_t>(p.ring);
+    l.ring_bytes = p.ring_bytes;
+    l.n_ring = kRing;
+    l.consumed = reinterpret_cast<uint64_t>(p.consumed);
+    l.max_tokens = max_tokens;
+    l.max_samples = max_samples;
+    l.decode_only = decode_only;
+    l.overlap = overlap;
+    l.counters = reinterpret_cast<int32_t *>(p.state.workspace);
+    l.scratch = reinterpret_cast<uint8_t *>(p.state.workspace + kCounterBytes);
+    l.scratch_bytes = p.state.workspace_bytes - kCounterBytes;
+    return l;
+}
+
+bool is_end(const Record &r) { return r.op == PK_OP_PREPARE || r.op == PK_OP_COMMIT; }
+
+// One graph of all records (without the two ends of a step when with_ends is false).
+int32_t capture(pk_program &p, const Launch &l, bool with_ends, cudaGraphExec_t *out) {
+    cudaStream_t stream = p.ctx->stream;
+    if (int32_t e = check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture")) return e;
+    int32_t status = PK_OK;
+    for (int64_t i = 0; i < p.records.n() && !status; ++i)
+        if (with_ends || !is_end(p.records[i])) status = launch_record(l, p.records[i]);
+    cudaGraph_t graph = nullptr;
+    int32_t ended = check(cudaStreamEndCapture(stream, &graph), "capture");
+    if (status || ended) {
+        if (graph) cudaGraphDestroy(graph);
+        return status ? status : ended;
+    }
+    status = check(cudaGraphInstantiate(out, graph, 0), "graph");
+    cudaGraphDestroy(graph);
+    return status ? status : check(cudaGraphUpload(*out, stream), "graph");
+}
+
+int32_t set_info(pk_program &p, int32_t n_tokens, int32_t n_rows, int32_t n_samples) {
+    StepInfo info = {};
+    if (int32_t e = check(cudaMemcpyAsync(&info, p.info, sizeof info, cudaMemcpyDeviceToHost, p.ctx->stream), "run")) return e;
+    if (int32_t e = check(cudaStreamSynchronize(p.ctx->stream), "run")) return e;
+    info.n_tokens = n_tokens;
+    info.n_rows = n_rows;
+    info.n_samples = n_samples;
+    if (int32_t e = check(cudaMemcpyAsync(p.info, &info, sizeof info, cudaMemcpyHostToDevice, p.ctx->stream), "run")) return e;
+    return check(cudaStreamSynchronize(p.ctx->stream), "run");
+}
+
+int32_t put(pk_program &p, uint64_t device, const std::vector<int32_t> &values) {
+    if (values.empty() || !device) return PK_OK;
+    if (int32_t e = check(cudaMemcpyAsync(reinterpret_cast<void *>(device), values.data(), values.size() * 4, cudaMemcpyHostToDevice, p.ctx->stream), "run")) return e;
+    return check(cudaStreamSynchronize(p.ctx->stream), "run");
+}
+
+// Rows of a run without step input: dead ones of equal length, as the CPU pack does.
+int32_t lay_dead_rows(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t *n_rows) {
+    const int32_t n = std::max(1, std::min(n_samples > 0 ? n_samples : 1, n_tokens));
+    std::vector<int32_t> slot(n), start(n + 1), zero_rows(n), flags(n), zero_tokens(n_tokens), row_of(n_tokens), sample(n_samples);
+    for (int32_t r = 0; r < n; ++r) {
+        slot[r] = r % p.state.n_slots;
+        start[r + 1] = static_cast<int32_t>(int64_t{n_tokens} * (r + 1) / n);
+        flags[r] = PK_ROW_DEAD | (n_samples ? PK_ROW_SAMPLE : 0);
+        for (int32_t t = start[r]; t < start[r + 1]; ++t) row_of[t] = r;
+    }
+    for (int32_t s = 0; s < n_samples; ++s) sample[s] = s < n ? s : 0;
+    *n_rows = n;
+    const pk_state &s = p.state;
+    const std::pair<uint64_t, const std::vector<int32_t> *> writes[] = {
+        {s.row_slot, &slot}, {s.row_start, &start}, {s.row_position, &zero_rows}, {s.row_flags, &flags}, {s.token_id, &zero_tokens},
+        {s.token_position, &zero_tokens}, {s.token_row, &row_of}, {s.token_page, &zero_tokens}, {s.sample_row, &sample}};
+    for (const auto &[device, values] : writes)
+        if (int32_t e = put(p, device, *values)) return e;
+    return PK_OK;
+}
+
+int32_t count_rows(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t *n_rows) {
+    *n_rows = n_samples;
+    if (!p.state.row_start || n_tokens == 0) return PK_OK;
+    std::vector<int32_t> start(p.state.max_step_rows + 1);
+    if (int32_t e = check(cudaMemcpy(start.data(), reinterpret_cast<void *>(p.state.row_start), start.size() * 4, cudaMemcpyDeviceToHost), "run")) return e;
+    for (int32_t r = 1; r <= p.state.max_step_rows; ++r)
+        if (start[r] == n_tokens && start[r - 1] < n_tokens) {
+            *n_rows = r;
+            return PK_OK;
+        }
+    return PK_OK;
+}
+
+bool has_op(const pk_program &p, int32_t op) {
+    for (int64_t i = 0; i < p.records.n(); ++i)
+        if (p.records[i].op == op) return true;
+    return false;
+}
+
+}  // namespace
+
+int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_state &state) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < records.n(); ++i) {
+        const Record &r = records[i];
+        int64_t n = 0;
+        if (r.op == PK_OP_MATMUL) n = matmul_scratch(&ctx, r.as<pk_op_matmul>(), resolve_rows(r.as<pk_op_matmul>().x.rows, state.max_step_tokens, state.max_step_rows));
+        if (r.op == PK_OP_ATTENTION) n = attention_scratch(&ctx, r.as<pk_op_attention>(), state.max_step_rows);
+        if (r.op == PK_OP_SAMPLE) n = sample_scratch(r.as<pk_op_sample>(), state.max_step_rows);
+        most = std::max(most, n);
+    }
+    return kCounterBytes + (most + 255) / 256 * 256;
+}
+
+int32_t check_program(pk_ctx *ctx, const Records &records) {
+    for (int64_t i = 0; i < records.n(); ++i) {
+        const Record &r = records[i];
+        int32_t status = PK_OK;
+        if (r.op == PK_OP_MATMUL) status = check_matmul(ctx, r.as<pk_op_matmul>(), i);
+        if (r.op == PK_OP_EMBED) status = check_embed(ctx, r.as<pk_op_embed>(), i);
+        if (r.op == PK_OP_ATTENTION) status = check_attention(r.as<pk_op_attention>(), i);
+        if (status) return status;
+    }
+    return PK_OK;
+}
+
+int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
+    pk_ctx &ctx = *p.ctx;
+    p.ring_bytes = kRingBytes;
+    p.overlap = ctx.capability >= 90;
+    void *ring = nullptr, *consumed = nullptr;
+    if (int32_t e = check(cudaMalloc(reinterpret_cast<void **>(&p.info), sizeof(StepInfo)), "load")) return e;
+    if (int32_t e = check(cudaMemset(p.info, 0, sizeof(StepInfo)), "load")) return e;
+    if (int32_t e = check(cudaHostAlloc(&ring, kRing * kRingBytes, cudaHostAllocPortable | cudaHostAllocMapped), "load")) return e;
+    p.ring = static_cast<uint8_t *>(ring);
+    if (int32_t e = check(cudaHostAlloc(&consumed, 64, cudaHostAllocPortable | cudaHostAllocMapped), "load")) return e;
+    p.consumed = static_cast<uint64_t *>(consumed);
+    *p.consumed = 0;
+    ctx.n_allocations += 3;
+    ctx.allocated_bytes += kRing * kRingBytes + 64 + static_cast<int64_t>(sizeof(StepInfo));
+    if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(p.state.workspace), 0, kCounterBytes, ctx.stream), "load")) return e;
+    std::vector<int32_t> sizes(buckets, buckets + (buckets ? n_buckets : 0));
+    std::sort(sizes.begin(), sizes.end());
+    sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
+    const bool is_step = has_op(p, PK_OP_PREPARE);
+    for (int32_t n : sizes) {
+        if (n < 1 || n > p.state.max_step_tokens) return fail(PK_BAD_ARG, "load: a bucket of %d tokens, it must be 1 to %d", n, p.state.max_step_tokens);
+        pk_program::Bucket bucket;
+        bucket.n_tokens = n;
+        const int32_t samples = std::min(n, p.state.max_step_rows);
+        if (is_step) {
+            if (int32_t e = capture(p, launch_of(p, n, samples, false, p.overlap), true, &bucket.mixed)) return e;
+            if (n <= p.state.max_step_rows) {
+                if (int32_t e = capture(p, launch_of(p, n, samples, true, p.overlap), true, &bucket.decode)) {
+                    cudaGraphExecDestroy(bucket.mixed);
+                    return e;
+                }
+            }
+        }
+        p.buckets.push_back(bucket);
+    }
+    return check(cudaStreamSynchronize(ctx.stream), "load");
+}
+
+void unload_program(pk_program &p) {
+    cudaStreamSynchronize(p.ctx->stream);
+    for (auto &b : p.buckets) {
+        if (b.mixed) cudaGraphExecDestroy(b.mixed);
+        if (b.decode) cudaGraphExecDestroy(b.decode);
+    }
+    if (p.info) cudaFree(p.info);
+    if (p.ring) cudaFreeHost(p.ring);
+    if (p.consumed) cudaFreeHost(p.consumed);
+    cudaGetLastError();
+}
+
+int32_t step_program(pk_program &p, const pk_step_head *input) {
+    Step step;
+    if (int32_t e = read_step(input, p.state, &step)) return e;
+    const int64_t bytes = step_bytes(*input);
+    if (bytes > p.ring_bytes) return fail(PK_BAD_ARG, "step %llu: the input has %lld bytes, a block of the ring takes %lld", (unsigned long long)input->seq, (long long)bytes, (long long)p.ring_bytes);
+    const pk_program::Bucket *bucket = nullptr;
+    for (const auto &b : p.buckets)
+        if (b.n_tokens >= input->n_tokens && b.mixed) {
+            bucket = &b;
+            break;
+        }
+    if (!bucket) return fail(PK_BAD_ARG, "step %llu: %d tokens, the largest bucket has %d", (unsigned long long)input->seq, input->n_tokens, p.buckets.empty() ? 0 : p.buckets.back().n_tokens);
+    // A block of the ring is free when the device has read what it held.
+    volatile uint64_t *consumed = p.consumed;
+    for (uint64_t n = 0; p.n_begun >= kRing && *consumed < p.n_begun - kRing + 1; ++n)
+        if (n % (1 << 20) == (1 << 20) - 1)
+            if (cudaError_t e = cudaStreamQuery(p.ctx->stream); e != cudaErrorNotReady && e != cudaSuccess) return check(e, "step");
+    std::memcpy(p.ring + p.n_begun % kRing * p.ring_bytes, input, bytes);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const bool decode = bucket->decode && input->n_rows == input->n_tokens;
+    if (int32_t e = check(cudaGraphLaunch(decode ? bucket->decode : bucket->mixed, p.ctx->stream), "step")) return e;
+    ++p.n_begun;
+    p.ctx->n_steps += 1;
+    return PK_OK;
+}
+
+int32_t wait_program(pk_program &p, uint64_t seq, int64_t timeout_us) {
+    using Clock = std::chrono::steady_clock;
+    volatile uint64_t *done = reinterpret_cast<volatile uint64_t *>(p.state.done);
+    const auto begin = Clock::now(), end = begin + std::chrono::microseconds(std::max<int64_t>(timeout_us, 0));
+    auto query_at = begin + std::chrono::milliseconds(2);
+    for (;;) {
+        for (int i = 0; i < 64; ++i) {
+            if (*done >= seq) {
+                std::atomic_thread_fence(std::memory_order_acquire);
+                return PK_OK;
+            }
+            __builtin_ia32_pause();
+        }
+        const auto now = Clock::now();
+        if (now >= query_at) {
+            const cudaError_t e = cudaStreamQuery(p.ctx->stream);
+            if (e != cudaSuccess && e != cudaErrorNotReady) return check(e, "wait");
+            query_at = now + std::chrono::milliseconds(2);
+            sched_yield();
+        }
+        if (now >= end) return fail(PK_TIMEOUT, "wait: step %llu is done, %llu is not", (unsigned long long)*done, (unsigned long long)seq);
+    }
+}
+
+int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t n_repeats, float *us) {
+    const pk_state &s = p.state;
+    if (n_tokens < 0 || n_tokens > s.max_step_tokens) return fail(PK_BAD_ARG, "run: n_tokens is %d, it must be 0 to %d", n_tokens, s.max_step_tokens);
+    if (n_samples < 0 || n_samples > s.max_step_rows) return fail(PK_BAD_ARG, "run: n_samples is %d, it must be 0 to %d", n_samples, s.max_step_rows);
+    n_repeats = std::max(n_repeats, 1);
+    int32_t n_rows = 0;
+    if (has_op(p, PK_OP_PREPARE)) {
+        if (int32_t e = lay_dead_rows(p, n_tokens, n_samples, &n_rows)) return e;
+    } else if (int32_t e = count_rows(p, n_tokens, n_samples, &n_rows)) {
+        return e;
+    }
+    if (int32_t e = set_info(p, n_tokens, n_rows, n_samples)) return e;
+    const int32_t max_tokens = std::max(n_tokens, 1), max_samples = std::max(n_samples, 1);
+    const bool decode_only = n_rows == n_tokens;
+    cudaStream_t stream = p.ctx->stream;
+    if (us == nullptr) {
+        cudaGraphExec_t graph = nullptr;
+        if (int32_t e = capture(p, launch_of(p, max_tokens, max_samples, decode_only, p.overlap), false, &graph)) return e;
+        int32_t status = PK_OK;
+        for (int32_t i = 0; i < n_repeats && !status; ++i) status = check(cudaGraphLaunch(graph, stream), "run");
+        const int32_t ended = check(cudaStreamSynchronize(stream), "run");
+        cudaGraphExecDestroy(graph);
+        return status ? status : ended;
+    }
+    const Launch l = launch_of(p, max_tokens, max_samples, decode_only, false);
+    const int64_t n = p.records.n();
+    std::vector<float> times(n * n_repeats);
+    cudaEvent_t begin, end;
+    if (int32_t e = check(cudaEventCreate(&begin), "run")) return e;
+    if (int32_t e = check(cudaEventCreate(&end), "run")) return e;
+    int32_t status = PK_OK;
+    for (int32_t k = 0; k < n_repeats && !status; ++k)
+        for (int64_t i = 0; i < n && !status; ++i) {
+            if (is_end(p.records[i])) continue;
+            cudaEventRecord(begin, stream);
+            status = launch_record(l, p.records[i]);
+            cudaEventRecord(end, stream);
+            if (!status) status = check(cudaEventSynchronize(end), "run");
+            float ms = 0.0f;
+            cudaEventElapsedTime(&ms, begin, end);
+            times[i * n_repeats + k] = ms * 1000.0f;
+        }
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    for (int64_t i = 0; i < n; ++i) {
+        std::nth_element(times.begin() + i * n_repeats, times.begin() + i * n_repeats + n_repeats / 2, times.begin() + (i + 1) * n_repeats);
+        us[i] = times[i * n_repeats + n_repeats / 2];
+    }
+    return status;
+}
+
+}  // namespace pk

@@ -1,0 +1,42 @@
+// A loaded program: its records, its step ring, and one captured graph per token bucket and kind of step.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "../../host/program.h"
+#include "../../host/step.h"
+#include "../include/context.h"
+
+struct pk_program {
+    pk_ctx *ctx = nullptr;
+    pk_state state = {};
+    pk::Records records;
+    struct Bucket {
+        int32_t n_tokens = 0;
+        cudaGraphExec_t mixed = nullptr, decode = nullptr;
+    };
+    std::vector<Bucket> buckets;
+    pk::StepInfo *info = nullptr;
+    uint8_t *ring = nullptr;        // pinned, n_ring blocks of ring_bytes
+    uint64_t *consumed = nullptr;   // pinned: blocks that the device has read
+    int64_t ring_bytes = 0;
+    uint64_t n_begun = 0;
+    bool overlap = false;
+};
+
+namespace pk {
+
+constexpr int32_t kRing = 4;
+constexpr int64_t kRingBytes = 4 << 20;
+
+// Bytes of scratch of the largest launch of every record, the counters included.
+int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_state &state);
+// The checks that only these kernels know.
+int32_t check_program(pk_ctx *ctx, const Records &records);
+int32_t load_program(pk_program &program, const int32_t *buckets, int32_t n_buckets);
+void unload_program(pk_program &program);
+int32_t step_program(pk_program &program, const pk_step_head *input);
+int32_t wait_program(pk_program &program, uint64_t seq, int64_t timeout_us);
+int32_t run_program(pk_program &program, int32_t n_tokens, int32_t n_samples, int32_t n_repeats, float *us);
+
+}  // namespace pk

@@ -1,0 +1,209 @@
+// The two ends of a step. Prepare reads the input block from pinned memory, applies it to the state and lays out rows and
+// tokens; commit advances the rows and publishes results to pinned memory. One block each.
+#include "../include/device.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int kThreads = 1024;
+
+// Inclusive sum over the block. `shared` holds 32 ints.
+__device__ __forceinline__ int block_scan(int v, int *shared) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int o = 1; o < 32; o <<= 1) {
+        int up = __shfl_up_sync(~0u, v, o);
+        if (lane >= o) v += up;
+    }
+    __syncthreads();
+    if (lane == 31) shared[warp] = v;
+    __syncthreads();
+    if (warp == 0) {
+        int s = shared[lane];
+        for (int o = 1; o < 32; o <<= 1) {
+            int up = __shfl_up_sync(~0u, s, o);
+            if (lane >= o) s += up;
+        }
+        shared[lane] = s;
+    }
+    __syncthreads();
+    return v + (warp ? shared[warp - 1] : 0);
+}
+
+template <class T>
+__device__ __forceinline__ T *at(uint64_t address) {
+    return reinterpret_cast<T *>(address);
+}
+
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ pk_state s, StepInfo *info, const uint8_t *ring, int64_t ring_bytes, int n_ring, volatile uint64_t *consumed) {
+    __shared__ int scan[32];
+    __shared__ int carried[2];
+    wait_dependence();
+    release_dependents();
+    const int tid = threadIdx.x;
+    const int turn = info->ring;
+    const uint8_t *input = ring + (turn % n_ring) * ring_bytes;
+    const pk_step_head head = *reinterpret_cast<const pk_step_head *>(input);
+    const pk_new_slot *news = reinterpret_cast<const pk_new_slot *>(input + sizeof(pk_step_head));
+    const pk_row *rows = reinterpret_cast<const pk_row *>(news + head.n_new);
+    const pk_page_write *pages = reinterpret_cast<const pk_page_write *>(rows + head.n_rows);
+    const pk_text *texts = reinterpret_cast<const pk_text *>(pages + head.n_pages);
+    const pk_mask_write *masks = reinterpret_cast<const pk_mask_write *>(texts + head.n_texts);
+    const int32_t *payload = reinterpret_cast<const int32_t *>(masks + head.n_masks);
+    constexpr int kWords = sizeof(pk_sampling) / 4;
+    for (int i = tid; i < head.n_new * kWords; i += kThreads) {
+        const pk_new_slot &n = news[i / kWords];
+        at<uint32_t>(s.sampling)[static_cast<int64_t>(n.slot) * kWords + i % kWords] = reinterpret_cast<const uint32_t *>(&n.sampling)[i % kWords];
+    }
+    for (int i = tid; i < head.n_new; i += kThreads) {
+        at<int32_t>(s.length)[news[i].slot] = news[i].length;
+        at<int32_t>(s.alive)[news[i].slot] = 1;
+    }
+    for (int i = 0; i < head.n_new; ++i) {
+        const int n = news[i].sampling.n_bias * 2;
+        for (int j = tid; j < n; j += kThreads) at<int32_t>(s.bias)[static_cast<int64_t>(news[i].slot) * s.max_bias * 2 + j] = payload[news[i].bias_offset + j];
+    }
+    for (int i = tid; i < head.n_pages; i += kThreads) at<int32_t>(s.page_table)[static_cast<int64_t>(pages[i].slot) * s.slot_pages + pages[i].index] = pages[i].page;
+    for (int i = 0; i < head.n_texts; ++i) {
+        const pk_text t = texts[i];
+        int32_t *to = at<int32_t>(s.tokens) + t.slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1) + t.position;
+        for (int j = tid; j < t.n; j += kThreads) to[j] = payload[t.offset + j];
+    }
+    const int words = (s.n_vocab + 31) / 32;
+    for (int i = 0; i < head.n_masks; ++i)
+        for (int j = tid; j < words; j += kThreads) at<int32_t>(s.mask)[static_cast<int64_t>(masks[i].slot) * words + j] = payload[masks[i].offset + j];
+    if (tid < 2) carried[tid] = 0;
+    __syncthreads();
+
+    for (int first = 0; first < head.n_rows; first += kThreads) {
+        const int r = first + tid;
+        pk_row row = {0, 0, 0, 0};
+        bool is_alive = false;
+        int length = 0;
+        if (r < head.n_rows) {
+            row = rows[r];
+            length = at<int32_t>(s.length)[row.slot];
+            is_alive = at<int32_t>(s.alive)[row.slot] != 0;
+            // A live row that does not fit in the context would write past its tokens: it dies here.
+            if (is_alive && length + row.n_tokens > s.max_ctx_tokens) {
+                at<int32_t>(s.alive)[row.slot] = 0;
+                is_alive = false;
+            }
+        }
+        const int is_sampled = (row.flags & PK_ROW_SAMPLE) ? 1 : 0;
+        const int end = block_scan(row.n_tokens, scan) + carried[0], sample = block_scan(is_sampled, scan) + carried[1];
+        if (r < head.n_rows) {
+            at<int32_t>(s.row_slot)[r] = row.slot;
+            at<int32_t>(s.row_start)[r + 1] = end;
+            at<int32_t>(s.row_position)[r] = is_alive ? length : 0;
+            at<int32_t>(s.row_flags)[r] = (row.flags & PK_ROW_SAMPLE) | (is_alive ? 0 : PK_ROW_DEAD);
+            if (is_sampled) at<int32_t>(s.sample_row)[sample - 1] = r;
+        }
+        __syncthreads();
+        if (tid == kThreads - 1) {
+            carried[0] = end;
+            carried[1] = sample;
+        }
+        __syncthreads();
+    }
+    if (tid == 0) at<int32_t>(s.row_start)[0] = 0;
+    __syncthreads();
+
+    const int32_t *start = at<int32_t>(s.row_start);
+    for (int t = tid; t < head.n_tokens; t += kThreads) {
+        int low = 0, high = head.n_rows;  // start[low] <= t < start[high]
+        while (high - low > 1) {
+            const int mid = (low + high) >> 1;
+            if (start[mid] <= t) low = mid; else high = mid;
+        }
+        const int slot = at<int32_t>(s.row_slot)[low];
+        const bool is_alive = !(at<int32_t>(s.row_flags)[low] & PK_ROW_DEAD);
+        const int position = is_alive ? at<int32_t>(s.row_position)[low] + t - start[low] : 0;
+        const int token = is_alive ? at<int32_t>(s.tokens)[slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1) + position] : 0;
+        at<int32_t>(s.token_id)[t] = token < 0 || token >= s.n_vocab ? 0 : token;
+        at<int32_t>(s.token_position)[t] = position;
+        at<int32_t>(s.token_row)[t] = low;
+        at<int32_t>(s.token_page)[t] = is_alive ? at<int32_t>(s.page_table)[static_cast<int64_t>(slot) * s.slot_pages + position / s.page_tokens] : 0;
+    }
+    if (tid == 0) {
+        info->seq = head.seq;
+        info->n_tokens = head.n_tokens;
+        info->n_rows = head.n_rows;
+        info->n_samples = head.n_samples;
+        info->ring = turn + 1;
+        __threadfence_system();
+        *consumed = static_cast<uint64_t>(turn) + 1;
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) commit_kernel(const __grid_constant__ pk_state s, const StepInfo *info) {
+    __shared__ int scan[32];
+    __shared__ int carried;
+    wait_dependence();
+    release_dependents();
+    const int tid = threadIdx.x, n_rows = info->n_rows;
+    const uint64_t seq = info->seq;
+    pk_result *results = at<pk_result>(s.results) + static_cast<int64_t>(seq % s.n_results) * s.max_step_rows;
+    if (tid == 0) carried = 0;
+    __syncthreads();
+    for (int first = 0; first < n_rows; first += kThreads) {
+        const int r = first + tid;
+        const int flags = r < n_rows ? at<int32_t>(s.row_flags)[r] : 0;
+        const int is_sampled = (flags & PK_ROW_SAMPLE) ? 1 : 0;
+        const int end = block_scan(is_sampled, scan) + carried;
+        if (r < n_rows) {
+            const int slot = at<int32_t>(s.row_slot)[r];
+            int length = at<int32_t>(s.length)[slot];
+            pk_result out = {slot, -1, 0, length, 0.0f, 0};
+            if (flags & PK_ROW_DEAD) {
+                out.flags = PK_ROW_DEAD;
+            } else {
+                length += at<int32_t>(s.row_start)[r + 1] - at<int32_t>(s.row_start)[r];
+                at<int32_t>(s.length)[slot] = length;
+                out.length = length;
+                if (is_sampled) {
+                    const int drawn = at<int32_t>(s.sample_flags)[end - 1], token = at<int32_t>(s.sample_token)[end - 1];
+                    if (drawn & PK_ROW_NAN) {
+                        out.flags = PK_ROW_NAN;
+                    } else {
+                        at<int32_t>(s.tokens)[slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1) + length] = token;
+                        const pk_sampling &p = at<pk_sampling>(s.sampling)[slot];
+                        for (int i = 0; i < p.n_stop; ++i)
+                            if (p.stop[i] == token) out.flags |= PK_ROW_STOP;
+                        if (length + 1 >= p.max_length || length + 1 > s.max_ctx_tokens) out.flags |= PK_ROW_LENGTH;
+                        out.token = token;
+                        out.length = length + 1;
+                        out.logprob = at<float>(s.sample_logprob)[end - 1];
+                        out.n_top = drawn >> 16;
+                    }
+                    if (out.flags) at<int32_t>(s.alive)[slot] = 0;
+                }
+            }
+            results[r] = out;
+        }
+        __syncthreads();
+        if (tid == kThreads - 1) carried = end;
+        __syncthreads();
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (tid == 0) {
+        __threadfence_system();
+        *reinterpret_cast<volatile uint64_t *>(s.done) = seq;
+    }
+}
+
+}  // namespace
+
+int32_t kernels_run() {
+    cudaFuncAttributes attributes;
+    return check(cudaFuncGetAttributes(&attributes, commit_kernel), "open");
+}
+
+int32_t launch_prepare(const Launch &l) {
+    return launch(l, "prepare", prepare_kernel, dim3(1), dim3(kThreads), 0, *l.state, l.info, reinterpret_cast<const uint8_t *>(l.ring), l.ring_bytes, l.n_ring,
+                  reinterpret_cast<volatile uint64_t *>(l.consumed));
+}
+
+int32_t launch_commit(const Launch &l) { return launch(l, "commit", commit_kernel, dim3(1), dim3(kThreads), 0, *l.state, static_cast<const StepInfo *>(l.info)); }
+
+}  // namespace pk
