@@ -136,7 +136,12 @@ def server_for(places: paths.Places, found: Target, values: Values, ui: Ui) -> I
     name = found.name if keep else f"{found.name}.run{os.getpid()}"
     wanted = dict(given) if keep else {"batch": "1", **given}  # one conversation needs room for one request
     launch = Launch(
-        name, found.ref, found.path, key_file=keys.key_file(places), flags=target.runner_flags(wanted), asked=dict(given)
+        name,
+        found.ref,
+        found.path,
+        key_file=keys.key_file(places),
+        flags=target.runner_flags(wanted),
+        asked=dict(given),
     )
     server = serve.started(places, launch, ui, serve.START_S)
     try:

@@ -61,10 +61,10 @@ class Journal:
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         os.write(self._fd, b"\n")
 
-    def finish(self, index: int, sha256: str) -> None:
+    def finish(self, index: int, digest: str) -> None:
         """A part's bytes are on disk and synced."""
-        self.parts[index] = sha256
-        self._append({"part": index, "sha256": sha256})
+        self.parts[index] = digest
+        self._append({"part": index, "crc32": digest})
 
     def drop(self, indexes: list[int]) -> None:
         """Parts that must be fetched again: the journal is rewritten without them."""
@@ -105,7 +105,7 @@ def load(part: Path) -> tuple[Identity, dict[int, str]] | None:
     for line in lines[1:]:
         try:
             body = json.loads(line)
-            index, digest = int(body["part"]), str(body["sha256"])
+            index, digest = int(body["part"]), str(body["crc32"])
         except (ValueError, KeyError, TypeError):
             continue
         if 0 <= index < identity.n_parts:

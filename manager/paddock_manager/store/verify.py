@@ -12,7 +12,7 @@ from paddock_runner.errors import FileError, HubError
 
 from paddock_manager.disk import Lease, read_json
 from paddock_manager.store import hub, index, journal
-from paddock_manager.store.download import Download, Remote
+from paddock_manager.store.download import Download, PartHash, Remote
 from paddock_manager.store.journal import Identity, Journal
 from paddock_manager.store.pull import Order, Shop
 from paddock_manager.store.record import HIDDEN, Model, StoredFile
@@ -43,7 +43,7 @@ def _one(model: Model, file: StoredFile, moved: Callable[[int], None]) -> Verdic
     part_bytes, known = part_hashes(model.folder, file)
     sha256 = hashlib.sha256()
     sha1 = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
-    part, index_, filled, bad = hashlib.sha256(), 0, 0, []
+    part, index_, filled, bad = PartHash(), 0, 0, []
     try:
         with path.open("rb") as f:
             while chunk := f.read(min(CHUNK_BYTES, part_bytes - filled if known else CHUNK_BYTES)):
@@ -56,7 +56,7 @@ def _one(model: Model, file: StoredFile, moved: Callable[[int], None]) -> Verdic
                     filled += len(chunk)
                     if filled == part_bytes:
                         bad += [index_] if index_ >= len(known) or part.hexdigest() != known[index_] else []
-                        part, index_, filled = hashlib.sha256(), index_ + 1, 0
+                        part, index_, filled = PartHash(), index_ + 1, 0
     except OSError as error:
         raise FileError(f"{path}: {error.strerror}", "the disk may be failing", path=str(path)) from None
     if known and filled:
@@ -70,11 +70,11 @@ def _one(model: Model, file: StoredFile, moved: Callable[[int], None]) -> Verdic
 
 
 def part_hashes(folder: Path, file: StoredFile) -> tuple[int, list[str]]:
-    """(part size, one sha256 per part) as recorded at the pull, or (0, [])."""
+    """(part size, one hash per part) as recorded at the pull, or (0, [])."""
     body = read_json(folder / HIDDEN / "hashes" / f"{file.name}.json")
     if body is None:
         return 0, []
-    hashes, part_bytes = body.get("sha256"), body.get("part_bytes")
+    hashes, part_bytes = body.get("crc32"), body.get("part_bytes")
     if not isinstance(part_bytes, int) or part_bytes <= 0 or not isinstance(hashes, list):
         return 0, []
     return part_bytes, [str(h) for h in hashes]
