@@ -1,0 +1,369 @@
+"""Constraints on what may be generated: JSON schema, regular expression, Lark grammar, choice; as token masks, by llguidance.
+
+Grammars come from clients, so their size, their repetitions and the work of every step are bounded. A mask is 32-bit words,
+bit i of the mask = token i, ceil(V / 32) words, V the rows of the model's embedding. Nothing here runs in the engine's thread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UnsupportedError, UsageError
+from .tokenizer import Tokenizer
+
+MAX_CHARACTERS = 256 << 10
+MAX_CHOICES = 4096
+MAX_REPETITION = 20_000
+MAX_DEPTH = 64
+MAX_NODES = 20_000
+MAX_STEP_S = 1.0
+WHITE_SPACE = r"[ \t\r\n]{1,64}"
+_LIMITS = {
+    "step_lexer_fuel": 50_000,
+    "initial_lexer_fuel": 500_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+_PATTERNS = ("pattern", "patternProperties")
+_BOUNDS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+_LARK_RULE = re.compile(r"^[?!_]*([A-Za-z_]\w*)(?:\[[^\]\n]*\])?(?:\.\d+)?\s*:", re.M)
+_LARK_PART = re.compile(
+    r"\"(?:[^\"\\]|\\.)*\"|/(?:[^/\\\n]|\\.)+/[a-z]*|\b[A-Z_][A-Z0-9_]*\b|[()|]|[*+?]|\{\d*(?:,\d*)?\}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must match. kind: "json_schema" (text: the schema), "regex", "lark". Made by the functions below."""
+
+    kind: str
+    text: str
+    is_lenient: bool = False
+
+
+def json_object() -> Constraint:
+    """Any JSON object."""
+    return Constraint("json_schema", '{"type": "object"}')
+
+
+def json_schema(schema: Mapping[str, Any] | bool, is_lenient: bool = False) -> Constraint:
+    """JSON that validates against a schema. is_lenient: keywords that cannot be enforced are ignored instead of refused.
+
+    Raises: UsageError for what is no schema, or too large.
+    """
+    if not isinstance(schema, Mapping | bool):
+        raise UsageError("the JSON schema is no object")
+    try:
+        text = json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the JSON schema cannot be written as JSON: {error}") from error
+    _check_size(text, "JSON schema")
+    check_schema(schema)
+    return Constraint("json_schema", text, is_lenient)
+
+
+def regex(pattern: str) -> Constraint:
+    """Text that matches a regular expression as a whole (syntax of Rust's regex crate). Raises: UsageError when it is too large."""
+    _check_size(pattern, "regular expression")
+    _check_repetition(pattern, "regular expression")
+    return Constraint("regex", pattern)
+
+
+def lark(text: str) -> Constraint:
+    """Text of a context-free grammar in llguidance's Lark dialect. Raises: UsageError when it is too large."""
+    _check_size(text, "grammar")
+    if _lark_repetition(text) > MAX_REPETITION:
+        raise UsageError(f"the repetitions of the grammar multiply to more than {MAX_REPETITION}")
+    return Constraint("lark", text)
+
+
+def choice(options: Sequence[str]) -> Constraint:
+    """One of these texts. Raises: UsageError when there is none, or there are too many."""
+    wanted = list(dict.fromkeys(options))
+    if not wanted or not all(isinstance(o, str) and o for o in wanted):
+        raise UsageError("a choice needs at least one text, and none may be empty")
+    if len(wanted) > MAX_CHOICES:
+        raise UsageError(f"{len(wanted)} choices were given, the limit is {MAX_CHOICES}")
+    text = "start: " + " | ".join(json.dumps(o, ensure_ascii=False) for o in wanted)
+    _check_size(text, "list of choices")
+    return Constraint("lark", text)
+
+
+def own_lark(text: str) -> Constraint:
+    """A grammar that this package made itself from checked parts. Raises: UsageError when it is too large."""
+    _check_size(text, "grammar of the tools")
+    return Constraint("lark", text)
+
+
+class Matcher:
+    """The state of one constrained generation. Not safe to share between threads."""
+
+    def __init__(self, native: Any, n_words: int) -> None:
+        self._native = native
+        self._mask = array("i", bytes(4 * n_words))
+        self._address = self._mask.buffer_info()[0]
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the text so far is a whole match."""
+        return bool(self._native.is_accepting())
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing but the end can follow."""
+        return bool(self._native.is_stopped())
+
+    def mask(self) -> array[int]:
+        """Which tokens may come next: array('i') of ceil(V / 32) words, valid until the next call.
+
+        Raises: UsageError when the grammar is too costly to follow.
+        """
+        before = time.thread_time()
+        self._native.unsafe_compute_mask_ptr(self._address, 4 * len(self._mask))
+        if self._native.is_error():
+            raise _refused(self._native.get_error())
+        if time.thread_time() - before > MAX_STEP_S:
+            raise UsageError("the grammar takes more than a second for one token", "make its repetitions smaller")
+        return self._mask
+
+    def accept(self, token_id: int) -> bool:
+        """Takes a generated token; False when it was not allowed (then nothing more can be)."""
+        return bool(self._native.consume_token(token_id))
+
+    def rollback(self, n_tokens: int) -> bool:
+        """Takes the last tokens back (drafts that were refused)."""
+        return bool(self._native.rollback(n_tokens))
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next, as far as that is certain."""
+        found: list[int] = self._native.compute_ff_tokens()
+        return found
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer. The tokenizer's table is built on first use (about a second).
+
+    n_rows: V, rows of the model's embedding. Safe to share between threads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, n_rows: int, max_cached: int = 64) -> None:
+        self._tokenizer = tokenizer
+        self._n_rows = n_rows
+        self._max_cached = max_cached
+        self._table: Any = None
+        self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def n_words(self) -> int:
+        """32-bit words of a mask."""
+        return (self._n_rows + 31) // 32
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """A matcher at its beginning, whose first mask is known to be affordable.
+
+        Raises: UsageError (a grammar that is wrong or too costly), UnsupportedError (llguidance is not installed).
+        """
+        with self._lock:
+            native = self._compiled.get(constraint)
+            if native is not None:
+                self._compiled.move_to_end(constraint)
+                return Matcher(native.deep_copy(), self.n_words)
+            native = self._compile(constraint)
+            matcher = Matcher(native.deep_copy(), self.n_words)
+            matcher.mask()
+            self._compiled[constraint] = native
+            if len(self._compiled) > self._max_cached:
+                self._compiled.popitem(last=False)
+            return matcher
+
+    def _compile(self, constraint: Constraint) -> Any:
+        library = _library()
+        matcher = library.LLMatcher
+        if constraint.kind == "json_schema":
+            overrides = {"whitespace_pattern": WHITE_SPACE, "lenient": constraint.is_lenient}
+            text = matcher.grammar_from_json_schema(constraint.text, overrides=overrides)
+        elif constraint.kind == "regex":
+            text = matcher.grammar_from_regex(constraint.text)
+        else:
+            text = matcher.grammar_from_lark(constraint.text)
+        if self._table is None:
+            self._table = self._tokens(library)
+        native = matcher(self._table, text, log_level=0, limits=library.LLParserLimits(**_LIMITS))
+        if native.is_error():
+            raise _refused(native.get_error())
+        return native
+
+    def _tokens(self, library: Any) -> Any:
+        tokenizer = self._tokenizer
+        stops = list(tokenizer.stop_ids) or ([tokenizer.eos_id] if tokenizer.eos_id is not None else [])
+        if not stops:
+            raise UnsupportedError(
+                "a model without an end-of-text token cannot be constrained", what="grammar", supported=[]
+            )
+        pieces = list(tokenizer.pieces[: self._n_rows])
+        pieces += [b""] * (self._n_rows - len(pieces))
+        source = _Source(pieces, sorted(i for i in tokenizer.special_ids if i < self._n_rows), stops[0], tokenizer)
+        return library.LLTokenizer(library.TokenizerWrapper(source), n_vocab=self._n_rows, eos_token=stops)
+
+
+class _Source:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, pieces: list[bytes], special: list[int], eos_id: int, tokenizer: Tokenizer) -> None:
+        self.tokens = pieces
+        self.special_token_ids = special
+        self.eos_token_id = eos_id
+        self.bos_token_id = tokenizer.bos_id
+        self._encode: Callable[..., array[int]] = tokenizer.encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return list(self._encode(text, add_special=False, parse_special=False))
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise UnsupportedError(
+            "constrained generation needs the package llguidance",
+            "pip install llguidance",
+            what="grammar",
+            supported=[],
+        ) from error
+    return llguidance
+
+
+def _refused(reason: str) -> UsageError:
+    first = " ".join(line.strip() for line in reason.splitlines() if line.strip() and not line.startswith("<"))[:400]
+    return UsageError(f"the grammar or schema cannot be followed: {first}", reason=first)
+
+
+def _check_size(text: str, what: str) -> None:
+    if not isinstance(text, str) or not text:
+        raise UsageError(f"the {what} is empty")
+    if len(text) > MAX_CHARACTERS:
+        raise UsageError(f"the {what} has {len(text)} characters, the limit is {MAX_CHARACTERS}")
+
+
+def check_schema(schema: Any) -> None:
+    """Raises: UsageError for a JSON schema that is nested too deep, too large, or whose patterns repeat too much."""
+    n_nodes, stack = 0, [(schema, 1)]
+    while stack:
+        node, depth = stack.pop()
+        n_nodes += 1
+        if depth > MAX_DEPTH or n_nodes > MAX_NODES:
+            raise UsageError(f"the JSON schema is nested deeper than {MAX_DEPTH} or has more than {MAX_NODES} parts")
+        if isinstance(node, Mapping):
+            for name in _PATTERNS:
+                found = node.get(name)
+                for pattern in [found] if isinstance(found, str) else found if isinstance(found, Mapping) else []:
+                    _check_repetition(str(pattern), "pattern in the JSON schema")
+            stack.extend((value, depth + 1) for value in node.values())
+        elif isinstance(node, list):
+            stack.extend((value, depth + 1) for value in node)
+
+
+def _check_repetition(pattern: str, what: str) -> None:
+    if _repetition(_regex_parts(pattern)) > MAX_REPETITION:
+        raise UsageError(f"the repetitions of the {what} multiply to more than {MAX_REPETITION}")
+
+
+def _regex_parts(pattern: str) -> Iterator[tuple[str, int]]:
+    """A regular expression as "(", ")", ("x", size) for atoms and ("{", n) for bounded repetitions."""
+    at = 0
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            at += 2
+            if pattern[at - 1 : at] in ("p", "P", "x", "u") and pattern[at : at + 1] == "{":
+                at = max(at, pattern.find("}", at) + 1)
+            yield "x", 1
+        elif char == "[":
+            end = at + 1 + pattern.startswith("^", at + 1)
+            end += pattern.startswith("]", end)
+            while end < len(pattern) and pattern[end] != "]":
+                end += 2 if pattern[end] == "\\" else 1
+            at = end + 1
+            yield "x", 1
+        elif char == "{" and (bounds := _BOUNDS.match(pattern, at)):
+            at = bounds.end()
+            yield "{", _bound(bounds)
+        else:
+            at += 1
+            yield (char, 0) if char in "()" else ("x", 1)
+
+
+def _bound(bounds: re.Match[str]) -> int:
+    numbers = [int(n[:9]) for n in bounds.groups() if n]
+    return max(numbers, default=1)
+
+
+def _repetition(parts: Iterator[tuple[str, int]]) -> int:
+    """How many atoms the expression has when bounded repetitions are written out."""
+    sums, last = [0], [0]
+    for kind, size in parts:
+        if kind == "(":
+            sums.append(0)
+            last.append(0)
+        elif kind == ")":
+            size = sums.pop() if len(sums) > 1 else 0
+            last.pop() if len(last) > 1 else None
+            sums[-1] += size
+            last[-1] = size
+        elif kind == "{":
+            sums[-1] += last[-1] * (max(1, size) - 1)
+            last[-1] *= max(1, size)
+        else:
+            sums[-1] += size
+            last[-1] = size
+        if sums[-1] > MAX_REPETITION:
+            return sums[-1]
+    return sum(sums)
+
+
+def _lark_repetition(text: str) -> int:
+    """The same for the terminals of a Lark grammar, references between them followed."""
+    heads = list(_LARK_RULE.finditer(text))
+    bodies = {
+        h.group(1): text[h.end() : n.start() if n else len(text)]
+        for h, n in zip(heads, [*heads[1:], None], strict=True)
+    }
+    sizes: dict[str, int] = {}
+
+    def size_of(name: str) -> int:
+        if name not in sizes:
+            sizes[name] = 1  # a reference to itself is refused by the library
+            sizes[name] = _repetition(_lark_parts(bodies[name], size_of, bodies))
+        return sizes[name]
+
+    try:
+        return max((size_of(name) for name in bodies), default=0)
+    except RecursionError:
+        return MAX_REPETITION + 1
+
+
+def _lark_parts(body: str, size_of: Callable[[str], int], bodies: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    for match in _LARK_PART.finditer(body):
+        part = match.group()
+        if part[0] == "{":
+            yield "{", _bound(_BOUNDS.match(part) or match)
+        elif part[0] == "/":
+            yield "x", _repetition(_regex_parts(part[1 : part.rfind("/")]))
+        elif part in "()":
+            yield part, 0
+        elif part[0] == '"':
+            yield "x", 1
+        elif part in bodies:
+            yield "x", size_of(part)
