@@ -4,6 +4,8 @@ Precedence: flag, PADDOCK_* variable, configuration file (TOML), default. Each v
 environment, ever; rooms receive the two or three fields that they need.
 """
 
+# ruff: noqa: RUF009 (knob only makes a dataclass field)
+
 from __future__ import annotations
 
 import os
@@ -29,7 +31,7 @@ def knob(
 
 
 @dataclass(frozen=True, slots=True)
-class Config:  # ruff: noqa: RUF009
+class Config:
     """The runner's settings; frozen after start. `origin` says of each field: "flag --x", "PADDOCK_X", "FILE" or "default"."""
 
     model: Path | None = knob(None, "GGUF file, .safetensors file or model folder to serve")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...text.tokenizer import Tokenizer
 from ...turns.choice import Prob
 
+_decoder = codecs.getincrementaldecoder("utf-8")
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
@@ -37,11 +39,12 @@ def text_logprobs(tokenizer: Tokenizer, probs: Sequence[Prob], offset: int) -> d
     tokens: list[str] = []
     offsets: list[int] = []
     tops: list[dict[str, float] | None] = []
+    characters = _decoder("replace")
     for token, _, top in probs:
-        text = piece_of(tokenizer, token).decode("utf-8", "replace")
-        tokens.append(text)
+        piece = piece_of(tokenizer, token)
+        tokens.append(piece.decode("utf-8", "replace"))
         offsets.append(offset)
-        offset += len(text)
+        offset += len(characters.decode(piece))
         best = {piece_of(tokenizer, t).decode("utf-8", "replace"): max(v, LOWEST) for t, v in reversed(top)}
         tops.append(dict(reversed(best.items())) if top else None)
     values = [max(value, LOWEST) for _, value, _ in probs]

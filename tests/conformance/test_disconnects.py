@@ -1,0 +1,103 @@
+"""A client that goes away is aborted in every phase, streamed or not; one that reads slowly harms nobody."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from tests.conformance.live import KEY, Live
+
+BODY = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def send(server: Live, body: dict, path: str = "/v1/chat/completions", n_bytes: int | None = None) -> socket.socket:
+    """Sends a request (or the beginning of one) and leaves the answer unread."""
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    client.sendall((head + raw)[:n_bytes])
+    return client
+
+
+def read_until(client: socket.socket, mark: bytes) -> bytes:
+    data = b""
+    while mark not in data:
+        part = client.recv(65536)
+        assert part, data
+        data += part
+    return data
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_client_that_leaves_while_its_request_waits_is_aborted(server: Live, streams: bool, path: str) -> None:
+    server.script.starts = False
+    client = send(server, {**BODY, "prompt": "x", "stream": streams}, path)
+    assert server.engine.wait_for(lambda: bool(server.engine.asked))
+    client.close()
+    assert server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_client_that_leaves_before_the_first_token_is_aborted(server: Live, streams: bool) -> None:
+    server.script.n_tokens = 0
+    client = send(server, {**BODY, "stream": streams})
+    assert server.engine.wait_for(lambda: server.engine.n_running == 1 or bool(server.engine.asked))
+    client.close()
+    assert server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+    assert server.engine.n_running == 0
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_client_that_leaves_between_tokens_is_aborted_with_all_its_choices(server: Live, streams: bool) -> None:
+    server.script.n_tokens = 2
+    client = send(server, {**BODY, "n": 3, "stream": streams})
+    if streams:
+        read_until(client, b'"content":"e')
+    assert server.engine.wait_for(lambda: len(server.engine.asked) == 3)
+    client.close()
+    assert server.engine.wait_for(lambda: len(server.engine.aborted) == 3)
+    assert server.engine.n_running == 0 and server.front.desk.n_open == 0
+
+
+def test_client_that_leaves_while_sending_its_body_asks_nothing(server: Live) -> None:
+    client = send(server, BODY, n_bytes=150)
+    client.close()
+    assert server.post("/v1/chat/completions", BODY).status_code == 200
+    assert len(server.engine.asked) == 1
+
+
+def test_stop_string_aborts_the_ask_at_once(server: Live) -> None:
+    server.say("one two three", ends=False)
+    answer = server.post("/v1/chat/completions", {**BODY, "stop": [" two"]}).json()["choices"][0]
+    assert answer["message"]["content"] == "one" and answer["finish_reason"] == "stop" and answer["stop_reason"] == " two"
+    assert server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+
+
+def test_client_that_does_not_read_gets_its_text_merged_and_slows_nobody(server: Live) -> None:
+    server.say("abcdefghij", ends=False)
+    lazy = send(server, {**BODY, "stream": True, "max_tokens": 4000})
+    lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    read_until(lazy, b"data: ")
+    for _ in range(3):
+        assert server.post("/v1/chat/completions", {**BODY, "max_tokens": 50}).json()["usage"]["completion_tokens"] == 50
+    data = read_until(lazy, b"[DONE]")
+    text, n_chunks = "", 0
+    for line in data.split(b"\n"):
+        if line.startswith(b"data: {"):
+            n_chunks += 1
+            text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+    assert text.endswith(("abcdefghij" * 401)[:100]) or "abcdefghij" in text
+    lazy.close()
+
+
+def test_stream_that_waits_gets_comments_so_that_nobody_hangs_up(server: Live) -> None:
+    server.script.starts = False
+    client = send(server, {**BODY, "stream": True})
+    data = read_until(client, b": keep-alive\n\n")
+    assert data.startswith(b"HTTP/1.1 200") and b"text/event-stream" in data
+    server.script.starts = True
+    assert b"[DONE]" in read_until(client, b"[DONE]")
+    client.close()
