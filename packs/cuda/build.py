@@ -60,7 +60,7 @@ def flags(arch: str, as_ptx: bool, build: str) -> list[str]:
     code = f"compute_{number}" if as_ptx else arch
     name = arch + ("_ptx" if as_ptx else "")
     return [
-        "-std=c++20", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden,-O2", "-diag-suppress", "177",
+        "-std=c++20", "-O3", "-Xfatbin", "-compress-all", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden,-O2", "-diag-suppress", "177",
         "-gencode", f"arch=compute_{number},code={code}", "-Xptxas", "-v", f'-DPK_ARCH="{name}"', f'-DPK_BUILD="{build}"',
         f"-DPK_VALIDATED={int(arch in VALIDATED)}",
     ]  # fmt: skip

@@ -9,7 +9,7 @@ struct AttentionArguments {
     void *out;
     const float *sinks;
     const StepInfo *info;
-    const int32_t *row_slot, *row_start, *row_position, *row_flags, *page_table;
+    const int32_t *row_slot, *row_start, *row_position, *row_flags, *token_row, *page_table;
     const uint8_t *kv;
     float *partial;     // [items][16][v_width], then [items][16][2]: largest logit (base 2) and sum
     int32_t *counters;  // zero between launches
@@ -58,6 +58,29 @@ __device__ __forceinline__ uint4 load_kv8(const uint8_t *base, int64_t element, 
         load8(base, element, format, v);
     }
     return pack8(v);
+}
+
+// Two neighbours of a q or out row. Rows with an odd stride are not aligned to pairs.
+__device__ __forceinline__ uint32_t load_q_pair(const AttentionArguments &a, int64_t at) {
+    if (a.q_format == PK_BF16 && (a.q_stride & 1) == 0) return *reinterpret_cast<const uint32_t *>(static_cast<const bf16 *>(a.q) + at);
+    return pack_bf16(load_as_f32(a.q, at, a.q_format), load_as_f32(a.q, at + 1, a.q_format));
+}
+__device__ __forceinline__ void store_out_pair(const AttentionArguments &a, int64_t at, float x, float y) {
+    if (a.out_format == PK_BF16 && (a.out_stride & 1) == 0) {
+        *reinterpret_cast<uint32_t *>(static_cast<bf16 *>(a.out) + at) = pack_bf16(x, y);
+    } else {
+        store_from_f32(a.out, at, a.out_format, x);
+        store_from_f32(a.out, at + 1, a.out_format, y);
+    }
+}
+
+// Dead rows see nothing: their outputs are zero.
+__device__ __forceinline__ void clear_dead_rows(const AttentionArguments &a) {
+    const int width = a.n_heads * a.v_width;
+    for (int t = blockIdx.x; t < a.info->n_tokens; t += gridDim.x) {
+        if (!(a.row_flags[a.token_row[t]] & PK_ROW_DEAD)) continue;
+        for (int i = threadIdx.x; i < width; i += blockDim.x) store_from_f32(a.out, t * a.out_stride + i, a.out_format, 0.0f);
+    }
 }
 
 // Logit in base 2 of a raw score.

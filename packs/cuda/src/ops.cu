@@ -199,6 +199,17 @@ __global__ void add_kernel(const __grid_constant__ MapArguments a) {
     }
 }
 
+// out = x where both have the same format: bytes, whatever they mean
+__global__ void copy_kernel(const __grid_constant__ MapArguments a, int64_t x_stride, int64_t out_stride, int64_t row_bytes) {
+    wait_dependence();
+    release_dependents();
+    const int row = blockIdx.y;
+    if (row >= rows_of(a.info, a.rows_symbol)) return;
+    const uint8_t *x = static_cast<const uint8_t *>(a.x.p) + row * x_stride;
+    uint8_t *out = static_cast<uint8_t *>(a.out.p) + row * out_stride;
+    for (int64_t k = blockIdx.x * blockDim.x + threadIdx.x; k < row_bytes; k += gridDim.x * blockDim.x) out[k] = x[k];
+}
+
 int32_t launch_map(const Launch &l, const char *name, void (*kernel)(MapArguments), MapArguments &a, const pk_tensor &out) {
     a.info = l.info;
     a.out = operand(out);
@@ -281,6 +292,15 @@ int32_t launch_copy(const Launch &l, const pk_op_copy &op) {
     MapArguments a = {};
     a.x = operand(op.x);
     a.scale = 1.0f;
+    if (op.x.format == op.out.format) {
+        a.info = l.info;
+        a.out = operand(op.out);
+        a.rows_symbol = op.out.rows;
+        const int64_t bytes = op.out.cols * (op.out.format == PK_F32 || op.out.format == PK_I32 ? 4 : op.out.format == PK_F16 || op.out.format == PK_BF16 ? 2 : 1);
+        return launch(l, "copy", copy_kernel, dim3(static_cast<unsigned>(std::min<int64_t>((bytes + 255) / 256, 64)), static_cast<unsigned>(bound(l, op.out.rows))), dim3(256), 0, a,
+                      op.x.stride, op.out.stride, bytes);
+    }
+    if (op.x.format == PK_I32 || op.x.format == PK_U8 || op.out.format == PK_I32 || op.out.format == PK_U8) return fail(PK_UNSUPPORTED, "copy: integers are copied to the same format only");
     return launch_map(l, "copy", add_kernel, a, op.out);
 }
 

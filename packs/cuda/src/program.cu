@@ -146,6 +146,12 @@ int32_t check_program(pk_ctx *ctx, const Records &records) {
         if (r.op == PK_OP_MATMUL) status = check_matmul(ctx, r.as<pk_op_matmul>(), i);
         if (r.op == PK_OP_EMBED) status = check_embed(ctx, r.as<pk_op_embed>(), i);
         if (r.op == PK_OP_ATTENTION) status = check_attention(r.as<pk_op_attention>(), i);
+        if (r.op == PK_OP_COPY) {
+            const auto &op = r.as<pk_op_copy>();
+            auto is_integer = [](int32_t f) { return f == PK_I32 || f == PK_U8; };
+            if (op.x.format != op.out.format && (is_integer(op.x.format) || is_integer(op.out.format)))
+                return fail(PK_UNSUPPORTED, "op %lld (copy): integers are copied to the same format only", (long long)i);
+        }
         if (status) return status;
     }
     return PK_OK;

@@ -7,6 +7,7 @@ namespace pk {
 
 int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a);
 int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a);
+int32_t launch_attention_plain(const Launch &l, const AttentionArguments &a);
 
 namespace {
 
@@ -18,8 +19,8 @@ int64_t max_items(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows
 }  // namespace
 
 int32_t check_attention(const pk_op_attention &op, int64_t at) {
-    if (op.head_width % 8 || op.v_width % 8 || op.head_width > 256 || op.v_width > 256)
-        return fail(PK_UNSUPPORTED, "op %lld attention: heads of %d and %d; the CUDA pack takes multiples of 8 up to 256", (long long)at, op.head_width, op.v_width);
+    if (op.head_width > 256 || op.v_width > 256)
+        return fail(PK_UNSUPPORTED, "op %lld attention: heads of %d and %d; the CUDA pack takes up to 256", (long long)at, op.head_width, op.v_width);
     return PK_OK;
 }
 
@@ -38,6 +39,7 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     a.row_start = reinterpret_cast<const int32_t *>(s.row_start);
     a.row_position = reinterpret_cast<const int32_t *>(s.row_position);
     a.row_flags = reinterpret_cast<const int32_t *>(s.row_flags);
+    a.token_row = reinterpret_cast<const int32_t *>(s.token_row);
     a.page_table = reinterpret_cast<const int32_t *>(s.page_table);
     a.kv = reinterpret_cast<const uint8_t *>(s.kv);
     a.partial = reinterpret_cast<float *>(l.scratch);
@@ -63,6 +65,9 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     a.softcap = op.softcap;
     if (a.max_items * 4ll > kCounterBytes) return fail(PK_UNSUPPORTED, "attention: %d work items; the CUDA pack counts up to %lld", a.max_items, (long long)(kCounterBytes / 4));
     const int group = op.n_heads / op.n_kv_heads;
+    const int64_t kv_bytes = op.kv_format == PK_F32 ? 4 : op.kv_format == PK_FP8_E4M3 ? 1 : 2;
+    // Pieces of eight elements must be whole and aligned for the tensor core kernels.
+    if (op.head_width % 8 || op.v_width % 8 || (s.kv_page_stride | op.k_offset | op.v_offset) % (8 * kv_bytes)) return launch_attention_plain(l, a);
     if (int32_t status = launch_attention_decode(l, a)) return status;
     // A bucket in which every row must be the decode kernel's needs no second launch.
     if (l.decode_only || l.max_tokens * group <= 16 || l.max_tokens == 1) return PK_OK;

@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     int *ends = reinterpret_cast<int *>(shared + kWarps * kWarpBytes);
     wait_dependence();
     release_dependents();
+    clear_dead_rows(a);
     const Schedule schedule = build_schedule(a, ends, warps);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = a.n_heads / a.n_kv_heads;
     uint8_t *ring = shared + warp * kWarpBytes;
@@ -142,8 +143,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                 q[k][e] = 0;
                 if (limit[h] >= 0 && column < a.head_width) {
                     const int64_t from = static_cast<int64_t>(start + pair[h] / group) * a.q_stride + (item.head * group + pair[h] % group) * a.head_width + column;
-                    q[k][e] = a.q_format == PK_BF16 ? *reinterpret_cast<const uint32_t *>(static_cast<const bf16 *>(a.q) + from)
-                                                    : pack_bf16(static_cast<const float *>(a.q)[from], static_cast<const float *>(a.q)[from + 1]);
+                    q[k][e] = load_q_pair(a, from);
                 }
             }
         float o[kD / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};

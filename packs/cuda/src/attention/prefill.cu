@@ -80,8 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
         auto q_pair = [&](int p, int column) -> uint32_t {
             if (p >= n_pairs || column >= a.head_width) return 0;
             const int64_t from = static_cast<int64_t>(start + p / group) * a.q_stride + (head * group + p % group) * a.head_width + column;
-            return a.q_format == PK_BF16 ? *reinterpret_cast<const uint32_t *>(static_cast<const bf16 *>(a.q) + from)
-                                         : pack_bf16(static_cast<const float *>(a.q)[from], static_cast<const float *>(a.q)[from + 1]);
+            return load_q_pair(a, from);
         };
         uint32_t q[kKeepQ ? kD / 16 : 1][4];
         if constexpr (kKeepQ) {
@@ -220,12 +219,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
             for (int d = 0; d < kD / 8; ++d) {
                 const int column = d * 8 + 2 * (lane & 3);
                 if (column >= a.v_width) continue;
-                if (a.out_format == PK_BF16) {
-                    *reinterpret_cast<uint32_t *>(static_cast<bf16 *>(a.out) + to + column) = pack_bf16(o[d][2 * h] * f, o[d][2 * h + 1] * f);
-                } else {
-                    static_cast<float *>(a.out)[to + column] = o[d][2 * h] * f;
-                    static_cast<float *>(a.out)[to + column + 1] = o[d][2 * h + 1] * f;
-                }
+                store_out_pair(a, to + column, o[d][2 * h] * f, o[d][2 * h + 1] * f);
             }
         }
     }

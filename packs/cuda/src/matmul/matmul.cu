@@ -54,6 +54,9 @@ struct Group {
     int64_t first_column = 0;
 };
 
+// Rows of x can be read 16 bytes at a time.
+bool is_wide(const pk_tensor &x) { return x.cols % 8 == 0 && x.stride % 16 == 0 && x.data % 16 == 0; }
+
 int64_t add_stride(const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); }
 
 int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int32_t max_rows) {
@@ -107,6 +110,7 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     a.min_rows = min_rows;
     a.max_rows = max_rows;
     a.act = op.act;
+    a.is_wide = is_wide(op.x);
     a.scale = op.scale;
     a.softcap = op.softcap;
     return launch_stream_of(format, l, s, a);
@@ -119,14 +123,19 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     const int64_t padded = packed[g.first]->padded_cols;
     a.x = reinterpret_cast<const void *>(op.x.data);
     a.x_row_bytes = op.x.stride;
-    if (op.x.format != PK_BF16) {
+    a.k = static_cast<int32_t>(op.x.cols);
+    if (op.x.format != PK_BF16 || !is_wide(op.x)) {
+        // Narrowed, and widened with zeros to whole pieces of 16 bytes.
         pk_op_copy copy = {};
         copy.x = op.x;
         copy.out = op.x;
         copy.out.data = reinterpret_cast<uint64_t>(scratch);
         copy.out.format = PK_BF16;
-        copy.out.stride = op.x.cols * 2;
+        copy.out.stride = (op.x.cols + 7) / 8 * 16;
+        if (op.x.cols % 8)
+            if (int32_t status = check(cudaMemsetAsync(scratch, 0, max_rows * copy.out.stride, l.stream), "matmul")) return status;
         if (int32_t status = launch_copy(l, copy)) return status;
+        a.k = static_cast<int32_t>(copy.out.stride / 2);
         a.x = scratch;
         a.x_row_bytes = copy.out.stride;
         scratch += align256(max_rows * copy.out.stride);
@@ -139,7 +148,6 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     a.rows_symbol = op.x.rows;
     a.y_format = op.y.format;
     a.add_format = op.add.format;
-    a.k = static_cast<int32_t>(op.x.cols);
     a.min_rows = min_rows;
     a.act = op.act;
     a.scale = op.scale;
@@ -251,8 +259,6 @@ int32_t check_matmul(pk_ctx *ctx, const pk_op_matmul &op, int64_t at) {
         if (operands[i]->format != PK_F32 && operands[i]->format != PK_BF16)
             return fail(PK_UNSUPPORTED, "op %lld matmul: %s is format %d; the CUDA pack takes F32 and BF16", (long long)at, names[i], operands[i]->format);
     }
-    if (op.x.cols % 8 || op.x.stride % 16 || op.x.data % 16)
-        return fail(PK_UNSUPPORTED, "op %lld matmul: x has %lld columns, stride %lld: the CUDA pack wants multiples of 8 and 16", (long long)at, (long long)op.x.cols, (long long)op.x.stride);
     return PK_OK;
 }
 
@@ -272,7 +278,7 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
     if (max_rows <= kStreamRows) return stream;
     int64_t rows = 0;
     for (int i = 0; i < op.n_w; ++i) rows = std::max(rows, op.w[i].rows);
-    const int64_t gemm = align256(max_rows * op.x.cols * 2) + std::min<int64_t>(kPanelBytes, 2 * align256(rows * k * 2)) + (1 << 20);
+    const int64_t gemm = align256(max_rows * k * 2) + std::min<int64_t>(kPanelBytes, 2 * align256(rows * k * 2)) + (1 << 20);
     return std::max(stream, gemm);
 }
 

@@ -5,7 +5,7 @@
 // (n_slices) and the last one to arrive adds the parts in slice order. Blocks are persistent over row tiles of one slice.
 // Formats: one per translation unit (PK_STREAM_FORMAT). x, y, add: F32 or BF16. With an activation the two tiles of a
 // warp are the gate and the up matrix. Shared memory: x slice, its group sums, partial sums of the warps.
-// Assumes x columns a multiple of 8 with 16-byte rows. Does not handle: more than 64 rows.
+// Rows of x that are no multiple of 16 bytes are read one element at a time. Does not handle: more than 64 rows.
 #include "../../include/stream.cuh"
 
 #include "../../include/device.cuh"
@@ -58,7 +58,13 @@ __device__ __forceinline__ void stage_x(const StreamArguments &a, uint8_t *xs, i
     for (int i = threadIdx.x; i < per_row * a.staged_rows; i += kStreamThreads) {
         int n = i / per_row, k = (i - n * per_row) * 8;
         float v[8] = {};
-        if (n < n_rows && k0 + k < a.k) load8(a.x, n * a.x_stride + k0 + k, a.x_format, v);
+        if (n < n_rows && k0 + k < a.k) {
+            if (a.is_wide) {
+                load8(a.x, n * a.x_stride + k0 + k, a.x_format, v);
+            } else {
+                for (int j = 0; j < 8; ++j) v[j] = k0 + k + j < a.k ? load_as_f32(a.x, n * a.x_stride + k0 + k + j, a.x_format) : 0.0f;
+            }
+        }
         uint2 first = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])), second = make_uint2(pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
         if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) {
             first = make_uint2(pack_bf16(v[0], v[2]), pack_bf16(v[1], v[3]));

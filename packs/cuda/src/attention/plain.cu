@@ -1,0 +1,64 @@
+// Paged attention for head widths that are no multiple of eight: a warp per (token, head), one position at a time.
+//
+// out[t, h] = softmax(scale q.k) v over the visible positions. Exact and slow: no model that matters has such heads. Grid:
+// tokens x groups of four heads. Widths up to 256, every KV format.
+#include "../../include/attention.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int kMost = 8;  // elements a lane holds
+
+__global__ void __launch_bounds__(128) attention_plain_kernel(const __grid_constant__ AttentionArguments a) {
+    wait_dependence();
+    release_dependents();
+    const int t = blockIdx.x, head = blockIdx.y * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+    if (t >= a.info->n_tokens || head >= a.n_heads) return;
+    const int row = a.token_row[t], limit = a.row_position[row] + t - a.row_start[row];
+    const bool is_dead = a.row_flags[row] & PK_ROW_DEAD;
+    const int kv_head = head / (a.n_heads / a.n_kv_heads), first = a.window > 0 ? max(0, limit - a.window + 1) : 0;
+    const int32_t *pages = a.page_table + static_cast<int64_t>(a.row_slot[row]) * a.slot_pages;
+    float q[kMost], o[kMost] = {}, top = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+        const int d = i * 32 + lane;
+        q[i] = d < a.head_width ? load_as_f32(a.q, t * a.q_stride + static_cast<int64_t>(head) * a.head_width + d, a.q_format) : 0.0f;
+    }
+    for (int p = first; p <= limit && !is_dead; ++p) {
+        const uint8_t *page = a.kv + static_cast<int64_t>(pages[p / a.page_tokens]) * a.page_stride;
+        const int64_t in = static_cast<int64_t>(kv_head) * a.page_tokens + p % a.page_tokens;
+        float s = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kMost; ++i) {
+            const int d = i * 32 + lane;
+            if (d < a.head_width) s += q[i] * load_as_f32(page + a.k_offset, in * a.head_width + d, a.kv_format);
+        }
+        const float x = logit2(warp_sum(s), a.scale, a.softcap), next = fmaxf(top, x), fade = exp2f(top - next), w = exp2f(x - next);
+        sum = sum * fade + w;
+        top = next;
+#pragma unroll
+        for (int i = 0; i < kMost; ++i) {
+            const int d = i * 32 + lane;
+            if (d < a.v_width) o[i] = o[i] * fade + w * load_as_f32(page + a.v_offset, in * a.v_width + d, a.kv_format);
+        }
+    }
+    float f = 1.0f;
+    if (a.sinks != nullptr) {
+        const float sink = a.sinks[head] * kLog2e, joint = fmaxf(top, sink);
+        f = exp2f(top - joint);
+        sum = sum * f + exp2f(sink - joint);
+    }
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+        const int d = i * 32 + lane;
+        if (d < a.v_width) store_from_f32(a.out, t * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.out_format, is_dead ? 0.0f : o[i] * f / sum);
+    }
+}
+
+}  // namespace
+
+int32_t launch_attention_plain(const Launch &l, const AttentionArguments &a) {
+    return launch(l, "attention plain", attention_plain_kernel, dim3(l.max_tokens, (a.n_heads + 3) / 4), dim3(128), 0, a);
+}
+
+}  // namespace pk
