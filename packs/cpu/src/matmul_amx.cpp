@@ -228,9 +228,53 @@ class Block {
     bool is_split_ = false;
 };
 
+// Where the sums of 32 rows will go: its lines are asked for while products run, a few at a time.
+class Target {
+   public:
+    Target() = default;
+    Target(const PanelPair &pair, int64_t row, int64_t n_rows, int64_t n_row_tiles, int64_t n_steps) : n_left_(n_rows) {
+        const pk_op_matmul &op = *pair.finish[0].op;
+        for (int i = 0; i < 2; ++i) {
+            const Finish &finish = pair.finish[i < pair.n_finish ? i : 0];
+            y_[i] = at_[i] = reinterpret_cast<char *>(op.y.data + row * op.y.stride) + finish.column * 4;
+            is_direct_ = (i == 0 || is_direct_) && is_bare(finish) && finish.n_columns == kPanelRows;
+        }
+        is_direct_ = is_direct_ && pair.n_finish == 2 && n_rows == n_row_tiles * kTileRows;
+        stride_ = op.y.stride;
+        per_step_ = (n_rows + n_steps - 1) / n_steps;
+    }
+    inline __attribute__((always_inline)) void fetch() {
+        for (int64_t i = 0; i < per_step_ && n_left_ > 0; ++i, --n_left_) {
+            __builtin_prefetch(at_[0], 1);
+            __builtin_prefetch(at_[1], 1);
+            at_[0] += stride_;
+            at_[1] += stride_;
+        }
+    }
+    // Sums that need nothing done to them go to y straight from the tiles.
+    bool is_direct() const { return is_direct_; }
+    template <bool kTwo>
+    bool store() const {
+        if (!is_direct_) return false;
+        _tile_stored(0, y_[0], stride_);
+        _tile_stored(1, y_[1], stride_);
+        if constexpr (kTwo) {
+            _tile_stored(2, y_[0] + kTileRows * stride_, stride_);
+            _tile_stored(3, y_[1] + kTileRows * stride_, stride_);
+        }
+        return true;
+    }
+
+   private:
+    char *y_[2] = {}, *at_[2] = {};
+    int64_t stride_ = 0, n_left_ = 0, per_step_ = 0;
+    bool is_direct_ = false;
+};
+
 // Sums of 32 (kTwo) or 16 rows and two panels over n tiles along K. a1: the second sixteen rows.
 template <bool kTwo>
-inline __attribute__((always_inline)) void multiply(const uint16_t *a0, const uint16_t *a1, const uint16_t *b0, const uint16_t *b1, int64_t n, Block &next, int64_t n_steps) {
+inline __attribute__((always_inline)) void multiply(const uint16_t *a0, const uint16_t *a1, const uint16_t *b0, const uint16_t *b1, int64_t n, Block &next, int64_t n_steps,
+                                                    Target &target) {
     for (int64_t k = 0; k < n; ++k) {
         _tile_loadd(6, b0 + k * kTileElements, 64);
         _tile_loadd(4, a0 + k * kTileElements, 64);
@@ -242,6 +286,7 @@ inline __attribute__((always_inline)) void multiply(const uint16_t *a0, const ui
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
+        target.fetch();
         next.advance(n_steps);
     }
 }
@@ -275,20 +320,20 @@ inline void zero_sums() {
 
 // One or two row tiles of the job against a block of two panels.
 template <bool kTwo>
-void multiply_rows(const TileJob &job, int64_t row_tile, const Block &block, float *sums, Block &next, int64_t n_steps) {
+void multiply_rows(const TileJob &job, int64_t row_tile, const Block &block, float *sums, Block &next, int64_t n_steps, Target target) {
     int64_t from = (row_tile * job.n_tiles + block.begin()) * kTileElements, after = job.n_tiles * kTileElements, n = block.size();
     if (block.begin() == 0)
         zero_sums();
     else
         load_sums<kTwo>(sums);
     const uint16_t *a = job.x + from;
-    multiply<kTwo>(a, a + after, block.tiles(0), block.tiles(1), n, next, n_steps);
+    multiply<kTwo>(a, a + after, block.tiles(0), block.tiles(1), n, next, n_steps, target);
     if (block.is_split()) {
         const uint16_t *lower = job.x_lower + from;
-        multiply<kTwo>(lower, lower + after, block.tiles(0), block.tiles(1), n, next, n_steps);
-        multiply<kTwo>(a, a + after, block.lower(0), block.lower(1), n, next, n_steps);
+        multiply<kTwo>(lower, lower + after, block.tiles(0), block.tiles(1), n, next, n_steps, target);
+        multiply<kTwo>(a, a + after, block.lower(0), block.lower(1), n, next, n_steps, target);
     }
-    store_sums<kTwo>(sums);
+    if (!target.store<kTwo>()) store_sums<kTwo>(sums);
 }
 
 void finish_pair(const PanelPair &pair, int64_t row, int64_t n_rows, const float *sums) {
@@ -301,13 +346,14 @@ void run_block(const TileJob &job, const PanelPair &pair, const Block &block, Bl
     const bool is_last = block.begin() + block.size() == job.n_tiles;
     const int64_t n_steps = block.n_steps((job.n_row_tiles + 1) / 2);
     for (int64_t t = 0; t < job.n_row_tiles; t += 2) {
+        int64_t row = (job.first_row_tile + t) * kTileRows, left = job.n_rows - row, n_rows = left < 2 * kTileRows ? left : 2 * kTileRows;
         float *to = job.n_tiles == block.size() ? sums : sums + t * kTileRows * kSumStride;
+        Target target = is_last ? Target(pair, row, n_rows, t + 1 < job.n_row_tiles ? 2 : 1, block.size()) : Target();
         if (t + 1 < job.n_row_tiles)
-            multiply_rows<true>(job, job.first_row_tile + t, block, to, next, n_steps);
+            multiply_rows<true>(job, job.first_row_tile + t, block, to, next, n_steps, target);
         else
-            multiply_rows<false>(job, job.first_row_tile + t, block, to, next, n_steps);
-        int64_t row = (job.first_row_tile + t) * kTileRows, left = job.n_rows - row;
-        if (is_last) finish_pair(pair, row, left < 2 * kTileRows ? left : 2 * kTileRows, to);
+            multiply_rows<false>(job, job.first_row_tile + t, block, to, next, n_steps, target);
+        if (is_last && !target.is_direct()) finish_pair(pair, row, n_rows, to);
     }
     next.decode_all();
 }

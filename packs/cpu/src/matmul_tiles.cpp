@@ -8,10 +8,10 @@ namespace {
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kMaxJobRows = 512;       // rows of x that one decoding of a panel serves
-constexpr int64_t kBlockTiles = 16;        // tiles along K decoded at a time
+constexpr int64_t kBlockTiles = 10;        // tiles along K decoded at a time
 constexpr int64_t kSplitBlockTiles = 12;   // the same when each is two
 constexpr int64_t kCacheBytes = 1 << 20;   // activations of a job up to this size stay in the cache by themselves
-constexpr int64_t kInTurn = 4;             // pairs that share a block of activations otherwise
+constexpr int64_t kInTurn = 8;             // pairs that share a block of activations otherwise
 constexpr int64_t kMaxPairs = 8;           // pairs of a job: while one is multiplied, the next is decoded
 constexpr int64_t kPairColumns = 32;
 
