@@ -25,12 +25,12 @@ MODELS = {
 CTX_TOKENS, CHUNK = 512, 16  # a small chunk, so that prefill crosses chunks and pages
 
 
-def open_device(path: Path, kv_format: str = "f32", chunk: int = 64):
+def open_device(path: Path, kv_format: str = "f32", chunk: int = 64, max_isa: int = 0):
     checkpoint = open_checkpoint(path)
     blueprint = read_blueprint(checkpoint)
     views = tensors_by_name(checkpoint, blueprint)
     sizes = StateSizes(1, CTX_TOKENS, 16, CTX_TOKENS // 16 + 1, blueprint.n_vocab, chunk, 1)
-    return build_device(Assembly(find_pack("cpu"), sizes, kv_format), blueprint, views)
+    return build_device(Assembly(find_pack("cpu"), sizes, kv_format, max_isa=max_isa), blueprint, views)
 
 
 def top5(case: dict) -> list:

@@ -26,7 +26,7 @@ struct Seen {
     int32_t n_output;
 };
 
-// Scratch of one thread.
+// Scratch of one worker.
 struct Scratch {
     Candidate *candidates;  // [V]
     int32_t *indices;       // [V]
@@ -40,13 +40,16 @@ int64_t seen_capacity(const pk_state &s) {
     return n;
 }
 
-int64_t thread_bytes(const pk_state &s) {
+int64_t worker_bytes(const pk_state &s) {
     return round_up(s.n_vocab * sizeof(Candidate), 64) + round_up(s.n_vocab * sizeof(int32_t), 64) + seen_capacity(s) * sizeof(Seen);
 }
 
-Scratch scratch_of(const Run &run, int32_t thread) {
+// Rows are dealt to this many workers: no more than there can be rows, so that scratch is not for threads that have none.
+int64_t n_workers(const Context &context, const pk_state &s) { return std::min<int64_t>(context.pool.n_threads(), s.max_step_rows); }
+
+Scratch scratch_of(const Run &run, int64_t worker) {
     const pk_state &s = run.state;
-    uint8_t *at = run.shared + thread * thread_bytes(s);
+    uint8_t *at = run.shared + worker * worker_bytes(s);
     auto *candidates = reinterpret_cast<Candidate *>(at);
     at += round_up(s.n_vocab * sizeof(Candidate), 64);
     auto *indices = reinterpret_cast<int32_t *>(at);
@@ -300,12 +303,15 @@ class Row {
 
 }  // namespace
 
-int64_t sample_workspace_bytes(const Context &context, const pk_state &state) { return context.pool.n_threads() * thread_bytes(state); }
+int64_t sample_workspace_bytes(const Context &context, const pk_state &state) { return n_workers(context, state) * worker_bytes(state); }
 
 void run_sample(Run &run, const pk_op_sample &op) {
-    run.context.pool.parallel_for(run.n_samples, 1, [&](int64_t begin, int64_t end, int32_t thread) {
-        Scratch scratch = scratch_of(run, thread);
-        for (int64_t s = begin; s < end; ++s) Row(run, scratch, op, s).sample();
+    int64_t n = std::min<int64_t>(n_workers(run.context, run.state), run.n_samples);
+    run.context.pool.parallel_for(n, 1, [&](int64_t begin, int64_t end, int32_t) {
+        for (int64_t worker = begin; worker < end; ++worker) {
+            Scratch scratch = scratch_of(run, worker);
+            for (int64_t s = worker; s < run.n_samples; s += n) Row(run, scratch, op, s).sample();
+        }
     });
 }
 

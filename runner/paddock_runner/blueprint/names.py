@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ..errors import FileError, UnsupportedError
 from ..files.checkpoint import Checkpoint
 from ..files.view import TensorView
 from .blueprint import Blueprint
+from .quantised import join_scales, rows_of
 
 GGUF = {"token_embd": "embed", "output_norm": "out_norm", "output": "head"}
 GGUF_LAYER = {
@@ -47,7 +47,10 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
 
     Raises: FileError naming what is missing or has another shape; UnsupportedError naming what has no place in the model.
     """
-    ours = _gguf_names(checkpoint.tensors) if checkpoint.kind == "gguf" else _hf_names(checkpoint.tensors, blueprint)
+    if checkpoint.kind == "gguf":
+        ours = _gguf_names(checkpoint.tensors)
+    else:
+        ours = join_scales(_hf_names(checkpoint.tensors, blueprint), checkpoint)
     if blueprint.tied_head:
         ours = {name: view for name, view in ours.items() if not name.startswith("head.")}
     ours = _split_gate_up(ours, blueprint)
@@ -120,12 +123,6 @@ def _split_gate_up(ours: Mapping[str, TensorView], blueprint: Blueprint) -> dict
         del out[name]
         out[at + "gate.weight"], out[at + "up.weight"] = rows_of(view, 0, width), rows_of(view, width, width)
     return out
-
-
-def rows_of(view: TensorView, first: int, n: int) -> TensorView:
-    """A view of n rows from `first` on: rows lie one after the other in every format."""
-    row = view.n_bytes // view.shape[0]
-    return replace(view, name=f"{view.name}[{first}:{first + n}]", shape=(n, *view.shape[1:]), offset=view.offset + first * row, n_bytes=n * row)
 
 
 def _blame_missing(checkpoint: Checkpoint, want: Mapping[str, tuple[int, ...]], ours: Mapping[str, TensorView]) -> None:

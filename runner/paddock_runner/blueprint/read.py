@@ -9,6 +9,7 @@ from ..files.checkpoint import Checkpoint, require_runnable
 from ..files.fields import Fields
 from .blueprint import Blueprint
 from .families import FAMILIES, Family
+from .quantised import require_known_method
 
 TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
 
@@ -69,23 +70,11 @@ def read_blueprint(checkpoint: Checkpoint) -> Blueprint:
         require_runnable(checkpoint)
         return find_family(checkpoint).from_gguf(checkpoint, architecture(checkpoint))
     family = find_family(checkpoint)
-    refuse_quantised(checkpoint)
+    require_known_method(checkpoint)
     require_runnable(checkpoint)
     config, notes = text_config(checkpoint)
     blueprint = family.from_hf(checkpoint, config)
     return replace(blueprint, notes=(*blueprint.notes, *notes))
-
-
-def refuse_quantised(checkpoint: Checkpoint) -> None:
-    """Raises: UnsupportedError for a folder whose weights need scales that nobody applies yet."""
-    config = checkpoint.config.get("quantization_config")
-    if config:
-        method = config.get("quant_method", "unknown") if isinstance(config, dict) else "unknown"
-        raise UnsupportedError(
-            f"{checkpoint.path}: quantization {method!s:.40} of safetensors is not supported; supported: safetensors in bf16, f16 and f32, and GGUF",
-            what=f"safetensors {method}",
-            supported=["bf16", "f16", "f32"],
-        )
 
 
 def text_config(checkpoint: Checkpoint) -> tuple[Fields, tuple[str, ...]]:

@@ -87,7 +87,8 @@ def place(device: Device, plan: Arena, sizes: StateSizes) -> dict[str, Tensor]:
 def _load(device: Device, assembly: Assembly, blueprint: Blueprint, program: Program) -> None:
     sizes = assembly.sizes
     need = device.workspace_bytes(program)
-    planned = pack_scratch_bytes(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.facts.n_processors)
+    n_processors = device.facts.n_processors
+    planned = pack_scratch_bytes(blueprint, sizes.max_step_tokens, sizes.max_step_rows, n_processors, sizes.max_ctx_tokens)
     if need > planned:
         raise PackError(
             f"kernel pack {device.pack.path.name} wants {need} bytes of scratch, the plan has {planned}",

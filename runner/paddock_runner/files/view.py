@@ -7,12 +7,27 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales that lie beside a weight in other tensors (safetensors checkpoints).
+
+    kind: "tensor" (one factor), "row" (one a row), "block" (one a block of `block` rows x columns) or "group" (one byte per 16 or 32
+    columns of a row). whole: one more factor for all, or None; is_divisor: the weight is divided by it.
+    """
+
+    kind: str
+    view: TensorView
+    block: tuple[int, int] = (1, 1)
+    whole: TensorView | None = None
+    is_divisor: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TensorView:
     """One tensor in one file.
 
     shape: outermost first (numpy order: a matrix is [rows N, columns K]), whatever the file's own order is.
     format: the Format name ("f32", "q4_k", ...) or "unsupported:<n>" for a type we do not know.
-    offset, n_bytes: absolute position in `path`, in bytes.
+    offset, n_bytes: absolute position in `path`, in bytes. scales: what the stored elements are multiplied with, or None.
     """
 
     name: str
@@ -21,6 +36,7 @@ class TensorView:
     path: Path
     offset: int
     n_bytes: int
+    scales: Scales | None = None
 
     @property
     def n_elements(self) -> int:

@@ -64,6 +64,7 @@ FORMATS = (
     Format("u8", 33, 1, 1, None, "U8", ""),
     Format("i8", 34, 1, 1, 24, "I8", ""),
     Format("i64", 35, 1, 8, 27, "I64", ""),
+    Format("e8m0", 36, 1, 1, None, "F8_E8M0", ""),
 )
 
 WEIGHT_FORMATS = tuple(f.name for f in FORMATS if f.is_weight)
@@ -159,6 +160,8 @@ def packed_bytes(format: str, rows: int, cols: int) -> int:
     The one place of this formula in Python; a test compares it with pk_packed_bytes. Source: packs/cpu/src/format/layout.h.
     """
     known = by_name(format)
+    if format != "nvfp4" or cols % 16:  # in safetensors its blocks are of 16
+        known.row_bytes(cols)
     bits = _CODE_BITS.get(format, 4 if known.block_elements > 1 else 8 * known.block_bytes)
     unit, record = _SCALE_RECORDS.get(format, (32, 0))
     panel = -(-cols // 32) * 32 * 16 * bits // 8 + -(-cols // unit) * record

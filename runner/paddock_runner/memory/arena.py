@@ -55,13 +55,15 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
     return Arena(buffers, max(ends))
 
 
-def pack_scratch_bytes(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, n_processors: int) -> int:
+def pack_scratch_bytes(
+    blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, n_processors: int, max_ctx_tokens: int = 0
+) -> int:
     """What a pack's kernels may use beside the arena: converted activations, split-KV partials, sampling. The loader refuses a pack that asks for more."""
     widest = max(blueprint.model_width, *(max(x.feed_forward.width, _qkv_width(x.attention)) for x in blueprint.layers))
     heads = max(x.attention.n_heads * (x.attention.v_width or x.attention.head_width) for x in blueprint.layers)
     converted = 4 * max_step_tokens * widest
     partials = 4 * (heads + 2 * blueprint.model_width) * (max_step_rows + n_processors) * 16
-    sampling = 8 * blueprint.n_vocab * min(n_processors, max_step_rows)
+    sampling = (20 * blueprint.n_vocab + 32 * max_ctx_tokens + 4096) * min(n_processors, max_step_rows)
     return aligned(converted) + aligned(partials) + aligned(sampling) + n_processors * (1 << 20)
 
 

@@ -178,8 +178,8 @@ def weight_lines(blueprint: Blueprint, tensors: Mapping[str, TensorView]) -> tup
 
 
 def largest_tensor_bytes(tensors: Mapping[str, TensorView]) -> int:
-    """The staging buffer of the loader."""
-    return max((view.n_bytes for view in tensors.values()), default=0)
+    """What the loader holds while it repacks the largest tensor: its bytes, and its scales as f32."""
+    return max((view.n_bytes + (4 * view.scales.view.n_elements if view.scales else 0) for view in tensors.values()), default=0)
 
 
 def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: int, request: PlanRequest) -> MemoryPlan:
@@ -193,7 +193,9 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
     rest = sum(aligned(n) for n in arrays.values()) - histories - sampling
     activations = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.activation_bytes)
     logits = 4 * sizes.max_step_rows * blueprint.n_vocab
-    scratch = pack_scratch_bytes(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.n_processors)
+    scratch = pack_scratch_bytes(
+        blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.n_processors, sizes.max_ctx_tokens
+    )
     where = "process" if device.kind == "cpu" else "CUDA context"
     lines = (
         *weights,

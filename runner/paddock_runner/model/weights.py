@@ -9,9 +9,12 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..blueprint.blueprint import Blueprint
 from ..errors import FileError
@@ -64,14 +67,66 @@ def is_matrix(name: str, view: TensorView) -> bool:
     return len(view.shape) == 2 and name.endswith(".weight")
 
 
-def source_of(view: TensorView, address: int = 0) -> abi.pk_source:
-    """The pk_source of a GGUF or plain tensor."""
+SCALE_KINDS = {"tensor": abi.PK_SCALES_TENSOR, "row": abi.PK_SCALES_ROW, "block": abi.PK_SCALES_BLOCK, "group": abi.PK_SCALES_GROUP}
+
+
+@dataclass(slots=True)
+class ScaleValues:
+    """Scales in host memory: f32, or (groups) bytes; and the factor for the whole weight."""
+
+    values: NDArray[Any]
+    whole: float
+
+
+def source_of(view: TensorView, address: int = 0, scales: ScaleValues | None = None) -> abi.pk_source:
+    """The pk_source of a weight. Without `address` and `scales` it only describes: enough to ask for packed bytes."""
     source = abi.pk_source()
     source.data, source.n_bytes = address, view.n_bytes
     source.rows, source.cols = view.shape
     source.format = table.by_name(view.format).id
     source.global_scale = 1.0
+    if view.scales is not None:
+        shape = view.scales.view.shape
+        source.scales = SCALE_KINDS[view.scales.kind]
+        source.scale_rows, source.scale_cols = (shape[0] if shape else 1), (shape[1] if len(shape) > 1 else 1)
+        source.block_rows, source.block_cols = view.scales.block
+    if scales is not None:
+        source.scale_data, source.global_scale = scales.values.ctypes.data, scales.whole
     return source
+
+
+def read_scales(staging: Staging, view: TensorView) -> ScaleValues | None:
+    """The scales beside a weight, checked. Raises: FileError naming the tensor that holds a NaN, an infinity or a zero."""
+    scales = view.scales
+    if scales is None:
+        return None
+    whole = 1.0
+    if scales.whole is not None:
+        whole = float(_numbers(staging, scales.whole)[0])
+        whole = 1.0 / whole if scales.is_divisor else whole
+    if scales.kind != "group":
+        return ScaleValues(_numbers(staging, scales.view), whole)
+    codes = np.frombuffer(staging.read(scales.view), np.uint8).copy()
+    # e4m3: 0x7f is no number and the sign bit has no place; e8m0: 0xff is no number
+    bad = codes >= 0x7F if scales.view.format == "fp8_e4m3" else codes == 0xFF
+    if bad.any():
+        raise _bad_scale(scales.view, f"code {codes[bad][0]:#04x}")
+    return ScaleValues(codes, whole)
+
+
+def _numbers(staging: Staging, view: TensorView) -> NDArray[np.float32]:
+    """A tensor of scales as f32; every one a positive number."""
+    data = np.frombuffer(staging.read(view), np.uint8)
+    values = np.ldexp(np.float32(1), data.astype(np.int32) - 127) if view.format == "e8m0" else dequantize(view.format, data, (1, view.n_elements))
+    values = np.ascontiguousarray(values, np.float32).reshape(-1)
+    bad = ~(np.isfinite(values) & (values > 0))
+    if bad.any():
+        raise _bad_scale(view, str(values[bad][0]))
+    return values.copy()
+
+
+def _bad_scale(view: TensorView, value: str) -> FileError:
+    return FileError(f"{view.path}: tensor {view.name} holds the scale {value}, expected positive numbers", path=str(view.path), field=view.name)
 
 
 def load_weights(
@@ -88,10 +143,11 @@ def load_weights(
     staging, weights = Staging(), {}
     try:
         for name, view in _in_file_order(views):
+            scales = read_scales(staging, view)
             data = staging.read(view)
             if name in matrices:
                 address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-                device.repack(source_of(view, address), base, sizes[name])
+                device.repack(source_of(view, address, scales), base, sizes[name])
                 weights[name] = Tensor(base, view.shape[0], view.shape[1], table.by_name(view.format).id, 0, abi.PK_PACKED)
                 base += _aligned(sizes[name])
             else:
