@@ -25,11 +25,11 @@ MAY_IMPORT: dict[str, dict[str, set[str] | None]] = {
         "app": None, "cli": None, "__main__": None,
     },
     "paddock_manager": {
-        "ui": set(), "paths": set(), "options": set(), "disk": set(), "catalog": {"paths"},
+        "ui": set(), "paths": set(), "options": set(), "disk": set(), "settings": {"disk", "options"}, "catalog": {"paths"},
         "store": {"paths", "disk", "catalog", "runner.files"}, "fleet": {"paths", "disk"},
         "fit": {"paths", "catalog", "store", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
         "web": {"paths", "catalog", "store", "fleet", "fit"},
-        "commands": {"ui", "paths", "options", "disk", "catalog", "store", "fleet", "fit", "web", "runner.files"}, "cli": None, "__main__": None,
+        "commands": {"ui", "paths", "options", "disk", "settings", "catalog", "store", "fleet", "fit", "web", "runner.files"}, "cli": None, "__main__": None,
     },
 }  # fmt: skip
 EVERYWHERE = {"errors", "runner.errors"}

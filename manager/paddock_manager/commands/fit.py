@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from paddock_runner.errors import WontFit
+from paddock_runner.errors import PaddockError, WontFit
 from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
 
-from paddock_manager import paths
+from paddock_manager import paths, settings
 from paddock_manager.catalog import catalog, names
 from paddock_manager.commands import target
 from paddock_manager.fit import fit
@@ -49,7 +49,14 @@ def run(values: Values, ui: Ui) -> int:
     where = fit.find_where(
         values.text("device"), values.integer("vram"), values.text("arch"), values.integer("threads")
     )
-    wish = fit.Wish(values.integer("ctx"), values.integer("batch"), values.text("kv") or None)
+    known = settings.load(paths.places().config_file)
+    wish = fit.Wish(
+        values.integer("ctx"),
+        values.integer("batch"),
+        values.text("kv") or None,
+        known["fit.ctx"].value,
+        known["fit.batch"].value,
+    )
     reports = [fit.report(name, checkpoint, w, wish) for w in where]
     for report in reports:
         report.notes = notes + report.notes
@@ -151,3 +158,24 @@ def wont_fit(r: Report) -> WontFit:
     return WontFit(
         f"{r.name} needs {gib(r.plan.peak_bytes)} GiB, {gib(r.where.facts.free_bytes)} are free", hint, **facts
     )
+
+
+def verdict(name: str, checkpoint: Checkpoint) -> str:
+    """One line for pull: does it fit here, as `paddock fit` would say without options; or why that cannot be said."""
+    try:
+        report = min(
+            (fit.report(name, checkpoint, w, fit.Wish()) for w in fit.find_where("auto", None, "", None)), key=_rank
+        )
+    except PaddockError as error:
+        return f"cannot say whether it fits: {error.message}"
+    word = {"fits": "fits", "tight": "fits tightly", "no": "does not fit"}[report.verdict]
+    free = report.where.facts.free_bytes
+    asked = f"context {report.plan.sizes.max_ctx_tokens} x {report.plan.sizes.n_slots}"
+    more = f"; the largest context that fits is {report.largest_ctx_tokens}" if report.verdict == "no" else ""
+    return (
+        f"{word} here: {gib(report.plan.peak_bytes)} of {gib(free)} GiB free on {report.where.label}, at {asked}{more}"
+    )
+
+
+def _rank(report: Report) -> int:
+    return ("fits", "tight", "no").index(report.verdict)

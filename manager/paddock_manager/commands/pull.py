@@ -6,13 +6,16 @@ from typing import Any
 
 from paddock_runner.errors import HubError, PaddockError
 
-from paddock_manager import paths
+from paddock_manager import paths, settings
 from paddock_manager.catalog import names
 from paddock_manager.options import Argument, Command, Option, Values
 from paddock_manager.store import pull as store
 from paddock_manager.store.download import Limits
 from paddock_manager.store.record import Model
 from paddock_manager.ui import Ui, size
+
+WORTH_A_VERDICT_BYTES = 1 << 30
+"""Smaller models fit nearly everywhere, and are here sooner than their header could be read on its own."""
 
 COMMAND = Command(
     "pull",
@@ -22,6 +25,7 @@ COMMAND = Command(
         Option("--quant", "which variant of a GGUF repository", "text", value="NAME"),
         Option("--rev", "branch, tag or commit", "text"),
         Option("--file", "one GGUF file of the repository, by name", "text", value="NAME"),
+        Option("--require-fit", "refuse (exit code 9) a model that does not fit on this machine"),
         Option("--dry-run", "say what would be fetched, and fetch nothing"),
         Option("--connections", "parallel connections (default 8)", "int", value="N"),
         Option("--limit-rate", "at most so many bytes a second, as 20M", "size", value="RATE"),
@@ -40,8 +44,11 @@ def run(values: Values, ui: Ui) -> int:
     shop.reserve_bytes = values.integer("reserve")
     wish = store.Wish(values.text("quant"), values.text("rev"), values.text("file"))
     orders = shop.resolve(names.parse(values.text("ref")), wish)
+    if values.flag("require_fit"):
+        require_fit(shop, orders[0])
     if values.flag("dry_run"):
         say_order(ui, shop, orders[0])
+        ui.say(verdict(shop, orders[0]))
         ui.result("pull", {"dry_run": True, **facts(shop, orders[0])}, lambda _: None)
         return 0
     model = obtain(shop, orders, ui)
@@ -53,8 +60,10 @@ def run(values: Values, ui: Ui) -> int:
 
 def limits_of(values: Values) -> Limits:
     """Connections and rate from the command line."""
-    connections = values.integer("connections") or 8
-    return Limits(connections=max(1, min(32, connections)), rate_bytes_per_s=float(values.integer("limit_rate") or 0))
+    file = paths.places().config_file
+    connections = settings.value(file, "pull.connections", values.integer("connections"))
+    rate = settings.value(file, "pull.limit_rate", values.integer("limit_rate"))
+    return Limits(connections=max(1, min(32, connections)), rate_bytes_per_s=float(rate))
 
 
 def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
@@ -65,6 +74,8 @@ def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
     trouble: PaddockError | None = None
     for order in orders:
         say_order(ui, shop, order)
+        if order.size_bytes >= WORTH_A_VERDICT_BYTES and shop.missing(order):
+            ui.say(verdict(shop, order))
         try:
             with ui.progress(order.alias or order.ref, order.size_bytes) as bar:
                 model = shop.execute(order, bar.move_by)
@@ -78,6 +89,30 @@ def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
             ui.warn(f"its header cannot be used: {model.headline['problem']}")
         return model
     raise trouble or HubError("no source")
+
+
+def verdict(shop: store.Shop, order: store.Order) -> str:
+    """Does it fit here: from its header, before its weights are fetched. One line; never stops a pull."""
+    from paddock_manager.commands import fit
+    from paddock_manager.fit import remote
+
+    try:
+        return fit.verdict(order.alias or order.ref, remote.of_order(shop, order).checkpoint)
+    except PaddockError as error:
+        return f"cannot say whether it fits: {error.message}"
+
+
+def require_fit(shop: store.Shop, order: store.Order) -> None:
+    """Raises: WontFit, with the numbers; what keeps the header from being read."""
+    from paddock_manager.commands import fit as command
+    from paddock_manager.fit import fit, remote
+
+    checkpoint = remote.of_order(shop, order).checkpoint
+    reports = [
+        fit.report(order.alias or order.ref, checkpoint, w, fit.Wish()) for w in fit.find_where("auto", None, "", None)
+    ]
+    if all(r.verdict == "no" for r in reports):
+        raise command.wont_fit(reports[0])
 
 
 def say_order(ui: Ui, shop: store.Shop, order: store.Order) -> None:

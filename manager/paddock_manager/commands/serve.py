@@ -7,7 +7,7 @@ from typing import Any
 
 from paddock_runner.errors import UsageError
 
-from paddock_manager import paths
+from paddock_manager import paths, settings
 from paddock_manager.commands import target
 from paddock_manager.commands.target import LOAD_OPTIONS
 from paddock_manager.fleet import keys, spawn, state
@@ -44,8 +44,8 @@ def run(values: Values, ui: Ui) -> int:
         raise UsageError(f"without a key a server listens on loopback only, not on {host}", "drop --no-auth or --host")
     found = target.find_or_pull(places, values.text("model"), ui)
     name = values.text("name") or found.name
-    port = values.integer("port")
-    port = DEFAULT_PORT if port is None else port
+    port = settings.value(places.config_file, "serve.port", values.integer("port"))
+    timeout_s = settings.value(places.config_file, "serve.timeout", values.number("timeout"))
     for other in state.servers(places):
         if other.name == name:
             raise UsageError(
@@ -62,7 +62,7 @@ def run(values: Values, ui: Ui) -> int:
     given = target.asked(values)
     key_file = None if values.flag("no_auth") else keys.key_file(places)
     launch = Launch(name, found.ref, found.path, host, port, key_file, target.runner_flags(given), dict(given))
-    server = started(places, launch, ui, values.number("timeout") or START_S)
+    server = started(places, launch, ui, timeout_s)
     body = {"server": facts(server), "auth": key_file is not None}
     ui.result("serve", body, lambda u: u.line(f"{server.name} is served at {server.url}/v1 ({describe(server)})"))
     return 0

@@ -45,11 +45,13 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is asked for; None: our default."""
+    """What is asked for; None: the defaults (a context no longer than the model's, a batch, the runner's KV format)."""
 
     ctx_tokens: int | None = None
     batch: int | None = None
     kv_format: str | None = None
+    default_ctx_tokens: int = DEFAULT_CTX_TOKENS
+    default_batch: int = DEFAULT_BATCH
 
 
 @dataclass(slots=True)
@@ -114,9 +116,9 @@ def report(name: str, checkpoint: Checkpoint, where: Where, wish: Wish) -> Repor
 
 
 def request_of(blueprint: Blueprint, where: Where, wish: Wish) -> PlanRequest:
-    """The request with our defaults: 32 Ki tokens or the model's context, one request at a time."""
-    ctx = wish.ctx_tokens if wish.ctx_tokens is not None else min(DEFAULT_CTX_TOKENS, blueprint.max_ctx_tokens)
-    request = PlanRequest(ctx, wish.batch if wish.batch is not None else DEFAULT_BATCH, where.facts)
+    """The request, with the defaults where nothing was asked."""
+    ctx = wish.ctx_tokens if wish.ctx_tokens is not None else min(wish.default_ctx_tokens, blueprint.max_ctx_tokens)
+    request = PlanRequest(ctx, wish.batch if wish.batch is not None else wish.default_batch, where.facts)
     return replace(request, kv_format=wish.kv_format) if wish.kv_format else request
 
 

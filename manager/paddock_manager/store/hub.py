@@ -133,3 +133,30 @@ def reachable(web: Web) -> PaddockError | None:
             return None if response.status_code < 500 else web.status_error(response, "the model list")
     except PaddockError as error:
         return error
+
+
+def search(web: Web, words: str, limit: int) -> list[dict[str, Any]]:
+    """Repositories with GGUF files whose name holds the words: repo, downloads, likes. Raises: HubError."""
+    url = f"{web.endpoint}/api/models?search={quote(words, safe='')}&filter=gguf&sort=downloads&direction=-1&limit={limit}"
+    with web.get(url) as response:
+        if response.status_code != 200:
+            raise web.status_error(response, "the search")
+        raw = _body(web, url, response)
+    try:
+        rows = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise HubError("the hub's answer to the search is not JSON", host=web.endpoint) from None
+    out = []
+    for row in rows if isinstance(rows, list) else []:
+        name = row.get("id") if isinstance(row, dict) else None
+        try:
+            out.append(
+                {
+                    "repo": names.check_repo(str(name)),
+                    "downloads": int(row.get("downloads") or 0),
+                    "likes": int(row.get("likes") or 0),
+                }
+            )
+        except (UsageError, ValueError, TypeError):
+            continue
+    return out

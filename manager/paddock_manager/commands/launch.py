@@ -1,0 +1,112 @@
+"""paddock launch: start a coding agent or client against a server of ours, by environment alone; its files are never edited."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from paddock_runner.errors import UnknownModel, UsageError
+
+from paddock_manager import paths
+from paddock_manager.commands import serve, target
+from paddock_manager.fleet import keys, state
+from paddock_manager.fleet.spawn import Launch
+from paddock_manager.options import Argument, Command, Option, Values
+from paddock_manager.ui import Ui
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """How a program is told where to go. env: variable to value, with {url}, {key} and {model}; words: its command line."""
+
+    words: tuple[str, ...]
+    env: dict[str, str]
+
+
+OPENAI = {
+    "OPENAI_BASE_URL": "{url}/v1",
+    "OPENAI_API_BASE": "{url}/v1",
+    "OPENAI_API_KEY": "{key}",
+    "OPENAI_MODEL": "{model}",
+}
+ANTHROPIC = {
+    "ANTHROPIC_BASE_URL": "{url}",
+    "ANTHROPIC_AUTH_TOKEN": "{key}",
+    "ANTHROPIC_MODEL": "{model}",
+    "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
+}
+AGENTS = {
+    "claude": Agent(("claude",), ANTHROPIC),
+    "codex": Agent(
+        (
+            "codex",
+            "-c",
+            "model_provider=paddock",
+            "-c",
+            'model_providers.paddock={{name="paddock",base_url="{url}/v1",env_key="OPENAI_API_KEY"}}',
+            "-m",
+            "{model}",
+        ),
+        OPENAI,
+    ),
+    "aider": Agent(("aider", "--model", "openai/{model}"), OPENAI),
+    "llm": Agent(("llm",), OPENAI),
+    "env": Agent((), OPENAI | ANTHROPIC),
+}
+
+COMMAND = Command(
+    "launch",
+    "Start a coding agent that talks to a model here.",
+    (
+        Argument("agent", "claude, codex, aider, llm, or env for the variables alone"),
+        Argument("model", "a running server or a model", kind="model"),
+    ),
+    (Option("--print", "print the variables and the command, and start nothing"),),
+    "Only the program's environment is set. `eval \"$(paddock launch env MODEL --print)\"` sets your shell's.",
+    ("paddock launch claude qwen3-8b", "paddock launch env smollm2-135m --print"),
+)
+
+
+def run(values: Values, ui: Ui) -> int:
+    """Find or start the server, then become the agent."""
+    agent = AGENTS.get(values.text("agent"))
+    if agent is None:
+        raise UsageError(f"launch does not know {values.text('agent')!r}", "it knows " + ", ".join(AGENTS))
+    places = paths.places()
+    server = _server(places, values.text("model"), ui)
+    facts = {"url": server.url, "key": keys.key(places), "model": server.name}
+    env = {k: v.format(**facts) for k, v in agent.env.items()}
+    words = [w.format(**facts) for w in agent.words]
+    if values.flag("print") or not words or ui.as_json:
+
+        def human(out: Ui) -> None:
+            for name, value in env.items():
+                out.line(f"export {name}={shlex.quote(value)}")
+            if words:
+                out.line(shlex.join(words))
+
+        ui.result("launch", {"env": env, "command": words, "server": serve.facts(server)}, human)
+        return 0
+    if shutil.which(words[0]) is None:
+        raise UsageError(
+            f"{words[0]} is not installed",
+            f"`paddock launch {values.text('agent')} {server.name} --print` shows what it would get",
+        )
+    ui.say(f"{words[0]} with {server.name} at {server.url}")
+    return subprocess.run(words, env=paths.runner_environment(env), check=False).returncode
+
+
+def _server(places: paths.Places, word: str, ui: Ui) -> state.Server:
+    """The running server of that name, or one that is started now."""
+    try:
+        return state.find(places, word)
+    except UnknownModel:
+        found = target.find_or_pull(places, word, ui)
+    for server in state.servers(places):
+        if server.path == str(found.path):
+            return server
+    return serve.started(
+        places, Launch(found.name, found.ref, found.path, key_file=keys.key_file(places)), ui, serve.START_S
+    )

@@ -1,0 +1,164 @@
+"""gc, du, search, config, launch, bench, doctor, and the verdict of pull."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from paddock_manager.commands import pull
+from paddock_manager.fit import fit
+from paddock_manager.paths import places
+
+from tests.cli.conftest import tiny_gguf
+from tests.fakes.hub import some_bytes
+
+
+def half_pulled(paddock, hub) -> Path:
+    """A pull that gave up after some parts."""
+    hub.add("org/big", {"big.Q4_0.gguf": tiny_gguf() + some_bytes(9 << 20)})
+    hub.fault("", times=1)
+    hub.fault("status", 404, 50)
+    assert paddock("pull", "org/big", "--reserve", "0", "--connections", "1").code == 5
+    hub.faults.clear()
+    return places().models / "org/big"
+
+
+def test_interrupted_pull_is_listed_as_partial_and_refused_until_it_is_whole(paddock, hub):
+    half_pulled(paddock, hub)
+    assert "partial 4" in paddock("ls").out
+    done = paddock("fit", "org/big", "--json")
+    assert done.code in (7, 12)
+    assert paddock("show", "org/big", "--template").code == 7
+
+
+def test_gc_removes_partials_only_when_told(paddock, hub):
+    folder = half_pulled(paddock, hub)
+    assert paddock("gc").out == ""
+    would = paddock("gc", "--partials", "--dry-run", "--json").json
+    assert would["dry_run"] and len(would["removed"]) == 2 and folder.exists()
+    assert paddock("gc", "--partials", "--older-than", "7", "--json").json["removed"] == []
+    done = paddock("gc", "--partials", "--json")
+    assert done.code == 0 and done.json["freed_bytes"] > 0
+    assert not folder.exists() and paddock("ls", "--json").json["models"] == []
+
+
+def test_rm_works_on_partials(paddock, hub):
+    folder = half_pulled(paddock, hub)
+    assert paddock("rm", "org/big").code == 0 and not folder.exists()
+
+
+def test_gc_leaves_the_parts_of_a_pull_that_runs(paddock, hub):
+    from paddock_manager.disk import Lease
+
+    folder = half_pulled(paddock, hub)
+    with Lease(folder / ".paddock/lease"):
+        assert paddock("gc", "--partials", "--json").json["removed"] == []
+
+
+def test_gc_removes_scratch_and_old_logs(paddock):
+    home = places()
+    (home.models / "o/r/.paddock/wheel-12345678").mkdir(parents=True)
+    (home.models / "o/r/.paddock/wheel-12345678/x.whl").write_bytes(b"x" * 5000)
+    home.logs.mkdir(parents=True)
+    (home.logs / "gone.log").write_text("bye")
+    assert {Path(r["path"]).name for r in paddock("gc", "--json").json["removed"]} == {"wheel-12345678", "gone.log"}
+
+
+def test_du_counts_what_is_ours(paddock, model_file):
+    paddock("add", str(model_file), "--name", "mine")
+    done = paddock("du", "--json").json
+    assert done["models"][0]["in_place"] and done["home_bytes"] > 0 and done["free_bytes"] > 0
+    assert "mine" in paddock("du").out
+
+
+def test_search_finds_the_catalog_and_says_when_the_hub_was_not_asked(paddock, monkeypatch):
+    assert [e["name"] for e in paddock("search", "smollm2", "--local", "--json").json["catalog"]] == ["smollm2-135m", "smollm2-1.7b"]
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    done = paddock("search", "smollm2")
+    assert done.code == 0 and "the hub was not searched" in done.err and "smollm2-135m" in done.out
+
+
+def test_config_knows_where_each_value_comes_from(paddock):
+    assert paddock("config", "get", "pull.connections").out == "8\n"
+    assert paddock("config", "set", "pull.connections", "3").code == 0
+    assert paddock("config", "set", "pull.limit_rate", "20M").code == 0
+    rows = {r["key"]: r for r in paddock("config", "--json").json["settings"]}
+    assert (rows["pull.connections"]["value"], rows["pull.limit_rate"]["value"]) == (3, 20_000_000)
+    assert rows["pull.connections"]["origin"].endswith("config.toml") and rows["serve.port"]["origin"] == "default"
+    assert paddock("config", "unset", "pull.connections").code == 0
+    assert paddock("config", "explain", "pull.connections", "--json").json["settings"][0]["origin"] == "default"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [(["set", "pull.x", "1"], "no setting 'pull.x'"), (["set", "pull.connections", "99"], "from 1 to 32"), (["set", "pull.connections"], "needs KEY and VALUE"), (["sing"], "does not know 'sing'")],
+)
+def test_config_refuses_what_is_no_setting(paddock, words, message):
+    done = paddock("config", *words)
+    assert done.code == 2 and message in done.err
+
+
+def test_damaged_config_file_is_named(paddock):
+    path = places().config_file
+    path.parent.mkdir(parents=True)
+    path.write_text("pull = [")
+    done = paddock("config")
+    assert done.code == 7 and str(path) in done.err
+    path.write_text("[pull]\nconnections = 'many'\n")
+    assert paddock("config").code == 2
+
+
+@pytest.mark.usefixtures("fake_runner")
+def test_launch_prints_the_environment_and_starts_programs_with_it(paddock, model_file, tmp_path, monkeypatch):
+    server = paddock("serve", str(model_file), "--port", "0", "--name", "m", "--json").json["server"]
+    shown = paddock("launch", "env", "m", "--print")
+    assert shown.code == 0 and f"export OPENAI_BASE_URL={server['url']}/v1\n" in shown.out and "export ANTHROPIC_AUTH_TOKEN=pk-" in shown.out
+    program = tmp_path / "bin/claude"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nimport os, pathlib\npathlib.Path({str(tmp_path / 'saw')!r}).write_text(os.environ['ANTHROPIC_BASE_URL'] + os.environ['ANTHROPIC_MODEL'])\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    assert paddock("launch", "claude", "m").code == 0
+    assert (tmp_path / "saw").read_text() == f"{server['url']}m"
+    assert paddock("launch", "nothing", "m").code == 2
+
+
+@pytest.mark.usefixtures("fake_runner")
+def test_bench_reports_every_number_of_streams(paddock, model_file):
+    done = paddock("bench", str(model_file), "--streams", "1,2", "--rounds", "1", "--prompt-tokens", "16", "--tokens", "4", "--json")
+    assert done.code == 0
+    assert [(r["streams"], r["requests"], r["errors"]) for r in done.json["rows"]] == [(1, 1, 0), (2, 2, 0)]
+    assert all(r["tokens_per_s"] > 0 and r["first_ms"] > 0 for r in done.json["rows"])
+    assert paddock("bench", str(model_file), "--streams", "no").code == 2
+
+
+def test_doctor_finds_what_is_wrong_and_says_how_to_mend_it(paddock, hub):
+    half_pulled(paddock, hub)
+    paddock("key")
+    Path(os.environ["PADDOCK_HOME"], "keys/api_key").chmod(0o644)
+    done = paddock("doctor", "--net", "--json")
+    rows = {f["check"]: f for f in done.json["findings"] if f["state"] != "ok"}
+    assert done.code == 1 and done.json["state"] == "wrong"
+    assert rows["models"]["fix"] == "paddock pull org/big:Q4_0" and "chmod 600" in rows["key"]["fix"]
+
+
+def test_doctor_tests_the_hub_when_asked(paddock, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    found = {f["check"]: f for f in paddock("doctor", "--net", "--json").json["findings"]}
+    assert found["hub"]["state"] == "wrong" and "hub" not in {f["check"] for f in paddock("doctor", "--json").json["findings"]}
+
+
+def test_pull_says_whether_it_fits_before_the_weights_move(paddock, hub, models_dir, monkeypatch):
+    path = models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    hub.add("org/smol", {path.name: path.read_bytes()})
+    monkeypatch.setattr(pull, "WORTH_A_VERDICT_BYTES", 0)
+    monkeypatch.setattr(fit, "find_where", lambda *a: [fit.on_host(2, 8 << 30)])
+    done = paddock("pull", "org/smol", "--dry-run")
+    assert done.code == 0 and "\nfits here: 0.33 of 8.00 GiB free on CPU, as told, at context 8192 x 1\n" in done.err
+    monkeypatch.setattr(fit, "find_where", lambda *a: [fit.on_host(2, 200 << 20)])
+    refused = paddock("pull", "org/smol", "--require-fit", "--json")
+    assert refused.code == 9 and refused.json["error"]["facts"]["alternatives"]
+    assert not (places().models / "org/smol" / path.name).exists()
+    assert paddock("pull", "org/smol", "--reserve", "0").code == 0
