@@ -1,7 +1,8 @@
 """Microseconds per engine step with a pack that does nothing: read results, publish, take in, decide, launch.
 
-Every request that ends is followed at once by a new one with 1,024 prompt tokens (half of them known), and answers 128 tokens;
-the front is asleep at every step, so that each step also pays for waking it. The turns of both sizes alternate.
+Every request that ends is followed at once by a new one with 1,024 prompt tokens (half of them known), and answers 128 to 639
+tokens; the front is asleep at every step, so that each step also pays for waking it. The turns of both sizes alternate.
+Steps in which no request comes or goes are also listed apart (`.quiet`).
 Usage: python -m bench.control [--steps 20000] [--machine NAME]
 """
 
@@ -9,15 +10,16 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 from array import array
 from pathlib import Path
-from time import perf_counter_ns, thread_time_ns
+from time import perf_counter_ns
 
-from bench import board
 from paddock_runner.engine.loop import Engine, freeze
 from paddock_runner.engine.process import Runner
 from paddock_runner.memory.state import StateSizes
@@ -25,7 +27,10 @@ from paddock_runner.wire.channel import Channel
 from paddock_runner.wire.messages import Ask, Done
 from paddock_runner.wire.port import EnginePort, FrontPort
 
-PROMPT_TOKENS, ANSWER_TOKENS, SHARED_TOKENS = 1024, 128, 512
+from bench import board
+
+PROMPT_TOKENS, SHARED_TOKENS = 1024, 512
+MIN_ANSWER_TOKENS, MAX_ANSWER_TOKENS = 128, 639
 TARGET_US = {32: 25.0, 128: 50.0}
 
 
@@ -87,24 +92,31 @@ class Load:
         self.front = FrontPort(channel, True)
         self.engine = Engine(sizes, IdleDevice(sizes, library), [EnginePort(channel, True)])
         self.runner = Runner(self.engine)
+        self.random = random.Random(n)
         self.n_asked = self.n_tokens = 0
         self.us: list[float] = []
+        self.quiet_us: list[float] = []
         for _ in range(n):
             self.ask()
 
     def ask(self) -> None:
-        """One more request; its answer's length varies a little, so that the streams do not end together."""
+        """One more request."""
         self.n_asked += 1
         tail = [(self.n_asked * 31 + i) % 32000 for i in range(PROMPT_TOKENS - SHARED_TOKENS)]
         prompt = array("i", [*range(SHARED_TOKENS), *tail])
-        self.front.ask(Ask(self.n_asked, prompt, max_tokens=ANSWER_TOKENS - self.n_asked % 37))
+        self.front.ask(Ask(self.n_asked, prompt, max_tokens=self.random.randint(MIN_ANSWER_TOKENS, MAX_ANSWER_TOKENS)))
 
     def turn(self) -> None:
         """One timed turn of the engine, then the front's share, untimed."""
         self.front._reader.park()
+        counters = self.engine.counters
+        before = counters.requests + counters.n_ended + counters.prefill_tokens
         start = perf_counter_ns()
         self.runner.turn()
-        self.us.append((perf_counter_ns() - start) / 1000)
+        us = (perf_counter_ns() - start) / 1000
+        self.us.append(us)
+        if before == counters.requests + counters.n_ended + counters.prefill_tokens:
+            self.quiet_us.append(us)
         self.front._reader.unpark()
         for event in self.front.poll():
             if isinstance(event, Done):
@@ -131,20 +143,22 @@ def main() -> None:
     loads = {n: Load(n, library) for n in TARGET_US}
     freeze()
     for load in loads.values():
-        for _ in range(500):
+        for _ in range(1000):
             load.turn()
         load.us.clear()
+        load.quiet_us.clear()
     for _ in range(arguments.steps // 1000):
         for load in loads.values():
             for _ in range(1000):
                 load.turn()
     rows = []
     for n, load in loads.items():
-        row = board.row(f"engine.step_us.{n}", load.us, "us", "lower", limit=None)
+        row = board.row(f"engine.step_us.{n}", load.us, "us", "lower")
         row |= {"p99": round(statistics.quantiles(load.us, n=100)[-1], 2), "target": TARGET_US[n], "mean": round(statistics.fmean(load.us), 2)}
         rows.append(row)
+        rows.append(board.row(f"engine.step_us.{n}.quiet", load.quiet_us, "us", "lower"))
         sys.stdout.write(f"{n} slots: {load.n_asked} requests, {load.engine.launched_seq} steps, {load.engine.counters.output_tokens} tokens\n")
-    board.write(arguments.machine, "engine", rows, prompt_tokens=PROMPT_TOKENS, answer_tokens=ANSWER_TOKENS, python=sys.version.split()[0])
+    board.write(arguments.machine, "engine", rows, prompt_tokens=PROMPT_TOKENS, answer_tokens=[MIN_ANSWER_TOKENS, MAX_ANSWER_TOKENS], load_average=round(os.getloadavg()[0], 2), python=sys.version.split()[0])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from paddock_runner.wire.messages import SAMPLING
 
 HEAD, NEW, ROW, WRITE, TEXT, MASK, RESULT = (Struct(f) for f in ("<Qiiiiiiii", "<iiii", "<iiii", "<iiii", "<iiii", "<ii", "<iiiifi"))
 M = (1 << 61) - 1
+STEP_US, ROW_US, TOKEN_US = 2000, 50, 100
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class FakeDevice:
         self._done = bytearray(8)
         self.done = memoryview(self._done).cast("Q")
         self.pending: list[bytes] = []
+        self.now_ns = 1_000_000_000
         self.last_seq = 0
         self.n_attached = n_attached or sizes.n_pages
         self.fails_at = 0
@@ -79,6 +81,11 @@ class FakeDevice:
     def grow_pages(self, n_pages: int) -> int:
         self.n_attached = min(self.sizes.n_pages, max(self.n_attached, n_pages))
         return self.n_attached
+
+    def clock(self) -> int:
+        """Time moves by what steps cost, and a little with every look."""
+        self.now_ns += 100
+        return self.now_ns
 
     def step(self, input_address: int) -> None:
         head = HEAD.unpack(ctypes.string_at(input_address, HEAD.size))
@@ -140,6 +147,8 @@ class FakeDevice:
         self.rows.append([r[:3] for r in rows])
         self.log.append((seq, n_tokens, n_rows, n_dead))
         self.done[0] = seq
+        n_decode = sum(r[1] == 1 for r in rows)
+        self.now_ns += 1000 * (STEP_US + ROW_US * n_decode + TOKEN_US * (n_tokens - n_decode))
 
     def row(self, slot: int, n: int, flags: int) -> tuple[int, int, int, int]:
         if not self.alive[slot]:

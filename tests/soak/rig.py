@@ -13,6 +13,7 @@ from paddock_runner.memory.state import StateSizes
 from paddock_runner.wire.channel import Channel
 from paddock_runner.wire.messages import Ask, Done, Reason, Refused, Started, State, StepResult
 from paddock_runner.wire.port import EnginePort, FrontPort
+
 from tests.soak.fake_device import FakeDevice
 
 SIZES = StateSizes(n_slots=4, max_ctx_tokens=64, page_tokens=4, n_pages=65, n_vocab=1000, max_step_tokens=32, max_step_rows=8, max_bias=4, max_top=3, n_results=6)
@@ -46,7 +47,7 @@ class Rig:
         self.sizes = sizes
         self.channels = [Channel.create(1 << 20, 1 << 20) for _ in range(n_fronts)]
         self.fronts = [FrontPort(c, True) for c in self.channels]
-        self.engine = Engine(sizes, self.device, [EnginePort(c, True) for c in self.channels], policy)
+        self.engine = Engine(sizes, self.device, [EnginePort(c, True) for c in self.channels], policy, self.device.clock)
         self.runner = Runner(self.engine)
         self.answers: dict[int, Answer] = {}
         self.states: list[State] = []

@@ -9,21 +9,21 @@ from .prefix import Node, PrefixTree
 
 
 class Holding:
-    """One request's pages. pages: in table order; the first n_settled belong to the tree, except those in `own`."""
+    """One request's pages. pages: in table order; the first n_settled belong to the tree, the others to the request."""
 
-    __slots__ = ("cached_pages", "n_settled", "node", "own", "pages")
+    __slots__ = ("cached_pages", "is_apart", "n_settled", "node", "pages")
 
     def __init__(self, node: Node, pages: list[int]) -> None:
         self.node = node
         self.pages = pages
         self.n_settled = self.cached_pages = len(pages)
-        self.own: list[int] = []
-        """Settled pages that stayed this request's, because another had computed the same before."""
+        self.is_apart = False
+        """Another has put the same prefix into the tree first: this request keeps its own pages, unshared, to its end."""
 
     @property
     def private(self) -> list[int]:
-        """The pages that go back to the pool when the holding closes."""
-        return self.own + self.pages[self.n_settled :]
+        """The pages that are the request's own."""
+        return self.pages[self.n_settled :]
 
 
 class Ledger:
@@ -65,24 +65,37 @@ class Ledger:
 
     def settle(self, holding: Holding, tokens: bytes) -> None:
         """Shares what is computed: `tokens` are those of whole pages after the settled ones."""
+        if holding.is_apart:
+            return
+        if holding.node.is_dead or self.tree.knows(holding.node, tokens):
+            holding.is_apart = True
+            return
         first = holding.n_settled
         n = len(tokens) // 4 // self.page_tokens
-        fresh = holding.pages[first : first + n]
-        holding.node, n_known = self.tree.extend(holding.node, tokens, fresh)
-        holding.own += fresh[:n_known]
+        holding.node, _ = self.tree.extend(holding.node, tokens, holding.pages[first : first + n])
         holding.n_settled = first + n
 
-    def add_page(self, holding: Holding) -> int:
-        """One more page at the end of the table, or -1 when none is to be had."""
-        if not self.pool.n_free and not self._make_room(1):
-            return -1
-        page = self.pool.take_one()
-        holding.pages.append(page)
-        return page
+    def add_pages(self, holding: Holding, n: int) -> int:
+        """n more pages at the end of the table, or one when there is no plenty, or none. Returns how many."""
+        pool = self.pool
+        if pool.n_free < n and not self._make_room(1):
+            return 0
+        if pool.n_free < n:
+            n = 1
+        holding.pages += pool.take(n)
+        return n
 
-    def close(self, holding: Holding) -> None:
-        """Gives everything back. The caller has made sure that no step in flight can touch the pages."""
-        self.pool.give(holding.private)
+    def close(self, holding: Holding, tokens: bytes = b"") -> None:
+        """Gives everything back; pages of `tokens`, computed but not yet settled, are left to the tree.
+
+        The caller has made sure that no step in flight can touch the pages.
+        """
+        private = holding.private
+        n = len(tokens) // 4 // self.page_tokens
+        if n:
+            holding.node, n_known = self.tree.extend(holding.node, tokens, private[:n])
+            del private[n_known:n]
+        self.pool.give(private)
         self.tree.unlock(holding.node)
 
     def distrust(self, holding: Holding) -> None:

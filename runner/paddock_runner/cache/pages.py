@@ -67,14 +67,6 @@ class PagePool:
             is_out[page] = 1
         return pages
 
-    def take_one(self) -> int:
-        """One page. The caller has made sure that one is free. Raises: PageFault."""
-        if not self._free:
-            raise PageFault("one page wanted, none is free", pages=1)
-        page = self._free.pop()
-        self._is_out[page] = 1
-        return page
-
     def give(self, pages: Sequence[int]) -> None:
         """Takes pages back. Raises: PageFault for one that is not out (nothing was taken back then)."""
         is_out = self._is_out

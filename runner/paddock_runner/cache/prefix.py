@@ -165,6 +165,10 @@ class PrefixTree:
 
     # ---- growing ----
 
+    def knows(self, node: Node, tokens: bytes) -> bool:
+        """Another has added the first page of `tokens` after this node."""
+        return tokens[: self._page_bytes] in node.children
+
     def extend(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, int]:
         """Adds pages computed by the holder of a lock on `node`, which moves to the returned node.
 

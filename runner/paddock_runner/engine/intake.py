@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from time import monotonic_ns
-
 from ..wire.messages import (
     ABORT,
     MASK,
@@ -44,7 +42,7 @@ class Intake:
         for index, port in enumerate(engine.ports):
             if not port.is_dead and not port.reader.is_empty:
                 self._read_port(index, port)
-        now = monotonic_ns()
+        now = engine.clock()
         due_ns = engine.scheduler.queue.next_deadline_ns
         if due_ns is not None and due_ns <= now:
             while (request := engine.scheduler.queue.overdue(now)) is not None:
@@ -103,7 +101,7 @@ class Intake:
             port.send(Kind.REFUSED, placed.encode())
             return
         counters.prompt_tokens += ask.prompt_tokens
-        request = Request(ask, index, monotonic_ns(), placed[1], placed[0])
+        request = Request(ask, index, engine.clock(), placed[1], placed[0])
         requests[ask.ask_id] = request
         queue.open(request.client)
         loser = queue.push(request, engine.ledger.cached(request.tokens, request.salt))

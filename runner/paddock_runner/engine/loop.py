@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
 import numpy as np
@@ -32,6 +32,8 @@ LIFE_CHECK_NS = 100_000_000
 SEE_EVERY, SEE_PREFILL_EVERY, SEE_FIRST = 16, 4, 64
 """Which steps the cost model learns from: the first ones, then a sample."""
 GROW_PAGES = 64
+AHEAD_TOKENS = 64
+"""A decoding request gets pages for so many tokens at a time, while there are plenty."""
 RESULT_BYTES, TOP_BYTES = 24, 8
 
 
@@ -65,9 +67,15 @@ class Engine:
     """Everything of one device's serving but the waiting (process.py) and the reading of records (intake.py)."""
 
     def __init__(
-        self, sizes: StateSizes, device: StepDevice, ports: Sequence[EnginePort], policy: Policy | None = None
+        self,
+        sizes: StateSizes,
+        device: StepDevice,
+        ports: Sequence[EnginePort],
+        policy: Policy | None = None,
+        clock: Callable[[], int] = monotonic_ns,
     ) -> None:
         self.sizes = sizes
+        self.clock = clock
         self.device = device
         self.ports = list(ports)
         self.policy = policy or Policy()
@@ -96,7 +104,14 @@ class Engine:
         self._no_flags = bytes(4 * sizes.max_step_rows)
         self._last_done_ns = 0
         self._must_drain = False
+        self._ahead = self.run_ahead
+        self._pages_ahead = max(1, AHEAD_TOKENS // sizes.page_tokens)
         self._low_pages = min(2 * sizes.n_slots, sizes.n_pages // 16)
+
+    @property
+    def is_full(self) -> bool:
+        """No step can be launched before one in flight has been read."""
+        return len(self.in_flight) > self._ahead
 
     @property
     def n_open(self) -> int:
@@ -122,7 +137,7 @@ class Engine:
         return True
 
     def _read(self, step: Step) -> None:
-        now = step.done_ns or monotonic_ns()
+        now = step.done_ns or self.clock()
         seq, n_rows = step.seq, step.n_rows
         self.read_seq = seq
         slots = self.slots
@@ -136,8 +151,9 @@ class Engine:
                 port.send_rows(seq, self.sizes.n_slots, rows, top)
             rows.release()
         is_eventful = block[:, 2].tobytes() != self._no_flags[: 4 * n_rows]
-        drawn = block
+        drawn = block[: step.n_samples]
         if is_eventful or not step.is_plain:
+            drawn = block
             has_token = block[:, 1] >= 0
             if not has_token.all():
                 drawn = block[has_token]
@@ -186,7 +202,7 @@ class Engine:
 
     def end(self, request: Request, reason: Reason, error: ErrorCode = ErrorCode.NONE) -> None:
         """Ends a request in whatever phase; its slot and pages follow when no step in flight has them."""
-        now = monotonic_ns()
+        now = self.clock()
         slot = request.slot
         n_output = 0
         if slot >= 0:
@@ -237,12 +253,16 @@ class Engine:
             request = retiring.popleft()[1]
             holding, slot = request.holding, request.slot
             assert holding is not None
+            computed = b""
             if request.done_tokens >= request.n_tokens and not request.is_poisoned:
                 n = request.end_length - 1 if request.end_length >= 0 else self.slots.launched(slot)
-                first, full = holding.n_settled * self.sizes.page_tokens, n // self.sizes.page_tokens * self.sizes.page_tokens
+                first, full = (
+                    holding.n_settled * self.sizes.page_tokens,
+                    n // self.sizes.page_tokens * self.sizes.page_tokens,
+                )
                 if full > first:
-                    self.ledger.settle(holding, self.slots.tokens_of(request, first, full))
-            self.ledger.close(holding)
+                    computed = self.slots.tokens_of(request, first, full)
+            self.ledger.close(holding, computed)
             request.holding = None
             request.slot = -1
             self.slots.give(slot)
@@ -255,8 +275,8 @@ class Engine:
         scheduler, slots = self.scheduler, self.slots
         n_in_flight = len(self.in_flight)
         has_prefill = scheduler.has_prefill
-        ahead = self.run_ahead if not has_prefill and not self.masked else min(1, self.run_ahead)
-        if n_in_flight > ahead or (self._must_drain and n_in_flight):
+        self._ahead = self.run_ahead if not has_prefill and not self.masked else min(1, self.run_ahead)
+        if n_in_flight > self._ahead or (self._must_drain and n_in_flight):
             return False
         self._must_drain = False
         if not self._make_way():
@@ -264,7 +284,7 @@ class Engine:
             return False
         singles = self._with_mask() if self.masked else ()
         n_decode = len(slots.decode) + len(singles)
-        now = monotonic_ns()
+        now = self.clock()
         chunks = scheduler.plan(n_decode, now) if has_prefill else ()
         if not n_decode and not chunks:
             return False
@@ -276,7 +296,7 @@ class Engine:
         step.seq = self.launched_seq
         n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, singles)
         step.n_decode, step.n_prefill = n_decode, n_tokens - n_decode
-        step.is_plain = not chunks
+        step.is_plain = not chunks or _draws_come_first(chunks)
         step.has_top = slots.n_top > 0
         step.done_ns = 0
         step.work = 0.0
@@ -284,7 +304,7 @@ class Engine:
         self.in_flight.append(step)
         self.device.step(slots.address)
         if not self.run_ahead:
-            step.done_ns = monotonic_ns()
+            step.done_ns = self.clock()
         for slot in singles:
             slots.count_row(slot)
         if chunks:
@@ -322,8 +342,11 @@ class Engine:
                     self.masked.remove(request)
                 continue
             assert request.holding is not None
-            page = self.ledger.add_page(request.holding)
-            while page < 0:
+            n_pages = min(self._pages_ahead, self.ledger.pages_for(request.max_length - 1) - len(request.holding.pages))
+            if self.ledger.pool.n_free < self._low_pages:
+                n_pages = 1
+            n_new = self.ledger.add_pages(request.holding, n_pages)
+            while not n_new:
                 if self.in_flight:
                     return False
                 victim = self.scheduler.victim()
@@ -332,9 +355,9 @@ class Engine:
                 self._preempt(victim)
                 if victim is request:
                     break
-                page = self.ledger.add_page(request.holding)
-            if page >= 0:
-                slots.write_page(slot, len(request.holding.pages) - 1, page)
+                n_new = self.ledger.add_pages(request.holding, 1)
+            if n_new:
+                slots.write_pages(request, n_new)
                 slots.mark(request, n)
         return True
 
@@ -362,7 +385,9 @@ class Engine:
             request.started_ns = now_ns
             request.queued_ns = now_ns - request.received_ns
             self.counters.cached_tokens += request.cached_tokens
-            started = Started(request.ask_id, request.cached_tokens, request.prompt_tokens, request.queued_ns, request.slot)
+            started = Started(
+                request.ask_id, request.cached_tokens, request.prompt_tokens, request.queued_ns, request.slot
+            )
             self._say(request, Kind.STARTED, started.encode())
 
     # ---- the whole ----
@@ -372,7 +397,7 @@ class Engine:
         oldest = self.in_flight[0]
         limit = oldest.launched_ns + int(self.policy.device_timeout_s * 1e9)
         while not self.device.wait(oldest.seq, WAIT_US):
-            if monotonic_ns() > limit:
+            if self.clock() > limit:
                 raise PackError(
                     f"step {oldest.seq} has not finished for {self.policy.device_timeout_s:.0f} s",
                     "the device hangs; see dmesg",
@@ -397,6 +422,12 @@ class Engine:
         n_held = sum(r is not None for r in self.slots.request_of)
         if n_held + self.slots.n_free != self.sizes.n_slots:
             raise PageFault(f"{n_held} slots are held and {self.slots.n_free} free of {self.sizes.n_slots}", pages=[])
+
+
+def _draws_come_first(chunks: Sequence[Chunk]) -> bool:
+    """The rows that draw a token come before those that do not, so that a slice finds them."""
+    n = sum(samples for _, _, samples in chunks)
+    return all(samples for _, _, samples in chunks[:n])
 
 
 def freeze() -> None:

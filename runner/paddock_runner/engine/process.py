@@ -8,7 +8,6 @@ import select
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import monotonic_ns
 from types import FrameType
 
 from ..errors import PaddockError
@@ -71,10 +70,11 @@ class Runner:
         engine, intake = self.engine, self.intake
         try:
             while True:
-                if self.turn():
-                    continue
-                if engine.in_flight:
+                has_moved = self.turn()
+                if engine.in_flight and (engine.is_full or not has_moved):
                     engine.wait()
+                    continue
+                if has_moved:
                     continue
                 if not engine.n_open and (intake.is_draining or all(port.is_dead for port in engine.ports)):
                     engine.publish()
@@ -116,7 +116,7 @@ class Runner:
         if any(port.overflow_bytes for port in ports):
             return OVERFLOW_RETRY_MS
         due_ns = self.engine.scheduler.queue.next_deadline_ns
-        return None if due_ns is None else max(0, (due_ns - monotonic_ns()) // 1_000_000 + 1)
+        return None if due_ns is None else max(0, (due_ns - self.engine.clock()) // 1_000_000 + 1)
 
 
 def engine_main(config: EngineConfig, device: StepDevice, channels: Sequence[Channel]) -> None:

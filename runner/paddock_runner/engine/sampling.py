@@ -33,12 +33,15 @@ def place(ask: AskView, sizes: StateSizes) -> tuple[bytes, int] | Refused:
         return _bad(ask, BadField.TOP, n_logprobs, sizes.max_top)
     if not 0 <= n_stop <= MAX_STOP:
         return _bad(ask, BadField.STOP, n_stop, MAX_STOP)
-    if not all(math.isfinite(f) for f in floats):
+    if not math.isfinite(sum(floats)):
         return _bad(ask, BadField.SAMPLING, 0, 0)
-    for ids in (ask.prompt, np.frombuffer(ask.bias, np.int32)[::2], np.array(fields[16 : 16 + n_stop], np.int32)):
-        array = np.frombuffer(ids, np.int32) if isinstance(ids, bytes) else ids
-        if array.size and (worst := int(array.view(np.uint32).max())) >= sizes.n_vocab:
-            return _bad(ask, BadField.TOKEN, worst if worst < 1 << 31 else worst - (1 << 32), sizes.n_vocab - 1)
+    worst = int(np.frombuffer(ask.prompt, np.uint32).max())
+    for token in fields[16 : 16 + n_stop]:
+        worst = max(worst, token & 0xFFFFFFFF)
+    if n_bias:
+        worst = max(worst, int(np.frombuffer(ask.bias, np.uint32)[::2].max()))
+    if worst >= sizes.n_vocab:
+        return _bad(ask, BadField.TOKEN, worst if worst < 1 << 31 else worst - (1 << 32), sizes.n_vocab - 1)
     pool_tokens = (sizes.n_pages - 1) * sizes.page_tokens
     if n_prompt + max(1, ask.max_tokens) > ctx:
         return Refused(ask.ask_id, RefusedCode.CONTEXT, 0, n_prompt, ctx, ask.max_tokens)

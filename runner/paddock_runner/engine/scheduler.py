@@ -124,6 +124,8 @@ class Scheduler:
     def _settle(self, request: Request, n_tokens: int) -> None:
         holding, page_bytes = request.holding, 4 * self._ledger.page_tokens
         assert holding is not None
+        if holding.is_apart:
+            return
         first, end = holding.n_settled * page_bytes, 4 * n_tokens // page_bytes * page_bytes
         if end > first:
             self._ledger.settle(holding, request.tokens[first:end])
@@ -269,16 +271,17 @@ class Scheduler:
         """
         slots, slot, holding = self._slots, request.slot, request.holding
         assert holding is not None
+        computed = b""
         if request.phase == Phase.DECODE:
-            n = slots.launched(slot)
+            n, page_tokens = slots.launched(slot), self._ledger.page_tokens
             request.tokens = slots.tokens_of(request, 0, n + 1)
             request.n_tokens = n + 1
-            self._settle(request, n)
+            computed = request.tokens[4 * holding.n_settled * page_tokens : 4 * (n // page_tokens * page_tokens)]
         else:
             self.prefilling.remove(request)
         slots.leave(slot)
         slots.give(slot)
-        self._ledger.close(holding)
+        self._ledger.close(holding, computed)
         request.holding = None
         request.slot = -1
         request.done_tokens = 0

@@ -68,7 +68,12 @@ class SlotTable:
         self.max_page_writes = 2 * sizes.slot_pages + n
         words = sizes.mask_words
         self.max_payload_words = 2 * self.row_stride + n * words + 2 * n * sizes.max_bias
-        size = HEAD.size + n * (NEW_SLOT_BYTES + 8) + 16 * (sizes.max_step_rows + self.max_page_writes + 2 * n) + 4 * self.max_payload_words
+        size = (
+            HEAD.size
+            + n * (NEW_SLOT_BYTES + 8)
+            + 16 * (sizes.max_step_rows + self.max_page_writes + 2 * n)
+            + 4 * self.max_payload_words
+        )
         block = np.zeros(size // 8 + 1, np.uint64)
         self.address = int(block.ctypes.data)
         self._block = block.data.cast("B")
@@ -143,9 +148,13 @@ class SlotTable:
         self._texts.extend((slot, 0, request.n_tokens, self._n_payload))
         self._pay(request.tokens)
 
-    def write_page(self, slot: int, index: int, page: int) -> None:
-        """Stages one entry of a page table."""
-        self._page_writes.extend((slot, index, page, 0))
+    def write_pages(self, request: Request, n: int) -> None:
+        """Stages the last n entries of a request's page table."""
+        slot, holding = request.slot, request.holding
+        assert holding is not None
+        pages = holding.pages
+        for index in range(len(pages) - n, len(pages)):
+            self._page_writes.extend((slot, index, pages[index], 0))
 
     def write_mask(self, slot: int, words: bytes) -> None:
         """Stages a slot's mask."""
@@ -206,7 +215,9 @@ class SlotTable:
         """Slots that cannot have their row in the next step before something is done about them."""
         at = self.seq + 1
         group = self._calendar.get(at)
-        return [slot for slot in group if self._due_at[slot] == at] if group else []
+        if not group:
+            return []
+        return [slot for slot in dict.fromkeys(group) if self._due_at[slot] == at]
 
     def is_spent(self, slot: int) -> bool:
         """The same for one slot without a standing row."""
