@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Encoder
 
 from ..errors import FileError, UnsupportedError
 from .tokenizer import Tokenizer, TokenizerParts
-from .vocabulary import AddedToken, byte_level_piece, end_ids, end_of_turn_id, sentence_piece
+from .vocabulary import AddedToken, byte_level_piece, end_ids, end_of_turn_id, fill_ids, sentence_piece
 
 _MAX_BYTES = 256 << 20
 _FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
@@ -82,6 +82,7 @@ def tokenizer_from_json(
         eos_id=eos,
         eot_id=end_of_turn_id(special, eos),
         stop_ids=end_ids(special, [eos, *named]),
+        fill_ids=fill_ids(by_text),
         later_encoder=later,
         drops_leading_space=drops_space,
         decodes_words=decodes_words,

@@ -23,6 +23,7 @@ from .vocabulary import (
     byte_level_piece,
     end_ids,
     end_of_turn_id,
+    fill_ids,
     sentence_piece,
 )
 
@@ -165,8 +166,17 @@ def _parts(
         eos_id=eos,
         eot_id=eot if eot is not None else end_of_turn_id(special, eos),
         stop_ids=end_ids(special, [eos, eot, vocab.ids.get("eom")]),
+        fill_ids=_fill_ids(vocab),
         **more,
     )
+
+
+def _fill_ids(vocab: _Vocab) -> tuple[int, int, int] | None:
+    for names in (("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")):
+        found = [vocab.metadata.get(f"{_KEY}{name}_token_id") for name in names]
+        if all(isinstance(i, int) and 0 <= i < len(vocab.texts) for i in found):
+            return int(found[0] or 0), int(found[1] or 0), int(found[2] or 0)
+    return fill_ids(vocab.vocabulary((_CONTROL, _USER_DEFINED)))
 
 
 def _ends(vocab: _Vocab, adds_bos: bool, adds_eos: bool = False) -> tuple[list[int], list[int]]:

@@ -6,6 +6,7 @@ template serves completions only: a template is never guessed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -183,6 +184,9 @@ class ChatTemplate:
             changes["content"] = [{"type": "text", "text": content}]
         if calls:
             changes["tool_calls"] = [self._call(call) for call in calls]
+        call_id = message.get("tool_call_id")
+        if self._wants_short_ids and isinstance(call_id, str):
+            changes["tool_call_id"] = _short_id(call_id)
         thought = next((message[k] for k in _REASONING_KEYS if isinstance(message.get(k), str)), None)
         if thought:
             changes.update((key, thought) for key in self._reasoning_names if key not in message)
@@ -197,9 +201,15 @@ class ChatTemplate:
             arguments = _parsed(arguments)
         elif self.wants_argument_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        if arguments is function.get("arguments"):
-            return call
-        return {**call, "function": {**function, "arguments": arguments}}
+        if arguments is not function.get("arguments"):
+            call = {**call, "function": {**function, "arguments": arguments}}
+        call_id = call.get("id")
+        return {**call, "id": _short_id(call_id)} if self._wants_short_ids and isinstance(call_id, str) else call
+
+    @cached_property
+    def _wants_short_ids(self) -> bool:
+        """Whether the template refuses ids of calls that do not have nine letters and digits (Mistral)."""
+        return re.search(r"length\s*(!=|<)\s*9", self.source) is not None
 
     @cached_property
     def _reasoning_names(self) -> tuple[str, ...]:
@@ -274,6 +284,13 @@ def _parsed(arguments: str) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
+
+
+def _short_id(call_id: str) -> str:
+    """Nine letters and digits that stand for any id, always the same ones."""
+    if len(call_id) == 9 and call_id.isalnum() and call_id.isascii():
+        return call_id
+    return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=8).hexdigest()[:9]
 
 
 def _cut_after_final(text: str, messages: Sequence[Message]) -> str:

@@ -36,6 +36,7 @@ class TokenizerParts:
     """Everything a Tokenizer is made of.
 
     pieces: bytes of every token, by id. added: tokens matched in the text. prefix, suffix: ids put around a text on request.
+    fill_ids: tokens before the text ahead of a gap, before the text behind it, and where the gap is to be filled.
     later_encoder: for segments that do not start the text, where those are treated differently; else None.
     drops_leading_space: encoding puts a space before the text, so decoding takes one away.
     decodes_words: text is not the concatenation of pieces (WordPiece): decoding goes through the encoder.
@@ -50,6 +51,7 @@ class TokenizerParts:
     eos_id: int | None = None
     eot_id: int | None = None
     stop_ids: Sequence[int] = ()
+    fill_ids: tuple[int, int, int] | None = None
     later_encoder: Encoder | None = None
     drops_leading_space: bool = False
     decodes_words: bool = False
@@ -125,12 +127,13 @@ class Tokenizer:
         self._texts: dict[frozenset[int], list[str | None]] = {}
         self._ids = {t.text: t.id for t in reversed(added)}
         self.cache = SegmentCache(cache_bytes)
-        self.pieces: Sequence[bytes] = parts.pieces
         self.n_vocab = len(parts.pieces)
+        self.pieces: Sequence[bytes] = [*parts.pieces, *[b""] * (limit - self.n_vocab)]  # rows that no token has
         self.bos_id = parts.bos_id
         self.eos_id = parts.eos_id
         self.eot_id = parts.eot_id
         self.stop_ids: tuple[int, ...] = tuple(i for i in parts.stop_ids if i < limit)
+        self.fill_ids = parts.fill_ids if parts.fill_ids and max(parts.fill_ids) < limit else None
         self.drops_leading_space = parts.drops_leading_space
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> array[int]:
@@ -198,9 +201,10 @@ class Tokenizer:
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         wanted = list(ids)
-        if wanted and (min(wanted) < 0 or max(wanted) >= self.n_vocab):
-            bad = next(i for i in wanted if not 0 <= i < self.n_vocab)
-            raise UsageError(f"token id {bad} is outside the vocabulary of {self.n_vocab} tokens")
+        n_ids = len(self.pieces)
+        if wanted and (min(wanted) < 0 or max(wanted) >= n_ids):
+            bad = next(i for i in wanted if not 0 <= i < n_ids)
+            raise UsageError(f"token id {bad} is outside the vocabulary of {n_ids} tokens")
         return wanted
 
     def _segment(self, text: str, is_first: bool) -> bytes:

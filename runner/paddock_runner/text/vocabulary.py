@@ -51,6 +51,17 @@ _END_OF_TURN = (
     "<|end_of_text|>",
     "<|endoftext|>",
 )
+# Prefix, suffix and middle marks of fill-in-the-middle, by family. Source: as END_TEXTS.
+_FILL_TEXTS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
+)
 _DEEPEST_NESTING = 40
 
 
@@ -214,3 +225,11 @@ def end_of_turn_id(ids: Mapping[str, int], eos_id: int | None) -> int | None:
         if text in ids and not (text == "<|end|>" and "<|return|>" in ids):
             return ids[text]
     return eos_id
+
+
+def fill_ids(ids: Mapping[str, int]) -> tuple[int, int, int] | None:
+    """Ids of the marks for filling in the middle (prefix, suffix, middle), or None. ids: text -> id."""
+    for prefix, suffix, middle in _FILL_TEXTS:
+        if prefix in ids and suffix in ids and middle in ids:
+            return ids[prefix], ids[suffix], ids[middle]
+    return None

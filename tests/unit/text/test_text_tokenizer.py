@@ -236,3 +236,18 @@ def test_a_folder_without_tokenizer_json_says_what_it_has(tmp_path) -> None:
         tokenizer_from_folder(tmp_path)
     with pytest.raises(FileError, match="added_tokens"):
         tokenizer_from_json({"added_tokens": [{"id": "x"}]})
+
+
+def test_marks_for_filling_in_the_middle_are_found() -> None:
+    assert SMALL.fill_ids is None
+    metadata = byte_level_metadata()
+    n = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+    metadata["tokenizer.ggml.token_type"] += [3, 3, 3]
+    assert tokenizer_from_gguf(metadata).fill_ids == (n, n + 2, n + 1)
+
+
+def test_rows_of_the_embedding_that_no_token_has_are_empty_text() -> None:
+    padded = tokenizer_from_gguf(byte_level_metadata(), n_rows=SMALL.n_vocab + 10)
+    assert padded.decode([SMALL.n_vocab + 3]) == "" and padded.n_vocab == SMALL.n_vocab
+    assert padded.texts()[SMALL.n_vocab + 9] == ""
