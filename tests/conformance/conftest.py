@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from paddock_runner.wire.messages import ErrorCode
 
 from tests.conformance.live import CHATML, THINKING, TOOLS, Live, live
 from tests.fakes.engine import FOREVER
-from paddock_runner.wire.messages import ErrorCode
 
 
 def _reset(server: Live) -> Live:

@@ -1,6 +1,6 @@
 """An engine without a model: answers a front's ring with tokens that a test (or the bench) chooses. A thread, or a process of its own.
 
-    python -m tests.fakes.engine CHANNEL [--tokens N] [--every MS]    endless tokens for bench/front.py, as fast as the front reads
+    python -m tests.fakes.engine CHANNEL [--ids FIRST LAST] [--every MS]    endless tokens for bench/front.py, as fast as the front reads
 """
 
 from __future__ import annotations
@@ -194,6 +194,9 @@ class FakeEngine(threading.Thread):
             self._free.append(running.slot)
             done = m.Done(running.ask.ask_id, reason, error, running.ask.prompt_tokens, running.cached_tokens, running.n_done)
             self.port.send(m.Kind.DONE, done.encode())
+        if ended:
+            with self.changed:
+                self.changed.notify_all()
         return bool(rows or ended)
 
 
@@ -201,10 +204,10 @@ def main() -> None:
     """A process that serves one channel with endless tokens."""
     parser = argparse.ArgumentParser()
     parser.add_argument("channel")
-    parser.add_argument("--tokens", type=int, default=200, help="ids 1000..1000+N are sent in turn")
+    parser.add_argument("--ids", type=int, nargs=2, default=(40, 90), help="ids that are sent in turn")
     parser.add_argument("--every", type=float, default=0.0, help="milliseconds from step to step, 0: as fast as the front reads")
     arguments = parser.parse_args()
-    ids = range(1000, 1000 + arguments.tokens)
+    ids = range(*arguments.ids)
     engine = FakeEngine(Channel.parse(arguments.channel), Script(lambda prompt: ids), False, arguments.every / 1000)
     engine.run()
 
