@@ -44,10 +44,15 @@ class Feed:
         self.n_calls = 0
         self.is_call_open = False
         self._events: list[Event] = []
+        self._waits: tuple[Callable[[str], None], re.Pattern[str]] | None = None
 
-    def add(self, text: str) -> None:
-        """More text."""
+    def add(self, text: str) -> bool:
+        """More text. False when that was all: plain text where the reader waits for a marker, told on at once."""
+        if self._waits is not None and self._waits[1].search(text) is None:
+            self._waits[0](text)
+            return False
         self.buffer += text
+        return True
 
     def take(self) -> list[Event]:
         """The events found since the last time."""
@@ -169,8 +174,11 @@ class Feed:
                 tell(self.buffer[begin:end])
                 self.at = end
                 begin = end = self.compact()
+                if end == len(self.buffer):
+                    self._waits = tell, _first_characters(tuple(markers))
             look = end
             yield from self.more()
+            self._waits = None
 
     def _partial(self, markers: Sequence[str], begin: int) -> int:
         """Where the earliest suffix starts that some marker begins with; the length of the buffer if none does."""

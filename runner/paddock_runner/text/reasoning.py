@@ -66,8 +66,8 @@ class ReasoningSplitter:
         """Events that are sure after this piece."""
         if self._run is None:
             return [Text(text)] if text else []
-        self._feed.add(text)
-        self._advance()
+        if self._feed.add(text):
+            self._advance()
         return self._feed.take()
 
     def finish(self) -> list[Event]:

@@ -43,8 +43,8 @@ class ToolParser:
 
     def push(self, text: str) -> list[Event]:
         """Events that are sure after this piece."""
-        self._feed.add(text)
-        self._advance()
+        if self._feed.add(text):
+            self._advance()
         return self._feed.take()
 
     def finish(self) -> list[Event]:
