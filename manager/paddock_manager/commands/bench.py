@@ -98,7 +98,7 @@ class Load:
         """One request. Raises: PaddockError."""
         words = " ".join(f"item{(number * 7919 + i * 31) % 9973}" for i in range(max(1, self.prompt_tokens // 4)))
         body = {
-            "model": self.server.name,
+            "model": self.server.model,
             "messages": [{"role": "user", "content": f"{number}. {words}"}],
             "max_tokens": self.tokens,
             "temperature": 0,

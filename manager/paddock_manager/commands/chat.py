@@ -44,7 +44,7 @@ class Session:
         """The request for the next turn."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, *self.messages, {"role": "user", "content": prompt}]
-        return {"model": self.server.name, "messages": messages, **self.settings}
+        return {"model": self.server.model, "messages": messages, **self.settings}
 
 
 def stats_line(usage: dict[str, Any], first_ms: float, total_ms: float) -> str:

@@ -76,7 +76,7 @@ def run(values: Values, ui: Ui) -> int:
         raise UsageError(f"launch does not know {values.text('agent')!r}", "it knows " + ", ".join(AGENTS))
     places = paths.places()
     server = _server(places, values.text("model"), ui)
-    facts = {"url": server.url, "key": keys.key(places), "model": server.name}
+    facts = {"url": server.url, "key": keys.key(places), "model": server.model}
     env = {k: v.format(**facts) for k, v in agent.env.items()}
     words = [w.format(**facts) for w in agent.words]
     if values.flag("print") or not words or ui.as_json:

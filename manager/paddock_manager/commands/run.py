@@ -139,11 +139,14 @@ def server_for(places: paths.Places, found: Target, values: Values, ui: Ui) -> I
         name,
         found.ref,
         found.path,
+        found.name,
         key_file=keys.key_file(places),
         flags=target.runner_flags(wanted),
         asked=dict(given),
     )
     server = serve.started(places, launch, ui, serve.START_S)
+    if server.device == "cpu" and given.get("device") != "cpu":
+        ui.say("no GPU that can be used here: on the CPU")
     try:
         yield server, keys.key(places)
     finally:

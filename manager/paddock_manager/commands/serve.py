@@ -61,7 +61,7 @@ def run(values: Values, ui: Ui) -> int:
         ui.warn(f"listening on {host}: anybody who reaches it and has the key can use it; the traffic is not encrypted")
     given = target.asked(values)
     key_file = None if values.flag("no_auth") else keys.key_file(places)
-    launch = Launch(name, found.ref, found.path, host, port, key_file, target.runner_flags(given), dict(given))
+    launch = Launch(name, found.ref, found.path, "", host, port, key_file, target.runner_flags(given), dict(given))
     server = started(places, launch, ui, timeout_s)
     body = {"server": facts(server), "auth": key_file is not None}
     ui.result("serve", body, lambda u: u.line(f"{server.name} is served at {server.url}/v1 ({describe(server)})"))
@@ -76,7 +76,7 @@ def started(places: paths.Places, launch: Launch, ui: Ui, timeout_s: float) -> S
         nonlocal told
         if passed_s > 2 and not told:
             told = True
-            ui.say(f"loading {launch.name} …")
+            ui.say(f"loading {launch.path.name} …")
 
     return spawn.start(places, launch, timeout_s, waiting)
 

@@ -45,20 +45,29 @@ class RunnerDied(PaddockError):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to start. flags: the runner's own options, as words, beside those that are set here."""
+    """What to start. name: of the server; model: what its API calls the model ("": the same).
+
+    flags: the runner's own options, as words, beside those that are set here.
+    """
 
     name: str
     ref: str
     path: Path
+    model: str = ""
     host: str = "127.0.0.1"
     port: int = 0
     key_file: Path | None = None
     flags: tuple[str, ...] = ()
     asked: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def shown(self) -> str:
+        """The model's name, for messages and for the API."""
+        return self.model or self.name
+
     def words(self, ready_file: Path) -> list[str]:
         """The command line."""
-        out = [*RUNNER, "--model", str(self.path), "--name", self.name, "--host", self.host, "--port", str(self.port)]
+        out = [*RUNNER, "--model", str(self.path), "--name", self.shown, "--host", self.host, "--port", str(self.port)]
         out += ["--api-key-file", str(self.key_file)] if self.key_file else ["--no-auth"]
         return [*out, *self.flags, "--state-file", str(ready_file)]
 
@@ -90,7 +99,7 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
         server = Server(
             launch.name, launch.ref, str(launch.path), process.pid, born(process.pid), str(facts.get("host", launch.host)),
             int(facts["port"]), str(facts.get("device", "")), int(facts.get("max_ctx_tokens", 0)), int(facts.get("max_batch", 0)),
-            str(log), round(time.time(), 3), launch.asked,
+            str(log), round(time.time(), 3), launch.asked, launch.shown,
         )  # fmt: skip
         state.remember(places, server)
         CHILDREN[process.pid] = process
@@ -117,7 +126,7 @@ def _wait(
     while True:
         code = process.poll()
         if code is not None:
-            raise died(launch.name, code, log)
+            raise died(launch.shown, code, log)
         if not facts:
             facts = _read_ready(ready_file)
         if facts and client.is_ready(str(facts.get("host", launch.host)), int(facts["port"])):
@@ -125,7 +134,7 @@ def _wait(
         passed = time.monotonic() - begun
         if passed > timeout_s:
             raise Cancelled(
-                f"{launch.name} was not ready after {timeout_s:.0f} s and was stopped",
+                f"{launch.shown} was not ready after {timeout_s:.0f} s and was stopped",
                 "`--timeout` sets how long to wait",
                 log=str(log),
             )
@@ -150,7 +159,7 @@ def died(name: str, code: int, log: Path) -> RunnerDied:
     said = re.sub(r"^(paddock-runner: )?(error: )?", "", said.strip())
     message = f"the runner of {name} ended {how} before it was ready" + (f": {said}" if said else "")
     shown = "\n".join(f"    {x}" for x in lines)
-    hint = f"its log, {log}, ends with\n{shown}" if lines else f"its log, {log}, is empty"
+    hint = f"its log, {log}, ends with\n{shown}" if len(lines) > 1 else f"its log is {log}"
     return RunnerDied(message, hint, code, log=str(log), last_lines=lines)
 
 

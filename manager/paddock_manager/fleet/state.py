@@ -18,7 +18,10 @@ from paddock_manager.paths import Places
 
 @dataclass(slots=True)
 class Server:
-    """One runner that was started. born: start time of pid in clock ticks. asked: what was asked for, by option name."""
+    """One runner that was started. born: start time of pid in clock ticks. asked: what was asked for, by option name.
+
+    model: what its API calls the model.
+    """
 
     name: str
     ref: str
@@ -33,6 +36,7 @@ class Server:
     log: str
     started_at: float
     asked: dict[str, Any] = field(default_factory=dict)
+    model: str = ""
 
     @property
     def url(self) -> str:
