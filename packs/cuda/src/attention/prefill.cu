@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
         const int32_t *pages = a.page_table + static_cast<int64_t>(a.row_slot[row]) * a.slot_pages;
         const int last_token = min(first_pair + kPairs - 1, n_pairs - 1) / group;
         const int kv_end = position + last_token + 1;
-        const int kv_first = a.window > 0 ? max(0, position + first_pair / group - a.window + 1) / kTile * kTile : 0;
+        const int kv_first = a.window > 0 ? max(0, position + first_pair / group - a.window + 1) : 0;
 
         int pair[2], limit[2];
 #pragma unroll

@@ -86,6 +86,9 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, cons
         column += gated ? 0 : p.rows;
     }
     StreamShape s = stream_shape(l.ctx->n_processors, max_rows, tiles * (tile_rows / 32), n_units, facts.unit, facts.group, gated);
+    const int64_t partial = s.n_slices > 1 ? static_cast<int64_t>(s.n_slices) * s.n_tiles * tile_rows * 8 * s.n_tokens8 * 4 : 0;
+    if (partial > l.scratch_bytes || s.n_tiles * 4ll > kCounterBytes)
+        return fail(PK_BAD_ARG, "matmul: partial sums take %lld bytes and %d counters, the workspace has %lld and %lld", (long long)partial, s.n_tiles, (long long)l.scratch_bytes, (long long)(kCounterBytes / 4));
     a.x = reinterpret_cast<const void *>(op.x.data);
     a.y = reinterpret_cast<void *>(op.y.data);
     a.add = reinterpret_cast<const void *>(op.add.data);
@@ -272,7 +275,9 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
         const int64_t tile_rows = 32 * (rows <= 16 ? 1 : rows <= 32 ? 2 : 4);
         for (int32_t unit : {64, 128, 256}) {
             StreamShape s = stream_shape(ctx->n_processors, rows, (columns + 3 * 128) / 32, k / unit, unit, 16, op.act != PK_ACT_NONE);
-            if (s.n_slices > 1) stream = std::max(stream, static_cast<int64_t>(s.n_slices) * s.n_tiles * tile_rows * 8 * s.n_tokens8 * 4);
+            // Fewer tiles (one weight of several) mean more slices: never more items than slots and one more slice of each tile.
+            const int64_t items = std::max<int64_t>(static_cast<int64_t>(s.n_slices) * s.n_tiles, 2ll * ctx->n_processors + 2 * s.n_tiles);
+            stream = std::max(stream, items * tile_rows * 8 * s.n_tokens8 * 4);
         }
     }
     if (max_rows <= kStreamRows) return stream;

@@ -1,0 +1,179 @@
+"""Kernel board of the CUDA pack: microseconds, share of the measured bandwidth or matrix rate, ratio to torch in the same run.
+
+Usage: python -m bench.gpu_kernels PACK --out FOLDER [--only WORD ...]. Ceilings are measured first, with torch. Products run over
+copies of the weights larger than the L2, in one captured program; random data throughout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from paddock_runner.memory.state import StateSizes
+from paddock_runner.pack import abi
+from paddock_runner.pack.library import load_pack
+from paddock_runner.pack.program import Epilogue, Heads, Program
+from paddock_runner.pack.tensor import T
+
+from .gpu_weights import Weight
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/kernels"))
+from harness import Bench  # noqa: E402
+
+SHAPES = {"qkv": ((4096, 1024, 1024), 4096), "o": ((4096,), 4096), "gate-up": ((12288, 12288), 4096), "down": ((4096,), 12288)}
+FORMATS = [("bf16", "none"), ("fp8_e4m3", "block"), ("q8_0", "none"), ("q4_k", "none"), ("q6_k", "none")]
+
+
+def events(run: Callable[[], Any], n: int = 20) -> float:
+    """Median milliseconds of a torch call."""
+    times = []
+    for _ in range(n + 3):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        run()
+        b.record()
+        b.synchronize()
+        times.append(a.elapsed_time(b))
+    return statistics.median(times[3:])
+
+
+def ceilings() -> dict[str, float]:
+    """GB/s of reading 4 GB, TFLOP/s of a bf16 product of 8192 cubed on random data."""
+    x = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
+    read = x.numel() * 4 / events(lambda: torch.sum(x), 10) / 1e6
+    y = torch.empty_like(x)
+    copy = 2 * x.numel() * 4 / events(lambda: y.copy_(x), 10) / 1e6
+    del x, y
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    rate = 2 * 8192**3 / events(lambda: a @ b, 10) / 1e9
+    torch.cuda.empty_cache()
+    return {"read_gbs": read, "copy_gbs": copy, "bf16_tflops": rate}
+
+
+def wall(b: Bench, n_tokens: int, n_samples: int, floor_ms: float) -> float:
+    """Milliseconds of one replay of the loaded program: the slope between few and many replays, median of five."""
+    device, repeats = b.device, 4
+    device.run(n_tokens, n_samples, 3)
+    found = []
+    for _ in range(5):
+        times = []
+        for n in (repeats, 5 * repeats):
+            start = time.perf_counter()
+            device.run(n_tokens, n_samples, n)
+            times.append(time.perf_counter() - start)
+        found.append((times[1] - times[0]) / (4 * repeats) * 1e3)
+    return max(statistics.median(found), floor_ms)
+
+
+def product(pack: Any, format: tuple[str, str], shapes: tuple[int, ...], k: int, m: int, gated: bool, rng: np.random.Generator) -> tuple[float, int]:
+    """(microseconds, weight bytes as packed) of one product."""
+    b = Bench(pack, sizes=StateSizes(8, 256, 16, 64, 100, max(m, 64), 64, 8, 5, 3))
+    made = [Weight(format[0], n, k, format[1]).fill(rng) for n in shapes]
+    first = [w.upload(b.device) for w in made]
+    n_bytes = b.device.allocated["weights"]
+    copies = max(2, min(40, int(300e6 // n_bytes))) if m <= 64 else 2
+    sets = [first] + [[w.upload(b.device) for w in made] for _ in range(copies - 1)]
+    x, _ = b.activations(rng.normal(size=(m, k)), T)
+    y = b.output(m, shapes[0] if gated else sum(shapes), T)
+    program = Program()
+    for packed in sets:
+        program.matmul(x, packed, y, (), Epilogue(act="silu" if gated else "none"))
+    b.load(program)
+    us = wall(b, m, 0, 1e-6) * 1e3 / copies
+    b.close()
+    return us, n_bytes
+
+
+def stored_bytes(format: tuple[str, str], shapes: tuple[int, ...], k: int) -> int:
+    """Bytes of the weights as the checkpoint has them."""
+    from paddock_runner.formats.table import by_name
+
+    return sum(shapes) * by_name(format[0]).row_bytes(k)
+
+
+def products(pack: Any, limits: dict[str, float], rng: np.random.Generator, only: list[str]) -> list[dict[str, Any]]:
+    """Rows of skinny and tiled products."""
+    rows = []
+    for format in FORMATS:
+        for m in (1, 4, 8, 16, 32, 64, 256, 2048):
+            if only and not any(w in f"{format[0]}.m{m}." for w in only):
+                continue
+            for name, (shapes, k) in SHAPES.items():
+                us, _ = product(pack, format, shapes, k, m, name == "gate-up", rng)
+                n_bytes, flops = stored_bytes(format, shapes, k), 2 * m * sum(shapes) * k
+                floor = max(n_bytes / limits["read_gbs"] * 1e-3, flops / limits["bf16_tflops"] * 1e-6)
+                w = torch.randn(sum(shapes), k, device="cuda", dtype=torch.bfloat16)
+                more = [torch.randn_like(w) for _ in range(max(1, int(300e6 / w.numel() / 2)))]
+                a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+                peer = events(lambda a=a, more=more: [torch.matmul(a, z.T) for z in more], 5) / len(more) * 1e3
+                del w, more
+                rows.append({"id": f"h200.product.{format[0]}.{name}.m{m}", "us": us, "gbs": n_bytes / us * 1e-3, "tflops": flops / us * 1e-6, "of_limit": floor / us, "cublas_bf16_us": peer})
+                sys.stdout.write(f"{format[0]:9} {name:8} m{m:5} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s  of floor {floor / us:5.2f}  cublas bf16 {peer:8.1f} us ({peer / us:5.2f}x)\n")
+                sys.stdout.flush()
+    return rows
+
+
+def attention(pack: Any, limits: dict[str, float], rng: np.random.Generator, n_rows: int, context: int, n_tokens: int, kv: int = abi.PK_BF16) -> dict[str, Any]:
+    """One attention case of an 8B: 32 heads, 8 KV heads, width 128; n_rows rows of n_tokens after `context` cached ones."""
+    size = 1 if kv == abi.PK_FP8_E4M3 else 2
+    pages = n_rows * -(-(context + n_tokens) // 16) + 1
+    sizes = StateSizes(max(n_rows, 1), -(-(context + n_tokens) // 16) * 16, 16, pages, 100, max(n_rows * n_tokens, 1), max(n_rows, 1), 8, 5, 3)
+    b = Bench(pack, page_bytes=2 * 8 * 16 * 128 * size, sizes=sizes)
+    block = rng.normal(size=1 << 20).astype(np.float32).view(np.uint32)
+    raw = (block >> 16).astype(np.uint16).tobytes() if size == 2 else rng.integers(0, 120, 1 << 21, dtype=np.uint8).tobytes()
+    total = pages * b.page_bytes
+    for at in range(0, total, len(raw)):
+        b.device.write(b.device.kv_address + at, raw[: min(len(raw), total - at)])
+    b.scatter_pages(rng)
+    b.set_rows([(i, context, n_tokens) for i in range(n_rows)])
+    q, _ = b.activations(rng.normal(size=(n_rows * n_tokens, 4096)), T)
+    out = b.output(n_rows * n_tokens, 4096, T)
+    program = Program()
+    for _ in range(4):
+        program.attention(q, out, Heads(32, 8, 128, 128, 0, 8 * 16 * 128 * size, kv), 128**-0.5)
+    b.load(program)
+    us = wall(b, n_rows * n_tokens, 0, 1e-6) * 1e3 / 4
+    n_bytes = n_rows * (context + n_tokens) * 2 * 8 * 128 * size
+    flops = 4 * 32 * 128 * n_rows * sum(context + i + 1 for i in range(n_tokens))
+    b.close()
+    floor = max(n_bytes / limits["read_gbs"] * 1e-3, flops / limits["bf16_tflops"] * 1e-6)
+    name = f"h200.attn.{n_rows}x{context}+{n_tokens}.{'fp8' if size == 1 else 'bf16'}"
+    sys.stdout.write(f"{name:32} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s of floor {floor / us:5.2f}\n")
+    return {"id": name, "us": us, "gbs": n_bytes / us * 1e-3, "tflops": flops / us * 1e-6, "of_limit": floor / us}
+
+
+def main() -> None:
+    """Runs the board and writes it to --out."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pack", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of case names; 'attn' for attention")
+    options = parser.parse_args()
+    rng, pack = np.random.default_rng(), load_pack(options.pack)
+    limits = ceilings()
+    sys.stdout.write(f"limits {limits}\n")
+    rows = []
+    if not options.only or "attn" in options.only:
+        for case in ((1, 1024, 1), (1, 32768, 1), (32, 4096, 1), (128, 1024, 1), (1, 0, 2048), (1, 0, 8192)):
+            rows.append(attention(pack, limits, rng, *case))
+        rows.append(attention(pack, limits, rng, 32, 4096, 1, abi.PK_FP8_E4M3))
+        q, k, v = (torch.randn(1, 32, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        ms = events(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), 5)
+        sys.stdout.write(f"torch sdpa 8k causal {ms * 1e3:.1f} us {2 * 32 * 128 * 8192 * 8192 / ms / 1e9:.1f} TF/s\n")
+    only = [w for w in options.only if w != "attn"]
+    if not options.only or only:
+        rows += products(pack, limits, rng, only)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "kernels.json").write_text(json.dumps({"context": limits, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
