@@ -86,5 +86,19 @@ def front_page() -> str:
     return "\n".join(lines)
 
 
+def as_markdown() -> str:
+    """The reference page of all commands."""
+    out = [
+        "# Commands\n\nEvery command takes `--json`, `--quiet` and `--help`; exit codes are those of [errors](errors.md).\n"
+    ]
+    out.append(
+        "Results go to standard output, talk to standard error; without a terminal there are no bars and no colour.\n"
+    )
+    for name, line in COMMANDS.items():
+        command: options.Command = importlib.import_module(f"paddock_manager.commands.{name}").COMMAND
+        out.append(f"\n## {name}\n\n{line[0].upper()}{line[1:]}.\n\n```\n{options.help_page(command)}\n```\n")
+    return "".join(out)
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -49,6 +49,8 @@ class Session:
 
 def stats_line(usage: dict[str, Any], first_ms: float, total_ms: float) -> str:
     """Times and counts of one answer."""
+    if not usage:
+        return f"stopped after {total_ms / 1000:.1f} s; the server counts tokens of whole answers only"
     prompt, done = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     decode_s = max(1e-6, (total_ms - first_ms) / 1000)
