@@ -18,6 +18,8 @@ from .tokenizer import Tokenizer, TokenizerParts
 from .vocabulary import AddedToken, byte_level_piece, end_ids, end_of_turn_id, fill_ids, sentence_piece
 
 _MAX_BYTES = 256 << 20
+_PROBE_ID = 4_000_000_000
+_PROBE_MODEL = {"type": "WordLevel", "vocab": {"a": _PROBE_ID}, "unk_token": "a"}
 _FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
 
 
@@ -117,9 +119,10 @@ def _added(spec: Mapping[str, Any]) -> AddedToken:
     )
 
 
-def _encoder(spec: Mapping[str, Any], name: str, **changes: Any) -> Encoder:
+def _encoder(spec: Mapping[str, Any], name: str, keeps_ends: bool = False) -> Encoder:
     """The library's tokenizer without the steps that this package does itself."""
-    bare = {**spec, "added_tokens": [], "truncation": None, "padding": None, "post_processor": None, **changes}
+    ends = spec.get("post_processor") if keeps_ends else None
+    bare = {**spec, "added_tokens": [], "truncation": None, "padding": None, "post_processor": ends}
     try:
         encoder = Encoder.from_str(msgspec.json.encode(bare).decode())
     except Exception as error:  # the library raises its plain Exception for every fault in the file
@@ -176,7 +179,7 @@ def _leading_space(spec: Mapping[str, Any], name: str) -> tuple[Encoder | None, 
             if scheme == "first":
                 is_first_only = True
                 step["prepend_scheme"] = "never"
-    return (_encoder(spec, name, pre_tokenizer=changed) if is_first_only else None), strips
+    return (_encoder({**spec, "pre_tokenizer": changed}, name) if is_first_only else None), strips
 
 
 def _ends(
@@ -186,11 +189,12 @@ def _ends(
     prefix: list[int] = []
     suffix: list[int] = []
     if spec.get("post_processor"):
-        probe = _encoder(spec, name, post_processor=spec["post_processor"], added_tokens=spec.get("added_tokens") or [])
-        plain = probe.encode("a", add_special_tokens=False).ids
+        probe = _encoder(
+            {"version": "1.0", "model": _PROBE_MODEL, "post_processor": spec["post_processor"]}, name, True
+        )
         whole = probe.encode("a", add_special_tokens=True).ids
-        at = next((i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), 0)
-        prefix, suffix = whole[:at], whole[at + len(plain) :]
+        at = whole.index(_PROBE_ID) if _PROBE_ID in whole else 0
+        prefix, suffix = whole[:at], whole[at + 1 :]
     wants_bos, wants_eos = config.get("add_bos_token"), config.get("add_eos_token")
     if bos is not None:
         if wants_bos is True and bos not in prefix:
