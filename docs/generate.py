@@ -1,0 +1,130 @@
+"""Writes docs/reference from the code, so that it cannot rot. With --check only compares.
+
+Usage: python docs/generate.py [--check]
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "docs/reference"
+
+
+def table(head: list[str], rows: list[list[Any]]) -> str:
+    """A markdown table."""
+    lines = [head, ["---"] * len(head), *[[str(c).replace("|", "\\|") for c in row] for row in rows]]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+def errors() -> str:
+    """Every error class with its code, HTTP status and exit code."""
+    module = importlib.import_module("paddock_runner.errors")
+    classes = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, module.PaddockError)]
+    rows = [[f"`{c.__name__}`", f"`{c.code}`", c.http_status, c.exit_code, (inspect.getdoc(c) or "").split("\n")[0]] for c in classes]
+    exits = {0: "success", 1: "an internal fault: please report it"}
+    for c in classes[1:]:
+        exits.setdefault(c.exit_code, (inspect.getdoc(c) or "").split("\n")[0].rstrip("."))
+    return (
+        "# Errors and exit codes\n\nEvery failure is one sentence that names the file, field or number at fault, and what to do.\n\n"
+        "## Exit codes\n\n" + table(["code", "meaning"], [[k, exits[k]] for k in sorted(exits)]) + "\n## Classes\n\n"
+        + table(["class", "code in JSON", "HTTP", "exit", "meaning"], rows)
+    )
+
+
+def formats() -> str:
+    """The weight formats."""
+    module = importlib.import_module("paddock_runner.formats.table")
+    rows = [
+        [f"`{f.name}`", f.id, f.block_elements, f.block_bytes, round(8 * f.block_bytes / f.block_elements, 4), f.ggml if f.ggml is not None else "", f.safetensors or ""]
+        for f in module.FORMATS
+        if f.is_weight
+    ]
+    head = ["format", "pk_format", "elements per block", "bytes per block", "bits per weight", "GGUF type", "safetensors dtype"]
+    return "# Weight formats\n\nWhat a matrix may be stored in. Anything else is refused by name when a model is opened.\n\n" + table(head, rows)
+
+
+def models() -> str:
+    """The families, from their files' own first lines."""
+    folder = ROOT / "runner/paddock_runner/blueprint/families"
+    rows = []
+    for path in sorted(folder.glob("*.py")):
+        if path.stem != "__init__":
+            doc = inspect.getdoc(importlib.import_module(f"paddock_runner.blueprint.families.{path.stem}")) or ""
+            rows.append([f"`{path.stem}`", doc.split("\n")[0]])
+    return "# Model families\n\n" + table(["family", "what it covers"], rows)
+
+
+def config() -> str:
+    """Every knob of the runner."""
+    module = importlib.import_module("paddock_runner.config")
+    rows = []
+    for k in module.knobs():
+        default = "" if k.default in (None, "", ()) else k.default
+        choices = f" ({', '.join(k.choices)})" if k.choices else ""
+        rows.append([f"`{k.flag}`" if k.flag else "", f"`{k.variable}`", f"`{k.name}`", default, k.unit, k.doc + choices])
+    text = (
+        "# Configuration of a runner\n\nA flag wins over a variable, a variable over the TOML file (`--config`), the file over the default. "
+        "`paddock config explain` says where each value comes from. Nothing else reads the environment, C++ least of all.\n\n"
+    )
+    return text + table(["flag", "variable", "in the file", "default", "unit", "meaning"], rows)
+
+
+def api() -> str:
+    """Every route, with its handler's first line."""
+    module = importlib.import_module("paddock_runner.front.routes")
+    rows = [
+        [r.method, f"`{r.path}{'NAME' if r.path.endswith('/') else ''}`", r.vendor, "no" if r.is_open else "yes", (inspect.getdoc(r.handler) or "").split("\n")[0]]
+        for r in module.ROUTES
+    ]
+    text = (
+        "# The HTTP API\n\nThe fields are in `/openapi.json` of a running server, generated from the types that read the requests. Unknown fields are "
+        "accepted and named in a response header. Errors have the shape that the vendor's SDK expects; see [errors](errors.md).\n\n"
+    )
+    return text + table(["method", "path", "error shape", "needs a key", "what it does"], rows)
+
+
+def cli() -> str:
+    """Every command of the manager."""
+    module = importlib.import_module("paddock_manager.cli")
+    return str(module.as_markdown())
+
+
+def boards() -> str:
+    """Every measured row, newest board first."""
+    out = ["# Boards\n\nWritten by `bench/`, never by hand. `of limit`: share of the roofline measured in the same run; `vs peer`: ratio to the peer in the same run.\n"]
+    for path in sorted((ROOT / "bench/results").glob("*/*.json"), reverse=True):
+        board = json.loads(path.read_text())
+        context = ", ".join(f"{k} {v}" for k, v in board["context"].items())
+        out.append(f"\n## {path.parent.name}: {path.stem}\n\n`{board['command']}` at {board['commit']} ({context})\n\n")
+        rows = [[r["id"], r["value"], r["unit"], r.get("of_limit", ""), r.get("vs_peer", ""), r.get("peer", ""), r.get("spread", "")] for r in board["rows"]]
+        out.append(table(["id", "value", "unit", "of limit", "vs peer", "peer", "spread"], rows))
+    return "".join(out)
+
+
+PAGES: dict[str, Callable[[], str]] = {"errors": errors, "formats": formats, "models": models, "config": config, "api": api, "cli": cli, "boards": boards}
+
+
+def main(arguments: list[str]) -> int:
+    """Write (or compare) every page."""
+    stale = []
+    for name, make in PAGES.items():
+        path, text = REFERENCE / f"{name}.md", make()
+        if not path.exists() or path.read_text() != text:
+            stale.append(name)
+            if "--check" not in arguments:
+                path.write_text(text)
+    if "--check" in arguments and stale:
+        sys.stderr.write(f"stale: {', '.join(stale)}; run make docs\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
