@@ -30,6 +30,17 @@ def read_until(client: socket.socket, mark: bytes) -> bytes:
     return bytes(data)
 
 
+def unchunked(data: bytes) -> bytes:
+    """The body of an answer in chunks."""
+    out, at = [], 0
+    while at < len(data):
+        end = data.index(b"\r\n", at)
+        size = int(data[at:end], 16)
+        out.append(data[end + 2 : end + 2 + size])
+        at = end + 2 + size + 2
+    return b"".join(out)
+
+
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_client_that_leaves_while_its_request_waits_is_aborted(server: Live, streams: bool, path: str) -> None:
@@ -86,7 +97,7 @@ def test_client_that_does_not_read_gets_its_text_merged_and_slows_nobody(server:
     texts, n_chunks = [""] * 16, 0
     data = first + read_until(lazy, b"[DONE]")
     lazy.close()
-    for line in b"".join(part for part in data.split(b"\r\n") if part[:1] in (b"d", b"\n")).split(b"\n"):
+    for line in unchunked(data.partition(b"\r\n\r\n")[2]).split(b"\n"):
         if line.startswith(b"data: {"):
             choice = json.loads(line[6:])["choices"][0]
             texts[choice["index"]] += choice["delta"].get("content") or ""

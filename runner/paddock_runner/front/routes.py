@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .. import log
 from ..errors import PaddockError
 from . import health, metrics, openapi
+from .anthropic import count_tokens, messages
 from .http import Exchange, Receive, Scope, Send
 from .openai import chat, completions, models, tokens
 from .problem import ANTHROPIC, OPENAI, guarded
@@ -54,6 +55,8 @@ ROUTES = (
     Route("POST", "/v1/completions", completions.post_completions),
     Route("POST", "/tokenize", tokens.post_tokenize),
     Route("POST", "/detokenize", tokens.post_detokenize),
+    Route("POST", "/v1/messages", messages.post_messages, ANTHROPIC),
+    Route("POST", "/v1/messages/count_tokens", count_tokens.post_count_tokens, ANTHROPIC),
 )
 _EXACT = {(r.method, r.path): r for r in ROUTES if not r.path.endswith("/")}
 _BELOW = [r for r in ROUTES if r.path.endswith("/")]

@@ -20,7 +20,7 @@ from .metrics import Metrics
 from .sse import EventStream
 
 Body = TypeVar("Body")
-_PATH = re.compile(r"(?:Object|Expected|Invalid|.*)\s-\sat `(?:key in )?\$\.?(.*)`$")
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 IGNORED = b"x-paddock-ignored-fields"
@@ -87,8 +87,8 @@ class Shape(Generic[Body]):
             return self._decoder.decode(raw)
         except msgspec.ValidationError as error:
             text = str(error)
-            found = _PATH.match(text)
-            param = found.group(1).lstrip(".") if found else None
+            found = _PATH.search(text)
+            param = found.group(1) if found else None
             what = text.split(" - at `")[0]
             raise UsageError(f"{param}: {what}" if param else what, param=param) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -125,7 +125,7 @@ async def run_turn(front: Front, exchange: Exchange, turn: Turn) -> None:
 
 
 async def run_stream(front: Front, exchange: Exchange, turn: Turn, stream: EventStream) -> None:
-    """As run_turn for a turn that writes to a stream; afterwards the stream is settled, not finished."""
+    """As run_turn for a turn that writes to a stream; afterwards the stream is to be finished."""
     front.streams.add(stream)
     try:
         await run_turn(front, exchange, turn)

@@ -22,11 +22,11 @@ class EventStream:
     on_caught_up: called when a lagging client has read everything; it may write. comment: sent after a silence.
     """
 
-    def __init__(self, exchange: Exchange, comment: bytes = COMMENT) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._parts: list[bytes] = []
         self._waiting: asyncio.Task[None] | None = None
-        self._comment = comment
+        self.comment = COMMENT
         self._is_quiet = False
         self.write = self._parts.append
         self.is_behind = False
@@ -48,7 +48,7 @@ class EventStream:
     def tick(self) -> None:
         """Called at intervals: a stream that was silent since the last call gets a comment."""
         if self._is_quiet and not self.is_behind and not self._parts and not self._exchange.is_complete:
-            self.write(self._comment)
+            self.write(self.comment)
             self.flush()
         self._is_quiet = True
 
