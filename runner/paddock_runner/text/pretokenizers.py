@@ -1,7 +1,8 @@
 """How each kind of byte-level BPE cuts text into words before merging, by the name GGUF gives it (`tokenizer.ggml.pre`).
 
 Each kind is a list of regular expressions, applied one after the other: a match becomes a word of its own and so does what
-lies between matches. The expressions are those of the checkpoints' own tokenizer.json files (Oniguruma syntax).
+lies between matches. The expressions are those of the checkpoints' own tokenizer.json files (Oniguruma syntax), except that a look
+ahead over digits ends after 1200 of them: without an end its cost grows with the square of the text.
 Source: ggml-org/llama.cpp src/llama-vocab.cpp (names, flags and the shorter expressions), the publishers' tokenizer.json.
 """
 
@@ -104,7 +105,7 @@ def _kinds() -> dict[str, PreTokenizer]:
     kind("tekken", _TEKKEN, merges=False, bos=True)
     kind("gpt-4o llama4 kanana2 talkie minimax-m2", _GPT4O)
     kind("granite-embed-multi-97m", _GPT4O, merges=False)
-    kind("tiny_aya cohere2moe", r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)
+    kind("tiny_aya cohere2moe", r"\d{1,3}(?=(?:\d{3}){0,400}\b)", _GPT4O)
     kind(
         "youtu",
         "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -136,7 +137,7 @@ def _kinds() -> dict[str, PreTokenizer]:
     kind("poro-chat bloom gpt3-finnish", _BLOOM)
     kind("viking", _BLOOM, r"\p{N}")
     kind("kimi-k2", _KIMI)
-    kind("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))")
+    kind("superbpe", r"\p{N}+", r"(?=(\d{3}){1,400}(?!\d))")
     kind(
         "bailingmoe bailingmoe2 llada-moe",
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",

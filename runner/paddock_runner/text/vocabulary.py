@@ -111,13 +111,19 @@ class Cutter:
                 if token.strips_left:
                     left_end = done + len(text[done:start].rstrip())
                 if token.strips_right:
-                    end += len(text) - end - len(text[end:].lstrip())
+                    end = _after_space(text, end)
             if left_end > done:
                 yield text[done:left_end], -1
             yield "", token.id
             done = end
         if done < len(text):
             yield text[done:], -1
+
+
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
 
 
 def _touches_word(text: str, start: int, end: int) -> bool:
