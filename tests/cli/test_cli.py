@@ -164,15 +164,26 @@ def test_fit_of_a_real_model_is_the_runners_plan(paddock, models_dir):
 
 def test_fit_refuses_with_numbers_and_with_what_fits(paddock, models_dir):
     path = models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    done = paddock("fit", str(path), "--ctx", "8192", "--batch", "64", "--vram", "2GiB", "--arch", "sm_89", "--json")
+    where = ("--device", "cpu", "--threads", "2", "--vram", "250MiB")
+    done = paddock("fit", str(path), "--ctx", "8192", *where, "--json")
     assert done.code == 9
     report = done.json["reports"][0]
     assert not report["fits"] and report["headroom_bytes"] < 0 and report["alternatives"]
     for other in report["alternatives"]:
         words = {"max_ctx_tokens": "--ctx", "max_batch": "--batch", "kv_format": "--kv"}
-        asked = {"--ctx": "8192", "--batch": "64", **{words[k]: str(v) for k, v in other.items() if k in words}}
-        again = paddock("fit", str(path), "--vram", "2GiB", "--arch", "sm_89", "--json", *(x for pair in asked.items() for x in pair))
+        asked = {"--ctx": "8192", **{words[k]: str(v) for k, v in other.items() if k in words}}
+        again = paddock("fit", str(path), *where, "--json", *(x for pair in asked.items() for x in pair))
         assert again.code == 0, other
+    said = paddock("fit", str(path), "--ctx", "8192", *where)
+    assert said.code == 9 and "DOES NOT FIT" in said.out and "these fit: paddock fit" in said.err
+
+
+def test_fit_says_when_requests_share_their_context_as_the_runner_does(paddock, models_dir):
+    path = models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    done = paddock("fit", str(path), "--ctx", "8192", "--batch", "64", "--device", "cpu", "--vram", "2GiB", "--json")
+    report = done.json["reports"][0]
+    assert (done.code, report["verdict"]) == (0, "shared")
+    assert 8192 <= report["plan"]["pool_tokens"] < 64 * 8192 and report["headroom_bytes"] >= 0
 
 
 def test_fit_of_a_remote_model_equals_that_of_the_file(paddock, hub, models_dir):

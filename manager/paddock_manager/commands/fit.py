@@ -35,7 +35,7 @@ COMMAND = Command(
         Option("--max-ctx", "print the largest context that fits, and nothing else"),
         Option("--max-batch", "print the largest batch that fits, and nothing else"),
     ),
-    "The plan is the runner's own: it allocates exactly these bytes. Exit code 9 when it does not fit on any device asked about.",
+    "The plan is the runner's own: it allocates exactly these bytes. Exit code 9 when not even one context fits on any device asked about.",
     (
         "paddock fit smollm2-135m --ctx 8192 --batch 8",
         "paddock fit Qwen/Qwen3-8B-GGUF:Q4_K_M --vram 12GiB --arch sm_89",
@@ -121,12 +121,17 @@ def _one(out: Ui, r: Report) -> None:
     if plan.peak_bytes > plan.total_bytes:
         rows.append(("  at most, while loading", gib(plan.peak_bytes), "planner"))
     out.table(("  GiB for", "", "SOURCE"), rows, right=(1,))
-    word = {"fits": "FITS", "tight": "FITS, TIGHTLY", "no": "DOES NOT FIT"}[r.verdict]
+    word = {"fits": "FITS", "tight": "FITS, TIGHTLY", "shared": "FITS, SHARING", "no": "DOES NOT FIT"}[r.verdict]
     lack = f"{gib(r.headroom_bytes)} GiB left" if r.headroom_bytes >= 0 else f"{gib(-r.headroom_bytes)} GiB missing"
     out.line(f"{word}: context {plan.sizes.max_ctx_tokens} x {plan.sizes.n_slots}, KV in {plan.kv_format}; {lack}")
     out.line(
         f"largest context at batch {plan.sizes.n_slots}: {r.largest_ctx_tokens} (the model's is {r.model_ctx_tokens}); largest batch at this context: {r.largest_batch}"
     )
+    if r.verdict == "shared":
+        full = plan.sizes.max_ctx_tokens * plan.sizes.n_slots
+        out.line(
+            f"the requests share {plan.pool_tokens} tokens of context, not {full}: each may be full, all at once may not"
+        )
     for note in r.notes:
         out.line(f"note: {note}")
 
@@ -168,7 +173,9 @@ def verdict(name: str, checkpoint: Checkpoint) -> str:
         )
     except PaddockError as error:
         return f"cannot say whether it fits: {error.message}"
-    word = {"fits": "fits", "tight": "fits tightly", "no": "does not fit"}[report.verdict]
+    word = {"fits": "fits", "tight": "fits tightly", "shared": "fits, sharing context,", "no": "does not fit"}[
+        report.verdict
+    ]
     free = report.where.facts.free_bytes
     asked = f"context {report.plan.sizes.max_ctx_tokens} x {report.plan.sizes.n_slots}"
     more = f"; the largest context that fits is {report.largest_ctx_tokens}" if report.verdict == "no" else ""
@@ -178,4 +185,4 @@ def verdict(name: str, checkpoint: Checkpoint) -> str:
 
 
 def _rank(report: Report) -> int:
-    return ("fits", "tight", "no").index(report.verdict)
+    return ("fits", "tight", "shared", "no").index(report.verdict)

@@ -10,7 +10,7 @@ from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.errors import PackError, UsageError
 from paddock_runner.files.checkpoint import Checkpoint
-from paddock_runner.memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts
+from paddock_runner.memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
 from paddock_runner.memory.solve import Solver, solver
 
 from paddock_manager.fit.gpus import Gpu, Host, gpus, host
@@ -56,7 +56,11 @@ class Wish:
 
 @dataclass(slots=True)
 class Report:
-    """The answer. verdict: fits, tight or no. largest_ctx_tokens: at this batch; largest_batch: at this context."""
+    """The answer. largest_ctx_tokens: at this batch; largest_batch: at this context.
+
+    verdict: fits, tight (little is left), shared (it starts, but its requests share a pool of pages that is smaller than all their
+    contexts together), or no.
+    """
 
     name: str
     where: Where
@@ -104,15 +108,23 @@ def report(name: str, checkpoint: Checkpoint, where: Where, wish: Wish) -> Repor
     blueprint = read_blueprint(checkpoint)
     request = request_of(blueprint, where, wish)
     answer = solver(blueprint, tensors_by_name(checkpoint, blueprint), where.facts.free_bytes)
-    plan = answer.plan(request)
+    plan, verdict = _verdict(answer, request)
     head = where.facts.free_bytes - plan.peak_bytes
-    verdict = "no" if head < 0 else "tight" if head < TIGHT_SHARE * where.facts.free_bytes else "fits"
     ctx, batch = answer.largest_ctx_tokens(request), answer.largest_batch(request)
-    others = answer.alternatives(request) if verdict == "no" else []
+    others = answer.alternatives(request) if verdict in ("no", "shared") else []
     limit = "the model's context" if ctx >= blueprint.max_ctx_tokens else _limited_by(answer, request)
     return Report(
         name, where, plan, verdict, head, ctx, batch, blueprint.max_ctx_tokens, limit, others, list(blueprint.notes)
     )
+
+
+def _verdict(answer: Solver, request: PlanRequest) -> tuple[MemoryPlan, str]:
+    """The plan as the runner would make it: full contexts for all requests, else the largest pool of pages that they share."""
+    plan = answer.plan(request)
+    if plan.peak_bytes <= answer.free_bytes:
+        return plan, "tight" if answer.free_bytes - plan.peak_bytes < TIGHT_SHARE * answer.free_bytes else "fits"
+    pages = answer.most_pages(request)
+    return (answer.plan(with_pages(request, pages)), "shared") if pages else (plan, "no")
 
 
 def request_of(blueprint: Blueprint, where: Where, wish: Wish) -> PlanRequest:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KIB = 1024
-CORES_PER_PROCESSOR = {(8, 0): 64, (7, 0): 64, (7, 5): 64}
-"""FP32 cores of a multiprocessor where it is not 128. Source: CUDA C++ Programming Guide, table of arithmetic throughput."""
+from paddock_runner import hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +46,8 @@ class Host:
 
 def host(root: Path = Path("/")) -> Host:
     """Threads that we may use, and memory."""
-    facts = _meminfo(root / "proc/meminfo")
-    total, free = facts.get("MemTotal", 0), facts.get("MemAvailable", 0)
-    limit, used = _cgroup(root)
-    if limit and limit < total:
-        total, free = limit, min(free, max(0, limit - used))
-    return Host(len(os.sched_getaffinity(0)), total, free, _cpu_name(root / "proc/cpuinfo"))
-
-
-def _meminfo(path: Path) -> dict[str, int]:
-    out = {}
-    try:
-        for line in path.read_text().splitlines():
-            name, _, rest = line.partition(":")
-            words = rest.split()
-            if words and words[0].isdigit():
-                out[name] = int(words[0]) * KIB
-    except OSError:
-        return {}
-    return out
-
-
-def _cgroup(root: Path) -> tuple[int, int]:
-    """(limit, bytes that cannot be reclaimed) of the control group, (0, 0) where there is none."""
-    for folder, limit_name, used_name, cache in (
-        (root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            limit = (folder / limit_name).read_text().strip()
-            used = int((folder / used_name).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        return (int(limit), max(0, used - int(stat.get(cache, 0)))) if limit.isdigit() else (0, 0)
-    return 0, 0
+    found = hardware.memory(root)
+    return Host(hardware.n_threads(), found.total_bytes, found.free_bytes, _cpu_name(root / "proc/cpuinfo"))
 
 
 def _cpu_name(path: Path) -> str:
@@ -171,7 +135,7 @@ class Nvml:
             self._text("nvmlDeviceGetUUID", device),
             self._text("nvmlDeviceGetName", device),
             f"sm_{major.value}{minor.value}",
-            cores // CORES_PER_PROCESSOR.get((major.value, minor.value), 128),
+            cores // hardware.CORES_PER_PROCESSOR.get((major.value, minor.value), 128),
             memory.total,
             memory.free,
             driver,
