@@ -56,7 +56,7 @@ def alone(prompt: list[int], max_tokens: int, n_vocab: int, ctx: int, seed: int 
 class FakeDevice:
     """run_ahead 0: `step` runs the step. Otherwise steps run when waited for, or by chance: the engine never knows."""
 
-    def __init__(self, sizes: StateSizes, run_ahead: int = 0, seed: int = 0, n_attached: int = 0, nan_token: int = -1) -> None:
+    def __init__(self, sizes: StateSizes, run_ahead: int = 0, seed: int = 0, n_attached: int = 0, nan_token: int = -2) -> None:
         self.sizes, self.facts, self.rng, self.nan_token = sizes, Facts(run_ahead), random.Random(seed), nan_token
         n = sizes.n_slots
         self.tokens = [[-1] * (sizes.max_ctx_tokens + 1) for _ in range(n)]
@@ -125,6 +125,7 @@ class FakeDevice:
         assert n_samples == sum(r[2] for r in rows) and len({r[0] for r in rows}) == n_rows, "a slot has one row"
         for (slot, length, _, _), sampling in new:
             self.alive[slot], self.length[slot], self.sampling[slot] = True, length, sampling
+            self.tokens[slot] = [-1] * (self.sizes.max_ctx_tokens + 1)
         assert len({w[:2] for w in writes}) == len(writes), "two writes to one place of a page table"
         for slot, index, page, _ in writes:
             assert 0 < page < self.n_attached
@@ -167,6 +168,7 @@ class FakeDevice:
             self.alive[slot] = False
             return slot, -1, abi.PK_ROW_NAN, length
         stop = set(self.sampling[slot][16 : 16 + n_stop])
+        assert self.sampling[slot][4] == 1.0 or min(tokens[:length]) >= 0, "a penalty needs the whole prompt"
         token = draw(kv, self.sampling[slot][8], length, self.sizes.n_vocab, stop if length + 1 <= min_length else set(), self.mask[slot] if use_mask else None)
         tokens[length] = token
         assert length + 1 <= max_length

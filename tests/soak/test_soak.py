@@ -53,7 +53,7 @@ class Storm:
         masks = [sum(1 << t for t in range(500) if rng.random() < 0.5 and t not in stop) | 1 for _ in range(97)] if masked else []
         answer = rig.ask(
             prompt, n, front, seed=seed, salt=salt, stop=stop, min_tokens=min_tokens, client=rng.randrange(3), priority=rng.choice((0, 0, 0, 1)),
-            use_mask=masked, n_logprobs=rng.choice((-1, -1, 0, 2)), deadline_ns=1 if rng.random() < 0.02 else 0,
+            repetition_penalty=rng.choice((1.0, 1.0, 1.5)), use_mask=masked, n_logprobs=rng.choice((-1, -1, 0, 2)), deadline_ns=1 if rng.random() < 0.02 else 0,
         )  # fmt: skip
         ask_id = answer.ask.ask_id
         self.front_of[ask_id] = front

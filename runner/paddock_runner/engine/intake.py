@@ -56,12 +56,11 @@ class Intake:
         """Ends the requests of fronts that have died, or that do not read."""
         engine = self._engine
         for index, port in enumerate(engine.ports):
-            if engine.requests[index] or not port.is_dead:
-                if not port.is_dead and port.peer_is_alive():
-                    continue
-                for request in list(engine.requests[index].values()):
-                    engine.end(request, Reason.ABORT, ErrorCode.FRONT)
-                port.close()
+            if port.is_closed or (not port.is_dead and port.peer_is_alive()):
+                continue
+            for request in list(engine.requests[index].values()):
+                engine.end(request, Reason.ABORT, ErrorCode.FRONT)
+            port.close()
 
     def _read_port(self, index: int, port: EnginePort) -> None:
         engine, reader = self._engine, port.reader

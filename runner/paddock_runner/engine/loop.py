@@ -32,8 +32,6 @@ LIFE_CHECK_NS = 100_000_000
 SEE_EVERY, SEE_PREFILL_EVERY, SEE_FIRST = 16, 4, 64
 """Which steps the cost model learns from: the first ones, then a sample."""
 GROW_PAGES = 64
-AHEAD_TOKENS = 64
-"""A decoding request gets pages for so many tokens at a time, while there are plenty."""
 RESULT_BYTES, TOP_BYTES = 24, 8
 
 
@@ -105,7 +103,6 @@ class Engine:
         self._last_done_ns = 0
         self._must_drain = False
         self._ahead = self.run_ahead
-        self._pages_ahead = max(1, AHEAD_TOKENS // sizes.page_tokens)
         self._low_pages = min(2 * sizes.n_slots, sizes.n_pages // 16)
 
     @property
@@ -342,7 +339,7 @@ class Engine:
                     self.masked.remove(request)
                 continue
             assert request.holding is not None
-            n_pages = min(self._pages_ahead, self.ledger.pages_for(request.max_length - 1) - len(request.holding.pages))
+            n_pages = min(slots.pages_ahead, self.ledger.pages_for(request.max_length - 1) - len(request.holding.pages))
             if self.ledger.pool.n_free < self._low_pages:
                 n_pages = 1
             n_new = self.ledger.add_pages(request.holding, n_pages)

@@ -76,7 +76,7 @@ class Runner:
                     continue
                 if has_moved:
                     continue
-                if not engine.n_open and (intake.is_draining or all(port.is_dead for port in engine.ports)):
+                if not engine.n_open and (intake.is_draining or all(port.is_closed for port in engine.ports)):
                     engine.publish()
                     if not any(port.overflow_bytes for port in engine.ports):
                         return
@@ -88,7 +88,7 @@ class Runner:
     def _park(self) -> None:
         """Sleeps until a front writes, dies, or a deadline passes."""
         engine = self.engine
-        ports = [port for port in engine.ports if not port.is_dead]
+        ports = [port for port in engine.ports if not port.is_closed]
         parked = []
         for port in ports:
             if not port.reader.park():

@@ -62,6 +62,7 @@ class Request:
         "n_logprobs",
         "n_preempted",
         "n_tokens",
+        "needs_history",
         "order",
         "phase",
         "port",
@@ -99,6 +100,8 @@ class Request:
         fields = SAMPLING.unpack(sampling)
         self.n_logprobs: int = fields[12]
         self.use_mask = bool(fields[14])
+        self.needs_history = fields[4] != 1.0
+        """The repetition penalty looks at the whole prompt, cached or not."""
         self.masks: dict[int, bytes] = {}
         """Masks that have come, by output index."""
         self.phase = Phase.WAITING

@@ -166,15 +166,17 @@ class Scheduler:
     def _start(self, request: Request, now_ns: int) -> bool:
         """Gives the request pages and a slot, if they are there."""
         n_active = self._slots.sizes.n_slots - self._slots.n_free
-        n_pages = self._ledger.pages_for(request.n_tokens)
-        holding = None
-        if self._slots.has_room(request, n_pages):
-            holding = self._ledger.open(request.tokens, request.salt, n_active)
-        if holding is None:
+        holding = self._ledger.open(request.tokens, request.salt, n_active)
+        if holding is not None:
+            request.done_tokens = holding.n_settled * self._ledger.page_tokens
+            if not self._slots.has_room(request, len(holding.pages)):
+                self._ledger.close(holding)
+                request.done_tokens = 0
+                return False
+        else:
             self._is_stuck = True
             return False
         request.holding = holding
-        request.done_tokens = holding.n_settled * self._ledger.page_tokens
         self._slots.take(request)
         request.move(Phase.PREFILL)
         if not request.order:

@@ -22,6 +22,7 @@ from .request import Request
 HEAD = Struct("<Qiiiiiiii")
 NEW_SLOT = Struct("<iiii")
 NEW_SLOT_BYTES = 152
+AHEAD_TOKENS = 64
 Chunk = tuple[Request, int, bool]
 """A request, how many tokens of its prefill, and whether the row draws a token."""
 
@@ -30,10 +31,43 @@ class SlotTable:
     """The slots of one device state. Everything is allocated here, once."""
 
     __slots__ = (
-        "_at", "_block", "_calendar", "_due_at", "_free", "_is_changed", "_is_standing", "_last_rows", "_left", "_mark", "_mark_seq",
-        "_masks", "_n_new", "_n_payload", "_new", "_page_template", "_page_writes", "_payload", "_rows", "_rows_at", "_seq_word",
-        "_texts", "address", "decode", "history", "history_flat", "max_page_writes", "max_payload_words", "n_top", "read_length",
-        "request_of", "row_stride", "seq", "sizes",
+        "_block",
+        "_calendar",
+        "_due_at",
+        "_free",
+        "_is_changed",
+        "_is_standing",
+        "_last_rows",
+        "_left",
+        "_mark",
+        "_mark_seq",
+        "_masks",
+        "_moved",
+        "_n_new",
+        "_n_payload",
+        "_n_written",
+        "_new",
+        "_page_template",
+        "_page_writes",
+        "_payload",
+        "_row_of",
+        "_rows",
+        "_rows_at",
+        "_seq_word",
+        "_texts",
+        "address",
+        "decode",
+        "history",
+        "history_flat",
+        "max_page_writes",
+        "max_payload_words",
+        "n_top",
+        "pages_ahead",
+        "read_length",
+        "request_of",
+        "row_stride",
+        "seq",
+        "sizes",
     )  # fmt: skip
 
     def __init__(self, sizes: StateSizes) -> None:
@@ -58,6 +92,9 @@ class SlotTable:
         self._mark_seq = [0] * n
         self._left = [0] * n
         self._is_standing = [False] * n
+        self._row_of = [0] * n
+        self._moved: list[int] = []
+        self._n_written = 0
         self._due_at = [0] * n
         self._calendar: dict[int, list[int]] = {}
         self.decode: list[int] = []
@@ -65,9 +102,11 @@ class SlotTable:
         self._rows = np.zeros((sizes.max_step_rows, 4), np.int32)
         self.n_top = 0
         """Running requests that want the k best logprobs."""
-        self.max_page_writes = 2 * sizes.slot_pages + n
+        self.pages_ahead = max(1, AHEAD_TOKENS // sizes.page_tokens)
+        """Pages that a decoding request gets at a time, while there are plenty."""
+        self.max_page_writes = 2 * sizes.slot_pages + n * self.pages_ahead
         words = sizes.mask_words
-        self.max_payload_words = 2 * self.row_stride + n * words + 2 * n * sizes.max_bias
+        self.max_payload_words = 2 * self.row_stride + 2 * sizes.max_step_tokens + n * words + 2 * n * sizes.max_bias
         size = (
             HEAD.size
             + n * (NEW_SLOT_BYTES + 8)
@@ -124,15 +163,15 @@ class SlotTable:
         return request.tokens[4 * first : 4 * end] + answer if first < n else answer
 
     def has_room(self, request: Request, n_pages: int) -> bool:
-        """The input block can take this start in the present step."""
-        words = self._n_payload + request.n_tokens + 2 * request.n_bias + self.sizes.mask_words
-        return (
-            words <= self.max_payload_words
-            and len(self._page_writes) // 4 + n_pages + self.sizes.n_slots <= self.max_page_writes
-        )
+        """The input block can take this start in the present step, whatever masks come after it."""
+        sizes = self.sizes
+        masks_to_come = sizes.n_slots * sizes.mask_words - len(self._masks) // 2 * sizes.mask_words
+        text = request.n_tokens if request.needs_history else request.remaining_tokens
+        words = self._n_payload + text + 2 * request.n_bias + masks_to_come
+        return words <= self.max_payload_words and len(self._page_writes) // 4 + n_pages <= self.max_page_writes
 
     def start(self, request: Request) -> None:
-        """Stages a new slot: its parameters, page table, and tokens, of which done_tokens are cached."""
+        """Stages a new slot: its parameters, page table, and tokens; those that are cached only when a penalty looks at them."""
         slot, holding = request.slot, request.holding
         assert holding is not None
         self._n_new += 1
@@ -145,8 +184,9 @@ class SlotTable:
         writes[:, 0] = slot
         writes[:, 2] = pages
         self._page_writes.frombytes(writes.tobytes())
-        self._texts.extend((slot, 0, request.n_tokens, self._n_payload))
-        self._pay(request.tokens)
+        first = 0 if request.needs_history else request.done_tokens
+        self._texts.extend((slot, first, request.n_tokens - first, self._n_payload))
+        self._pay(request.tokens[4 * first :] if first else request.tokens)
 
     def write_pages(self, request: Request, n: int) -> None:
         """Stages the last n entries of a request's page table."""
@@ -171,7 +211,10 @@ class SlotTable:
         """A request begins to decode: `length` tokens have been launched. With has_row it gets a row in every step from now on."""
         slot = request.slot
         if has_row:
+            self._row_of[slot] = row = len(self.decode)
             self.decode.append(slot)
+            if row < self._n_written:
+                self._moved.append(row)
             self._is_standing[slot] = True
             self._is_changed = True
         self.mark(request, length)
@@ -203,7 +246,12 @@ class SlotTable:
             self._mark[slot] += self.seq - self._mark_seq[slot]
             self._is_standing[slot] = False
             self._due_at[slot] = 0
-            self.decode.remove(slot)
+            last = self.decode.pop()
+            if last != slot:
+                row = self._row_of[slot]
+                self.decode[row] = last
+                self._row_of[last] = row
+                self._moved.append(row)
             self._is_changed = True
 
     def launched(self, slot: int) -> int:
@@ -241,10 +289,11 @@ class SlotTable:
             self._seq_word[0] = seq
             return n_decode, n_decode, n_decode
         rows = self._rows
-        if self._is_changed and decode:
-            rows[:n_decode, 0] = decode
-            rows[:n_decode, 1] = 1
-            rows[:n_decode, 2] = PK_ROW_SAMPLE
+        if self._is_changed:
+            for row in (*self._moved, *range(self._n_written, n_decode)):
+                if row < n_decode:
+                    rows[row] = (decode[row], 1, PK_ROW_SAMPLE, 0)
+            self._moved.clear()
         n_rows = n_tokens = n_samples = n_decode
         for slot in singles:
             rows[n_rows] = (slot, 1, PK_ROW_SAMPLE, 0)
@@ -258,6 +307,7 @@ class SlotTable:
             n_samples += samples
         self._write(seq, n_tokens, n_rows, n_samples, is_same=not self._is_changed and n_rows == n_decode)
         self._is_changed = False
+        self._n_written = n_decode
         self._last_rows = n_rows if n_rows == n_decode and not has_diff else -1
         if has_diff:
             self._clear()

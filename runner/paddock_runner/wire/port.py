@@ -239,7 +239,16 @@ class FrontPort:
 class EnginePort:
     """The engine's end of one front's channel."""
 
-    __slots__ = ("_end", "_overflow", "_overflow_bytes", "is_dead", "max_overflow_bytes", "reader", "writer")
+    __slots__ = (
+        "_end",
+        "_overflow",
+        "_overflow_bytes",
+        "is_closed",
+        "is_dead",
+        "max_overflow_bytes",
+        "reader",
+        "writer",
+    )
 
     def __init__(self, channel: Channel, shares_process: bool = False, max_overflow_bytes: int = 64 << 20) -> None:
         self._end = End(channel, is_front=False, shares_process=shares_process)
@@ -250,6 +259,7 @@ class EnginePort:
         self.max_overflow_bytes = max_overflow_bytes
         self.is_dead = False
         """The front has gone, or let more than max_overflow_bytes pile up: its asks must be ended."""
+        self.is_closed = False
 
     @property
     def life_fd(self) -> int:
@@ -286,6 +296,8 @@ class EnginePort:
 
     def publish(self) -> None:
         """Sends what was appended, what had to wait first."""
+        if self.is_closed:
+            return
         overflow = self._overflow
         while overflow and self.writer.push(*overflow[0]):
             self._overflow_bytes -= len(overflow.popleft()[1])
@@ -306,5 +318,8 @@ class EnginePort:
 
     def close(self) -> None:
         """Lets go of the channel; the front sees this as the engine's death."""
-        self.is_dead = True
-        self._end.close()
+        if not self.is_closed:
+            self.is_dead = self.is_closed = True
+            self._overflow.clear()
+            self._overflow_bytes = 0
+            self._end.close()

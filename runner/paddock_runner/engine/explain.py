@@ -1,0 +1,144 @@
+"""A model's program in numbers: each op with its shapes, bytes, flops and share of the step's roofline. Loads nothing, opens no device."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..blueprint.blueprint import Blueprint
+from ..files.view import TensorView
+from ..formats import table
+from ..memory.arena import arena
+from ..memory.state import KV_BYTES, StateSizes, page_layout
+from ..model.decoder import Site, trace
+from ..pack import abi
+from ..pack.program import Rotation
+from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
+from .assemble import KV_FORMATS
+
+FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 184.0}
+"""How many flops a device does while it reads a byte. cuda: an H200 in bf16 (790 TFLOP/s, 4.3 TB/s); cpu: two cores with AVX-512."""
+_STEP = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The step that is explained: tokens in it, sequences sampled, context of each. device: "cpu" or "cuda"."""
+
+    tokens: int
+    sequences: int
+    ctx_tokens: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One op. share: of the time that the step takes on a device that reaches both its limits."""
+
+    number: int
+    op: str
+    weights: str
+    shape: str
+    n_bytes: int
+    flops: int
+    share: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self)
+
+
+def explain(blueprint: Blueprint, views: Mapping[str, TensorView], sizes: StateSizes, kv_format: str, case: Case) -> list[Row]:
+    """The rows of one step. Raises: UnsupportedError as the decoder and the formats do."""
+    names: dict[int, str] = {}
+    site = _site(blueprint, views, sizes, kv_format, names)
+    costs = []
+    for record in trace(blueprint, site).records:
+        op = type(record).__name__.removeprefix("pk_op_")
+        operands = list(_operands(record))
+        weights = [names[t.data] for _, t in operands if t.data in names]
+        n_bytes = sum(_operand_bytes(name, t, views.get(names.get(t.data, "")), case) for name, t in operands)
+        flops = _flops(op, record, operands, case)
+        if op == "attention":
+            n_bytes += _kv_bytes(record, kv_format, case)
+        costs.append((op, ", ".join(weights), _shape(op, record, case), n_bytes, flops))
+    balance = FLOPS_PER_BYTE[case.device]
+    times = [max(n_bytes, flops / balance) for *_, n_bytes, flops in costs]
+    whole = sum(times) or 1.0
+    return [Row(i, *cost, time / whole) for i, (cost, time) in enumerate(zip(costs, times, strict=True))]
+
+
+def _site(
+    blueprint: Blueprint, views: Mapping[str, TensorView], sizes: StateSizes, kv_format: str, names: dict[int, str]
+) -> Site:
+    """Everything at made-up addresses, one to each weight (noted in `names`)."""
+    weights = {}
+    for i, (name, view) in enumerate(views.items()):
+        address = (i + 1) * _STEP
+        names[address] = name
+        if len(view.shape) == 2 and name.endswith(".weight"):
+            kind = table.by_name(view.format).id
+            weights[name] = Tensor(address, view.shape[0], view.shape[1], kind, layout=abi.PK_PACKED)
+        else:
+            weights[name] = Tensor(address, 1, view.n_elements, abi.PK_F32)
+    plan, base = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, 2), (len(views) + 2) * _STEP
+    buffers = {
+        name: Tensor(base + b.offset, S if b.is_sampled else T, b.cols, abi.PK_F32 if b.is_f32 else abi.PK_BF16)
+        for name, b in plan.buffers.items()
+    }
+    ropes = {x.attention.rope for x in blueprint.layers if x.attention.rope is not None}
+    turns = {r: Rotation(Tensor(1, 1, r.width // 2, abi.PK_F32), r.width, r.layout, r.magnitude) for r in ropes}
+    layout = page_layout(blueprint, kv_format, sizes.page_tokens)
+    return Site(weights, buffers, layout.offsets, KV_FORMATS[kv_format], turns)
+
+
+def _operands(record: ctypes.Structure) -> Iterator[tuple[str, Any]]:
+    """The tensors of a record that are there, with their names."""
+    for field in record._fields_:
+        value = getattr(record, field[0])
+        if isinstance(value, abi.pk_tensor):
+            if value.data:
+                yield field[0], value
+        elif isinstance(value, ctypes.Array):
+            for i, item in enumerate(value):
+                if isinstance(item, abi.pk_tensor) and item.data:
+                    yield f"{field[0]}[{i}]", item
+
+
+def _rows(tensor: Any, case: Case) -> int:
+    return {T: case.tokens, S: case.sequences}.get(tensor.rows, tensor.rows)
+
+
+def _operand_bytes(name: str, tensor: Any, view: TensorView | None, case: Case) -> int:
+    if tensor.layout == abi.PK_PACKED and view is not None:
+        whole = table.packed_bytes(view.format, tensor.rows, tensor.cols)
+        return whole * min(case.tokens, tensor.rows) // tensor.rows if name == "table" else whole
+    return int(_rows(tensor, case) * tensor.cols * ELEMENT_BYTES[tensor.format])
+
+
+def _kv_bytes(record: Any, kv_format: str, case: Case) -> int:
+    seen = min(case.ctx_tokens, record.window) if record.window else case.ctx_tokens
+    return int(case.sequences * seen * record.n_kv_heads * (record.head_width + record.v_width) * KV_BYTES[kv_format])
+
+
+def _flops(op: str, record: Any, operands: list[tuple[str, Any]], case: Case) -> int:
+    if op == "matmul":
+        rows = _rows(record.x, case)
+        return int(sum(2 * rows * t.rows * t.cols for name, t in operands if name.startswith("w[")))
+    if op == "attention":
+        seen = min(case.ctx_tokens, record.window) if record.window else case.ctx_tokens
+        return int(2 * case.tokens * seen * record.n_heads * (record.head_width + record.v_width))
+    return int(max((_rows(t, case) * t.cols for _, t in operands if t.layout != abi.PK_PACKED), default=0))
+
+
+def _shape(op: str, record: Any, case: Case) -> str:
+    if op == "matmul":
+        outs = "+".join(str(w.rows) for w in record.w if w.data)
+        return f"[{_rows(record.x, case)}, {record.x.cols}] x [{outs}, {record.x.cols}]"
+    if op == "attention":
+        window = f", window {record.window}" if record.window else ""
+        return f"{record.n_heads} heads of {record.head_width}, {record.n_kv_heads} kv, {case.ctx_tokens} tokens{window}"
+    first = next((t for _, t in _operands(record) if t.layout != abi.PK_PACKED), None)
+    return f"[{_rows(first, case)}, {first.cols}]" if first is not None else ""

@@ -1,0 +1,56 @@
+"""The cost model finds the costs behind noisy measurements, never a negative one, and inverts itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from paddock_runner.engine.cost import WORK_SCALE, CostModel, chunk_work
+
+
+def fed(n: int, a: float, b: float, c: float, d: float, noise: float = 0.05) -> CostModel:
+    rng = random.Random(1)
+    model = CostModel()
+    for _ in range(n):
+        rows, tokens = rng.randrange(32), rng.choice((0, 32, 64, 200))
+        work = chunk_work(tokens, rng.randrange(4000)) if tokens else 0.0
+        us = a + b * rows / 16 + c * tokens / 256 + d * work / WORK_SCALE
+        model.see(rows, tokens, work, us * rng.uniform(1 - noise, 1 + noise))
+    return model
+
+
+def test_it_finds_the_costs_behind_noisy_measurements() -> None:
+    model = fed(300, 3000, 2000, 9000, 2000)
+    assert model.decode_us(16) == pytest.approx(5000, rel=0.05)
+    assert model.chunk_us(256, 0) == pytest.approx(9000 + 2000 * 128 / 2048, rel=0.1)
+
+
+def test_no_term_is_negative_whatever_is_measured() -> None:
+    model = fed(200, 5000, 0, 100, 0, noise=0.5)
+    assert all(term >= 0 for term in model.terms)
+    model = CostModel()
+    for rows in range(64):
+        model.see(rows % 32, 0, 0.0, 5000 - 100 * (rows % 32))
+    assert all(term >= 0 for term in model.terms)
+
+
+def test_it_forgets_old_speeds() -> None:
+    model = fed(200, 3000, 2000, 9000, 500)
+    for _ in range(400):
+        model.see(16, 0, 0.0, 20_000)
+    assert model.decode_us(16) == pytest.approx(20_000, rel=0.02)
+
+
+def test_tokens_for_is_the_inverse_of_chunk_us() -> None:
+    model = fed(300, 3000, 2000, 9000, 2000)
+    for position in (0, 1000, 30_000):
+        for us in (1.0, 500.0, 20_000.0, 1e6):
+            n = model.tokens_for(us, position)
+            assert model.chunk_us(n, position) <= us * 1.001
+            assert model.chunk_us(n + 1, position) >= us * 0.999
+    assert model.tokens_for(0, 0) == model.tokens_for(-5, 0) == 0
+
+
+def test_before_anything_was_seen_it_guesses() -> None:
+    model = CostModel()
+    assert model.decode_us(16) == 3000 and model.tokens_for(10_000, 0) > 100
