@@ -274,7 +274,8 @@ def store(b, heads, rows, k, v, rng):
 
 
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
-def test_attention_equals_numpy(bench, rng, case):
+def test_attention_equals_numpy(bench, rng, case, level):
+    """AMX sums products of numbers split into two bf16 parts, 2^-16 each; scores of ten turn that into 2^-13 of a weight."""
     b, heads = attention_bench(bench, case, case.n_threads)
     b.scatter_pages(rng)
     H, K, D, Dv = case.n_heads, case.n_kv_heads, case.width, case.v_width
@@ -295,7 +296,7 @@ def test_attention_equals_numpy(bench, rng, case):
     got, at = b.download(out, n_tokens).reshape(n_tokens, H, Dv), 0
     for i, (_, p, n) in enumerate(case.rows):
         wanted = attend(q64[at : at + n].reshape(n, H, D), k[i], v[i], p, case, D**-0.5, sinks64)
-        close(got[at : at + n], wanted, b.activation, 10)
+        close(got[at : at + n], wanted, b.activation, 50 if level == 3 else 10)
         at += n
 
 

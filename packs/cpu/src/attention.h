@@ -28,7 +28,7 @@ struct AttentionJob {
     float *partials;  // [split, G * (Dv + 2)]: accumulators [G, Dv], then maximum and sum of each head
 };
 
-constexpr int64_t kPrefillQueries = 128;  // query tokens times heads per kv head in one prefill item
+constexpr int64_t kPrefillQueries = 256;  // query tokens times heads per kv head in one prefill item
 constexpr int64_t kPrefillKeys = 128;     // keys that a prefill item converts at a time
 constexpr int64_t kDecodeKeys = 256;      // keys whose scores a decode item holds at a time
 constexpr int64_t kDecodeTokens = 4;      // rows with at most this many tokens run token by token
@@ -49,10 +49,12 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 
 // Scratch of one thread, enough for the kernels of every level.
 inline int64_t attention_scratch_bytes(const pk_op_attention &op, int64_t page_tokens) {
-    int64_t queries = round_up(prefill_tokens(op) * heads_per_kv(op), 16), width = round_up(op.head_width, 64), v_width = round_up(op.v_width, 64);
+    int64_t queries = round_up(prefill_tokens(op) * heads_per_kv(op), 32), width = round_up(op.head_width, 64), v_width = round_up(op.v_width, 64);
     int64_t prefill = queries * (width + v_width + kPrefillKeys + 4) + kPrefillKeys * (width + v_width);
+    int64_t tiles = queries * (width + v_width + 4) + kPrefillKeys * (width + v_width) + 128 * kPrefillKeys;
     int64_t decode = 4 * (round_up(page_tokens, 16) + kDecodeKeys + 32 + v_width);
-    return round_up(4 * (prefill > decode ? prefill : decode) + 4096, 4096);
+    int64_t most = prefill > tiles ? prefill : tiles;
+    return round_up(4 * (most > decode ? most : decode) + 4096, 4096);
 }
 
 }  // namespace pk

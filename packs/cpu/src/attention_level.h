@@ -409,7 +409,7 @@ void attend_prefill_format(const AttentionJob &job, const AttentionItem &item, f
         finish_row(row_of(op.out, item.token + m / p.G) + (item.kv_head * p.G + m % p.G) * op.v_width, p.acc + m * p.v_pad, op.v_width, p.sum[m]);
 }
 
-void attend_prefill(const AttentionJob &job, const AttentionItem &item, void *scratch) {
+[[maybe_unused]] void attend_prefill(const AttentionJob &job, const AttentionItem &item, void *scratch) {
     auto *floats = static_cast<float *>(scratch);
     switch (job.op->kv_format) {
         case PK_F32: return attend_prefill_format<PK_F32>(job, item, floats);

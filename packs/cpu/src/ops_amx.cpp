@@ -1,11 +1,11 @@
 // The kernel table of the AMX level.
-#include "attention_level.h"
+#include "attention_amx.h"
 #include "ops_level.h"
 
 namespace pk {
 
 const Kernels &kernels_amx() {
-    static constexpr Kernels table{norm,         gate,    add,     copy,    scale,   qkv,  attend_decode, attend_prefill,
+    static constexpr Kernels table{norm,         gate,    add,     copy,    scale,   qkv,  attend_decode, attend_prefill_amx,
                                    attend_merge, largest, sum_exp, find_sum, collect};
     return table;
 }
