@@ -45,11 +45,12 @@ KILL_AFTER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the model will run: the pack's file, the device's facts, and a line for people."""
+    """Where the model will run: the pack's file, the device's facts, its name for people, and why it was chosen."""
 
     pack: Path
     facts: DeviceFacts
     label: str
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def choose_place(config: Config) -> Place:
     free = min(memory.free_bytes, limit) if limit else memory.free_bytes
     threads = config.threads or hardware.n_threads()
     why = "" if config.device == "cpu" or told is not None else "no NVIDIA GPU here: "
-    return Place(told or find_pack("cpu"), cpu_facts(threads, memory.total_bytes, free), f"{why}CPU, {threads} threads")
+    return Place(told or find_pack("cpu"), cpu_facts(threads, memory.total_bytes, free), f"CPU, {threads} threads", why)
 
 
 def _cuda_pack(gpu: hardware.Gpu) -> Path:
@@ -137,7 +138,7 @@ def serve(config: Config) -> int:
     listener = bind(config.host, config.port)
     try:
         opened = open_model(config, path)
-        print(f"paddock-runner: {opened.place.label}", flush=True)
+        print(f"paddock-runner: {opened.place.why}{opened.place.label}", flush=True)
         if is_new:
             print(f"paddock-runner: a new API key was written to {config.key_file}", flush=True)
         for note in opened.blueprint.notes:

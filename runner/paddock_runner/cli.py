@@ -102,7 +102,7 @@ def _main(arguments: list[str]) -> int:
         return app.serve(config)
     if command == "plan":
         return _print_plan(app.open_model(config, config.model_path), as_json)
-    return _print_program(config, as_json)
+    return _print_program(app.open_model(config, config.model_path), config, as_json)
 
 
 def _version() -> str:
@@ -166,20 +166,28 @@ def _print_plan(opened: Any, as_json: bool) -> int:
     return 0
 
 
-def _print_program(config: Config, as_json: bool) -> int:
-    from . import explain
+def _print_program(opened: Any, config: Config, as_json: bool) -> int:
+    """The program of a decoding step: one token of each of --max-batch sequences (one, when that was not given), half-full contexts."""
+    from .engine.explain import Case, explain
 
-    rows, total = explain.rows(config)
+    n = 1 if config.is_default("max_batch") else config.max_batch
+    sizes, device = opened.plan.sizes, opened.place.facts.kind
+    case = Case(n, n, max(1, sizes.max_ctx_tokens // 2), device)
+    rows = explain(opened.blueprint, opened.views, sizes, opened.plan.kv_format, case)
+    n_bytes, flops = sum(r.n_bytes for r in rows), sum(r.flops for r in rows)
     if as_json:
-        print(json.dumps({"ops": rows, "total": total}, indent=1))
-        return 0
-    print(f"{'#':>4} {'op':16} {'shape':40} {'bytes':>12} {'flops':>14} {'share':>7}")
-    for row in rows:
+        case_json = {"tokens": n, "sequences": n, "ctx_tokens": case.ctx_tokens, "device": device}
         print(
-            f"{row['number']:4} {row['op']:16} {row['shape']:40} {row['bytes']:12} {row['flops']:14} {row['share'] * 100:6.2f}%"
+            json.dumps(
+                {"case": case_json, "ops": [r.as_json() for r in rows], "bytes": n_bytes, "flops": flops}, indent=1
+            )
         )
+        return 0
+    print(f"{'#':>4} {'op':10} {'shape':44} {'bytes':>12} {'flops':>14} {'share':>7}  weights")
+    for r in rows:
+        print(f"{r.number:4} {r.op:10} {r.shape:44} {r.n_bytes:12} {r.flops:14} {r.share * 100:6.2f}%  {r.weights}")
     print(
-        f"{len(rows)} ops at {total['tokens']} tokens of {total['sequences']} sequences: {total['bytes']} bytes, {total['flops']} flops"
+        f"{len(rows)} ops; {n} token{'s' * (n > 1)} at a context of {case.ctx_tokens}: {n_bytes} bytes, {flops} flops"
     )
     return 0
 

@@ -205,7 +205,10 @@ def _from_file(path: Path, table: list[Knob], values: dict[str, Any], origin: di
     try:
         body = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{path}: cannot be read: {error}", path=str(path)) from None
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise FileError(
+            f"the configuration file {path} cannot be read: {reason}", "check --config", path=str(path)
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: not TOML: {error}", path=str(path)) from None
     by_name = {k.name: k for k in table}

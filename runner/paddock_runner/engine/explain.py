@@ -50,7 +50,9 @@ class Row:
         return asdict(self)
 
 
-def explain(blueprint: Blueprint, views: Mapping[str, TensorView], sizes: StateSizes, kv_format: str, case: Case) -> list[Row]:
+def explain(
+    blueprint: Blueprint, views: Mapping[str, TensorView], sizes: StateSizes, kv_format: str, case: Case
+) -> list[Row]:
     """The rows of one step. Raises: UnsupportedError as the decoder and the formats do."""
     names: dict[int, str] = {}
     site = _site(blueprint, views, sizes, kv_format, names)
@@ -139,6 +141,8 @@ def _shape(op: str, record: Any, case: Case) -> str:
         return f"[{_rows(record.x, case)}, {record.x.cols}] x [{outs}, {record.x.cols}]"
     if op == "attention":
         window = f", window {record.window}" if record.window else ""
-        return f"{record.n_heads} heads of {record.head_width}, {record.n_kv_heads} kv, {case.ctx_tokens} tokens{window}"
+        return (
+            f"{record.n_heads} heads of {record.head_width}, {record.n_kv_heads} kv, {case.ctx_tokens} tokens{window}"
+        )
     first = next((t for _, t in _operands(record) if t.layout != abi.PK_PACKED), None)
     return f"[{_rows(first, case)}, {first.cols}]" if first is not None else ""
