@@ -169,10 +169,11 @@ def _print_plan(opened: Any, as_json: bool) -> int:
 def _print_program(opened: Any, config: Config, as_json: bool) -> int:
     """The program of a decoding step: one token of each of --max-batch sequences (one, when that was not given), half-full contexts."""
     from .engine.explain import Case, explain
+    from .formats.table import packed_bytes
 
     n = 1 if config.is_default("max_batch") else config.max_batch
     sizes, device = opened.plan.sizes, opened.place.facts.kind
-    case = Case(n, n, max(1, sizes.max_ctx_tokens // 2), device)
+    case = Case(n, n, max(1, sizes.max_ctx_tokens // 2), device, packed_bytes)
     rows = explain(opened.blueprint, opened.views, sizes, opened.plan.kv_format, case)
     n_bytes, flops = sum(r.n_bytes for r in rows), sum(r.flops for r in rows)
     if as_json:

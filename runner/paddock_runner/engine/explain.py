@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..blueprint.blueprint import Blueprint
 from ..files.view import TensorView
-from ..formats import table
 from ..memory.arena import arena
 from ..memory.state import KV_BYTES, StateSizes, page_layout
 from ..model.decoder import Site, trace
+from ..model.weights import source_of
 from ..pack import abi
 from ..pack.program import Rotation
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
@@ -25,12 +25,16 @@ _STEP = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The step that is explained: tokens in it, sequences sampled, context of each. device: "cpu" or "cuda"."""
+    """The step that is explained: tokens in it, sequences sampled, context of each. device: "cpu" or "cuda".
+
+    packed_bytes: bytes of a weight on the device, from its format's name, rows and columns.
+    """
 
     tokens: int
     sequences: int
     ctx_tokens: int
     device: str
+    packed_bytes: Callable[[str, int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def _site(
         address = (i + 1) * _STEP
         names[address] = name
         if len(view.shape) == 2 and name.endswith(".weight"):
-            kind = table.by_name(view.format).id
+            kind = source_of(view).format
             weights[name] = Tensor(address, view.shape[0], view.shape[1], kind, layout=abi.PK_PACKED)
         else:
             weights[name] = Tensor(address, 1, view.n_elements, abi.PK_F32)
@@ -115,7 +119,7 @@ def _rows(tensor: Any, case: Case) -> int:
 
 def _operand_bytes(name: str, tensor: Any, view: TensorView | None, case: Case) -> int:
     if tensor.layout == abi.PK_PACKED and view is not None:
-        whole = table.packed_bytes(view.format, tensor.rows, tensor.cols)
+        whole = case.packed_bytes(view.format, tensor.rows, tensor.cols)
         return whole * min(case.tokens, tensor.rows) // tensor.rows if name == "table" else whole
     return int(_rows(tensor, case) * tensor.cols * ELEMENT_BYTES[tensor.format])
 
