@@ -1,0 +1,198 @@
+"""What the scheduler promises, seen from outside: pace of decoding, order of starts, fairness, no starvation.
+
+The fake device takes 2 ms a step, 50 us a decode row and 100 us a prefill token; its clock is the engine's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+from paddock_runner.engine.policy import Policy
+
+from tests.soak.fake_device import ROW_US, STEP_US, TOKEN_US, alone
+from tests.soak.rig import SIZES, Answer, Rig, ended_well
+
+WIDE = replace(SIZES, n_slots=16, max_ctx_tokens=2048, n_pages=8193, max_step_tokens=512, max_step_rows=32)
+
+
+class Watch:
+    """Durations of the steps of a rig, and when each answer's first token came (ns)."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.first_ns: dict[int, int] = {}
+        rig.on_token = lambda answer: self.first_ns.setdefault(answer.ask.ask_id, rig.device.now_ns)
+
+    def step_us(self, first: int = 0) -> list[int]:
+        found = []
+        for rows in self.rig.device.rows[first:]:
+            n_decode = sum(n == 1 for _, n, _ in rows)
+            found.append(STEP_US + ROW_US * n_decode + TOKEN_US * (sum(n for _, n, _ in rows) - n_decode))
+        return found
+
+    def ttft_ms(self, answer: Answer, asked_ns: int) -> float:
+        return (self.first_ns[answer.ask.ask_id] - asked_ns) / 1e6
+
+
+def until_started(rig: Rig, answer: Answer) -> None:
+    while answer.started is None:
+        rig.turn()
+
+
+def decoding(rig: Rig, n: int, n_tokens: int) -> list[Answer]:
+    answers = [rig.ask([i, i + 1, i + 2], n_tokens) for i in range(n)]
+    while not all(len(a.tokens) > 20 for a in answers):
+        rig.turn()
+    return answers
+
+
+def test_a_prompt_alone_is_prefilled_in_the_largest_steps() -> None:
+    rig = Rig(WIDE)
+    rig.ask(list(range(900)) + list(range(900)), 2)
+    rig.run(check=False)
+    assert [t for _, t, _, _ in rig.device.log] == [512, 512, 512, 264, 1]
+    rig.close()
+
+
+def test_decoding_streams_keep_their_pace_while_a_long_prompt_prefills() -> None:
+    rig = Rig(WIDE, policy=Policy(min_chunk_tokens=4, burst_ms=20.0))
+    watch = Watch(rig)
+    streams = decoding(rig, 12, 1500)
+    base = STEP_US + 12 * ROW_US
+    before = len(rig.device.rows)
+    long = rig.ask([(7 * i) % 1000 for i in range(1900)], 2)
+    until_started(rig, long)
+    while not long.tokens:
+        rig.turn()
+    steps = watch.step_us(before)
+    assert max(steps) <= 4 * base and max(steps[4:]) <= 3.2 * base, "no step is longer than the burst ratio, once its cost is known"
+    assert statistics.median(steps) <= 1.3 * base, "the median keeps to the steady ratio"
+    assert sum(steps) > 2 * TOKEN_US * 1900 / 3, "and the prompt did go through"
+    for answer in (*streams, long):
+        rig.abort(answer)
+    rig.run(check=False)
+    rig.close()
+
+
+def test_a_short_prompt_passes_at_once_on_burst_credit() -> None:
+    rig = Rig(WIDE)
+    streams = decoding(rig, 12, 400)
+    before = len(rig.device.rows)
+    short = rig.ask(list(range(500, 640)), 2)
+    while not short.tokens:
+        rig.turn()
+    assert len(rig.device.rows) - before <= 4
+    for answer in (*streams, short):
+        rig.abort(answer)
+    rig.run(check=False)
+    rig.close()
+
+
+def test_many_waiting_get_more_time_than_one() -> None:
+    def share(n_waiting: int) -> float:
+        rig = Rig(WIDE, policy=Policy(min_chunk_tokens=4, burst_ms=0.0))
+        watch = Watch(rig)
+        streams = decoding(rig, 4, 1000)
+        before = len(rig.device.rows)
+        prompts = [rig.ask([(13 * k + 7 * i) % 1000 for i in range(600)], 2) for k in range(n_waiting)]
+        while not prompts[0].tokens and not any(p.tokens for p in prompts):
+            rig.turn()
+        steps = watch.step_us(before)
+        for answer in (*streams, *prompts):
+            rig.abort(answer)
+        rig.run(check=False)
+        rig.close()
+        return statistics.median(steps) / (STEP_US + 4 * ROW_US)
+
+    assert share(1) <= 1.4 < 2.0 < share(8) <= 3.2
+
+
+def test_the_shortest_prompt_starts_first() -> None:
+    rig = Rig(replace(WIDE, max_step_tokens=64))
+    answers = [rig.ask([(k * 100 + i) % 1000 for i in range(n)], 2) for k, n in enumerate((600, 300, 60, 150))]
+    rig.run(check=False)
+    assert rig.order == [3, 4, 2, 1]
+    assert all(map(ended_well, answers))
+    rig.close()
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_is_being_prefilled() -> None:
+    rig = Rig(replace(WIDE, max_step_tokens=64))
+    long = rig.ask([(3 * i) % 1000 for i in range(1800)], 2)
+    for _ in range(3):
+        rig.turn()
+    short = rig.ask([5, 4, 3], 1)
+    rig.run(check=False)
+    assert long.done.prefill_ns > 10 * short.done.prefill_ns
+    assert short.done.queued_ns + short.done.prefill_ns < 30_000_000
+    rig.close()
+
+
+def test_a_long_prompt_is_not_starved_by_a_stream_of_short_ones() -> None:
+    rig = Rig(replace(WIDE, max_step_tokens=64), policy=Policy(ageing_tokens_per_ms=8.0))
+    long = rig.ask([(3 * i) % 1000 for i in range(1500)], 1)
+    n = 0
+    while long.end is None:
+        rig.ask([n % 1000, (n * 7) % 1000, *range(n % 100, n % 100 + 56)], 1)
+        n += 1
+        rig.turn()
+    assert n < 250
+    for answer in rig.answers.values():
+        rig.abort(answer)
+    rig.run(check=False)
+    rig.close()
+
+
+def test_a_client_with_one_request_is_not_held_up_by_one_with_many() -> None:
+    alone_rig = Rig(WIDE)
+    watch = Watch(alone_rig)
+    asked = alone_rig.device.now_ns
+    single = alone_rig.ask([(3 * i) % 1000 for i in range(200)], 2)
+    alone_rig.run(check=False)
+    by_itself = watch.ttft_ms(single, asked)
+    rig = Rig(replace(WIDE, n_slots=32), policy=Policy(max_queue=100))
+    watch = Watch(rig)
+    many = [rig.ask([(k * 17 + 7 * i) % 1000 for i in range(200)], 2, client=1) for k in range(64)]
+    for _ in range(2):
+        rig.turn()
+    asked = rig.device.now_ns
+    guest = rig.ask([(3 * i) % 1000 for i in range(200)], 2, client=2)
+    rig.run(check=False)
+    later = [a for a in many if a.ask.ask_id in rig.order[rig.order.index(guest.ask.ask_id) + 1 :]]
+    assert len(later) > 50, "it goes before nearly all that were there first"
+    assert watch.ttft_ms(guest, asked) < 4 * by_itself
+    alone_rig.close(), rig.close()
+
+
+def test_backlogged_clients_get_equal_shares_whatever_their_number_of_requests() -> None:
+    rig = Rig(replace(WIDE, n_slots=4), policy=Policy(max_queue=200, oldest_every=1_000_000))
+    for k in range(90):
+        rig.ask([(k * 31 + i) % 1000 for i in range(40)], 10, client=1)
+    for k in range(30):
+        rig.ask([(k * 37 + 500 + i) % 1000 for i in range(40)], 10, client=2)
+    for _ in range(150):
+        rig.turn()
+    served = {c: rig.engine.scheduler.queue.clients[c].served_tokens for c in (1, 2)}
+    assert min(served.values()) > 300 and abs(served[1] - served[2]) <= 4 * 50, served
+    rig.run(check=False)
+    rig.close()
+
+
+def test_priority_starts_first() -> None:
+    rig = Rig(replace(WIDE, n_slots=1))
+    answers = [rig.ask([k, k + 1], 2, priority=k % 3) for k in range(6)]
+    rig.run(check=False)
+    assert [rig.answers[i].ask.priority for i in rig.order] == [2, 2, 1, 1, 0, 0]
+    assert all(a.tokens == alone([k, k + 1], 2, 1000, 2048) for k, a in enumerate(answers))
+    rig.close()
+
+
+def test_small_common_heads_do_not_make_a_burst_wait() -> None:
+    rig = Rig(WIDE)
+    for k in range(4):
+        rig.ask([1, 2, 3, 4, 5, 6, 7, 8, *((k * 50 + i) % 1000 for i in range(100, 140))], 2)
+    rig.turn()
+    assert len(rig.device.rows[0]) == 4
+    rig.run(check=False)
+    rig.close()
