@@ -123,8 +123,8 @@ def may_color(environment: Mapping[str, str] | None = None) -> bool:
     return not env.get("NO_COLOR") and env.get("TERM", "") != "dumb"
 
 
-def runner_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a runner process: ours, without the hub token, and GPUs in bus order."""
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a program that we start: ours, without the hub token, and GPUs in bus order."""
     env = {k: v for k, v in os.environ.items() if k not in {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}}
     env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     env.update(extra or {})

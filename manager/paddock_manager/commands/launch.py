@@ -95,7 +95,7 @@ def run(values: Values, ui: Ui) -> int:
             f"`paddock launch {values.text('agent')} {server.name} --print` shows what it would get",
         )
     ui.say(f"{words[0]} with {server.name} at {server.url}")
-    return subprocess.run(words, env=paths.runner_environment(env), check=False).returncode
+    return subprocess.run(words, env=paths.child_environment(env), check=False).returncode
 
 
 def _server(places: paths.Places, word: str, ui: Ui) -> state.Server:

