@@ -1,0 +1,173 @@
+"""Closed-loop load on an OpenAI-compatible server: streams, times to first token, gaps between tokens, throughput.
+
+Usage: python -m bench.load --url http://127.0.0.1:11660 [--concurrency 8] [--requests 32] [--in 128] [--out 128] [--api chat|completions|ids]
+                            [--key KEY] [--vocab 32000] [--seed 1] [--shared 0] [--cell NAME --machine NAME]
+Every request asks for exactly --out tokens (ignore_eos). `ids`: random token ids, exactly --in of them. --shared: that many first tokens (or
+words) are the same in all prompts. TTFT: from sending to the first token-bearing event; ITL: gaps between such events of one request.
+Tokens are the server's usage figures. With --cell the figures become rows MACHINE.load.CELL.* of a board.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from bench import board
+
+WORDS = "time year people way day man thing woman life child world school state family student group country problem hand part place case week company system program question work government number night point home water room mother area money story fact month lot right study book eye job word business issue".split()
+
+
+@dataclass
+class Result:
+    """One request: when it was sent, when its tokens came (seconds), what the server counted."""
+
+    sent: float
+    times: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+
+
+async def events(host: str, port: int, path: str, body: bytes, key: str) -> AsyncIterator[bytes]:
+    """The data of each event of a streamed answer. Raises: RuntimeError for any status but 200."""
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
+    try:
+        auth = f"authorization: Bearer {key}\r\n" if key else ""
+        head = f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\n{auth}content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
+        status = (await reader.readline()).split()[1:2]
+        while (await reader.readline()).strip():
+            pass
+        if status != [b"200"]:
+            raise RuntimeError(f"{b''.join(status).decode()}: {(await reader.read(300)).decode(errors='replace')}")
+        while line := await reader.readline():
+            if line.startswith(b"data: "):
+                yield line[6:].strip()
+    finally:
+        writer.close()
+
+
+def bears_token(choice: dict[str, Any]) -> bool:
+    """Whether an event's choice holds text."""
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content") or delta.get("tool_calls"))
+
+
+async def one(a: argparse.Namespace, number: int) -> Result:
+    """One request."""
+    rng, parts = random.Random(a.seed * 1_000_003 + number), urlsplit(a.url)
+    shared = random.Random(a.seed)
+    body: dict[str, Any] = {"stream": True, "max_tokens": a.out, "temperature": a.temperature, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    if a.model:
+        body["model"] = a.model
+    if a.api == "ids":
+        body["prompt"] = [shared.randrange(256, a.vocab) for _ in range(a.shared)] + [rng.randrange(256, a.vocab) for _ in range(a.n_in - a.shared)]
+    else:
+        text = " ".join([shared.choice(WORDS) for _ in range(a.shared)] + [rng.choice(WORDS) for _ in range(max(1, a.n_in - a.shared))])
+        body.update({"messages": [{"role": "user", "content": text}]} if a.api == "chat" else {"prompt": text})
+    path = "/v1/chat/completions" if a.api == "chat" else "/v1/completions"
+    result = Result(time.perf_counter())
+    try:
+        async with asyncio.timeout(a.timeout):
+            async for data in events(parts.hostname or "127.0.0.1", parts.port or 80, path, json.dumps(body).encode(), a.key):
+                now = time.perf_counter()
+                if data == b"[DONE]":
+                    break
+                chunk = json.loads(data)
+                if chunk.get("error"):
+                    raise RuntimeError(str(chunk["error"])[:300])
+                if usage := chunk.get("usage"):
+                    result.prompt_tokens, result.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                    result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                if any(bears_token(c) for c in chunk.get("choices") or ()):
+                    result.times.append(now)
+    except (OSError, RuntimeError, ValueError, TimeoutError) as error:
+        result.error = f"{type(error).__name__}: {error}"
+    result.ended = time.perf_counter()
+    return result
+
+
+async def run(a: argparse.Namespace) -> tuple[list[Result], float]:
+    """All requests, `concurrency` at a time; results and wall seconds."""
+    for i in range(a.warmup):
+        await one(a, -1 - i)
+    numbers = iter(range(a.requests))
+    results: list[Result] = []
+
+    async def worker() -> None:
+        for number in numbers:
+            results.append(await one(a, number))
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(min(a.concurrency, a.requests))))
+    return results, time.perf_counter() - begun
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Between the ranks, linearly; 0 when there are none."""
+    if len(values) < 2:
+        return values[0] if values else 0.0
+    return statistics.quantiles(values, n=1000, method="inclusive")[min(998, max(0, round(share * 1000) - 1))]
+
+
+def summary(results: list[Result], wall: float) -> dict[str, Any]:
+    """The figures of a run, times in milliseconds."""
+    good = [r for r in results if not r.error and r.times]
+    first = [1e3 * (r.times[0] - r.sent) for r in good]
+    gaps = [1e3 * (b - a) for r in good for a, b in zip(r.times, r.times[1:], strict=False)]
+    tokens = sum(r.output_tokens for r in good)
+    return {
+        "requests": len(results), "failed": len(results) - len(good), "wall_s": round(wall, 3),
+        "prompt_tokens": sum(r.prompt_tokens for r in good), "cached_tokens": sum(r.cached_tokens for r in good), "output_tokens": tokens,
+        "out_tok_s": round(tokens / wall, 2), "ttft_p50_ms": round(percentile(first, 0.5), 3), "ttft_p99_ms": round(percentile(first, 0.99), 3),
+        "itl_p50_ms": round(percentile(gaps, 0.5), 3), "itl_p99_ms": round(percentile(gaps, 0.99), 3),
+        "events_per_token": round(sum(len(r.times) for r in good) / tokens, 3) if tokens else 0.0,
+        "errors": sorted({r.error[:200] for r in results if r.error})[:3],
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Runs the load; prints one JSON object; 1 when a request failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:11660")
+    add("--api", default="chat", choices=["chat", "completions", "ids"])
+    add("--model", default="")
+    add("--key", default="")
+    add("--concurrency", type=int, default=1)
+    add("--requests", type=int, default=16)
+    add("--in", dest="n_in", type=int, default=128)
+    add("--out", type=int, default=128)
+    add("--shared", type=int, default=0)
+    add("--vocab", type=int, default=32000)
+    add("--temperature", type=float, default=0.0)
+    add("--warmup", type=int, default=1)
+    add("--seed", type=int, default=1)
+    add("--timeout", type=float, default=600)
+    add("--cell", default="")
+    add("--machine", default="cpu2")
+    a = parser.parse_args()
+    results, wall = asyncio.run(run(a))
+    figures = summary(results, wall)
+    sys.stdout.write(json.dumps(figures) + "\n")
+    if a.cell and not figures["failed"]:
+        units = {"out_tok_s": ("tok/s", "higher")}
+        names = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "out_tok_s")
+        rows = [board.row(f"{a.machine}.load.{a.cell}.{n}", [figures[n]], *units.get(n, ("ms", "lower"))) for n in names]
+        board.write(a.machine, "load", rows, concurrency=a.concurrency, n_in=a.n_in, n_out=a.out, api=a.api)
+    return 1 if figures["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
