@@ -1,0 +1,85 @@
+"""Settings: flag over variable over file over default, each with its origin; wrong values name where they came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from paddock_runner.cli import parser
+from paddock_runner.config import Config, knobs, read_config
+from paddock_runner.errors import FileError, UsageError
+
+
+def test_flag_wins_over_variable_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('port = 1\nmax_batch = 2\nthreads = 3\nhost = "::1"\n')
+    env = {"PADDOCK_PORT": "10", "PADDOCK_MAX_BATCH": "20", "PADDOCK_CONFIG": str(file)}
+    config = read_config({"port": "100"}, env)
+    assert (config.port, config.max_batch, config.threads, config.max_queue) == (100, 20, 3, 1024)
+    assert config.origin["port"] == "flag --port" and config.origin["max_batch"] == "PADDOCK_MAX_BATCH"
+    assert config.origin["threads"] == str(file) and config.is_default("max_queue") and not config.is_default("port")
+
+
+def test_settings_may_stand_in_a_runner_table(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[runner]\nallow_origin = ["https://a.example", "https://b.example"]\nauth = false\n')
+    config = read_config({"config": str(file)}, {})
+    assert config.allow_origin == ("https://a.example", "https://b.example") and config.auth is False
+
+
+@pytest.mark.parametrize(
+    "flags, env, words",
+    [
+        ({"port": "x"}, {}, "--port: 'x' is not a whole number"),
+        ({"port": "70000"}, {}, "no port 70000"),
+        ({"port": "-1"}, {}, "below 0"),
+        ({}, {"PADDOCK_MAX_BATCH": "0"}, "PADDOCK_MAX_BATCH: 0 is below 1"),
+        ({}, {"PADDOCK_AUTH": "maybe"}, "PADDOCK_AUTH: 'maybe' is not true or false"),
+        ({"device": "tpu"}, {}, "--device: 'tpu' is not one of auto, cpu, cuda"),
+        ({"kv_format": "q4"}, {}, "--kv-dtype"),
+        ({"max_body_mib": "many"}, {}, "is not a number"),
+    ],
+)
+def test_wrong_value_names_where_it_came_from(flags: dict[str, str], env: dict[str, str], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_config(flags, env)
+    assert words in str(caught.value)
+
+
+def test_configuration_file_that_is_wrong_names_itself(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    for text, error, words in (("port = ", UsageError, "not TOML"), ("prot = 1", UsageError, "no setting 'prot'"), ('port = "x"', UsageError, "port"), ("port = 1.5", UsageError, "whole number")):
+        file.write_text(text)
+        with pytest.raises(error, match=words):
+            read_config({"config": str(file)}, {})
+    with pytest.raises(FileError, match="cannot be read"):
+        read_config({"config": str(tmp_path / "none")}, {})
+
+
+def test_every_knob_has_a_flag_a_variable_a_doc_line_and_parses_its_default() -> None:
+    found = knobs()
+    assert len({k.flag for k in found}) == len(found) == len({k.variable for k in found})
+    for knob in found:
+        assert knob.doc and knob.flag.startswith("--") and knob.variable.startswith("PADDOCK_")
+        if knob.default not in (None, "", ()):
+            value = knob.default if knob.kind == "bool" else str(knob.default)
+            assert knob.parse(value, "here") == knob.default
+
+
+def test_command_line_reaches_every_knob() -> None:
+    words = []
+    for knob in knobs():
+        value = knob.choices[-1] if knob.choices else {"int": "7", "float": "7.5"}.get(knob.kind, "word")
+        words += [knob.flag] if knob.kind == "bool" else [knob.flag, value]
+    found = vars(parser().parse_args(words))
+    found.pop("config")
+    config = read_config(found, {})
+    assert all(not config.is_default(k.name) for k in knobs() if k.name != "config")
+    assert config.auth is False and config.model == Path("word") and config.allow_host == ("word",)
+
+
+def test_model_name_is_the_files_or_folders_name() -> None:
+    assert Config(model=Path("/a/b.c.gguf")).model_name == "b.c"
+    assert Config(model=Path("/a/b.gguf"), name="x").model_name == "x"
+    with pytest.raises(UsageError, match="no model"):
+        _ = Config().model_path

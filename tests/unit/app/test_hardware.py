@@ -1,0 +1,33 @@
+"""What the machine has, read from a made-up /proc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from paddock_runner import hardware
+from paddock_runner.errors import PackError
+
+
+def test_control_groups_limit_counts(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 800 kB\n")
+    assert hardware.memory(tmp_path) == hardware.Memory(1000 * 1024, 800 * 1024)
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("512000\n")
+    (group / "memory.current").write_text("200000\n")
+    (group / "memory.stat").write_text("inactive_file 50000\n")
+    assert hardware.memory(tmp_path) == hardware.Memory(512000, 362000)
+    (group / "memory.max").write_text("max\n")
+    assert hardware.memory(tmp_path).total_bytes == 1000 * 1024
+
+
+def test_packs_are_tried_exact_first() -> None:
+    assert hardware.pack_names((9, 0)) == ["cuda_sm90a", "cuda_sm90", "cuda_sm90f"]
+    assert hardware.pack_names((12, 1))[2] == "cuda_sm120f"
+
+
+def test_missing_driver_is_an_error_that_names_the_way_out() -> None:
+    with pytest.raises(PackError, match="--device cpu"):
+        hardware.gpu(0, "libnothing-of-the-kind.so")

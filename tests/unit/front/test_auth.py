@@ -1,0 +1,40 @@
+"""Keys and key files; hosts and origins are tested over HTTP in tests/conformance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from paddock_runner.errors import FileError, UsageError
+from paddock_runner.front.auth import check_exposure, is_loopback, made_keys, read_keys
+
+
+def test_keys_are_read_a_line_each_without_comments(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# mine\nabc\n\n  def  \n")
+    assert read_keys(file) == ("abc", "def")
+
+
+@pytest.mark.parametrize("content", [b"", b"# only a comment\n", b"\xff\xfe", "schlüssel\n".encode(), b"two words\n"])
+def test_file_without_a_usable_key_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    with pytest.raises(FileError):
+        read_keys(file)
+
+
+def test_key_is_made_once_for_the_owner_only(tmp_path: Path) -> None:
+    file = tmp_path / "a/b/api_key"
+    keys, is_new = made_keys(file)
+    assert is_new and file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o077 == 0
+    assert made_keys(file) == (keys, False) and len(keys[0]) > 30
+    assert [p.name for p in file.parent.iterdir()] == ["api_key"]
+
+
+def test_without_a_key_only_loopback_is_served() -> None:
+    check_exposure("127.0.0.1", False)
+    check_exposure("0.0.0.0", True)
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.com"):
+        with pytest.raises(UsageError, match="loopback"):
+            check_exposure(host, False)
+    assert is_loopback("localhost") and is_loopback("::1") and not is_loopback("localhost.evil.example")

@@ -1,0 +1,204 @@
+"""Turns over a port of lists: events to the right choice, ends, errors, aborts, usage."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from paddock_runner.errors import Busy, Cancelled, ContextTooLong, PackError, ShuttingDown, UsageError
+from paddock_runner.text.answer import AnswerFormat
+from paddock_runner.text.gguf_tokenizer import tokenizer_from_gguf
+from paddock_runner.text.template import ChatTemplate
+from paddock_runner.turns.collect import Collector
+from paddock_runner.turns.desk import Desk
+from paddock_runner.turns.served import Served
+from paddock_runner.turns.turn import Caller, Turn
+from paddock_runner.turns.wish import Wish
+from paddock_runner.wire import messages as m
+
+from tests.unit.text.small import byte_level_metadata
+
+TOKENIZER = tokenizer_from_gguf(byte_level_metadata(), None)
+A, B, C = (TOKENIZER.encode(c, False)[0] for c in "xyz")
+
+
+class Port:
+    """A port that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.asks: list[m.Ask] = []
+        self.aborted: list[int] = []
+        self.is_dead = False
+        self.full_after = 1000
+
+    def listen(self, loop: Any, on_events: Any) -> None:
+        self.tell = on_events
+
+    def ask(self, ask: m.Ask) -> None:
+        if len(self.asks) >= self.full_after:
+            raise Busy("full")
+        self.asks.append(ask)
+
+    def abort(self, ask_id: int) -> None:
+        self.aborted.append(ask_id)
+
+    def query(self) -> int:
+        return 1
+
+
+def served(ctx: int = 100) -> Served:
+    return Served("m", TOKENIZER, ChatTemplate(""), AnswerFormat("", TOKENIZER), ctx, TOKENIZER.n_vocab)
+
+
+def row(ask: m.Ask, token: int, flags: int = 0) -> tuple[int, int, int, float, tuple[Any, ...]]:
+    return ask.ask_id, token, flags, -0.5, ()
+
+
+class Bench:
+    """A desk with its port."""
+
+    def __init__(self) -> None:
+        self.port = Port()
+        self.desk = Desk(self.port)  # type: ignore[arg-type]
+        self.desk.listen(asyncio.get_running_loop())
+
+    def turn(self, wish: Wish, prompts: int = 1) -> tuple[Turn, Collector]:
+        collector = Collector(prompts * wish.n)
+        turn = Turn(self.desk, served(), [array("i", [A, B])] * prompts, wish, collector, Caller(client=7, salt=8, received_ns=9))
+        turn.start()
+        return turn, collector
+
+
+def inside(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def test_tokens_go_to_their_choice_and_done_ends_it() -> None:
+    async def run() -> None:
+        bench = Bench()
+        turn, found = bench.turn(Wish(n=2, seed=3))
+        one, two = bench.port.asks
+        assert (one.client, one.salt, one.received_ns, one.seed, two.seed) == (7, 8, 9, 3, 4) and one.end == TOKENIZER.stop_ids
+        bench.port.tell([m.Started(one.ask_id, 1, 2, 5), m.StepResult(1, [row(one, A), row(two, B)])])
+        bench.port.tell([m.StepResult(2, [row(one, C), row(two, TOKENIZER.eos_id, m.ROW_STOP)]), m.Done(two.ask_id, m.Reason.STOP, cached_tokens=2)])
+        assert not turn.ended.done()
+        bench.port.tell([m.Done(one.ask_id, m.Reason.LENGTH, cached_tokens=1)])
+        await turn.ended
+        assert [a.text for a in found.answers] == ["xz", "y"] and [a.end.reason for a in found.answers] == ["length", "stop"]
+        usage = turn.usage
+        assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == (2, 1, 4)
+        assert turn.timing.first_token_ns and turn.timing.last_token_ns and turn.timing.queued_ns == 5
+        assert bench.desk.n_open == 0
+
+    inside(run())
+
+
+def test_stop_string_ends_one_choice_and_later_tokens_are_ignored() -> None:
+    async def run() -> None:
+        bench = Bench()
+        turn, found = bench.turn(Wish(stop=("yz",)))
+        (ask,) = bench.port.asks
+        bench.port.tell([m.StepResult(1, [row(ask, A)]), m.StepResult(2, [row(ask, B)]), m.StepResult(3, [row(ask, C)]), m.StepResult(4, [row(ask, A)])])
+        await turn.ended
+        assert found.answers[0].text == "x" and found.answers[0].end.stop == "yz" and bench.port.aborted == [ask.ask_id]
+        bench.port.tell([m.Done(ask.ask_id, m.Reason.ABORT)])
+        assert turn.usage.output_tokens == 3
+
+    inside(run())
+
+
+@pytest.mark.parametrize(
+    "event, error",
+    [
+        (lambda i: m.Refused(i, m.RefusedCode.QUEUE_FULL, 9), Busy),
+        (lambda i: m.Refused(i, m.RefusedCode.CONTEXT, 0, 5, 4, 3), ContextTooLong),
+        (lambda i: m.Done(i, m.Reason.ERROR, m.ErrorCode.NAN), PackError),
+        (lambda i: m.Done(i, m.Reason.ABORT), ShuttingDown),
+    ],
+)
+def test_refusal_or_error_of_one_choice_ends_the_turn_and_aborts_the_others(event: Any, error: type[Exception]) -> None:
+    async def run() -> None:
+        bench = Bench()
+        turn, _ = bench.turn(Wish(n=3))
+        bench.port.tell([event(bench.port.asks[1].ask_id)])
+        with pytest.raises(error):
+            await turn.ended
+        assert sorted(bench.port.aborted) == [bench.port.asks[0].ask_id, bench.port.asks[2].ask_id] and bench.desk.n_open == 0
+
+    inside(run())
+
+
+def test_cancelled_turn_aborts_everything_once() -> None:
+    async def run() -> None:
+        bench = Bench()
+        turn, _ = bench.turn(Wish(n=2), prompts=2)
+        turn.cancel()
+        turn.cancel()
+        turn.abandon()
+        with pytest.raises(Cancelled):
+            await turn.ended
+        assert len(bench.port.aborted) == 4
+
+    inside(run())
+
+
+def test_ring_that_is_full_half_way_sends_nothing_in_the_end() -> None:
+    async def run() -> None:
+        bench = Bench()
+        bench.port.full_after = 2
+        with pytest.raises(Busy):
+            bench.turn(Wish(n=3))
+        assert len(bench.port.aborted) == 2 and bench.desk.n_open == 0
+
+    inside(run())
+
+
+def test_prompt_that_does_not_fit_is_refused_before_anything_is_sent() -> None:
+    async def run() -> None:
+        bench = Bench()
+        with pytest.raises(ContextTooLong) as caught:
+            bench.turn(Wish(max_tokens=99))
+        assert caught.value.facts == {"prompt_tokens": 2, "max_ctx_tokens": 100, "max_tokens": 99}
+        turn, _ = bench.turn(Wish(max_tokens=98))
+        turn.cancel()
+        assert turn.ended.exception() is not None
+
+    inside(run())
+
+
+def test_dead_engine_fails_queries_and_tells_once() -> None:
+    async def run() -> None:
+        bench = Bench()
+        told: list[int] = []
+        bench.desk.on_dead = lambda: told.append(1)
+        waiting = asyncio.create_task(bench.desk.state())
+        await asyncio.sleep(0)
+        bench.port.is_dead = True
+        bench.port.tell([])
+        with pytest.raises(PackError):
+            await waiting
+        assert told == [1]
+
+    inside(run())
+
+
+def test_token_without_text_is_counted_and_harmless() -> None:
+    async def run() -> None:
+        bench = Bench()
+        turn, found = bench.turn(Wish(n_logprobs=0))
+        (ask,) = bench.port.asks
+        bench.port.tell([m.StepResult(1, [row(ask, A)]), m.StepResult(2, [row(ask, TOKENIZER.n_vocab + 5)]), m.Done(ask.ask_id, m.Reason.LENGTH)])
+        await turn.ended
+        assert found.answers[0].text == "x" and turn.usage.output_tokens == 2
+
+    inside(run())
+
+
+def test_wishes_that_cannot_be_are_refused_by_field() -> None:
+    for wish, param in ((Wish(n=0), "n"), (Wish(n_logprobs=21), "top_logprobs"), (Wish(bias=((10**6, 1.0),)), "logit_bias"), (Wish(stop=("",)), "stop"), (Wish(temperature=float("nan")), "temperature")):
+        with pytest.raises(UsageError) as caught:
+            wish.check(served())
+        assert caught.value.facts["param"] == param
