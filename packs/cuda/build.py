@@ -62,7 +62,7 @@ def flags(arch: str, as_ptx: bool, build: str) -> list[str]:
     return [
         "-std=c++20", "-O3", "-Xfatbin", "-compress-all", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden,-O2", "-diag-suppress", "177",
         "-gencode", f"arch=compute_{number},code={code}", "-Xptxas", "-v", f'-DPK_ARCH="{name}"', f'-DPK_BUILD="{build}"',
-        f"-DPK_VALIDATED={int(arch in VALIDATED)}",
+        f"-DPK_VALIDATED={int(arch in VALIDATED)}", *(["-DPK_WGMMA"] if arch == "sm_90a" else []),
     ]  # fmt: skip
 
 

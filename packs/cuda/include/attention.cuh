@@ -15,11 +15,20 @@ struct AttentionArguments {
     int32_t *counters;  // zero between launches
     int64_t q_stride, out_stride, page_stride, k_offset, v_offset;
     int32_t q_format, out_format, kv_format;
-    int32_t n_heads, n_kv_heads, head_width, v_width, window, page_tokens, slot_pages, max_rows, max_items;
+    int32_t n_heads, n_kv_heads, head_width, v_width, window, page_tokens, page_shift, slot_pages, max_rows, max_items;
     float scale, softcap;
 };
 
 constexpr float kLog2e = 1.4426950408889634f;
+
+// The page of a position; page_shift is -1 when pages do not hold a power of two.
+__device__ __forceinline__ int page_of(const AttentionArguments &a, int p) { return a.page_shift >= 0 ? p >> a.page_shift : p / a.page_tokens; }
+
+__device__ __forceinline__ float power2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 // Rows of at most 16 (token, head) pairs per KV head, and single tokens, belong to the decode kernel; others to prefill.
 __device__ __forceinline__ bool is_decode_row(int n_tokens, int group) { return n_tokens == 1 || n_tokens * group <= 16; }

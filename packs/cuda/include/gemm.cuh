@@ -8,6 +8,8 @@ struct GemmWeight {
     const void *data;        // bf16 [rows, K] row-major
     const float *row_scale;  // [rows] or null
     const float *bias;       // [rows] or null
+    const float *block_scale;  // [rows/128][K/128] or null; FP8 only
+    int64_t block_stride;
     int64_t row_bytes;
     int32_t rows;
     int32_t first_tile;
@@ -21,6 +23,8 @@ struct GemmArguments {
     void *y;
     const void *add;
     const StepInfo *info;
+    const float *x_scale;  // [K/128][rows]; FP8 only
+    int64_t x_scale_stride;
     int64_t x_row_bytes, y_stride, add_stride;
     int64_t rows_symbol;
     int32_t y_format, add_format;
@@ -30,5 +34,13 @@ struct GemmArguments {
 
 // Ampere and later: cp.async, ldmatrix, mma.sync.
 int32_t launch_gemm_mma(const Launch &l, GemmArguments arguments, int64_t max_rows);
+
+// Hopper: TMA and wgmma. x is bf16 with rows of 16-byte multiples.
+bool has_wgmma(const pk_ctx *ctx);
+int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
+
+// FP8 weights on Hopper: x (F32 or BF16, x_row_bytes apart) is narrowed to e4m3 per row and 128 columns in scratch first.
+int64_t fp8_scratch(int64_t max_rows, int64_t cols);
+int32_t launch_gemm_fp8(const Launch &l, GemmArguments arguments, int64_t max_rows, int32_t x_format);
 
 }  // namespace pk

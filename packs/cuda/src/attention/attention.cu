@@ -13,7 +13,7 @@ namespace {
 
 int64_t max_items(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) {
     const int64_t group = op.n_heads / op.n_kv_heads;
-    return 2ll * ctx->n_processors + max_rows * op.n_kv_heads * ((group + 15) / 16);
+    return 4ll * ctx->n_processors + 2 * max_rows * op.n_kv_heads * ((group + 15) / 16);
 }
 
 }  // namespace
@@ -59,6 +59,7 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     a.window = op.window;
     a.page_tokens = s.page_tokens;
     a.slot_pages = s.slot_pages;
+    a.page_shift = (s.page_tokens & (s.page_tokens - 1)) == 0 ? __builtin_ctz(s.page_tokens) : -1;
     a.max_rows = s.max_step_rows;
     a.max_items = static_cast<int32_t>(max_items(l.ctx, op, s.max_step_rows));
     a.scale = op.scale;

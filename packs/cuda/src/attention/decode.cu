@@ -10,7 +10,7 @@
 namespace pk {
 namespace {
 
-constexpr int kThreads = 128, kWarps = 4, kTokens = 16, kStages = 3, kMinRange = 128;
+constexpr int kThreads = 128, kWarps = 4, kTokens = 16, kStages = 3, kMinRange = 128, kMostSplits = 256;
 
 struct Item {
     int row, head, tile, split, n_splits, first, last, group_at;
@@ -55,7 +55,8 @@ __device__ Schedule build_schedule(const AttentionArguments &a, int *ends, int *
     if (threadIdx.x == kThreads - 1) total = scan;
     __syncthreads();
     const int64_t positions = static_cast<int64_t>(total) * 16 * a.n_kv_heads;
-    const int range = max(kMinRange, static_cast<int>((positions + gridDim.x - 1) / gridDim.x + 63) / 64 * 64);
+    // Two items a block on average: with equal ranges inside a row that keeps the last round short.
+    const int range = max(max(kMinRange, (a.slot_pages * a.page_tokens + kMostSplits - 1) / kMostSplits), static_cast<int>((positions + 2 * gridDim.x - 1) / (2 * gridDim.x)));
     int carried = 0;
     for (int base = 0; base < n_rows; base += kThreads) {
         const int r = base + threadIdx.x;
@@ -89,8 +90,9 @@ __device__ Item find_item(const AttentionArguments &a, const int *ends, const Sc
     item.split = local % item.n_splits;
     item.tile = local / item.n_splits % tiles;
     item.head = local / item.n_splits / tiles;
-    item.first = first + item.split * s.range;
-    item.last = min(first + n, item.first + s.range);
+    const int per = ((n + item.n_splits - 1) / item.n_splits + 15) / 16 * 16;
+    item.first = min(first + n, first + item.split * per);
+    item.last = min(first + n, item.first + per);
     item.group_at = i - item.split;
     return item;
 }
@@ -100,8 +102,8 @@ __device__ void write_row(const AttentionArguments &a, const Item &item, int pai
     const int group = a.n_heads / a.n_kv_heads, token = a.row_start[item.row] + pair / group, head = item.head * group + pair % group;
     if (a.sinks != nullptr) {
         const float sink = a.sinks[head] * kLog2e, joint = fmaxf(top, sink);
-        o *= exp2f(top - joint);
-        sum = sum * exp2f(top - joint) + exp2f(sink - joint);
+        o *= power2(top - joint);
+        sum = sum * power2(top - joint) + power2(sink - joint);
     }
     store_from_f32(a.out, token * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.out_format, sum > 0.0f ? o / sum : 0.0f);
 }
@@ -152,8 +154,8 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
             const int first = item.first + (n * kWarps + warp) * kTokens;
             if (first < item.last) {
                 const int mine = first + (lane & 15), p = min(mine, item.last - 1);
-                const int64_t page = static_cast<int64_t>(pages[p / a.page_tokens]) * a.page_stride;
-                const int in = item.head * a.page_tokens + p % a.page_tokens;
+                const int64_t page = static_cast<int64_t>(pages[page_of(a, p)]) * a.page_stride;
+                const int in = item.head * a.page_tokens + p - page_of(a, p) * a.page_tokens;
                 const uint32_t at = ring_at + n % kStages * kStageBytes;
                 uint8_t *to = ring + n % kStages * kStageBytes;
                 constexpr int kPieces = kD / 8, kPer = kTokens * kPieces / 32;
@@ -210,14 +212,14 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                     }
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                const float next = fmaxf(top[h], most), base = next == -INFINITY ? 0.0f : next, fade = exp2f(top[h] - base);
+                const float next = fmaxf(top[h], most), base = next == -INFINITY ? 0.0f : next, fade = power2(top[h] - base);
                 float part = 0.0f;
 #pragma unroll
                 for (int t = 0; t < 2; ++t)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         float &x = s[t][2 * h + e];
-                        x = exp2f(x - base);
+                        x = power2(x - base);
                         part += x;
                     }
                 sum[h] = sum[h] * fade + part;
@@ -263,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
             float most = -INFINITY, total = 0.0f, value = 0.0f;
             for (int w = 0; w < kWarps; ++w) most = fmaxf(most, merge_top[w][row]);
             for (int w = 0; w < kWarps; ++w) {
-                const float f = merge_top[w][row] == -INFINITY ? 0.0f : exp2f(merge_top[w][row] - most);
+                const float f = merge_top[w][row] == -INFINITY ? 0.0f : power2(merge_top[w][row] - most);
                 total += f * merge_sum[w][row];
                 value += f * reinterpret_cast<const float *>(shared + w * kWarpBytes)[row * kD + d];
             }
@@ -286,19 +288,37 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
             if (is_last) {
                 __threadfence();
                 if (threadIdx.x == 0) a.counters[item.group_at] = 0;
+                // Weights of the splits first (in the rings, which are idle), then all rows of a column side by side.
                 const float *all_o = a.partial + static_cast<int64_t>(item.group_at) * 16 * a.v_width;
                 const float *all_ml = a.partial + static_cast<int64_t>(a.max_items) * 16 * a.v_width + item.group_at * 32;
-                for (int j = threadIdx.x; j < 16 * a.v_width; j += kThreads) {
-                    const int row = j / a.v_width, pair_row = item.tile * 16 + row;
-                    if (pair_row >= n_pairs) continue;
-                    float most = -INFINITY, total = 0.0f, value = 0.0f;
-                    for (int k = 0; k < item.n_splits; ++k) most = fmaxf(most, __ldcg(all_ml + k * 32 + 2 * row));
-                    for (int k = 0; k < item.n_splits; ++k) {
-                        const float m = __ldcg(all_ml + k * 32 + 2 * row), f = m == -INFINITY ? 0.0f : exp2f(m - most);
-                        total += f * __ldcg(all_ml + k * 32 + 2 * row + 1);
-                        value += f * __ldcg(all_o + static_cast<int64_t>(k) * 16 * a.v_width + j);
-                    }
-                    write_row<kD>(a, item, pair_row, j % a.v_width, value, total, most);
+                float *weight = reinterpret_cast<float *>(shared);
+                const int rows_here = min(16, n_pairs - item.tile * 16), n_splits = min(item.n_splits, kMostSplits);
+                for (int j = threadIdx.x; j < n_splits * 16; j += kThreads) weight[j] = __ldcg(all_ml + (j >> 4) * 32 + 2 * (j & 15));
+                __syncthreads();
+                if (threadIdx.x < 16) {
+                    float most = -INFINITY;
+                    for (int k = 0; k < n_splits; ++k) most = fmaxf(most, weight[k * 16 + threadIdx.x]);
+                    merge_top[0][threadIdx.x] = most;
+                }
+                __syncthreads();
+                for (int j = threadIdx.x; j < n_splits * 16; j += kThreads) {
+                    const float f = weight[j] == -INFINITY ? 0.0f : power2(weight[j] - merge_top[0][j & 15]);
+                    weight[j] = f;
+                    weight[kMostSplits * 16 + j] = f * __ldcg(all_ml + (j >> 4) * 32 + 2 * (j & 15) + 1);
+                }
+                __syncthreads();
+                if (threadIdx.x < 16) {
+                    float sum_all = 0.0f;
+                    for (int k = 0; k < n_splits; ++k) sum_all += weight[kMostSplits * 16 + k * 16 + threadIdx.x];
+                    merge_sum[0][threadIdx.x] = sum_all;
+                }
+                __syncthreads();
+                for (int j = threadIdx.x; j < rows_here * a.v_width; j += kThreads) {
+                    const int row = j / a.v_width;
+                    float value = 0.0f;
+#pragma unroll 8
+                    for (int k = 0; k < n_splits; ++k) value += weight[k * 16 + row] * __ldcg(all_o + static_cast<int64_t>(k) * 16 * a.v_width + j);
+                    write_row<kD>(a, item, item.tile * 16 + row, j % a.v_width, value, merge_sum[0][row], merge_top[0][row]);
                 }
             }
         }

@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
                     const int i = j * kThreads + tid, token = i / kPieces, piece = i % kPieces, p = first + token;
                     const bool in = p < kv_end;
                     const int at = in ? p : kv_end - 1;
-                    const uint8_t *page = a.kv + static_cast<int64_t>(pages[at / a.page_tokens]) * a.page_stride;
-                    const int64_t in_page = static_cast<int64_t>(head) * a.page_tokens + at % a.page_tokens;
+                    const uint8_t *page = a.kv + static_cast<int64_t>(pages[page_of(a, at)]) * a.page_stride;
+                    const int64_t in_page = static_cast<int64_t>(head) * a.page_tokens + at - page_of(a, at) * a.page_tokens;
 #pragma unroll
                     for (int part = 0; part < 2; ++part) {
                         const bool ok = in && piece < (part ? v_pieces : k_pieces);
@@ -168,14 +168,14 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
                     }
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                const float next = fmaxf(top[h], most), base = next == -INFINITY ? 0.0f : next, fade = exp2f(top[h] - base);
+                const float next = fmaxf(top[h], most), base = next == -INFINITY ? 0.0f : next, fade = power2(top[h] - base);
                 float part = 0.0f;
 #pragma unroll
                 for (int t = 0; t < kTile / 8; ++t)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         float &x = s[t][2 * h + e];
-                        x = exp2f(x - base);
+                        x = power2(x - base);
                         part += x;
                     }
                 sum[h] = sum[h] * fade + part;
@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
             float f = 1.0f;
             if (a.sinks != nullptr) {
                 const float sink = a.sinks[q_head] * kLog2e, joint = fmaxf(top[h], sink);
-                f = exp2f(top[h] - joint);
-                sum[h] = sum[h] * f + exp2f(sink - joint);
+                f = power2(top[h] - joint);
+                sum[h] = sum[h] * f + power2(sink - joint);
             }
             f /= sum[h];
             const int64_t to = static_cast<int64_t>(start + pair[h] / group) * a.out_stride + static_cast<int64_t>(q_head) * a.v_width;

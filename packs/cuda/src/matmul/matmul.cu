@@ -119,6 +119,9 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     return launch_stream_of(format, l, s, a);
 }
 
+// bf16 operands, on whatever the device does best.
+int32_t launch_gemm(const Launch &l, const GemmArguments &a, int64_t max_rows) { return has_wgmma(l.ctx) ? launch_gemm_wgmma(l, a, max_rows) : launch_gemm_mma(l, a, max_rows); }
+
 int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows) {
     const bool gated = op.act != PK_ACT_NONE;
     GemmArguments a = {};
@@ -127,7 +130,8 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     a.x = reinterpret_cast<const void *>(op.x.data);
     a.x_row_bytes = op.x.stride;
     a.k = static_cast<int32_t>(op.x.cols);
-    if (op.x.format != PK_BF16 || !is_wide(op.x)) {
+    const bool is_fp8 = packed[g.first]->format == PK_FP8_E4M3 && has_wgmma(l.ctx);
+    if (!is_fp8 && (op.x.format != PK_BF16 || !is_wide(op.x))) {
         // Narrowed, and widened with zeros to whole pieces of 16 bytes.
         pk_op_copy copy = {};
         copy.x = op.x;
@@ -161,13 +165,16 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
         GemmWeight &w = a.w[side];
         w.data = data;
         w.row_bytes = row_bytes;
-        w.row_scale = nullptr;
+        const float *scales = reinterpret_cast<const float *>(op.w[g.first + i].data + p.scales);
+        w.row_scale = is_fp8 && p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
+        w.block_scale = is_fp8 && p.scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
+        w.block_stride = p.scale_stride;
         w.bias = op.bias[g.first + i].data ? reinterpret_cast<const float *>(op.bias[g.first + i].data) + first_row : nullptr;
         w.rows = static_cast<int32_t>(n_rows);
         w.first_column = static_cast<int32_t>(column);
-        w.scale = p.format == PK_BF16 ? p.scale : 1.0f;
+        w.scale = p.format == PK_BF16 || is_fp8 ? p.scale : 1.0f;
     };
-    if (packed[g.first]->format == PK_BF16) {
+    if (packed[g.first]->format == PK_BF16 || is_fp8) {
         int64_t column = g.first_column;
         a.n_w = g.n;
         for (int i = 0; i < g.n; ++i) {
@@ -175,11 +182,13 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
             weight(i, i, 0, p.rows, reinterpret_cast<const void *>(op.w[g.first + i].data), p.row_bytes, column);
             column += gated ? 0 : p.rows;
         }
-        return launch_gemm_mma(l, a, max_rows);
+        return is_fp8 ? launch_gemm_fp8(l, a, max_rows, op.x.format) : launch_gemm(l, a, max_rows);
     }
     // Panels of dequantised rows.
     const int64_t row_bytes = padded * 2, sides = gated ? 2 : 1;
-    const int64_t most = std::max<int64_t>(128, kPanelBytes / (row_bytes * sides) / 128 * 128);
+    int64_t tallest = 0;
+    for (int i = 0; i < g.n; ++i) tallest = std::max(tallest, (packed[g.first + i]->rows + 127) / 128 * 128);
+    const int64_t most = std::min(tallest, std::max<int64_t>(128, kPanelBytes / (row_bytes * sides) / 128 * 128));
     int64_t column = g.first_column;
     for (int i = 0; i < (gated ? 1 : g.n); ++i) {
         const Packed &p = *packed[g.first + i];
@@ -195,7 +204,7 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
                 weight(static_cast<int>(side), static_cast<int>(i + side), row, n, panel, row_bytes, column + row);
             }
             a.n_w = static_cast<int32_t>(sides);
-            if (int32_t status = launch_gemm_mma(l, a, max_rows)) return status;
+            if (int32_t status = launch_gemm(l, a, max_rows)) return status;
         }
         column += p.rows;
     }
@@ -283,8 +292,8 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
     if (max_rows <= kStreamRows) return stream;
     int64_t rows = 0;
     for (int i = 0; i < op.n_w; ++i) rows = std::max(rows, op.w[i].rows);
-    const int64_t gemm = align256(max_rows * k * 2) + std::min<int64_t>(kPanelBytes, 2 * align256(rows * k * 2)) + (1 << 20);
-    return std::max(stream, gemm);
+    const int64_t gemm = align256(max_rows * k * 2) + std::min<int64_t>(kPanelBytes, 2 * align256((rows + 127) / 128 * 128 * k * 2)) + (1 << 20);
+    return std::max({stream, gemm, fp8_scratch(max_rows, k)});
 }
 
 }  // namespace pk

@@ -54,25 +54,37 @@ __device__ __forceinline__ int staged_position(int k) {
 
 template <int kFormat>
 __device__ __forceinline__ void stage_x(const StreamArguments &a, uint8_t *xs, int k0, int k_count, int n_rows) {
-    const int per_row = k_count / 8;
-    for (int i = threadIdx.x; i < per_row * a.staged_rows; i += kStreamThreads) {
-        int n = i / per_row, k = (i - n * per_row) * 8;
-        float v[8] = {};
-        if (n < n_rows && k0 + k < a.k) {
-            if (a.is_wide) {
-                load8(a.x, n * a.x_stride + k0 + k, a.x_format, v);
-            } else {
-                for (int j = 0; j < 8; ++j) v[j] = k0 + k + j < a.k ? load_as_f32(a.x, n * a.x_stride + k0 + k + j, a.x_format) : 0.0f;
+    const int per_row = k_count / 8, n_pieces = per_row * a.staged_rows;
+    constexpr int kFlight = 6;  // loads that a thread has under way
+    for (int first = threadIdx.x; first < n_pieces; first += kFlight * kStreamThreads) {
+        float v[kFlight][8];
+#pragma unroll
+        for (int j = 0; j < kFlight; ++j) {
+            const int i = first + j * kStreamThreads, n = i / per_row, k = (i - n * per_row) * 8;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) v[j][e] = 0.0f;
+            if (i < n_pieces && n < n_rows && k0 + k < a.k) {
+                if (a.is_wide) {
+                    load8(a.x, n * a.x_stride + k0 + k, a.x_format, v[j]);
+                } else {
+                    for (int e = 0; e < 8; ++e) v[j][e] = k0 + k + e < a.k ? load_as_f32(a.x, n * a.x_stride + k0 + k + e, a.x_format) : 0.0f;
+                }
             }
         }
-        uint2 first = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])), second = make_uint2(pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
-        if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) {
-            first = make_uint2(pack_bf16(v[0], v[2]), pack_bf16(v[1], v[3]));
-            second = make_uint2(pack_bf16(v[4], v[6]), pack_bf16(v[5], v[7]));
+#pragma unroll
+        for (int j = 0; j < kFlight; ++j) {
+            const int i = first + j * kStreamThreads, n = i / per_row, k = (i - n * per_row) * 8;
+            if (i >= n_pieces) continue;
+            const float(&f)[8] = v[j];
+            uint2 low = make_uint2(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3])), high = make_uint2(pack_bf16(f[4], f[5]), pack_bf16(f[6], f[7]));
+            if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) {
+                low = make_uint2(pack_bf16(f[0], f[2]), pack_bf16(f[1], f[3]));
+                high = make_uint2(pack_bf16(f[4], f[6]), pack_bf16(f[5], f[7]));
+            }
+            uint8_t *row = xs + n * a.x_row_bytes;
+            *reinterpret_cast<uint2 *>(row + 2 * staged_position<kFormat>(k)) = low;
+            *reinterpret_cast<uint2 *>(row + 2 * staged_position<kFormat>(k + 4)) = high;
         }
-        uint8_t *row = xs + n * a.x_row_bytes;
-        *reinterpret_cast<uint2 *>(row + 2 * staged_position<kFormat>(k)) = first;
-        *reinterpret_cast<uint2 *>(row + 2 * staged_position<kFormat>(k + 4)) = second;
     }
 }
 

@@ -1,0 +1,282 @@
+// Tiled matmul on Hopper: y[rows, N] = x[rows, K] W^T with TMA, an mbarrier ring and wgmma, for more than 64 rows.
+//
+// Block: one producer thread that copies boxes, two consumer warpgroups of 64 rows each; persistent over tiles, grouped so
+// that concurrent blocks share boxes in L2. BF16: 128 x 256 tiles, 64 of K a stage. FP8: 128 x 128 tiles, 128 of K a
+// stage; every stage is accumulated on its own and added with its scales (x: per row and 128 of K; W: per 128 x 128), so
+// that the tensor core's short accumulator never sums more than 128 products. With an activation the first half of a tile
+// is gate, the second up. Assumes swizzled 128-byte boxes (K padded to whole boxes). Does not handle: fewer rows than
+// min_rows.
+#include "../../include/gemm.cuh"
+#include "../../include/wgmma.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int kM = 128, kThreads = 384, kGroupM = 16;
+template <bool kFp8> constexpr int kN = kFp8 ? 128 : 256;
+template <bool kFp8> constexpr int kStages = kFp8 ? 6 : 4;
+template <bool kFp8> constexpr int kStageBytes = (kM + kN<kFp8>) * 128;
+
+struct Maps {
+    CUtensorMap x, w[3];
+};
+
+struct Tile {
+    int m0, n0, weight;
+};
+
+template <bool kFp8>
+__global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_constant__ Maps maps, const __grid_constant__ GemmArguments a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    constexpr int kTileN = kN<kFp8>, kRing = kStages<kFp8>, kBytes = kStageBytes<kFp8>, kBoxK = kFp8 ? 128 : 64, kHalf = kTileN / 2;
+    extern __shared__ uint8_t raw[];
+    __shared__ uint64_t full[kRing], empty[kRing];
+    uint8_t *ring = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kRing; ++i) {
+            barrier_init(full + i, 1);
+            barrier_init(empty + i, 2);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    wait_dependence();
+    release_dependents();
+    const int n_rows = rows_of(a.info, a.rows_symbol);
+    if (n_rows < a.min_rows) return;
+    const bool gated = a.act != PK_ACT_NONE;
+    const int m_tiles = (n_rows + kM - 1) / kM, n_all = m_tiles * a.n_tiles, n_steps = (a.k + kBoxK - 1) / kBoxK;
+    auto tile_of = [&](int index) {
+        const int per_group = kGroupM * a.n_tiles, group = index / per_group, in = index - group * per_group;
+        const int first = group * kGroupM, height = min(kGroupM, m_tiles - first);
+        const int n = in / height;
+        Tile t;
+        t.m0 = (first + in - n * height) * kM;
+        t.weight = gated ? 0 : a.n_w > 2 && n >= a.w[2].first_tile ? 2 : a.n_w > 1 && n >= a.w[1].first_tile ? 1 : 0;
+        t.n0 = (n - a.w[t.weight].first_tile) * (gated ? kHalf : kTileN);
+        return t;
+    };
+    const int group = threadIdx.x >> 7;
+    int stage = 0;
+    uint32_t phase = 0;
+    auto advance = [&] {
+        if (++stage == kRing) {
+            stage = 0;
+            phase ^= 1;
+        }
+    };
+    if (group == 0) {
+        fewer_registers<40>();
+        if (threadIdx.x == 0) {
+            for (int index = blockIdx.x; index < n_all; index += gridDim.x) {
+                const Tile t = tile_of(index);
+                const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
+                for (int k = 0; k < n_steps; ++k) {
+                    barrier_wait(empty + stage, phase ^ 1);
+                    barrier_expect(full + stage, kBytes);
+                    uint8_t *to = ring + stage * kBytes;
+                    copy_box(to, &maps.x, k * kBoxK, t.m0, full + stage);
+                    copy_box(to + kM * 128, first, k * kBoxK, t.n0, full + stage);
+                    copy_box(to + (kM + kHalf) * 128, second, k * kBoxK, gated ? t.n0 : t.n0 + kHalf, full + stage);
+                    advance();
+                }
+            }
+        }
+        return;
+    }
+    more_registers<232>();
+    const int wg = group - 1, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+    for (int index = blockIdx.x; index < n_all; index += gridDim.x) {
+        const Tile t = tile_of(index);
+        const int row = t.m0 + wg * 64 + warp * 16 + (lane >> 2);
+        float acc[kTileN / 2];
+        if constexpr (kFp8) {
+            float sum[kTileN / 2];
+#pragma unroll
+            for (int i = 0; i < kTileN / 2; ++i) sum[i] = 0.0f;
+            const float *x_scale = a.x_scale + row;
+            const bool has[2] = {row < n_rows, row + 8 < n_rows};
+            const GemmWeight &w0 = a.w[t.weight], &w1 = a.w[gated ? 1 : t.weight];
+            const float *s0 = w0.block_scale ? w0.block_scale + (t.n0 >> 7) * w0.block_stride : nullptr;
+            const float *s1 = w1.block_scale ? w1.block_scale + (t.n0 >> 7) * w1.block_stride : nullptr;
+            for (int k = 0; k < n_steps; ++k) {
+                const float xs[2] = {has[0] ? __ldg(x_scale + static_cast<int64_t>(k) * a.x_scale_stride) : 0.0f,
+                                     has[1] ? __ldg(x_scale + static_cast<int64_t>(k) * a.x_scale_stride + 8) : 0.0f};
+                const float ws0 = s0 ? __ldg(s0 + k) : 1.0f, ws1 = gated ? (s1 ? __ldg(s1 + k) : 1.0f) : ws0;
+                barrier_wait(full + stage, phase);
+                const uint32_t x_at = shared_address(ring + stage * kBytes) + wg * 64 * 128, w_at = shared_address(ring + stage * kBytes) + kM * 128;
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < 4; ++i) wgmma_e4m3_n128(acc, matrix_descriptor(x_at + 32 * i), matrix_descriptor(w_at + 32 * i), i > 0);
+                wgmma_commit();
+                wgmma_wait<0>();
+                if ((threadIdx.x & 127) == 0) barrier_arrive(empty + stage);
+                advance();
+#pragma unroll
+                for (int j = 0; j < kTileN / 8; ++j) {
+                    const float ws = j < kTileN / 16 ? ws0 : ws1, f0 = xs[0] * ws, f1 = xs[1] * ws;
+                    sum[4 * j] = fmaf(f0, acc[4 * j], sum[4 * j]);
+                    sum[4 * j + 1] = fmaf(f0, acc[4 * j + 1], sum[4 * j + 1]);
+                    sum[4 * j + 2] = fmaf(f1, acc[4 * j + 2], sum[4 * j + 2]);
+                    sum[4 * j + 3] = fmaf(f1, acc[4 * j + 3], sum[4 * j + 3]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kTileN / 2; ++i) acc[i] = sum[i];
+        } else {
+            int previous = -1;
+            for (int k = 0; k < n_steps; ++k) {
+                barrier_wait(full + stage, phase);
+                const uint32_t x_at = shared_address(ring + stage * kBytes) + wg * 64 * 128, w_at = shared_address(ring + stage * kBytes) + kM * 128;
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < 4; ++i) wgmma_bf16_n256(acc, matrix_descriptor(x_at + 32 * i), matrix_descriptor(w_at + 32 * i), k > 0 || i > 0);
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (previous >= 0 && (threadIdx.x & 127) == 0) barrier_arrive(empty + previous);
+                previous = stage;
+                advance();
+            }
+            wgmma_wait<0>();
+            if ((threadIdx.x & 127) == 0) barrier_arrive(empty + previous);
+        }
+        // Two neighbouring columns of two rows at a time.
+        auto finish = [&](const GemmWeight &w, int n, float v) {
+            v *= w.scale;
+            if (w.row_scale != nullptr) v *= w.row_scale[n];
+            return w.bias != nullptr ? v + w.bias[n] : v;
+        };
+        auto last = [&](float v) {
+            v *= a.scale;
+            return a.softcap > 0.0f ? a.softcap * tanhf(v / a.softcap) : v;
+        };
+        const bool paired = ((a.y_stride | a.add_stride | a.w[t.weight].first_column) & 1) == 0;
+#pragma unroll
+        for (int j = 0; j < (kTileN / 8); ++j) {
+            if (gated && j >= kTileN / 16) break;
+            const int n = t.n0 + 8 * j + 2 * (lane & 3);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int m = row + 8 * h;
+                if (m >= n_rows || n >= a.w[t.weight].rows) continue;
+                const bool both = n + 1 < a.w[t.weight].rows;
+                float v[2] = {acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]};
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    if (e == 1 && !both) continue;
+                    v[e] = finish(a.w[t.weight], n + e, v[e]);
+                    if (gated) v[e] = activate(v[e], a.act) * finish(a.w[1], n + e, acc[(4 * j + 2 * h + e + kTileN / 4) % (kTileN / 2)]);
+                    v[e] = last(v[e]);
+                }
+                const int64_t y_at = m * a.y_stride + a.w[t.weight].first_column + n, add_at = m * a.add_stride + a.w[t.weight].first_column + n;
+                if (paired && both) {
+                    if (a.add != nullptr) {
+                        if (a.add_format == PK_F32) {
+                            const float2 old = *reinterpret_cast<const float2 *>(static_cast<const float *>(a.add) + add_at);
+                            v[0] += old.x;
+                            v[1] += old.y;
+                        } else {
+                            const uint32_t old = *reinterpret_cast<const uint32_t *>(static_cast<const bf16 *>(a.add) + add_at);
+                            v[0] += low_f32(old);
+                            v[1] += high_f32(old);
+                        }
+                    }
+                    if (a.y_format == PK_F32) *reinterpret_cast<float2 *>(static_cast<float *>(a.y) + y_at) = make_float2(v[0], v[1]);
+                    else *reinterpret_cast<uint32_t *>(static_cast<bf16 *>(a.y) + y_at) = pack_bf16(v[0], v[1]);
+                } else {
+                    for (int e = 0; e < 1 + both; ++e) {
+                        if (a.add != nullptr) v[e] += load_as_f32(a.add, add_at + e, a.add_format);
+                        store_from_f32(a.y, y_at + e, a.y_format, v[e]);
+                    }
+                }
+            }
+        }
+    }
+#endif
+}
+
+// Activations to e4m3 with one scale per row and 128 columns. A warp per group of 128; scales [K/128][rows].
+__global__ void __launch_bounds__(256) quantise_kernel(const void *x, int64_t x_stride, int32_t x_format, uint8_t *out, int64_t out_stride, float *scales, int64_t scale_stride, int k, const StepInfo *info, int64_t rows_symbol, int min_rows) {
+    wait_dependence();
+    release_dependents();
+    const int row = blockIdx.y, lane = threadIdx.x & 31, g = blockIdx.x * 8 + (threadIdx.x >> 5), n_rows = rows_of(info, rows_symbol);
+    if (row >= n_rows || n_rows < min_rows || g * 128 >= out_stride) return;
+    float v[4], most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int c = g * 128 + lane * 4 + i;
+        v[i] = c < k ? load_as_f32(x, row * x_stride + c, x_format) : 0.0f;
+        most = fmaxf(most, fabsf(v[i]));
+    }
+    for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+    const float scale = most > 0.0f ? most / 448.0f : 1.0f, inverse = 1.0f / scale;
+    uint32_t packed = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) packed |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(v[i] * inverse, __NV_SATFINITE, __NV_E4M3)) << (8 * i);
+    *reinterpret_cast<uint32_t *>(out + row * out_stride + g * 128 + lane * 4) = packed;
+    if (lane == 0) scales[g * scale_stride + row] = scale;
+}
+
+int32_t make_map(const Launch &l, CUtensorMap *map, const void *data, bool fp8, int64_t rows, int64_t cols, int64_t row_bytes, int box_rows) {
+    const cuuint64_t size[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)}, stride[1] = {static_cast<cuuint64_t>(row_bytes)};
+    const cuuint32_t box[2] = {fp8 ? 128u : 64u, static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
+    const CUresult e = l.ctx->driver.encode_tiled(map, fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void *>(data), size, stride, box, step,
+                                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return e == CUDA_SUCCESS ? PK_OK : fail(PK_DEVICE, "gemm: tensor map of %lld x %lld, %lld bytes a row: CUDA driver error %d", (long long)rows, (long long)cols, (long long)row_bytes, static_cast<int>(e));
+}
+
+template <bool kFp8>
+int32_t launch_tiles(const Launch &l, GemmArguments a, int64_t max_rows, int64_t x_cols) {
+    constexpr int kTileN = kN<kFp8>;
+    const bool gated = a.act != PK_ACT_NONE;
+    const int wide = gated ? kTileN / 2 : kTileN;
+    Maps maps;
+    if (int32_t e = make_map(l, &maps.x, a.x, kFp8, max_rows, x_cols, a.x_row_bytes, kM)) return e;
+    int32_t tiles = 0;
+    for (int i = 0; i < 3; ++i) {
+        const GemmWeight &w = a.w[i < a.n_w ? i : 0];
+        if (int32_t e = make_map(l, &maps.w[i], w.data, kFp8, w.rows, w.row_bytes / (kFp8 ? 1 : 2), w.row_bytes, kTileN / 2)) return e;
+        if (i < a.n_w && (!gated || i == 0)) {
+            a.w[i].first_tile = tiles;
+            tiles += (w.rows + wide - 1) / wide;
+        }
+    }
+    if (gated) a.w[1].first_tile = 0;
+    a.n_tiles = tiles;
+    const int64_t all = (max_rows + kM - 1) / kM * tiles;
+    const unsigned blocks = static_cast<unsigned>(all < l.ctx->n_processors ? all : l.ctx->n_processors);
+    return launch(l, "gemm_wgmma", gemm_wgmma_kernel<kFp8>, dim3(blocks), dim3(kThreads), kStages<kFp8> * kStageBytes<kFp8> + 1024, maps, a);
+}
+
+}  // namespace
+
+bool has_wgmma(const pk_ctx *ctx) {
+#if defined(PK_WGMMA)
+    return ctx->capability == 90;
+#else
+    (void)ctx;
+    return false;
+#endif
+}
+
+int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &a, int64_t max_rows) { return launch_tiles<false>(l, a, max_rows, a.k); }
+
+int64_t fp8_scratch(int64_t max_rows, int64_t cols) {
+    const int64_t padded = (cols + 127) / 128 * 128;
+    return (max_rows * padded + 255) / 256 * 256 + padded / 128 * max_rows * 4 + 256;
+}
+
+int32_t launch_gemm_fp8(const Launch &l, GemmArguments a, int64_t max_rows, int32_t x_format) {
+    const int64_t padded = (a.k + 127) / 128 * 128;
+    uint8_t *x = l.scratch;
+    float *scales = reinterpret_cast<float *>(l.scratch + (max_rows * padded + 255) / 256 * 256);
+    const int64_t stride = a.x_row_bytes / (x_format == PK_F32 ? 4 : 2);
+    if (int32_t e = launch(l, "quantise", quantise_kernel, dim3(static_cast<unsigned>((padded / 128 + 7) / 8), static_cast<unsigned>(max_rows)), dim3(256), 0, a.x, stride, x_format, x, padded, scales, max_rows, a.k, a.info, a.rows_symbol, a.min_rows)) return e;
+    a.x = x;
+    a.x_row_bytes = padded;
+    a.x_scale = scales;
+    a.x_scale_stride = max_rows;
+    return launch_tiles<true>(l, a, max_rows, padded);
+}
+
+}  // namespace pk
