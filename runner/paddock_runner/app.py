@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -134,6 +136,7 @@ def serve(config: Config) -> int:
     auth.check_exposure(config.host, config.auth)
     if config.state_file is not None and not config.state_file.absolute().parent.is_dir():
         raise UsageError(f"--state-file: there is no folder {config.state_file.absolute().parent}")
+    _allow_many_files()
     keys, is_new = _keys(config)
     listener = bind(config.host, config.port)
     try:
@@ -146,6 +149,12 @@ def serve(config: Config) -> int:
         return _run(config, opened, listener, keys)
     finally:
         listener.close()
+
+
+def _allow_many_files() -> None:
+    """As many open connections as the system lets us have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _keys(config: Config) -> tuple[tuple[str, ...], bool]:
@@ -236,6 +245,8 @@ class Runner:
         config, sizes = self._config, self._opened.plan.sizes
         host, port = listener.getsockname()[:2]
         self._front.phase = "ready"
+        gc.collect()
+        gc.freeze()
         facts = {
             "pid": os.getpid(), "host": config.host, "port": port, "model": self._served.name,
             "max_ctx_tokens": sizes.max_ctx_tokens, "max_batch": sizes.n_slots, "device": self._opened.place.facts.kind,

@@ -186,7 +186,7 @@ def test_mutated_requests_never_make_a_5xx(server: Live) -> None:
             "model": MODEL, "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
             {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
             {"role": "tool", "tool_call_id": "a", "content": "r"}], "n": 2, "stop": ["x"], "temperature": 0.5, "logit_bias": {"5": 1},
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}], "max_tokens": 5, "logprobs": True,
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}], "tool_choice": "none", "max_tokens": 5, "logprobs": True,
             "top_logprobs": 2, "stream_options": {"include_usage": True}, "chat_template_kwargs": {"a": 1}, "seed": 4,
         },
         TEXT: {"model": MODEL, "prompt": ["a", "b"], "n": 1, "max_tokens": 4, "logprobs": 1, "echo": False, "stop_token_ids": [5], "min_tokens": 1},
@@ -210,3 +210,13 @@ def test_key_is_compared_whole(server: Live) -> None:
     for key in (KEY[:-1], KEY + "x", "ü", KEY.upper()):
         answer = httpx.get(server.url + "/v1/models", headers={"authorization": f"Bearer {key}".encode()})
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_fields_without_effect_are_named_and_tools_that_nobody_can_call_are_refused(server: Live) -> None:
+    answer = server.post(CHAT, {"messages": ASK, "reasoning_effort": "high", "parallel_tool_calls": False, "service_tier": "flex", "user": "u"})
+    assert answer.status_code == 200
+    assert set(answer.headers["x-paddock-ignored-fields"].split(",")) == {"reasoning_effort", "parallel_tool_calls", "service_tier"}
+    tool = {"type": "function", "function": {"name": "f"}}
+    refused = server.post(CHAT, {"messages": ASK, "tools": [tool]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+    assert server.post(CHAT, {"messages": ASK, "tools": [tool], "tool_choice": "none"}).status_code == 200

@@ -19,6 +19,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
+IGNORED = b"x-paddock-ignored-fields"
 SSE = b"text/event-stream; charset=utf-8"
 ENCODER = msgspec.json.Encoder()
 _REQUEST_ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
@@ -27,11 +28,12 @@ _REQUEST_ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQR
 class Exchange:
     """One request and its answer.
 
-    client: the caller's number, once the key was checked. received_ns: time.monotonic_ns() of arrival. log: facts for this request's one log line. extra: headers of the answer, whatever it is.
+    client: the caller's number, once the key was checked. received_ns: time.monotonic_ns() of arrival. log: facts for this request's one log line.
+    ignored: fields of the request that have no effect; the answer names them. extra: headers of the answer, whatever it is.
     """
 
     __slots__ = (
-        "_headers", "_receive", "_scope", "_send", "client", "extra", "is_complete", "is_started", "log", "method", "path", "received_ns",
+        "_headers", "_receive", "_scope", "_send", "client", "extra", "ignored", "is_complete", "is_started", "log", "method", "path", "received_ns",
         "request_id", "status",
     )  # fmt: skip
 
@@ -43,6 +45,7 @@ class Exchange:
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = _request_id(self._headers.get(b"x-request-id", b""))
         self.extra: Headers = [(b"x-request-id", self.request_id.encode())]
+        self.ignored: list[str] = []
         self.log: dict[str, Any] = {}
         self.client = 0
         self.status = 0
@@ -102,6 +105,8 @@ class Exchange:
     async def start(self, status: int, content_type: bytes, headers: Headers) -> None:
         """Sends status and headers."""
         self.is_started, self.status = True, status
+        if self.ignored:
+            self.extra.append((IGNORED, ",".join(self.ignored).encode()))
         await self._send(
             {
                 "type": "http.response.start",

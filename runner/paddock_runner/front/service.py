@@ -23,7 +23,6 @@ Body = TypeVar("Body")
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-IGNORED = b"x-paddock-ignored-fields"
 MAX_IGNORED = 32
 
 
@@ -55,6 +54,15 @@ class Front:
                 name=name, known=[self.served.name], param="model",
             )  # fmt: skip
 
+    def require_tools(self) -> None:
+        """Raises: UsageError when this model's answers cannot be searched for tool calls."""
+        if not self.served.format.takes_tools:
+            raise UsageError(
+                "this model's chat template takes no tools",
+                "leave `tools` out, or use a model that calls tools",
+                param="tools",
+            )
+
     async def tick(self) -> None:
         """Gives silent streams their comments, for ever."""
         while True:
@@ -77,8 +85,7 @@ class Shape(Generic[Body]):
         body = self.parse(raw)
         unknown = [name for name in _RAW_FIELDS.decode(raw) if name not in self._names]
         if unknown:
-            shown = [name if _PLAIN_NAME.fullmatch(name) else "?" for name in unknown[:MAX_IGNORED]]
-            exchange.extra.append((IGNORED, ",".join(shown).encode()))
+            exchange.ignored += [name if _PLAIN_NAME.fullmatch(name) else "?" for name in unknown[:MAX_IGNORED]]
         return body
 
     def parse(self, raw: bytes) -> Body:

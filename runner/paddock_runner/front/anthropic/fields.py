@@ -199,8 +199,8 @@ def tools_of(body: Conversation) -> list[dict[str, Any]]:
 
 
 def left_out(body: Conversation) -> list[str]:
-    """Names of the tools that cannot be offered to the model, because they have no schema."""
-    return [t.name for t in body.tools or () if t.input_schema is None]
+    """The tools that cannot be offered to the model, because they have no schema, as field names."""
+    return [f"tools.{i}" for i, t in enumerate(body.tools or ()) if t.input_schema is None]
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ...turns.collect import Answer, Collector
 from ...turns.turn import Reading, Turn
 from ...turns.wish import Wish
 from ..http import Exchange
-from ..service import IGNORED, Front, Shape, caller, run_stream, run_turn
+from ..service import Front, Shape, caller, run_stream, run_turn
 from ..sse import EventStream
 from .events import Events, signature, stop_of, tool_id
 from .fields import Conversation, MessagesRequest, left_out, messages_of, refuse, tools_of, usage_json
@@ -65,11 +65,18 @@ async def prompt_of(
             "tool_choice.type", f"the tool choice {choice.type[:40]!r} is not supported yet; supported: auto, none"
         )
     if unknown := left_out(body):
-        exchange.extra.append((IGNORED, ",".join(f"tools.{i}" for i in range(len(unknown))).encode()))
+        exchange.ignored += unknown
     tools = tools_of(body)
+    if tools:
+        front.require_tools()
     effort = body.output_config.get("effort") if body.output_config else None
     is_on = None if body.thinking is None else body.thinking.type != "disabled"
-    options = front.served.template.thinking_options(is_on, effort if isinstance(effort, str) else None)
+    template = front.served.template
+    options = template.thinking_options(is_on, effort if isinstance(effort, str) else None)
+    if body.thinking is not None and (body.thinking.budget_tokens is not None or not template.thinking_options(is_on)):
+        exchange.ignored.append("thinking.budget_tokens" if template.thinking_options(is_on) else "thinking")
+    if effort is not None and not template.thinking_options(None, str(effort)):
+        exchange.ignored.append("output_config.effort")
     prompt, text = await front.served.chat_prompt(messages_of(body), tools or None, {"options": options})
     return prompt, text, {t["function"]["name"]: t["function"]["parameters"] for t in tools}
 

@@ -30,6 +30,9 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     front.require_ready()
     front.require_model(body.model)
     _check(body)
+    exchange.ignored += _without_effect(front, body)
+    if body.tools and body.tool_choice != "none":
+        front.require_tools()
     tools = None if body.tool_choice == "none" else [msgspec.to_builtins(t) for t in body.tools or ()]
     prompt, text = await front.served.chat_prompt(messages_of(body.messages), tools or None, _how(front, body))
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
@@ -84,6 +87,20 @@ def _check(body: ChatRequest) -> None:
             raise refuse(f"tools[{i}].type", f"tools of type {tool.type[:40]!r} are not supported; supported: function")
     if body.store:
         raise refuse("store", "nothing is stored here", "leave `store` out or set it to false")
+
+
+def _without_effect(front: Front, body: ChatRequest) -> list[str]:
+    """Fields that are understood but change nothing here."""
+    out = []
+    if body.parallel_tool_calls is False:
+        out.append("parallel_tool_calls")
+    if body.service_tier not in (None, "auto", "default"):
+        out.append("service_tier")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        out.append("stream_options.continuous_usage_stats")
+    if body.reasoning_effort and not front.served.template.thinking_options(effort=body.reasoning_effort):
+        out.append("reasoning_effort")
+    return out
 
 
 def _how(front: Front, body: ChatRequest) -> dict[str, Any]:
