@@ -38,10 +38,17 @@ typedef enum pk_op {
     PK_OP_SAMPLE = 9,
     PK_OP_COMMIT = 10,   /* append tokens, advance lengths, publish results */
     PK_OP_COPY = 11,     /* copy with format conversion */
-    PK_OP_ADD = 12
+    PK_OP_ADD = 12,
+    PK_OP_ROUTE = 13,    /* which experts a token goes to */
+    PK_OP_EXPERTS = 14,  /* gated feed-forward of the chosen experts */
+    PK_OP_SIGMOID = 15   /* x times the sigmoid of another operand */
 } pk_op;
 
-typedef enum pk_act { PK_ACT_NONE = 0, PK_ACT_SILU = 1, PK_ACT_GELU_TANH = 2, PK_ACT_GELU_ERF = 3 } pk_act;
+/* SWIGLU_CLAMP (experts only): with g = min(gate, limit), u = min(max(up, -limit), limit): g * sigmoid(alpha * g) * (u + 1). */
+typedef enum pk_act { PK_ACT_NONE = 0, PK_ACT_SILU = 1, PK_ACT_GELU_TANH = 2, PK_ACT_GELU_ERF = 3, PK_ACT_SWIGLU_CLAMP = 4 } pk_act;
+
+/* What a router makes of its logits. CHOSEN: softmax over the chosen experts alone. */
+typedef enum pk_score { PK_SCORE_SOFTMAX = 0, PK_SCORE_SIGMOID = 1, PK_SCORE_CHOSEN = 2 } pk_score;
 
 /* How a matrix lies in memory. ROWS: row after row, `stride` bytes apart. PACKED: whatever pk_repack of this pack made. */
 typedef enum pk_layout { PK_ROWS = 0, PK_PACKED = 1 } pk_layout;
@@ -351,6 +358,57 @@ typedef struct pk_op_add {
     float scale;
     int32_t reserved;
 } pk_op_add;
+
+/* Chooses k of E experts per token: scores of the logits; the k largest of score + bias, lower index first when equal (with groups:
+ * only within the n_groups_used of n_groups equal groups whose two largest of score + bias have the largest sum). Weights are the
+ * chosen scores (without bias), divided by their sum when is_normalised, times scale. */
+typedef struct pk_op_route {
+    int32_t op;
+    int32_t size;
+    pk_tensor logits;   /* [T,E] f32 */
+    pk_tensor bias;     /* [1,E] f32 or absent */
+    pk_tensor ids;      /* [T,k] i32 */
+    pk_tensor weights;  /* [T,k] f32 */
+    int32_t score;      /* pk_score */
+    int32_t is_normalised;
+    int32_t n_groups;   /* 1: no groups */
+    int32_t n_groups_used;
+    float scale;
+    int32_t reserved;
+} pk_op_route;
+
+/* y = add + scale * sum over the token's k experts e of weight * (down_e(act(gate_e(x)), up_e(x)) + down_bias_e), in the order of
+ * e. A stack of matrices is described by its first one: [N,K] packed, `stride` bytes from one expert's matrix to the next. */
+typedef struct pk_op_experts {
+    int32_t op;
+    int32_t size;
+    pk_tensor x;          /* [T,M] */
+    pk_tensor ids;        /* [T,k] i32 */
+    pk_tensor weights;    /* [T,k] f32 */
+    pk_tensor gate;       /* E of [F,M] */
+    pk_tensor up;         /* E of [F,M] */
+    pk_tensor down;       /* E of [M,F] */
+    pk_tensor gate_bias;  /* [1,E*F] f32 or absent */
+    pk_tensor up_bias;    /* [1,E*F] f32 or absent */
+    pk_tensor down_bias;  /* [1,E*M] f32 or absent */
+    pk_tensor y;          /* [T,M] */
+    pk_tensor add;        /* as y, or absent; may be y */
+    int32_t n_experts;
+    int32_t act;          /* pk_act, not NONE */
+    float scale;
+    float limit;          /* of SWIGLU_CLAMP */
+    float alpha;          /* of SWIGLU_CLAMP */
+    int32_t reserved;
+} pk_op_experts;
+
+/* out = x * sigmoid(g); g has the columns of x, or one. */
+typedef struct pk_op_sigmoid {
+    int32_t op;
+    int32_t size;
+    pk_tensor x;    /* [T,N] */
+    pk_tensor g;    /* [T,N] or [T,1] */
+    pk_tensor out;  /* as x; may be x */
+} pk_op_sigmoid;
 
 /* ---- weights ---- */
 

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "78ec3cef3a9df3b8"
+#define PK_ABI_DIGEST "ccb8c1b7b25e6603"

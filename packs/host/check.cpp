@@ -23,6 +23,8 @@ class Checker {
         : index_(index), record_(record), name_(op_name(record.op)), state_(state), support_(support) {}
 
     int32_t check() const {
+        if (record_.op > PK_OP_ADD && !(support_.has_op && support_.has_op(record_.op)))
+            return fail(PK_UNSUPPORTED, "op %lld (%s): the %s pack has no kernel for it", (Long)index_, name_, support_.pack);
         switch (record_.op) {
             case PK_OP_EMBED: return embed(record_.as<pk_op_embed>());
             case PK_OP_NORM: return norm(record_.as<pk_op_norm>());
@@ -34,6 +36,9 @@ class Checker {
             case PK_OP_SAMPLE: return sample(record_.as<pk_op_sample>());
             case PK_OP_COPY: return copy(record_.as<pk_op_copy>());
             case PK_OP_ADD: return add(record_.as<pk_op_add>());
+            case PK_OP_ROUTE: return route(record_.as<pk_op_route>());
+            case PK_OP_EXPERTS: return experts(record_.as<pk_op_experts>());
+            case PK_OP_SIGMOID: return sigmoid(record_.as<pk_op_sigmoid>());
             default: return PK_OK;  // prepare and commit have no operands
         }
     }
@@ -252,6 +257,74 @@ class Checker {
     int32_t add(const pk_op_add &op) const {
         if (int32_t status = activation("x", op.x)) return status;
         if (int32_t status = like("x", op.x, "y", op.y)) return status;
+        return like("x", op.x, "out", op.out);
+    }
+
+    // Rows of 4-byte numbers of one format.
+    int32_t table(const char *operand, const pk_tensor &t, int32_t format) const {
+        if (int32_t status = rows(operand, t)) return status;
+        return t.format == format ? PK_OK : unsupported(operand, t.format);
+    }
+
+    int32_t choices(const pk_tensor &ids, const pk_tensor &weights) const {
+        if (int32_t status = table("ids", ids, PK_I32)) return status;
+        if (int32_t status = table("weights", weights, PK_F32)) return status;
+        if (int32_t status = same_rows("ids", ids, "weights", weights)) return status;
+        return equal("ids width", ids.cols, "weights width", weights.cols);
+    }
+
+    int32_t route(const pk_op_route &op) const {
+        if (int32_t status = table("logits", op.logits, PK_F32)) return status;
+        if (int32_t status = choices(op.ids, op.weights)) return status;
+        if (int32_t status = same_rows("logits", op.logits, "ids", op.ids)) return status;
+        if (int32_t status = range("experts", op.logits.cols, 1, 4096)) return status;
+        if (int32_t status = range("score", op.score, PK_SCORE_SOFTMAX, PK_SCORE_CHOSEN)) return status;
+        if (int32_t status = range("n_groups", op.n_groups, 1, op.logits.cols)) return status;
+        if (int32_t status = equal("experts modulo n_groups", op.logits.cols % op.n_groups, "wanted", 0)) return status;
+        if (int32_t status = range("n_groups_used", op.n_groups_used, 1, op.n_groups)) return status;
+        if (int32_t status = range("chosen experts", op.ids.cols, 1, op.logits.cols / op.n_groups * op.n_groups_used)) return status;
+        return op.bias.data ? vector("bias", op.bias, op.logits.cols) : PK_OK;
+    }
+
+    int32_t expert_weight(const char *operand, const pk_tensor &w, int64_t n, int64_t k) const {
+        if (!w.data) return fail(PK_BAD_ARG, "op %lld (%s): %s is absent", (Long)index_, name_, operand);
+        if (w.layout != PK_PACKED) return fail(PK_BAD_ARG, "op %lld (%s): %s is not packed (layout %d)", (Long)index_, name_, operand, w.layout);
+        if (!support_.is_weight(w.format)) return unsupported(operand, w.format);
+        if (w.stride < 1 || w.stride % 64) return fail(PK_BAD_ARG, "op %lld (%s): experts of %s are %lld bytes apart, not a multiple of 64", (Long)index_, name_, operand, (Long)w.stride);
+        if (int32_t status = equal("rows of a weight", w.rows, "wanted", n)) return status;
+        return equal("columns of a weight", w.cols, "wanted", k);
+    }
+
+    int32_t experts(const pk_op_experts &op) const {
+        if (int32_t status = activation("x", op.x)) return status;
+        if (int32_t status = choices(op.ids, op.weights)) return status;
+        if (int32_t status = same_rows("x", op.x, "ids", op.ids)) return status;
+        if (int32_t status = range("n_experts", op.n_experts, op.ids.cols, 4096)) return status;
+        if (int32_t status = range("act", op.act, PK_ACT_SILU, PK_ACT_SWIGLU_CLAMP)) return status;
+        if (int32_t status = expert_weight("gate", op.gate, op.gate.rows, op.x.cols)) return status;
+        if (int32_t status = expert_weight("up", op.up, op.gate.rows, op.x.cols)) return status;
+        if (int32_t status = expert_weight("down", op.down, op.x.cols, op.gate.rows)) return status;
+        if (op.gate_bias.data)
+            if (int32_t status = vector("gate_bias", op.gate_bias, op.gate.rows * op.n_experts)) return status;
+        if (op.up_bias.data)
+            if (int32_t status = vector("up_bias", op.up_bias, op.gate.rows * op.n_experts)) return status;
+        if (op.down_bias.data)
+            if (int32_t status = vector("down_bias", op.down_bias, op.x.cols * op.n_experts)) return status;
+        if (int32_t status = rows("y", op.y)) return status;
+        if (int32_t status = same_rows("x", op.x, "y", op.y)) return status;
+        if (int32_t status = equal("x width", op.x.cols, "y width", op.y.cols)) return status;
+        if (!op.add.data) return PK_OK;
+        if (int32_t status = rows("add", op.add)) return status;
+        if (int32_t status = same_rows("y", op.y, "add", op.add)) return status;
+        return equal("y width", op.y.cols, "add width", op.add.cols);
+    }
+
+    int32_t sigmoid(const pk_op_sigmoid &op) const {
+        if (int32_t status = activation("x", op.x)) return status;
+        if (int32_t status = activation("g", op.g)) return status;
+        if (int32_t status = same_rows("x", op.x, "g", op.g)) return status;
+        if (op.g.cols != 1)
+            if (int32_t status = equal("x width", op.x.cols, "g width", op.g.cols)) return status;
         return like("x", op.x, "out", op.out);
     }
 

@@ -1,6 +1,7 @@
 // Reading records.
 #include "program.h"
 
+#include <cstdio>
 #include <cstring>
 
 #include "error.h"
@@ -21,6 +22,8 @@ constexpr Known kKnown[] = {
     {PK_OP_GATE, sizeof(pk_op_gate), "gate"},          {PK_OP_GATHER, sizeof(pk_op_gather), "gather"},
     {PK_OP_SAMPLE, sizeof(pk_op_sample), "sample"},    {PK_OP_COMMIT, sizeof(pk_op_commit), "commit"},
     {PK_OP_COPY, sizeof(pk_op_copy), "copy"},          {PK_OP_ADD, sizeof(pk_op_add), "add"},
+    {PK_OP_ROUTE, sizeof(pk_op_route), "route"},       {PK_OP_EXPERTS, sizeof(pk_op_experts), "experts"},
+    {PK_OP_SIGMOID, sizeof(pk_op_sigmoid), "sigmoid"},
 };
 
 const Known *find(int32_t op) {
@@ -36,8 +39,14 @@ const char *op_name(int32_t op) {
     return known ? known->name : "unknown op";
 }
 
-const char *op_names_json() {
-    return "[\"prepare\", \"embed\", \"norm\", \"matmul\", \"qkv\", \"attention\", \"gate\", \"gather\", \"sample\", \"commit\", \"copy\", \"add\"]";
+const char *op_names_json(bool (*has)(int32_t)) {
+    static thread_local char text[512];
+    int64_t at = std::snprintf(text, sizeof text, "[");
+    for (const Known &known : kKnown)
+        if (known.op <= PK_OP_ADD || (has && has(known.op)))
+            at += std::snprintf(text + at, sizeof text - at, "%s\"%s\"", at > 1 ? ", " : "", known.name);
+    std::snprintf(text + at, sizeof text - at, "]");
+    return text;
 }
 
 int32_t Records::read(const void *records, int64_t n_bytes) {

@@ -31,8 +31,8 @@ class Records {
 };
 
 const char *op_name(int32_t op);
-// JSON list of op names: "prepare", "embed", ...
-const char *op_names_json();
+// JSON list of op names: "prepare", "embed", ...; those above PK_OP_ADD only where has(op) is true.
+const char *op_names_json(bool (*has)(int32_t) = nullptr);
 
 // Rows of an operand in a step with n_tokens tokens and n_samples sampled rows.
 inline int64_t resolve_rows(int64_t rows, int64_t n_tokens, int64_t n_samples) {
@@ -48,6 +48,7 @@ struct Support {
     bool (*is_kv)(int32_t);
     bool (*is_copy)(int32_t);         // formats of copy
     int32_t max_head_width;
+    bool (*has_op)(int32_t) = nullptr;  // ops above PK_OP_ADD; nullptr: none of them
 };
 
 // Checks the state's sizes and every record against it: operands present, shapes fit, formats supported. One sentence with

@@ -7,16 +7,19 @@ Each folder: config.json, model.safetensors (f32) and golden.npz: ids [n], logit
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = pathlib.Path(__file__).resolve().parent / "tiny"
 COMMON = dict(vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
+SMALL = {**COMMON, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 128}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -58,7 +61,53 @@ TINY = {
     "qwen3-yarn": dict(model_type="qwen3", **COMMON, head_dim=32, tie_word_embeddings=True, rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}),
     "phi3-short": dict(model_type="phi3", **{**COMMON, "max_position_embeddings": 4096}, tie_word_embeddings=False, pad_token_id=0, original_max_position_embeddings=1024, rope_parameters=longrope(6, 0.75)),
     "phi3-long": dict(model_type="phi3", **COMMON, tie_word_embeddings=False, pad_token_id=0, original_max_position_embeddings=32, rope_parameters=longrope(8, 1.0)),
+    "mixtral": dict(model_type="mixtral", **SMALL, num_local_experts=5, num_experts_per_tok=2),
+    "qwen2-moe": dict(
+        model_type="qwen2_moe", **SMALL, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40,
+        norm_topk_prob=False, mlp_only_layers=[], decoder_sparse_step=2,
+    ),
+    "qwen3-moe": dict(model_type="qwen3_moe", **SMALL, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True, mlp_only_layers=[1]),
+    "olmoe": dict(model_type="olmoe", **{**SMALL, "intermediate_size": 24}, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False, pad_token_id=0),
+    "granite-moe": dict(
+        model_type="granitemoe", **SMALL, num_local_experts=5, num_experts_per_tok=2, tie_word_embeddings=True,
+        embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2,
+    ),
+    "glm4-moe": dict(
+        model_type="glm4_moe", **SMALL, head_dim=16, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1, n_group=4, topk_group=2,
+        routed_scaling_factor=1.7, norm_topk_prob=True, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    "gpt-oss": dict(
+        model_type="gpt_oss", **{**SMALL, "intermediate_size": 32}, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, pad_token_id=0, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False},
+    ),
+    "gpt-oss-mxfp4": dict(model_type="gpt_oss", **{**SMALL, "hidden_size": 64, "intermediate_size": 64}, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, pad_token_id=0, tie_word_embeddings=False),
 }  # fmt: skip
+
+
+def mxfp4(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[..., K] -> blocks u8 [..., K/32, 16], scales u8 [..., K/32], and the values that these stand for."""
+    steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = w.reshape(*w.shape[:-1], -1, 32)
+    exponent = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
+    scaled = groups / torch.exp2(exponent)[..., None]
+    index = (scaled.abs()[..., None] - steps).abs().argmin(-1)
+    codes = (index + 8 * (scaled < 0)).to(torch.uint8)
+    values = (torch.where(scaled < 0, -steps[index], steps[index]) * torch.exp2(exponent)[..., None]).reshape(w.shape)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent + 127).to(torch.uint8), values
+
+
+def quantise_experts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """gpt-oss as it is published: expert weights become what their 4-bit codes stand for. Returns the checkpoint's tensors."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, p in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            blocks, scales, values = mxfp4(p.data.transpose(1, 2).contiguous())
+            p.data = values.transpose(1, 2).contiguous()
+            stored[name + "_blocks"], stored[name + "_scales"] = blocks.contiguous(), scales.contiguous()
+        else:
+            stored[name] = p.data
+    return stored
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -70,6 +119,9 @@ def randomise(model: torch.nn.Module) -> None:
             p.data = p.data + 0.2 * noise
         else:
             p.data = noise * (0.5 if p.ndim == 1 else p.shape[-1] ** -0.5 * 1.5)
+    for name, b in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            b.data = 0.3 * torch.randn(b.shape, generator=generator)
 
 
 def make(name: str) -> None:
@@ -82,11 +134,16 @@ def make(name: str) -> None:
     randomise(model)
     if config.tie_word_embeddings:
         model.tie_weights()
+    stored = quantise_experts(model) if name.endswith("-mxfp4") else None
     ids = np.random.default_rng(7).integers(0, config.vocab_size, 41)
     with torch.no_grad():
         logits = model(torch.tensor(ids[None])).logits[0].float().numpy()
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
+    if stored is not None:
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "mxfp4"}}, indent=2))
     for extra in ("generation_config.json",):
         (folder / extra).unlink(missing_ok=True)
     np.savez_compressed(folder / "golden.npz", ids=ids.astype(np.int32), logits=logits, reference=f"transformers {transformers.__version__} torch {torch.__version__}")

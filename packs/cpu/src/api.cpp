@@ -32,6 +32,7 @@ namespace {
 using namespace pk;
 using Clock = std::chrono::steady_clock;
 
+bool has_op(int32_t op) { return op == PK_OP_ROUTE || op == PK_OP_EXPERTS || op == PK_OP_SIGMOID; }
 bool is_kv(int32_t format) { return format == PK_F32 || format == PK_F16 || format == PK_BF16; }
 bool is_copy(int32_t format) { return is_kv(format) || format == PK_I32 || format == PK_U8; }
 bool is_table(int32_t format) {
@@ -41,7 +42,7 @@ bool is_table(int32_t format) {
     return source_row_to_f32(format, nullptr, 0, nullptr);
 }
 
-constexpr Support kSupport{"cpu", PK_F32, is_packed_format, is_table, is_kv, is_copy, kMaxHeadWidth};
+constexpr Support kSupport{"cpu", PK_F32, is_packed_format, is_table, is_kv, is_copy, kMaxHeadWidth, has_op};
 
 // Runs `body`, turning whatever it throws into a status.
 template <class Body>
@@ -79,7 +80,7 @@ std::string description() {
     list_formats(is_kv, ", ", "\"", kv, sizeof kv);
     return std::string("{\"pack\": \"cpu\", \"archs\": [\"") + arch_name(Isa::kAvx2) + "\", \"" + arch_name(Isa::kAvx512) + "\", \"" +
            arch_name(Isa::kAmx) + "\"], \"build\": \"" + build_id() + "\", \"formats\": [" + weights + "], \"kv_formats\": [" + kv +
-           "], \"ops\": " + op_names_json() + "}";
+           "], \"ops\": " + op_names_json(has_op) + "}";
 }
 
 int64_t workspace_of_record(const Context &context, const Record &record, const pk_state &state) {
@@ -90,6 +91,7 @@ int64_t workspace_of_record(const Context &context, const Record &record, const 
         }
         case PK_OP_ATTENTION: return attention_workspace_bytes(context, record.as<pk_op_attention>(), state);
         case PK_OP_SAMPLE: return sample_workspace_bytes(context, state);
+        case PK_OP_EXPERTS: return experts_workspace_bytes(context, record.as<pk_op_experts>(), state.max_step_tokens);
         default: return 0;
     }
 }
@@ -136,6 +138,9 @@ int32_t run_record(Run &run, const Record &record) {
             if (run.step) run_commit(run);
             break;
         case PK_OP_COPY: run_copy(run, record.as<pk_op_copy>()); break;
+        case PK_OP_ROUTE: run_route(run, record.as<pk_op_route>()); break;
+        case PK_OP_EXPERTS: run_experts(run, record.as<pk_op_experts>()); break;
+        case PK_OP_SIGMOID: run_sigmoid(run, record.as<pk_op_sigmoid>()); break;
         default: run_add(run, record.as<pk_op_add>()); break;
     }
     return PK_OK;

@@ -60,6 +60,35 @@ class FeedForward:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Mixture of experts of one layer; the layer's feed_forward is the shared expert (width 0: none).
+
+    width: of one expert. score: "softmax", "sigmoid", or "chosen" (softmax over the chosen ones). is_normalised: chosen scores are
+    divided by their sum, then multiplied with scale. n_groups, n_groups_used: only experts of the best groups may be chosen.
+    choice_bias: a bias on scores that decides the choice only; router_bias: on the router's logits; bias: on the experts' products.
+    activation: "silu", or "swiglu_clamp" with limit and alpha. shared_gate: the shared expert is weighed by a sigmoid of its own.
+    is_interleaved: gate and up rows alternate in a checkpoint that stores them in one matrix.
+    """
+
+    n_experts: int
+    n_used: int
+    width: int
+    score: str = "softmax"
+    is_normalised: bool = True
+    scale: float = 1.0
+    n_groups: int = 1
+    n_groups_used: int = 1
+    choice_bias: bool = False
+    router_bias: bool = False
+    bias: bool = False
+    activation: str = "silu"
+    limit: float = 0.0
+    alpha: float = 0.0
+    shared_gate: bool = False
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One block. pre_norms: norms on what the branches read; post_norms: norms on what they give, before it joins the residual."""
 
@@ -68,6 +97,7 @@ class Layer:
     kind: str = "attention"
     post_norms: bool = False
     pre_norms: bool = True
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from ..errors import FileError, UnsupportedError
 from ..files.checkpoint import Checkpoint
 from ..files.view import TensorView
 from .blueprint import Blueprint
+from .experts import GGUF_LAYER as GGUF_EXPERTS
+from .experts import expert_shapes, hf_expert_name, split_experts
 from .quantised import join_scales, rows_of
 
 GGUF = {"token_embd": "embed", "output_norm": "out_norm", "output": "head"}
@@ -16,6 +18,7 @@ GGUF_LAYER = {
     "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "post_attention_norm": "attn_post_norm", "attn_sinks": "sinks",
     "ffn_norm": "ffn_norm", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down", "post_ffw_norm": "ffn_post_norm",
 }  # fmt: skip
+GGUF_NAMES = {**GGUF_LAYER, **GGUF_EXPERTS}
 GGUF_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 HF = {"embed_tokens": "embed", "norm": "out_norm"}
@@ -54,6 +57,9 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
     if blueprint.tied_head:
         ours = {name: view for name, view in ours.items() if not name.startswith("head.")}
     ours = _split_gate_up(ours, blueprint)
+    for i, layer in enumerate(blueprint.layers):
+        if layer.experts is not None:
+            ours = split_experts(ours, i, layer.experts, blueprint.model_width)
     fused = {name for name in ours if name.endswith(".qkv.weight")}
     want = expected_shapes(blueprint, frozenset(int(name.split(".")[1]) for name in fused))
     _blame_missing(checkpoint, want, ours)
@@ -94,8 +100,11 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
             if a.qkv_bias:
                 want[f"{at}{name}.bias"] = (n,)
         want[at + "o.weight"] = (m, a.n_heads * v_width)
-        want.update({f"{at}{name}.weight": (ff, m) for name in ("gate", "up")})
-        want[at + "down.weight"] = (m, ff)
+        if ff:
+            want.update({f"{at}{name}.weight": (ff, m) for name in ("gate", "up")})
+            want[at + "down.weight"] = (m, ff)
+        if layer.experts is not None:
+            want.update({at + name: shape for name, shape in expert_shapes(layer, layer.experts, m).items()})
         norms = ["attn_norm", "ffn_norm"] if layer.pre_norms else []
         norms += ["attn_post_norm", "ffn_post_norm"] if layer.post_norms else []
         want.update({f"{at}{name}.weight": (m,) for name in norms})
@@ -147,8 +156,8 @@ def _gguf_names(tensors: Mapping[str, TensorView]) -> dict[str, TensorView]:
             continue
         stem, _, kind = name.rpartition(".")
         parts = stem.split(".", 2)
-        if parts[0] == "blk" and len(parts) == 3 and parts[1].isdecimal() and parts[2] in GGUF_LAYER:
-            out[f"layers.{int(parts[1])}.{GGUF_LAYER[parts[2]]}.{kind}"] = view
+        if parts[0] == "blk" and len(parts) == 3 and parts[1].isdecimal() and parts[2] in GGUF_NAMES:
+            out[f"layers.{int(parts[1])}.{GGUF_NAMES[parts[2]]}.{kind}"] = view
         else:
             out[f"{GGUF[stem]}.{kind}" if stem in GGUF else name] = view
     return out
@@ -167,16 +176,21 @@ def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[s
             continue
         stem, _, kind = name.removeprefix(prefix).rpartition(".")
         parts = stem.split(".", 2)
-        if (
-            name.startswith(prefix)
-            and parts[0] == "layers"
-            and len(parts) == 3
-            and parts[1].isdecimal()
-            and parts[2] in layer_names
-        ):
-            out[f"layers.{int(parts[1])}.{layer_names[parts[2]]}.{kind}"] = view
+        known = name.startswith(prefix) and parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal()
+        within = _hf_layer_name(parts[2], kind, layer_names) if known and len(parts) == 3 else None
+        if within is not None:
+            out[f"layers.{int(parts[1])}.{within}"] = view
         elif name.startswith(prefix) and stem in HF:
             out[f"{HF[stem]}.{kind}"] = view
         else:
             out[name] = view
     return out
+
+
+def _hf_layer_name(stem: str, kind: str, layer_names: Mapping[str, str]) -> str | None:
+    """Our name within a layer; None when the tensor has no translation."""
+    if stem in layer_names:
+        return f"{layer_names[stem]}.{kind}"
+    if stem == "self_attn" and kind == "sinks":
+        return "sinks.weight"
+    return hf_expert_name(stem, kind)

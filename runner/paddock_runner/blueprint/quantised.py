@@ -120,8 +120,9 @@ def _joined(weight: TensorView, parts: Parts) -> TensorView | None:
     if scale is None:
         raise _fault(weight, "holds 4-bit codes and has no scales beside it", f"expected a tensor {weight.name.removesuffix('_packed')}_scale")
     is_nvfp4 = scale.format == "fp8_e4m3"
-    rows, cols = weight.shape[0], weight.shape[-1] * 2
     width = 16 if is_nvfp4 else 32
+    weight, scale = _flattened(weight), replace(scale, shape=_two(scale.shape))
+    rows, cols = weight.shape[0], weight.shape[-1] * 2
     if scale.format not in ("fp8_e4m3", "u8", "e8m0") or scale.shape != (rows, -(-cols // width)):
         raise _fault(scale, f"is {scale.format} {list(scale.shape)}", f"expected one byte per {width} of {rows} x {cols} elements")
     divisor, factor = parts.take("weight_global_scale"), parts.take("weight_scale_2")
@@ -132,6 +133,19 @@ def _joined(weight: TensorView, parts: Parts) -> TensorView | None:
         raise _fault(whole, f"is {whole.format} {list(whole.shape)}", "expected one number")
     scales = Scales("group", scale, (1, width), whole, divisor is not None)
     return replace(weight, shape=(rows, cols), format="nvfp4" if is_nvfp4 else "mxfp4", scales=scales)
+
+
+def _flattened(weight: TensorView) -> TensorView:
+    """Codes as [rows, bytes of a row]: stacks of experts may have the blocks of a row, and the experts, as dimensions of their own."""
+    shape = weight.shape
+    return replace(weight, shape=_two((*shape[:-2], shape[-2] * shape[-1]) if len(shape) == 4 else shape))
+
+
+def _two(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows = 1
+    for n in shape[:-1]:
+        rows *= n
+    return rows, shape[-1]
 
 
 def _fp8_scales(weight: TensorView, scale: TensorView, block: tuple[int, int]) -> Scales:

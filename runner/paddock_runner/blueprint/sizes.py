@@ -43,10 +43,10 @@ class Sizes:
         return Rope(self.theta, self.rope_width, layout, s.factors, s.magnitude, s.long_factors, s.original_ctx_tokens)
 
 
-def gguf_sizes(checkpoint: Checkpoint, arch: str) -> Sizes:
-    """Sizes from the keys "<arch>.*". Raises: FileError naming the key, UnsupportedError (mixture of experts)."""
+def gguf_sizes(checkpoint: Checkpoint, arch: str, may_have_experts: bool = False) -> Sizes:
+    """Sizes from the keys "<arch>.*". Raises: FileError naming the key, UnsupportedError (experts in a dense family)."""
     f = checkpoint.fields
-    if f.integer(f"{arch}.expert_count", 0) > 0:
+    if not may_have_experts and f.integer(f"{arch}.expert_count", 0) > 0:
         raise UnsupportedError(
             f"{checkpoint.path}: {arch} with {f[f'{arch}.expert_count']} experts is not supported; only dense models are",
             what=f"{arch} mixture of experts",
@@ -79,7 +79,7 @@ def gguf_sizes(checkpoint: Checkpoint, arch: str) -> Sizes:
         arch, f, n_layers, _embedding_rows(checkpoint, "token_embd.weight"), width, ctx, n_heads,
         f.integers(f"{arch}.attention.head_count_kv", n_layers, n_heads, high=4096),
         head_width, f.integer(f"{arch}.attention.value_length", head_width, low=1, high=4096),
-        f.integers(f"{arch}.feed_forward_length", n_layers, high=1 << 24),
+        f.integers(f"{arch}.feed_forward_length", n_layers, 1 if may_have_experts else None, high=1 << 24),
         f.number(f"{arch}.attention.layer_norm_rms_epsilon"), rope_width, theta, scaling,
         "output.weight" not in checkpoint.tensors, f.text("general.name", ""), notes,
     )  # fmt: skip

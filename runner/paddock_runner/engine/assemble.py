@@ -14,7 +14,8 @@ from ..errors import PackError
 from ..files.view import TensorView
 from ..memory.arena import Arena, arena, pack_scratch_bytes
 from ..memory.state import StateSizes, device_arrays, page_layout, pinned_arrays
-from ..model.decoder import Site, rotations, trace
+from ..model.decoder import rotations, trace
+from ..model.site import Site
 from ..model.weights import Progress, load_weights
 from ..pack import abi
 from ..pack.device import Device
@@ -79,7 +80,7 @@ def place(device: Device, plan: Arena, sizes: StateSizes) -> dict[str, Tensor]:
     base = device.alloc(plan.n_bytes, "activations")
     found = {}
     for name, buffer in plan.buffers.items():
-        kind = abi.PK_F32 if buffer.is_f32 else device.facts.activation
+        kind = abi.PK_I32 if buffer.is_i32 else abi.PK_F32 if buffer.is_f32 else device.facts.activation
         found[name] = Tensor(base + buffer.offset, S if buffer.is_sampled else T, buffer.cols, kind)
     return found
 

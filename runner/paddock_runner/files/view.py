@@ -22,12 +22,26 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True)
+class Pick:
+    """Which rows of the stored matrix a weight is: first, first + step, ...
+
+    is_transposed: of its columns, made rows (plain formats). of_elements: which elements, whatever the rows.
+    """
+
+    first: int = 0
+    step: int = 1
+    is_transposed: bool = False
+    of_elements: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TensorView:
     """One tensor in one file.
 
     shape: outermost first (numpy order: a matrix is [rows N, columns K]), whatever the file's own order is.
     format: the Format name ("f32", "q4_k", ...) or "unsupported:<n>" for a type we do not know.
     offset, n_bytes: absolute position in `path`, in bytes. scales: what the stored elements are multiplied with, or None.
+    pick: how the weight lies among these bytes, when it is not simply all of them.
     """
 
     name: str
@@ -37,6 +51,12 @@ class TensorView:
     offset: int
     n_bytes: int
     scales: Scales | None = None
+    pick: Pick | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight itself: those of its view, or of the rows that are picked."""
+        return self.n_bytes // self.pick.step if self.pick else self.n_bytes
 
     @property
     def n_elements(self) -> int:

@@ -5,20 +5,22 @@ Buffers that are never alive together share addresses: attention's and the feed-
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..blueprint.blueprint import Attention, Blueprint
+from ..blueprint.blueprint import Attention, Blueprint, Layer
 from .state import aligned
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One activation buffer: byte offset in the arena, columns, whether its rows are sampled rows (S) or tokens (T)."""
+    """One activation buffer: byte offset in the arena, columns, whether its rows are sampled rows (S) or tokens (T), its elements."""
 
     offset: int
     cols: int
     is_sampled: bool
     is_f32: bool
+    is_i32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +38,35 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
     out = max(
         layer.attention.n_heads * (layer.attention.v_width or layer.attention.head_width) for layer in blueprint.layers
     )
-    ff = max(layer.feed_forward.width for layer in blueprint.layers)
+    ff = max(1, *(layer.feed_forward.width for layer in blueprint.layers))
     buffers: dict[str, Buffer] = {}
 
-    def place(name: str, at: int, cols: int, is_sampled: bool = False, is_f32: bool = False) -> int:
-        buffers[name] = Buffer(at, cols, is_sampled, is_f32)
+    def place(name: str, at: int, cols: int, is_sampled: bool = False, is_f32: bool = False, is_i32: bool = False) -> int:
+        buffers[name] = Buffer(at, cols, is_sampled, is_f32, is_i32)
         rows = max_step_rows if is_sampled else max_step_tokens
-        return aligned(at + rows * cols * (4 if is_f32 else activation_bytes))
+        return aligned(at + rows * cols * (4 if is_f32 or is_i32 else activation_bytes))
 
     at = place("residual", 0, m, is_f32=True)
     at = place("normed", at, m)
     shared = place("branch", at, m)
     ends = [place("attention_out", place("qkv", shared, qkv), out)]
-    ends.append(place("feed_forward", shared, ff))
+    ends.append(_place_experts(blueprint, place, place("feed_forward", shared, ff)))
     at = place("last", shared, m, is_sampled=True, is_f32=True)
     at = place("last_normed", at, m, is_sampled=True)
     ends.append(place("logits", at, blueprint.n_vocab, is_sampled=True, is_f32=True))
     return Arena(buffers, max(ends))
+
+
+def _place_experts(blueprint: Blueprint, place: Callable[..., int], at: int) -> int:
+    """The router's logits, the chosen experts and their weights, and the shared expert's gate."""
+    experts = [layer.experts for layer in blueprint.layers if layer.experts is not None]
+    if not experts:
+        return at
+    n_used = max(x.n_used for x in experts)
+    at = place("router", at, max(x.n_experts for x in experts), is_f32=True)
+    at = place("expert_ids", at, n_used, is_i32=True)
+    at = place("expert_weights", at, n_used, is_f32=True)
+    return place("shared_gate", at, 1)
 
 
 def pack_scratch_bytes(
@@ -64,7 +78,17 @@ def pack_scratch_bytes(
     converted = 4 * max_step_tokens * widest
     partials = 4 * (heads + 2 * blueprint.model_width) * (max_step_rows + n_processors) * 16
     sampling = (20 * blueprint.n_vocab + 32 * max_ctx_tokens + 4096) * min(n_processors, max_step_rows)
-    return aligned(converted) + aligned(partials) + aligned(sampling) + n_processors * (1 << 20)
+    experts = max(0, *(_expert_scratch(blueprint, x, max_step_tokens) for x in blueprint.layers), 0)
+    return aligned(experts) + aligned(converted) + aligned(partials) + aligned(sampling) + n_processors * (1 << 20)
+
+
+def _expert_scratch(blueprint: Blueprint, layer: Layer, max_step_tokens: int) -> int:
+    """Rows gathered for one expert, its hidden rows and its results, and the sorted choices."""
+    x = layer.experts
+    if x is None:
+        return 0
+    row = 4 * (3 * max(blueprint.model_width, x.width) + 2 * x.width + 2 * x.n_used + 64)
+    return max_step_tokens * row + 8 * x.n_experts + 4096
 
 
 def _qkv_width(a: Attention) -> int:

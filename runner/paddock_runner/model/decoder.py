@@ -5,25 +5,13 @@ embed -> layers (attention, feed-forward) -> norm -> head -> sample. Knows no fa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from ..blueprint.blueprint import Blueprint, Layer, Rope
 from ..errors import UnsupportedError
 from ..pack.device import Device, f32_tensor
-from ..pack.program import Epilogue, Heads, Program, Rotation
+from ..pack.program import PLAIN, Epilogue, Heads, Program, Rotation
 from ..pack.tensor import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a program finds things: weights by our names, activation buffers by arena name, KV offsets per layer, KV format."""
-
-    weights: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    kv_offsets: tuple[tuple[int, int], ...]
-    kv_format: int
-    rotations: Mapping[Rope, Rotation]
+from .moe import experts, weigh_shared
+from .site import Site
 
 
 def rotations(device: Device, blueprint: Blueprint, max_ctx_tokens: int = 0) -> dict[Rope, Rotation]:
@@ -83,17 +71,26 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
 
 def _feed_forward(program: Program, blueprint: Blueprint, layer: Layer, at: str, site: Site) -> None:
     f, w, buffers = layer.feed_forward, site.weights, site.buffers
+    is_added = layer.experts is not None
+    if layer.experts is not None:
+        experts(program, layer, at, site, blueprint.residual_scale)
+        if not f.width:
+            return
     hidden = _narrow(buffers["feed_forward"], f.width)
     biases = [w.get(at + "gate.bias"), w.get(at + "up.bias")]
     program.matmul(buffers["normed"], [w[at + "gate.weight"], w[at + "up.weight"]], hidden, biases, Epilogue(act=f.activation))
-    _project(program, layer, hidden, w[at + "down.weight"], w.get(at + "down.bias"), site, blueprint.residual_scale)
+    if layer.experts is not None and layer.experts.shared_gate:
+        weigh_shared(program, hidden, at, site)
+    _project(program, layer, hidden, w[at + "down.weight"], w.get(at + "down.bias"), site, blueprint.residual_scale, is_added)
 
 
-def _project(program: Program, layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, site: Site, scale: float) -> None:
-    """The product that ends a branch: straight onto the residual, or (with post norms) into the branch buffer."""
-    residual = site.buffers["residual"]
+def _project(
+    program: Program, layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, site: Site, scale: float, is_added: bool = False
+) -> None:
+    """The product that ends a branch: straight onto the residual, or (with post norms) into the branch buffer, or onto what is there."""
+    residual, branch = site.buffers["residual"], site.buffers["branch"]
     if layer.post_norms:
-        program.matmul(x, [weight], site.buffers["branch"], [bias])
+        program.matmul(x, [weight], branch, [bias], Epilogue(add=branch) if is_added else PLAIN)
     else:
         program.matmul(x, [weight], residual, [bias], Epilogue(add=residual, scale=scale))
 

@@ -5,7 +5,6 @@ Knows nothing of families; names are ours (blueprint/names.py).
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..blueprint.blueprint import Blueprint
-from ..errors import FileError
+from ..errors import FileError, UnsupportedError
 from ..files.view import TensorView
 from ..formats import table
 from ..formats.reference import dequantize
@@ -81,7 +80,7 @@ class ScaleValues:
 def source_of(view: TensorView, address: int = 0, scales: ScaleValues | None = None) -> abi.pk_source:
     """The pk_source of a weight. Without `address` and `scales` it only describes: enough to ask for packed bytes."""
     source = abi.pk_source()
-    source.data, source.n_bytes = address, view.n_bytes
+    source.data, source.n_bytes = address, view.weight_bytes
     source.rows, source.cols = view.shape
     source.format = table.by_name(view.format).id
     source.global_scale = 1.0
@@ -106,7 +105,7 @@ def read_scales(staging: Staging, view: TensorView) -> ScaleValues | None:
         whole = 1.0 / whole if scales.is_divisor else whole
     if scales.kind != "group":
         return ScaleValues(_numbers(staging, scales.view), whole)
-    codes = np.frombuffer(staging.read(scales.view), np.uint8).copy()
+    codes = np.array(arranged(scales.view, staging.read(scales.view)))
     # e4m3: 0x7f is no number and the sign bit has no place; e8m0: 0xff is no number
     bad = codes >= 0x7F if scales.view.format == "fp8_e4m3" else codes == 0xFF
     if bad.any():
@@ -138,20 +137,19 @@ def load_weights(
     """
     matrices = {name: view for name, view in views.items() if is_matrix(name, view)}
     sizes = {name: device.packed_bytes(source_of(view)) for name, view in matrices.items()}
-    base = device.alloc(sum(_aligned(n) for n in sizes.values()), "weights")
+    places = _places(device.alloc(sum(_aligned(n) for n in sizes.values()), "weights"), sizes)
     total, done = sum(v.n_bytes for v in views.values()), 0
     staging, weights = Staging(), {}
     try:
         for name, view in _in_file_order(views):
-            scales = read_scales(staging, view)
-            data = staging.read(view)
             if name in matrices:
-                address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-                device.repack(source_of(view, address, scales), base, sizes[name])
-                weights[name] = Tensor(base, view.shape[0], view.shape[1], table.by_name(view.format).id, 0, abi.PK_PACKED)
-                base += _aligned(sizes[name])
+                scales = read_scales(staging, view)
+                data = arranged(view, staging.read(view))
+                device.repack(source_of(view, data.ctypes.data, scales), places[name], sizes[name])
+                weights[name] = Tensor(places[name], view.shape[0], view.shape[1], table.by_name(view.format).id, 0, abi.PK_PACKED)
             else:
                 offset = blueprint.norm_offset if "norm" in name else 0.0
+                data = arranged(view, staging.read(view))
                 weights[name] = _vector(device, view, data, offset)
             done += view.n_bytes
             del data
@@ -159,11 +157,53 @@ def load_weights(
                 progress(done, total)
     finally:
         staging.close()
-    return weights
+    return {**weights, **stacks(weights, sizes)}
 
 
-def _vector(device: Device, view: TensorView, data: memoryview, offset: float) -> Tensor:
-    values = dequantize(view.format, np.frombuffer(data, np.uint8), (1, view.n_elements)).astype(np.float32) + np.float32(offset)
+def arranged(view: TensorView, data: memoryview) -> NDArray[np.uint8]:
+    """The weight's own bytes among those of its view, row after row."""
+    raw = np.frombuffer(data, np.uint8)
+    pick = view.pick
+    if pick is None:
+        return raw
+    if pick.is_transposed:
+        rows, cols = view.shape
+        stored = raw.view(f"u{table.by_name(view.format).block_bytes}").reshape(cols, rows * pick.step)
+        return np.ascontiguousarray(stored.T[pick.first :: pick.step]).view(np.uint8).reshape(-1)
+    n = view.n_elements if pick.of_elements else view.shape[0]
+    return np.ascontiguousarray(raw.reshape(n * pick.step, -1)[pick.first :: pick.step]).reshape(-1)
+
+
+def _places(base: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """An address for every matrix, in the order of their names: a stack of experts lies in one piece."""
+    places = {}
+    for name, n_bytes in sizes.items():
+        places[name] = base
+        base += _aligned(n_bytes)
+    return places
+
+
+def stacks(weights: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """"layers.I.experts.gate.weight" for every "layers.I.experts.gate.0.weight" ...: the first matrix, with the bytes to the next.
+
+    Raises: UnsupportedError when the experts of a stack have different formats.
+    """
+    found: dict[str, Tensor] = {}
+    for name, first in weights.items():
+        if ".experts." not in name or not name.endswith(".0.weight"):
+            continue
+        stem, e = name.removesuffix(".0.weight"), 1
+        while other := weights.get(f"{stem}.{e}.weight"):
+            if other.format != first.format:
+                kinds = " and ".join(table.by_id(t.format).name for t in (first, other))
+                raise UnsupportedError(f"{stem}: experts 0 and {e} have different formats ({kinds}), which is not supported", what="mixed experts")
+            e += 1
+        found[f"{stem}.weight"] = Tensor(first.data, first.rows, first.cols, first.format, _aligned(sizes[name]), abi.PK_PACKED)
+    return found
+
+
+def _vector(device: Device, view: TensorView, data: NDArray[np.uint8], offset: float) -> Tensor:
+    values = dequantize(view.format, data, (1, view.n_elements)).astype(np.float32) + np.float32(offset)
     address = device.alloc(_aligned(values.nbytes), "vectors")
     device.write(address, values.tobytes())
     return Tensor(address, 1, view.n_elements, abi.PK_F32)

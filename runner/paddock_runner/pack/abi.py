@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "78ec3cef3a9df3b8"
+DIGEST = "ccb8c1b7b25e6603"
 PK_ABI = 1
 
 # enum pk_status
@@ -49,12 +49,21 @@ PK_OP_SAMPLE = 9
 PK_OP_COMMIT = 10
 PK_OP_COPY = 11
 PK_OP_ADD = 12
+PK_OP_ROUTE = 13
+PK_OP_EXPERTS = 14
+PK_OP_SIGMOID = 15
 
 # enum pk_act
 PK_ACT_NONE = 0
 PK_ACT_SILU = 1
 PK_ACT_GELU_TANH = 2
 PK_ACT_GELU_ERF = 3
+PK_ACT_SWIGLU_CLAMP = 4
+
+# enum pk_score
+PK_SCORE_SOFTMAX = 0
+PK_SCORE_SIGMOID = 1
+PK_SCORE_CHOSEN = 2
 
 # enum pk_layout
 PK_ROWS = 0
@@ -370,6 +379,57 @@ class pk_op_add(Structure):
         ("out", pk_tensor),
         ("scale", c_float),
         ("reserved", c_int32),
+    ]
+
+
+class pk_op_route(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("logits", pk_tensor),
+        ("bias", pk_tensor),
+        ("ids", pk_tensor),
+        ("weights", pk_tensor),
+        ("score", c_int32),
+        ("is_normalised", c_int32),
+        ("n_groups", c_int32),
+        ("n_groups_used", c_int32),
+        ("scale", c_float),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_experts(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("ids", pk_tensor),
+        ("weights", pk_tensor),
+        ("gate", pk_tensor),
+        ("up", pk_tensor),
+        ("down", pk_tensor),
+        ("gate_bias", pk_tensor),
+        ("up_bias", pk_tensor),
+        ("down_bias", pk_tensor),
+        ("y", pk_tensor),
+        ("add", pk_tensor),
+        ("n_experts", c_int32),
+        ("act", c_int32),
+        ("scale", c_float),
+        ("limit", c_float),
+        ("alpha", c_float),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_sigmoid(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("g", pk_tensor),
+        ("out", pk_tensor),
     ]
 
 # enum pk_scales

@@ -11,7 +11,8 @@ from ..errors import PackError
 from . import abi
 from .tensor import Tensor
 
-ACTS = {"none": abi.PK_ACT_NONE, "silu": abi.PK_ACT_SILU, "gelu_tanh": abi.PK_ACT_GELU_TANH, "gelu_erf": abi.PK_ACT_GELU_ERF}
+SCORES = {"softmax": abi.PK_SCORE_SOFTMAX, "sigmoid": abi.PK_SCORE_SIGMOID, "chosen": abi.PK_SCORE_CHOSEN}
+ACTS = {"none": abi.PK_ACT_NONE, "silu": abi.PK_ACT_SILU, "gelu_tanh": abi.PK_ACT_GELU_TANH, "gelu_erf": abi.PK_ACT_GELU_ERF, "swiglu_clamp": abi.PK_ACT_SWIGLU_CLAMP}
 ROPE_LAYOUTS = {"neox": 0, "interleaved": 1}
 
 
@@ -36,6 +37,34 @@ class Rotation:
     width: int
     layout: str
     magnitude: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How experts are chosen: see pk_op_route."""
+
+    score: str
+    is_normalised: bool = True
+    scale: float = 1.0
+    n_groups: int = 1
+    n_groups_used: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """Expert matrices on the device: the first of each stack, with the bytes to the next as stride; biases [1, E*F], [1, E*M] or None.
+
+    activation: "silu", "gelu_tanh", "swiglu_clamp" (with limit and alpha).
+    """
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    n_experts: int
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    activation: str = "silu"
+    limit: float = 0.0
+    alpha: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +216,43 @@ class Program:
     def add(self, x: Tensor, y: Tensor, out: Tensor, scale: float = 1.0) -> None:
         """out = x * scale + y."""
         self._add(abi.pk_op_add, abi.PK_OP_ADD, {"x": x, "y": y, "out": out}, scale=scale)
+
+
+    def route(self, logits: Tensor, bias: Tensor | None, ids: Tensor, weights: Tensor, choice: Choice) -> None:
+        """ids[T,k] i32 and weights[T,k] f32 of the experts that logits[T,E] f32 choose. bias [1,E]: decides the choice only."""
+        _same("route", "ids width", ids.cols, "weights width", weights.cols)
+        self._add(
+            abi.pk_op_route,
+            abi.PK_OP_ROUTE,
+            {"logits": logits, "bias": bias, "ids": ids, "weights": weights},
+            score=SCORES[choice.score],
+            is_normalised=int(choice.is_normalised),
+            n_groups=choice.n_groups,
+            n_groups_used=choice.n_groups_used,
+            scale=choice.scale,
+        )
+
+    def experts(self, x: Tensor, chosen: tuple[Tensor, Tensor], stacks: Stacks, y: Tensor, after: Epilogue = PLAIN) -> None:
+        """y[T,M] = add + scale * sum of the chosen experts' feed-forwards of x[T,M]. chosen: ids, weights. See pk_op_experts."""
+        _same("experts", "x width", x.cols, "gate columns", stacks.gate.cols)
+        _same("experts", "gate rows", stacks.gate.rows, "down columns", stacks.down.cols)
+        _same("experts", "y width", y.cols, "down rows", stacks.down.rows)
+        tensors = {"x": x, "ids": chosen[0], "weights": chosen[1], "gate": stacks.gate, "up": stacks.up, "down": stacks.down, "y": y, "add": after.add}
+        tensors.update(zip(("gate_bias", "up_bias", "down_bias"), stacks.biases, strict=True))
+        self._add(
+            abi.pk_op_experts,
+            abi.PK_OP_EXPERTS,
+            tensors,
+            n_experts=stacks.n_experts,
+            act=ACTS[stacks.activation],
+            scale=after.scale,
+            limit=stacks.limit,
+            alpha=stacks.alpha,
+        )
+
+    def sigmoid(self, x: Tensor, g: Tensor, out: Tensor) -> None:
+        """out = x * sigmoid(g); g has x's columns, or one."""
+        self._add(abi.pk_op_sigmoid, abi.PK_OP_SIGMOID, {"x": x, "g": g, "out": out})
 
 
 def _head_fields(heads: Heads) -> dict[str, int]:

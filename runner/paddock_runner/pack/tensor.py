@@ -14,7 +14,8 @@ ELEMENT_BYTES = {abi.PK_F32: 4, abi.PK_F16: 2, abi.PK_BF16: 2, abi.PK_FP8_E4M3: 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A matrix [rows, cols] at an address; rows may be the symbols T or S. stride: bytes from row to row (0 when packed)."""
+    """A matrix [rows, cols] at an address; rows may be the symbols T or S. stride: bytes from row to row
+    (packed: 0, or from one matrix of a stack to the next)."""
 
     data: int
     rows: int
@@ -35,5 +36,5 @@ class Tensor:
     def fill(self, target: ctypes.Structure) -> None:
         """Writes this operand into a pk_tensor."""
         target.data, target.rows, target.cols = self.data, self.rows, self.cols
-        target.stride = 0 if self.layout == abi.PK_PACKED else self.row_bytes
+        target.stride = self.stride if self.layout == abi.PK_PACKED else self.row_bytes
         target.format, target.layout = self.format, self.layout

@@ -179,17 +179,38 @@ def test_other_activation_is_refused_by_name():
         hf_read({**HF, "hidden_act": "relu"})
 
 
-@pytest.mark.parametrize("arch, near", [("qwen3moe", "qwen3"), ("lama", "llama"), ("gemma4", "gemma3"), ("mamba", ""), ("x" * 500, "")])
+@pytest.mark.parametrize("arch, near", [("qwen3moes", "qwen3moe"), ("lama", "llama"), ("gemma4", "gemma3"), ("mamba", ""), ("x" * 500, "")])
 def test_unknown_architecture_names_the_nearest_and_the_list(arch, near):
     with pytest.raises(UnsupportedError) as caught:
         gguf_read({**LLAMA, "general.architecture": arch})
     assert ("the nearest is " + near in str(caught.value)) == bool(near)
-    assert ", gemma3, granite, llama, " in str(caught.value) and len(str(caught.value)) < 500
+    assert ", granitemoe, llama, " in str(caught.value) and len(str(caught.value)) < 500
 
 
-def test_mixture_of_experts_is_refused():
-    with pytest.raises(UnsupportedError, match="llama with 8 experts"):
-        gguf_read({**LLAMA, "llama.expert_count": 8})
+def test_experts_in_a_dense_family_are_refused():
+    with pytest.raises(UnsupportedError, match="qwen3 with 8 experts"):
+        gguf_read(renamed("qwen3", expert_count=8))
+
+
+def test_llama_gguf_with_experts_is_mixtral():
+    shapes = {k: v for k, v in llama_shapes().items() if ".ffn_" not in k or "norm" in k}
+    for i in range(2):
+        shapes |= {f"blk.{i}.ffn_gate_inp.weight": (4, 64), f"blk.{i}.ffn_down_exps.weight": (4, 64, 96)}
+        shapes |= {f"blk.{i}.ffn_{name}_exps.weight": (4, 96, 64) for name in ("gate", "up")}
+    opened = checkpoint(gguf_model({**LLAMA, "llama.expert_count": 4, "llama.expert_used_count": 2}, shapes))
+    b = read_blueprint(opened)
+    x = b.layers[0].experts
+    assert (b.family, x.n_experts, x.n_used, x.width, x.score, x.is_normalised, b.layers[0].feed_forward.width) == ("mixtral", 4, 2, 96, "softmax", True, 0)
+    assert b.layers[0].attention.rope.layout == "interleaved"
+    found = tensors_by_name(opened, b)
+    third = found["layers.1.experts.down.3.weight"]
+    assert third.shape == (64, 96) and third.offset - found["layers.1.experts.down.0.weight"].offset == 3 * 64 * 96 * 4
+    assert len(found) == len(expected_shapes(b)) == 3 + 2 * (6 + 1 + 12)
+
+
+def test_more_experts_used_than_there_are_is_refused():
+    with pytest.raises(FileError, match="num_experts_per_tok is 9 of 4 experts"):
+        gguf_read({**LLAMA, "llama.expert_count": 4, "llama.expert_used_count": 9})
 
 
 def test_families_are_listed_once():

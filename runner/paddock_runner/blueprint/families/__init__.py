@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import Blueprint
-from . import exaone4, gemma2, gemma3, granite, llama, ministral, olmo2, phi3, qwen2, qwen3, smollm3
+from . import exaone4, gemma2, gemma3, gpt_oss, granite, llama, ministral, moe, olmo2, phi3, qwen2, qwen3, smollm3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +35,10 @@ FAMILIES = (
     Family("smollm3", ("smollm3",), ("smollm3",), smollm3.from_gguf, smollm3.from_hf, "SmolLM 3"),
     Family("exaone4", ("exaone4",), ("exaone4",), exaone4.from_gguf, exaone4.from_hf, "EXAONE 4"),
     Family("ministral", ("mistral3",), ("ministral", "ministral3", "mistral3"), ministral.from_gguf, ministral.from_hf, "Ministral, Mistral Small 3"),
+    Family("mixtral", (), ("mixtral",), moe.from_gguf, moe.mixtral, "Mixtral (its GGUF files call themselves llama)"),
+    Family("qwen-moe", ("qwen2moe", "qwen3moe"), ("qwen2_moe", "qwen3_moe"), moe.from_gguf, moe.qwen, "Qwen 3 30B-A3B, Qwen 1.5 MoE"),
+    Family("olmoe", ("olmoe",), ("olmoe",), moe.from_gguf, moe.olmoe, "OLMoE"),
+    Family("granite-moe", ("granitemoe",), ("granitemoe", "granitemoeshared"), moe.from_gguf, moe.granite, "Granite 3 MoE"),
+    Family("glm4-moe", ("glm4moe",), ("glm4_moe",), moe.from_gguf, moe.glm4, "GLM 4.5, 4.6, 4.7"),
+    Family("gpt-oss", ("gpt-oss",), ("gpt_oss",), gpt_oss.from_gguf, gpt_oss.from_hf, "gpt-oss 20B, 120B"),
 )

@@ -1,0 +1,21 @@
+"""What the parts of the forward pass share: where weights, buffers, pages and rotations lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..blueprint.blueprint import Rope
+from ..pack.program import Rotation
+from ..pack.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a program finds things: weights by our names, activation buffers by arena name, KV offsets per layer, KV format."""
+
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    kv_offsets: tuple[tuple[int, int], ...]
+    kv_format: int
+    rotations: Mapping[Rope, Rotation]

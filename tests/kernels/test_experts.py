@@ -1,0 +1,137 @@
+"""Choosing experts, their feed-forward and the sigmoid gate against float64 numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from harness import rounded
+from paddock_runner.errors import PackError
+from paddock_runner.pack import abi
+from paddock_runner.pack.program import Choice, Epilogue, Program, Stacks
+from paddock_runner.pack.tensor import T, Tensor
+from test_ops import act, close
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def chosen(logits, bias, k, choice):
+    """Reference choice: ids and weights [T,k]."""
+    score = {"softmax": softmax, "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "chosen": lambda x: x}[choice.score](logits)
+    key = score + bias
+    if choice.n_groups > 1:
+        groups = key.reshape(len(key), choice.n_groups, -1)
+        best = np.sort(groups, -1)[..., -2:].sum(-1)
+        dropped = np.argsort(-best, -1, kind="stable")[:, choice.n_groups_used :]
+        np.put_along_axis(groups, dropped[..., None], -np.inf, 1)
+        key = groups.reshape(key.shape)
+    ids = np.argsort(-key, -1, kind="stable")[:, :k]
+    weights = np.take_along_axis(score, ids, -1)
+    if choice.score == "chosen":
+        weights = softmax(weights)
+    elif choice.is_normalised:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return ids, weights * choice.scale
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice("softmax"), Choice("softmax", False, 1.5), Choice("sigmoid", True, 2.5), Choice("chosen"), Choice("sigmoid", True, 2.5, 4, 2),
+        Choice("softmax", False, 1.0, 8, 3),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_route_chooses_as_numpy_does(bench, rng, choice, has_bias):
+    b, n, e, k = bench(), 37, 32, 5
+    x = rounded(rng.normal(size=(n, e)) * 2, abi.PK_F32)
+    bias = rounded(rng.normal(size=e) * 0.3 if has_bias else np.zeros(e), abi.PK_F32)
+    ids, weights = b.output(n, k, T, 3, abi.PK_I32), b.output(n, k, T, 2, abi.PK_F32)
+    program = Program()
+    program.route(b.upload(x, abi.PK_F32, T, 1), b.upload(bias, abi.PK_F32) if has_bias else None, ids, weights, choice)
+    b.run(program, n)
+    want_ids, want = chosen(x, bias, k, choice)
+    np.testing.assert_array_equal(b.download(ids, n), want_ids)
+    np.testing.assert_allclose(b.download(weights, n), want, rtol=1e-5, atol=1e-7)
+
+
+def test_equal_scores_go_to_the_lower_expert(bench):
+    b = bench()
+    ids, weights = b.output(2, 3, T, 0, abi.PK_I32), b.output(2, 3, T, 0, abi.PK_F32)
+    program = Program()
+    program.route(b.upload(np.array([[1.0, 2, 2, 2, 1], [0, 0, 0, 0, 0]]), abi.PK_F32, T), None, ids, weights, Choice("softmax"))
+    b.run(program, 2)
+    assert b.download(ids, 2).tolist() == [[1, 2, 3], [0, 1, 2]]
+
+
+def stack(b, values):
+    """E matrices [N, K] in f32, packed one after the other; the Tensor of the first."""
+    n_experts, rows, cols = values.shape
+    source = abi.pk_source()
+    source.rows, source.cols, source.format, source.global_scale = rows, cols, abi.PK_F32, 1.0
+    source.n_bytes = rows * cols * 4
+    size = b.device.packed_bytes(source)
+    stride = -(-size // 256) * 256
+    base = b.device.alloc(stride * n_experts, "stack")
+    for e in range(n_experts):
+        data = np.ascontiguousarray(values[e], np.float32)
+        source.data = data.ctypes.data
+        b.device.repack(source, base + e * stride, size)
+    return Tensor(base, rows, cols, abi.PK_F32, stride, abi.PK_PACKED)
+
+
+def feed_forward(x, gate, up, name):
+    if name != "swiglu_clamp":
+        return act(gate, name) * up
+    gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+    return gate / (1 + np.exp(-1.7 * gate)) * (up + 1)
+
+
+@pytest.mark.parametrize("n", [1, 3, 50])
+@pytest.mark.parametrize("activation, has_bias", [("silu", False), ("gelu_tanh", True), ("swiglu_clamp", True)])
+@pytest.mark.parametrize("adds", ["in place", "beside", "nothing"])
+def test_experts_equal_numpy(bench, rng, n, activation, has_bias, adds):
+    b, m, f, n_experts, k = bench(), 40, 24, 5, 2
+    x, x64 = b.activations(rng.normal(size=(n, m)), T, 4)
+    weights64 = [rounded(rng.normal(size=s) * 0.3, abi.PK_F32) for s in ((n_experts, f, m), (n_experts, f, m), (n_experts, m, f))]
+    biases64 = [rounded(rng.normal(size=(n_experts, s)) if has_bias else np.zeros((n_experts, s)), abi.PK_F32) for s in (f, f, m)]
+    biases = tuple(b.upload(v.reshape(1, -1), abi.PK_F32) if has_bias else None for v in biases64)
+    ids64 = np.array([rng.permutation(n_experts)[:k] for _ in range(n)])
+    factors64 = rounded(rng.random((n, k)), abi.PK_F32)
+    chosen_ones = (b.upload(ids64, abi.PK_I32, T, 1), b.upload(factors64, abi.PK_F32, T))
+    stacks = Stacks(*(stack(b, w) for w in weights64), n_experts, biases, activation, 1.5, 1.7)
+    old, old64 = b.activations(rng.normal(size=(n, m)), T)
+    y = old if adds == "in place" else b.output(n, m, T, 3)
+    program = Program()
+    program.experts(x, chosen_ones, stacks, y, Epilogue(add=None if adds == "nothing" else old, scale=0.7))
+    b.run(program, n)
+    want = np.zeros((n, m)) if adds == "nothing" else old64.copy()
+    for t in range(n):
+        for e, factor in zip(ids64[t], factors64[t], strict=True):
+            gate, up = (weights64[i][e] @ x64[t] + biases64[i][e] for i in (0, 1))
+            want[t] += 0.7 * factor * (weights64[2][e] @ feed_forward(x64[t], gate, up, activation) + biases64[2][e])
+    # AMX tiles hold an f32 weight as two bf16: 16 bits of it
+    close(b.download(y, n), want, b.activation, 8 if b.max_isa in (1, 2) else 150)
+
+
+@pytest.mark.parametrize("cols", [1, 33])
+def test_sigmoid_gates_rows_or_elements(bench, rng, cols):
+    b = bench()
+    x, x64 = b.activations(rng.normal(size=(9, 33)), T, 2)
+    g, g64 = b.activations(rng.normal(size=(9, cols)) * 4, T, 1)
+    program = Program()
+    program.sigmoid(x, g, x)
+    b.run(program, 9)
+    close(b.download(x, 9), x64 / (1 + np.exp(-g64)), b.activation)
+
+
+def test_choice_of_more_experts_than_the_groups_hold_is_refused(bench):
+    b = bench()
+    ids, weights = b.output(1, 5, T, 0, abi.PK_I32), b.output(1, 5, T, 0, abi.PK_F32)
+    program = Program()
+    program.route(b.upload(np.zeros((1, 8)), abi.PK_F32, T), None, ids, weights, Choice("softmax", True, 1.0, 4, 2))
+    with pytest.raises(PackError, match=r"op 0 \(route\): chosen experts is 5, it must be 1 to 4"):
+        b.load(program)
