@@ -19,7 +19,7 @@ from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pi
 MIB = 1 << 20
 CPU_GRANULE_BYTES = 2 * MIB
 CUDA_GRANULE_BYTES = 2 * MIB
-ENGINE_PROCESS_BYTES = 48 * MIB
+ENGINE_PROCESS_BYTES = 45 * MIB
 CUDA_CONTEXT_BYTES_PER_PROCESSOR = 3 * MIB
 """Of the driver, for each multiprocessor: 107 MiB on 34 of them, 555 MiB on 188 (llama.cpp PR 23604)."""
 
