@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -64,6 +63,8 @@ def dispatch(words: list[str], ui: Ui) -> int:
             return 0
     name = {"--version": "version", "-V": "version"}.get(words[0], words[0])
     if name not in COMMANDS:
+        import difflib
+
         near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
         hint = f"did you mean `paddock {near[0]}`?" if near else "`paddock --help` lists the commands"
         raise UsageError(f"there is no command {name!r}", hint, command=name)

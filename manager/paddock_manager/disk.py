@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
-import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,8 +61,8 @@ class Lease:
             self.path.unlink(missing_ok=True)
 
     def _take(self) -> bool:
-        self._mine = uuid.uuid4().hex
-        body = {"pid": os.getpid(), "host": socket.gethostname(), "nonce": self._mine, "born": born(os.getpid())}
+        self._mine = os.urandom(16).hex()
+        body = {"pid": os.getpid(), "host": os.uname().nodename, "nonce": self._mine, "born": born(os.getpid())}
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
@@ -80,13 +78,13 @@ class Lease:
         except FileNotFoundError:
             return
         holder = _holder(self.path)
-        here = holder.get("host") == socket.gethostname()
+        here = holder.get("host") == os.uname().nodename
         if here:
             stale = not is_same_process(int(holder.get("pid", 0)), float(holder.get("born", 0)))
         else:
             stale = age > STALE_S or (not holder and age > 2.0)
         if stale:
-            aside = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}")
+            aside = self.path.with_name(f"{self.path.name}.{os.urandom(4).hex()}")
             try:
                 os.rename(self.path, aside)
             except FileNotFoundError:
@@ -168,7 +166,7 @@ def write_json(path: Path, body: dict[str, Any], mode: int = 0o644) -> None:
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
     """As write_json, for any text."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as f:

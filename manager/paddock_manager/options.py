@@ -5,7 +5,6 @@ Importing an option framework costs more than `paddock ls` may take in all; this
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,6 +134,8 @@ def _take_option(command: Command, word: str, queue: list[str], values: Values) 
     name, equals, given = word.partition("=")
     option = next((o for o in command.all_options if name in (o.name, o.short)), None)
     if option is None:
+        import difflib
+
         near = difflib.get_close_matches(name, [o.name for o in command.all_options], 1, 0.6)
         hint = f"did you mean {near[0]}?" if near else f"`paddock {command.name} --help` lists what there is"
         raise UsageError(f"`paddock {command.name}` has no option {name}", hint, option=name)

@@ -5,7 +5,6 @@ With --json, standard output holds exactly one JSON document, errors included; w
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -53,6 +52,8 @@ class Ui:
     def result(self, kind: str, data: dict[str, Any], human: Callable[[Ui], None]) -> None:
         """The command's result: `data` as `paddock.<kind>/1` with --json, else what `human` prints."""
         if self.as_json:
+            import json
+
             document = {"schema": f"paddock.{kind}/{SCHEMA_VERSION}", **data}
             self._write(self.out, json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
         else:
@@ -60,6 +61,8 @@ class Ui:
 
     def event(self, data: dict[str, Any]) -> None:
         """One line of NDJSON on standard error, for scripts that follow progress."""
+        import json
+
         self._write(self.err, json.dumps(data, ensure_ascii=False) + "\n")
 
     def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
@@ -81,6 +84,8 @@ class Ui:
     def fail(self, error: PaddockError) -> int:
         """Say what went wrong and return the exit code."""
         if self.as_json:
+            import json
+
             body = {"code": error.code, "exit_code": error.exit_code, "message": error.message, "hint": error.hint}
             document = {"schema": f"paddock.error/{SCHEMA_VERSION}", "error": {**body, "facts": error.facts}}
             self._write(self.out, json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")

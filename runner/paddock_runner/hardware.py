@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +81,8 @@ def gpu(index: int, library: str = "libnvidia-ml.so.1") -> Gpu:
 
     Source: NVML API reference (nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetMemoryInfo, nvmlDeviceGetNumGpuCores).
     """
+    import ctypes  # `paddock fit` on a machine without a GPU is spared it
+
     try:
         nvml = ctypes.CDLL(library)
     except OSError:

@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         """Health and models."""
         if self.path == "/health/ready":
             Handler.n_ready += 1
-            late = "slowstart" in self.flags["--model"] and Handler.n_ready < 2
+            late = "slowstart" in Path(self.flags["--model"]).name and Handler.n_ready < 2
             self.reply(503 if late else 200, {"ready": not late})
         elif self.path.startswith("/health"):
             self.reply(200, {"live": True})
@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         words = [f"{len(asked['messages'])}:", *text.split()]
         for number, word in enumerate(words):
             self.event({"choices": [{"index": 0, "delta": {"content": word + (" " if number + 1 < len(words) else "")}, "finish_reason": None}]})
-            if "breaks" in self.flags["--model"] and number == 1:
+            if "breaks" in Path(self.flags["--model"]).name and number == 1:
                 self.close_connection = True
                 return
         self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
@@ -108,9 +108,10 @@ def main() -> None:
     """Serve until SIGTERM."""
     flags = read_flags(sys.argv[1:])
     model = flags["--model"]
-    if "crash" in model:
+    name = Path(model).name
+    if "crash" in name:
         os.kill(os.getpid(), signal.SIGSEGV)
-    if "dies" in model:
+    if "dies" in name:
         sys.stderr.write(f"loading {model}\nerror: {model}: truncated, need 10 bytes, have 9\n")
         sys.exit(7)
     Handler.flags = flags

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, dict[str, set[str] | None]] = {
         "ui": set(), "paths": set(), "options": set(), "disk": set(), "settings": {"disk", "options"}, "catalog": {"paths"},
         "store": {"paths", "disk", "catalog", "runner.files"}, "fleet": {"paths", "disk"},
         "fit": {"paths", "catalog", "store", "runner.hardware", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
-        "web": {"paths", "catalog", "store", "fleet", "fit"},
+        "web": {"paths", "disk", "catalog", "store", "fleet", "fit"},
         "commands": {"ui", "paths", "options", "disk", "settings", "catalog", "store", "fleet", "fit", "web", "runner.files"}, "cli": None, "__main__": None,
     },
 }  # fmt: skip

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +48,8 @@ class Entry:
 @functools.cache
 def entries() -> dict[str, Entry]:
     """All entries, by lower-case name."""
+    import tomllib
+
     with (Path(__file__).parent / "catalog.toml").open("rb") as f:
         table: dict[str, dict[str, Any]] = tomllib.load(f)
     return {name.lower(): _entry(name, body) for name, body in table.items()}
@@ -63,6 +63,8 @@ def find(short: str) -> Entry | None:
 def near(short: str) -> list[str]:
     """Names that look alike."""
     names = list(entries())
+    import difflib
+
     close = difflib.get_close_matches(short.lower(), names, 3, 0.8)
     return close or [n for n in names if n.startswith(short.lower()[:4])][:5]
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from paddock_runner.errors import Cancelled, UsageError
@@ -129,6 +130,11 @@ def server_for(places: paths.Places, found: Target, values: Values, ui: Ui) -> I
     """The running server of this model and the key for it; one that is started here is stopped again, unless --keep."""
     given = target.asked(values)
     for server in state.servers(places):
+        if not given and found.name in server.asked.get("models", ()) and serve.is_loopback(server.host):
+            yield replace(server, model=found.name), keys.key(places)
+            return
+        if "by" in server.asked:
+            continue  # a gateway's: it may be unloaded at any time
         if server.path == str(found.path) and (not given or given == server.asked) and serve.is_loopback(server.host):
             yield server, keys.key(places)
             return

@@ -21,18 +21,28 @@ START_S = 900.0
 
 COMMAND = Command(
     "serve",
-    "Start an OpenAI-compatible server for a model, in the background.",
-    (Argument("model", "a model that is here, a path, or a name that can be pulled", kind="model"),),
+    "Start an OpenAI-compatible server for one or several models, in the background.",
+    (Argument("models", "models that are here, paths, or names that can be pulled", many=True, kind="model"),),
     (
         Option("--port", f"port (default {DEFAULT_PORT}; 0 takes a free one)", "int", value="PORT"),
         Option("--host", "address to listen on (default 127.0.0.1)", "text", value="ADDRESS"),
         Option("--name", "the name that clients and `paddock ps` use", "text"),
         Option("--no-auth", "let clients in without a key; loopback only"),
         Option("--timeout", "how long to wait until it is ready (default 900 s)", "float", value="SECONDS"),
+        Option("--budget", "several models: memory for all of them (default what is free)", "size", value="SIZE"),
+        Option(
+            "--idle", "several models: unload one that is idle so long (default 600, 0 never)", "float", value="SECONDS"
+        ),
+        Option("--on-demand", "one model, too: load it when it is asked for"),
         *LOAD_OPTIONS,
     ),
+    "Several models share one port: the request's model decides, and models are loaded and unloaded as they are needed. "
     "Clients send the key of `paddock key` as a bearer token. The server goes on when this command ends: `paddock stop` ends it.",
-    ("paddock serve smollm2-135m", "paddock serve ./model.gguf --port 0 --ctx 8192 --batch 4"),
+    (
+        "paddock serve smollm2-135m",
+        "paddock serve ./model.gguf --port 0 --ctx 8192 --batch 4",
+        "paddock serve qwen3-8b gemma3-4b --budget 12GiB --idle 300",
+    ),
 )
 
 
@@ -42,30 +52,38 @@ def run(values: Values, ui: Ui) -> int:
     host = values.text("host", "127.0.0.1")
     if values.flag("no_auth") and not is_loopback(host):
         raise UsageError(f"without a key a server listens on loopback only, not on {host}", "drop --no-auth or --host")
-    found = target.find_or_pull(places, values.text("model"), ui)
-    name = values.text("name") or found.name
+    found = [target.find_or_pull(places, word, ui) for word in dict.fromkeys(values.many("models"))]
+    is_gateway = len(found) > 1 or values.flag("on_demand")
+    name = values.text("name") or ("gateway" if is_gateway else found[0].name)
     port = settings.value(places.config_file, "serve.port", values.integer("port"))
     timeout_s = settings.value(places.config_file, "serve.timeout", values.number("timeout"))
-    for other in state.servers(places):
-        if other.name == name:
-            raise UsageError(
-                f"{name} is already served at {other.url}",
-                f"`paddock stop {name}` first, or give another --name",
-                url=other.url,
-            )
-        if port and other.port == port:
-            raise UsageError(
-                f"port {port} is taken by the server of {other.name}", "`--port 0` takes a free one", port=port
-            )
+    refuse_taken(places, name, port)
     if not is_loopback(host):
         ui.warn(f"listening on {host}: anybody who reaches it and has the key can use it; the traffic is not encrypted")
     given = target.asked(values)
     key_file = None if values.flag("no_auth") else keys.key_file(places)
-    launch = Launch(name, found.ref, found.path, "", host, port, key_file, target.runner_flags(given), dict(given))
+    if is_gateway:
+        from paddock_manager.commands import many
+
+        launch = many.gateway(places, found, many.Ask(name, host, port, key_file, float(timeout_s)), values)
+    else:
+        model = found[0]
+        launch = Launch(name, model.ref, model.path, "", host, port, key_file, target.runner_flags(given), dict(given))
     server = started(places, launch, ui, timeout_s)
     body = {"server": facts(server), "auth": key_file is not None}
     ui.result("serve", body, lambda u: u.line(f"{server.name} is served at {server.url}/v1 ({describe(server)})"))
     return 0
+
+
+def refuse_taken(places: paths.Places, name: str, port: int) -> None:
+    """Raises: UsageError when a server of ours has the name or the port."""
+    for other in state.servers(places):
+        if other.name == name:
+            hint = f"`paddock stop {name}` first, or give another --name"
+            raise UsageError(f"{name} is already served at {other.url}", hint, url=other.url)
+        if port and other.port == port:
+            hint = "`--port 0` takes a free one"
+            raise UsageError(f"port {port} is taken by the server of {other.name}", hint, port=port)
 
 
 def started(places: paths.Places, launch: Launch, ui: Ui, timeout_s: float) -> Server:
@@ -76,7 +94,7 @@ def started(places: paths.Places, launch: Launch, ui: Ui, timeout_s: float) -> S
         nonlocal told
         if passed_s > 2 and not told:
             told = True
-            ui.say(f"loading {launch.path.name} …")
+            ui.say(f"loading {launch.path.name or launch.name} …")
 
     return spawn.start(places, launch, timeout_s, waiting)
 

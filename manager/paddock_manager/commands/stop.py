@@ -29,7 +29,10 @@ def run(values: Values, ui: Ui) -> int:
     found = state.servers(places) if values.flag("all") else [state.find(places, w) for w in dict.fromkeys(words)]
     done = []
     for server in found:
-        gently = spawn.stop(places, server, values.number("timeout") or 15.0)
+        patience_s = 45.0 if server.asked.get("models") else 15.0  # a gateway stops its runners first
+        gently = spawn.stop(places, server, values.number("timeout") or patience_s)
+        for left in [s for s in state.servers(places) if s.asked.get("by") == server.name]:
+            spawn.stop(places, left)
         done.append({"name": server.name, "pid": server.pid, "killed": not gently})
         if not gently:
             ui.warn(f"{server.name} did not end in time and was killed")

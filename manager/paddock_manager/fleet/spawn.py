@@ -47,7 +47,8 @@ class RunnerDied(PaddockError):
 class Launch:
     """What to start. name: of the server; model: what its API calls the model ("": the same).
 
-    flags: the runner's own options, as words, beside those that are set here.
+    flags: the runner's own options, as words, beside those that are set here. runner: the program, (): the one installed here.
+    command: all words, for a program that is no runner and knows its ready_file.
     """
 
     name: str
@@ -59,6 +60,9 @@ class Launch:
     key_file: Path | None = None
     flags: tuple[str, ...] = ()
     asked: dict[str, Any] = field(default_factory=dict)
+    runner: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    ready_file: Path | None = None
 
     @property
     def shown(self) -> str:
@@ -67,7 +71,19 @@ class Launch:
 
     def words(self, ready_file: Path) -> list[str]:
         """The command line."""
-        out = [*RUNNER, "--model", str(self.path), "--name", self.shown, "--host", self.host, "--port", str(self.port)]
+        if self.command:
+            return list(self.command)
+        out = [
+            *(self.runner or RUNNER),
+            "--model",
+            str(self.path),
+            "--name",
+            self.shown,
+            "--host",
+            self.host,
+            "--port",
+            str(self.port),
+        ]
         out += ["--api-key-file", str(self.key_file)] if self.key_file else ["--no-auth"]
         return [*out, *self.flags, "--state-file", str(ready_file)]
 
@@ -75,6 +91,18 @@ class Launch:
 def log_path(places: Places, name: str) -> Path:
     """A server's log file."""
     return places.logs / (re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150] + ".log")
+
+
+def new_ready_file(places: Places) -> Path:
+    """A name that nothing has yet."""
+    return places.fleet / f"ready-{uuid.uuid4().hex[:12]}.json"
+
+
+def reap(server: Server) -> None:
+    """Collect a dead runner that this process started."""
+    child = CHILDREN.pop(server.pid, None)
+    if child is not None:
+        child.wait(5.0)
 
 
 def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[float], None] | None = None) -> Server:
@@ -85,7 +113,7 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
     """
     places.fleet.mkdir(parents=True, exist_ok=True)
     places.logs.mkdir(parents=True, exist_ok=True)
-    ready_file = places.fleet / f"ready-{uuid.uuid4().hex[:12]}.json"
+    ready_file = launch.ready_file or new_ready_file(places)
     log = log_path(places, launch.name)
     if log.exists():
         os.replace(log, log.with_suffix(".log.1"))
@@ -176,9 +204,7 @@ def tail(log: Path, n_lines: int) -> list[str]:
 def stop(places: Places, server: Server, timeout_s: float = 15.0) -> bool:
     """Ask a runner to end, then make it. Returns False when it had to be killed."""
     gently = _end(server.pid, timeout_s, server.born)
-    child = CHILDREN.pop(server.pid, None)
-    if child is not None:
-        child.wait(5.0)
+    reap(server)
     state.forget(places, server.name)
     return gently
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,6 +251,8 @@ def prune(folder: Path) -> None:
         return
     left = [p for p in folder.rglob("*") if p.is_file() and HIDDEN not in p.parts]
     if not left and not record.record_path(folder).exists():
+        import shutil
+
         shutil.rmtree(hidden, ignore_errors=True)
         for path in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
             path.rmdir()

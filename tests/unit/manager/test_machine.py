@@ -58,7 +58,12 @@ def test_free_memory_stays_within_the_cgroup(tmp_path):
 
 
 def test_machine_without_a_driver_has_no_gpus_and_a_reason(monkeypatch):
-    monkeypatch.setattr(gpus.Nvml.__init__, "__defaults__", ("libno-such-library.so.1",))
+    from paddock_manager.fit import nvml
+
+    monkeypatch.setattr(gpus.hardware, "has_gpu", lambda: False)
+    assert gpus.gpus() == ([], "no NVIDIA driver is loaded")
+    monkeypatch.setattr(gpus.hardware, "has_gpu", lambda: True)
+    monkeypatch.setattr(nvml.Nvml.__init__, "__defaults__", ("libno-such-library.so.1",))
     assert gpus.gpus() == ([], "no NVIDIA driver is installed")
 
 
@@ -87,9 +92,9 @@ def test_gpu_that_is_asked_for_and_is_not_there_is_no_cpu(monkeypatch):
 
 def test_lease_is_held_by_one_and_given_back(tmp_path):
     path = tmp_path / "lease"
-    with disk.Lease(path, "the model"):
-        with pytest.raises(Locked, match=f"the model is in use by process {os.getpid()}"), disk.Lease(path, "the model"):
-            pass
+    refused = pytest.raises(Locked, match=f"the model is in use by process {os.getpid()}")
+    with disk.Lease(path, "the model"), refused, disk.Lease(path, "the model"):
+        pass
     assert not path.exists()
     with disk.Lease(path):
         assert path.exists()

@@ -1,0 +1,98 @@
+"""Several models behind one port: what each needs, what there is for all of them, and the gateway that is started."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paddock_runner.errors import UsageError, WontFit
+from paddock_runner.files.checkpoint import open_checkpoint
+
+from paddock_manager.commands import target
+from paddock_manager.commands.target import Target
+from paddock_manager.disk import write_json
+from paddock_manager.fit import fit
+from paddock_manager.fleet import spawn
+from paddock_manager.fleet.spawn import Launch
+from paddock_manager.options import Values
+from paddock_manager.paths import Places
+from paddock_manager.ui import gib
+from paddock_manager.web.pool import Plan
+
+DEFAULT_CTX_TOKENS = 8192
+DEFAULT_BATCH = 4
+DEFAULT_IDLE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Where the gateway listens, and who may call."""
+
+    name: str
+    host: str
+    port: int
+    key_file: Path | None
+    start_s: float
+
+
+def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> Launch:
+    """The gateway for these models, ready to be started.
+
+    Raises: WontFit when one of them needs more than the budget; UsageError for two of one name.
+    """
+    names = [f.name for f in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two models are called {name}", "`paddock add PATH --name` gives another name")
+    given = target.asked(values)
+    where = fit.find_where(given.get("device", "auto"), None, "", values.integer("threads"))[0]
+    budget = values.integer("budget") or where.facts.free_bytes
+    models = [_model(f, given, where, budget, ask.name) for f in found]
+    idle = values.number("idle")
+    ready = spawn.new_ready_file(places)
+    plan = Plan(
+        ask.host,
+        ask.port,
+        str(ask.key_file) if ask.key_file else "",
+        budget,
+        DEFAULT_IDLE_S if idle is None else idle,
+        ask.start_s,
+        str(ready),
+        list(spawn.RUNNER),
+        models,
+    )
+    path = places.fleet / f"{spawn.log_path(places, ask.name).stem}.plan.json"
+    write_json(path, asdict(plan), 0o600)
+    command = (sys.executable, "-m", "paddock_manager.web", str(path))
+    asked = {"models": names, "budget_bytes": budget}
+    return Launch(ask.name, "", Path(), "", ask.host, ask.port, ask.key_file, (), asked, (), command, ready)
+
+
+def _model(found: Target, given: dict[str, str], where: fit.Where, budget_bytes: int, by: str) -> dict[str, Any]:
+    """One model's launch and what its plan needs. The context and batch that are planned are those it is started with."""
+    wish = fit.Wish(_number(given, "ctx"), _number(given, "batch"), given.get("kv"), DEFAULT_CTX_TOKENS, DEFAULT_BATCH)
+    report = fit.report(found.name, open_checkpoint(found.path), where, wish)
+    sizes, need = report.plan.sizes, report.plan.peak_bytes
+    if need > budget_bytes:
+        raise WontFit(
+            f"{found.name} needs {gib(need)} GiB for {sizes.n_slots} contexts of {sizes.max_ctx_tokens} tokens, the budget is {gib(budget_bytes)}",
+            "raise --budget, or lower --ctx or --batch",
+            need_bytes=need,
+            free_bytes=budget_bytes,
+            alternatives=report.alternatives,
+        )
+    flags = {"ctx": str(min(sizes.max_ctx_tokens, report.model_ctx_tokens)), "batch": str(sizes.n_slots), **given}
+    return {
+        "name": found.name,
+        "ref": found.ref,
+        "path": str(found.path),
+        "flags": list(target.runner_flags(flags)),
+        "asked": {**given, "by": by},
+        "need_bytes": need,
+    }
+
+
+def _number(given: dict[str, str], key: str) -> int | None:
+    return int(given[key]) if key in given else None

@@ -1,0 +1,301 @@
+"""One port for several models: checks who calls, finds the runner of the request's model (starting it), and passes bytes through.
+
+An ASGI application. Management is not on this port: only /v1/* of the runners, the model list and health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import socket
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from paddock_runner.errors import (
+    Forbidden,
+    PaddockError,
+    ShuttingDown,
+    TooLarge,
+    Unauthorized,
+    UnknownModel,
+    UsageError,
+)
+
+from paddock_manager.fleet.client import Unreachable
+from paddock_manager.fleet.state import Server
+from paddock_manager.web.pool import Pool
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+MAX_BODY_BYTES = 32 << 20
+HOP = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "host",
+    "content-length",
+}
+KEY_HEADERS = ("authorization", "x-api-key", "api-key")
+
+
+class Gateway:
+    """The application. key "": everybody who reaches the port may use it."""
+
+    def __init__(self, pool: Pool, key: str):
+        self.pool, self._key = pool, key
+        self._names = {"localhost", socket.gethostname().lower()}
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=5.0),
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+        self._idle: asyncio.Task[None] | None = None
+        self.is_closing = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the server's own start and end."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        started = False
+
+        async def guarded(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._route(scope, receive, guarded)
+        except PaddockError as error:
+            if not started:
+                await _problem(send, error)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = str(scope["path"]), str(scope["method"])
+        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        self._check_origin(headers)
+        if path in ("/health", "/health/live", "/health/ready") and method == "GET":
+            await _answer(send, 200, {"status": "ready", "models": len(self.pool.entries)})
+            return
+        self._check_key(headers)
+        if path == "/v1/models" and method == "GET":
+            await _answer(send, 200, {"object": "list", "data": self._models()})
+            return
+        if method != "POST" or not path.startswith("/v1/"):
+            raise UnknownModel(
+                f"there is no {method} {path} here", "POST /v1/chat/completions and its like, GET /v1/models"
+            )
+        body = await _read_body(receive, headers)
+        await self._forward(scope, headers, body, receive, send)
+
+    def _models(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": f["name"],
+                "object": "model",
+                "owned_by": "paddock",
+                "state": f["state"],
+                "context_length": f["max_ctx_tokens"],
+            }
+            for f in self.pool.facts()
+        ]
+
+    def _check_origin(self, headers: dict[str, str]) -> None:
+        """Host and Origin must be addresses or names of this machine: a web page elsewhere cannot be either. Raises: Forbidden."""
+        host = _host_of("//" + headers.get("host", ""))
+        if not (host in self._names or _is_address(host)):
+            raise Forbidden(f"the host {host[:80]!r} is not this machine", "use its address, or localhost")
+        origin = headers.get("origin", "")
+        if origin and not (_host_of(origin) in self._names or _is_loopback(_host_of(origin))):
+            raise Forbidden(f"the origin {origin[:80]!r} may not call this server")
+
+    def _check_key(self, headers: dict[str, str]) -> None:
+        """Raises: Unauthorized."""
+        if not self._key:
+            return
+        given = [headers.get(h, "").removeprefix("Bearer ").removeprefix("bearer ").strip() for h in KEY_HEADERS]
+        if not any([hmac.compare_digest(g.encode(), self._key.encode()) for g in given if g]):
+            raise Unauthorized("no key, or a wrong one", "send `Authorization: Bearer KEY`; `paddock key` prints it")
+
+    async def _forward(self, scope: Scope, headers: dict[str, str], body: bytes, receive: Receive, send: Send) -> None:
+        """Find the runner, pass the request on, stream the answer; hang up on the runner when the client has gone."""
+        if self.is_closing:
+            raise ShuttingDown("this server is being stopped")
+        name = _model_of(body)
+        server = await _unless_gone(self.pool.acquire(name), receive)
+        if server is None:
+            return
+        try:
+            work = asyncio.ensure_future(self._pass(server, scope, headers, body, send))
+            gone = asyncio.ensure_future(_until_gone(receive))
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+            try:
+                await work
+            except asyncio.CancelledError:
+                if not gone.done():
+                    raise
+        finally:
+            await self.pool.release(name)
+
+    async def _pass(self, server: Server, scope: Scope, headers: dict[str, str], body: bytes, send: Send) -> None:
+        """One exchange with a runner. Raises: Unreachable."""
+        kept = {k: v for k, v in headers.items() if k not in HOP and k != "origin"}
+        if self._key:
+            kept["authorization"] = f"Bearer {self._key}"  # however the client spelt it
+        query = scope.get("query_string", b"").decode("latin-1")
+        url = f"{server.url}{scope['path']}" + (f"?{query}" if query else "")
+        is_begun = False
+        try:
+            async with self._client.stream("POST", url, headers=kept, content=body) as answer:
+                out = [
+                    (k.lower().encode(), v.encode())
+                    for k, v in answer.headers.multi_items()
+                    if k.lower() not in HOP or k.lower() == "content-length"
+                ]
+                await send({"type": "http.response.start", "status": answer.status_code, "headers": out})
+                is_begun = True
+                async for chunk in answer.aiter_raw():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except httpx.HTTPError as error:
+            if is_begun:
+                raise ConnectionResetError(f"{server.name} broke off its answer") from error
+            raise Unreachable(
+                f"the runner of {server.name} does not answer: {error}", f"`paddock logs {server.name}` shows why"
+            ) from None
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                self._idle = asyncio.create_task(self._watch())
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                self.is_closing = True
+                if self._idle is not None:
+                    self._idle.cancel()
+                await self.pool.stop_all()
+                await self._client.aclose()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _watch(self) -> None:
+        """Look for idle runners."""
+        pause = min(5.0, max(0.05, self.pool.idle_s / 4)) if self.pool.idle_s > 0 else 5.0
+        while True:
+            await asyncio.sleep(pause)
+            await self.pool.stop_idle()
+
+
+async def _unless_gone(wanted: Any, receive: Receive) -> Server | None:
+    """A runner, or None when the client hung up while it was waited for (the runner is then not counted as used)."""
+    work = asyncio.ensure_future(wanted)
+    gone = asyncio.ensure_future(_until_gone(receive))
+    await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+    if work.done():
+        gone.cancel()
+        found: Server = work.result()
+        return found
+    work.cancel()
+    try:
+        await work
+    except (asyncio.CancelledError, PaddockError):
+        pass
+    return None
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(receive: Receive, headers: dict[str, str]) -> bytes:
+    """The whole body. Raises: TooLarge, UsageError when the client hangs up."""
+    told = headers.get("content-length", "0")
+    if told.isdigit() and int(told) > MAX_BODY_BYTES:
+        raise TooLarge(
+            f"the body has {told} bytes, at most {MAX_BODY_BYTES} are taken",
+            size_bytes=int(told),
+            max_bytes=MAX_BODY_BYTES,
+        )
+    out = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise UsageError("the client hung up")
+        out += message.get("body", b"")
+        if len(out) > MAX_BODY_BYTES:
+            raise TooLarge(f"the body is over {MAX_BODY_BYTES} bytes", size_bytes=len(out), max_bytes=MAX_BODY_BYTES)
+        if not message.get("more_body"):
+            return bytes(out)
+
+
+def _model_of(body: bytes) -> str:
+    """The model that a request names. Raises: UsageError."""
+    try:
+        name = json.loads(body).get("model")
+    except (ValueError, AttributeError, RecursionError):
+        raise UsageError("the body is not a JSON object") from None
+    if not isinstance(name, str) or not name:
+        raise UsageError("the body names no model", 'send "model"; GET /v1/models lists them')
+    return name
+
+
+async def _answer(send: Send, status: int, body: dict[str, Any], extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    raw = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode()), *extra]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": raw, "more_body": False})
+
+
+async def _problem(send: Send, error: PaddockError) -> None:
+    """An error in the shape that OpenAI's clients read."""
+    kind = "invalid_request_error" if error.http_status < 500 else "server_error"
+    wait = error.facts.get("retry_after_ms")
+    extra = ((b"retry-after", str(max(1, int(wait) // 1000)).encode()),) if wait else ()
+    await _answer(
+        send,
+        error.http_status,
+        {"error": {"message": error.message, "type": kind, "param": None, "code": error.code, "hint": error.hint}},
+        extra,
+    )
+
+
+def _host_of(url: str) -> str:
+    try:
+        return (urlsplit(url).hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def stamp() -> str:
+    """The time, for log lines."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,225 @@
+"""Which runners live: started when asked for, evicted by bytes when room is needed, stopped when idle. Knows no HTTP.
+
+Invariants: the bytes of all loaded and loading models stay within the budget; a runner with a request in flight is never stopped;
+a model that waits for room gets it after a short grace, since newcomers for loaded models then wait behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from paddock_runner.errors import Busy, PaddockError, UnknownModel
+
+from paddock_manager.fleet import spawn, state
+from paddock_manager.fleet.spawn import Launch
+from paddock_manager.fleet.state import Server
+from paddock_manager.paths import Places
+
+GRACE_S = 2.0
+MAX_BACKOFF_S = 60.0
+
+
+@dataclass(slots=True)
+class Entry:
+    """One model that may be served. need_bytes: what its plan says."""
+
+    launch: Launch
+    need_bytes: int
+    server: Server | None = None
+    in_flight: int = 0
+    last_used: float = 0.0
+    is_changing: bool = False
+    failures: int = 0
+    not_before: float = 0.0
+    error: PaddockError | None = None
+
+    @property
+    def holds_bytes(self) -> int:
+        """Bytes that count against the budget."""
+        return self.need_bytes if self.server is not None or self.is_changing else 0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened so far."""
+
+    starts: int = 0
+    evictions: int = 0
+    idle_stops: int = 0
+    restarts: int = 0
+
+
+class Pool:
+    """The models of one gateway. All methods run on one event loop; starting and stopping run in threads."""
+
+    def __init__(self, places: Places, entries: list[Entry], budget_bytes: int, idle_s: float, start_s: float):
+        self.places, self.budget_bytes, self.idle_s, self.start_s = places, budget_bytes, idle_s, start_s
+        self.entries = {e.launch.name: e for e in entries}
+        self.counts = Counts()
+        self._changed = asyncio.Condition()
+        self._waiting: dict[str, float] = {}
+        self.log: Callable[[str], None] = lambda text: None
+
+    def adopt(self) -> None:
+        """Take over runners that a gateway before us left running."""
+        for server in state.servers(self.places):
+            entry = self.entries.get(server.name)
+            if entry is not None and server.path == str(entry.launch.path) and server.asked == entry.launch.asked:
+                entry.server, entry.last_used = server, time.monotonic()
+
+    async def acquire(self, name: str) -> Server:
+        """A running server of a model, counted as in use until `release`.
+
+        Raises: UnknownModel, Busy (it failed lately), what starting it raises.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            raise UnknownModel(
+                f"no model {name!r} is served here",
+                "there are " + ", ".join(self.entries),
+                name=name,
+                known=list(self.entries),
+            )
+        while True:
+            async with self._changed:
+                found = self._try(entry)
+                if found is not None:
+                    return found
+                victim = self._choose(entry)
+                if victim is None:
+                    await self._wait()
+                    continue
+                victim.is_changing = True
+            if victim is entry:
+                await self._start(entry)
+            else:
+                self.counts.evictions += 1
+                self.log(f"evicting {victim.launch.name} for {name}")
+                await self._stop(victim)
+
+    def _try(self, entry: Entry) -> Server | None:
+        """The server, when it can be used now. Raises: Busy while it backs off."""
+        name, now = entry.launch.name, time.monotonic()
+        if entry.server is not None and not entry.is_changing and not entry.server.is_alive:
+            self.log(f"{name} died; it is started again")
+            self.counts.restarts += 1
+            spawn.reap(entry.server)
+            entry.server = None
+        held_up = any(n != name and now - since > GRACE_S for n, since in self._waiting.items())
+        if entry.server is not None and not entry.is_changing and not held_up:
+            entry.in_flight += 1
+            entry.last_used = now
+            return entry.server
+        if entry.server is None and not entry.is_changing and now < entry.not_before:
+            wait_ms = int(1000 * (entry.not_before - now)) + 1
+            said = entry.error.message if entry.error else f"{name} failed to start"
+            raise Busy(
+                f"{said}; the next try is in {wait_ms / 1000:.0f} s",
+                f"`paddock logs {name}` shows why",
+                retry_after_ms=wait_ms,
+            )
+        return None
+
+    def _choose(self, entry: Entry) -> Entry | None:
+        """What to change so that the entry can be served: itself (start), another (stop), or None (wait)."""
+        if entry.is_changing or entry.server is not None:
+            return None
+        if sum(e.holds_bytes for e in self.entries.values()) + entry.need_bytes <= self.budget_bytes:
+            self._waiting.pop(entry.launch.name, None)
+            return entry
+        self._waiting.setdefault(entry.launch.name, time.monotonic())
+        if next(iter(self._waiting)) != entry.launch.name or any(e.is_changing for e in self.entries.values()):
+            return None
+        idle = [e for e in self.entries.values() if e.server is not None and e.in_flight == 0 and not e.is_changing]
+        return min(idle, key=lambda e: e.last_used, default=None)
+
+    async def _wait(self) -> None:
+        """Until something changed, or the grace may be over."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), GRACE_S / 2)
+        except TimeoutError:
+            pass
+
+    async def _start(self, entry: Entry) -> None:
+        self.counts.starts += 1
+        server: Server | None = None
+        try:
+            server = await asyncio.to_thread(spawn.start, self.places, entry.launch, self.start_s)
+            entry.failures, entry.error = 0, None
+        except PaddockError as error:
+            entry.failures += 1
+            entry.error = error
+            entry.not_before = time.monotonic() + min(MAX_BACKOFF_S, 0.5 * 2**entry.failures)
+            self.log(f"{entry.launch.name} did not start: {error.message}")
+            raise
+        finally:
+            async with self._changed:
+                entry.server, entry.is_changing, entry.last_used = server, False, time.monotonic()
+                self._changed.notify_all()
+
+    async def _stop(self, entry: Entry) -> None:
+        """Stop a runner that is marked as changing."""
+        try:
+            if entry.server is not None:
+                await asyncio.to_thread(spawn.stop, self.places, entry.server)
+        finally:
+            async with self._changed:
+                entry.server, entry.is_changing = None, False
+                self._changed.notify_all()
+
+    async def release(self, name: str) -> None:
+        """A request of this model is over."""
+        async with self._changed:
+            entry = self.entries[name]
+            entry.in_flight -= 1
+            entry.last_used = time.monotonic()
+            self._changed.notify_all()
+
+    async def stop_idle(self) -> None:
+        """Stop runners that nobody has used for idle_s."""
+        now = time.monotonic()
+        async with self._changed:
+            idle = [e for e in self.entries.values() if e.server is not None and not e.is_changing and e.in_flight == 0]
+            old = [e for e in idle if self.idle_s > 0 and now - e.last_used > self.idle_s]
+            for entry in old:
+                entry.is_changing = True
+        for entry in old:
+            self.counts.idle_stops += 1
+            self.log(f"stopping {entry.launch.name}: idle for {self.idle_s:.0f} s")
+            await self._stop(entry)
+
+    async def stop_all(self) -> None:
+        """Stop every runner, whatever it does."""
+        await asyncio.gather(*(self._stop(e) for e in self.entries.values() if e.server is not None))
+
+    def facts(self) -> list[dict[str, Any]]:
+        """The models and how they are."""
+        return [
+            {
+                "name": name,
+                "state": "changing" if e.is_changing else "loaded" if e.server is not None else "on demand",
+                "in_flight": e.in_flight,
+                "need_bytes": e.need_bytes,
+                "max_ctx_tokens": e.server.max_ctx_tokens if e.server else None,
+            }
+            for name, e in self.entries.items()
+        ]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What a gateway process is told, as the JSON file that `paddock serve` writes for it."""
+
+    host: str
+    port: int
+    key_file: str
+    budget_bytes: int
+    idle_s: float
+    start_s: float
+    ready_file: str
+    runner: list[str]
+    models: list[dict[str, Any]] = field(default_factory=list)

@@ -1,0 +1,173 @@
+"""Several models on one port: routing, loading on demand, eviction by bytes, idle unloading, keys and origins."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paddock_manager.commands import many
+from paddock_manager.fleet import spawn, state
+from paddock_manager.paths import places
+
+from tests.cli.conftest import tiny_gguf
+
+pytestmark = pytest.mark.usefixtures("fake_runner")
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Three models that need 100 bytes each, as far as the gateway is told."""
+    found = []
+    for name in ("one", "two", "three", "dies"):
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(tiny_gguf())
+        found.append(str(path))
+
+    def needs(target: Any, given: dict[str, str], where: object, budget: int, by: str) -> dict[str, Any]:
+        return {"name": target.name, "ref": target.ref, "path": str(target.path), "flags": [], "asked": {"by": by}, "need_bytes": 100}
+
+    monkeypatch.setattr(many, "_model", needs)
+    return found
+
+
+def serve(paddock: Any, models: list[str], *more: str) -> dict[str, Any]:
+    done = paddock("serve", *models, "--port", "0", "--json", *more)
+    assert done.code == 0, done.err
+    return {**done.json["server"], "key": paddock("key").out.strip()}
+
+
+def call(server: dict[str, Any], model: str, text: str = "hi", key: str | None = None, **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server["port"], timeout=60)
+    body = json.dumps({"model": model, "stream": True, "messages": [{"role": "user", "content": text}]})
+    sent = {"Authorization": f"Bearer {server['key'] if key is None else key}", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    connection.request("POST", "/v1/chat/completions", body, sent)
+    answer = connection.getresponse()
+    raw = answer.read().decode()
+    connection.close()
+    if answer.status != 200:
+        return answer.status, raw
+    events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
+    assert raw.endswith("data: [DONE]\n\n")
+    return 200, "".join(c["delta"].get("content", "") for e in events for c in e["choices"])
+
+
+def loaded() -> set[str]:
+    return {s.name for s in state.servers(places()) if s.device != "gateway"}
+
+
+def wait_for(condition: Any) -> None:
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit
+        threading.Event().wait(0.02)
+
+
+def test_models_are_loaded_when_they_are_asked_for_and_routed_by_name(paddock, models):
+    server = serve(paddock, models[:3], "--budget", "300")
+    assert loaded() == set()
+    assert call(server, "two", "hello") == (200, "1: hello")
+    assert loaded() == {"two"}
+    assert call(server, "one")[0] == 200 and loaded() == {"one", "two"}
+    status, raw = call(server, "four")
+    assert status == 404 and json.loads(raw)["error"]["code"] == "model_not_found"
+    assert {s["name"] for s in paddock("ps", "--json").json["servers"]} == {"gateway", "one", "two"}
+    assert paddock("run", models[0], "through the gateway").out == "1: through the gateway\n"
+    assert paddock("stop", "gateway").code == 0
+    assert state.servers(places()) == []
+
+
+def test_room_is_made_by_bytes_and_no_request_is_lost(paddock, models):
+    server = serve(paddock, models[:3], "--budget", "200")
+    answers: list[tuple[int, str]] = []
+
+    def client(number: int) -> None:
+        for turn in range(6):
+            answers.append(call(server, ("one", "two", "three")[(number + turn) % 3], f"{number} {turn}"))
+            assert len(loaded()) <= 2
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 24 and {status for status, _ in answers} == {200}
+    assert "evicting" in Path(server["log"]).read_text()
+
+
+def test_idle_models_are_unloaded(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200", "--idle", "0.2")
+    assert call(server, "one")[0] == 200
+    wait_for(lambda: loaded() == set())
+    assert call(server, "one")[0] == 200
+
+
+def test_model_that_dies_at_start_is_an_error_with_back_off_and_the_rest_goes_on(paddock, models):
+    server = serve(paddock, [models[0], models[3]], "--budget", "200")
+    status, raw = call(server, "dies")
+    assert status == 500 and "ended with exit code 7" in json.loads(raw)["error"]["message"]
+    status, raw = call(server, "dies")
+    assert status == 429 and "the next try is in" in json.loads(raw)["error"]["message"]
+    assert call(server, "one")[0] == 200
+
+
+def test_model_that_is_killed_is_started_again(paddock, models):
+    import os
+    import signal
+
+    server = serve(paddock, models[:2], "--budget", "200")
+    assert call(server, "one")[0] == 200
+    pid = next(s.pid for s in state.servers(places()) if s.name == "one")
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: loaded() == set())
+    assert call(server, "one")[0] == 200
+
+
+def test_gateway_that_was_killed_leaves_runners_that_the_next_one_takes_over(paddock, models):
+    import os
+    import signal
+
+    server = serve(paddock, models[:2], "--budget", "200")
+    assert call(server, "one")[0] == 200
+    os.kill(server["pid"], signal.SIGKILL)
+    spawn.CHILDREN.pop(server["pid"]).wait(10)
+    pid = next(s.pid for s in state.servers(places()) if s.name == "one")
+    again = serve(paddock, models[:2], "--budget", "200")
+    assert call(again, "one")[0] == 200
+    assert [s.pid for s in state.servers(places()) if s.name == "one"] == [pid]
+
+
+@pytest.mark.parametrize(
+    "headers, key, status",
+    [
+        ({}, "", 401), ({}, "pk-wrong", 401), ({"Host": "evil.example"}, None, 403), ({"Origin": "https://evil.example"}, None, 403),
+        ({"Origin": "http://localhost:3000"}, None, 200), ({"x_api_key": "KEY"}, "", 200), ({"api_key": "KEY"}, "", 200),
+    ],
+)  # fmt: skip
+def test_callers_without_key_from_another_host_or_origin_are_refused_before_anything_is_started(paddock, models, headers, key, status):
+    server = serve(paddock, models[:2], "--budget", "200")
+    sent = {k: server["key"] if v == "KEY" else v for k, v in headers.items()}
+    assert call(server, "one", key=key, **sent)[0] == status
+    assert loaded() == ({"one"} if status == 200 else set())
+
+
+def test_bad_requests_are_refused_in_one_shape(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    connection = http.client.HTTPConnection("127.0.0.1", server["port"], timeout=20)
+    auth = {"Authorization": f"Bearer {server['key']}"}
+    for method, path, body, status in [("POST", "/v1/chat/completions", "{", 400), ("POST", "/v1/chat/completions", "[]", 400), ("POST", "/v1/chat/completions", '{"model": 3}', 400), ("POST", "/admin", "{}", 404), ("DELETE", "/v1/models/one", "", 404), ("GET", "/v1/models", "", 200), ("GET", "/health/ready", "", 200)]:
+        connection.request(method, path, body, auth)
+        answer = connection.getresponse()
+        found = json.loads(answer.read())
+        assert answer.status == status and (status == 200 or found["error"]["message"])
+    connection.close()
+
+
+def test_what_does_not_fit_the_budget_is_refused_at_the_start(paddock, models_dir):
+    path = str(models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    done = paddock("serve", path, "--on-demand", "--port", "0", "--budget", "100MiB", "--device", "cpu")
+    assert done.code == 9 and "the budget is 0.10" in done.err
