@@ -13,6 +13,8 @@ from ..pack.tensor import Tensor
 from .moe import experts, weigh_shared
 from .site import Site
 
+__all__ = ["Site", "rotations", "trace"]
+
 
 def rotations(device: Device, blueprint: Blueprint, max_ctx_tokens: int = 0) -> dict[Rope, Rotation]:
     """One frequency vector on the device per distinct rope. frequency[i] = theta^(-2i/width) / factor[i]. Source: Su et al. 2021, eq. 15.

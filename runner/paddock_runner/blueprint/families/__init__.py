@@ -8,7 +8,26 @@ from dataclasses import dataclass
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import Blueprint
-from . import exaone4, gemma2, gemma3, gpt_oss, granite, llama, ministral, moe, olmo2, phi3, qwen2, qwen3, smollm3
+from ..mixture import from_gguf as mixture_from_gguf
+from . import (
+    exaone4,
+    gemma2,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    granite_moe,
+    llama,
+    ministral,
+    mixtral,
+    olmo2,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen_moe,
+    smollm3,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +48,51 @@ FAMILIES = (
     Family("qwen3", ("qwen3",), ("qwen3",), qwen3.from_gguf, qwen3.from_hf, "Qwen 3"),
     Family("gemma2", ("gemma2",), ("gemma2",), gemma2.from_gguf, gemma2.from_hf, "Gemma 2"),
     Family("gemma3", ("gemma3",), ("gemma3_text", "gemma3"), gemma3.from_gguf, gemma3.from_hf, "Gemma 3"),
-    Family("granite", ("granite",), ("granite", "granitemoehybrid"), granite.from_gguf, granite.from_hf, "Granite 3, Granite 4 (dense)"),
+    Family(
+        "granite",
+        ("granite",),
+        ("granite", "granitemoehybrid"),
+        granite.from_gguf,
+        granite.from_hf,
+        "Granite 3, Granite 4 (dense)",
+    ),
     Family("phi3", ("phi3",), ("phi3",), phi3.from_gguf, phi3.from_hf, "Phi 3, Phi 3.5, Phi 4"),
     Family("olmo2", ("olmo2",), ("olmo2", "olmo3"), olmo2.from_gguf, olmo2.from_hf, "OLMo 2, OLMo 3"),
     Family("smollm3", ("smollm3",), ("smollm3",), smollm3.from_gguf, smollm3.from_hf, "SmolLM 3"),
     Family("exaone4", ("exaone4",), ("exaone4",), exaone4.from_gguf, exaone4.from_hf, "EXAONE 4"),
-    Family("ministral", ("mistral3",), ("ministral", "ministral3", "mistral3"), ministral.from_gguf, ministral.from_hf, "Ministral, Mistral Small 3"),
-    Family("mixtral", (), ("mixtral",), moe.from_gguf, moe.mixtral, "Mixtral (its GGUF files call themselves llama)"),
-    Family("qwen-moe", ("qwen2moe", "qwen3moe"), ("qwen2_moe", "qwen3_moe"), moe.from_gguf, moe.qwen, "Qwen 3 30B-A3B, Qwen 1.5 MoE"),
-    Family("olmoe", ("olmoe",), ("olmoe",), moe.from_gguf, moe.olmoe, "OLMoE"),
-    Family("granite-moe", ("granitemoe",), ("granitemoe", "granitemoeshared"), moe.from_gguf, moe.granite, "Granite 3 MoE"),
-    Family("glm4-moe", ("glm4moe",), ("glm4_moe",), moe.from_gguf, moe.glm4, "GLM 4.5, 4.6, 4.7"),
+    Family(
+        "ministral",
+        ("mistral3",),
+        ("ministral", "ministral3", "mistral3"),
+        ministral.from_gguf,
+        ministral.from_hf,
+        "Ministral, Mistral Small 3",
+    ),
+    Family(
+        "mixtral",
+        (),
+        ("mixtral",),
+        mixture_from_gguf,
+        mixtral.from_hf,
+        "Mixtral (its GGUF files call themselves llama)",
+    ),
+    Family(
+        "qwen-moe",
+        ("qwen2moe", "qwen3moe"),
+        ("qwen2_moe", "qwen3_moe"),
+        mixture_from_gguf,
+        qwen_moe.from_hf,
+        "Qwen 3 30B-A3B, Qwen 1.5 MoE",
+    ),
+    Family("olmoe", ("olmoe",), ("olmoe",), mixture_from_gguf, olmoe.from_hf, "OLMoE"),
+    Family(
+        "granite-moe",
+        ("granitemoe",),
+        ("granitemoe", "granitemoeshared"),
+        mixture_from_gguf,
+        granite_moe.from_hf,
+        "Granite 3 MoE",
+    ),
+    Family("glm4-moe", ("glm4moe",), ("glm4_moe",), mixture_from_gguf, glm4_moe.from_hf, "GLM 4.5, 4.6, 4.7"),
     Family("gpt-oss", ("gpt-oss",), ("gpt_oss",), gpt_oss.from_gguf, gpt_oss.from_hf, "gpt-oss 20B, 120B"),
 )

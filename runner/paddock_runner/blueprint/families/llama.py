@@ -8,14 +8,14 @@ from __future__ import annotations
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import Attention, Blueprint, FeedForward, Layer
+from ..mixture import from_gguf as mixture_from_gguf
 from ..sizes import Sizes, gguf_sizes, hf_sizes
-from . import moe
 
 
 def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
     """From "llama.*" keys. Raises: FileError, UnsupportedError."""
     if checkpoint.fields.integer(f"{arch}.expert_count", 0) > 0:
-        return moe.from_gguf(checkpoint, arch)
+        return mixture_from_gguf(checkpoint, arch)
     s = gguf_sizes(checkpoint, arch)
     window = s.fields.integer(f"{arch}.attention.sliding_window", 0)
     has = checkpoint.tensors.__contains__
