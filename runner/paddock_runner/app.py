@@ -180,6 +180,7 @@ def _run(config: Config, opened: Opened, listener: socket.socket, keys: tuple[st
             config.model_name, tokenizer, template, AnswerFormat(template.source, tokenizer), sizes.max_ctx_tokens,
             opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, facts=_facts(opened),
         )  # fmt: skip
+        served.walker.warm()
         runner = Runner(config, opened, served, Desk(port), process)
         factory = _loop_factory()
         with asyncio.Runner(loop_factory=factory) as loop:

@@ -86,6 +86,26 @@ def lark(text: str) -> Constraint:
     return Constraint("lark", text)
 
 
+def lark_of(text: str) -> str:
+    """A grammar in Lark as it is, one in GBNF (`root ::= ...`) translated. Raises: UsageError, UnsupportedError."""
+    _library()
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        found: str = any_to_lark(text)
+    except (ValueError, IndexError, KeyError, AttributeError, AssertionError, RecursionError) as error:
+        raise UsageError(f"the grammar is neither Lark nor GBNF: {str(error)[:200]}") from None
+    return found
+
+
+def parsed(text: str) -> Any:
+    """The value of JSON text. Raises: ValueError, also for what is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
 def choice(options: Sequence[str]) -> Constraint:
     """One of these texts. Raises: UsageError when there is none, or there are too many."""
     wanted = list(dict.fromkeys(options))

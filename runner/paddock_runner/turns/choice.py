@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from ..errors import Cancelled, PaddockError, ShuttingDown
 from ..text.events import CallStart, Event, Text, Thought
 from ..text.stream import TextStream
-from ..wire.messages import ROW_NAN, ROW_STOP, Done, Reason, Refused, Started
+from ..wire.messages import ROW_LENGTH, ROW_NAN, ROW_STOP, Done, Reason, Refused, Started
 
 if TYPE_CHECKING:
+    from .constrain import Walk
     from .turn import Turn
 
 Top = tuple[tuple[int, float], ...]
@@ -46,7 +47,7 @@ class Choice:
 
     __slots__ = (
         "_begun", "_probs", "_reader", "_sink", "_sizes", "_text", "ask_id", "cached_tokens", "end", "index", "is_cached_known",
-        "n_calls", "output_tokens", "prompt", "reasoning_tokens", "shown_bytes", "turn",
+        "n_calls", "output_tokens", "prompt", "reasoning_tokens", "shown_bytes", "turn", "walk",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +60,7 @@ class Choice:
         self.shown_bytes = 0
         self.output_tokens = self.reasoning_tokens = self.cached_tokens = self.n_calls = 0
         self.end: End | None = None
+        self.walk: Walk | None = None
 
     def take(self, token: int, flags: int, logprob: float, top: Top) -> None:
         """One token from the engine."""
@@ -67,6 +69,8 @@ class Choice:
             self.turn.on_first_token()
         if flags & (ROW_STOP | ROW_NAN):
             return
+        if self.walk is not None and not flags & ROW_LENGTH:
+            self.walk.take(token)
         try:
             text = self._text.push(token)
         except IndexError:  # a row of the embedding that the tokenizer has no text for

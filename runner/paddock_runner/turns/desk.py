@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PackError
-from ..wire.messages import Ask, Done, Event, Refused, Started, State, StepResult
+from ..wire.messages import Ask, Done, Event, MaskUpdate, Refused, Started, State, StepResult
 from ..wire.port import FrontPort
 
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ class Desk:
         """Ends an ask; its choice hears no more of it."""
         if self._choices.pop(ask_id, None) is not None:
             self._port.abort(ask_id)
+
+    def mask(self, update: MaskUpdate) -> None:
+        """Sends the mask of one output token."""
+        self._port.mask(update)
 
     def drain(self) -> None:
         """Tells the engine to finish what is open and then end."""

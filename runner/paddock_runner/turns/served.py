@@ -17,6 +17,7 @@ from ..errors import ContextTooLong, UnsupportedError, UsageError
 from ..text.answer import AnswerFormat
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
+from .constrain import Walker
 
 INLINE_CHARACTERS = 4096
 """Texts up to this long are handled in the event loop: less work than changing threads."""
@@ -39,8 +40,12 @@ class Served:
     max_bias: int = 512
     created_s: int = field(default_factory=lambda: int(time.time()))
     facts: Mapping[str, Any] = field(default_factory=dict)
+    walker: Walker = field(init=False)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "text"))
     _is_slow: bool = False
+
+    def __post_init__(self) -> None:
+        self.walker = Walker(self.tokenizer, self.n_rows)
 
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, how: Mapping[str, Any]
@@ -87,6 +92,7 @@ class Served:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.walker.close()
 
     async def _run(self, work: Callable[[], Result], size: int) -> Result:
         if size < INLINE_CHARACTERS:

@@ -13,6 +13,7 @@ from ..text.events import CallArguments, CallEnd, CallStart
 from ..text.stream import TextStream
 from ..text.tools import Schemas
 from .choice import Choice, End, Prob, Reader
+from .constrain import Guide
 from .desk import Desk
 from .served import Served
 from .usage import Timing, Usage
@@ -54,10 +55,14 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How an answer's text is read. reader: makes the parser of one answer, None: text is content. visible: special tokens it needs."""
+    """How an answer's text is read. reader: makes the parser of one answer, None: text is content. visible: special tokens it needs.
+
+    guide: what the answers are held to, a walk for each of them.
+    """
 
     reader: Callable[[], Reader] | None = None
     visible: frozenset[int] = frozenset()
+    guide: Guide | None = None
 
     @classmethod
     def of(cls, served: Served, prompt: str, schemas: Schemas) -> Reading:
@@ -122,7 +127,12 @@ class Turn:
                     text = TextStream(tokenizer, wish.stop, wish.includes_stop, self._visible, starts_text)
                     reader = self._reading.reader() if self._reading.reader is not None else None
                     choice = Choice(self, i * wish.n + j, i, ask.ask_id, text, reader)
+                    if self._reading.guide is not None:
+                        choice.walk = self._reading.guide.walks[choice.index]
+                        ask.use_mask = True
                     self.desk.send(ask, choice)
+                    if choice.walk is not None:
+                        choice.walk.begin(choice)
                     self.choices.append(choice)
                     self._n_open += 1
         except PaddockError as error:

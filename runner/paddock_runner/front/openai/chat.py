@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from ..sse import EventStream
 from .chunks import FINISH, ChatChunks, Head, call_id
 from .fields import ChatMessage, ChatRequest, refuse, usage_json
 from .probs import chat_entries
+from .structured import held_chat
 
 SHAPE = Shape(ChatRequest)
 SHAPES = {"post_chat": ChatRequest}
@@ -33,14 +35,15 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     exchange.ignored += _without_effect(front, body)
     if body.tools and body.tool_choice != "none":
         front.require_tools()
-    tools = None if body.tool_choice == "none" else [msgspec.to_builtins(t) for t in body.tools or ()]
+    wants = held_chat(body)
+    tools = [msgspec.to_builtins(t) for t in body.tools or () if t.function.name in wants.calls]
     prompt, text = await front.served.chat_prompt(messages_of(body.messages), tools or None, _how(front, body))
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     wish = body.wish(_max_tokens(body), n_logprobs)
     whose = caller(exchange, exchange.client, body.cache_salt)
-    reading = Reading.of(
-        front.served, text, {t.function.name: t.function.parameters or {} for t in body.tools or ()} if tools else {}
-    )
+    reading = Reading.of(front.served, text, wants.calls)
+    if not wants.is_free:
+        reading = replace(reading, guide=await wants.guide(front, wish, text))
     head = Head(
         "chatcmpl-" + secrets.token_hex(12), int(time.time()), front.served.name, wish.n,
         body.wants_usage, n_logprobs >= 0,
@@ -78,10 +81,6 @@ def _check(body: ChatRequest) -> None:
                 raise refuse(f"messages[{i}].content[{j}]", f"this model takes text, not {part.type[:40]!r}")
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs", "top_logprobs needs logprobs to be true")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise refuse("response_format", f"response_format {body.response_format.type[:40]!r} is not supported yet")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise refuse("tool_choice", "only the tool choices auto and none are supported yet")
     for i, tool in enumerate(body.tools or ()):
         if tool.type != "function":
             raise refuse(f"tools[{i}].type", f"tools of type {tool.type[:40]!r} are not supported; supported: function")

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from ...turns.collect import Answer, Collector
-from ...turns.turn import Turn
+from ...turns.turn import PLAIN, Reading, Turn
 from ..http import Exchange
 from ..service import Front, Shape, caller, run_stream, run_turn
 from ..sse import EventStream
 from .chunks import FINISH, Head, TextChunks
 from .fields import CompletionRequest, refuse, usage_json
 from .probs import text_logprobs
+from .structured import held_text
 
 SHAPE = Shape(CompletionRequest)
 SHAPES = {"post_completions": CompletionRequest}
@@ -49,10 +50,14 @@ async def post_completions(front: Front, exchange: Exchange) -> None:
         await exchange.answer_json({**head.fields("text_completion"), "choices": choices, "usage": usage})
         return
     whose = caller(exchange, exchange.client, body.cache_salt)
+    reading = PLAIN
+    wants = held_text(body, body.response_format)
+    if not wants.is_free:
+        reading = Reading(guide=await wants.guide(front, wish, "", len(prompts)))
     if body.stream:
         stream = EventStream(exchange)
         chunks = TextChunks(stream, head, front.served.tokenizer, echo)
-        turn = Turn(front.desk, front.served, prompts, wish, chunks, whose)
+        turn = Turn(front.desk, front.served, prompts, wish, chunks, whose, reading)
         await run_stream(front, exchange, turn, stream)
         chunks.close(turn.usage)
         await stream.finish()
@@ -60,7 +65,7 @@ async def post_completions(front: Front, exchange: Exchange) -> None:
     collector = Collector(n)
     for answer, text in zip(collector.answers, echo, strict=False):
         answer.texts.append(text)
-    turn = Turn(front.desk, front.served, prompts, wish, collector, whose)
+    turn = Turn(front.desk, front.served, prompts, wish, collector, whose, reading)
     await run_turn(front, exchange, turn)
     offsets = [len(text) for text in echo] or [0] * n
     choices = [_choice(front, i, a, offsets[i], head.has_probs) for i, a in enumerate(collector.answers)]

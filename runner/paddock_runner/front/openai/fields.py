@@ -24,6 +24,13 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the answer must look like: text, json_object or json_schema."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
 class Generation(msgspec.Struct, kw_only=True):
     """The fields that chat and text completions share."""
 
@@ -51,6 +58,12 @@ class Generation(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     cache_salt: str | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     def wish(self, max_tokens: int, n_logprobs: int) -> Wish:
         """These fields in our own words."""
@@ -125,13 +138,6 @@ class Tool(msgspec.Struct, kw_only=True):
     function: Function
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """What the answer must look like."""
-
-    type: str
-    json_schema: dict[str, Any] | None = None
-
-
 class ChatRequest(Generation, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -139,7 +145,6 @@ class ChatRequest(Generation, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

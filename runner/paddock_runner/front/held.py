@@ -1,0 +1,86 @@
+"""What a request wants the answer to be, in any vendor's words, as a guide of its turn; errors name the request's field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import PaddockError, UsageError
+from ..text import grammar
+from ..text.grammar import Constraint
+from ..text.prelude import held
+from ..text.tools import Schemas
+from ..turns.constrain import Guide
+from ..turns.wish import Wish
+from .service import Front
+
+Make = Callable[[], Constraint]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an answer must be. content: None when the text is free. calls: tools that may be called then, by name.
+
+    must_call: whether it must be a call. param: the field to blame. is_chat: whether reasoning may come first.
+    """
+
+    content: Make | None = None
+    calls: Schemas = field(default_factory=dict)
+    must_call: bool = False
+    is_parallel: bool = True
+    param: str = "response_format"
+    is_chat: bool = True
+
+    @property
+    def is_free(self) -> bool:
+        """Whether there is nothing to hold the answer to."""
+        return self.content is None and not self.must_call
+
+    async def guide(self, front: Front, wish: Wish, prompt: str, n_prompts: int = 1) -> Guide | None:
+        """The guide of a turn. prompt: the rendered prompt. Raises: UsageError that names the field."""
+        if self.is_free:
+            return None
+        if wish.ignore_eos or wish.min_tokens:
+            what = "ignore_eos" if wish.ignore_eos else "min_tokens"
+            raise UsageError(f"{what} does not go with {self.param}: a whole answer ends where it is whole", param=what)
+        served = front.served
+
+        def make() -> Constraint:
+            content = None if self.must_call or self.content is None else self.content()
+            if not self.is_chat and content is not None:
+                return content
+            return held(served.format, served.tokenizer, prompt, content, self.calls, self.is_parallel)
+
+        try:
+            return await served.walker.guide(make, wish.n * n_prompts)
+        except PaddockError as error:
+            if isinstance(error, UsageError):
+                raise UsageError(error.message, error.hint, **{"param": self.param, **error.facts}) from error
+            raise
+
+
+def of_schema(schema: Any, is_lenient: bool = False) -> Make:
+    """JSON of a schema: an object, or JSON text."""
+
+    def make() -> Constraint:
+        found = schema
+        if isinstance(schema, str):
+            try:
+                found = grammar.parsed(schema)
+            except ValueError as error:
+                raise UsageError(f"the JSON schema is no JSON: {error}") from None
+        return grammar.json_schema(found, is_lenient)
+
+    return make
+
+
+def callable_schemas(schemas: Schemas, name: str | None, param: str) -> Mapping[str, Mapping[str, Any]]:
+    """The tools that must be called: one of them by its name, or any. Raises: UsageError."""
+    if not schemas:
+        raise UsageError("a tool call is required, but no tools were sent", param=param)
+    if name is None:
+        return schemas
+    if name not in schemas:
+        raise UsageError(f"the tool {name[:100]!r} that must be called is not among the tools", param=param)
+    return {name: schemas[name]}
