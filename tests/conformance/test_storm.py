@@ -64,11 +64,12 @@ async def answer(client: httpx.AsyncClient, body: dict, leaves_after: int = -1) 
 
 async def margin_at_parting(client: httpx.AsyncClient, body: dict, other: str) -> float:
     """Alone: 0 when the answer is the same; else the log-probability between the two best tokens where it parts from the other."""
-    found = await client.post("/v1/chat/completions", json={**body, "stream": False, "logprobs": True, "top_logprobs": 2})
-    choice, text = found.json()["choices"][0], b""
-    if choice["message"]["content"] == other:
+    if await answer(client, body) == other:
         return 0.0
-    for entry in choice["logprobs"]["content"]:
+    more = {"stream": False, "logprobs": True, "top_logprobs": 2, "ignore_eos": True}  # so that the end is a token like others
+    found = (await client.post("/v1/chat/completions", json={**body, **more})).json()
+    text, entry = b"", {}
+    for entry in found["choices"][0]["logprobs"]["content"]:
         text += bytes(entry["bytes"])
         if not other.encode().startswith(text):
             break
