@@ -99,6 +99,21 @@ def test_room_is_made_by_bytes_and_no_request_is_lost(paddock, models):
     assert "evicting" in Path(server["log"]).read_text()
 
 
+def test_client_that_hangs_up_ends_the_answer_and_frees_the_model(paddock, models, tmp_path):
+    path = tmp_path / "endless.gguf"
+    path.write_bytes(tiny_gguf())
+    server = serve(paddock, [str(path), models[0]], "--budget", "100")
+    connection = http.client.HTTPConnection("127.0.0.1", server["port"], timeout=20)
+    body = json.dumps({"model": "endless", "messages": [{"role": "user", "content": "go"}]})
+    connection.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {server['key']}"})
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data: ")
+    answer.close()
+    connection.close()
+    assert call(server, "one") == (200, "1: hi")
+    assert "client gone" in spawn.log_path(places(), "endless").read_text()
+
+
 def test_idle_models_are_unloaded(paddock, models):
     server = serve(paddock, models[:2], "--budget", "200", "--idle", "0.2")
     assert call(server, "one")[0] == 200

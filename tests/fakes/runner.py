@@ -1,7 +1,7 @@
 """A runner without a model: takes the runner's flags, writes the state file, answers health, models and chat. Run as a script.
 
 It echoes the last message, word by word. Words in the model's file name make it misbehave:
-`dies` (exit 7 with a sentence), `crash` (SIGSEGV), `slowstart` (ready at the second health check), `breaks` (drops the stream).
+`dies` (exit 7 with a sentence), `crash` (SIGSEGV), `slowstart` (ready at the second health check), `breaks` (drops the stream), `endless` (streams until the client hangs up).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -87,6 +88,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
+        if "endless" in Path(self.flags["--model"]).name:
+            self.go_on()
+            return
         words = [f"{len(asked['messages'])}:", *text.split()]
         for number, word in enumerate(words):
             self.event({"choices": [{"index": 0, "delta": {"content": word + (" " if number + 1 < len(words) else "")}, "finish_reason": None}]})
@@ -97,6 +101,16 @@ class Handler(BaseHTTPRequestHandler):
         self.event({"choices": [], "usage": {"prompt_tokens": len(text.split()), "completion_tokens": len(words), "total_tokens": 0}})
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
+
+    def go_on(self) -> None:
+        """Stream until the client hangs up, and say so."""
+        self.close_connection = True
+        try:
+            while True:
+                self.event({"choices": [{"index": 0, "delta": {"content": "and "}, "finish_reason": None}]})
+                threading.Event().wait(0.01)
+        except OSError:
+            self.log_message("%s", "client gone")
 
     def event(self, body: dict[str, object]) -> None:
         """One chunk."""
