@@ -95,7 +95,7 @@ __device__ __forceinline__ void clear_dead_rows(const AttentionArguments &a) {
 // Logit in base 2 of a raw score.
 __device__ __forceinline__ float logit2(float s, float scale, float softcap) {
     s *= scale;
-    if (softcap > 0.0f) s = softcap * tanhf(s / softcap);
+    if (softcap > 0.0f) s = softcap * quick_tanh(s / softcap);
     return s * kLog2e;
 }
 

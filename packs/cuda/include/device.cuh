@@ -26,6 +26,17 @@ __device__ __forceinline__ void release_dependents() {
 #endif
 }
 
+// All threads of the grid together ask for at most `most` bytes of what comes next.
+__device__ __forceinline__ void prefetch_next(const Prefetch &next, int64_t most) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    constexpr int64_t kPiece = 4096;
+    const int64_t n_bytes = next.n_bytes < most ? next.n_bytes : most;
+    const int64_t block = blockIdx.x + static_cast<int64_t>(gridDim.x) * blockIdx.y, n_threads = static_cast<int64_t>(gridDim.x) * gridDim.y * blockDim.x;
+    for (int64_t at = (block * blockDim.x + threadIdx.x) * kPiece; at + kPiece <= n_bytes; at += n_threads * kPiece)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(next.data + at), "r"(static_cast<int>(kPiece)) : "memory");
+#endif
+}
+
 __device__ __forceinline__ int rows_of(const StepInfo *info, int64_t rows) {
     return rows == PK_ROWS_T ? info->n_tokens : rows == PK_ROWS_S ? info->n_samples : static_cast<int>(rows);
 }
@@ -102,10 +113,13 @@ __device__ __forceinline__ float block_sum(float v, float *shared) {
     return shared[32];
 }
 
+// tanh by one exponential: a tenth of the code of tanhf, absolute error below 1e-6.
+__device__ __forceinline__ float quick_tanh(float x) { return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * fminf(x, 40.0f))); }
+
 __device__ __forceinline__ float activate(float v, int32_t act) {
     switch (act) {
         case PK_ACT_SILU: return v / (1.0f + __expf(-v));
-        case PK_ACT_GELU_TANH: return 0.5f * v * (1.0f + tanhf(0.7978845608028654f * (v + 0.044715f * v * v * v)));
+        case PK_ACT_GELU_TANH: return 0.5f * v * (1.0f + quick_tanh(0.7978845608028654f * (v + 0.044715f * v * v * v)));
         case PK_ACT_GELU_ERF: return 0.5f * v * (1.0f + erff(v * 0.7071067811865476f));
         default: return v;
     }

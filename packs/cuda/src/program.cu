@@ -47,6 +47,18 @@ Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool de
     return l;
 }
 
+// The weights of the next product of this step's tokens after record i, as far as they lie in one piece.
+Prefetch next_weights(const pk_program &p, int64_t i, int32_t max_tokens) {
+    if (max_tokens > 64) return {};
+    for (int64_t k = i + 1; k < p.records.n() && k < i + 6; ++k) {
+        if (p.records[k].op != PK_OP_MATMUL) continue;
+        const pk_tensor &w = p.records[k].as<pk_op_matmul>().w[0];
+        const Packed *packed = find_packed(p.ctx, w);
+        return packed ? Prefetch{w.data, packed->padded_rows * packed->padded_cols > 0 ? packed->n_bytes : 0} : Prefetch{};
+    }
+    return {};
+}
+
 bool is_end(const Record &r) { return r.op == PK_OP_PREPARE || r.op == PK_OP_COMMIT; }
 
 // One graph of all records (without the two ends of a step when with_ends is false).
@@ -54,8 +66,11 @@ int32_t capture(pk_program &p, const Launch &l, bool with_ends, cudaGraphExec_t 
     cudaStream_t stream = p.ctx->stream;
     if (int32_t e = check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture")) return e;
     int32_t status = PK_OK;
-    for (int64_t i = 0; i < p.records.n() && !status; ++i)
-        if (with_ends || !is_end(p.records[i])) status = launch_record(l, p.records[i]);
+    Launch mine = l;
+    for (int64_t i = 0; i < p.records.n() && !status; ++i) {
+        mine.next = next_weights(p, i, l.max_tokens);
+        if (with_ends || !is_end(p.records[i])) status = launch_record(mine, p.records[i]);
+    }
     cudaGraph_t graph = nullptr;
     int32_t ended = check(cudaStreamEndCapture(stream, &graph), "capture");
     if (status || ended) {

@@ -55,8 +55,10 @@ __device__ Schedule build_schedule(const AttentionArguments &a, int *ends, int *
     if (threadIdx.x == kThreads - 1) total = scan;
     __syncthreads();
     const int64_t positions = static_cast<int64_t>(total) * 16 * a.n_kv_heads;
-    // Two items a block on average: with equal ranges inside a row that keeps the last round short.
-    const int range = max(max(kMinRange, (a.slot_pages * a.page_tokens + kMostSplits - 1) / kMostSplits), static_cast<int>((positions + 2 * gridDim.x - 1) / (2 * gridDim.x)));
+    // One round of blocks when a few rows must fill the device, else two; every row may add one item by rounding up.
+    const int64_t blocks = gridDim.x, heads = static_cast<int64_t>(n_rows) * a.n_kv_heads;
+    const int64_t items = 2 * heads <= blocks ? blocks - heads : 2 * blocks > heads + blocks / 2 ? 2 * blocks - heads / 2 : 2 * blocks;
+    const int range = max(max(kMinRange, (a.slot_pages * a.page_tokens + kMostSplits - 1) / kMostSplits), static_cast<int>((positions + items - 1) / items));
     int carried = 0;
     for (int base = 0; base < n_rows; base += kThreads) {
         const int r = base + threadIdx.x;
@@ -181,12 +183,15 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
             commit_async();
         };
         const int n_groups = max(0, (item.last - item.first - warp * kTokens + kWarps * kTokens - 1) / (kWarps * kTokens));
-#pragma unroll
-        for (int n = 0; n < kStages - 1; ++n) fetch(n);
-        for (int n = 0; n < n_groups; ++n) {
-            wait_async<kStages - 2>();
-            __syncwarp();
+        // One copy of fetch in the code: this kernel is short of instruction cache, not of branches.
+#pragma unroll 1
+        for (int n = 1 - kStages; n < n_groups; ++n) {
+            if (n >= 0) {
+                wait_async<kStages - 2>();
+                __syncwarp();
+            }
             fetch(n + kStages - 1);
+            if (n < 0) continue;
             const uint32_t k_at = ring_at + n % kStages * kStageBytes, v_at = k_at + kTokens * kRowBytes<kD>;
             float s[2][4] = {};
 #pragma unroll
@@ -260,7 +265,8 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
         __syncthreads();
         float *part_o = a.partial + static_cast<int64_t>(index) * 16 * a.v_width;
         float *part_ml = a.partial + static_cast<int64_t>(a.max_items) * 16 * a.v_width + index * 32;
-        for (int j = threadIdx.x; j < 16 * a.v_width; j += kThreads) {
+        const int rows_here = min(16, n_pairs - item.tile * 16);
+        for (int j = threadIdx.x; j < rows_here * a.v_width; j += kThreads) {
             const int row = j / a.v_width, d = j % a.v_width;
             float most = -INFINITY, total = 0.0f, value = 0.0f;
             for (int w = 0; w < kWarps; ++w) most = fmaxf(most, merge_top[w][row]);
@@ -271,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
             }
             const int pair_row = item.tile * 16 + row;
             if (item.n_splits == 1) {
-                if (pair_row < n_pairs) write_row<kD>(a, item, pair_row, d, value, total, most);
+                write_row<kD>(a, item, pair_row, d, value, total, most);
             } else {
                 __stcg(part_o + j, value);
                 if (d == 0) {
@@ -292,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                 const float *all_o = a.partial + static_cast<int64_t>(item.group_at) * 16 * a.v_width;
                 const float *all_ml = a.partial + static_cast<int64_t>(a.max_items) * 16 * a.v_width + item.group_at * 32;
                 float *weight = reinterpret_cast<float *>(shared);
-                const int rows_here = min(16, n_pairs - item.tile * 16), n_splits = min(item.n_splits, kMostSplits);
+                const int n_splits = min(item.n_splits, kMostSplits);
                 for (int j = threadIdx.x; j < n_splits * 16; j += kThreads) weight[j] = __ldcg(all_ml + (j >> 4) * 32 + 2 * (j & 15));
                 __syncthreads();
                 if (threadIdx.x < 16) {

@@ -12,7 +12,7 @@
 namespace pk {
 namespace {
 
-constexpr int kM = 128, kThreads = 384, kGroupM = 16;
+constexpr int kM = 128, kThreads = 384, kGroupM = 16, kPitch = 36, kOutBytes = 8 * 16 * kPitch * 4;
 template <bool kFp8> constexpr int kN = kFp8 ? 128 : 256;
 template <bool kFp8> constexpr int kStages = kFp8 ? 6 : 4;
 template <bool kFp8> constexpr int kStageBytes = (kM + kN<kFp8>) * 128;
@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
     extern __shared__ uint8_t raw[];
     __shared__ uint64_t full[kRing], empty[kRing];
     uint8_t *ring = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+    float *out_tile = reinterpret_cast<float *>(ring + kRing * kBytes);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {
             barrier_init(full + i, 1);
@@ -140,55 +141,42 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
             wgmma_wait<0>();
             if ((threadIdx.x & 127) == 0) barrier_arrive(empty + previous);
         }
-        // Two neighbouring columns of two rows at a time.
-        auto finish = [&](const GemmWeight &w, int n, float v) {
-            v *= w.scale;
-            if (w.row_scale != nullptr) v *= w.row_scale[n];
-            return w.bias != nullptr ? v + w.bias[n] : v;
-        };
-        auto last = [&](float v) {
-            v *= a.scale;
-            return a.softcap > 0.0f ? a.softcap * tanhf(v / a.softcap) : v;
-        };
-        const bool paired = ((a.y_stride | a.add_stride | a.w[t.weight].first_column) & 1) == 0;
+        // Sixteen rows x 32 columns at a time through shared memory (gated: 16 of gate, 16 of up), so that one copy of the
+        // epilogue serves all accumulators and lanes store neighbouring columns.
+        float *mine = out_tile + (threadIdx.x / 32 - 4) * 16 * kPitch;
+        const GemmWeight &w = a.w[t.weight];
+        const int wide = gated ? 16 : 32, n_chunks = kTileN / 32;
+#pragma unroll 1
+        for (int chunk = 0; chunk < n_chunks; ++chunk) {
+            __syncwarp();
 #pragma unroll
-        for (int j = 0; j < (kTileN / 8); ++j) {
-            if (gated && j >= kTileN / 16) break;
-            const int n = t.n0 + 8 * j + 2 * (lane & 3);
+            for (int c = 0; c < kTileN / 32; ++c) {
+                if (c != chunk) continue;
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int m = row + 8 * h;
-                if (m >= n_rows || n >= a.w[t.weight].rows) continue;
-                const bool both = n + 1 < a.w[t.weight].rows;
-                float v[2] = {acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]};
+                for (int q = 0; q < 4; ++q) {
+                    const int plain = 4 * c + q, twin = 2 * c + (q & 1) + (q >> 1) * (kTileN / 16);
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    if (e == 1 && !both) continue;
-                    v[e] = finish(a.w[t.weight], n + e, v[e]);
-                    if (gated) v[e] = activate(v[e], a.act) * finish(a.w[1], n + e, acc[(4 * j + 2 * h + e + kTileN / 4) % (kTileN / 2)]);
-                    v[e] = last(v[e]);
+                    for (int e = 0; e < 4; ++e)
+                        mine[((lane >> 2) + 8 * (e >> 1)) * kPitch + 8 * q + 2 * (lane & 3) + (e & 1)] = gated ? acc[4 * twin + e] : acc[4 * plain + e];
                 }
-                const int64_t y_at = m * a.y_stride + a.w[t.weight].first_column + n, add_at = m * a.add_stride + a.w[t.weight].first_column + n;
-                if (paired && both) {
-                    if (a.add != nullptr) {
-                        if (a.add_format == PK_F32) {
-                            const float2 old = *reinterpret_cast<const float2 *>(static_cast<const float *>(a.add) + add_at);
-                            v[0] += old.x;
-                            v[1] += old.y;
-                        } else {
-                            const uint32_t old = *reinterpret_cast<const uint32_t *>(static_cast<const bf16 *>(a.add) + add_at);
-                            v[0] += low_f32(old);
-                            v[1] += high_f32(old);
-                        }
-                    }
-                    if (a.y_format == PK_F32) *reinterpret_cast<float2 *>(static_cast<float *>(a.y) + y_at) = make_float2(v[0], v[1]);
-                    else *reinterpret_cast<uint32_t *>(static_cast<bf16 *>(a.y) + y_at) = pack_bf16(v[0], v[1]);
-                } else {
-                    for (int e = 0; e < 1 + both; ++e) {
-                        if (a.add != nullptr) v[e] += load_as_f32(a.add, add_at + e, a.add_format);
-                        store_from_f32(a.y, y_at + e, a.y_format, v[e]);
-                    }
-                }
+            }
+            __syncwarp();
+            const int column = t.n0 + chunk * wide + (lane & (wide - 1));
+            if (column >= w.rows) continue;
+            const float f0 = w.scale * (w.row_scale ? w.row_scale[column] : 1.0f), b0 = w.bias ? w.bias[column] : 0.0f;
+            const float f1 = gated ? a.w[1].scale * (a.w[1].row_scale ? a.w[1].row_scale[column] : 1.0f) : 0.0f, b1 = gated && a.w[1].bias ? a.w[1].bias[column] : 0.0f;
+            const int step = gated ? 2 : 1, m_first = t.m0 + wg * 64 + warp * 16;
+#pragma unroll 4
+            for (int r = gated ? lane >> 4 : 0; r < 16; r += step) {
+                const int m = m_first + r;
+                if (m >= n_rows) break;
+                float v = mine[r * kPitch + (lane & (wide - 1))] * f0 + b0;
+                if (gated) v = activate(v, a.act) * (mine[r * kPitch + 16 + (lane & 15)] * f1 + b1);
+                v *= a.scale;
+                if (a.softcap > 0.0f) v = a.softcap * tanhf(v / a.softcap);
+                const int64_t at = w.first_column + column;
+                if (a.add != nullptr) v += a.add_format == PK_F32 ? static_cast<const float *>(a.add)[m * a.add_stride + at] : load_as_f32(a.add, m * a.add_stride + at, a.add_format);
+                store_from_f32(a.y, m * a.y_stride + at, a.y_format, v);
             }
         }
     }
@@ -245,7 +233,7 @@ int32_t launch_tiles(const Launch &l, GemmArguments a, int64_t max_rows, int64_t
     a.n_tiles = tiles;
     const int64_t all = (max_rows + kM - 1) / kM * tiles;
     const unsigned blocks = static_cast<unsigned>(all < l.ctx->n_processors ? all : l.ctx->n_processors);
-    return launch(l, "gemm_wgmma", gemm_wgmma_kernel<kFp8>, dim3(blocks), dim3(kThreads), kStages<kFp8> * kStageBytes<kFp8> + 1024, maps, a);
+    return launch(l, "gemm_wgmma", gemm_wgmma_kernel<kFp8>, dim3(blocks), dim3(kThreads), kStages<kFp8> * kStageBytes<kFp8> + 1024 + kOutBytes, maps, a);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ StreamShape stream_shape(int32_t n_processors, int32_t max_rows, int64_t total_t
     const int64_t staged = s.n_tokens8 == 1 ? max_rows : 8 * s.n_tokens8;
     const int64_t most = std::max<int64_t>(1, kStagedBytes / (staged * unit * 2));
     int64_t slices = (n_units + most - 1) / most;
-    const int64_t n_slots = 2ll * n_processors;
+    const int64_t n_slots = (s.n_tokens8 == 8 ? 1ll : 2ll) * n_processors;
     if (n_tiles * slices < n_slots) {
         int64_t wanted = (n_slots + n_tiles - 1) / n_tiles, finest = std::max<int64_t>(1, n_units / s.warps_k);
         slices = std::max(slices, std::min(wanted, finest));

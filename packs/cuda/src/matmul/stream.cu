@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply(const typename W::Registers &r, float (
 #pragma unroll
     for (int b = 0; b < W::kU / 32; ++b) {
         uint32_t lo[4], hi[4];
-        if constexpr (kNT * W::kU > 128) __syncwarp();  // stops the scheduler from decoding all blocks at once, which spills
+        if constexpr (kNT * W::kU > 64) __syncwarp();  // stops the scheduler from decoding all blocks at once, which spills
         W::codes(r, b, 0, lo);
         W::codes(r, b, 1, hi);
         if constexpr (W::kScaled && kNT == 1) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ void store_output(const StreamArguments &a, const Str
 }
 
 template <int kFormat, int kNT, bool kGated>
-__global__ void __launch_bounds__(kStreamThreads, kNT <= 2 ? 2 : 1) stream_matmul_kernel(const __grid_constant__ StreamArguments a) {
+__global__ void __launch_bounds__(kStreamThreads, kNT <= 4 ? 2 : 1) stream_matmul_kernel(const __grid_constant__ StreamArguments a) {
     using W = Weight<kFormat, is_block_format(kFormat)>;
     constexpr int kWarpsK = kNT <= 2 ? 8 : kNT == 4 ? 4 : 2, kWarpsM = 8 / kWarpsK;
     constexpr int kTileRows = 32 * kWarpsM, kOutRows = kGated ? 16 * kWarpsM : kTileRows, kN = 8 * kNT, kRed = kN + 1;
@@ -336,6 +336,7 @@ __global__ void __launch_bounds__(kStreamThreads, kNT <= 2 ? 2 : 1) stream_matmu
             }
         }
     }
+    prefetch_next(a.next, 8 << 20);
 }
 
 template <int kFormat, int kNT>
