@@ -110,8 +110,8 @@ def test_client_that_hangs_up_ends_the_answer_and_frees_the_model(paddock, model
     assert answer.readline().startswith(b"data: ")
     answer.close()
     connection.close()
+    wait_for(lambda: "client gone" in spawn.log_path(places(), "endless").read_text())
     assert call(server, "one") == (200, "1: hi")
-    assert "client gone" in spawn.log_path(places(), "endless").read_text()
 
 
 def test_idle_models_are_unloaded(paddock, models):
