@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import monotonic_ns
+from typing import Any
 
 from paddock_runner.engine.loop import Engine
 from paddock_runner.engine.policy import Policy
@@ -42,12 +44,12 @@ class Answer:
 
 
 class Rig:
-    def __init__(self, sizes: StateSizes = SIZES, run_ahead: int = 0, policy: Policy | None = None, seed: int = 0, n_fronts: int = 1, device: FakeDevice | None = None) -> None:
-        self.device = device or FakeDevice(sizes, run_ahead, seed)
+    def __init__(self, sizes: StateSizes = SIZES, run_ahead: int = 0, policy: Policy | None = None, seed: int = 0, n_fronts: int = 1, device: Any = None) -> None:
+        self.device: Any = device or FakeDevice(sizes, run_ahead, seed)
         self.sizes = sizes
         self.channels = [Channel.create(1 << 20, 1 << 20) for _ in range(n_fronts)]
         self.fronts = [FrontPort(c, True) for c in self.channels]
-        self.engine = Engine(sizes, self.device, [EnginePort(c, True) for c in self.channels], policy, self.device.clock)
+        self.engine = Engine(sizes, self.device, [EnginePort(c, True) for c in self.channels], policy, getattr(self.device, "clock", monotonic_ns))
         self.runner = Runner(self.engine)
         self.answers: dict[int, Answer] = {}
         self.states: list[State] = []
