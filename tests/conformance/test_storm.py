@@ -68,13 +68,14 @@ async def margin_at_parting(client: httpx.AsyncClient, body: dict, other: str) -
         return 0.0
     more = {"stream": False, "logprobs": True, "top_logprobs": 2, "ignore_eos": True}  # so that the end is a token like others
     found = (await client.post("/v1/chat/completions", json={**body, **more})).json()
-    text, entry = b"", {}
+    text, margins = b"", []
     for entry in found["choices"][0]["logprobs"]["content"]:
+        best, second = entry["top_logprobs"]
+        margins.append(best["logprob"] - second["logprob"])
         text += bytes(entry["bytes"])
         if not other.encode().startswith(text):
             break
-    best, second = entry["top_logprobs"]
-    return best["logprob"] - second["logprob"]
+    return float(min(margins[-2:]))  # the token before may be the one, where one token's text begins with the other's
 
 
 async def storm(url: str, asks: list[dict], n_alone: int, margin: float = 0.0) -> None:
