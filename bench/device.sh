@@ -17,6 +17,7 @@ for step in "$@"; do
         memory) timeout 200 compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m bench.gpu_check "$PACK" --small >"$OUT/memcheck.log" 2>&1; tail -12 "$OUT/memcheck.log" ;;
         race) timeout 200 compute-sanitizer --tool racecheck --error-exitcode 9 python3 -m bench.gpu_check "$PACK" --small >"$OUT/racecheck.log" 2>&1; tail -12 "$OUT/racecheck.log" ;;
         kernels) timeout 280 python3 -m bench.gpu_kernels "$PACK" --out "$OUT" ${KERNELS:-} 2>&1 | tee "$OUT/kernels.log" | tail -90 ;;
+        models) timeout 280 python3 -m bench.gpu_models "$PACK" --out "$OUT" ${MODELS:-} 2>&1 | tee "$OUT/models.log" | tail -60 ;;
         *) echo "no such step: $step" ;;
     esac
     echo "== $step took $((SECONDS - start)) s"

@@ -141,6 +141,7 @@ int32_t launch_gate(const Launch &l, const pk_op_gate &op);
 int32_t launch_gather(const Launch &l, const pk_op_gather &op);
 int32_t launch_copy(const Launch &l, const pk_op_copy &op);
 int32_t launch_add(const Launch &l, const pk_op_add &op);
+int32_t launch_sigmoid(const Launch &l, const pk_op_sigmoid &op);
 int32_t launch_sample(const Launch &l, const pk_op_sample &op);
 int32_t launch_attention(const Launch &l, const pk_op_attention &op);
 int32_t launch_matmul(const Launch &l, const pk_op_matmul &op);

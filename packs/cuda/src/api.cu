@@ -35,6 +35,8 @@ bool is_kv(int32_t f) { return f == PK_F32 || f == PK_F16 || f == PK_BF16 || f =
 
 constexpr Support kSupport = {"cuda", PK_BF16, is_weight, is_plain, is_kv, is_copy, 256};
 
+constexpr const char *kOps = "[\"prepare\", \"embed\", \"norm\", \"matmul\", \"qkv\", \"attention\", \"gate\", \"gather\", \"sample\", \"commit\", \"copy\", \"add\", \"sigmoid\"]";
+
 struct FullContext : pk_ctx {
     RepackBuffers repacking;
     cudaDeviceProp properties = {};
@@ -71,7 +73,7 @@ std::string description() {
     list_formats(is_weight, ", ", "\"", weights, sizeof weights);
     list_formats(is_kv, ", ", "\"", kv, sizeof kv);
     return std::string("{\"pack\": \"cuda\", \"archs\": [\"" PK_ARCH "\"], \"is_validated\": ") + (PK_VALIDATED ? "true" : "false") +
-           ", \"build\": \"" PK_BUILD "\", \"formats\": [" + weights + "], \"kv_formats\": [" + kv + "], \"ops\": " + op_names_json() + "}";
+           ", \"build\": \"" PK_BUILD "\", \"formats\": [" + weights + "], \"kv_formats\": [" + kv + "], \"ops\": " + kOps + "}";
 }
 
 void drop_repack_buffers(FullContext &ctx) {

@@ -203,6 +203,18 @@ __global__ void add_kernel(const __grid_constant__ MapArguments a) {
     }
 }
 
+// out = x * sigmoid(g); g has the columns of x, or one
+__global__ void sigmoid_kernel(const __grid_constant__ MapArguments a) {
+    wait_dependence();
+    release_dependents();
+    const int row = blockIdx.y;
+    if (row >= rows_of(a.info, a.rows_symbol)) return;
+    for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x) {
+        const float g = load_as_f32(a.y.p, row * a.y.stride + (a.act ? k : 0), a.y.format);
+        store_from_f32(a.out.p, row * a.out.stride + k, a.out.format, load_as_f32(a.x.p, row * a.x.stride + k, a.x.format) / (1.0f + __expf(-g)));
+    }
+}
+
 // out = x where both have the same format: bytes, whatever they mean
 __global__ void copy_kernel(const __grid_constant__ MapArguments a, int64_t x_stride, int64_t out_stride, int64_t row_bytes) {
     wait_dependence();
@@ -316,6 +328,14 @@ int32_t launch_add(const Launch &l, const pk_op_add &op) {
     if (op.y.data) a.y = operand(op.y);
     a.scale = op.scale;
     return launch_map(l, "add", add_kernel, a, op.out);
+}
+
+int32_t launch_sigmoid(const Launch &l, const pk_op_sigmoid &op) {
+    MapArguments a = {};
+    a.x = operand(op.x);
+    a.y = operand(op.g);
+    a.act = op.g.cols == op.x.cols;
+    return launch_map(l, "sigmoid", sigmoid_kernel, a, op.out);
 }
 
 }  // namespace pk

@@ -23,7 +23,9 @@ int32_t launch_record(const Launch &l, const Record &record) {
         case PK_OP_SAMPLE: return launch_sample(l, record.as<pk_op_sample>());
         case PK_OP_COMMIT: return launch_commit(l);
         case PK_OP_COPY: return launch_copy(l, record.as<pk_op_copy>());
-        default: return launch_add(l, record.as<pk_op_add>());
+        case PK_OP_ADD: return launch_add(l, record.as<pk_op_add>());
+        case PK_OP_SIGMOID: return launch_sigmoid(l, record.as<pk_op_sigmoid>());
+        default: return fail(PK_UNSUPPORTED, "%s: the CUDA pack has no kernel for this op", op_name(record.op));
     }
 }
 
@@ -158,6 +160,7 @@ int32_t check_program(pk_ctx *ctx, const Records &records) {
     for (int64_t i = 0; i < records.n(); ++i) {
         const Record &r = records[i];
         int32_t status = PK_OK;
+        if (r.op == PK_OP_ROUTE || r.op == PK_OP_EXPERTS) return fail(PK_UNSUPPORTED, "op %lld (%s): the CUDA pack has no kernels for mixtures of experts yet", (long long)i, op_name(r.op));
         if (r.op == PK_OP_MATMUL) status = check_matmul(ctx, r.as<pk_op_matmul>(), i);
         if (r.op == PK_OP_EMBED) status = check_embed(ctx, r.as<pk_op_embed>(), i);
         if (r.op == PK_OP_ATTENTION) status = check_attention(r.as<pk_op_attention>(), i);
