@@ -1,107 +1,22 @@
-// Products of many rows with AMX: panels become bf16 tiles block by block, activations once, sums stay in f32 tiles.
+// Products of many rows with plain weights, by AMX: bf16 tiles, sums in f32 tiles.
 //
 // C[32 rows, 32 weight rows] += A0/A1 [16, 32] x B0/B1 [32, 16]: four products per four tile loads. A block of some tiles
 // along K of two panels is decoded into the thread's scratch (it should fit L1) and used for every row of the job.
-// f16 and f32 weights and their activations are split into two bf16 each, and three of the four products are summed.
-#include "matmul_amx.h"
-
-#include "format/codec.h"
-#include "matmul_finish.h"
+// Activations are split into two bf16, so are weights that are not bf16 themselves: of the products of parts all but
+// lower x lower are summed, which leaves errors of about 2^-17.
+#include "matmul_tile_parts.h"
 
 namespace pk {
 namespace {
 
-constexpr int64_t kTileBytes = 1024;
-constexpr int64_t kTileElements = kTileBytes / 2;
-constexpr int64_t kTileRows = 16;
-
-// Values are cut to bf16, not rounded; this factor takes the mean of the error away (for mantissas spread evenly in the
-// logarithm) and leaves values alone that bf16 can hold.
-constexpr float kCutFactor = 1.0f + 0.6667f / 256.0f;
-
-// Pairs (even, odd) of columns as bf16, cut.
-inline __m512i pair_bits(vf even, vf odd) {
-    return _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd), _mm512_set1_epi32(static_cast<int>(0xFFFF0000)), 0xF8);
-}
-
-inline vf cut(vf x) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xFFFF0000)))); }
-
-inline void store_row(uint16_t *tile, int64_t row, __m512i pairs) { _mm512_store_si512(tile + row * 32, pairs); }
-
-template <class C>
-constexpr int64_t unit_bytes() {
-    switch (C::kScale) {
-        case Scale::kHalf: case Scale::kE4m3: return 32;
-        case Scale::kHalfMin: return 64;
-        case Scale::kK16: return 288;
-        case Scale::kK32: return 160;
-        case Scale::kE8m0: return 16;
-        default: return 320;
-    }
-}
-
-// Values of 4-bit codes, or of fewer bits wherever the bits above are zero or another code's.
-template <class C>
-inline vf value_table() {
-    alignas(64) float values[16];
-    for (int i = 0; i < 16; ++i) {
-        int code = C::kLow == 2 && C::kHigh == 0 ? i & 3 : i;
-        values[i] = static_cast<float>((C::kTable ? C::table()[code] : code) - C::kOffset);
-    }
-    return _mm512_load_ps(values);
-}
-
-// Four values per row, of byte kByte of every dword of `codes`: from a table when codes have at most four bits.
-template <class C, int kShift>
-inline __attribute__((always_inline)) vf value_at(__m512i codes, vf table) {
-    constexpr int kBits = C::kLow + C::kHigh;
-    __m512i at = kShift ? _mm512_srli_epi32(codes, kShift) : codes;
-    if constexpr (kBits <= 4) return _mm512_permutexvar_ps(at, table);
-    return _mm512_cvtepi32_ps(_mm512_and_si512(at, _mm512_set1_epi32(255)));
-}
-
-// One group of one panel as a tile of bf16.
-template <class C>
-inline __attribute__((always_inline)) void group_tile(const uint8_t *low, const uint8_t *high, const vf *d, const vf *m, vf table, uint16_t *tile) {
-    constexpr bool kAdds = C::kHasMin || (C::kLow + C::kHigh > 4 && C::kOffset != 0);
-    unrolled<8>([&](auto index) {
-        constexpr int kQuad = decltype(index)::value, kSub = C::kFine && kQuad >= 4 ? 1 : 0;
-        constexpr bool kRaw = C::kHigh == 0 && C::kLow <= 4;  // codes need no unpacking: the table looks at four bits only
-        constexpr int kPerVector = 8 / C::kLow, kBase = kRaw ? C::kLow * (kQuad % kPerVector) : 0;
-        __m512i codes;
-        if constexpr (kRaw)
-            codes = b_load(low + kQuad / kPerVector * 64);
-        else
-            codes = C::template quad<kQuad>(low, high);
-        vf w[4] = {value_at<C, kBase>(codes, table), value_at<C, kBase + 8>(codes, table), value_at<C, kBase + 16>(codes, table), value_at<C, kBase + 24>(codes, table)};
-        for (int j = 0; j < 4; ++j) w[j] = kAdds ? v_fma(w[j], d[kSub], m[kSub]) : v_mul(w[j], d[kSub]);
-        store_row(tile, 2 * kQuad, pair_bits(w[0], w[1]));
-        store_row(tile, 2 * kQuad + 1, pair_bits(w[2], w[3]));
-    });
-}
-
-// Group `g` of a panel as a tile of bf16.
-template <class C>
-void coded_tile(const uint8_t *panel, const PanelShape &shape, int64_t g, uint16_t *out, uint16_t *) {
-    const vf table = value_table<C>();
-    vf factor = v_set(kCutFactor), d[2], m[2];
-    if constexpr (C::kHasFactor) factor = v_mul(factor, v_load(reinterpret_cast<const float *>(panel + shape.factor_offset)));
-    C::scales(panel + shape.scale_offset + g / C::kGroupsPerUnit * unit_bytes<C>(), g % C::kGroupsPerUnit, 0, d, m);
-    for (int i = 0; i < C::kScalesPerGroup; ++i) {
-        d[i] = v_mul(d[i], factor);
-        m[i] = C::kHasMin ? v_mul(m[i], factor) : v_mul(d[i], v_set(static_cast<float>(-C::kOffset)));
-    }
-    group_tile<C>(panel + g * 64 * C::kLow, panel + shape.high_offset + g * 64 * C::kHigh, d, m, table, out);
-}
-
-// The same of plain formats. With kSplit, upper parts go to `out` and the rest to `lower`.
+// A tile of 32 columns of a panel. With kSplit, upper parts go to `out` and the rest to `lower`.
 template <class P, bool kSplit>
 void plain_tile(const uint8_t *panel, const PanelShape &shape, int64_t g, uint16_t *out, uint16_t *lower) {
     for (int64_t pair = 0; pair < 16; ++pair) {
         vf even, odd;
         P::pair(panel, 16 * g + pair, 0, &even, &odd);
         if constexpr (P::kHasScale) {
-            vf scale = v_mul(v_load(reinterpret_cast<const float *>(panel + shape.scale_offset) + g * kGroup / kFp8Block * kPanelRows), v_set(kCutFactor));
+            vf scale = v_load(reinterpret_cast<const float *>(panel + shape.scale_offset) + g * kGroup / kFp8Block * kPanelRows);
             even = v_mul(even, scale);
             odd = v_mul(odd, scale);
         }
@@ -120,29 +35,14 @@ TileOf tile_of(int32_t format) {
         case PK_F32: return plain_tile<Plain<PK_F32>, true>;
         case PK_F16: return plain_tile<Plain<PK_F16>, true>;
         case PK_BF16: return copy_tile;
-        case PK_FP8_E4M3: return plain_tile<Plain<PK_FP8_E4M3>, false>;
-        case PK_FP8_E5M2: return plain_tile<Plain<PK_FP8_E5M2>, false>;
-        case PK_Q8_0: return coded_tile<CodecQ8_0>;
-        case PK_Q4_0: return coded_tile<CodecQ4_0>;
-        case PK_Q4_1: return coded_tile<CodecQ4_1>;
-        case PK_Q5_0: return coded_tile<CodecQ5_0>;
-        case PK_Q5_1: return coded_tile<CodecQ5_1>;
-        case PK_Q2_K: return coded_tile<CodecQ2_K>;
-        case PK_Q3_K: return coded_tile<CodecQ3_K>;
-        case PK_Q4_K: return coded_tile<CodecQ4_K>;
-        case PK_Q5_K: return coded_tile<CodecQ5_K>;
-        case PK_Q6_K: return coded_tile<CodecQ6_K>;
-        case PK_IQ4_NL: return coded_tile<CodecIQ4_NL>;
-        case PK_IQ4_XS: return coded_tile<CodecIQ4_XS>;
-        case PK_MXFP4: return coded_tile<CodecMXFP4>;
-        case PK_NVFP4: return coded_tile<CodecNVFP4>;
+        case PK_FP8_E4M3: return plain_tile<Plain<PK_FP8_E4M3>, true>;
+        case PK_FP8_E5M2: return plain_tile<Plain<PK_FP8_E5M2>, true>;
         default: return nullptr;
     }
 }
 
-// Rows [0, n_rows) of x, n_rows <= 16, as one row of tiles; the rest of them zero. lower: nullptr, or where x - bf16(x) goes.
-void pack_tiles(const float *x, int64_t stride, int64_t cols, int64_t n_rows, uint16_t *out, uint16_t *lower) {
-    for (int64_t r = 0; r < 16; ++r)
+void pack(const float *x, int64_t stride, int64_t cols, int64_t n_rows, uint16_t *upper, uint16_t *lower) {
+    for (int64_t r = 0; r < kTileRows; ++r)
         for (int64_t k = 0; k < cols; k += 32) {
             vf parts[2] = {v_zero(), v_zero()};
             for (int i = 0; i < 2; ++i) {
@@ -151,8 +51,7 @@ void pack_tiles(const float *x, int64_t stride, int64_t cols, int64_t n_rows, ui
             }
             int64_t at = k / 32 * kTileElements + r * 32;
             __m512i bits = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(parts[1], parts[0]));
-            _mm512_store_si512(out + at, bits);
-            if (!lower) continue;
+            _mm512_store_si512(upper + at, bits);
             for (int i = 0; i < 2; ++i) {
                 __m256i half = i ? _mm512_extracti64x4_epi64(bits, 1) : _mm512_castsi512_si256(bits);
                 parts[i] = v_sub(parts[i], _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)));
@@ -161,15 +60,7 @@ void pack_tiles(const float *x, int64_t stride, int64_t cols, int64_t n_rows, ui
         }
 }
 
-void configure_tiles() {
-    alignas(64) static constexpr uint8_t kConfig[64] = {1,  0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0,
-                                                         0,  0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16};
-    _tile_loadconfig(kConfig);
-}
-
-constexpr int64_t kSumStride = 32;  // floats from row to row of the sums of two panels
-
-bool is_split_format(int32_t format) { return format == PK_F16 || format == PK_F32; }
+bool is_split_format(int32_t format) { return format != PK_BF16; }
 
 // One block along K of two panels: decoded tile by tile, in between the products of the block before it, so that vector
 // units and tile units work at the same time.
@@ -178,7 +69,7 @@ class Block {
     Block() = default;
     Block(const PanelPair &pair, int64_t begin, int64_t end, uint16_t *tiles, int64_t block_tiles) : begin_(begin), n_(end - begin) {
         is_split_ = is_split_format(pair.panel[0].format) || is_split_format(pair.panel[1].format);
-        n_panels_ = pair.n_finish == 1 && !pair.is_gated ? 1 : 2;
+        n_panels_ = pair.n_panels();
         for (int i = 0; i < n_panels_; ++i) {
             panels_[i] = &pair.panel[i];
             out_[i] = tiles + i * 2 * block_tiles * kTileElements;
@@ -209,7 +100,7 @@ class Block {
     bool is_split() const { return is_split_; }
     int64_t begin() const { return begin_; }
     int64_t size() const { return n_; }
-    int64_t n_steps(int64_t n_row_pairs) const { return n_row_pairs * n_ * (is_split_ ? 3 : 1); }
+    int64_t n_steps(int64_t n_row_pairs) const { return n_row_pairs * n_ * (is_split_ ? 3 : 2); }
 
    private:
     void decode_one() {
@@ -326,19 +217,12 @@ void multiply_rows(const TileJob &job, int64_t row_tile, const Block &block, flo
         zero_sums();
     else
         load_sums<kTwo>(sums);
-    const uint16_t *a = job.x + from;
+    const uint16_t *a = job.x_upper + from;
     multiply<kTwo>(a, a + after, block.tiles(0), block.tiles(1), n, next, n_steps, target);
-    if (block.is_split()) {
-        const uint16_t *lower = job.x_lower + from;
-        multiply<kTwo>(lower, lower + after, block.tiles(0), block.tiles(1), n, next, n_steps, target);
-        multiply<kTwo>(a, a + after, block.lower(0), block.lower(1), n, next, n_steps, target);
-    }
+    const uint16_t *lower = job.x_lower + from;
+    multiply<kTwo>(lower, lower + after, block.tiles(0), block.tiles(1), n, next, n_steps, target);
+    if (block.is_split()) multiply<kTwo>(a, a + after, block.lower(0), block.lower(1), n, next, n_steps, target);
     if (!target.store<kTwo>()) store_sums<kTwo>(sums);
-}
-
-void finish_pair(const PanelPair &pair, int64_t row, int64_t n_rows, const float *sums) {
-    if (pair.is_gated) return finish_rows(pair.finish[0], row, n_rows, sums, sums + kPanelRows, kSumStride);
-    for (int32_t i = 0; i < pair.n_finish; ++i) finish_rows(pair.finish[i], row, n_rows, sums + i * kPanelRows, nullptr, kSumStride);
 }
 
 // All rows of the job against one block; after the last block of K the sums go to y, 32 rows at a time.
@@ -401,7 +285,7 @@ void run_pairs(const TileJob &job, const PanelPair *pairs, int64_t n_pairs) {
 }  // namespace
 
 const TileKernels &tile_kernels_amx() {
-    static constexpr TileKernels kernels{pack_tiles, run_pairs};
+    static constexpr TileKernels kernels{pack, pack_code_tiles_amx, run_pairs, run_code_pairs_amx};
     return kernels;
 }
 

@@ -8,16 +8,19 @@
 
 namespace pk {
 
-// 32 activations of one row in eight bits: x = scale * code. The sums serve offsets and minima of the weights.
-struct alignas(64) CodedX {
-    int8_t code[32];
-    float scale;
-    int32_t minus_sum;      // - sum of codes
-    int32_t minus_half[2];  // the same of each sixteen
-    float sum;              // scale * sum of codes
+// 32 activations of one row as integers: x = scale * (128 high + low), see matmul_codes.h. The sums of these integers
+// serve offsets and minima of the weights.
+struct CodedX {
+    int8_t high[32];
+    int8_t low[32];
+    int32_t minus_sum;
+    int32_t minus_half[2];  // of each sixteen
+    float sum;
     float half_sum[2];
+    float scale;            // of the block of 256 columns
     float unused;
 };
+static_assert(sizeof(CodedX) == 96);
 
 // out[r][n] = sum over columns of x[r] * panel[n], for the R rows that the kernel is made for.
 // x of coded formats: CodedX [n_groups][R]; of plain formats: f32 [K rounded up to 2][R].

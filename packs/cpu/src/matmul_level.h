@@ -1,7 +1,8 @@
-// Products of a few rows with panels: activations in eight bits against codes, or f32 against plain weights.
+// Products of a few rows with panels: integers against codes, or f32 against plain weights.
 // Included once by each level's source.
 #pragma once
 #include "format/codec.h"
+#include "matmul_codes.h"
 #include "matmul_finish.h"
 
 namespace pk {
@@ -15,8 +16,8 @@ inline void prefetch(const uint8_t *p, int n_lines) {
 
 // One group of one row: adds d * (codes . x) and the part of the minima to the sum.
 template <class C>
-inline __attribute__((always_inline)) vf add_group(vf total, vb dots, float scale, float sum, vf d, vf m) {
-    total = v_fma(i_to_float(dots), v_mul(d, v_set(scale)), total);
+inline __attribute__((always_inline)) vf add_group(vf total, vb high, vb low, float sum, vf d, vf m) {
+    total = v_fma(i_to_float(i_add(i_shift_left<7>(high), low)), d, total);
     if constexpr (C::kHasMin) total = v_fma(m, v_set(sum), total);
     return total;
 }
@@ -30,48 +31,68 @@ inline __attribute__((always_inline)) vb start(const int32_t *minus_sum) {
     return i_shift_left<log2_of(C::kOffset)>(i_broadcast(minus_sum));
 }
 
+// Where kernels are in a panel: its planes, advanced to the lanes in question.
+struct Cursor {
+    const uint8_t *low, *high, *unit;
+    int lane;
+};
+
+// One group of kRows rows: sums[r] += weights . (128 high + low).
+template <class C, int kRows>
+inline __attribute__((always_inline)) void dot_group(const Cursor &at, int64_t sub, const CodedX *x, vf sums[kRows]) {
+    vf d[2], m[2];
+    C::scales(at.unit, sub, at.lane, d, m);
+    vb high[kRows], low[kRows];
+    for (int r = 0; r < kRows; ++r) {
+        high[r] = i_zero();
+        low[r] = start<C>(C::kFine ? &x[r].minus_half[0] : &x[r].minus_sum);
+    }
+    unrolled<8>([&](auto index) {
+        constexpr int kQuad = decltype(index)::value;
+        if constexpr (C::kFine && kQuad == 4)
+            for (int r = 0; r < kRows; ++r) {
+                sums[r] = add_group<C>(sums[r], high[r], low[r], x[r].half_sum[0], d[0], m[0]);
+                high[r] = i_zero();
+                low[r] = start<C>(&x[r].minus_half[1]);
+            }
+        vb codes = C::template quad<kQuad>(at.low, at.high);
+        for (int r = 0; r < kRows; ++r) {
+            high[r] = i_dot<C::kOffset>(high[r], codes, x[r].high + 4 * kQuad);
+            low[r] = i_dot<C::kOffset>(low[r], codes, x[r].low + 4 * kQuad);
+        }
+    });
+    constexpr int kLast = C::kFine ? 1 : 0;
+    for (int r = 0; r < kRows; ++r) sums[r] = add_group<C>(sums[r], high[r], low[r], C::kFine ? x[r].half_sum[1] : x[r].sum, d[kLast], m[kLast]);
+}
+
 template <class C, int kRows>
 void coded_panel(const uint8_t *panel, const PanelShape &shape, const void *x_block, float *out) {
+    constexpr int64_t kBlockGroups = kCodeBlock / kGroup;
     for (int half = 0; half < kHalves; ++half) {
-        const uint8_t *low = panel + half * kVectorBytes, *high = panel + shape.high_offset + half * kVectorBytes;
-        const uint8_t *unit = panel + shape.scale_offset;
-        const int lane = half * static_cast<int>(kLanes);
         const auto *x = static_cast<const CodedX *>(x_block);
-        constexpr int64_t kUnitBytes = C::kScale == Scale::kHalf ? 32 : C::kScale == Scale::kHalfMin ? 64 : C::kScale == Scale::kK16 ? 288
-                                       : C::kScale == Scale::kK32 ? 160 : C::kScale == Scale::kE8m0 ? 16 : C::kScale == Scale::kE4m3 ? 32 : 320;
+        Cursor at{panel + half * kVectorBytes, panel + shape.high_offset + half * kVectorBytes, panel + shape.scale_offset, half * static_cast<int>(kLanes)};
         vf total[kRows];
         for (int r = 0; r < kRows; ++r) total[r] = v_zero();
-        for (int64_t g = 0; g < shape.n_groups; ++g) {
-            if (half == 0) {
-                prefetch(low, C::kLow);
-                if constexpr (C::kHigh > 0) prefetch(high, C::kHigh);
+        for (int64_t begin = 0; begin < shape.n_groups; begin += kBlockGroups) {
+            int64_t n = shape.n_groups - begin < kBlockGroups ? shape.n_groups - begin : kBlockGroups;
+            vf sums[kRows];
+            for (int r = 0; r < kRows; ++r) sums[r] = v_zero();
+            for (int64_t g = 0; g < n; ++g) {
+                if (half == 0) {
+                    prefetch(at.low, C::kLow);
+                    if constexpr (C::kHigh > 0) prefetch(at.high, C::kHigh);
+                }
+                dot_group<C, kRows>(at, g, x, sums);
+                at.low += 64 * C::kLow;
+                at.high += 64 * C::kHigh;
+                if constexpr (C::kGroupsPerUnit == 1) at.unit += C::kUnitBytes;
+                x += kRows;
             }
-            vf d[2], m[2];
-            C::scales(unit, g % C::kGroupsPerUnit, lane, d, m);
-            vb dots[kRows];
-            for (int r = 0; r < kRows; ++r) dots[r] = start<C>(C::kFine ? &x[r].minus_half[0] : &x[r].minus_sum);
-            unrolled<8>([&](auto index) {
-                constexpr int kQuad = decltype(index)::value;
-                if constexpr (C::kFine && kQuad == 4)
-                    for (int r = 0; r < kRows; ++r) {
-                        total[r] = add_group<C>(total[r], dots[r], x[r].scale, x[r].half_sum[0], d[0], m[0]);
-                        dots[r] = start<C>(&x[r].minus_half[1]);
-                    }
-                vb codes = C::template quad<kQuad>(low, high);
-                for (int r = 0; r < kRows; ++r) dots[r] = i_dot<C::kOffset>(dots[r], codes, x[r].code + 4 * kQuad);
-            });
-            constexpr int kLast = C::kFine ? 1 : 0;
-            for (int r = 0; r < kRows; ++r) total[r] = add_group<C>(total[r], dots[r], x[r].scale, C::kFine ? x[r].half_sum[1] : x[r].sum, d[kLast], m[kLast]);
-            low += 64 * C::kLow;
-            high += 64 * C::kHigh;
-            x += kRows;
-            if (g % C::kGroupsPerUnit == C::kGroupsPerUnit - 1) unit += kUnitBytes;
+            if constexpr (C::kGroupsPerUnit > 1) at.unit += C::kUnitBytes;
+            for (int r = 0; r < kRows; ++r) total[r] = v_fma(sums[r], v_set(x[r - kRows].scale), total[r]);
         }
-        if constexpr (C::kHasFactor) {
-            vf factor = v_load(reinterpret_cast<const float *>(panel + shape.factor_offset) + lane);
-            for (int r = 0; r < kRows; ++r) total[r] = v_mul(total[r], factor);
-        }
-        for (int r = 0; r < kRows; ++r) v_store(out + kPanelRows * r + lane, total[r]);
+        vf factor = C::kHasFactor ? v_load(reinterpret_cast<const float *>(panel + shape.factor_offset) + at.lane) : v_set(1.0f);
+        for (int r = 0; r < kRows; ++r) v_store(out + kPanelRows * r + at.lane, C::kHasFactor ? v_mul(total[r], factor) : total[r]);
     }
 }
 
@@ -134,52 +155,36 @@ PanelKernel panel_of(int32_t format) {
     }
 }
 
-// Codes of up to 32 activations. n < 32 at the end of a row: the rest is zero.
-inline void pack_group(const float *x, int64_t n, CodedX *out) {
-    constexpr int kParts = static_cast<int>(kGroup / kLanes);
-    vf parts[kParts], top = v_zero();
-    for (int i = 0; i < kParts; ++i) {
-        int64_t left = n - i * kLanes;
-        parts[i] = left >= kLanes ? v_load(x + i * kLanes) : left > 0 ? v_load(x + i * kLanes, left) : v_zero();
-        top = v_max(top, v_abs(parts[i]));
-    }
-    float largest = v_highest(top), inverse = largest > 0 ? 127.0f / largest : 0.0f;
-    out->scale = largest / 127.0f;
-    int32_t sums[2] = {0, 0};
-    alignas(64) int32_t codes[32];
-    for (int i = 0; i < kParts; ++i) {
-#if defined(__AVX512F__)
-        __m512i rounded = _mm512_cvtps_epi32(v_mul(parts[i], v_set(inverse)));
-        sums[i] = _mm512_reduce_add_epi32(rounded);
-        _mm_storeu_si128(reinterpret_cast<__m128i *>(out->code + 16 * i), _mm512_cvtepi32_epi8(rounded));
-#else
-        _mm256_store_si256(reinterpret_cast<__m256i *>(codes + 8 * i), _mm256_cvtps_epi32(v_mul(parts[i], v_set(inverse))));
-#endif
-    }
-#if !defined(__AVX512F__)
-    for (int i = 0; i < 32; ++i) {
-        out->code[i] = static_cast<int8_t>(codes[i]);
-        sums[i / 16] += codes[i];
-    }
-#else
-    (void)codes;
-#endif
-    out->minus_sum = -(sums[0] + sums[1]);
-    out->sum = out->scale * static_cast<float>(sums[0] + sums[1]);
-    for (int i = 0; i < 2; ++i) {
-        out->minus_half[i] = -sums[i];
-        out->half_sum[i] = out->scale * static_cast<float>(sums[i]);
-    }
-}
-
 void pack_coded(const float *x, int64_t stride, int64_t cols, int64_t n_rows, int64_t block_rows, CodedX *out) {
-    for (int64_t g = 0; g * kGroup < cols; ++g)
-        for (int64_t r = 0; r < block_rows; ++r, ++out) {
-            if (r < n_rows)
-                pack_group(x + r * stride + g * kGroup, cols - g * kGroup, out);
-            else
-                std::memset(static_cast<void *>(out), 0, sizeof *out);
+    for (int64_t r = 0; r < block_rows; ++r) {
+        const float *row = x + r * stride;
+        BlockScale scale{};
+        for (int64_t k = 0; k < cols; k += kGroup) {
+            CodedX &to = out[k / kGroup * block_rows + r];
+            if (r >= n_rows) {
+                std::memset(&to, 0, sizeof to);
+                continue;
+            }
+            if (k % kCodeBlock == 0) scale = block_scale(row + k, cols - k < kCodeBlock ? cols - k : kCodeBlock);
+            vi codes[kGroupVectors];
+            group_codes(row + k, cols - k, scale.inverse, codes);
+            int32_t sums[2];
+            half_sums(codes, sums);
+            for (int i = 0; i < kGroupVectors; ++i) {
+                vi low = low_part(codes[i]);
+                vi_store_bytes(to.low + i * kLanes, low);
+                vi_store_bytes(to.high + i * kLanes, vi_right<7>(vi_sub(codes[i], low)));
+            }
+            for (int i = 0; i < 2; ++i) {
+                to.minus_half[i] = -sums[i];
+                to.half_sum[i] = static_cast<float>(sums[i]);
+            }
+            to.minus_sum = -(sums[0] + sums[1]);
+            to.sum = static_cast<float>(sums[0] + sums[1]);
+            to.scale = scale.scale;
+            to.unused = 0;
         }
+    }
 }
 
 void pack_plain(const float *x, int64_t stride, int64_t cols, int64_t n_rows, int64_t block_rows, float *out) {

@@ -44,6 +44,7 @@ inline vb i_zero() { return _mm512_setzero_si512(); }
 inline vb i_broadcast(const int32_t *p) { return _mm512_set1_epi32(*p); }
 template <int kBy>
 inline vb i_shift_left(vb x) { return _mm512_slli_epi32(x, kBy); }
+inline vb i_add(vb a, vb b) { return _mm512_add_epi32(a, b); }
 inline vf i_to_float(vb x) { return _mm512_cvtepi32_ps(x); }
 // sum[row] += four codes of the row times four signed bytes
 template <int kOffset>
@@ -105,6 +106,7 @@ inline vb i_zero() { return _mm256_setzero_si256(); }
 inline vb i_broadcast(const int32_t *p) { return _mm256_set1_epi32(*p); }
 template <int kBy>
 inline vb i_shift_left(vb x) { return _mm256_slli_epi32(x, kBy); }
+inline vb i_add(vb a, vb b) { return _mm256_add_epi32(a, b); }
 inline vf i_to_float(vb x) { return _mm256_cvtepi32_ps(x); }
 // Sums of two products must fit 16 bits: codes of eight bits are made signed first, which takes their offset of 128 along.
 template <int kOffset>
@@ -173,6 +175,8 @@ struct Coded {
     static constexpr bool kHasFactor = kScale == Scale::kE4m3;
     static constexpr int kScalesPerGroup = kFine ? 2 : 1;
     static constexpr int kGroupsPerUnit = kScale == Scale::kK2 || kScale == Scale::kK4 || kScale == Scale::kK16 || kScale == Scale::kK32 ? 8 : 1;
+    static constexpr int64_t kUnitBytes = kScale == Scale::kHalf || kScale == Scale::kE4m3 ? 32 : kScale == Scale::kHalfMin ? 64 : kScale == Scale::kE8m0 ? 16
+                                          : kScale == Scale::kK16 ? 288 : kScale == Scale::kK32 ? 160 : 320;
 
     static const uint8_t *table() { return kOffset == 128 ? kIq4Table : kE2m1Table; }
 
@@ -210,14 +214,28 @@ struct Coded {
             for (int i = 0; i < 2; ++i) d[i] = v_mul(whole, v_from_i8(unit + 32 + 16 * (2 * sub + i) + lane));
         } else if constexpr (kScale == Scale::kK32) {
             d[0] = v_mul(v_from_f16(as_words(unit) + lane), v_from_i8(unit + 32 + 16 * sub + lane));
-        } else if constexpr (kScale == Scale::kE8m0) {
-            d[0] = v_from_e8m0(unit + lane);
         } else {
-            for (int i = 0; i < 2; ++i) {
+            small_scales(unit, sub, lane, d);
+        }
+    }
+
+    // Scales that times any code need so few bits that bf16 (or two of them) holds the product: what multiplies them is
+    // `whole_scale`. Groups of sixteen would otherwise cost twice the tile products.
+    static constexpr bool kFolds = kFine || kScale == Scale::kE8m0;
+    static inline __attribute__((always_inline)) void small_scales(const uint8_t *unit, int64_t sub, int lane, vf *s) {
+        for (int i = 0; i < kScalesPerGroup; ++i) {
+            if constexpr (kScale == Scale::kK2) s[i] = v_from_low_nibble(unit + 64 + 16 * (2 * sub + i) + lane);
+            if constexpr (kScale == Scale::kK16) s[i] = v_from_i8(unit + 32 + 16 * (2 * sub + i) + lane);
+            if constexpr (kScale == Scale::kE8m0) s[i] = v_from_e8m0(unit + lane);
+            if constexpr (kScale == Scale::kE4m3) {
                 auto code = d_and(widen_u8(unit + 16 * i + lane), 0x7F);
-                d[i] = v_mul(v_zero_where_equal(v_from_e4m3(code), code, 0x7F), v_set(0.5f));
+                s[i] = v_mul(v_zero_where_equal(v_from_e4m3(code), code, 0x7F), v_set(0.5f));
             }
         }
+    }
+    static inline vf whole_scale(const uint8_t *unit, int lane) {
+        if constexpr (kScale == Scale::kE8m0 || kScale == Scale::kE4m3) return v_set(1.0f);
+        return v_from_f16(as_words(unit) + lane);
     }
 };
 
