@@ -11,12 +11,12 @@ from ..errors import PaddockError
 from . import health, metrics, openapi
 from .anthropic import count_tokens, messages
 from .http import Exchange, Receive, Scope, Send
-from .openai import chat, completions, models, tokens
+from .openai import chat, completions, models, responses, tokens
 from .problem import ANTHROPIC, OPENAI, guarded
 from .service import Front
 
 Handler = Callable[[Front, Exchange], Awaitable[None]]
-METHODS = b"GET, POST, OPTIONS"
+METHODS = b"GET, POST, DELETE, OPTIONS"
 
 
 class UnknownPath(PaddockError):
@@ -53,6 +53,10 @@ ROUTES = (
     Route("GET", "/v1/models/", models.get_model),
     Route("POST", "/v1/chat/completions", chat.post_chat),
     Route("POST", "/v1/completions", completions.post_completions),
+    Route("POST", "/v1/responses", responses.post_responses),
+    Route("GET", "/v1/responses/", responses.get_response),
+    Route("DELETE", "/v1/responses/", responses.delete_response),
+    Route("POST", "/v1/responses/", responses.post_below),
     Route("POST", "/tokenize", tokens.post_tokenize),
     Route("POST", "/detokenize", tokens.post_detokenize),
     Route("POST", "/v1/messages", messages.post_messages, ANTHROPIC),

@@ -18,6 +18,7 @@ from .auth import Guard
 from .http import Exchange
 from .metrics import Metrics
 from .sse import EventStream
+from .stored import Stored
 
 Body = TypeVar("Body")
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
@@ -38,6 +39,7 @@ class Front:
     phase: str = "loading"
     metrics: Metrics = field(default_factory=Metrics)
     streams: set[EventStream] = field(default_factory=set)
+    stored: Stored = field(default_factory=Stored)
 
     def require_ready(self) -> None:
         """Raises: ShuttingDown while the model loads or the runner drains."""

@@ -19,14 +19,14 @@ COMMENT = b": keep-alive\n\n"
 class EventStream:
     """The event stream of one answer. write: appends an event; flush: sends what was appended, when the client keeps up.
 
-    on_caught_up: called when a lagging client has read everything; it may write. comment: sent after a silence.
+    on_caught_up: called when a lagging client has read everything; it may write. comment: sent after a silence (or written by a call of it).
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._parts: list[bytes] = []
         self._waiting: asyncio.Task[None] | None = None
-        self.comment = COMMENT
+        self.comment: bytes | Callable[[], None] = COMMENT
         self._is_quiet = False
         self.write = self._parts.append
         self.is_behind = False
@@ -48,7 +48,10 @@ class EventStream:
     def tick(self) -> None:
         """Called at intervals: a stream that was silent since the last call gets a comment."""
         if self._is_quiet and not self.is_behind and not self._parts and not self._exchange.is_complete:
-            self.write(self.comment)
+            if isinstance(self.comment, bytes):
+                self.write(self.comment)
+            else:
+                self.comment()
             self.flush()
         self._is_quiet = True
 

@@ -36,7 +36,7 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     if body.tools and body.tool_choice != "none":
         front.require_tools()
     wants = held_chat(body)
-    tools = [msgspec.to_builtins(t) for t in body.tools or () if t.function.name in wants.calls]
+    tools = [msgspec.to_builtins(t) for t in body.tools or ()] if wants.calls else []
     prompt, text = await front.served.chat_prompt(messages_of(body.messages), tools or None, _how(front, body))
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     wish = body.wish(_max_tokens(body), n_logprobs)

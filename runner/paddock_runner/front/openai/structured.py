@@ -29,7 +29,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 def held_text(body: Generation, response_format: ResponseFormat | None) -> Held:
     """What the fields of a request say of the answer's text. Raises: UsageError when two of them do."""
-    found = [item for item in (_formatted(response_format), *_guided(body)) if item is not None]
+    make = formatted(response_format, "response_format")
+    found = ([] if make is None else [("response_format", make)]) + _guided(body)
     if len(found) > 1:
         raise refuse(found[1][0], f"{found[0][0]} and {found[1][0]} both say what the answer must be: send one")
     if not found:
@@ -87,17 +88,18 @@ def _allowed(choice: Mapping[str, Any], schemas: Schemas) -> tuple[Schemas, bool
     return (callable_schemas(allowed, None, "tool_choice") if must_call else allowed), must_call
 
 
-def _formatted(wanted: ResponseFormat | None) -> tuple[str, Make] | None:
+def formatted(wanted: ResponseFormat | None, param: str) -> Make | None:
+    """What a response format says of the text; None: nothing. Raises: UsageError naming `param`."""
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return "response_format", grammar.json_object
+        return grammar.json_object
     if wanted.type != "json_schema":
-        raise refuse("response_format", f"response_format {wanted.type[:40]!r} is not one of text, json_object, json_schema")
+        raise refuse(param, f"{param} {wanted.type[:40]!r} is not one of text, json_object, json_schema")
     told = wanted.json_schema
     if told is None or "schema" not in told:
-        raise refuse("response_format", "response_format json_schema needs json_schema.schema")
-    return "response_format", of_schema(told["schema"], told.get("strict") is False)
+        raise refuse(param, f"{param} json_schema needs a schema")
+    return of_schema(told["schema"], told.get("strict") is False)
 
 
 def _guided(body: Generation) -> list[tuple[str, Make]]:
