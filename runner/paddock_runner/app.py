@@ -23,8 +23,7 @@ from .blueprint.blueprint import Blueprint
 from .blueprint.names import tensors_by_name
 from .blueprint.read import read_blueprint
 from .config import Config
-from .engine import child
-from .engine.child import Order
+from .engine.order import Order, start
 from .errors import PackError, PaddockError, UnknownModel, UsageError
 from .files.checkpoint import Checkpoint, open_checkpoint
 from .files.view import TensorView
@@ -171,7 +170,7 @@ def _run(config: Config, opened: Opened, listener: socket.socket, keys: tuple[st
         str(config.model_path.absolute()), str(opened.place.pack), channel.text, opened.plan.sizes, opened.plan.kv_format,
         config.gpu, config.threads, config.max_queue, config.log_level, os.getpid(),
     )  # fmt: skip
-    process = child.start(order, channel)
+    process = start(order, channel)
     try:
         port = FrontPort(channel)
         tokenizer = load_tokenizer(opened.checkpoint, opened.blueprint.n_vocab)

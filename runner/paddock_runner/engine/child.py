@@ -1,11 +1,10 @@
-"""The engine as a process of its own: how it is started, and what it does first. Dies with its parent, leaves nothing behind."""
+"""The engine as a process of its own: what it does first, how it ends. Dies with its parent, leaves nothing behind."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,42 +15,14 @@ from ..blueprint.names import tensors_by_name
 from ..blueprint.read import read_blueprint
 from ..errors import PaddockError
 from ..files.checkpoint import open_checkpoint
-from ..memory.state import StateSizes
 from ..wire.channel import Channel
 from .assemble import Assembly, build_device
+from .order import Order
 from .policy import Policy
 from .process import EngineConfig, engine_main
 
 PR_SET_PDEATHSIG = 1
 """Source: prctl(2)."""
-MODULE = "paddock_runner.engine.child"
-
-
-class Order(msgspec.Struct, frozen=True):
-    """What the engine is to do, as JSON on its standard input. parent: the process that it must not outlive."""
-
-    model: str
-    pack: str
-    channel: str
-    sizes: StateSizes
-    kv_format: str
-    gpu: int
-    threads: int
-    max_queue: int
-    log_level: str
-    parent: int
-
-
-def start(order: Order, channel: Channel) -> subprocess.Popen[bytes]:
-    """Starts the engine's process."""
-    process = subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, pass_fds=channel.fds)
-    assert process.stdin is not None
-    with process.stdin as pipe:
-        try:
-            pipe.write(msgspec.json.encode(order))
-        except BrokenPipeError:
-            pass
-    return process
 
 
 def main() -> int:
