@@ -96,6 +96,12 @@ def cli() -> str:
     return str(module.as_markdown())
 
 
+def documents() -> str:
+    """What --json prints."""
+    module = importlib.import_module("paddock_manager.schemas")
+    return str(module.as_markdown())
+
+
 def boards() -> str:
     """Every measured row, newest board first."""
     out = ["# Boards\n\nWritten by `bench/`, never by hand. `of limit`: share of the roofline measured in the same run; `vs peer`: ratio to the peer in the same run.\n"]
@@ -108,7 +114,7 @@ def boards() -> str:
     return "".join(out)
 
 
-PAGES: dict[str, Callable[[], str]] = {"errors": errors, "formats": formats, "models": models, "config": config, "api": api, "cli": cli, "boards": boards}
+PAGES: dict[str, Callable[[], str]] = {"errors": errors, "formats": formats, "models": models, "config": config, "api": api, "cli": cli, "json": documents, "boards": boards}
 
 
 def main(arguments: list[str]) -> int:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
-from paddock_manager import cli
+from paddock_manager import cli, schemas
 from paddock_manager.fleet import spawn, state
 from paddock_manager.paths import places
 
@@ -39,12 +40,17 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def paddock(capsys: pytest.CaptureFixture[str]) -> Run:
-    """`paddock("ls", "--json")` in this process."""
+    """`paddock("ls", "--json")` in this process. Every JSON document is checked against its published schema."""
 
     def run(*words: str) -> Outcome:
         capsys.readouterr()
         code = cli.main(list(words))
         got = capsys.readouterr()
+        if "--json" in words:
+            document = json.loads(got.out)
+            kind = document["schema"].removeprefix("paddock.").split("/")[0]
+            jsonschema.validate(document, schemas.schema(kind))
+            assert (kind == "error") == (code != 0) or kind in ("fit", "verify", "doctor", "bench")
         return Outcome(code, got.out, got.err)
 
     return run

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
-from paddock_manager import cli, options
+from paddock_manager import cli, options, schemas, ui
 from paddock_manager.commands.completion import all_commands
 from paddock_manager.options import Option, convert, parse_size
 from paddock_runner.errors import UsageError
@@ -28,6 +29,13 @@ def test_help_page_is_the_committed_one(paddock, name):
 
 def test_table_and_modules_agree():
     assert sorted(c.name for c in all_commands()) == sorted(cli.COMMANDS)
+
+
+def test_every_command_has_a_schema():
+    assert schemas.VERSION == ui.SCHEMA_VERSION
+    assert set(schemas.SHAPES) == {*cli.COMMANDS, "error"}
+    for kind in schemas.SHAPES:
+        jsonschema.Draft202012Validator.check_schema(schemas.schema(kind))
 
 
 def test_front_page_lists_every_command(paddock):

@@ -40,7 +40,7 @@ class RunnerDied(PaddockError):
 
     def __init__(self, message: str, hint: str, runner_exit: int, **facts: Any):
         super().__init__(message, hint, runner_exit=runner_exit, **facts)
-        self.exit_code = runner_exit if 2 <= runner_exit <= 13 else 11  # type: ignore[misc]
+        self.exit_code = runner_exit if 1 <= runner_exit <= 13 else 11  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
