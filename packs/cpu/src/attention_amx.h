@@ -124,10 +124,12 @@ inline __m512 load_keys(const Pages &pages, int64_t offset, int64_t d, int64_t k
     return kv_load<kFormat>(copy);
 }
 
-// Keys [from, to) to tiles; columns and rows behind `to` become 0.
+// Keys [from, to) to tiles; columns and rows behind `to` become 0. So do values before the item's first key: no query sees
+// those, but 0 times what lies there must be 0.
 template <int kFormat>
-void load_chunk(const AttentionJob &job, const Pages &pages, int64_t kv_head, int64_t from, int64_t to, const AmxState &s) {
+void load_chunk(const AttentionJob &job, const Pages &pages, const AttentionItem &item, int64_t from, int64_t to, const AmxState &s) {
     const pk_op_attention &op = *job.op;
+    int64_t kv_head = item.kv_head, seen = item.key_begin;
     constexpr int64_t kBytes = element_bytes<kFormat>();
     constexpr bool kExact = kFormat == PK_BF16;
     int64_t B = pages.page_tokens, k_offset = op.k_offset + kv_head * s.D * B * kBytes;
@@ -142,8 +144,8 @@ void load_chunk(const AttentionJob &job, const Pages &pages, int64_t kv_head, in
     int64_t v_row = s.Dv * kBytes;
     for (int64_t i = 0; i < (to - from + 31) / 32 * 32; i += 2) {
         int64_t key = from + i;
-        const uint8_t *first = key < to ? pages.page(key) + op.v_offset + (kv_head * B + key % B) * v_row : nullptr;
-        const uint8_t *second = key + 1 < to ? pages.page(key + 1) + op.v_offset + (kv_head * B + (key + 1) % B) * v_row : nullptr;
+        const uint8_t *first = key >= seen && key < to ? pages.page(key) + op.v_offset + (kv_head * B + key % B) * v_row : nullptr;
+        const uint8_t *second = key + 1 >= seen && key + 1 < to ? pages.page(key + 1) + op.v_offset + (kv_head * B + (key + 1) % B) * v_row : nullptr;
         for (int64_t t = 0; t < s.v_tiles; ++t) {
             int64_t left = s.Dv - t * 16;
             auto load = [&](const uint8_t *row) {
@@ -386,7 +388,7 @@ void attend_prefill_tiles(const AttentionJob &job, const AttentionItem &item, ui
     int64_t start = item.key_begin / pages.page_tokens * pages.page_tokens;
     for (int64_t from = start; from < item.key_end; from += kAmxKeys) {
         int64_t to = from + kAmxKeys < item.key_end ? from + kAmxKeys : item.key_end;
-        load_chunk<kFormat>(job, pages, item.kv_head, from, to, s);
+        load_chunk<kFormat>(job, pages, item, from, to, s);
         attend_chunk(job, item, s, from, to);
     }
     _tile_release();

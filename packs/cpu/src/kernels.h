@@ -29,8 +29,10 @@ struct Kernels {
         int32_t is_bad;
     };
     Largest (*largest)(float *logits, int64_t n, const uint32_t *mask);
-    // Sum of exp((x - top) * factor).
-    double (*sum_exp)(const float *logits, int64_t n, float top, float factor);
+    // Sum of exp((x - top) * factor) over the values >= threshold.
+    double (*sum_exp)(const float *logits, int64_t n, float top, float factor, float threshold);
+    // How many values are >= threshold.
+    int64_t (*count)(const float *logits, int64_t n, float threshold);
     // Lowest index at which the running sum of exp((x - top) * factor) exceeds target; -1 when it never does.
     int64_t (*find_sum)(const float *logits, int64_t n, float top, float factor, double target);
     // Indices of values >= threshold, ascending, at most max of them; returns how many there are.

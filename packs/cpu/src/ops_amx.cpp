@@ -6,7 +6,7 @@ namespace pk {
 
 const Kernels &kernels_amx() {
     static constexpr Kernels table{norm,         gate,    add,     copy,    scale,   qkv,  attend_decode, attend_prefill_amx,
-                                   attend_merge, largest, sum_exp, find_sum, collect};
+                                   attend_merge, largest, sum_exp, count,   find_sum, collect};
     return table;
 }
 

@@ -268,26 +268,44 @@ Kernels::Largest largest(float *logits, int64_t n, const uint32_t *mask) {
 
 constexpr int64_t kSumBlock = 1024;
 
+// x where it is >= threshold, -inf elsewhere.
+inline vf at_least(vf x, vf threshold) {
+#if defined(__AVX512F__)
+    return _mm512_mask_mov_ps(v_set(-__builtin_inff()), _mm512_cmp_ps_mask(x, threshold, _CMP_GE_OQ), x);
+#else
+    return _mm256_blendv_ps(v_set(-__builtin_inff()), x, _mm256_cmp_ps(x, threshold, _CMP_GE_OQ));
+#endif
+}
+
 // Sum over one block, in a fixed order.
-inline double block_sum(const float *x, int64_t n, vf top, vf factor) {
+inline double block_sum(const float *x, int64_t n, vf top, vf factor, vf threshold) {
     vf a = v_zero();
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) a = v_add(a, v_exp(v_mul(v_sub(v_load(x + i), top), factor)));
-    if (i < n) a = v_add(a, v_first(v_exp(v_mul(v_sub(v_load(x + i, n - i), top), factor)), v_zero(), n - i));
+    for (; i + kLanes <= n; i += kLanes) a = v_add(a, v_exp(v_mul(v_sub(at_least(v_load(x + i), threshold), top), factor)));
+    if (i < n) a = v_add(a, v_first(v_exp(v_mul(v_sub(at_least(v_load(x + i, n - i), threshold), top), factor)), v_zero(), n - i));
     return v_sum(a);
 }
 
-double sum_exp(const float *logits, int64_t n, float top, float factor) {
+double sum_exp(const float *logits, int64_t n, float top, float factor, float threshold) {
     double sum = 0;
-    for (int64_t i = 0; i < n; i += kSumBlock) sum += block_sum(logits + i, n - i < kSumBlock ? n - i : kSumBlock, v_set(top), v_set(factor));
+    for (int64_t i = 0; i < n; i += kSumBlock)
+        sum += block_sum(logits + i, n - i < kSumBlock ? n - i : kSumBlock, v_set(top), v_set(factor), v_set(threshold));
     return sum;
+}
+
+int64_t count(const float *logits, int64_t n, float threshold) {
+    vf t = v_set(threshold);
+    int64_t found = 0, i = 0;
+    for (; i + kLanes <= n; i += kLanes) found += __builtin_popcount(lanes_at_least(v_load(logits + i), t));
+    if (i < n) found += __builtin_popcount(lanes_at_least(v_first(v_load(logits + i, n - i), v_set(-__builtin_inff()), n - i), t));
+    return found;
 }
 
 int64_t find_sum(const float *logits, int64_t n, float top, float factor, double target) {
     double sum = 0;
     for (int64_t i = 0; i < n; i += kSumBlock) {
         int64_t left = n - i < kSumBlock ? n - i : kSumBlock;
-        double next = sum + block_sum(logits + i, left, v_set(top), v_set(factor));
+        double next = sum + block_sum(logits + i, left, v_set(top), v_set(factor), v_set(-__builtin_inff()));
         if (next > target) {
             int64_t last = -1;
             for (int64_t j = 0; j < left; j += kLanes) {

@@ -96,7 +96,7 @@ class Row {
         int64_t words = (n_ + 31) / 32;
         top_ = run_.kernels.largest(logits_, n_, p_->use_mask ? numbers<uint32_t>(state_.mask) + slot_ * words : nullptr);
         if (top_.is_bad) return publish(-1, PK_ROW_NAN, 0);
-        double log_sum = p_->n_logprobs >= 0 ? std::log(run_.kernels.sum_exp(logits_, n_, top_.value, 1.0f)) : 0;
+        double log_sum = p_->n_logprobs >= 0 ? std::log(run_.kernels.sum_exp(logits_, n_, top_.value, 1.0f, -INFINITY)) : 0;
         int32_t n_best = p_->n_logprobs > 0 ? best(log_sum) : 0;
         int32_t token = draw();
         logprob_ = p_->n_logprobs >= 0 ? static_cast<float>(logits_[token] - top_.value - log_sum) : 0;
@@ -137,12 +137,26 @@ class Row {
     // Tokens whose logit is at least `threshold` but possible, into scratch.indices.
     int64_t collect(float threshold) { return run_.kernels.collect(logits_, n_, std::max(threshold, -3.4028235e38f), scratch_.indices, n_); }
 
+    // A distance from the largest logit at which `reaches(distance)` holds, and hardly more: found by growing, then halving.
+    // Each try is one pass over V; tokens that are collected for nothing cost more.
+    template <class Reaches>
+    static float find_span(float first, const Reaches &reaches) {
+        float low = 0, high = first;
+        while (!reaches(high)) {
+            low = high;
+            high *= 2;
+            if (high > 1e30f) return INFINITY;
+        }
+        for (int i = 0; i < 4 && high > first; ++i) {
+            float middle = (low + high) / 2;
+            (reaches(middle) ? high : low) = middle;
+        }
+        return high;
+    }
+
     // At least `wanted` tokens of the largest logits (or all possible ones), in any order.
     int64_t collect_largest(int64_t wanted) {
-        for (float span = 8;; span *= 4) {
-            int64_t n = collect(top_.value - span);
-            if (n >= wanted || span > 1e38f) return n;
-        }
+        return collect(top_.value - find_span(1.5f, [&](float span) { return run_.kernels.count(logits_, n_, top_.value - span) >= wanted; }));
     }
 
     auto by_logit() const {
@@ -175,12 +189,12 @@ class Row {
         factor_ = 1.0f / p_->temperature;
         bool has_top_k = p_->top_k > 0 && p_->top_k < n_;
         if (has_top_k || p_->top_p < 1 || p_->min_p > 0 || p_->typical_p < 1) return draw_candidate(u, has_top_k);
-        double sum = run_.kernels.sum_exp(logits_, n_, top_.value, factor_);
+        double sum = run_.kernels.sum_exp(logits_, n_, top_.value, factor_, -INFINITY);
         int64_t found = run_.kernels.find_sum(logits_, n_, top_.value, factor_, u * sum);
         return found < 0 ? top_.index : static_cast<int32_t>(found);
     }
 
-    double weight(int32_t index) const { return std::exp((static_cast<double>(logits_[index]) - top_.value) * factor_); }
+    double weight(int32_t index) const { return std::exp((logits_[index] - top_.value) * factor_); }
 
     // Fills the candidates from scratch.indices.
     double fill(int64_t n) {
@@ -210,12 +224,13 @@ class Row {
             *sum = fill(n);
             return n;
         }
-        *sum = run_.kernels.sum_exp(logits_, n_, top_.value, factor_);
-        for (float span = 6;; span *= 2) {
-            int64_t n = collect(top_.value - span / factor_);
-            // The margin covers the rounding of a sum over V: without it the last token of the nucleus could be missing.
-            if (fill(n) >= (p_->top_p + 1e-5) * *sum || span > 1000) return n;
-        }
+        *sum = run_.kernels.sum_exp(logits_, n_, top_.value, factor_, -INFINITY);
+        // The margin covers the rounding of a sum over V: without it the last token of the nucleus could be missing.
+        double wanted = (p_->top_p + 1e-5) * *sum;
+        float span = find_span(2, [&](float x) { return run_.kernels.sum_exp(logits_, n_, top_.value, factor_, top_.value - x / factor_) >= wanted; });
+        int64_t n = collect(top_.value - span / factor_);
+        fill(n);
+        return n;
     }
 
     // Leaves in front the shortest prefix, by (key, index), whose weight reaches `target`; at least one. Returns its length.

@@ -53,9 +53,11 @@ inline __m256i v_bf16_bits(vf x) {
 }
 inline void v_to_bf16(uint16_t *p, vf x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), v_bf16_bits(x)); }
 
-// e^x within 2 ulp; 0 below -104, which covers -inf. Source: Cephes expf, with its reduction and coefficients.
+// e^x within 2 ulp; 0 below -87.3, which covers -inf: results are never denormal, sums over them would be slow.
+// Source: Cephes expf, with its reduction and coefficients.
 inline vf v_exp(vf x) {
-    x = _mm512_max_ps(_mm512_min_ps(x, v_set(88.7f)), v_set(-104.0f));
+    __mmask16 counts = _mm512_cmp_ps_mask(x, v_set(-87.3f), _CMP_GE_OQ);
+    x = _mm512_min_ps(x, v_set(88.7f));
     vf n = _mm512_roundscale_ps(_mm512_mul_ps(x, v_set(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     vf r = v_fnma(n, v_set(0.693359375f), x);
     r = v_fnma(n, v_set(-2.12194440e-4f), r);
@@ -66,7 +68,7 @@ inline vf v_exp(vf x) {
     p = v_fma(p, r, v_set(1.6666665459e-1f));
     p = v_fma(p, r, v_set(5.0000001201e-1f));
     p = v_fma(p, v_mul(r, r), v_add(r, v_set(1.0f)));
-    return _mm512_scalef_ps(p, n);
+    return _mm512_maskz_scalef_ps(counts, p, n);
 }
 
 #else
