@@ -1,7 +1,8 @@
 """Microseconds per engine step with a pack that does nothing: read results, publish, take in, decide, launch.
 
 Every request that ends is followed at once by a new one with 1,024 prompt tokens (half of them known), and answers 128 to 639
-tokens; the front is asleep at every step, so that each step also pays for waking it. The turns of both sizes alternate.
+tokens. The pack's clock pretends to be a GPU with an 8B model, so prefill is spread over steps as it would be there. The front is
+asleep at every step, so that each step also pays for waking it. The turns of both sizes alternate.
 Steps in which no request comes or goes are also listed apart (`.quiet`).
 Usage: python -m bench.control [--steps 20000] [--machine NAME]
 """
@@ -39,14 +40,14 @@ class Idle(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("n_slots", "max_step_rows", "n_results", "reserved")),
-        *((name, ctypes.c_void_p) for name in ("length", "max_length", "alive", "results", "done")),
+        *((name, ctypes.c_void_p) for name in ("length", "max_length", "alive", "results", "done", "now_ns")),
     ]
 
 
 class Facts:
-    """Steps may be one ahead, as on a GPU."""
+    """Every step is done when `step` returns, so each turn reads one step and launches one, as with run-ahead."""
 
-    run_ahead = 1
+    run_ahead = 0
 
 
 class IdleDevice:
@@ -57,7 +58,8 @@ class IdleDevice:
         self._arrays = [(ctypes.c_int32 * sizes.n_slots)() for _ in range(3)]
         self._results = (ctypes.c_uint8 * (24 * sizes.n_results * sizes.max_step_rows))()
         self._done = (ctypes.c_uint64 * 1)()
-        addresses = [ctypes.addressof(a) for a in (*self._arrays, self._results, self._done)]
+        self._now = (ctypes.c_int64 * 1)(1_000_000_000)
+        addresses = [ctypes.addressof(a) for a in (*self._arrays, self._results, self._done, self._now)]
         self._state = Idle(sizes.n_slots, sizes.max_step_rows, sizes.n_results, 0, *addresses)
         self._address = ctypes.addressof(self._state)
         self._step = library.idle_step
@@ -65,11 +67,17 @@ class IdleDevice:
         self.results = memoryview(self._results).cast("B")
         self.top = memoryview(bytearray(8))
         self.done = memoryview(self._done).cast("B").cast("Q")
+        self.now = memoryview(self._now).cast("B").cast("q")
         self.n_pages = sizes.n_pages
 
     def step(self, input_address: int) -> None:
         """Runs one step."""
         self._step(self._address, input_address)
+
+    def clock(self) -> int:
+        """The pack's own time."""
+        now: int = self.now[0]
+        return now
 
     def wait(self, seq: int, timeout_us: int) -> bool:
         """Every step is done when `step` returns."""
@@ -90,7 +98,8 @@ class Load:
         )  # fmt: skip
         channel = Channel.create()
         self.front = FrontPort(channel, True)
-        self.engine = Engine(sizes, IdleDevice(sizes, library), [EnginePort(channel, True)])
+        device = IdleDevice(sizes, library)
+        self.engine = Engine(sizes, device, [EnginePort(channel, True)], clock=device.clock)
         self.runner = Runner(self.engine)
         self.random = random.Random(n)
         self.n_asked = self.n_tokens = 0
@@ -156,7 +165,8 @@ def main() -> None:
         row = board.row(f"engine.step_us.{n}", load.us, "us", "lower")
         row |= {"p99": round(statistics.quantiles(load.us, n=100)[-1], 2), "target": TARGET_US[n], "mean": round(statistics.fmean(load.us), 2)}
         rows.append(row)
-        rows.append(board.row(f"engine.step_us.{n}.quiet", load.quiet_us, "us", "lower"))
+        if load.quiet_us:
+            rows.append(board.row(f"engine.step_us.{n}.quiet", load.quiet_us, "us", "lower"))
         sys.stdout.write(f"{n} slots: {load.n_asked} requests, {load.engine.launched_seq} steps, {load.engine.counters.output_tokens} tokens\n")
     board.write(arguments.machine, "engine", rows, prompt_tokens=PROMPT_TOKENS, answer_tokens=[MIN_ANSWER_TOKENS, MAX_ANSWER_TOKENS], load_average=round(os.getloadavg()[0], 2), python=sys.version.split()[0])
 

@@ -27,15 +27,19 @@ class Holding:
 
 
 class Ledger:
-    """All page accounting of one engine. `grow` puts memory behind at least n pages and says how many have it now."""
+    """All page accounting of one engine. `grow` puts memory behind at least n pages and says how many have it now.
 
-    __slots__ = ("_grow", "page_tokens", "pool", "tree")
+    is_shared: computed prefixes are kept and shared. False for models whose pages alone cannot continue a sequence (recurrent states).
+    """
 
-    def __init__(self, pool: PagePool, page_tokens: int, grow: Callable[[int], int]) -> None:
+    __slots__ = ("_grow", "is_shared", "page_tokens", "pool", "tree")
+
+    def __init__(self, pool: PagePool, page_tokens: int, grow: Callable[[int], int], is_shared: bool = True) -> None:
         self.pool = pool
         self.tree = PrefixTree(page_tokens, pool)
         self.page_tokens = page_tokens
         self._grow = grow
+        self.is_shared = is_shared
 
     @property
     def n_available(self) -> int:
@@ -65,7 +69,7 @@ class Ledger:
 
     def settle(self, holding: Holding, tokens: bytes) -> None:
         """Shares what is computed: `tokens` are those of whole pages after the settled ones."""
-        if holding.is_apart:
+        if holding.is_apart or not self.is_shared:
             return
         if holding.node.is_dead or self.tree.knows(holding.node, tokens):
             holding.is_apart = True
@@ -76,12 +80,12 @@ class Ledger:
         holding.n_settled = first + n
 
     def add_pages(self, holding: Holding, n: int) -> int:
-        """n more pages at the end of the table, or one when there is no plenty, or none. Returns how many."""
+        """n more pages at the end of the table while there are plenty, else one, or none. Returns how many."""
         pool = self.pool
-        if pool.n_free < n and not self._make_room(1):
-            return 0
-        if pool.n_free < n:
+        if n > 1 and self.n_available * 4 < pool.n_pages:
             n = 1
+        if pool.n_free < n and not self._make_room(n):
+            return 0
         holding.pages += pool.take(n)
         return n
 
@@ -91,7 +95,7 @@ class Ledger:
         The caller has made sure that no step in flight can touch the pages.
         """
         private = holding.private
-        n = len(tokens) // 4 // self.page_tokens
+        n = len(tokens) // 4 // self.page_tokens if self.is_shared else 0
         if n:
             holding.node, n_known = self.tree.extend(holding.node, tokens, private[:n])
             del private[n_known:n]

@@ -85,7 +85,7 @@ class Engine:
             )  # fmt: skip
         self.slots = SlotTable(sizes)
         pool = PagePool(sizes.n_pages, min(sizes.n_pages, device.grow_pages(min(sizes.n_pages, 1 + GROW_PAGES))))
-        self.ledger = Ledger(pool, sizes.page_tokens, device.grow_pages)
+        self.ledger = Ledger(pool, sizes.page_tokens, device.grow_pages, not sizes.recurrent_bytes)
         self.scheduler = Scheduler(self.policy, self.ledger, self.slots, self._started)
         self.counters = Counters()
         self.requests: list[dict[int, Request]] = [{} for _ in ports]
@@ -340,8 +340,6 @@ class Engine:
                 continue
             assert request.holding is not None
             n_pages = min(slots.pages_ahead, self.ledger.pages_for(request.max_length - 1) - len(request.holding.pages))
-            if self.ledger.pool.n_free < self._low_pages:
-                n_pages = 1
             n_new = self.ledger.add_pages(request.holding, n_pages)
             while not n_new:
                 if self.in_flight:

@@ -37,7 +37,7 @@ class WaitQueue:
         "_deadlines",
         "_last_admit_ns",
         "_n_admitted",
-        "_n_open",
+        "_n_at_work",
         "_n_pushed",
         "_policy",
         "_reached",
@@ -53,7 +53,7 @@ class WaitQueue:
         self._arrivals: deque[Request] = deque()
         self._deadlines: list[tuple[int, int, Request]] = []
         self._n_pushed = self._n_admitted = 0
-        self._n_open = 0
+        self._n_at_work = 0
         self._reached = 0
         """The counter of the last client that was at work, for when nobody is."""
         self._admit_us = 1000.0
@@ -71,16 +71,18 @@ class WaitQueue:
         if not entry.n_open:
             lowest = min((c.served_tokens for c in self.clients.values() if c.n_open), default=self._reached)
             entry.served_tokens = max(entry.served_tokens, lowest)
+        if not entry.n_open:
+            self._n_at_work += 1
         entry.n_open += 1
-        self._n_open += 1
 
     def close(self, client: int) -> None:
         """One of its requests has ended."""
         entry = self.clients[client]
         entry.n_open -= 1
-        self._n_open -= 1
-        if not self._n_open:
-            self._reached = max(self._reached, entry.served_tokens)
+        if not entry.n_open:
+            self._n_at_work -= 1
+            if not self._n_at_work:
+                self._reached = max(self._reached, entry.served_tokens)
 
     def push(self, request: Request, cached_tokens: int) -> Request | None:
         """Takes a request in. Returns the one that must be refused instead, if the queue is full: perhaps this one.
@@ -193,8 +195,7 @@ class WaitQueue:
     @property
     def is_contested(self) -> bool:
         """More than one client has something open."""
-        n = self._n_open
-        return any(client.n_open and client.n_open != n for client in self.clients.values())
+        return self._n_at_work > 1
 
     def retry_after_ms(self) -> int:
         """When a place is likely to be free again: the waiting ones times the time between admissions."""

@@ -134,10 +134,12 @@ class Scheduler:
 
     def _next(self, skipped: set[int], now_ns: int) -> Request | None:
         """The running prefill or new request that goes next in this step; a new one is started."""
-        best = None
+        best, best_order = None, None
         for request in self.prefilling:
-            if request.slot not in skipped and (best is None or self._order(request) < self._order(best)):
-                best = request
+            if request.slot not in skipped:
+                order = self._order(request)
+                if best_order is None or order < best_order:
+                    best, best_order = request, order
         while not self._is_stuck and self._slots.n_free:
             if self.preempted:
                 request = self.preempted[0]
@@ -146,7 +148,7 @@ class Scheduler:
                 self.preempted.pop(0)
                 return request
             head = self.queue.head()
-            if head is None or (best is not None and self._order(best) <= self._order(head)):
+            if head is None or (best_order is not None and best_order <= self._order(head)):
                 break
             if self._must_hold(head):
                 self.queue.drop(head)
@@ -192,7 +194,7 @@ class Scheduler:
 
     def _must_hold(self, request: Request) -> bool:
         """Another prefill is about to compute a good part of what this one needs: it waits for that."""
-        if not self.prefilling:
+        if not self.prefilling or not self._ledger.is_shared:
             return False
         page_tokens = self._ledger.page_tokens
         step = 4 * page_tokens

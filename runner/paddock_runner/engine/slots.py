@@ -20,9 +20,9 @@ from ..pack.abi import PK_ROW_SAMPLE
 from .request import Request
 
 HEAD = Struct("<Qiiiiiiii")
-NEW_SLOT = Struct("<iiii")
+NEW_SLOT = ROW = Struct("<iiii")
 NEW_SLOT_BYTES = 152
-AHEAD_TOKENS = 64
+AHEAD_TOKENS = 256
 Chunk = tuple[Request, int, bool]
 """A request, how many tokens of its prefill, and whether the row draws a token."""
 
@@ -99,7 +99,7 @@ class SlotTable:
         self._calendar: dict[int, list[int]] = {}
         self.decode: list[int] = []
         """Slots with a row in every step, in row order."""
-        self._rows = np.zeros((sizes.max_step_rows, 4), np.int32)
+        self._rows = memoryview(bytearray(ROW.size * sizes.max_step_rows))
         self.n_top = 0
         """Running requests that want the k best logprobs."""
         self.pages_ahead = max(1, AHEAD_TOKENS // sizes.page_tokens)
@@ -288,20 +288,20 @@ class SlotTable:
         if not (has_diff or chunks or singles or self._is_changed) and self._last_rows == n_decode:
             self._seq_word[0] = seq
             return n_decode, n_decode, n_decode
-        rows = self._rows
+        rows, pack, size = self._rows, ROW.pack_into, ROW.size
         if self._is_changed:
             for row in (*self._moved, *range(self._n_written, n_decode)):
                 if row < n_decode:
-                    rows[row] = (decode[row], 1, PK_ROW_SAMPLE, 0)
+                    pack(rows, size * row, decode[row], 1, PK_ROW_SAMPLE, 0)
             self._moved.clear()
         n_rows = n_tokens = n_samples = n_decode
         for slot in singles:
-            rows[n_rows] = (slot, 1, PK_ROW_SAMPLE, 0)
+            pack(rows, size * n_rows, slot, 1, PK_ROW_SAMPLE, 0)
             n_rows += 1
             n_tokens += 1
             n_samples += 1
         for request, n, samples in chunks:
-            rows[n_rows] = (request.slot, n, PK_ROW_SAMPLE if samples else 0, 0)
+            pack(rows, size * n_rows, request.slot, n, PK_ROW_SAMPLE if samples else 0, 0)
             n_rows += 1
             n_tokens += n
             n_samples += samples
@@ -323,10 +323,11 @@ class SlotTable:
         at = HEAD.size
         if self._n_new:
             at = self._put(at, self._new)
+        end = at + ROW.size * n_rows
         if not is_same or self._rows_at != at:
-            self._put(at, self._rows[:n_rows].tobytes())
+            block[at:end] = self._rows[: end - at]
             self._rows_at = at
-        at += 16 * n_rows
+        at = end
         if self._page_writes:
             at = self._put(at, self._page_writes.tobytes())
         if self._texts:
