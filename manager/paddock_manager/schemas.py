@@ -36,7 +36,10 @@ SHAPES: dict[str, Shape] = {
         "skipped?": [{"name": str, "why": str}], "notes?": [str],
     },
     "add": {"model": MODEL},
-    "ls": {"models": [MODEL], "problems": [str], "home": str},
+    "ls": {
+        "models?": [MODEL], "problems?": [str], "home?": str, "remote?": str, "commit?": str, "licence?": str,
+        "variants?": [{"ref": str, "size_bytes": int, "files": int}],
+    },
     "show": {
         "model?": MODEL, "files?": [{"name": str, "size_bytes": int, "sha256": str, "git_sha1": str}], "template?": str, "path?": str,
     },
@@ -52,7 +55,7 @@ SHAPES: dict[str, Shape] = {
         "model": str, "ref": str, "answer": str, "reasoning": str, "finish_reason": str, "usage": {},
         "timings": {"first_token_ms": float, "total_ms": float},
     },
-    "serve": {"server": SERVER, "auth": bool},
+    "serve": {"server?": SERVER, "auth?": bool, "unit?": str},
     "ps": {"servers": [{**SERVER, "state": str}]},
     "stop": {"stopped": [{"name": str, "pid": int, "killed": bool}]},
     "logs": {"name": str, "path": str, "lines": [str]},

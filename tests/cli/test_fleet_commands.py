@@ -32,6 +32,12 @@ def test_serve_waits_until_it_is_ready_and_ps_stop_know_it(paddock, model_file):
     assert paddock("ps", "--json").json["servers"] == []
 
 
+def test_systemd_unit_runs_the_same_program_in_the_foreground(paddock, model_file):
+    done = paddock("serve", str(model_file), "--systemd", "--ctx", "512")
+    assert done.code == 0 and f'"--model" "{model_file}"' in done.out and '"--max-ctx" "512"' in done.out and "Restart=on-failure" in done.out
+    assert state.servers(places()) == []
+
+
 def test_serve_waits_for_a_runner_that_is_not_ready_at_once(paddock, tmp_path):
     path = tmp_path / "slowstart.gguf"
     path.write_bytes(tiny_gguf())

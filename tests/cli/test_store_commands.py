@@ -148,6 +148,13 @@ def test_safetensors_repository_takes_one_weight_set(paddock, hub):
     assert done.json["model"]["max_ctx_tokens"] == 64
 
 
+def test_ls_remote_lists_variants_smallest_first_and_fetches_nothing(paddock, repo):
+    done = paddock("ls", "--remote", "org/tiny-GGUF", "--json")
+    assert [(v["ref"], v["size_bytes"], v["files"]) for v in done.json["variants"]] == [("org/tiny-GGUF:Q4_0", 800, 1), ("org/tiny-GGUF:Q8_0", 800, 1)]
+    assert paddock("ls", "--remote", "org/tiny-GGUF").out.splitlines()[1].split() == ["org/tiny-GGUF:Q4_0", "800", "B", "1"]
+    assert repo.data_requests() == [] and paddock("ls", "--remote", "nothing").code == 2
+
+
 def test_ls_is_empty_and_says_how_to_begin(paddock):
     done = paddock("ls")
     assert (done.code, done.out) == (0, "") and "paddock pull smollm2-135m" in done.err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paddock_runner.errors import PaddockError
+from paddock_runner.errors import PaddockError, UsageError
 
 from paddock_manager import paths
 from paddock_manager.options import Command, Option, Values
@@ -14,7 +14,11 @@ COMMAND = Command(
     "ls",
     "List the models that are here.",
     (),
-    (Option("--names", "names only, one a line"), Option("--full", "full names, org/repo:quant")),
+    (
+        Option("--remote", "list what a hub repository (or catalog name) offers", "text", value="REF"),
+        Option("--names", "names only, one a line"),
+        Option("--full", "full names, org/repo:quant"),
+    ),
     "STATE: ok, partial (a pull was interrupted), unverified (put there by hand), missing, changed, offline.",
 )
 
@@ -22,6 +26,8 @@ COMMAND = Command(
 def run(values: Values, ui: Ui) -> int:
     """List them."""
     places = paths.places()
+    if values.text("remote"):
+        return remote(values.text("remote"), places, ui)
     problems: list[PaddockError] = []
     found = index.models(places, problems)
     for problem in problems:
@@ -39,6 +45,43 @@ def run(values: Values, ui: Ui) -> int:
 
     body = {"models": [m.facts() for m in found], "problems": [p.message for p in problems], "home": str(places.home)}
     ui.result("ls", body, human)
+    return 0
+
+
+def remote(word: str, places: paths.Places, ui: Ui) -> int:
+    """The variants of a repository, with their sizes, from its listing alone."""
+    from paddock_manager.catalog import catalog, names
+    from paddock_manager.store import choose, hub
+    from paddock_manager.store.pull import Shop
+
+    ref = names.parse(word)
+    entry = catalog.find(ref.short) if ref.short else None
+    name = entry.sources[0].repo if entry else ref.repo
+    if not name:
+        raise UsageError(
+            f"{word!r} is neither a repository nor a name of the catalog", "repositories are named org/repo"
+        )
+    with Shop(places, paths.hub_settings()).web() as web:
+        found = hub.listing(web, name, ref.rev)
+    files = [(f.name, f.size_bytes) for f in found.files]
+    variants = [
+        {"ref": f"{name}:{q}", "size_bytes": sum(s for _, s in g), "files": len(g)}
+        for q, g in choose.gguf_variants(files).items()
+    ]
+    weights = [s for n, s in files if n.endswith(".safetensors") and "/" not in n]
+    if weights:
+        variants.append({"ref": f"{name}:safetensors", "size_bytes": sum(weights), "files": len(weights)})
+    variants.sort(key=lambda v: int(str(v["size_bytes"])))
+
+    def human(out: Ui) -> None:
+        out.table(
+            ("REF", "SIZE", "FILES"),
+            [(str(v["ref"]), size(int(str(v["size_bytes"]))), str(v["files"])) for v in variants],
+            right=(1, 2),
+        )
+        out.say(f"{name}@{found.commit[:12]}, licence {found.licence or 'not said'}")
+
+    ui.result("ls", {"remote": name, "commit": found.commit, "licence": found.licence, "variants": variants}, human)
     return 0
 
 

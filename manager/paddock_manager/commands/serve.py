@@ -28,6 +28,7 @@ COMMAND = Command(
         Option("--host", "address to listen on (default 127.0.0.1)", "text", value="ADDRESS"),
         Option("--name", "the name that clients and `paddock ps` use", "text"),
         Option("--no-auth", "let clients in without a key; loopback only"),
+        Option("--systemd", "print a systemd user unit that serves the model, and start nothing"),
         Option("--timeout", "how long to wait until it is ready (default 900 s)", "float", value="SECONDS"),
         Option("--budget", "several models: memory for all of them (default what is free)", "size", value="SIZE"),
         Option(
@@ -69,10 +70,35 @@ def run(values: Values, ui: Ui) -> int:
     else:
         model = found[0]
         launch = Launch(name, model.ref, model.path, "", host, port, key_file, target.runner_flags(given), dict(given))
+    if values.flag("systemd"):
+        text = unit(places, launch)
+        ui.result("serve", {"unit": text}, lambda u: u.line(text))
+        return 0
     server = started(places, launch, ui, timeout_s)
     body = {"server": facts(server), "auth": key_file is not None}
     ui.result("serve", body, lambda u: u.line(f"{server.name} is served at {server.url}/v1 ({describe(server)})"))
     return 0
+
+
+def unit(places: paths.Places, launch: Launch) -> str:
+    """A systemd user unit that runs the same program in the foreground, restarted with growing pauses."""
+    words = [w for w in launch.words(places.fleet / f"ready-{launch.name}.json")]
+    shown = " ".join('"' + w.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"' for w in words)
+    return "\n".join([
+        "# save as ~/.config/systemd/user/paddock.service, then: systemctl --user enable --now paddock",
+        "[Unit]",
+        f"Description=Paddock: {launch.shown}",
+        "After=network.target",
+        "[Service]",
+        f"ExecStart={shown}",
+        f'Environment="PADDOCK_HOME={places.home}"',
+        "Restart=on-failure",
+        "RestartSec=2",
+        "RestartSteps=6",
+        "RestartMaxDelaySec=60",
+        "[Install]",
+        "WantedBy=default.target",
+    ])  # fmt: skip
 
 
 def refuse_taken(places: paths.Places, name: str, port: int) -> None:

@@ -125,16 +125,17 @@ class Web:
         """
         host, status = response.url.netloc.decode("ascii", "replace"), response.status_code
         code = response.headers.get("x-error-code", "")
+        page = f"{self.endpoint}/{'/'.join(what.split('/')[:2])}"
         facts: dict[str, Any] = {"host": host, "status": status, "what": what}
         if status in (401, 403) or code in ("GatedRepo", "RepoNotFound"):
             if code == "GatedRepo":
                 return HubAuthError(
                     f"{what} is gated: its owner wants you to accept a licence first",
-                    f"accept it at {self.endpoint}/{what}, then set HF_TOKEN",
+                    f"accept it at {page}, then set HF_TOKEN",
                     **facts,
                 )
             told = "the token may not read it" if self._token else "it may not exist, be private or be gated"
-            hint = f"check the name; if it exists, accept its licence at {self.endpoint}/{what} and set HF_TOKEN"
+            hint = f"check the name; if it exists, accept its licence at {page} and set HF_TOKEN"
             return HubAuthError(f"{host} refuses {what} (HTTP {status}): {told}", hint, **facts)
         if status == 404:
             return HubAuthError(
