@@ -41,7 +41,8 @@ typedef enum pk_op {
     PK_OP_ADD = 12,
     PK_OP_ROUTE = 13,    /* which experts a token goes to */
     PK_OP_EXPERTS = 14,  /* gated feed-forward of the chosen experts */
-    PK_OP_SIGMOID = 15   /* x times the sigmoid of another operand */
+    PK_OP_SIGMOID = 15,  /* x times the sigmoid of another operand */
+    PK_OP_DELTA = 16     /* gated delta net: convolution, state update, output norm and gate */
 } pk_op;
 
 /* SWIGLU_CLAMP (experts only): with g = min(gate, limit), u = min(max(up, -limit), limit): g * sigmoid(alpha * g) * (u + 1). */
@@ -157,6 +158,8 @@ typedef struct pk_state {
     uint64_t results;         /* host-visible pk_result [n_results, max_step_rows], row order of the step */
     uint64_t top;             /* host-visible pk_top [n_results, max_step_rows, max_top] */
     uint64_t done;            /* host-visible u64: seq of the last finished step */
+    uint64_t recurrent;       /* [n_slots] of recurrent_stride bytes: what recurrent layers remember of a slot; 0 without such layers */
+    int64_t recurrent_stride; /* bytes */
 } pk_state;
 
 /* ---- step input: one host block, 8-byte aligned: head, then the arrays in this order without gaps ---- */
@@ -409,6 +412,36 @@ typedef struct pk_op_sigmoid {
     pk_tensor g;    /* [T,N] or [T,1] */
     pk_tensor out;  /* as x; may be x */
 } pk_op_sigmoid;
+
+/* One layer of gated delta net (Yang et al. 2024). Per token t of a row, in order, with C = 2 G Dk + H Dv channels (G key heads, H value
+ * heads; value head h has key head h / (H / G)):
+ *   u = silu(sum_i conv[c, i] * qkv[t - W + 1 + i, c]): the tokens before this step's come from the slot's state, zeros at position 0;
+ *   q = l2(u[0 : G Dk]) / sqrt(Dk), k = l2(u[G Dk : 2 G Dk]) per head, v = u[2 G Dk :];  l2(x) = x / sqrt(sum(x^2) + 1e-6)
+ *   S = exp(-exp(a_log[h]) softplus(a[t, h] + dt_bias[h])) S;  d = sigmoid(b[t, h]) (v - S^T k);  S = S + k d^T;  o = S^T q
+ *   out[t, h] = o / rms(o) * scale * silu(z[t, h])
+ * S of head h is [Dk, Dv] f32 at state.recurrent + slot * recurrent_stride + state_offset + 4 h Dk Dv; the last W - 1 rows of qkv lie as
+ * [W - 1, C] f32 at conv_offset. A row that begins at position 0 begins with zeros. Rows of dead slots change nothing. */
+typedef struct pk_op_delta {
+    int32_t op;
+    int32_t size;
+    pk_tensor qkv;      /* [T,C] */
+    pk_tensor z;        /* [T,H*Dv] */
+    pk_tensor b;        /* [T,H] f32 */
+    pk_tensor a;        /* [T,H] f32 */
+    pk_tensor conv;     /* [1,C*W] f32, channel after channel */
+    pk_tensor a_log;    /* [1,H] f32 */
+    pk_tensor dt_bias;  /* [1,H] f32 */
+    pk_tensor scale;    /* [1,Dv] f32 */
+    pk_tensor out;      /* [T,H*Dv] */
+    int64_t state_offset;  /* bytes, a multiple of 64 */
+    int64_t conv_offset;   /* likewise */
+    int32_t n_k_heads;     /* G */
+    int32_t n_v_heads;     /* H */
+    int32_t k_width;       /* Dk */
+    int32_t v_width;       /* Dv */
+    int32_t conv_width;    /* W */
+    float eps;
+} pk_op_delta;
 
 /* ---- weights ---- */
 

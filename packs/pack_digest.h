@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "ccb8c1b7b25e6603"
+#define PK_ABI_DIGEST "51a9340f18e51bba"

@@ -39,6 +39,7 @@ class Checker {
             case PK_OP_ROUTE: return route(record_.as<pk_op_route>());
             case PK_OP_EXPERTS: return experts(record_.as<pk_op_experts>());
             case PK_OP_SIGMOID: return sigmoid(record_.as<pk_op_sigmoid>());
+            case PK_OP_DELTA: return delta(record_.as<pk_op_delta>());
             default: return PK_OK;  // prepare and commit have no operands
         }
     }
@@ -326,6 +327,44 @@ class Checker {
         if (op.g.cols != 1)
             if (int32_t status = equal("x width", op.x.cols, "g width", op.g.cols)) return status;
         return like("x", op.x, "out", op.out);
+    }
+
+    // A part of a slot's recurrent state.
+    int32_t part(const char *what, int64_t offset, int64_t bytes) const {
+        if (offset >= 0 && offset % 64 == 0 && offset + bytes <= state_.recurrent_stride) return PK_OK;
+        return fail(PK_BAD_ARG, "op %lld (%s): %s lies at bytes %lld to %lld of a slot's recurrent state of %lld", (Long)index_, name_, what, (Long)offset,
+                    (Long)(offset + bytes), (Long)state_.recurrent_stride);
+    }
+
+    int32_t delta(const pk_op_delta &op) const {
+        if (!state_.recurrent) return fail(PK_BAD_ARG, "op %lld (%s): the state has no recurrent memory", (Long)index_, name_);
+        if (int32_t status = range("n_k_heads", op.n_k_heads, 1, 1 << 12)) return status;
+        if (int32_t status = range("n_v_heads", op.n_v_heads, op.n_k_heads, 1 << 12)) return status;
+        if (int32_t status = equal("n_v_heads modulo n_k_heads", op.n_v_heads % op.n_k_heads, "wanted", 0)) return status;
+        if (int32_t status = range("k_width", op.k_width, 1, support_.max_head_width)) return status;
+        if (int32_t status = range("v_width", op.v_width, 1, support_.max_head_width)) return status;
+        if (int32_t status = range("conv_width", op.conv_width, 2, 16)) return status;
+        int64_t values = (int64_t)op.n_v_heads * op.v_width, channels = 2 * (int64_t)op.n_k_heads * op.k_width + values;
+        const struct {
+            const char *name;
+            const pk_tensor &tensor;
+            int64_t width;
+        } activations[] = {{"qkv", op.qkv, channels}, {"z", op.z, values}, {"out", op.out, values}}, tables[] = {{"b", op.b, op.n_v_heads}, {"a", op.a, op.n_v_heads}},
+          vectors[] = {{"conv", op.conv, channels * op.conv_width}, {"a_log", op.a_log, op.n_v_heads}, {"dt_bias", op.dt_bias, op.n_v_heads}, {"scale", op.scale, op.v_width}};
+        for (const auto &x : activations) {
+            if (int32_t status = activation(x.name, x.tensor)) return status;
+            if (int32_t status = symbol(x.name, x.tensor, PK_ROWS_T)) return status;
+            if (int32_t status = equal(x.name, x.tensor.cols, "its wanted width", x.width)) return status;
+        }
+        for (const auto &x : tables) {
+            if (int32_t status = table(x.name, x.tensor, PK_F32)) return status;
+            if (int32_t status = symbol(x.name, x.tensor, PK_ROWS_T)) return status;
+            if (int32_t status = equal(x.name, x.tensor.cols, "its wanted width", x.width)) return status;
+        }
+        for (const auto &x : vectors)
+            if (int32_t status = vector(x.name, x.tensor, x.width)) return status;
+        if (int32_t status = part("the state", op.state_offset, 4 * values * op.k_width)) return status;
+        return part("the convolution's tail", op.conv_offset, 4 * channels * (op.conv_width - 1));
     }
 
     int64_t index_;

@@ -20,6 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 HERE = pathlib.Path(__file__).resolve().parent / "tiny"
 COMMON = dict(vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
 SMALL = {**COMMON, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 128}
+SMALL_HYBRID = {
+    **SMALL, "num_hidden_layers": 3, "head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12, "tie_word_embeddings": False,
+}  # fmt: skip
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -82,6 +87,14 @@ TINY = {
         rope_parameters={"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False},
     ),
     "gpt-oss-mxfp4": dict(model_type="gpt_oss", **{**SMALL, "hidden_size": 64, "intermediate_size": 64}, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, pad_token_id=0, tie_word_embeddings=False),
+    "qwen3.5": dict(model_type="qwen3_5_text", **SMALL_HYBRID, rope_parameters=PARTIAL_ROPE),
+    "qwen3.5-moe": dict(
+        model_type="qwen3_5_moe_text", **SMALL_HYBRID, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24, rope_parameters=PARTIAL_ROPE,
+    ),
+    "qwen3-next": dict(
+        model_type="qwen3_next", **SMALL_HYBRID, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[1],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    ),
 }  # fmt: skip
 
 

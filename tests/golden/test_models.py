@@ -11,7 +11,7 @@ from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.files.checkpoint import open_checkpoint
-from paddock_runner.memory.state import StateSizes
+from paddock_runner.memory.state import StateSizes, state_layout
 from paddock_runner.pack.library import find_pack
 
 from tests.golden.requant import requantise
@@ -29,7 +29,7 @@ def open_device(path: Path, kv_format: str = "f32", chunk: int = 64, max_isa: in
     checkpoint = open_checkpoint(path)
     blueprint = read_blueprint(checkpoint)
     views = tensors_by_name(checkpoint, blueprint)
-    sizes = StateSizes(1, CTX_TOKENS, 16, CTX_TOKENS // 16 + 1, blueprint.n_vocab, chunk, 1)
+    sizes = StateSizes(1, CTX_TOKENS, 16, CTX_TOKENS // 16 + 1, blueprint.n_vocab, chunk, 1, recurrent_bytes=state_layout(blueprint).slot_bytes)
     return build_device(Assembly(find_pack("cpu"), sizes, kv_format, max_isa=max_isa), blueprint, views)
 
 

@@ -42,6 +42,7 @@ Number *numbers(uint64_t address) {
 
 int64_t attention_workspace_bytes(const Context &context, const pk_op_attention &op, const pk_state &state);
 int64_t experts_workspace_bytes(const Context &context, const pk_op_experts &op, int64_t n_rows);
+int64_t delta_workspace_bytes(const Context &context, const pk_op_delta &op, const pk_state &state);
 int64_t sample_workspace_bytes(const Context &context, const pk_state &state);
 
 void run_embed(Run &run, const pk_op_embed &op);
@@ -55,6 +56,7 @@ void run_copy(Run &run, const pk_op_copy &op);
 void run_add(Run &run, const pk_op_add &op);
 void run_route(Run &run, const pk_op_route &op);
 void run_experts(Run &run, const pk_op_experts &op);
+void run_delta(Run &run, const pk_op_delta &op);
 void run_sigmoid(Run &run, const pk_op_sigmoid &op);
 
 // Applies the step input and builds the row and token arrays. PK_BAD_ARG when a row would pass the context's end.

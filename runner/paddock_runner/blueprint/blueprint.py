@@ -47,6 +47,7 @@ class Attention:
     qk_norm: bool = False
     qk_norm_all: bool = False
     sinks: bool = False
+    out_gate: bool = False  # the output is multiplied with the sigmoid of a projection as wide as q
     causal: bool = True
 
 
@@ -57,6 +58,31 @@ class FeedForward:
     width: int
     activation: str = "silu"
     bias: bool = False
+
+
+NO_ATTENTION = Attention(0, 0, 0, 1.0, None)
+"""Of layers of another kind: no heads, no keys, no values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Gated delta net of one layer: a matrix state of k_width x v_width per value head, after a convolution over q, k and v."""
+
+    n_k_heads: int
+    n_v_heads: int
+    k_width: int
+    v_width: int
+    conv_width: int
+
+    @property
+    def n_values(self) -> int:
+        """Width of the layer's values."""
+        return self.n_v_heads * self.v_width
+
+    @property
+    def n_channels(self) -> int:
+        """Width of q, k and v together: what is convolved."""
+        return 2 * self.n_k_heads * self.k_width + self.n_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +124,7 @@ class Layer:
     post_norms: bool = False
     pre_norms: bool = True
     experts: Experts | None = None
+    delta: Delta | None = None  # of layers of kind "delta"; their attention is NO_ATTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +145,11 @@ class Blueprint:
     norm_offset: float = 0.0  # added to norm weights at load (Hugging Face gemma stores w - 1)
     name: str = ""
     notes: tuple[str, ...] = field(default=())  # warnings for people: "the vision tower is not loaded"
+
+    @property
+    def has_states(self) -> bool:
+        """True when some layer remembers a sequence otherwise than by keys and values: its pages alone cannot continue it."""
+        return any(layer.delta is not None for layer in self.layers)
 
     @property
     def n_layers(self) -> int:

@@ -76,7 +76,7 @@ def split_experts(ours: Mapping[str, TensorView], i: int, experts: Experts, mode
             out.update({f"{at}experts.{name}.{e}.weight": _cut(flat, e * rows, rows, 1) for e in range(n)})
         elif view.shape == (n, cols, rows) and _holds_columns(view, experts):
             del out[f"{at}experts.{name}.weight"]
-            out.update({f"{at}experts.{name}.{e}.weight": _columns(view, e, rows, cols, Pick(0, 1, True)) for e in range(n)})
+            out.update({f"{at}experts.{name}.{e}.weight": _columns(view, e, rows, cols, Pick(is_transposed=True)) for e in range(n)})
     return out
 
 
@@ -97,12 +97,12 @@ def _split_gate_up(out: dict[str, TensorView], at: str, experts: Experts, m: int
                 if flat is not None:
                     out[key] = _cut(flat, e * 2 * f + (0 if step == 2 else first), f, step, first if step == 2 else 0)
                 else:
-                    out[key] = _columns(view, e, f, m, Pick(first, step, True))
+                    out[key] = _columns(view, e, f, m, Pick(first, 1, step, is_transposed=True))
     bias = out.get(at + "experts.gate_up.bias")
     if bias is not None and bias.shape == (n, 2 * f) and step == 2:
         del out[at + "experts.gate_up.bias"]
         for name, first in picks.items():
-            out[f"{at}experts.{name}.bias"] = replace(bias, shape=(n, f), pick=Pick(first, 2, of_elements=True))
+            out[f"{at}experts.{name}.bias"] = replace(bias, shape=(n, f), pick=Pick(first, 1, 2, of_elements=True))
 
 
 def _holds_columns(view: TensorView, experts: Experts) -> bool:
@@ -122,8 +122,8 @@ def _cut(flat: TensorView, first: int, n: int, step: int, pick: int = 0) -> Tens
         return part
     scales = part.scales
     if scales is not None:
-        scales = replace(scales, view=replace(scales.view, shape=(n, scales.view.shape[1]), pick=Pick(pick, step)))
-    return replace(part, shape=(n, flat.shape[1]), pick=Pick(pick, step), scales=scales)
+        scales = replace(scales, view=replace(scales.view, shape=(n, scales.view.shape[1]), pick=Pick(pick, 1, step)))
+    return replace(part, shape=(n, flat.shape[1]), pick=Pick(pick, 1, step), scales=scales)
 
 
 def _columns(view: TensorView, e: int, rows: int, cols: int, pick: Pick) -> TensorView:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from ..errors import FileError, UnsupportedError
 from ..files.checkpoint import Checkpoint
 from ..files.view import TensorView
-from .blueprint import Blueprint
+from .blueprint import Blueprint, Layer
+from .delta import HF_LAYER as HF_DELTA
+from .delta import delta_shapes, split_delta, split_gated_q
 from .experts import GGUF_LAYER as GGUF_EXPERTS
 from .experts import expert_shapes, hf_expert_name, split_experts
 from .quantised import join_scales, rows_of
@@ -42,6 +44,10 @@ HF_OTHER_PARTS = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
     "vision_model.",
+    "visual.",
+    "model.visual.",
+    "mtp.",
+    "model.mtp.",
 )
 
 
@@ -58,9 +64,13 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
         ours = {name: view for name, view in ours.items() if not name.startswith("head.")}
     ours = _split_gate_up(ours, blueprint)
     for i, layer in enumerate(blueprint.layers):
+        if layer.delta is not None:
+            ours = split_delta(ours, i, layer.delta)
+        if layer.attention.out_gate:
+            ours = split_gated_q(ours, i, layer.attention)
         if layer.experts is not None:
             ours = split_experts(ours, i, layer.experts, blueprint.model_width)
-    fused = {name for name in ours if name.endswith(".qkv.weight")}
+    fused = {name for name in ours if name.endswith((".qkv.weight", ".delta_qkv.weight"))}
     want = expected_shapes(blueprint, frozenset(int(name.split(".")[1]) for name in fused))
     _blame_missing(checkpoint, want, ours)
     extra = [view.name for name, view in ours.items() if name not in want]
@@ -90,16 +100,11 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
     if not blueprint.tied_head:
         want["head.weight"] = (blueprint.n_vocab, m)
     for i, layer in enumerate(blueprint.layers):
-        a, ff, at = layer.attention, layer.feed_forward.width, f"layers.{i}."
-        v_width = a.v_width or a.head_width
-        rows = {"q": a.n_heads * a.head_width, "k": a.n_kv_heads * a.head_width, "v": a.n_kv_heads * v_width}
-        if i in fused_layers:
-            rows = {"qkv": sum(rows.values())}
-        for name, n in rows.items():
-            want[f"{at}{name}.weight"] = (n, m)
-            if a.qkv_bias:
-                want[f"{at}{name}.bias"] = (n,)
-        want[at + "o.weight"] = (m, a.n_heads * v_width)
+        ff, at = layer.feed_forward.width, f"layers.{i}."
+        if layer.delta is not None:
+            want.update({at + name: shape for name, shape in delta_shapes(layer.delta, m, i in fused_layers).items()})
+        else:
+            _attention_shapes(want, layer, at, m, i in fused_layers)
         if ff:
             want.update({f"{at}{name}.weight": (ff, m) for name in ("gate", "up")})
             want[at + "down.weight"] = (m, ff)
@@ -108,16 +113,32 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
         norms = ["attn_norm", "ffn_norm"] if layer.pre_norms else []
         norms += ["attn_post_norm", "ffn_post_norm"] if layer.post_norms else []
         want.update({f"{at}{name}.weight": (m,) for name in norms})
-        if a.qk_norm or a.qk_norm_all:
-            heads = (a.n_heads, a.n_kv_heads) if a.qk_norm_all else (1, 1)
-            want.update({f"{at}{name}.weight": (a.head_width * n,) for name, n in zip(("q_norm", "k_norm"), heads, strict=True)})
-        if a.out_bias:
-            want[at + "o.bias"] = (m,)
         if layer.feed_forward.bias:
             want.update({at + "gate.bias": (ff,), at + "up.bias": (ff,), at + "down.bias": (m,)})
-        if a.sinks:
-            want[at + "sinks.weight"] = (a.n_heads,)
     return want
+
+
+def _attention_shapes(want: dict[str, tuple[int, ...]], layer: Layer, at: str, m: int, is_fused: bool) -> None:
+    """Adds the tensors of attention."""
+    a = layer.attention
+    v_width = a.v_width or a.head_width
+    rows = {"q": a.n_heads * a.head_width, "k": a.n_kv_heads * a.head_width, "v": a.n_kv_heads * v_width}
+    if is_fused:
+        rows = {"qkv": sum(rows.values())}
+    for name, n in rows.items():
+        want[f"{at}{name}.weight"] = (n, m)
+        if a.qkv_bias:
+            want[f"{at}{name}.bias"] = (n,)
+    if a.out_gate:
+        want[at + "q_gate.weight"] = (a.n_heads * a.head_width, m)
+    want[at + "o.weight"] = (m, a.n_heads * v_width)
+    if a.qk_norm or a.qk_norm_all:
+        heads = (a.n_heads, a.n_kv_heads) if a.qk_norm_all else (1, 1)
+        want.update({f"{at}{name}.weight": (a.head_width * n,) for name, n in zip(("q_norm", "k_norm"), heads, strict=True)})
+    if a.out_bias:
+        want[at + "o.bias"] = (m,)
+    if a.sinks:
+        want[at + "sinks.weight"] = (a.n_heads,)
 
 
 def _split_gate_up(ours: Mapping[str, TensorView], blueprint: Blueprint) -> dict[str, TensorView]:
@@ -193,4 +214,8 @@ def _hf_layer_name(stem: str, kind: str, layer_names: Mapping[str, str]) -> str 
         return f"{layer_names[stem]}.{kind}"
     if stem == "self_attn" and kind == "sinks":
         return "sinks.weight"
+    if (whole := f"{stem}.{kind}") in HF_DELTA:
+        return HF_DELTA[whole]
+    if stem in HF_DELTA:
+        return f"{HF_DELTA[stem]}.{kind}"
     return hf_expert_name(stem, kind)

@@ -13,7 +13,7 @@ from ..blueprint.blueprint import Blueprint
 from ..errors import PackError
 from ..files.view import TensorView
 from ..memory.arena import Arena, arena, pack_scratch_bytes
-from ..memory.state import StateSizes, device_arrays, page_layout, pinned_arrays
+from ..memory.state import StateSizes, device_arrays, page_layout, pinned_arrays, state_layout
 from ..model.decoder import rotations, trace
 from ..model.site import Site
 from ..model.weights import Progress, load_weights
@@ -71,7 +71,7 @@ def _build(
     device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))
     plan = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, ELEMENT_BYTES[device.facts.activation])
     buffers = place(device, plan, sizes)
-    site = Site(weights, buffers, layout.offsets, KV_FORMATS[assembly.kv_format], rotations(device, blueprint, sizes.max_ctx_tokens))
+    site = Site(weights, buffers, layout.offsets, KV_FORMATS[assembly.kv_format], rotations(device, blueprint, sizes.max_ctx_tokens), state_layout(blueprint).offsets)
     return trace(blueprint, site)
 
 
@@ -113,4 +113,5 @@ def _scalars(sizes: StateSizes, page_bytes: int) -> dict[str, int]:
         "max_top": sizes.max_top,
         "n_results": sizes.n_results,
         "kv_page_stride": page_bytes,
+        "recurrent_stride": sizes.recurrent_bytes,
     }

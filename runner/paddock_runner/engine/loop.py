@@ -201,11 +201,8 @@ class Engine:
         """Ends a request in whatever phase; its slot and pages follow when no step in flight has them."""
         now = self.clock()
         slot = request.slot
-        n_output = 0
-        if slot >= 0:
-            n_output = max(0, int(self.slots.read_length[slot]) - request.prompt_tokens)
-        elif request.n_preempted:
-            n_output = request.n_tokens - request.prompt_tokens
+        known = request.n_tokens if slot < 0 else max(request.n_tokens, int(self.slots.read_length[slot]))
+        n_output = known - request.prompt_tokens
         started, first = request.started_ns, request.first_ns
         self._say(
             request,

@@ -23,13 +23,14 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Which rows of the stored matrix a weight is: first, first + step, ...
+    """Which rows of the stored matrix a weight is: of every `period` rows the `length` from `first` on.
 
-    is_transposed: of its columns, made rows (plain formats). of_elements: which elements, whatever the rows.
+    is_transposed: the same of its columns, made rows (plain formats). of_elements: of its elements, whatever the rows.
     """
 
     first: int = 0
-    step: int = 1
+    length: int = 1
+    period: int = 1
     is_transposed: bool = False
     of_elements: bool = False
 
@@ -56,7 +57,7 @@ class TensorView:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weight itself: those of its view, or of the rows that are picked."""
-        return self.n_bytes // self.pick.step if self.pick else self.n_bytes
+        return self.n_bytes // self.pick.period * self.pick.length if self.pick else self.n_bytes
 
     @property
     def n_elements(self) -> int:

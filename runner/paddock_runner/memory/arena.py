@@ -34,10 +34,8 @@ class Arena:
 def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activation_bytes: int) -> Arena:
     """Buffers for steps of at most max_step_tokens tokens and max_step_rows sampled rows."""
     m = blueprint.model_width
-    qkv = max(_qkv_width(layer.attention) for layer in blueprint.layers)
-    out = max(
-        layer.attention.n_heads * (layer.attention.v_width or layer.attention.head_width) for layer in blueprint.layers
-    )
+    qkv = max(1, *(_qkv_width(layer.attention) for layer in blueprint.layers))
+    out = max(_out_width(layer) for layer in blueprint.layers)
     ff = max(1, *(layer.feed_forward.width for layer in blueprint.layers))
     buffers: dict[str, Buffer] = {}
 
@@ -49,12 +47,24 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
     at = place("residual", 0, m, is_f32=True)
     at = place("normed", at, m)
     shared = place("branch", at, m)
-    ends = [place("attention_out", place("qkv", shared, qkv), out)]
+    ends = [_place_mixers(blueprint, place, place("attention_out", place("qkv", shared, qkv), out))]
     ends.append(_place_experts(blueprint, place, place("feed_forward", shared, ff)))
     at = place("last", shared, m, is_sampled=True, is_f32=True)
     at = place("last_normed", at, m, is_sampled=True)
     ends.append(place("logits", at, blueprint.n_vocab, is_sampled=True, is_f32=True))
     return Arena(buffers, max(ends))
+
+
+def _place_mixers(blueprint: Blueprint, place: Callable[..., int], at: int) -> int:
+    """The gate on attention's output; the inputs of a delta net, and its two numbers a head."""
+    gates = [x.attention.n_heads * x.attention.head_width for x in blueprint.layers if x.attention.out_gate]
+    if gates:
+        at = place("attention_gate", at, max(gates))
+    deltas = [x.delta for x in blueprint.layers if x.delta is not None]
+    if deltas:
+        at = place("delta_mixed", at, max(x.n_channels + x.n_values for x in deltas))
+        at = place("delta_numbers", at, max(2 * x.n_v_heads for x in deltas), is_f32=True)
+    return at
 
 
 def _place_experts(blueprint: Blueprint, place: Callable[..., int], at: int) -> int:
@@ -73,7 +83,7 @@ def pack_scratch_bytes(
     blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, n_processors: int, max_ctx_tokens: int = 0
 ) -> int:
     """What a pack's kernels may use beside the arena: converted activations, split-KV partials, sampling. The loader refuses a pack that asks for more."""
-    widest = max(blueprint.model_width, *(max(x.feed_forward.width, _qkv_width(x.attention)) for x in blueprint.layers))
+    widest = max(blueprint.model_width, *(max(x.feed_forward.width, _mixer_width(x)) for x in blueprint.layers))
     heads = max(x.attention.n_heads * (x.attention.v_width or x.attention.head_width) for x in blueprint.layers)
     converted = 4 * max_step_tokens * widest
     partials = 4 * (heads + 2 * blueprint.model_width) * (max_step_rows + n_processors) * 16
@@ -89,6 +99,15 @@ def _expert_scratch(blueprint: Blueprint, layer: Layer, max_step_tokens: int) ->
         return 0
     row = 4 * (3 * max(blueprint.model_width, x.width) + 2 * x.width + 2 * x.n_used + 64)
     return max_step_tokens * row + 8 * x.n_experts + 4096
+
+
+def _out_width(layer: Layer) -> int:
+    a = layer.attention
+    return layer.delta.n_values if layer.delta is not None else a.n_heads * (a.v_width or a.head_width)
+
+
+def _mixer_width(layer: Layer) -> int:
+    return layer.delta.n_channels + layer.delta.n_values if layer.delta is not None else _qkv_width(layer.attention)
 
 
 def _qkv_width(a: Attention) -> int:

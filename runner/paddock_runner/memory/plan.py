@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..files.view import TensorView
 from ..formats.table import packed_bytes
 from .arena import arena, pack_scratch_bytes
-from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pinned_arrays
+from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pinned_arrays, state_layout
 
 MIB = 1 << 20
 CPU_GRANULE_BYTES = 2 * MIB
@@ -156,7 +156,10 @@ def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
             f"a pool of {n_pages} pages cannot hold one context of {slot_pages} pages and the scratch page"
         )
     step = max(request.max_step_tokens, request.max_batch)
-    return StateSizes(request.max_batch, slot_pages * page, page, n_pages, blueprint.n_vocab, step, request.max_batch)
+    states = state_layout(blueprint).slot_bytes
+    return StateSizes(
+        request.max_batch, slot_pages * page, page, n_pages, blueprint.n_vocab, step, request.max_batch, recurrent_bytes=states
+    )
 
 
 def weight_lines(blueprint: Blueprint, tensors: Mapping[str, TensorView]) -> tuple[PlanLine, ...]:
@@ -190,7 +193,8 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
     arrays, pinned = device_arrays(sizes), pinned_arrays(sizes)
     histories = aligned(arrays["tokens"]) + aligned(arrays["page_table"])
     sampling = sum(aligned(arrays[name]) for name in ("sampling", "bias", "mask"))
-    rest = sum(aligned(n) for n in arrays.values()) - histories - sampling
+    states = aligned(arrays.get("recurrent", 0))
+    rest = sum(aligned(n) for n in arrays.values()) - histories - sampling - states
     activations = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.activation_bytes)
     logits = 4 * sizes.max_step_rows * blueprint.n_vocab
     scratch = pack_scratch_bytes(
@@ -202,6 +206,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
         PlanLine(
             f"kv {request.kv_format}, {sizes.n_pages - 1} pages of {sizes.page_tokens} tokens", pool, "planner", "kv"
         ),
+        *([PlanLine("recurrent states", states, "planner", "state")] if states else []),
         PlanLine("token histories and page tables", histories, "planner", "state"),
         PlanLine("sampling state and masks", sampling, "planner", "state"),
         PlanLine("step rows", rest, "planner", "state"),

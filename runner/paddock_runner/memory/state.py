@@ -35,6 +35,7 @@ class StateSizes:
     max_bias: int = 512
     max_top: int = 20
     n_results: int = 8
+    recurrent_bytes: int = 0  # of one slot's recurrent states
 
     @property
     def slot_pages(self) -> int:
@@ -50,7 +51,9 @@ class StateSizes:
 def device_arrays(sizes: StateSizes) -> dict[str, int]:
     """Bytes of each pk_state array in device memory, by field name (KV pages and workspace are apart)."""
     slots, rows, tokens = sizes.n_slots, sizes.max_step_rows, sizes.max_step_tokens
+    states = {"recurrent": slots * sizes.recurrent_bytes} if sizes.recurrent_bytes else {}
     return {
+        **states,
         "tokens": 4 * slots * (sizes.max_ctx_tokens + 1),
         "length": 4 * slots,
         "alive": 4 * slots,
@@ -98,3 +101,26 @@ def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageL
         offsets.append((at, v_at))
         at = v_at + -(-v_bytes // 64) * 64
     return PageLayout(tuple(offsets), aligned(at))
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Where each layer's recurrent state lies in a slot's. offsets: per layer (matrix states, convolution's tail), or None."""
+
+    offsets: tuple[tuple[int, int] | None, ...]
+    slot_bytes: int
+
+
+def state_layout(blueprint: Blueprint) -> StateLayout:
+    """f32 states of every layer of kind delta, each part aligned to 256 bytes."""
+    at = 0
+    offsets: list[tuple[int, int] | None] = []
+    for layer in blueprint.layers:
+        x = layer.delta
+        if x is None:
+            offsets.append(None)
+            continue
+        tail = at + aligned(4 * x.n_values * x.k_width)
+        offsets.append((at, tail))
+        at = tail + aligned(4 * x.n_channels * (x.conv_width - 1))
+    return StateLayout(tuple(offsets), at)

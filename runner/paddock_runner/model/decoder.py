@@ -11,6 +11,7 @@ from ..pack.device import Device, f32_tensor
 from ..pack.program import PLAIN, Epilogue, Heads, Program, Rotation
 from ..pack.tensor import Tensor
 from .moe import experts, weigh_shared
+from .recurrent import delta_net
 from .site import Site
 
 __all__ = ["Site", "rotations", "trace"]
@@ -39,7 +40,7 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
     program.embed(weights["embed.weight"], buffers["residual"], blueprint.embed_scale)
     _read(program, blueprint, weights.get("layers.0.attn_norm.weight"), site)
     for i, layer in enumerate(blueprint.layers):
-        if layer.kind != "attention":
+        if layer.kind not in ("attention", "delta"):
             raise UnsupportedError(f"layer {i} of {blueprint.family} is a {layer.kind} layer, which the decoder does not know")
         at = f"layers.{i}."
         _attention(program, blueprint, layer, i, site)
@@ -53,6 +54,10 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
 
 def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, site: Site) -> None:
     a, w, at, buffers = layer.attention, site.weights, f"layers.{i}.", site.buffers
+    if layer.delta is not None:
+        out = delta_net(program, layer.delta, i, site, blueprint.norm_eps)
+        _project(program, layer, out, w[at + "o.weight"], None, site, blueprint.residual_scale)
+        return
     v_width = a.v_width or a.head_width
     width = (a.n_heads + a.n_kv_heads) * a.head_width + a.n_kv_heads * v_width
     qkv = _narrow(buffers["qkv"], width)
@@ -68,6 +73,10 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
     program.qkv(qkv, q, heads, norms, site.rotations[a.rope] if a.rope else None, blueprint.norm_eps)
     out = _narrow(buffers["attention_out"], a.n_heads * v_width)
     program.attention(q, out, heads, a.scale, a.window, a.softcap, w[at + "sinks.weight"] if a.sinks else None)
+    if a.out_gate:
+        gate = _narrow(buffers["attention_gate"], a.n_heads * a.head_width)
+        program.matmul(buffers["normed"], [w[at + "q_gate.weight"]], gate)
+        program.sigmoid(out, gate, out)
     _project(program, layer, out, w[at + "o.weight"], w.get(at + "o.bias"), site, blueprint.residual_scale)
 
 

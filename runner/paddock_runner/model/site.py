@@ -12,10 +12,14 @@ from ..pack.tensor import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a program finds things: weights by our names, activation buffers by arena name, KV offsets per layer, KV format."""
+    """Where a program finds things: weights by our names, activation buffers by arena name, KV offsets per layer, KV format.
+
+    state_offsets: of each recurrent layer: its state and its convolution's tail, in bytes from the start of a slot's.
+    """
 
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     kv_offsets: tuple[tuple[int, int], ...]
     kv_format: int
     rotations: Mapping[Rope, Rotation]
+    state_offsets: tuple[tuple[int, int] | None, ...] = ()

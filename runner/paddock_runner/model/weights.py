@@ -115,7 +115,7 @@ def read_scales(staging: Staging, view: TensorView) -> ScaleValues | None:
 
 def _numbers(staging: Staging, view: TensorView) -> NDArray[np.float32]:
     """A tensor of scales as f32; every one a positive number."""
-    data = np.frombuffer(staging.read(view), np.uint8)
+    data = arranged(view, staging.read(view))
     values = np.ldexp(np.float32(1), data.astype(np.int32) - 127) if view.format == "e8m0" else dequantize(view.format, data, (1, view.n_elements))
     values = np.ascontiguousarray(values, np.float32).reshape(-1)
     bad = ~(np.isfinite(values) & (values > 0))
@@ -168,10 +168,12 @@ def arranged(view: TensorView, data: memoryview) -> NDArray[np.uint8]:
         return raw
     if pick.is_transposed:
         rows, cols = view.shape
-        stored = raw.view(f"u{table.by_name(view.format).block_bytes}").reshape(cols, rows * pick.step)
-        return np.ascontiguousarray(stored.T[pick.first :: pick.step]).view(np.uint8).reshape(-1)
-    n = view.n_elements if pick.of_elements else view.shape[0]
-    return np.ascontiguousarray(raw.reshape(n * pick.step, -1)[pick.first :: pick.step]).reshape(-1)
+        raw = raw.view(f"u{table.by_name(view.format).block_bytes}").reshape(cols, -1).T.copy()
+        n = rows // pick.length * pick.period
+    else:
+        n = (view.n_elements if pick.of_elements else view.shape[0]) // pick.length * pick.period
+    kept = raw.reshape(n // pick.period, pick.period, -1)[:, pick.first : pick.first + pick.length]
+    return np.ascontiguousarray(kept).view(np.uint8).reshape(-1)
 
 
 def _places(base: int, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "ccb8c1b7b25e6603"
+DIGEST = "51a9340f18e51bba"
 PK_ABI = 1
 
 # enum pk_status
@@ -52,6 +52,7 @@ PK_OP_ADD = 12
 PK_OP_ROUTE = 13
 PK_OP_EXPERTS = 14
 PK_OP_SIGMOID = 15
+PK_OP_DELTA = 16
 
 # enum pk_act
 PK_ACT_NONE = 0
@@ -173,6 +174,8 @@ class pk_state(Structure):
         ("results", c_uint64),
         ("top", c_uint64),
         ("done", c_uint64),
+        ("recurrent", c_uint64),
+        ("recurrent_stride", c_int64),
     ]
 
 
@@ -430,6 +433,30 @@ class pk_op_sigmoid(Structure):
         ("x", pk_tensor),
         ("g", pk_tensor),
         ("out", pk_tensor),
+    ]
+
+
+class pk_op_delta(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("qkv", pk_tensor),
+        ("z", pk_tensor),
+        ("b", pk_tensor),
+        ("a", pk_tensor),
+        ("conv", pk_tensor),
+        ("a_log", pk_tensor),
+        ("dt_bias", pk_tensor),
+        ("scale", pk_tensor),
+        ("out", pk_tensor),
+        ("state_offset", c_int64),
+        ("conv_offset", c_int64),
+        ("n_k_heads", c_int32),
+        ("n_v_heads", c_int32),
+        ("k_width", c_int32),
+        ("v_width", c_int32),
+        ("conv_width", c_int32),
+        ("eps", c_float),
     ]
 
 # enum pk_scales

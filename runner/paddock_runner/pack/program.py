@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import PackError
@@ -37,6 +37,29 @@ class Rotation:
     width: int
     layout: str
     magnitude: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a gated delta net has beside its projections, all f32: conv [1,C*W], a_log and dt_bias [1,H], scale [1,Dv]."""
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """Heads and widths of a gated delta net, and where its state and its convolution's tail lie in a slot's (bytes)."""
+
+    n_k_heads: int
+    n_v_heads: int
+    k_width: int
+    v_width: int
+    conv_width: int
+    state_offset: int
+    conv_offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +276,15 @@ class Program:
     def sigmoid(self, x: Tensor, g: Tensor, out: Tensor) -> None:
         """out = x * sigmoid(g); g has x's columns, or one."""
         self._add(abi.pk_op_sigmoid, abi.PK_OP_SIGMOID, {"x": x, "g": g, "out": out})
+
+
+    def delta(self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], weights: DeltaWeights, out: Tensor, shape: DeltaShape, eps: float) -> None:
+        """out[T,H*Dv] of qkv[T,C], z[T,H*Dv], b[T,H], a[T,H]. See pk_op_delta. Source: Yang et al. 2024, eq. 10."""
+        qkv, z, b, a = inputs
+        _same("delta", "z width", z.cols, "out width", out.cols)
+        _same("delta", "convolution", weights.conv.cols, "channels times taps", qkv.cols * shape.conv_width)
+        tensors = {"qkv": qkv, "z": z, "b": b, "a": a, "conv": weights.conv, "a_log": weights.a_log, "dt_bias": weights.dt_bias}
+        self._add(abi.pk_op_delta, abi.PK_OP_DELTA, {**tensors, "scale": weights.scale, "out": out}, **asdict(shape), eps=eps)
 
 
 def _head_fields(heads: Heads) -> dict[str, int]:

@@ -25,6 +25,7 @@ from . import (
     phi3,
     qwen2,
     qwen3,
+    qwen35,
     qwen_moe,
     smollm3,
 )
@@ -95,4 +96,12 @@ FAMILIES = (
     ),
     Family("glm4-moe", ("glm4moe",), ("glm4_moe",), mixture_from_gguf, glm4_moe.from_hf, "GLM 4.5, 4.6, 4.7"),
     Family("gpt-oss", ("gpt-oss",), ("gpt_oss",), gpt_oss.from_gguf, gpt_oss.from_hf, "gpt-oss 20B, 120B"),
+    Family(
+        "qwen35",
+        ("qwen35", "qwen35moe", "qwen3next"),
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+        qwen35.no_gguf,
+        qwen35.from_hf,
+        "Qwen 3.5 to 3.8, Qwen3-Next",
+    ),
 )

@@ -1,0 +1,160 @@
+// Gated delta net: one layer's convolution, state update, output norm and gate, token after token (pk_op_delta in pack.h).
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "ops.h"
+
+namespace pk {
+namespace {
+
+struct Shape {
+    int64_t keys, values, channels;  // G * Dk, H * Dv, 2 G * Dk + H * Dv
+    explicit Shape(const pk_op_delta &op)
+        : keys(static_cast<int64_t>(op.n_k_heads) * op.k_width), values(static_cast<int64_t>(op.n_v_heads) * op.v_width), channels(2 * keys + values) {}
+};
+
+float silu(float x) { return x / (1.0f + std::exp(-x)); }
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+// One row of the step: its tokens, and where its slot's state lies.
+struct Sequence {
+    int64_t first, n;
+    bool begins, is_dead;
+    float *state, *tail;
+};
+
+Sequence sequence_of(const Run &run, const pk_op_delta &op, int64_t r) {
+    const pk_state &s = run.state;
+    const auto *start = numbers<const int32_t>(s.row_start);
+    uint64_t at = s.recurrent + numbers<const int32_t>(s.row_slot)[r] * s.recurrent_stride;
+    bool is_dead = numbers<const int32_t>(s.row_flags)[r] & PK_ROW_DEAD;
+    return {start[r], start[r + 1] - start[r], numbers<const int32_t>(s.row_position)[r] == 0, is_dead, numbers<float>(at + op.state_offset), numbers<float>(at + op.conv_offset)};
+}
+
+const float *row_of(const pk_tensor &t, int64_t row) { return numbers<const float>(t.data + row * t.stride); }
+
+// Row `token` of the row's input, counted from its first token of this step; negative: from the tail.
+const float *input_of(const pk_op_delta &op, const Sequence &q, int64_t channels, int64_t token) {
+    if (token >= 0) return row_of(op.qkv, q.first + token);
+    return q.begins ? nullptr : q.tail + (op.conv_width - 1 + token) * channels;
+}
+
+void convolve(const pk_op_delta &op, const Sequence &q, int64_t channels, int64_t token, float *out) {
+    const auto *conv = numbers<const float>(op.conv.data);
+    std::fill(out, out + channels, 0.0f);
+    for (int32_t i = 0; i < op.conv_width; ++i) {
+        const float *x = input_of(op, q, channels, token - op.conv_width + 1 + i);
+        if (!x) continue;
+        for (int64_t c = 0; c < channels; ++c) out[c] += conv[c * op.conv_width + i] * x[c];
+    }
+    for (int64_t c = 0; c < channels; ++c) out[c] = silu(out[c]);
+}
+
+// The last W - 1 inputs of the row become its tail. Rows are moved upwards, so an older one is read before it is overwritten.
+void keep_tail(const pk_op_delta &op, const Sequence &q, int64_t channels) {
+    int64_t n_tail = op.conv_width - 1;
+    for (int64_t i = 0; i < n_tail; ++i) {
+        const float *x = input_of(op, q, channels, q.n - n_tail + i);
+        float *to = q.tail + i * channels;
+        if (x)
+            std::memmove(to, x, channels * sizeof(float));
+        else
+            std::fill(to, to + channels, 0.0f);
+    }
+}
+
+// x / sqrt(sum(x^2) + 1e-6) * factor, into out.
+void unit_vector(const float *x, int64_t n, double factor, float *out) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(x[i]) * x[i];
+    auto by = static_cast<float>(factor / std::sqrt(sum + 1e-6));
+    for (int64_t i = 0; i < n; ++i) out[i] = x[i] * by;
+}
+
+// S = decay S; d = beta (v - S^T k); S += k d^T; out = S^T q. d: [Dv] scratch.
+void update(float *state, const float *q, const float *k, const float *v, float decay, float beta, int64_t k_width, int64_t v_width, float *d, float *out) {
+    std::fill(d, d + v_width, 0.0f);
+    for (int64_t i = 0; i < k_width; ++i) {
+        float *s = state + i * v_width;
+        for (int64_t j = 0; j < v_width; ++j) {
+            s[j] *= decay;
+            d[j] += s[j] * k[i];
+        }
+    }
+    for (int64_t j = 0; j < v_width; ++j) d[j] = beta * (v[j] - d[j]);
+    std::fill(out, out + v_width, 0.0f);
+    for (int64_t i = 0; i < k_width; ++i) {
+        float *s = state + i * v_width;
+        for (int64_t j = 0; j < v_width; ++j) {
+            s[j] += k[i] * d[j];
+            out[j] += s[j] * q[i];
+        }
+    }
+}
+
+// Norm and gate of one head's output, in place.
+void finish(const pk_op_delta &op, const float *z, float *out) {
+    const auto *scale = numbers<const float>(op.scale.data);
+    double sum = 0;
+    for (int64_t j = 0; j < op.v_width; ++j) sum += static_cast<double>(out[j]) * out[j];
+    auto by = static_cast<float>(1.0 / std::sqrt(sum / op.v_width + op.eps));
+    for (int64_t j = 0; j < op.v_width; ++j) out[j] = out[j] * by * scale[j] * silu(z[j]);
+}
+
+// Value head h over the tokens of a row. mixed: [n, C] convolved inputs. scratch: 2 Dk + Dv floats.
+void run_head(const pk_op_delta &op, const Shape &shape, const Sequence &q, int64_t h, const float *mixed, float *scratch) {
+    int64_t key_head = h / (op.n_v_heads / op.n_k_heads), size = static_cast<int64_t>(op.k_width) * op.v_width;
+    float *state = q.state + h * size, *query = scratch, *key = query + op.k_width, *d = key + op.k_width;
+    if (q.begins) std::fill(state, state + size, 0.0f);
+    double rate = -std::exp(static_cast<double>(numbers<const float>(op.a_log.data)[h])), bias = numbers<const float>(op.dt_bias.data)[h];
+    for (int64_t t = 0; t < q.n; ++t) {
+        const float *u = mixed + t * shape.channels;
+        unit_vector(u + key_head * op.k_width, op.k_width, 1.0 / std::sqrt(static_cast<double>(op.k_width)), query);
+        unit_vector(u + shape.keys + key_head * op.k_width, op.k_width, 1.0, key);
+        auto decay = static_cast<float>(std::exp(rate * softplus(row_of(op.a, q.first + t)[h] + bias)));
+        auto *out = numbers<float>(op.out.data + (q.first + t) * op.out.stride) + h * op.v_width;
+        update(state, query, key, u + 2 * shape.keys + h * op.v_width, decay, sigmoid(row_of(op.b, q.first + t)[h]), op.k_width, op.v_width, d, out);
+        finish(op, row_of(op.z, q.first + t) + h * op.v_width, out);
+    }
+}
+
+int64_t head_floats(const pk_op_delta &op) { return 2 * op.k_width + op.v_width; }
+
+}  // namespace
+
+int64_t delta_workspace_bytes(const Context &context, const pk_op_delta &op, const pk_state &state) {
+    return 4 * (int64_t{state.max_step_tokens} * Shape(op).channels + context.pool.n_threads() * ((head_floats(op) + 15) / 16 * 16));
+}
+
+void run_delta(Run &run, const pk_op_delta &op) {
+    Shape shape(op);
+    Pool &pool = run.context.pool;
+    auto *mixed = reinterpret_cast<float *>(run.shared), *scratch = mixed + int64_t{run.state.max_step_tokens} * shape.channels;
+    const auto *token_row = numbers<const int32_t>(run.state.token_row);
+    pool.parallel_for(run.n_tokens, pool.grain(run.n_tokens), [&](int64_t begin, int64_t end, int32_t) {
+        for (int64_t t = begin; t < end; ++t) {
+            Sequence q = sequence_of(run, op, token_row[t]);
+            if (!q.is_dead) convolve(op, q, shape.channels, t - q.first, mixed + t * shape.channels);
+        }
+    });
+    pool.parallel_for(run.n_rows * op.n_v_heads, 1, [&](int64_t begin, int64_t end, int32_t thread) {
+        for (int64_t i = begin; i < end; ++i) {
+            Sequence q = sequence_of(run, op, i / op.n_v_heads);
+            int64_t h = i % op.n_v_heads;
+            if (!q.is_dead) {
+                run_head(op, shape, q, h, mixed + q.first * shape.channels, scratch + thread * ((head_floats(op) + 15) / 16 * 16));
+                continue;
+            }
+            for (int64_t t = q.first; t < q.first + q.n; ++t)
+                std::fill_n(numbers<float>(op.out.data + t * op.out.stride) + h * op.v_width, op.v_width, 0.0f);
+        }
+    });
+    for (int64_t r = 0; r < run.n_rows; ++r) {
+        Sequence q = sequence_of(run, op, r);
+        if (!q.is_dead && q.n > 0) keep_tail(op, q, shape.channels);
+    }
+}
+
+}  // namespace pk

@@ -1,0 +1,32 @@
+"""Gated delta net in the forward pass: projections, convolution, state update and output, up to the layer's last product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..blueprint.blueprint import Delta
+from ..errors import UnsupportedError
+from ..pack.program import DeltaShape, DeltaWeights, Program
+from ..pack.tensor import Tensor
+from .site import Site
+
+
+def delta_net(program: Program, x: Delta, i: int, site: Site, eps: float) -> Tensor:
+    """The layer's output before its last projection, [T, H*Dv]."""
+    w, at, buffers = site.weights, f"layers.{i}.", site.buffers
+    offsets = site.state_offsets[i]
+    if offsets is None:
+        raise UnsupportedError(f"layer {i} has no recurrent state")
+    mixed = replace(buffers["delta_mixed"], cols=x.n_channels + x.n_values)
+    qkv, z = mixed.columns(0, x.n_channels), mixed.columns(x.n_channels, x.n_values)
+    numbers = replace(buffers["delta_numbers"], cols=2 * x.n_v_heads)
+    b, a = numbers.columns(0, x.n_v_heads), numbers.columns(x.n_v_heads, x.n_v_heads)
+    out = replace(buffers["attention_out"], cols=x.n_values)
+    parts = ["qkv"] if at + "delta_qkv.weight" in w else ["q", "k", "v"]
+    program.matmul(buffers["normed"], [w[f"{at}delta_{name}.weight"] for name in parts], qkv)
+    program.matmul(buffers["normed"], [w[at + "delta_z.weight"]], z)
+    program.matmul(buffers["normed"], [w[at + "delta_b.weight"], w[at + "delta_a.weight"]], numbers)
+    weights = DeltaWeights(*(w[f"{at}delta_{name}.weight"] for name in ("conv", "a_log", "dt", "scale")))
+    shape = DeltaShape(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width, *offsets)
+    program.delta((qkv, z, b, a), weights, out, shape, eps)
+    return out
