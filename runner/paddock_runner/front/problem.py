@@ -10,7 +10,7 @@ from .. import log
 from ..errors import Busy, Cancelled, ContextTooLong, PaddockError, ShuttingDown, Unauthorized, UnsupportedError
 from .http import ENCODER, Exchange, Headers
 
-OPENAI, ANTHROPIC = "openai", "anthropic"
+OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -58,6 +58,8 @@ def anthropic_body(error: PaddockError) -> dict[str, Any]:
 
 def encoded(error: PaddockError, vendor: str) -> bytes:
     """The vendor's error JSON."""
+    if vendor == OLLAMA:
+        return ENCODER.encode({"error": f"{error.message} ({error.hint})" if error.hint else error.message})
     return ENCODER.encode(anthropic_body(error) if vendor == ANTHROPIC else openai_body(error))
 
 
@@ -98,5 +100,8 @@ async def _answer(exchange: Exchange, vendor: str, error: PaddockError) -> None:
     if not exchange.is_started:
         await exchange.answer(error.http_status, body, headers=retry_headers(error))
     elif not exchange.is_complete:
+        if vendor == OLLAMA:
+            await exchange.send_part(body + b"\n", is_last=True)
+            return
         event = b"event: error\n" if vendor == ANTHROPIC else b""
         await exchange.send_part(event + b"data: " + body + b"\n\n", is_last=True)

@@ -11,8 +11,10 @@ from ..errors import PaddockError
 from . import health, metrics, openapi
 from .anthropic import count_tokens, messages
 from .http import Exchange, Receive, Scope, Send
+from .ollama import chat as ollama_chat
+from .ollama import models as ollama_models
 from .openai import chat, completions, models, responses, tokens
-from .problem import ANTHROPIC, OPENAI, guarded
+from .problem import ANTHROPIC, OLLAMA, OPENAI, guarded
 from .service import Front
 
 Handler = Callable[[Front, Exchange], Awaitable[None]]
@@ -56,9 +58,15 @@ ROUTES = (
     Route("POST", "/v1/responses", responses.post_responses),
     Route("GET", "/v1/responses/", responses.get_response),
     Route("DELETE", "/v1/responses/", responses.delete_response),
-    Route("POST", "/v1/responses/", responses.post_below),
     Route("POST", "/tokenize", tokens.post_tokenize),
     Route("POST", "/detokenize", tokens.post_detokenize),
+    Route("GET", "/api/tags", ollama_models.get_tags, OLLAMA),
+    Route("GET", "/api/ps", ollama_models.get_running, OLLAMA),
+    Route("GET", "/api/version", ollama_models.get_version, OLLAMA, is_open=True),
+    Route("POST", "/api/show", ollama_models.post_show, OLLAMA),
+    Route("POST", "/api/pull", ollama_models.post_pull, OLLAMA),
+    Route("POST", "/api/chat", ollama_chat.post_chat, OLLAMA),
+    Route("POST", "/api/generate", ollama_chat.post_generate, OLLAMA),
     Route("POST", "/v1/messages", messages.post_messages, ANTHROPIC),
     Route("POST", "/v1/messages/count_tokens", count_tokens.post_count_tokens, ANTHROPIC),
 )
@@ -91,7 +99,7 @@ class Application:
         if scope["type"] != "http":
             return
         exchange = Exchange(scope, receive, send)
-        vendor = ANTHROPIC if exchange.path.startswith("/v1/messages") else OPENAI
+        vendor = _vendor(exchange.path)
         front, name = self._front, "unknown"
         front.metrics.in_flight += 1
 
@@ -117,6 +125,13 @@ class Application:
                 "request", id=exchange.request_id, method=exchange.method, path=exchange.path, status=exchange.status or 499,
                 ms=round(took_s * 1e3, 3), **exchange.log,
             )  # fmt: skip
+
+
+def _vendor(path: str) -> str:
+    """Whose error shape a path wants."""
+    if path.startswith("/v1/messages"):
+        return ANTHROPIC
+    return OLLAMA if path.startswith("/api/") else OPENAI
 
 
 def _allow_origin(exchange: Exchange, origin: str) -> None:

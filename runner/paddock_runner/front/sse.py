@@ -22,8 +22,9 @@ class EventStream:
     on_caught_up: called when a lagging client has read everything; it may write. comment: sent after a silence (or written by a call of it).
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, content_type: bytes = SSE) -> None:
         self._exchange = exchange
+        self._content_type = content_type
         self._parts: list[bytes] = []
         self._waiting: asyncio.Task[None] | None = None
         self.comment: bytes | Callable[[], None] = COMMENT
@@ -38,7 +39,7 @@ class EventStream:
             return
         self._is_quiet = False
         if not self._exchange.is_started:
-            self._drive(self._exchange.start(200, SSE, HEADERS))
+            self._drive(self._exchange.start(200, self._content_type, HEADERS))
             if self.is_behind:
                 return
         data = b"".join(self._parts)
@@ -60,7 +61,7 @@ class EventStream:
         while self._waiting is not None:
             await self._waiting
         if not self._exchange.is_started:
-            await self._exchange.start(200, SSE, HEADERS)
+            await self._exchange.start(200, self._content_type, HEADERS)
         data = b"".join(self._parts)
         self._parts.clear()
         await self._exchange.send_part(data, is_last=True)

@@ -63,13 +63,13 @@ class Served:
 
         size = INLINE_CHARACTERS if self._is_slow or tools else sum(_size(m.get("content")) for m in messages)
         try:
-            return await self._run(work, size)
+            return await self.run(work, size)
         except UnsupportedError as error:
             raise UsageError(error.message, error.hint, param="messages", **error.facts) from error
 
     async def text_prompt(self, text: str, add_special: bool = True, parse_special: bool = True) -> array[int]:
         """The ids of a text. Raises: UsageError."""
-        return await self._run(lambda: self.tokenizer.encode(text, add_special, parse_special), len(text))
+        return await self.run(lambda: self.tokenizer.encode(text, add_special, parse_special), len(text))
 
     def id_prompt(self, ids: Sequence[int], param: str = "prompt") -> array[int]:
         """Ids that the client made. Raises: UsageError naming an id outside the vocabulary."""
@@ -94,7 +94,8 @@ class Served:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.walker.close()
 
-    async def _run(self, work: Callable[[], Result], size: int) -> Result:
+    async def run(self, work: Callable[[], Result], size: int) -> Result:
+        """Does work on a text of `size` characters, in a thread when it is long."""
         if size < INLINE_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -15,6 +15,7 @@ from ..service import Front, Shape, caller, run_stream, run_turn
 from ..sse import EventStream
 from .chunks import FINISH, Head, TextChunks
 from .fields import CompletionRequest, refuse, usage_json
+from .fill import Fill
 from .probs import text_logprobs
 from .structured import held_text
 
@@ -31,10 +32,13 @@ async def post_completions(front: Front, exchange: Exchange) -> None:
     front.require_ready()
     front.require_model(body.model)
     _check(body)
-    prompts = await _prompts(front, body)
+    fill = Fill.of(front.served.tokenizer) if body.suffix else None
+    prompts = await _prompts(front, body, fill)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     n_logprobs = -1 if body.logprobs is None else body.logprobs
     wish = body.wish(max_tokens, n_logprobs)
+    if fill is not None:
+        wish.stop_ids = (*wish.stop_ids, *fill.marks)
     n = len(prompts) * wish.n
     head = Head(
         "cmpl-" + secrets.token_hex(12), int(time.time()), front.served.name, n, body.wants_usage, n_logprobs >= 0
@@ -73,8 +77,6 @@ async def post_completions(front: Front, exchange: Exchange) -> None:
 
 
 def _check(body: CompletionRequest) -> None:
-    if body.suffix:
-        raise refuse("suffix", "this model does not fill in the middle")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refuse("best_of", "best_of is supported only where it equals n")
     if body.echo and body.logprobs is not None:
@@ -83,10 +85,10 @@ def _check(body: CompletionRequest) -> None:
         raise refuse("max_tokens", "max_tokens is 0, at least 1 is needed (0 only with echo, unstreamed)")
 
 
-async def _prompts(front: Front, body: CompletionRequest) -> list[array[int]]:
+async def _prompts(front: Front, body: CompletionRequest, fill: Fill | None) -> list[array[int]]:
     given = body.prompt
     if isinstance(given, list) and given and all(isinstance(item, int) for item in given):
-        return [front.served.id_prompt(cast("list[int]", given))]
+        given = [cast("list[int]", given)]
     items: Sequence[Any] = given if isinstance(given, list) else [given]
     if any(isinstance(item, int) for item in items):
         raise refuse(
@@ -96,7 +98,10 @@ async def _prompts(front: Front, body: CompletionRequest) -> list[array[int]]:
         raise refuse("prompt", f"{len(items)} prompts were sent, 1 to {MAX_PROMPTS} are possible")
     out = []
     for item in items:
-        if isinstance(item, str):
+        if fill is not None:
+            before = item if isinstance(item, str) else front.served.id_prompt(item)
+            out.append(await front.served.run(lambda b=before: fill.prompt(b, body.suffix or ""), len(item)))  # type: ignore[misc]
+        elif isinstance(item, str):
             out.append(await front.served.text_prompt(item, body.add_special_tokens is not False))
         else:
             out.append(front.served.id_prompt(item))

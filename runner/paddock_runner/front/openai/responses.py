@@ -242,10 +242,3 @@ async def delete_response(front: Front, exchange: Exchange) -> None:
     _entry(front, exchange, name)
     front.stored.drop(unquote(name))
     await exchange.answer_json({"id": name, "object": "response", "deleted": True})
-
-
-async def post_below(front: Front, exchange: Exchange) -> None:
-    """POST /v1/responses/ID/cancel: refused, because nothing runs in the background."""
-    name, _, below = exchange.path.removeprefix(BELOW).partition("/")
-    _entry(front, exchange, name)
-    raise refuse("background", f"only a background response takes {below[:40]!r}, and there are none here")
