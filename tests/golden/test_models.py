@@ -54,28 +54,36 @@ def reference(shared_dir: Path, name: str) -> dict:
     return {c["id"]: c for c in json.loads((shared_dir / "golden" / f"{name}.json").read_text())["cases"]}
 
 
+def peer_deviations(truth: dict, peer: dict) -> list[float]:
+    """llama.cpp's own distance from the truth, per step, while its free-running answer is still on the truth's path."""
+    found = []
+    for mine, theirs, a, b in zip(top5(truth), top5(peer), truth["generated_ids"], peer["generated_ids"], strict=True):
+        known = {i: p for i, p, _ in theirs}
+        found.append(max((abs(p - known[i]) for i, p, _ in mine if i in known), default=0.0))
+        if a != b:
+            break
+    return found
+
+
 @pytest.mark.models
 @pytest.mark.parametrize("name", MODELS)
-def test_quantised_model_stays_as_close_to_the_truth_as_llama_cpp(name, shared_dir, models_dir):
+def test_quantised_model_is_as_true_as_one_that_dequantises_and_truer_than_llama_cpp(name, shared_dir, models_dir):
     truth, peer = reference(shared_dir, f"{name}.hf_fp32"), reference(shared_dir, f"{name}.llamacpp")
     device = open_device(models_dir / MODELS[name])
     try:
         teacher = Teacher(device, CHUNK)
         ours_sum = peer_sum = 0.0
-        for key, case in peer.items():
-            steps = deviations(teacher, case)
-            assert all(same for _, same, margin in steps if margin > 1.0), key
-            assert max(d for d, _, _ in steps) <= 0.8, key
         for key, case in truth.items():
-            steps = deviations(teacher, case)
-            assert all(same for _, same, margin in steps if margin > 1.0), key
-            # the peer ran free: its steps count while it was still on the truth's path
-            n = next((i for i, (a, b) in enumerate(zip(case["generated_ids"], peer[key]["generated_ids"], strict=True)) if a != b), 32)
-            for ours, a, b in zip(steps[: n + 1], top5(case), top5(peer[key]), strict=False):
-                known = {i: p for i, p, _ in b}
-                ours_sum += ours[0]
-                peer_sum += max((abs(p - known[i]) for i, p, _ in a if i in known), default=0.0)
-        assert ours_sum <= peer_sum * 1.05, f"ours {ours_sum:.3f}, llama.cpp {peer_sum:.3f}"
+            steps, theirs = deviations(teacher, case), peer_deviations(case, peer[key])
+            assert max(d for d, _, _ in steps) <= 0.15, key
+            assert all(same for _, same, margin in steps if margin > 0.3), key
+            ours_sum += sum(d for d, _, _ in steps[: len(theirs)])
+            peer_sum += sum(theirs)
+            along_peer = deviations(teacher, peer[key])
+            # 0.8 as the reference's rule says; where llama.cpp itself is that far from the truth, we may be as far from it
+            assert max(d for d, _, _ in along_peer) <= max(0.8, max(theirs) + 0.05), key
+            assert all(same for _, same, margin in along_peer if margin > 1.0), key
+        assert ours_sum < peer_sum, f"ours {ours_sum:.3f}, llama.cpp {peer_sum:.3f}"
     finally:
         device.close()
 
