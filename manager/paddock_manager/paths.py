@@ -108,13 +108,19 @@ def _hub_token(env: Mapping[str, str]) -> str:
         return ""
 
 
-def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
-    """The hub's own cache folder: files found there are offered for use in place, never changed."""
+def folders_of_others(environment: Mapping[str, str] | None = None) -> dict[str, Path]:
+    """Where other programs keep checkpoints, by program: looked into when asked, never changed."""
     env = os.environ if environment is None else environment
-    if env.get("HF_HUB_CACHE"):
-        return Path(env["HF_HUB_CACHE"])
-    cache = Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "~")).expanduser() / ".cache")
-    return Path(env.get("HF_HOME") or cache / "huggingface") / "hub"
+    home = Path(env.get("HOME", "~")).expanduser()
+    cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
+    hub = Path(env.get("HF_HUB_CACHE") or Path(env.get("HF_HOME") or cache / "huggingface") / "hub")
+    return {
+        "hub cache": hub,
+        "LM Studio": home / ".lmstudio" / "models",
+        "LM Studio (old)": home / ".cache" / "lm-studio" / "models",
+        "llama.cpp": Path(env.get("LLAMA_CACHE") or cache / "llama.cpp"),
+        "Jan": home / ".local" / "share" / "Jan" / "data" / "llamacpp" / "models",
+    }
 
 
 def may_color(environment: Mapping[str, str] | None = None) -> bool:

@@ -37,7 +37,7 @@ SHAPES: dict[str, Shape] = {
     },
     "add": {"model": MODEL},
     "ls": {
-        "models?": [MODEL], "problems?": [str], "home?": str, "remote?": str, "commit?": str, "licence?": str,
+        "models?": [MODEL], "problems?": [str], "home?": str, "remote?": str, "elsewhere?": [{"program": str, "path": str, "size_bytes": int}], "commit?": str, "licence?": str,
         "variants?": [{"ref": str, "size_bytes": int, "files": int}],
     },
     "show": {

@@ -155,6 +155,26 @@ def test_ls_remote_lists_variants_smallest_first_and_fetches_nothing(paddock, re
     assert repo.data_requests() == [] and paddock("ls", "--remote", "nothing").code == 2
 
 
+def test_checkpoints_of_other_programs_are_found_and_used_in_place(paddock):
+    home = Path(os.environ["HOME"])
+    blob = home / ".cache/huggingface/hub/models--org--x/blobs/abc"
+    snapshot = home / ".cache/huggingface/hub/models--org--x/snapshots/123"
+    studio = home / ".lmstudio/models/org/y"
+    for folder in (blob.parent, snapshot, studio):
+        folder.mkdir(parents=True)
+    blob.write_bytes(tiny_gguf())
+    (snapshot / "x.Q4_0.gguf").symlink_to(blob)
+    for number in (1, 2):
+        (studio / f"y-Q8_0-0000{number}-of-00002.gguf").write_bytes(b"x" * 10)
+    (studio / "mmproj-y.gguf").write_bytes(b"x")
+    rows = paddock("ls", "--elsewhere", "--json").json["elsewhere"]
+    assert [(r["program"], Path(r["path"]).name, r["size_bytes"]) for r in rows] == [("hub cache", "x.Q4_0.gguf", 800), ("LM Studio", "y-Q8_0-00001-of-00002.gguf", 20)]
+    added = paddock("add", rows[0]["path"], "--name", "x", "--json")
+    assert added.code == 0 and added.json["model"]["path"] == rows[0]["path"]
+    assert len(paddock("ls", "--elsewhere", "--json").json["elsewhere"]) == 1
+    assert paddock("rm", "x").code == 0 and blob.exists()
+
+
 def test_ls_is_empty_and_says_how_to_begin(paddock):
     done = paddock("ls")
     assert (done.code, done.out) == (0, "") and "paddock pull smollm2-135m" in done.err

@@ -16,6 +16,7 @@ COMMAND = Command(
     (),
     (
         Option("--remote", "list what a hub repository (or catalog name) offers", "text", value="REF"),
+        Option("--elsewhere", "list what other programs keep on this machine; `paddock add` uses it in place"),
         Option("--names", "names only, one a line"),
         Option("--full", "full names, org/repo:quant"),
     ),
@@ -26,6 +27,8 @@ COMMAND = Command(
 def run(values: Values, ui: Ui) -> int:
     """List them."""
     places = paths.places()
+    if values.flag("elsewhere"):
+        return elsewhere(places, ui)
     if values.text("remote"):
         return remote(values.text("remote"), places, ui)
     problems: list[PaddockError] = []
@@ -45,6 +48,27 @@ def run(values: Values, ui: Ui) -> int:
 
     body = {"models": [m.facts() for m in found], "problems": [p.message for p in problems], "home": str(places.home)}
     ui.result("ls", body, human)
+    return 0
+
+
+def elsewhere(places: paths.Places, ui: Ui) -> int:
+    """Checkpoints of other programs, with what to type to use them."""
+    from paddock_manager.store import elsewhere as others
+
+    ours = {str(m.path) for m in index.models(places, [])}
+    found = others.find(paths.folders_of_others(), ours)
+    rows = [{"program": f.program, "path": str(f.path), "size_bytes": f.size_bytes} for f in found]
+
+    def human(out: Ui) -> None:
+        if not rows:
+            out.say("nothing found in the folders of " + ", ".join(paths.folders_of_others()))
+            return
+        out.table(
+            ("PROGRAM", "SIZE", "PATH"), [(f.program, size(f.size_bytes), str(f.path)) for f in found], right=(1,)
+        )
+        out.say("`paddock add PATH` uses one where it lies")
+
+    ui.result("ls", {"elsewhere": rows}, human)
     return 0
 
 
