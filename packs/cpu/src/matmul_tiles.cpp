@@ -7,10 +7,11 @@ namespace {
 
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileRows = 16;
-constexpr int64_t kMinRows = 9;            // fewer go the other way
+constexpr int64_t kMinRows = 6;            // fewer go the other way
+constexpr int64_t kMinPlainRows = 9;
 constexpr int64_t kMaxJobRows = 512;       // rows of x that one decoding of a panel serves
 constexpr int64_t kPlainBlockTiles = 12;   // tiles along K decoded at a time
-constexpr int64_t kCodedBlockTiles = 16;   // a multiple of 8: blocks of 256 columns
+constexpr int64_t kCodedBlockTiles = 8;    // blocks of 256 columns
 constexpr int64_t kMaxPairs = 8;           // pairs of a job, which take turns at a block of activations
 constexpr int64_t kPairColumns = 32;
 
@@ -19,7 +20,7 @@ bool is_coded(const pk_tensor &w) { return find_layout(w.format)->scale != Scale
 // Sizes in bytes, each a multiple of 64.
 struct Plan {
     bool has_coded = false, has_plain = false;
-    int64_t n_tiles, n_row_tiles, job_row_tiles, plain_block, coded_block;
+    int64_t n_tiles, n_row_tiles, job_row_tiles, plain_block;
     int64_t plain_bytes, codes_bytes, x_sums_bytes;  // activations
     int64_t tiles_bytes, scales_bytes, sums_bytes;   // per thread
 
@@ -30,14 +31,13 @@ struct Plan {
         int64_t limit = kMaxJobRows / kTileRows, n_jobs = (n_row_tiles + limit - 1) / limit, n_blocks = (n_tiles + kPlainBlockTiles - 1) / kPlainBlockTiles;
         job_row_tiles = round_up((n_row_tiles + n_jobs - 1) / n_jobs, 2);
         plain_block = (n_tiles + n_blocks - 1) / n_blocks;
-        coded_block = n_tiles < kCodedBlockTiles ? n_tiles : kCodedBlockTiles;
         int64_t x_tiles = n_row_tiles * n_tiles;
         plain_bytes = has_plain ? 2 * x_tiles * kTileBytes : 0;
         codes_bytes = has_coded ? 2 * x_tiles * kTileBytes : 0;
         x_sums_bytes = has_coded ? x_tiles * kGroupSums * 4 : 0;
-        int64_t plain = has_plain ? plain_scratch_tiles(plain_block) : 0, coded = has_coded ? coded_scratch_tiles(coded_block, kMaxPairs) : 0;
+        int64_t plain = has_plain ? plain_scratch_tiles(plain_block) : 0, coded = has_coded ? coded_scratch_tiles(kCodedBlockTiles, kMaxPairs) : 0;
         tiles_bytes = (plain > coded ? plain : coded) * kTileBytes;
-        scales_bytes = has_coded ? kMaxPairs * 2 * coded_block * kGroupScales * 4 : 0;
+        scales_bytes = has_coded ? kMaxPairs * 2 * kCodedBlockTiles * kGroupScales * 4 : 0;
         sums_bytes = kMaxPairs * job_row_tiles * kTileRows * kPairColumns * 4;
     }
     int64_t x_bytes() const { return plain_bytes + codes_bytes + x_sums_bytes; }
@@ -99,7 +99,7 @@ struct TileProduct {
             int64_t stop = end < first_pair[w + 1] ? end : first_pair[w + 1];
             for (int64_t i = begin; i < stop; ++i) pairs[i - begin] = pair(w, i);
             bool coded = is_coded(parts.op.w[w]);
-            tiles.block_tiles = coded ? plan.coded_block : plan.plain_block;
+            tiles.block_tiles = coded ? kCodedBlockTiles : plan.plain_block;
             (coded ? kernels.run_codes : kernels.run)(tiles, pairs, stop - begin);
             begin = stop;
         }
@@ -116,7 +116,9 @@ int64_t pairs_per_piece(int64_t n_pairs, int64_t n_jobs, int64_t n_threads) {
 
 bool uses_tiles(const Context &context, const pk_op_matmul &op, int64_t n_rows) {
     bool is_mixed_gate = op.act != PK_ACT_NONE && is_coded(op.w[0]) != is_coded(op.w[1]);
-    return context.isa == Isa::kAmx && n_rows >= kMinRows && !is_mixed_gate;
+    bool all_plain = true;
+    for (int32_t i = 0; i < op.n_w; ++i) all_plain = all_plain && !is_coded(op.w[i]);
+    return context.isa == Isa::kAmx && n_rows >= (all_plain ? kMinPlainRows : kMinRows) && !is_mixed_gate;
 }
 
 int64_t tiles_workspace_bytes(const Context &context, const pk_op_matmul &op, int64_t n_rows) {
