@@ -122,7 +122,7 @@ def test_openai_client_gets_the_same_greedy_answer_streamed_and_whole(runner: Ru
 
 def test_counters_return_to_zero_after_a_client_left(runner: Runner) -> None:
     headers = {"authorization": f"Bearer {runner.key}"}
-    body = {"messages": ASK, "stream": True, "max_tokens": 400, "ignore_eos": True}
+    body = {"messages": ASK, "stream": True, "max_tokens": 400, "ignore_eos": True, "n": 50}
     with httpx.Client(headers=headers) as client:
         with client.stream("POST", runner.url + "/v1/chat/completions", json=body) as answer:
             next(answer.iter_bytes())
@@ -132,7 +132,7 @@ def test_counters_return_to_zero_after_a_client_left(runner: Runner) -> None:
 
         assert until(lambda: state()["engine"]["slots"]["free"] == 4)
         found = state()
-        assert found["engine"]["counters"]["ended"]["abort"] == 1 and found["front"]["open_asks"] == 0
+        assert found["engine"]["counters"]["ended"]["abort"] > 0 and found["front"]["open_asks"] == 0
         metrics = client.get(runner.url + "/metrics").text
     assert "paddock_output_tokens_total" in metrics and "paddock_engine_slots_free 4" in metrics
 
@@ -153,7 +153,7 @@ def test_sigterm_lets_running_requests_finish_and_exits_0(tmp_path: Path, model:
 
 def test_engine_that_is_killed_ends_open_requests_and_the_runner_with_one_sentence(tmp_path: Path, model: Path) -> None:
     with running(tmp_path, model, "--no-auth") as runner:
-        body = {"prompt": "a", "stream": True, "max_tokens": 480, "ignore_eos": True}
+        body = {"prompt": "a", "stream": True, "max_tokens": 480, "ignore_eos": True, "n": 100}
         with httpx.Client(timeout=60) as client, client.stream("POST", runner.url + "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)

@@ -114,13 +114,13 @@ def _operands(record: ctypes.Structure) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(tensor: Any, case: Case) -> int:
-    return {T: case.tokens, S: case.sequences}.get(tensor.rows, tensor.rows)
+    return int({T: case.tokens, S: case.sequences}.get(tensor.rows, tensor.rows))
 
 
 def _operand_bytes(name: str, tensor: Any, view: TensorView | None, case: Case) -> int:
     if tensor.layout == abi.PK_PACKED and view is not None:
         whole = case.packed_bytes(view.format, tensor.rows, tensor.cols)
-        return whole * min(case.tokens, tensor.rows) // tensor.rows if name == "table" else whole
+        return int(whole * min(case.tokens, tensor.rows) // tensor.rows) if name == "table" else whole
     return int(_rows(tensor, case) * tensor.cols * ELEMENT_BYTES[tensor.format])
 
 
