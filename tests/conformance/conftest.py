@@ -14,7 +14,7 @@ from tests.fakes.engine import FOREVER
 def _reset(server: Live) -> Live:
     script = server.script
     script.starts, script.n_tokens, script.max_queue = True, FOREVER, FOREVER
-    script.refusal, script.error, script.cached_tokens = None, ErrorCode.NONE, 0
+    script.refusal, script.error, script.cached_tokens, script.draw = None, ErrorCode.NONE, 0, None
     script.cache.clear()
     server.engine.aborted.clear()
     server.engine.asked.clear()

@@ -34,6 +34,7 @@ class Running:
     limit: int
     cached_tokens: int = 0
     n_done: int = 0
+    is_masked: bool = False
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Script:
     error: m.ErrorCode = m.ErrorCode.NONE
     cached_tokens: int = 0
     cache: set[bytes] = field(default_factory=set)
+    draw: Callable[[bytes], int] | None = None
+    """Draws a token under a mask: then asks with masks wait for theirs, as with the real engine."""
 
 
 class FakeEngine(threading.Thread):
@@ -63,6 +66,7 @@ class FakeEngine(threading.Thread):
         self.changed = threading.Condition()
         self._waiting: list[m.AskView] = []
         self._running: dict[int, Running] = {}
+        self._masks: dict[tuple[int, int], bytes] = {}
         self._free = list(range(N_SLOTS - 1, -1, -1))
         self._is_draining = self._is_stopped = False
         self._seq, self._every_s, self._idle_s = 0, every_s, idle_s
@@ -118,6 +122,9 @@ class FakeEngine(threading.Thread):
                 self._waiting.append(view)
             elif reader.kind == m.Kind.ABORT:
                 self._abort(m.ABORT.unpack_from(payload)[0])
+            elif reader.kind == m.Kind.MASK and self.script.draw is not None:
+                ask_id, index, n_words = m.MASK.unpack_from(payload)
+                self._masks[ask_id, index] = bytes(payload[m.MASK.size : m.MASK.size + 4 * n_words])
             elif reader.kind == m.Kind.QUERY:
                 (query,) = m.QUERY.unpack_from(payload)
                 self.port.send(m.Kind.STATE, m.State(query, {"slots": {"free": len(self._free)}, "counters": {"steps": self._seq}}).encode())
@@ -159,6 +166,7 @@ class FakeEngine(threading.Thread):
             cached = script.cached_tokens if view.prompt not in script.cache else len(prompt) - 1
             script.cache.add(view.prompt)
             running.cached_tokens = cached
+            running.is_masked = bool(fields[14]) and script.draw is not None
             self.port.send(m.Kind.STARTED, m.Started(view.ask_id, cached, len(prompt), 1000).encode())
 
     def _refuse(self, refused: m.Refused) -> None:
@@ -178,7 +186,13 @@ class FakeEngine(threading.Thread):
             if error:
                 ended.append((running, m.Reason.ERROR))
                 continue
-            token = running.tokens[at % len(running.tokens)]
+            if running.is_masked:
+                mask = self._masks.pop((running.ask.ask_id, at), None)
+                if mask is None or self.script.draw is None:
+                    continue
+                token = self.script.draw(mask)
+            else:
+                token = running.tokens[at % len(running.tokens)]
             running.n_done = at + 1
             flags = m.ROW_STOP if token in running.stop else m.ROW_LENGTH if at + 1 >= running.limit else 0
             n_top = max(0, running.n_top)

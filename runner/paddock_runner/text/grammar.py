@@ -89,11 +89,11 @@ def lark(text: str) -> Constraint:
 def lark_of(text: str) -> str:
     """A grammar in Lark as it is, one in GBNF (`root ::= ...`) translated. Raises: UsageError, UnsupportedError."""
     _library()
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     try:
         found: str = any_to_lark(text)
-    except (ValueError, IndexError, KeyError, AttributeError, AssertionError, RecursionError) as error:
+    except (GbnfToLarkError, ValueError, IndexError, KeyError, AttributeError, AssertionError, RecursionError) as error:
         raise UsageError(f"the grammar is neither Lark nor GBNF: {str(error)[:200]}") from None
     return found
 
