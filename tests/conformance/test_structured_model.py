@@ -1,0 +1,75 @@
+"""Structured output of a real small model through the whole runner: every finished answer validates, and costs little."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import jsonschema
+import pytest
+from paddock_runner.pack.library import pack_folders
+
+from tests.conformance.random_schemas import schema
+from tests.conformance.test_runner_process import running
+
+pytest.importorskip("llguidance")
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.skipif(not any((f / "libpaddock_cpu.so").exists() for f in pack_folders()), reason="the CPU pack is not built"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the runner is a Linux program"),
+]
+N_SCHEMAS, N_AT_ONCE = 48, 16
+
+
+@pytest.fixture(scope="module")
+def client(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder = tmp_path_factory.mktemp("structured")
+    model = models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    with running(folder, model, "--max-batch", str(N_AT_ONCE), "--max-ctx", "1024", "--no-auth", "--threads", "2") as found:
+        with httpx.Client(base_url=found.url, timeout=300) as client:
+            yield client
+
+
+def test_every_finished_answer_of_a_real_model_validates(client: httpx.Client) -> None:
+    rng = random.Random(21)
+
+    def one(wanted: dict) -> str:
+        wants = {"type": "json_schema", "json_schema": {"name": "x", "schema": wanted, "strict": True}}
+        ask = [{"role": "user", "content": "Answer in JSON about a small town."}]
+        answer = client.post("/v1/chat/completions", json={"messages": ask, "max_tokens": 160, "response_format": wants, "seed": 3})
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        if choice["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(choice["message"]["content"]), wanted)
+        return str(choice["finish_reason"])
+
+    with ThreadPoolExecutor(N_AT_ONCE) as pool:
+        ends = list(pool.map(one, [schema(rng) for _ in range(N_SCHEMAS)]))
+    assert ends.count("stop") > N_SCHEMAS * 0.7, ends
+
+
+def test_streamed_held_answer_equals_the_whole_one(client: httpx.Client) -> None:
+    body = {"prompt": "Colours: ", "guided_regex": "(red|green|blue)(, (red|green|blue)){3}", "temperature": 0, "max_tokens": 60}
+    whole = client.post("/v1/completions", json=body).json()["choices"][0]
+    parts = []
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                parts.append(json.loads(line[6:])["choices"][0]["text"])
+    assert whole["finish_reason"] == "stop" and "".join(parts) == whole["text"] and whole["text"].count(",") == 3
+
+
+def test_held_and_free_answers_run_side_by_side(client: httpx.Client) -> None:
+    def one(i: int) -> str:
+        wants = {"guided_choice": ["alpha beta gamma", "delta epsilon"]} if i % 2 else {}
+        answer = client.post("/v1/completions", json={"prompt": f"{i} Once upon a time", "max_tokens": 24, "seed": i, **wants}).json()["choices"][0]
+        return str(answer["text"])
+
+    with ThreadPoolExecutor(N_AT_ONCE) as pool:
+        texts = list(pool.map(one, range(24)))
+    assert all(text in ("alpha beta gamma", "delta epsilon") for text in texts[1::2]) and all(texts[::2])
