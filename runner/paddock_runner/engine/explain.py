@@ -10,9 +10,10 @@ from typing import Any
 from ..blueprint.blueprint import Blueprint
 from ..files.view import TensorView
 from ..memory.arena import arena
-from ..memory.state import KV_BYTES, StateSizes, page_layout
-from ..model.decoder import Site, trace
-from ..model.weights import source_of
+from ..memory.state import KV_BYTES, StateSizes, page_layout, state_layout
+from ..model.decoder import trace
+from ..model.site import Site
+from ..model.weights import source_of, stacks
 from ..pack import abi
 from ..pack.program import Rotation
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
@@ -66,6 +67,12 @@ def explain(
         operands = list(_operands(record))
         weights = [names[t.data] for _, t in operands if t.data in names]
         n_bytes = sum(_operand_bytes(name, t, views.get(names.get(t.data, "")), case) for name, t in operands)
+        if op == "experts":
+            n_bytes = _expert_bytes(
+                record, n_bytes, [t for _, t in operands if t.layout == abi.PK_PACKED], views, names, case
+            )
+        if op == "delta":
+            n_bytes += 8 * case.sequences * record.n_v_heads * record.k_width * record.v_width
         flops = _flops(op, record, operands, case)
         if op == "attention":
             n_bytes += _kv_bytes(record, kv_format, case)
@@ -89,15 +96,21 @@ def _site(
             weights[name] = Tensor(address, view.shape[0], view.shape[1], kind, layout=abi.PK_PACKED)
         else:
             weights[name] = Tensor(address, 1, view.n_elements, abi.PK_F32)
+    weights |= stacks(weights, {name: _STEP for name in weights})
     plan, base = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, 2), (len(views) + 2) * _STEP
     buffers = {
-        name: Tensor(base + b.offset, S if b.is_sampled else T, b.cols, abi.PK_F32 if b.is_f32 else abi.PK_BF16)
+        name: Tensor(
+            base + b.offset,
+            S if b.is_sampled else T,
+            b.cols,
+            abi.PK_I32 if b.is_i32 else abi.PK_F32 if b.is_f32 else abi.PK_BF16,
+        )
         for name, b in plan.buffers.items()
     }
     ropes = {x.attention.rope for x in blueprint.layers if x.attention.rope is not None}
     turns = {r: Rotation(Tensor(1, 1, r.width // 2, abi.PK_F32), r.width, r.layout, r.magnitude) for r in ropes}
     layout = page_layout(blueprint, kv_format, sizes.page_tokens)
-    return Site(weights, buffers, layout.offsets, KV_FORMATS[kv_format], turns)
+    return Site(weights, buffers, layout.offsets, KV_FORMATS[kv_format], turns, state_layout(blueprint).offsets)
 
 
 def _operands(record: ctypes.Structure) -> Iterator[tuple[str, Any]]:
@@ -124,6 +137,15 @@ def _operand_bytes(name: str, tensor: Any, view: TensorView | None, case: Case) 
     return int(_rows(tensor, case) * tensor.cols * ELEMENT_BYTES[tensor.format])
 
 
+def _expert_bytes(
+    record: Any, n_bytes: int, stacks_: list[Any], views: Mapping[str, TensorView], names: Mapping[int, str], case: Case
+) -> int:
+    """The operands' bytes with one expert's matrices counted as often as experts are chosen, at most all of them."""
+    n_touched = min(record.n_experts, case.tokens * record.ids.cols)
+    one = sum(int(case.packed_bytes(views[names[t.data]].format, t.rows, t.cols)) for t in stacks_)
+    return int(n_bytes + (n_touched - 1) * one)
+
+
 def _kv_bytes(record: Any, kv_format: str, case: Case) -> int:
     seen = min(case.ctx_tokens, record.window) if record.window else case.ctx_tokens
     return int(case.sequences * seen * record.n_kv_heads * (record.head_width + record.v_width) * KV_BYTES[kv_format])
@@ -133,6 +155,10 @@ def _flops(op: str, record: Any, operands: list[tuple[str, Any]], case: Case) ->
     if op == "matmul":
         rows = _rows(record.x, case)
         return int(sum(2 * rows * t.rows * t.cols for name, t in operands if name.startswith("w[")))
+    if op == "experts":
+        return int(6 * case.tokens * record.ids.cols * record.gate.rows * record.gate.cols)
+    if op == "delta":
+        return int(8 * case.tokens * record.n_v_heads * record.k_width * record.v_width)
     if op == "attention":
         seen = min(case.ctx_tokens, record.window) if record.window else case.ctx_tokens
         return int(2 * case.tokens * seen * record.n_heads * (record.head_width + record.v_width))

@@ -14,8 +14,6 @@ from .moe import experts, weigh_shared
 from .recurrent import delta_net
 from .site import Site
 
-__all__ = ["Site", "rotations", "trace"]
-
 
 def rotations(device: Device, blueprint: Blueprint, max_ctx_tokens: int = 0) -> dict[Rope, Rotation]:
     """One frequency vector on the device per distinct rope. frequency[i] = theta^(-2i/width) / factor[i]. Source: Su et al. 2021, eq. 15.
@@ -41,7 +39,9 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
     _read(program, blueprint, weights.get("layers.0.attn_norm.weight"), site)
     for i, layer in enumerate(blueprint.layers):
         if layer.kind not in ("attention", "delta"):
-            raise UnsupportedError(f"layer {i} of {blueprint.family} is a {layer.kind} layer, which the decoder does not know")
+            raise UnsupportedError(
+                f"layer {i} of {blueprint.family} is a {layer.kind} layer, which the decoder does not know"
+            )
         at = f"layers.{i}."
         _attention(program, blueprint, layer, i, site)
         _join(program, blueprint, layer, at + "attn_post_norm.weight", weights.get(at + "ffn_norm.weight"), site)
@@ -89,14 +89,25 @@ def _feed_forward(program: Program, blueprint: Blueprint, layer: Layer, at: str,
             return
     hidden = _narrow(buffers["feed_forward"], f.width)
     biases = [w.get(at + "gate.bias"), w.get(at + "up.bias")]
-    program.matmul(buffers["normed"], [w[at + "gate.weight"], w[at + "up.weight"]], hidden, biases, Epilogue(act=f.activation))
+    program.matmul(
+        buffers["normed"], [w[at + "gate.weight"], w[at + "up.weight"]], hidden, biases, Epilogue(act=f.activation)
+    )
     if layer.experts is not None and layer.experts.shared_gate:
         weigh_shared(program, hidden, at, site)
-    _project(program, layer, hidden, w[at + "down.weight"], w.get(at + "down.bias"), site, blueprint.residual_scale, is_added)
+    _project(
+        program, layer, hidden, w[at + "down.weight"], w.get(at + "down.bias"), site, blueprint.residual_scale, is_added
+    )
 
 
 def _project(
-    program: Program, layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, site: Site, scale: float, is_added: bool = False
+    program: Program,
+    layer: Layer,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    site: Site,
+    scale: float,
+    is_added: bool = False,
 ) -> None:
     """The product that ends a branch: straight onto the residual, or (with post norms) into the branch buffer, or onto what is there."""
     residual, branch = site.buffers["residual"], site.buffers["branch"]
@@ -115,7 +126,13 @@ def _read(program: Program, blueprint: Blueprint, norm: Tensor | None, site: Sit
 
 
 def _join(
-    program: Program, blueprint: Blueprint, layer: Layer, post: str, following: Tensor | None, site: Site, is_last: bool = False
+    program: Program,
+    blueprint: Blueprint,
+    layer: Layer,
+    post: str,
+    following: Tensor | None,
+    site: Site,
+    is_last: bool = False,
 ) -> None:
     """Adds a post-normed branch to the residual, and prepares what follows (after the last layer, the head norms its own rows)."""
     if not layer.post_norms:
