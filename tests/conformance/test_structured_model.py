@@ -30,9 +30,9 @@ N_SCHEMAS, N_AT_ONCE = 48, 16
 def client(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("structured")
     model = models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    with running(folder, model, "--max-batch", str(N_AT_ONCE), "--max-ctx", "1024", "--no-auth", "--threads", "2") as found:
-        with httpx.Client(base_url=found.url, timeout=300) as client:
-            yield client
+    flags = ("--max-batch", str(N_AT_ONCE), "--max-ctx", "1024", "--no-auth", "--threads", "2")
+    with running(folder, model, *flags) as found, httpx.Client(base_url=found.url, timeout=300) as client:
+        yield client
 
 
 def test_every_finished_answer_of_a_real_model_validates(client: httpx.Client) -> None:

@@ -17,6 +17,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+Application = Callable[[Any, Receive, Send], Awaitable[None]]
 
 JSON = b"application/json"
 IGNORED = b"x-paddock-ignored-fields"
@@ -114,6 +115,19 @@ class Exchange:
                 "headers": [(b"content-type", content_type), *headers, *self.extra],
             }
         )
+
+    async def hand_over(self, application: Application, facts: dict[str, Any]) -> None:
+        """Has an ASGI application answer. facts: what it finds in its scope."""
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.is_started, self.status = True, message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *self.extra]}
+            elif not message.get("more_body", False):
+                self.is_complete = True
+            await self._send(message)
+
+        await application({**self._scope, **facts}, self._receive, send)
 
     def send_part(self, data: bytes, is_last: bool = False) -> Awaitable[None]:
         """The coroutine that sends a part of a started answer; it waits while the client does not read."""

@@ -27,13 +27,13 @@ def description() -> bytes:
     """The OpenAPI document."""
     from .routes import ROUTES
 
-    bodies: dict[str, Any] = {r.path: kind for r in ROUTES if (kind := _body_of(r)) is not None}
+    bodies: dict[tuple[str, str], Any] = {(r.method, r.path): kind for r in ROUTES if (kind := _body_of(r)) is not None}
     schemas, components = msgspec.json.schema_components(list(bodies.values()), ref_template=REFERENCE)
     by_path = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         path = route.path + "{name}" if route.path.endswith("/") else route.path
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_path.get(route.path))
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_path.get((route.method, route.path)))
     try:
         ours = version("paddock")
     except PackageNotFoundError:
@@ -43,7 +43,7 @@ def description() -> bytes:
         "info": {
             "title": "Paddock runner",
             "version": ours,
-            "description": "OpenAI- and Anthropic-compatible APIs of one served model.",
+            "description": "OpenAI-, Anthropic- and Ollama-compatible APIs of one served model, and an MCP server.",
         },
         "security": [{"bearer": []}],
         "paths": paths,

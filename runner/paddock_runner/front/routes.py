@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .. import log
 from ..errors import PaddockError
-from . import health, metrics, openapi
+from . import health, mcp, metrics, openapi
 from .anthropic import count_tokens, messages
 from .http import Exchange, Receive, Scope, Send
 from .ollama import chat as ollama_chat
@@ -60,6 +60,9 @@ ROUTES = (
     Route("DELETE", "/v1/responses/", responses.delete_response),
     Route("POST", "/tokenize", tokens.post_tokenize),
     Route("POST", "/detokenize", tokens.post_detokenize),
+    Route("POST", "/mcp", mcp.post_mcp),
+    Route("GET", "/mcp", mcp.get_mcp),
+    Route("DELETE", "/mcp", mcp.get_mcp),
     Route("GET", "/api/tags", ollama_models.get_tags, OLLAMA),
     Route("GET", "/api/ps", ollama_models.get_running, OLLAMA),
     Route("GET", "/api/version", ollama_models.get_version, OLLAMA, is_open=True),

@@ -6,7 +6,7 @@ import asyncio
 import re
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
@@ -19,6 +19,9 @@ from .http import Exchange
 from .metrics import Metrics
 from .sse import EventStream
 from .stored import Stored
+
+if TYPE_CHECKING:
+    from .mcp import Mcp
 
 Body = TypeVar("Body")
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
@@ -40,6 +43,7 @@ class Front:
     metrics: Metrics = field(default_factory=Metrics)
     streams: set[EventStream] = field(default_factory=set)
     stored: Stored = field(default_factory=Stored)
+    mcp: Mcp | None = None
 
     def require_ready(self) -> None:
         """Raises: ShuttingDown while the model loads or the runner drains."""
