@@ -1,0 +1,56 @@
+"""Requests at once, through the engine and the real pack, answer what they answer alone: for each kind of layer there is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from paddock_runner.blueprint.names import tensors_by_name
+from paddock_runner.blueprint.read import read_blueprint
+from paddock_runner.engine.assemble import Assembly, build_device
+from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.memory.state import StateSizes, state_layout
+from paddock_runner.pack.library import find_pack
+
+from tests.golden.test_tiny import TINY
+from tests.soak.rig import Rig
+
+N_PAGES = 34
+"""Too few for six full requests: some make way for others, and begin again."""
+
+
+class Place:
+    """A device with a tiny model. max_isa 2: f32 products, the same whatever else is in the batch."""
+
+    def __init__(self, name: str) -> None:
+        checkpoint = open_checkpoint(TINY / name)
+        blueprint = read_blueprint(checkpoint)
+        states = state_layout(blueprint).slot_bytes
+        self.sizes = StateSizes(6, 64, 4, N_PAGES, blueprint.n_vocab, 24, 6, 4, 3, 6, states)
+        self.device = build_device(Assembly(find_pack("cpu"), self.sizes, "f32", max_isa=2), blueprint, tensors_by_name(checkpoint, blueprint))
+
+    def answers(self, prompts: list[list[int]], n_tokens: list[int]) -> list[list[int]]:
+        """Greedy answers to prompts that are asked for at once."""
+        rig = Rig(self.sizes, device=self.device)
+        rig.engine.launched_seq = rig.engine.read_seq = rig.engine.slots.seq = int(self.device.done[0])
+        found = [rig.ask(p, n, temperature=0.0) for p, n in zip(prompts, n_tokens, strict=True)]
+        rig.run()
+        rig.assert_empty()
+        rig.close()
+        return [x.tokens for x in found]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "olmo2", "qwen3-moe", "gpt-oss", "qwen3.5", "qwen3-next"])
+def test_answers_do_not_depend_on_what_else_is_in_the_batch(name):
+    place = Place(name)
+    try:
+        rng = random.Random(5)
+        common = [rng.randrange(100) for _ in range(13)]
+        prompts = [common[: rng.choice((0, 9, 13))] + [rng.randrange(100) for _ in range(rng.randrange(1, 22))] for _ in range(10)]
+        n_tokens = [rng.randrange(1, 20) for _ in prompts]
+        together = place.answers(prompts + prompts[:3], n_tokens + n_tokens[:3])
+        for prompt, n, answer in zip(prompts, n_tokens, together, strict=False):
+            assert answer == place.answers([prompt], [n])[0]
+        assert together[10:] == together[:3]
+    finally:
+        place.device.close()
