@@ -51,7 +51,7 @@ TINY = {
     "granite": dict(model_type="granite", **COMMON, tie_word_embeddings=True, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2),
     "phi3": dict(model_type="phi3", **COMMON, tie_word_embeddings=False, pad_token_id=0, sliding_window=None),
     "olmo2": dict(model_type="olmo2", **COMMON, tie_word_embeddings=False),
-    "smollm3": dict(model_type="smollm3", **{**COMMON, "num_hidden_layers": 4}, tie_word_embeddings=True, no_rope_layer_interval=2, use_sliding_window=False, pad_token_id=0),
+    "smollm3": dict(model_type="smollm3", **{**COMMON, "num_hidden_layers": 4}, tie_word_embeddings=True, no_rope_layer_interval=4, use_sliding_window=False, pad_token_id=0),
     "exaone4": dict(model_type="exaone4", **{**COMMON, "num_hidden_layers": 4}, tie_word_embeddings=True, sliding_window=8, sliding_window_pattern=4, pad_token_id=0),
     "olmo3": dict(
         model_type="olmo3", **{**COMMON, "num_hidden_layers": 4}, sliding_window=8, pad_token_id=0, rope_theta=10000.0,
@@ -71,7 +71,7 @@ TINY = {
         model_type="qwen2_moe", **SMALL, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40,
         norm_topk_prob=False, mlp_only_layers=[], decoder_sparse_step=2,
     ),
-    "qwen3-moe": dict(model_type="qwen3_moe", **SMALL, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3-moe": dict(model_type="qwen3_moe", **SMALL, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True, mlp_only_layers=[]),
     "olmoe": dict(model_type="olmoe", **{**SMALL, "intermediate_size": 24}, num_experts=6, num_experts_per_tok=3, norm_topk_prob=False, pad_token_id=0),
     "granite-moe": dict(
         model_type="granitemoe", **SMALL, num_local_experts=5, num_experts_per_tok=2, tie_word_embeddings=True,
@@ -84,7 +84,7 @@ TINY = {
     ),
     "gpt-oss": dict(
         model_type="gpt_oss", **{**SMALL, "intermediate_size": 32}, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, pad_token_id=0, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False},
+        rope_parameters={"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False},
     ),
     "gpt-oss-mxfp4": dict(model_type="gpt_oss", **{**SMALL, "hidden_size": 64, "intermediate_size": 64}, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, pad_token_id=0, tie_word_embeddings=False),
     "qwen3.5": dict(model_type="qwen3_5_text", **SMALL_HYBRID, rope_parameters=PARTIAL_ROPE),

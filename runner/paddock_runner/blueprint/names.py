@@ -57,7 +57,7 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
     Raises: FileError naming what is missing or has another shape; UnsupportedError naming what has no place in the model.
     """
     if checkpoint.kind == "gguf":
-        ours = _gguf_names(checkpoint.tensors)
+        ours = _gguf_names(checkpoint.tensors, blueprint)
     else:
         ours = join_scales(_hf_names(checkpoint.tensors, blueprint), checkpoint)
     if blueprint.tied_head:
@@ -169,16 +169,20 @@ def _blame_missing(checkpoint: Checkpoint, want: Mapping[str, tuple[int, ...]], 
         )
 
 
-def _gguf_names(tensors: Mapping[str, TensorView]) -> dict[str, TensorView]:
-    """By our names; a name without a translation stands for itself, and has no place later."""
+def _gguf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[str, TensorView]:
+    """By our names; a name without a translation stands for itself, and has no place later.
+
+    Without norms after the branches, post_attention_norm is the one before the feed-forward (gpt-oss, GLM 4).
+    """
     out: dict[str, TensorView] = {}
+    layer_names = GGUF_NAMES if blueprint.layers[0].post_norms else {**GGUF_NAMES, "post_attention_norm": "ffn_norm"}
     for name, view in tensors.items():
         if name in GGUF_UNUSED:
             continue
         stem, _, kind = name.rpartition(".")
         parts = stem.split(".", 2)
-        if parts[0] == "blk" and len(parts) == 3 and parts[1].isdecimal() and parts[2] in GGUF_NAMES:
-            out[f"layers.{int(parts[1])}.{GGUF_NAMES[parts[2]]}.{kind}"] = view
+        if parts[0] == "blk" and len(parts) == 3 and parts[1].isdecimal() and parts[2] in layer_names:
+            out[f"layers.{int(parts[1])}.{layer_names[parts[2]]}.{kind}"] = view
         else:
             out[f"{GGUF[stem]}.{kind}" if stem in GGUF else name] = view
     return out

@@ -30,7 +30,8 @@ WIDE_LAYERS = 46
 def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
     """From "gemma2.*" keys; norm weights hold 1 + w already. Raises: FileError, UnsupportedError."""
     s = gguf_sizes(checkpoint, arch)
-    scale = (s.model_width / s.n_heads if s.n_layers == WIDE_LAYERS else s.head_width) ** -0.5
+    usual = (s.model_width / s.n_heads if s.n_layers == WIDE_LAYERS else s.head_width) ** -0.5
+    scale = s.fields.number(f"{arch}.attention.scale", usual)
     softcaps = (
         s.fields.number(f"{arch}.attn_logit_softcapping", 50.0),
         s.fields.number(f"{arch}.final_logit_softcapping", 30.0),

@@ -11,6 +11,7 @@ from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import Blueprint, Experts, FeedForward, Layer
 from ..layers import attention_of, blueprint_of, gguf_local_layers, local_layers, stack, with_windows
+from ..rope import yarn_factors
 from ..sizes import Sizes, gguf_sizes, hf_sizes
 
 ALPHA, LIMIT = 1.702, 7.0
@@ -21,6 +22,11 @@ def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
     """From "gpt-oss.*" keys. Raises: FileError, UnsupportedError."""
     s = gguf_sizes(checkpoint, arch, may_have_experts=True)
     f = s.fields
+    if f.text(f"{arch}.rope.scaling.type", "none") == "yarn":  # bounds between whole dimensions, as its authors have them; GGUF does not say
+        factor = f.number(f"{arch}.rope.scaling.factor")
+        original = f.integer(f"{arch}.rope.scaling.original_context_length", s.max_ctx_tokens, low=1)
+        factors = yarn_factors(s.theta, s.rope_width, factor, original, is_rounded=False)
+        s = replace(s, scaling=replace(s.scaling, factors=factors))
     width = f.integer(f"{arch}.expert_feed_forward_length", s.ff_widths[0], low=1)
     experts = _experts(f.integer(f"{arch}.expert_count", low=1, high=4096), f.integer(f"{arch}.expert_used_count", low=1), width, LIMIT, ALPHA)
     window = f.integer(f"{arch}.attention.sliding_window", WINDOW)

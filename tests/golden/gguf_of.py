@@ -1,0 +1,157 @@
+"""The tiny folders as GGUF files, with gguf-py's own names and writer, and llama.cpp's conventions on top.
+
+Those conventions (source: llama.cpp, convert_hf_to_gguf.py): q and k rows are permuted where rope is interleaved; gemma's norms hold
+1 + w; experts are stacked; gpt-oss's gate and up rows are told apart.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tests.golden.arrays import read_safetensors
+
+ARCHS = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3_text": "gemma3",
+    "granite": "granite", "phi3": "phi3", "olmo2": "olmo2", "olmo3": "olmo2", "smollm3": "smollm3", "exaone4": "exaone4", "ministral3": "mistral3",
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "granitemoe": "granitemoe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss",
+}  # fmt: skip
+"""model_type -> general.architecture."""
+
+INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
+NUMBERS = {
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "attention_multiplier": "attention.scale",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "routed_scaling_factor": "expert_weights_scale",
+}  # fmt: skip
+COUNTS = {
+    "num_experts": "expert_count", "num_local_experts": "expert_count", "n_routed_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length", "n_shared_experts": "expert_shared_count", "first_k_dense_replace": "leading_dense_block_count",
+    "n_group": "expert_group_count", "topk_group": "expert_group_used_count", "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}  # fmt: skip
+
+
+def permuted(w: np.ndarray, n_heads: int) -> np.ndarray:
+    """Rows as interleaved rope wants them."""
+    return w.reshape(n_heads, 2, w.shape[0] // n_heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+
+
+def convert(folder: Path, target: Path) -> Path:
+    """One folder as one GGUF file in f32."""
+    config = json.loads((folder / "config.json").read_text())
+    arch = ARCHS[config["model_type"]]
+    writer = gguf.GGUFWriter(target, arch)
+    _write_keys(writer, arch, config)
+    for name, values in _tensors(folder, arch, config).items():
+        writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _write_keys(writer: Any, arch: str, c: dict[str, Any]) -> None:
+    width = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    rope = c["rope_parameters"]
+    rope = rope.get("full_attention", rope)
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_head_count_kv(c["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(width * rope.get("partial_rotary_factor", 1.0)))
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_float32(f"{arch}.rope.scaling.yarn_beta_fast", rope.get("beta_fast", 32.0))
+        writer.add_float32(f"{arch}.rope.scaling.yarn_beta_slow", rope.get("beta_slow", 1.0))
+        if "attention_factor" in rope:  # llama.cpp multiplies it with the usual magnitude
+            writer.add_rope_scaling_attn_factors(rope["attention_factor"] / (0.1 * float(np.log(rope["factor"])) + 1.0))
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(c["original_max_position_embeddings"])
+        ratio = c["max_position_embeddings"] / c["original_max_position_embeddings"]
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(ratio) / np.log(c["original_max_position_embeddings"]))))
+    if c.get("sliding_window"):
+        writer.add_sliding_window(c["sliding_window"])
+    if "sliding_attention" in c.get("layer_types", []) and "full_attention" in c["layer_types"]:
+        writer.add_sliding_window_pattern([k == "sliding_attention" for k in c["layer_types"]])
+    for theirs, ours in NUMBERS.items():
+        if c.get(theirs) is not None:
+            writer.add_float32(f"{arch}.{ours}", c[theirs])
+    for theirs, ours in COUNTS.items():
+        if c.get(theirs) is not None:
+            writer.add_uint32(f"{arch}.{ours}", c[theirs])
+    if arch == "glm4moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(c["norm_topk_prob"])
+    if "query_pre_attn_scalar" in c:  # not of llama.cpp, which knows the published sizes
+        writer.add_float32(f"{arch}.attention.scale", c["query_pre_attn_scalar"] ** -0.5)
+    if rope.get("llama_4_scaling_beta"):
+        writer.add_float32(f"{arch}.attention.temperature_scale", rope["llama_4_scaling_beta"])
+
+
+def _tensors(folder: Path, arch: str, c: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Tensors by GGUF name."""
+    kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch)
+    names = gguf.get_tensor_name_map(kind, c["num_hidden_layers"])
+    out: dict[str, np.ndarray] = {}
+    for name, values in _restored(read_safetensors(folder / "model.safetensors"), c).items():
+        if name.endswith(".sinks"):
+            out[f"{names.get_name(name)}.weight"] = values
+            continue
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, name
+        if arch in INTERLEAVED and ".attn_q." in theirs:
+            values = permuted(values, c["num_attention_heads"])
+        if arch in INTERLEAVED and ".attn_k." in theirs:
+            values = permuted(values, c["num_key_value_heads"])
+        if arch.startswith("gemma") and theirs.endswith("norm.weight"):
+            values = values + 1
+        out[theirs] = values
+    rope = c["rope_parameters"]
+    for key in ("short_factor", "long_factor"):
+        if key in rope:
+            out[f"rope_factors_{key[:-7]}.weight"] = np.array(rope[key])
+    return out
+
+
+def _restored(tensors: dict[str, np.ndarray], c: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Experts as stacks under the names that gguf-py's map knows; other tensors as they are."""
+    out: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in tensors.items():
+        stem, _, rest = name.partition(".experts.")
+        number, _, part = rest.partition(".")
+        if number.isdecimal():
+            stacks.setdefault(f"{stem}.experts.{part}", {})[int(number)] = values
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            out[name.replace("input_linear", "experts.w1")], out[name.replace("input_linear", "experts.w3")] = np.split(values, 2, axis=1)
+        elif name.endswith("block_sparse_moe.output_linear.weight"):
+            out[name.replace("output_linear", "experts.w2")] = values
+        elif c["model_type"] == "gpt_oss" and rest:
+            out.update(_gpt_oss(stem, rest, values))
+        elif name.endswith("e_score_correction_bias"):
+            out[name.replace("mlp.gate.e_score_correction_bias", "mlp.gate.e_score_correction.bias")] = values
+        else:
+            out[name] = values
+    return {**out, **{name: np.stack([parts[e] for e in range(len(parts))]) for name, parts in stacks.items()}}
+
+
+def _gpt_oss(stem: str, rest: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    kind = "bias" if rest.endswith("_bias") else "weight"
+    values = values if kind == "bias" else values.swapaxes(1, 2)
+    if rest.startswith("down"):
+        return {f"{stem}.experts.down_proj.{kind}": values}
+    return {f"{stem}.experts.gate_proj.{kind}": values[:, 0::2], f"{stem}.experts.up_proj.{kind}": values[:, 1::2]}
+
