@@ -227,3 +227,23 @@ def test_client_that_leaves_aborts_a_held_answer(drawing: Live) -> None:
     with drawing.client() as client, client.stream("POST", CHAT, json={"messages": ASK, "stream": True, "guided_regex": "[a-z]{50}"}) as answer:
         next(answer.iter_raw())
     assert drawing.engine.wait_for(lambda: bool(drawing.engine.aborted))
+
+
+def test_anthropics_forced_tools_and_formats(_caller: Live) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    tools = [{"name": n, "input_schema": LOOK} for n in ("look", "touch")]
+    with anthropic.Anthropic(base_url=_caller.url, api_key=KEY, max_retries=0, timeout=20) as client:
+        for choice, names in (({"type": "any", "disable_parallel_tool_use": True}, {"look", "touch"}), ({"type": "tool", "name": "touch"}, {"touch"})):
+            answer = client.messages.create(model=MODEL, max_tokens=2000, messages=ASK, tools=tools, tool_choice=choice)
+            assert answer.stop_reason == "tool_use" and {b.name for b in answer.content} <= names
+            for block in answer.content:
+                jsonschema.validate(block.input, LOOK)
+        with client.messages.stream(model=MODEL, max_tokens=2000, messages=ASK, tools=tools, tool_choice={"type": "tool", "name": "look"}) as stream:
+            final = stream.get_final_message()
+        jsonschema.validate(final.content[0].input, LOOK)
+        with pytest.raises(anthropic.BadRequestError):
+            client.messages.create(model=MODEL, max_tokens=20, messages=ASK, tools=tools, tool_choice={"type": "tool", "name": "nothing"})
+    body = {"max_tokens": 2000, "messages": ASK, "output_config": {"format": {"type": "json_schema", "schema": LOOK}}}
+    answer = _caller.post("/v1/messages", body).json()
+    jsonschema.validate(json.loads(answer["content"][0]["text"]), LOOK)
+    assert _caller.post("/v1/messages", {**body, "output_config": {"format": {"type": "yaml"}}}).status_code == 400

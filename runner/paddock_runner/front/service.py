@@ -89,7 +89,10 @@ class Shape(Generic[Body]):
         """The request's body. Raises: UsageError naming the field, TooLarge, Cancelled."""
         raw = await exchange.body(front.max_body_bytes)
         body = self.parse(raw)
-        unknown = [name for name in _RAW_FIELDS.decode(raw) if name not in self._names]
+        try:
+            unknown = [name for name in _RAW_FIELDS.decode(raw) if name not in self._names]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(f"the body is not JSON: {error}") from None
         if unknown:
             exchange.ignored += [name if _PLAIN_NAME.fullmatch(name) else "?" for name in unknown[:MAX_IGNORED]]
         return body

@@ -62,6 +62,9 @@ def json_schema(schema: Mapping[str, Any] | bool, is_lenient: bool = False) -> C
     """
     if not isinstance(schema, Mapping | bool):
         raise UsageError("the JSON schema is no object")
+    if schema is False:
+        raise UsageError("the JSON schema is false: nothing matches it")
+    schema = {} if schema is True else schema
     try:
         text = json.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -211,7 +214,10 @@ class Grammars:
         matcher = library.LLMatcher
         if constraint.kind == "json_schema":
             overrides = {"whitespace_pattern": WHITE_SPACE, "lenient": constraint.is_lenient}
-            text = matcher.grammar_from_json_schema(constraint.text, overrides=overrides)
+            try:
+                text = matcher.grammar_from_json_schema(constraint.text, overrides=overrides)
+            except ValueError as error:
+                raise _refused(str(error)) from None
         elif constraint.kind == "regex":
             text = matcher.grammar_from_regex(constraint.text)
         else:

@@ -86,6 +86,7 @@ class Conversation(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
 
 

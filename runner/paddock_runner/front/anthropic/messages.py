@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from ...turns.collect import Answer, Collector
 from ...turns.turn import Reading, Turn
 from ...turns.wish import Wish
+from ..held import Held, callable_schemas, of_schema
 from ..http import Exchange
 from ..service import Front, Shape, caller, run_stream, run_turn
 from ..sse import EventStream
@@ -20,6 +22,7 @@ from .fields import Conversation, MessagesRequest, left_out, messages_of, refuse
 
 SHAPE = Shape(MessagesRequest)
 SHAPES = {"post_messages": MessagesRequest}
+CHOICES = ("auto", "none", "any", "tool")
 
 
 async def post_messages(front: Front, exchange: Exchange) -> None:
@@ -31,7 +34,10 @@ async def post_messages(front: Front, exchange: Exchange) -> None:
         max_tokens=body.max_tokens, temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p, top_k=body.top_k or 0, stop=tuple(body.stop_sequences or ()),
     )  # fmt: skip
-    reading = Reading.of(front.served, text, schemas)
+    held = held_of(body, schemas)
+    reading = Reading.of(front.served, text, held.calls)
+    if not held.is_free:
+        reading = replace(reading, guide=await held.guide(front, wish, text))
     whose = caller(exchange, exchange.client)
     message: dict[str, Any] = {
         "id": "msg_" + secrets.token_hex(12), "type": "message", "role": "assistant", "model": body.model or front.served.name,
@@ -60,10 +66,8 @@ async def prompt_of(
     """The conversation's ids and text, and the schemas of the tools that may be called. Raises: UsageError."""
     front.require_model(body.model)
     choice = body.tool_choice
-    if choice is not None and choice.type not in ("auto", "none"):
-        raise refuse(
-            "tool_choice.type", f"the tool choice {choice.type[:40]!r} is not supported yet; supported: auto, none"
-        )
+    if choice is not None and choice.type not in CHOICES:
+        raise refuse("tool_choice.type", f"the tool choice {choice.type[:40]!r} is not one of {', '.join(CHOICES)}")
     if unknown := left_out(body):
         exchange.ignored += unknown
     tools = tools_of(body)
@@ -79,6 +83,24 @@ async def prompt_of(
         exchange.ignored.append("output_config.effort")
     prompt, text = await front.served.chat_prompt(messages_of(body), tools or None, {"options": options})
     return prompt, text, {t["function"]["name"]: t["function"]["parameters"] for t in tools}
+
+
+def held_of(body: Conversation, schemas: Mapping[str, Mapping[str, Any]]) -> Held:
+    """What the answer must be: the format of output_config, and the tools that must be called. Raises: UsageError."""
+    choice = body.tool_choice
+    wanted = body.output_format or (body.output_config or {}).get("format")
+    content = None
+    if wanted is not None:
+        if not isinstance(wanted, dict) or wanted.get("type") != "json_schema" or "schema" not in wanted:
+            raise refuse("output_config.format", "the format must be of type json_schema and have a schema")
+        content = of_schema(wanted["schema"])
+    if choice is None or choice.type not in ("any", "tool"):
+        is_parallel = choice is None or not choice.disable_parallel_tool_use
+        return Held(content, schemas, False, is_parallel, "output_config.format")
+    if choice.type == "tool" and choice.name is None:
+        raise refuse("tool_choice.name", "the tool that must be called is not named")
+    calls = callable_schemas(schemas, choice.name if choice.type == "tool" else None, "tool_choice")
+    return Held(None, calls, True, not choice.disable_parallel_tool_use, "tool_choice")
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:

@@ -173,7 +173,7 @@ def messages_of(items: Sequence[Mapping[str, Any]], instructions: str | None) ->
 
 def _message(out: list[dict[str, Any]], i: int, item: Mapping[str, Any]) -> None:
     role = item.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise refuse(f"input[{i}].role", f"the role {str(role)[:40]!r} is not one of {', '.join(sorted(ROLES))}")
     text = _text(f"input[{i}].content", item.get("content"))
     if role == "assistant":
@@ -218,7 +218,7 @@ def _text(param: str, content: object) -> str:
     for j, part in enumerate(content if isinstance(content, list) else [content]):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = (part.get("text") if kind != "refusal" else part.get("refusal")) if isinstance(part, Mapping) else None
-        if kind not in TEXT_PARTS or not isinstance(text, str):
+        if not isinstance(kind, str) or kind not in TEXT_PARTS or not isinstance(text, str):
             raise refuse(f"{param}[{j}]" if isinstance(content, list) else param, f"this model takes text, not {str(kind)[:40]!r}")
         texts.append(text)
     return "\n".join(texts)
