@@ -26,7 +26,7 @@ from paddock_runner.pack.tensor import T
 from .gpu_weights import Weight
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/kernels"))
-from harness import Bench  # noqa: E402
+from harness import Bench
 
 SHAPES = {"qkv": ((4096, 1024, 1024), 4096), "o": ((4096,), 4096), "gate-up": ((12288, 12288), 4096), "down": ((4096,), 12288)}
 FORMATS = [("bf16", "none"), ("fp8_e4m3", "block"), ("q8_0", "none"), ("q4_k", "none"), ("q6_k", "none")]
@@ -51,7 +51,6 @@ def ceilings() -> dict[str, float]:
     read = x.numel() * 4 / events(lambda: torch.sum(x), 10) / 1e6
     y = torch.empty_like(x)
     copy = 2 * x.numel() * 4 / events(lambda: y.copy_(x), 10) / 1e6
-    del x, y
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     rate = 2 * 8192**3 / events(lambda: a @ b, 10) / 1e9
     torch.cuda.empty_cache()

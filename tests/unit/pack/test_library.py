@@ -18,12 +18,12 @@ def build(tmp_path, source):
 
 
 def test_missing_pack_is_refused_with_its_path(tmp_path):
-    with pytest.raises(PackError, match="libnothing.so does not exist"):
+    with pytest.raises(PackError, match=r"libnothing\.so does not exist"):
         load_pack(tmp_path / "libnothing.so")
 
 
 def test_unknown_kind_names_the_folders_that_were_searched():
-    with pytest.raises(PackError, match="libpaddock_abacus.so is not installed.*_packs"):
+    with pytest.raises(PackError, match=r"libpaddock_abacus\.so is not installed.*_packs"):
         find_pack("abacus")
 
 
