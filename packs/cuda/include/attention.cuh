@@ -17,6 +17,7 @@ struct AttentionArguments {
     int32_t q_format, out_format, kv_format;
     int32_t n_heads, n_kv_heads, head_width, v_width, window, page_tokens, page_shift, slot_pages, max_rows, max_items;
     float scale, softcap;
+    Prefetch next;
 };
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -92,11 +93,47 @@ __device__ __forceinline__ void clear_dead_rows(const AttentionArguments &a) {
     }
 }
 
+// Tiles of kPairs (token, head) pairs of a row that belongs to the prefill kernels.
+template <int kPairs>
+__device__ __forceinline__ int tiles_of(const AttentionArguments &a, int r) {
+    const int n = a.row_start[r + 1] - a.row_start[r], group = a.n_heads / a.n_kv_heads;
+    if (is_decode_row(n, group) || (a.row_flags[r] & PK_ROW_DEAD)) return 0;
+    return (n * group + kPairs - 1) / kPairs;
+}
+
+// Inclusive sum over a block of 256 threads. `warps` holds 8 ints.
+__device__ __forceinline__ int block_scan256(int v, int *warps) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int o = 1; o < 32; o <<= 1) {
+        const int up = __shfl_up_sync(~0u, v, o);
+        if (lane >= o) v += up;
+    }
+    __syncthreads();
+    if (lane == 31) warps[warp] = v;
+    __syncthreads();
+    for (int i = 0; i < warp; ++i) v += warps[i];
+    return v;
+}
+
 // Logit in base 2 of a raw score.
 __device__ __forceinline__ float logit2(float s, float scale, float softcap) {
     s *= scale;
     if (softcap > 0.0f) s = softcap * quick_tanh(s / softcap);
     return s * kLog2e;
+}
+
+// The same for a fragment of raw scores: one decision for all of them.
+template <int kN>
+__device__ __forceinline__ void logits2(float *s, float scale, float softcap) {
+    if (softcap > 0.0f) {
+        const float in = scale / softcap, out = softcap * kLog2e;
+#pragma unroll
+        for (int i = 0; i < kN; ++i) s[i] = out * quick_tanh(s[i] * in);
+    } else {
+        const float f = scale * kLog2e;
+#pragma unroll
+        for (int i = 0; i < kN; ++i) s[i] *= f;
+    }
 }
 
 }  // namespace pk

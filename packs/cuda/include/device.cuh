@@ -31,8 +31,8 @@ __device__ __forceinline__ void prefetch_next(const Prefetch &next, int64_t most
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     constexpr int64_t kPiece = 4096;
     const int64_t n_bytes = next.n_bytes < most ? next.n_bytes : most;
-    const int64_t block = blockIdx.x + static_cast<int64_t>(gridDim.x) * blockIdx.y, n_threads = static_cast<int64_t>(gridDim.x) * gridDim.y * blockDim.x;
-    for (int64_t at = (block * blockDim.x + threadIdx.x) * kPiece; at + kPiece <= n_bytes; at += n_threads * kPiece)
+    // Piece by piece over the blocks: one multiprocessor asks for far less than the memory gives.
+    for (int64_t at = (static_cast<int64_t>(threadIdx.x) * gridDim.x + blockIdx.x) * kPiece; at + kPiece <= n_bytes; at += static_cast<int64_t>(blockDim.x) * gridDim.x * kPiece)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(next.data + at), "r"(static_cast<int>(kPiece)) : "memory");
 #endif
 }

@@ -23,7 +23,6 @@ struct NormArguments {
     int64_t rows_symbol;
     int32_t cols;
     float eps, residual_scale;
-    Prefetch next;
 };
 
 // v = x; v = v / rms(v) * post_w; residual = v = residual + v * residual_scale; out = v / rms(v) * w. A block per row, the
@@ -31,7 +30,6 @@ struct NormArguments {
 template <int kMost>
 __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArguments a) {
     __shared__ float shared[33];
-    prefetch_next(a.next, 8 << 20);
     wait_dependence();
     release_dependents();
     const int row = blockIdx.x;
@@ -104,13 +102,11 @@ struct QkvArguments {
     int64_t page_stride, k_offset, v_offset;
     int32_t n_heads, n_kv_heads, head_width, v_width, rope_width, rope_layout, page_tokens, kv_format;
     float magnitude, eps;
-    Prefetch next;
 };
 
 // A warp per head of a token: heads, then K heads, then V heads. Up to 512 elements a head. Grid: tokens x groups of 4 heads.
 __global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArguments a) {
     __shared__ float heads[4][512];
-    prefetch_next(a.next, 24 << 20);
     wait_dependence();
     release_dependents();
     const int t = blockIdx.x, lane = threadIdx.x & 31, h = blockIdx.y * 4 + (threadIdx.x >> 5);
@@ -249,7 +245,6 @@ int32_t launch_norm(const Launch &l, const pk_op_norm &op) {
     a.cols = static_cast<int32_t>(op.x.cols);
     a.eps = op.eps;
     a.residual_scale = op.residual_scale;
-    a.next = l.next;
     const unsigned rows = static_cast<unsigned>(bound(l, op.x.rows));
     const int64_t eights = (op.x.cols + 7) / 8;
     // Many rows fill the device with small blocks; few rows want many threads each.
@@ -285,7 +280,6 @@ int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
     a.kv_format = op.kv_format;
     a.magnitude = op.rope_magnitude;
     a.eps = op.eps;
-    a.next = l.next;
     if (op.head_width > 512 || op.v_width > 512) return fail(PK_UNSUPPORTED, "qkv: heads of %d; the CUDA pack takes up to 512", std::max(op.head_width, op.v_width));
     const int heads = op.n_heads + 2 * op.n_kv_heads;
     return launch(l, "qkv", qkv_kernel, dim3(static_cast<unsigned>(bound(l, op.qkv.rows)), (heads + 3) / 4), dim3(128), 0, a);

@@ -7,6 +7,7 @@ namespace pk {
 
 int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a);
 int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a);
+bool launch_attention_wgmma(const Launch &l, const AttentionArguments &a, int32_t *status);
 int32_t launch_attention_plain(const Launch &l, const AttentionArguments &a);
 
 namespace {
@@ -64,6 +65,7 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     a.max_items = static_cast<int32_t>(max_items(l.ctx, op, s.max_step_rows));
     a.scale = op.scale;
     a.softcap = op.softcap;
+    a.next = l.next;
     if (a.max_items * 4ll > kCounterBytes) return fail(PK_UNSUPPORTED, "attention: %d work items; the CUDA pack counts up to %lld", a.max_items, (long long)(kCounterBytes / 4));
     const int group = op.n_heads / op.n_kv_heads;
     const int64_t kv_bytes = op.kv_format == PK_F32 ? 4 : op.kv_format == PK_FP8_E4M3 ? 1 : 2;
@@ -72,7 +74,8 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     if (int32_t status = launch_attention_decode(l, a)) return status;
     // A bucket in which every row must be the decode kernel's needs no second launch.
     if (l.decode_only || l.max_tokens * group <= 16 || l.max_tokens == 1) return PK_OK;
-    return launch_attention_prefill(l, a);
+    int32_t status = PK_OK;
+    return launch_attention_wgmma(l, a, &status) ? status : launch_attention_prefill(l, a);
 }
 
 }  // namespace pk

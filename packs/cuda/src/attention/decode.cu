@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     __shared__ float merge_top[kWarps][16], merge_sum[kWarps][16];
     constexpr int kStageBytes = 2 * kTokens * kRowBytes<kD>, kWarpBytes = kStages * kStageBytes;
     int *ends = reinterpret_cast<int *>(shared + kWarps * kWarpBytes);
+    prefetch_next(a.next, 24 << 20);
     wait_dependence();
     release_dependents();
     clear_dead_rows(a);
@@ -202,6 +203,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                 mma_bf16(s[1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
             }
             const int first = item.first + (n * kWarps + warp) * kTokens;
+            logits2<8>(&s[0][0], a.scale, a.softcap);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float most = -INFINITY;
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                         const int p = first + t * 8 + 2 * (lane & 3) + e;
                         const bool ok = p < item.last && p <= limit[h] && (a.window == 0 || p > limit[h] - a.window);
                         float &x = s[t][2 * h + e];
-                        x = ok ? logit2(x, a.scale, a.softcap) : -INFINITY;
+                        x = ok ? x : -INFINITY;
                         most = fmaxf(most, x);
                     }
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));

@@ -11,25 +11,6 @@ namespace {
 
 constexpr int kThreads = 256, kPairs = 128, kStages = 2;
 
-__device__ __forceinline__ int tiles_of(const AttentionArguments &a, int r) {
-    const int n = a.row_start[r + 1] - a.row_start[r], group = a.n_heads / a.n_kv_heads;
-    if (is_decode_row(n, group) || (a.row_flags[r] & PK_ROW_DEAD)) return 0;
-    return (n * group + kPairs - 1) / kPairs;
-}
-
-__device__ __forceinline__ int block_scan256(int v, int *warps) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int o = 1; o < 32; o <<= 1) {
-        const int up = __shfl_up_sync(~0u, v, o);
-        if (lane >= o) v += up;
-    }
-    __syncthreads();
-    if (lane == 31) warps[warp] = v;
-    __syncthreads();
-    for (int i = 0; i < warp; ++i) v += warps[i];
-    return v;
-}
-
 template <int kD, bool kCopy>
 __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __grid_constant__ AttentionArguments a) {
     constexpr int kTile = kD <= 128 ? 64 : 32;
@@ -45,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
     int n_tiles = 0;
     for (int base = 0; base < n_rows; base += kThreads) {
         const int r = base + tid;
-        const int end = block_scan256(r < n_rows ? tiles_of(a, r) : 0, warps) + n_tiles;
+        const int end = block_scan256(r < n_rows ? tiles_of<kPairs>(a, r) : 0, warps) + n_tiles;
         if (r < n_rows) ends[r] = end;
         __syncthreads();
         if (tid == kThreads - 1) total = end;
@@ -151,21 +132,25 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
             const int first = kv_first + n * kTile;
             // Whole tiles below every limit of this block need no mask.
             const bool masked = first + kTile > position + first_pair / group + 1 || a.window > 0 || first_pair + kPairs > n_pairs;
+            logits2<kTile / 2>(&s[0][0], a.scale, a.softcap);
+            if (masked) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+#pragma unroll
+                    for (int t = 0; t < kTile / 8; ++t)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            const int p = first + t * 8 + 2 * (lane & 3) + e;
+                            if (p > limit[h] || (a.window > 0 && p <= limit[h] - a.window)) s[t][2 * h + e] = -INFINITY;
+                        }
+            }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float most = -INFINITY;
 #pragma unroll
                 for (int t = 0; t < kTile / 8; ++t)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float &x = s[t][2 * h + e];
-                        x = logit2(x, a.scale, a.softcap);
-                        if (masked) {
-                            const int p = first + t * 8 + 2 * (lane & 3) + e;
-                            if (p > limit[h] || (a.window > 0 && p <= limit[h] - a.window)) x = -INFINITY;
-                        }
-                        most = fmaxf(most, x);
-                    }
+                    for (int e = 0; e < 2; ++e) most = fmaxf(most, s[t][2 * h + e]);
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
                 most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
                 const float next = fmaxf(top[h], most), base = next == -INFINITY ? 0.0f : next, fade = power2(top[h] - base);

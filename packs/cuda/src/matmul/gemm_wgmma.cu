@@ -165,17 +165,46 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
             if (column >= w.rows) continue;
             const float f0 = w.scale * (w.row_scale ? w.row_scale[column] : 1.0f), b0 = w.bias ? w.bias[column] : 0.0f;
             const float f1 = gated ? a.w[1].scale * (a.w[1].row_scale ? a.w[1].row_scale[column] : 1.0f) : 0.0f, b1 = gated && a.w[1].bias ? a.w[1].bias[column] : 0.0f;
-            const int step = gated ? 2 : 1, m_first = t.m0 + wg * 64 + warp * 16;
-#pragma unroll 4
-            for (int r = gated ? lane >> 4 : 0; r < 16; r += step) {
+            const int m_first = t.m0 + wg * 64 + warp * 16, n_here = min(16, n_rows - m_first);
+            const float *from = mine + (lane & (wide - 1));
+            const int64_t at = w.first_column + column;
+            if (!gated && a.softcap <= 0.0f && n_here == 16 && (a.add == nullptr || a.add_format == PK_F32)) {
+                // The usual cases, without a decision per element: bf16, or f32 with the residual added.
+                const float f = f0 * a.scale, b = b0 * a.scale;
+                if (a.y_format == PK_BF16 && a.add == nullptr) {
+                    bf16 *to = static_cast<bf16 *>(a.y) + m_first * a.y_stride + at;
+#pragma unroll
+                    for (int r = 0; r < 16; ++r) to[r * a.y_stride] = __float2bfloat16(from[r * kPitch] * f + b);
+                    continue;
+                }
+                if (a.y_format == PK_F32) {
+                    float *to = static_cast<float *>(a.y) + m_first * a.y_stride + at, old[16];
+                    const float *add = static_cast<const float *>(a.add) + m_first * a.add_stride + at;
+#pragma unroll
+                    for (int r = 0; r < 16; ++r) old[r] = a.add ? add[r * a.add_stride] : 0.0f;
+#pragma unroll
+                    for (int r = 0; r < 16; ++r) to[r * a.y_stride] = from[r * kPitch] * f + b + old[r];
+                    continue;
+                }
+            }
+            if (gated && a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16 && n_here == 16) {
+                bf16 *to = static_cast<bf16 *>(a.y) + (m_first + (lane >> 4)) * a.y_stride + at;
+                from += (lane >> 4) * kPitch;
+#pragma unroll
+                for (int r = 0; r < 16; r += 2) {
+                    const float g = from[r * kPitch] * f0 + b0, u = from[r * kPitch + 16] * f1 + b1;
+                    to[r * a.y_stride] = __float2bfloat16(__fdividef(g, 1.0f + __expf(-g)) * u * a.scale);
+                }
+                continue;
+            }
+#pragma unroll 1
+            for (int r = gated ? lane >> 4 : 0; r < n_here; r += gated ? 2 : 1) {
                 const int m = m_first + r;
-                if (m >= n_rows) break;
-                float v = mine[r * kPitch + (lane & (wide - 1))] * f0 + b0;
-                if (gated) v = activate(v, a.act) * (mine[r * kPitch + 16 + (lane & 15)] * f1 + b1);
+                float v = from[r * kPitch] * f0 + b0;
+                if (gated) v = activate(v, a.act) * (from[r * kPitch + 16] * f1 + b1);
                 v *= a.scale;
-                if (a.softcap > 0.0f) v = a.softcap * tanhf(v / a.softcap);
-                const int64_t at = w.first_column + column;
-                if (a.add != nullptr) v += a.add_format == PK_F32 ? static_cast<const float *>(a.add)[m * a.add_stride + at] : load_as_f32(a.add, m * a.add_stride + at, a.add_format);
+                if (a.softcap > 0.0f) v = a.softcap * quick_tanh(v / a.softcap);
+                if (a.add != nullptr) v += load_as_f32(a.add, m * a.add_stride + at, a.add_format);
                 store_from_f32(a.y, m * a.y_stride + at, a.y_format, v);
             }
         }
