@@ -131,6 +131,39 @@ class Driver:
         return [struct.unpack_from("3i", raw, (at + r) * 24)[1] for r in range(2)]
 
 
+def profile(device: Device, batch: int, rng: np.random.Generator) -> None:
+    """Prints where a decode step's time goes: per kernel the launches and microseconds, the gaps, and the cost of the call itself."""
+    from collections import defaultdict
+
+    import torch
+
+    driver = Driver(device)
+    for s in range(batch):
+        driver.send([(s, 128)], {s: rng.integers(0, 150000, 128)})
+    steps, calls = [(s, 1) for s in range(batch)], []
+    for _ in range(6):
+        driver.send(steps)
+    driver.wait(driver.seq)
+    for _ in range(4):
+        start = time.perf_counter()
+        driver.send(steps)
+        calls.append((time.perf_counter() - start) * 1e6)
+        driver.wait(driver.seq)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(2):
+            driver.send(steps)
+        driver.wait(driver.seq)
+        torch.cuda.synchronize()
+    kernels = sorted((e.time_range.start, e.time_range.end, e.name) for e in found.events() if e.time_range.end > e.time_range.start)
+    total: dict[str, list[float]] = defaultdict(list)
+    for start, end, name in kernels:
+        total[name.replace("pk::(anonymous namespace)::", "").split("(")[0][-60:]].append(end - start)
+    span, busy = kernels[-1][1] - kernels[0][0], sum(e - s for s, e, _ in kernels)
+    sys.stdout.write(f"profile b{batch}: {len(kernels)} kernels span {span:.0f} us busy {busy:.0f} us, call {statistics.median(calls):.0f} us\n")
+    for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:16]:
+        sys.stdout.write(f"   {sum(times):9.0f} us  {len(times):4} x {statistics.median(times):7.1f}  {name}\n")
+
+
 def measure(device: Device, plan: Blueprint, n_bytes: int, gbs: float, tflops: float, name: str) -> list[dict[str, Any]]:
     """Rows of decode at several batch sizes and prefill at several lengths."""
     rng, driver, rows = np.random.default_rng(), Driver(device), []
@@ -184,6 +217,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="*", default=["8b"])
     parser.add_argument("--formats", nargs="*", default=["bf16", "fp8", "q8_0", "q4_k_m"])
+    parser.add_argument("--profile", type=int, nargs="*", default=[], help="batch sizes of decode steps to take apart")
     parser.add_argument("--ops", action="store_true", help="also microseconds per record of a decode step")
     options = parser.parse_args()
     from .gpu_kernels import ceilings
@@ -202,6 +236,11 @@ def main() -> None:
                 device = build_device(Assembly(options.pack, sizes), plan, tensors)
                 sys.stdout.write(f"{model} {kind}: built in {time.perf_counter() - start:.1f} s, {n_bytes / 1e9:.2f} GB read a step\n")
                 device.grow_pages(n_pages)
+                for batch in options.profile:
+                    profile(device, batch, np.random.default_rng())
+                if options.profile:
+                    device.close()
+                    continue
                 rows += measure(device, plan, n_bytes, limits["read_gbs"], limits["bf16_tflops"], f"{model}.{kind}")
                 if options.ops:
                     us = device.run(1, 1, 5, True)
