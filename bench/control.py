@@ -1,9 +1,11 @@
 """Microseconds per engine step with a pack that does nothing: read results, publish, take in, decide, launch.
 
-Every request that ends is followed at once by a new one with 1,024 prompt tokens (half of them known), and answers 128 to 639
-tokens. The pack's clock pretends to be a GPU with an 8B model, so prefill is spread over steps as it would be there. The front is
-asleep at every step, so that each step also pays for waking it. The turns of both sizes alternate.
-Steps in which no request comes or goes are also listed apart (`.quiet`).
+Closed loops: every request that ends is followed at once by a new one. `chat`: 1,024 prompt tokens of which half are known, answers of
+512 to 1,535 tokens (engine.step_us.32 and .128). `short`: 128, and 64 to 191, where nearly every step of 128 slots has
+someone coming or going.
+`.quiet`: the steps of `chat` in which nobody comes, goes or is prefilled. The pack's clock pretends to be a GPU with an 8B model, so
+prefill is spread over steps as it would be there. The front is asleep at every step, so that each step also pays for waking it.
+All loads alternate, a thousand steps each.
 Usage: python -m bench.control [--steps 20000] [--machine NAME]
 """
 
@@ -30,8 +32,8 @@ from paddock_runner.wire.port import EnginePort, FrontPort
 
 from bench import board
 
-PROMPT_TOKENS, SHARED_TOKENS = 1024, 512
-MIN_ANSWER_TOKENS, MAX_ANSWER_TOKENS = 128, 639
+CELLS = {"chat": (1024, 512, 512, 1535), "short": (128, 64, 64, 191)}
+"""Prompt tokens, those of them that every prompt has in common, fewest and most tokens of an answer."""
 TARGET_US = {32: 25.0, 128: 50.0}
 
 
@@ -91,9 +93,10 @@ class IdleDevice:
 class Load:
     """A closed loop of `n` streams on one engine."""
 
-    def __init__(self, n: int, library: ctypes.CDLL) -> None:
+    def __init__(self, n: int, cell: str, library: ctypes.CDLL) -> None:
+        self.cell = CELLS[cell]
         sizes = StateSizes(
-            n_slots=n + 4, max_ctx_tokens=2048, page_tokens=16, n_pages=(n + 4) * 128 + 1, n_vocab=32000,
+            n_slots=n + 4, max_ctx_tokens=4096, page_tokens=16, n_pages=(n + 4) * 200 + 1, n_vocab=32000,
             max_step_tokens=2048, max_step_rows=n + 64, max_bias=16, max_top=1,
         )  # fmt: skip
         channel = Channel.create()
@@ -111,9 +114,10 @@ class Load:
     def ask(self) -> None:
         """One more request."""
         self.n_asked += 1
-        tail = [(self.n_asked * 31 + i) % 32000 for i in range(PROMPT_TOKENS - SHARED_TOKENS)]
-        prompt = array("i", [*range(SHARED_TOKENS), *tail])
-        self.front.ask(Ask(self.n_asked, prompt, max_tokens=self.random.randint(MIN_ANSWER_TOKENS, MAX_ANSWER_TOKENS)))
+        n_prompt, n_shared, least, most = self.cell
+        tail = [(self.n_asked * 31 + i) % 32000 for i in range(n_prompt - n_shared)]
+        prompt = array("i", [*range(n_shared), *tail])
+        self.front.ask(Ask(self.n_asked, prompt, max_tokens=self.random.randint(least, most)))
 
     def turn(self) -> None:
         """One timed turn of the engine, then the front's share, untimed."""
@@ -149,26 +153,26 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder))
-    loads = {n: Load(n, library) for n in TARGET_US}
+    loads = {(n, cell): Load(n, cell, library) for n in TARGET_US for cell in CELLS}
     freeze()
     for load in loads.values():
-        for _ in range(1000):
+        for _ in range(2000):
             load.turn()
         load.us.clear()
         load.quiet_us.clear()
-    for _ in range(arguments.steps // 1000):
+    for _ in range(max(1, arguments.steps // 1000)):
         for load in loads.values():
             for _ in range(1000):
                 load.turn()
     rows = []
-    for n, load in loads.items():
-        row = board.row(f"engine.step_us.{n}", load.us, "us", "lower")
-        row |= {"p99": round(statistics.quantiles(load.us, n=100)[-1], 2), "target": TARGET_US[n], "mean": round(statistics.fmean(load.us), 2)}
-        rows.append(row)
-        if load.quiet_us:
+    for (n, cell), load in loads.items():
+        row = board.row(f"engine.step_us.{n}" + ("" if cell == "chat" else f".{cell}"), load.us, "us", "lower")
+        rows.append(row | {"p99": round(statistics.quantiles(load.us, n=100)[-1], 2), "mean": round(statistics.fmean(load.us), 2)})
+        if cell == "chat":
+            rows[-1]["target"] = TARGET_US[n]
             rows.append(board.row(f"engine.step_us.{n}.quiet", load.quiet_us, "us", "lower"))
-        sys.stdout.write(f"{n} slots: {load.n_asked} requests, {load.engine.launched_seq} steps, {load.engine.counters.output_tokens} tokens\n")
-    board.write(arguments.machine, "engine", rows, prompt_tokens=PROMPT_TOKENS, answer_tokens=[MIN_ANSWER_TOKENS, MAX_ANSWER_TOKENS], load_average=round(os.getloadavg()[0], 2), python=sys.version.split()[0])
+    context = {"load_average": round(os.getloadavg()[0], 2), "python": sys.version.split()[0], "steps": arguments.steps}
+    board.write(arguments.machine, "engine", rows, **context)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Step:
     __slots__ = (
         "done_ns",
         "firsts",
+        "has_singles",
         "has_top",
         "is_plain",
         "launched_ns",
@@ -56,7 +57,7 @@ class Step:
         self.seq = self.n_rows = self.n_samples = self.n_decode = self.n_prefill = 0
         self.work = 0.0
         self.launched_ns = self.done_ns = 0
-        self.has_top = False
+        self.has_top = self.has_singles = False
         self.is_plain = True
         self.firsts: list[Request] | None = None
 
@@ -99,7 +100,11 @@ class Engine:
         self._free_steps = [Step() for _ in range(self.run_ahead + 2)]
         blocks = np.frombuffer(device.results, np.int32).reshape(sizes.n_results, sizes.max_step_rows, 6)
         self._blocks = [blocks[i] for i in range(sizes.n_results)]
-        self._no_flags = bytes(4 * sizes.max_step_rows)
+        size = sizes.max_step_rows * RESULT_BYTES
+        self._row_bytes = [device.results[i * size : (i + 1) * size] for i in range(sizes.n_results)]
+        is_small = self.slots.history.size < 1 << 31
+        self._cells = np.zeros(sizes.max_step_rows, np.int32 if is_small else np.int64)
+        self._last_block = self._blocks[0][:0]
         self._last_done_ns = 0
         self._must_drain = False
         self._ahead = self.run_ahead
@@ -141,13 +146,11 @@ class Engine:
         index = seq % self.sizes.n_results
         block = self._blocks[index][:n_rows]
         if step.n_samples:
-            at = index * self.sizes.max_step_rows * RESULT_BYTES
-            rows = self.device.results[at : at + n_rows * RESULT_BYTES]
+            rows = self._row_bytes[index][: n_rows * RESULT_BYTES]
             top = self._top(index, block) if step.has_top else b""
             for port in self.ports:
                 port.send_rows(seq, self.sizes.n_slots, rows, top)
-            rows.release()
-        is_eventful = block[:, 2].tobytes() != self._no_flags[: 4 * n_rows]
+        is_eventful = np.count_nonzero(block[:, 2]) > 0
         drawn = block[: step.n_samples]
         if is_eventful or not step.is_plain:
             drawn = block
@@ -155,9 +158,14 @@ class Engine:
             if not has_token.all():
                 drawn = block[has_token]
         slot, length = drawn[:, 0], drawn[:, 3]
-        slots.history_flat[slot * slots.row_stride + length] = drawn[:, 1]
-        slots.read_length[slot] = length
-        self.counters.output_tokens += len(drawn)
+        cell = self._cells[: len(slot)]
+        np.multiply(slot, slots.row_stride, out=cell)
+        np.add(cell, length, out=cell)
+        slots.history_flat[cell] = drawn[:, 1]
+        if step.has_singles or self.masked:
+            slots.read_length[slot] = length
+        self._last_block = block
+        self.counters.output_tokens += len(slot)
         if step.firsts:
             for request in step.firsts:
                 request.first_ns = request.first_ns or now
@@ -201,8 +209,8 @@ class Engine:
         """Ends a request in whatever phase; its slot and pages follow when no step in flight has them."""
         now = self.clock()
         slot = request.slot
-        known = request.n_tokens if slot < 0 else max(request.n_tokens, int(self.slots.read_length[slot]))
-        n_output = known - request.prompt_tokens
+        is_told = request.end_length >= 0 and not request.is_poisoned
+        n_output = request.end_length - request.prompt_tokens if is_told else self.given_tokens(request)
         started, first = request.started_ns, request.first_ns
         self._say(
             request,
@@ -222,6 +230,19 @@ class Engine:
             self.retiring.append((self.launched_seq, request))
             if self.launched_seq <= self.read_seq:
                 self._retire()
+
+    def given_tokens(self, request: Request) -> int:
+        """Tokens of the answer that have been read so far.
+
+        A standing row is in every step, so the last block that was read has it, or none has; rows that wait for masks are noted.
+        """
+        known, slot = request.n_tokens, request.slot
+        if slot >= 0:
+            block = self._last_block
+            found = block[(block[:, 0] == slot) & (block[:, 1] >= 0), 3].tolist()
+            known = max(known, int(self.slots.read_length[slot]), *found)
+        given: int = known - request.prompt_tokens
+        return given
 
     def refuse(self, request: Request, code: RefusedCode, need: int, have: int) -> None:
         """Ends a waiting request that has not started."""
@@ -290,8 +311,9 @@ class Engine:
         step.seq = self.launched_seq
         n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, singles)
         step.n_decode, step.n_prefill = n_decode, n_tokens - n_decode
-        step.is_plain = not chunks or _draws_come_first(chunks)
+        step.is_plain = len(chunks) < 2 or _draws_come_first(chunks)
         step.has_top = slots.n_top > 0
+        step.has_singles = bool(singles)
         step.done_ns = 0
         step.work = 0.0
         step.launched_ns = now

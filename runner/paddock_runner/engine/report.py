@@ -64,7 +64,7 @@ def report(engine: Engine) -> dict[str, Any]:
                 "prompt_tokens": r.prompt_tokens,
                 "cached_tokens": r.cached_tokens,
                 "done_tokens": r.done_tokens,
-                "output_tokens": max(r.n_tokens, int(slots.read_length[r.slot])) - r.prompt_tokens,
+                "output_tokens": engine.given_tokens(r),
                 "max_tokens": r.max_length - r.prompt_tokens,
                 "pages": len(r.holding.pages) if r.holding is not None else 0,
                 "preempted": r.n_preempted,

@@ -87,7 +87,7 @@ class SlotTable:
         """int32 [n_slots, max_ctx_tokens + 1]: the answers as far as they have been read; the token that made a slot n long is at n."""
         self.history_flat = self.history.reshape(-1)
         self.read_length: NDArray[np.int32] = np.zeros(n, np.int32)
-        """int32 [n_slots]: tokens of each slot by the last result that was read."""
+        """int32 [n_slots]: tokens of each slot by the last result that was read, kept only while some rows wait for masks."""
         self._mark = [0] * n
         self._mark_seq = [0] * n
         self._left = [0] * n
