@@ -414,7 +414,7 @@ typedef struct pk_op_sigmoid {
 } pk_op_sigmoid;
 
 /* One layer of gated delta net (Yang et al. 2024). Per token t of a row, in order, with C = 2 G Dk + H Dv channels (G key heads, H value
- * heads; value head h has key head h / (H / G)):
+ * heads; value head h has key head h / (H / G), or h % G when is_tiled):
  *   u = silu(sum_i conv[c, i] * qkv[t - W + 1 + i, c]): the tokens before this step's come from the slot's state, zeros at position 0;
  *   q = l2(u[0 : G Dk]) / sqrt(Dk), k = l2(u[G Dk : 2 G Dk]) per head, v = u[2 G Dk :];  l2(x) = x / sqrt(sum(x^2) + 1e-6)
  *   S = exp(-exp(a_log[h]) softplus(a[t, h] + dt_bias[h])) S;  d = sigmoid(b[t, h]) (v - S^T k);  S = S + k d^T;  o = S^T q
@@ -441,6 +441,8 @@ typedef struct pk_op_delta {
     int32_t v_width;       /* Dv */
     int32_t conv_width;    /* W */
     float eps;
+    int32_t is_tiled;
+    int32_t reserved;
 } pk_op_delta;
 
 /* ---- weights ---- */

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "51a9340f18e51bba"
+#define PK_ABI_DIGEST "3f169aac33454a49"

@@ -1,7 +1,7 @@
 """The tiny folders as GGUF files, with gguf-py's own names and writer, and llama.cpp's conventions on top.
 
 Those conventions (source: llama.cpp, convert_hf_to_gguf.py): q and k rows are permuted where rope is interleaved; gemma's norms hold
-1 + w; experts are stacked; gpt-oss's gate and up rows are told apart.
+1 + w (qwen3.5's too); experts are stacked; gpt-oss's gate and up rows are told apart; value heads of qwen3.5's delta nets are tiled.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ ARCHS = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "granite": "granite", "phi3": "phi3", "olmo2": "olmo2", "olmo3": "olmo2", "smollm3": "smollm3", "exaone4": "exaone4", "ministral3": "mistral3",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "granitemoe": "granitemoe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
 }  # fmt: skip
 """model_type -> general.architecture."""
 
@@ -62,7 +63,7 @@ def _write_keys(writer: Any, arch: str, c: dict[str, Any]) -> None:
     writer.add_block_count(c["num_hidden_layers"])
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_feed_forward_length(c.get("intermediate_size") or c["moe_intermediate_size"])
     writer.add_head_count(c["num_attention_heads"])
     writer.add_head_count_kv(c["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
@@ -86,6 +87,13 @@ def _write_keys(writer: Any, arch: str, c: dict[str, Any]) -> None:
         writer.add_sliding_window(c["sliding_window"])
     if "sliding_attention" in c.get("layer_types", []) and "full_attention" in c["layer_types"]:
         writer.add_sliding_window_pattern([k == "sliding_attention" for k in c["layer_types"]])
+    if "linear_num_key_heads" in c:
+        writer.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(c["linear_key_head_dim"])
+        writer.add_ssm_group_count(c["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(c["linear_num_value_heads"])
+        writer.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
+        writer.add_full_attention_interval(c["layer_types"].index("full_attention") + 1)
     for theirs, ours in NUMBERS.items():
         if c.get(theirs) is not None:
             writer.add_float32(f"{arch}.{ours}", c[theirs])
@@ -116,6 +124,8 @@ def _tensors(folder: Path, arch: str, c: dict[str, Any]) -> dict[str, np.ndarray
             values = permuted(values, c["num_attention_heads"])
         if arch in INTERLEAVED and ".attn_k." in theirs:
             values = permuted(values, c["num_key_value_heads"])
+        if arch in ("qwen35", "qwen35moe", "qwen3next") and name.endswith("norm.weight") and ".linear_attn." not in name:
+            values = values + 1
         if arch.startswith("gemma") and theirs.endswith("norm.weight"):
             values = values + 1
         out[theirs] = values
@@ -141,11 +151,39 @@ def _restored(tensors: dict[str, np.ndarray], c: dict[str, Any]) -> dict[str, np
             out[name.replace("output_linear", "experts.w2")] = values
         elif c["model_type"] == "gpt_oss" and rest:
             out.update(_gpt_oss(stem, rest, values))
+        elif ".linear_attn." in name:
+            out.update(_delta(stem, name, values, c))
         elif name.endswith("e_score_correction_bias"):
             out[name.replace("mlp.gate.e_score_correction_bias", "mlp.gate.e_score_correction.bias")] = values
         else:
             out[name] = values
     return {**out, **{name: np.stack([parts[e] for e in range(len(parts))]) for name, parts in stacks.items()}}
+
+
+def _delta(stem: str, name: str, values: np.ndarray, c: dict[str, Any]) -> dict[str, np.ndarray]:
+    """A tensor of a delta net: tiled where qwen3.5 is, taken apart where qwen3-next is."""
+    g, h, dk, dv = (c[f"linear_{x}"] for x in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+    root, _, kind = name.partition(".linear_attn.")
+    ratio, keys = h // g, 2 * g * dk
+    if kind == "in_proj_qkvz.weight":
+        parts = np.split(values.reshape(g, -1, values.shape[1]), np.cumsum([dk, dk, ratio * dv]), axis=1)
+        q, k, v, z = (x.reshape(-1, values.shape[1]) for x in parts)
+        return {f"{root}.linear_attn.in_proj_qkv.weight": np.concatenate([q, k, v]), f"{root}.linear_attn.in_proj_z.weight": z}
+
+    def tiled(x: np.ndarray, width: int) -> np.ndarray:
+        return x if c["model_type"] == "qwen3_next" else x.reshape(g, ratio, width, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    if kind == "A_log":
+        return {name: -np.exp(tiled(values, 1))}
+    if kind == "dt_bias":
+        return {f"{root}.linear_attn.dt_proj.bias": tiled(values, 1)}
+    if kind.startswith(("in_proj_qkv", "conv1d")):
+        values = values.reshape(values.shape[0], -1)
+        return {name: np.concatenate([values[:keys], tiled(values[keys:], dv)])}
+    if kind.startswith("out_proj"):
+        return {name: tiled(values.T, dv).T}
+    width = {"in_proj_z.weight": dv, "in_proj_a.weight": 1, "in_proj_b.weight": 1}.get(kind)
+    return {name: values if width is None else tiled(values, width)}
 
 
 def _gpt_oss(stem: str, rest: str, values: np.ndarray) -> dict[str, np.ndarray]:

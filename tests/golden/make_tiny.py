@@ -92,7 +92,7 @@ TINY = {
         model_type="qwen3_5_moe_text", **SMALL_HYBRID, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24, rope_parameters=PARTIAL_ROPE,
     ),
     "qwen3-next": dict(
-        model_type="qwen3_next", **SMALL_HYBRID, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[1],
+        model_type="qwen3_next", **SMALL_HYBRID, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[],
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     ),
 }  # fmt: skip

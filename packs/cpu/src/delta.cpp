@@ -105,7 +105,7 @@ void finish(const pk_op_delta &op, const float *z, float *out) {
 
 // Value head h over the tokens of a row. mixed: [n, C] convolved inputs. scratch: 2 Dk + Dv floats.
 void run_head(const pk_op_delta &op, const Shape &shape, const Sequence &q, int64_t h, const float *mixed, float *scratch) {
-    int64_t key_head = h / (op.n_v_heads / op.n_k_heads), size = static_cast<int64_t>(op.k_width) * op.v_width;
+    int64_t key_head = op.is_tiled ? h % op.n_k_heads : h / (op.n_v_heads / op.n_k_heads), size = static_cast<int64_t>(op.k_width) * op.v_width;
     float *state = q.state + h * size, *query = scratch, *key = query + op.k_width, *d = key + op.k_width;
     if (q.begins) std::fill(state, state + size, 0.0f);
     double rate = -std::exp(static_cast<double>(numbers<const float>(op.a_log.data)[h])), bias = numbers<const float>(op.dt_bias.data)[h];

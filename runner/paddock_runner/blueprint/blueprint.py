@@ -66,13 +66,17 @@ NO_ATTENTION = Attention(0, 0, 0, 1.0, None)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Gated delta net of one layer: a matrix state of k_width x v_width per value head, after a convolution over q, k and v."""
+    """Gated delta net of one layer: a matrix state of k_width x v_width per value head, after a convolution over q, k and v.
+
+    is_tiled: value head h belongs to key head h mod n_k_heads (GGUF), not to h // (n_v_heads / n_k_heads).
+    """
 
     n_k_heads: int
     n_v_heads: int
     k_width: int
     v_width: int
     conv_width: int
+    is_tiled: bool = False
 
     @property
     def n_values(self) -> int:
@@ -143,6 +147,7 @@ class Blueprint:
     logit_softcap: float = 0.0
     residual_scale: float = 1.0
     norm_offset: float = 0.0  # added to norm weights at load (Hugging Face gemma stores w - 1)
+    n_draft_layers: int = 0  # of a GGUF: blocks after the model's own that draft tokens, not loaded
     name: str = ""
     notes: tuple[str, ...] = field(default=())  # warnings for people: "the vision tower is not loaded"
 

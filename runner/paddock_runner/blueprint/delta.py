@@ -17,6 +17,18 @@ HF_LAYER = {
 }  # fmt: skip
 """Stems, and whole names where the last word is no kind of tensor. delta_scale is the output norm's weight: it has no offset."""
 
+GGUF_LAYER = {
+    "attn_qkv": "delta_qkv", "attn_gate": "delta_z", "ssm_beta": "delta_b", "ssm_alpha": "delta_a", "ssm_ba": "delta_ba", "ssm_out": "o",
+    "ssm_conv1d": "delta_conv", "ssm_norm": "delta_scale",
+}  # fmt: skip
+
+
+def gguf_delta_name(stem: str, kind: str) -> str | None:
+    """Our name within a layer of gated delta net for a GGUF tensor; None when it is not one of its own."""
+    if (stem, kind) == ("ssm_dt", "bias"):
+        return "delta_dt.weight"
+    return f"{GGUF_LAYER[stem]}.{kind}" if stem in GGUF_LAYER else None
+
 
 def delta_shapes(x: Delta, model_width: int, is_fused: bool) -> dict[str, tuple[int, ...]]:
     """Our name within the layer -> shape. is_fused: q, k and v are one matrix."""
@@ -33,6 +45,9 @@ def split_delta(ours: Mapping[str, TensorView], i: int, x: Delta) -> dict[str, T
     """The tensors, those of layer i that hold several projections (qwen3-next, key head after key head) taken apart."""
     out, at, ratio = dict(ours), f"layers.{i}.", x.n_v_heads // x.n_k_heads
     values = ratio * x.v_width
+    conv = out.get(at + "delta_conv.weight")
+    if conv is not None and conv.shape == (x.n_channels, x.conv_width):
+        out[at + "delta_conv.weight"] = replace(conv, shape=(x.n_channels, 1, x.conv_width))
     _split(out, at + "delta_qkvz.weight", x.n_k_heads, {"delta_q": x.k_width, "delta_k": x.k_width, "delta_v": values, "delta_z": values}, at)
     _split(out, at + "delta_ba.weight", x.n_k_heads, {"delta_b": ratio, "delta_a": ratio}, at)
     return out

@@ -45,7 +45,7 @@ def with_ropes(layers: Sequence[Layer], ropes: Sequence[Rope | None]) -> tuple[L
 
 def blueprint_of(family: str, s: Sizes, layers: tuple[Layer, ...], **more: Any) -> Blueprint:
     """A blueprint with the sizes' widths; more: any other field."""
-    settings = {"name": s.name, "notes": s.notes, **more}
+    settings = {"name": s.name, "notes": s.notes, "n_draft_layers": s.n_draft_layers, **more}
     return Blueprint(family, s.n_vocab, s.model_width, s.max_ctx_tokens, layers, s.norm_eps, s.tied_head, **settings)
 
 

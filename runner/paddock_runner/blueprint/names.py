@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..errors import FileError, UnsupportedError
 from ..files.checkpoint import Checkpoint
 from ..files.view import TensorView
 from .blueprint import Blueprint, Layer
 from .delta import HF_LAYER as HF_DELTA
-from .delta import delta_shapes, split_delta, split_gated_q
+from .delta import delta_shapes, gguf_delta_name, split_delta, split_gated_q
 from .experts import GGUF_LAYER as GGUF_EXPERTS
 from .experts import expert_shapes, hf_expert_name, split_experts
 from .quantised import join_scales, rows_of
@@ -179,12 +180,19 @@ def _gguf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict
     for name, view in tensors.items():
         if name in GGUF_UNUSED:
             continue
+        root, _, rest = name.partition(".")
+        number, _, within = rest.partition(".")
         stem, _, kind = name.rpartition(".")
-        parts = stem.split(".", 2)
-        if parts[0] == "blk" and len(parts) == 3 and parts[1].isdecimal() and parts[2] in layer_names:
-            out[f"layers.{int(parts[1])}.{layer_names[parts[2]]}.{kind}"] = view
-        else:
+        if root != "blk" or not number.isdecimal():
             out[f"{GGUF[stem]}.{kind}" if stem in GGUF else name] = view
+        elif int(number) < blueprint.n_layers or not blueprint.n_draft_layers:
+            is_delta = int(number) < blueprint.n_layers and blueprint.layers[int(number)].delta is not None
+            if is_delta and within == "ssm_a":
+                out[f"layers.{int(number)}.delta_a_log.weight"] = replace(view, is_log_of_negative=True)
+                continue
+            part, _, kind = within.rpartition(".")
+            ours = (gguf_delta_name(part, kind) if is_delta else None) or (f"{layer_names[part]}.{kind}" if part in layer_names else None)
+            out[f"layers.{int(number)}.{ours}" if ours else name] = view
     return out
 
 

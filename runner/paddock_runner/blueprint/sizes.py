@@ -36,6 +36,7 @@ class Sizes:
     tied_head: bool
     name: str
     notes: tuple[str, ...] = ()
+    n_draft_layers: int = 0
 
     def rope(self, layout: str = "neox") -> Rope:
         """The rope that the checkpoint describes, with that layout of pairs."""
@@ -52,7 +53,10 @@ def gguf_sizes(checkpoint: Checkpoint, arch: str, may_have_experts: bool = False
             what=f"{arch} mixture of experts",
             supported=["dense"],
         )
-    n_layers = f.integer(f"{arch}.block_count", low=1, high=MAX_LAYERS)
+    n_blocks, n_draft = f.integer(f"{arch}.block_count", low=1, high=MAX_LAYERS), f.integer(f"{arch}.nextn_predict_layers", 0)
+    if n_draft >= n_blocks:
+        raise f.error(f"{arch}.nextn_predict_layers", f"is {n_draft} of {n_blocks} blocks")
+    n_layers = n_blocks - n_draft
     width = f.integer(f"{arch}.embedding_length", low=1, high=1 << 20)
     heads = f.integers(f"{arch}.attention.head_count", n_layers, high=4096)
     if len(set(heads)) != 1:
@@ -81,7 +85,7 @@ def gguf_sizes(checkpoint: Checkpoint, arch: str, may_have_experts: bool = False
         head_width, f.integer(f"{arch}.attention.value_length", head_width, low=1, high=4096),
         f.integers(f"{arch}.feed_forward_length", n_layers, 1 if may_have_experts else None, high=1 << 24),
         f.number(f"{arch}.attention.layer_norm_rms_epsilon"), rope_width, theta, scaling,
-        "output.weight" not in checkpoint.tensors, f.text("general.name", ""), notes,
+        "output.weight" not in checkpoint.tensors, f.text("general.name", ""), notes, n_draft,
     )  # fmt: skip
     return _checked(sizes)
 

@@ -42,6 +42,7 @@ class TensorView:
     shape: outermost first (numpy order: a matrix is [rows N, columns K]), whatever the file's own order is.
     format: the Format name ("f32", "q4_k", ...) or "unsupported:<n>" for a type we do not know.
     offset, n_bytes: absolute position in `path`, in bytes. scales: what the stored elements are multiplied with, or None.
+    is_log_of_negative: the vector wanted is log(-x) of what is stored.
     pick: how the weight lies among these bytes, when it is not simply all of them.
     """
 
@@ -53,6 +54,7 @@ class TensorView:
     n_bytes: int
     scales: Scales | None = None
     pick: Pick | None = None
+    is_log_of_negative: bool = False
 
     @property
     def weight_bytes(self) -> int:

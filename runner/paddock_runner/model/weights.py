@@ -206,6 +206,10 @@ def stacks(weights: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str,
 
 def _vector(device: Device, view: TensorView, data: NDArray[np.uint8], offset: float) -> Tensor:
     values = dequantize(view.format, data, (1, view.n_elements)).astype(np.float32) + np.float32(offset)
+    if view.is_log_of_negative:
+        if not (values < 0).all():
+            raise FileError(f"{view.path}: tensor {view.name} holds {values.max()}, expected negative numbers", field=view.name)
+        values = np.log(-values)
     address = device.alloc(_aligned(values.nbytes), "vectors")
     device.write(address, values.tobytes())
     return Tensor(address, 1, view.n_elements, abi.PK_F32)

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "51a9340f18e51bba"
+DIGEST = "3f169aac33454a49"
 PK_ABI = 1
 
 # enum pk_status
@@ -457,6 +457,8 @@ class pk_op_delta(Structure):
         ("v_width", c_int32),
         ("conv_width", c_int32),
         ("eps", c_float),
+        ("is_tiled", c_int32),
+        ("reserved", c_int32),
     ]
 
 # enum pk_scales

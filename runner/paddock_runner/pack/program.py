@@ -51,7 +51,10 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Heads and widths of a gated delta net, and where its state and its convolution's tail lie in a slot's (bytes)."""
+    """Heads and widths of a gated delta net, and where its state and its convolution's tail lie in a slot's (bytes).
+
+    is_tiled: value head h belongs to key head h mod n_k_heads, not to h // (n_v_heads / n_k_heads).
+    """
 
     n_k_heads: int
     n_v_heads: int
@@ -60,6 +63,7 @@ class DeltaShape:
     conv_width: int
     state_offset: int
     conv_offset: int
+    is_tiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ FAMILIES = (
         "qwen35",
         ("qwen35", "qwen35moe", "qwen3next"),
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
-        qwen35.no_gguf,
+        qwen35.from_gguf,
         qwen35.from_hf,
         "Qwen 3.5 to 3.8, Qwen3-Next",
     ),

@@ -7,21 +7,49 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...errors import UnsupportedError
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import NO_ATTENTION, Blueprint, Delta, Experts, Layer
 from ..layers import attention_of, blueprint_of, gated, stack
 from ..mixture import checked_experts, n_experts_of, with_experts
-from ..sizes import Sizes, hf_sizes
+from ..sizes import Sizes, gguf_sizes, hf_sizes
 
 DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
 PERIOD = 4
 
 
-def no_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
-    """Raises: UnsupportedError: the GGUF form orders value heads otherwise, and no reference was at hand."""
-    raise UnsupportedError(f"{checkpoint.path}: {arch} from GGUF is not supported; its safetensors folder is", what=f"{arch} GGUF")
+def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
+    """From "qwen35.*", "qwen35moe.*" or "qwen3next.*" keys; norms hold 1 + w, and the first two tile their value heads.
+
+    Raises: FileError, UnsupportedError.
+    """
+    s = gguf_sizes(checkpoint, arch, may_have_experts=True)
+    f = s.fields
+    n_v_heads, n_values = f.integer(f"{arch}.ssm.time_step_rank", low=1), f.integer(f"{arch}.ssm.inner_size", low=1)
+    delta = Delta(
+        f.integer(f"{arch}.ssm.group_count", low=1), n_v_heads, f.integer(f"{arch}.ssm.state_size", low=1), n_values // n_v_heads,
+        f.integer(f"{arch}.ssm.conv_kernel", low=2, high=16), arch != "qwen3next",
+    )  # fmt: skip
+    if n_v_heads % delta.n_k_heads or n_values % n_v_heads:
+        raise f.error(f"{arch}.ssm.time_step_rank", f"is {n_v_heads} for {delta.n_k_heads} key heads and {n_values} values")
+    layers = stack(s, Layer(replace(attention_of(s), qk_norm=True, out_gate=True), gated(s)))
+    if f.integer(f"{arch}.expert_count", 0) > 0:
+        experts = Experts(
+            f.integer(f"{arch}.expert_count"), f.integer(f"{arch}.expert_used_count", low=1),
+            f.integer(f"{arch}.expert_feed_forward_length", low=1), shared_gate=True,
+        )  # fmt: skip
+        shared = f.integer(f"{arch}.expert_shared_feed_forward_length", experts.width, low=1)
+        layers = with_experts(layers, checked_experts(experts, f), shared, lambda i: f"blk.{i}.ffn_gate_inp.weight" not in checkpoint.tensors)
+    period = f.integer(f"{arch}.full_attention_interval", PERIOD, low=1)
+    kinds = [(i + 1) % period != 0 for i in range(s.n_layers)]
+    return blueprint_of("qwen35", s, _mixed(layers, delta, kinds))
+
+
+def _mixed(layers: tuple[Layer, ...], delta: Delta, kinds: list[bool]) -> tuple[Layer, ...]:
+    """The layers, those that are of gated delta net without attention."""
+    return tuple(
+        replace(x, kind="delta", attention=NO_ATTENTION, delta=delta) if is_delta else x for x, is_delta in zip(layers, kinds, strict=True)
+    )
 
 
 def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
@@ -43,11 +71,7 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     layers = stack(s, Layer(attention, gated(s)))
     if has_experts:
         layers = _with_experts(layers, config)
-    layers = tuple(
-        replace(x, kind="delta", attention=NO_ATTENTION, delta=delta) if is_delta else x
-        for x, is_delta in zip(layers, _delta_layers(config, s), strict=True)
-    )
-    return blueprint_of("qwen35", s, layers, norm_offset=1.0)
+    return blueprint_of("qwen35", s, _mixed(layers, delta, _delta_layers(config, s)), norm_offset=1.0)
 
 
 def _delta_layers(config: Fields, s: Sizes) -> list[bool]:
