@@ -13,12 +13,12 @@ from typing import Any
 from ..errors import FileError, UnsupportedError
 from ..files.checkpoint import Checkpoint
 from ..files.fields import Fields
-from ..files.view import Scales, TensorView
+from ..files.view import Int4, Scales, TensorView
 
-SUPPORTED = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4")
+SUPPORTED = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "gptq")
 """Values of quantization_config.quant_method."""
 
-CODES = ("weight", "weight_packed")
+CODES = ("weight", "weight_packed", "qweight")
 FP8_SCALES = ("weight_scale_inv", "weight_scale", "scale")
 UNUSED = ("input_scale", "input_scale_ub", "activation_scale", "input_global_scale", "k_scale", "v_scale", "weight_shape")
 """Tensors for quantised activations and KV caches."""
@@ -36,13 +36,16 @@ def require_known_method(checkpoint: Checkpoint) -> None:
     if method not in SUPPORTED:
         raise _refusal(checkpoint, str(method))
     for weights in _weight_settings(config):
-        if weights.get("type") == "int":
-            raise _refusal(checkpoint, f"{method} int{weights.get('num_bits', '')}")
+        if weights.get("type") == "int" and (weights.get("num_bits") != 4 or not weights.get("symmetric", True)):
+            kind = "int" if weights.get("symmetric", True) else "asymmetric int"
+            raise _refusal(checkpoint, f"{method} {kind}{weights.get('num_bits', '')}")
+    if method == "gptq" and (config.get("bits") != 4 or not config.get("sym", True)):
+        raise _refusal(checkpoint, f"gptq int{config.get('bits', '')}{'' if config.get('sym', True) else ', asymmetric'}")
 
 
 def _refusal(checkpoint: Checkpoint, what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{checkpoint.path}: quantization {what:.40} of safetensors is not supported; supported: bf16, f16 and f32, and {', '.join(SUPPORTED)} in fp8, nvfp4 and mxfp4",
+        f"{checkpoint.path}: quantization {what:.40} of safetensors is not supported; supported: bf16, f16 and f32, and {', '.join(SUPPORTED)} in fp8, nvfp4, mxfp4 and symmetric int4",
         what=f"safetensors {what}",
         supported=list(SUPPORTED),
     )
@@ -109,6 +112,8 @@ def join_scales(ours: Mapping[str, TensorView], checkpoint: Checkpoint) -> dict[
 
 def _joined(weight: TensorView, parts: Parts) -> TensorView | None:
     """The weight with its scales; None when it needs none."""
+    if weight.format == "i32" and len(weight.shape) == 2:
+        return _int4(weight, parts)
     if weight.format in ("fp8_e4m3", "fp8_e5m2"):
         scale = parts.take(*FP8_SCALES)
         if scale is None:
@@ -133,6 +138,22 @@ def _joined(weight: TensorView, parts: Parts) -> TensorView | None:
         raise _fault(whole, f"is {whole.format} {list(whole.shape)}", "expected one number")
     scales = Scales("group", scale, (1, width), whole, divisor is not None)
     return replace(weight, shape=(rows, cols), format="nvfp4" if is_nvfp4 else "mxfp4", scales=scales)
+
+
+def _int4(weight: TensorView, parts: Parts) -> TensorView:
+    """4-bit codes in words of 32 bits: along the rows (compressed-tensors), or down the columns (GPTQ)."""
+    is_by_columns = weight.name.endswith("qweight")
+    scale = parts.take("scales" if is_by_columns else "weight_scale")
+    if scale is None:
+        raise _fault(weight, "holds 4-bit codes and has no scales beside it", f"expected a tensor {weight.name.rpartition('.')[0]}.scales or .weight_scale")
+    zeros, order = parts.take("qzeros", "weight_zero_point"), parts.take("g_idx", "weight_g_idx")
+    n_words, other = weight.shape if is_by_columns else weight.shape[::-1]
+    rows, cols = other, 8 * n_words
+    shape = scale.shape[::-1] if is_by_columns else scale.shape
+    if scale.format not in FLOATS or len(shape) != 2 or shape[0] != rows or cols % shape[1] or cols // shape[1] % 32:
+        raise _fault(scale, f"is {scale.format} {list(scale.shape)}", f"expected one number per 32, 64, 128 ... of {rows} x {cols} elements")
+    int4 = Int4(scale, cols // shape[1], is_by_columns, zeros, 1 if is_by_columns else 0, order)
+    return replace(weight, shape=(rows, cols), format="q4_0", int4=int4)
 
 
 def _flattened(weight: TensorView) -> TensorView:
@@ -169,6 +190,8 @@ def _fault(view: TensorView, trouble: str, wanted: str) -> FileError:
 
 def rows_of(view: TensorView, first: int, n: int) -> TensorView:
     """A view of n rows from `first` on: rows lie one after the other in every format. Raises: UnsupportedError (within a block)."""
+    if view.int4 is not None:
+        raise UnsupportedError(f"{view.path}: tensor {view.name} holds several projections in int4, which is not supported", what="split int4")
     row = view.n_bytes // view.shape[0]
     scales = view.scales
     if scales is not None and scales.kind in ("row", "group"):

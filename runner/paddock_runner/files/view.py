@@ -22,6 +22,22 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True)
+class Int4:
+    """A weight stored as 4-bit codes in 32-bit words (GPTQ, compressed-tensors), symmetric: x = scale (q - 8). The view is in format q4_0.
+
+    scale: one factor per `group` columns of a row. is_by_columns: words run down the columns, [K/8, N], and scales are [K/group, N].
+    zeros, order: tensors that must say "8 everywhere" (stored less zero_offset) and "groups in order", where they are there.
+    """
+
+    scale: TensorView
+    group: int
+    is_by_columns: bool = False
+    zeros: TensorView | None = None
+    zero_offset: int = 0
+    order: TensorView | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Pick:
     """Which rows of the stored matrix a weight is: of every `period` rows the `length` from `first` on.
 
@@ -43,6 +59,7 @@ class TensorView:
     format: the Format name ("f32", "q4_k", ...) or "unsupported:<n>" for a type we do not know.
     offset, n_bytes: absolute position in `path`, in bytes. scales: what the stored elements are multiplied with, or None.
     is_log_of_negative: the vector wanted is log(-x) of what is stored.
+    int4: how 4-bit codes become the blocks of format q4_0.
     pick: how the weight lies among these bytes, when it is not simply all of them.
     """
 
@@ -55,10 +72,13 @@ class TensorView:
     scales: Scales | None = None
     pick: Pick | None = None
     is_log_of_negative: bool = False
+    int4: Int4 | None = None
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weight itself: those of its view, or of the rows that are picked."""
+        if self.int4 is not None:
+            return self.n_elements // 32 * 18
         return self.n_bytes // self.pick.period * self.pick.length if self.pick else self.n_bytes
 
     @property

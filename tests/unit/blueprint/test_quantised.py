@@ -90,7 +90,7 @@ def test_rows_of_a_weight_take_their_scales_with_them():
     [
         ({"quant_method": "awq"}, "quantization awq"),
         ({"quant_method": "bitsandbytes"}, "quantization bitsandbytes"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 4}}}}, "compressed-tensors int4"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}}}, "compressed-tensors int8"),
     ],
 )
 def test_other_methods_are_refused_by_name(config, said):
