@@ -247,3 +247,31 @@ def test_anthropics_forced_tools_and_formats(_caller: Live) -> None:
     answer = _caller.post("/v1/messages", body).json()
     jsonschema.validate(json.loads(answer["content"][0]["text"]), LOOK)
     assert _caller.post("/v1/messages", {**body, "output_config": {"format": {"type": "yaml"}}}).status_code == 400
+
+
+def test_strict_tools_hold_the_calls_that_the_model_begins_by_itself(_caller: Live) -> None:
+    strict = [{"type": "function", "function": {**f["function"], "strict": True}} for f in FUNCTIONS]
+    draw = _caller.script.draw
+    pieces = {piece: i for i, piece in enumerate(_caller.tokenizer.pieces)}
+    mark = pieces[b"<tool_call>"]
+    begun = 0
+
+    def eager(mask: bytes) -> int:
+        nonlocal begun
+        if mask[mark >> 3] >> (mark & 7) & 1 and begun < 2:
+            begun += 1
+            return mark
+        return draw(mask)
+
+    _caller.script.draw = eager
+    try:
+        for is_parallel, most in ((True, 2), (False, 1)):
+            begun = 0
+            found = chat(_caller, tools=strict, parallel_tool_calls=is_parallel, max_tokens=600)
+            calls = found["message"].get("tool_calls", [])
+            assert 1 <= len(calls) <= most, found
+            for call in calls:
+                if found["finish_reason"] == "tool_calls":
+                    jsonschema.validate(json.loads(call["function"]["arguments"]), LOOK)
+    finally:
+        _caller.script.draw = draw

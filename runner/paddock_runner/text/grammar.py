@@ -36,6 +36,8 @@ _LIMITS = {
 _PATTERNS = ("pattern", "patternProperties")
 _BOUNDS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 _LARK_RULE = re.compile(r"^[?!_]*([A-Za-z_]\w*)(?:\[[^\]\n]*\])?(?:\.\d+)?\s*:", re.M)
+_FAULTS = (ValueError, LookupError, AttributeError, AssertionError, RecursionError)
+_START = re.compile(r"^\s*(?:%llguidance\b|start\s*:|root\s*::=)", re.M)
 _LARK_PART = re.compile(
     r"\"(?:[^\"\\]|\\.)*\"|/(?:[^/\\\n]|\\.)+/[a-z]*|\b[A-Z_][A-Z0-9_]*\b|[()|]|[*+?]|\{\d*(?:,\d*)?\}"
 )
@@ -94,9 +96,13 @@ def lark_of(text: str) -> str:
     _library()
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
+    if not _START.search(text):
+        raise UsageError("the grammar has neither a rule `start` (Lark) nor `root` (GBNF)")
     try:
         found: str = any_to_lark(text)
-    except (GbnfToLarkError, ValueError, IndexError, KeyError, AttributeError, AssertionError, RecursionError) as error:
+    except Exception as error:  # the library raises bare ones for rules that are missing or there twice
+        if type(error) is not Exception and not isinstance(error, (GbnfToLarkError, *_FAULTS)):
+            raise
         raise UsageError(f"the grammar is neither Lark nor GBNF: {str(error)[:200]}") from None
     return found
 

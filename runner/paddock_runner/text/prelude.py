@@ -38,6 +38,32 @@ def held(
     return own_lark("\n".join([f"start: {'pre ' if before else ''}({bodies})", *rules, *before]))
 
 
+def guarded(answer: AnswerFormat, tokenizer: Tokenizer, prompt: str, calls: Schemas, is_parallel: bool = True) -> Constraint:
+    """Free text in which every call that the model begins is one of `calls` with valid arguments; one call at most, or any number.
+
+    Raises: UnsupportedError where a call's beginning cannot be told from text; UsageError for a bad schema.
+    """
+    dialect = answer.dialect
+    if dialect is None or "" in dialect.starts or answer.messages is not None:
+        raise UnsupportedError("calls of this model cannot be told from text in time", what="strict", supported=[])
+    _, *rules = forced_calls(dialect, calls, tokenizer, None, False).text.split("\n")
+    marks = {_quoted(mark)[:-1]: f"trigger_{i}" for i, mark in enumerate(dialect.starts)}
+    out = []
+    for rule in rules:
+        head, colon, body = rule.partition(": ")
+        if head.startswith("call_") and head.removeprefix("call_").isdigit():
+            found = next((m for m in marks if body.startswith(m)), None)
+            if found is None and not body.startswith("<["):
+                raise UnsupportedError("calls of this model cannot be told from text in time", what="strict", supported=[])
+            body = f"TEXT {body}" if found is None else f'{marks[found]} "{body[len(found) :]}'
+        out.append(head + colon + body)
+    triggers = [f'{name}[lazy]: TEXT {mark}"' for mark, name in marks.items() if any(name in rule for rule in out)]
+    names = " | ".join(f"call_{i}" for i in range(len(calls)))
+    before = _reasoning(answer.marks, prompt, tokenizer)
+    body = f"({names})* TEXT" if is_parallel else rf"TEXT | ({names}) /[ \n]{{0,4}}/"
+    return own_lark("\n".join([f"start: {'pre ' if before else ''}({body})", "TEXT: /(?s:.*)/", *triggers, *out, *before]))
+
+
 def _reasoning(marks: ReasoningMarks | None, prompt: str, tokenizer: Tokenizer) -> list[str]:
     """Rules `pre`: the rest of reasoning that the prompt left open, or a block of it if the model wants; [] after a closed one."""
     tail = prompt[-TAIL_CHARACTERS:].rstrip()

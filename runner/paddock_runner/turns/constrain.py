@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from ..errors import PackError, PaddockError, UnsupportedError, UsageError
+from ..errors import PackError, PaddockError
 from ..text.grammar import Constraint, Grammars, Matcher, json_object
 from ..text.tokenizer import Tokenizer
 from ..wire.messages import MaskUpdate
@@ -127,17 +127,14 @@ class Walker:
     async def guide(self, make: Callable[[], Constraint], n: int) -> Guide:
         """Walks for n answers. make: gives the constraint; called in a thread.
 
-        Raises: UsageError for a grammar that is wrong or costs too much, or that this model cannot be held to.
+        Raises: UsageError for a grammar that is wrong or costs too much; UnsupportedError for one that this model cannot be held to.
         """
         self._loop = loop = asyncio.get_running_loop()
         if not self._threads:
             self._threads = [threading.Thread(target=self._work, daemon=True, name="masks") for _ in range(N_THREADS)]
             for thread in self._threads:
                 thread.start()
-        try:
-            return await loop.run_in_executor(self._compiling, self._begin, make, n)
-        except UnsupportedError as error:
-            raise UsageError(error.message, error.hint, **error.facts) from error
+        return await loop.run_in_executor(self._compiling, self._begin, make, n)
 
     def push(self, walk: Walk, token: int) -> None:
         """Has a token walked; the masks go out by themselves."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from ...turns.collect import Answer, Collector
-from ...turns.turn import Reading, Turn
+from ...turns.turn import Turn
 from ...turns.wish import Wish
 from ..held import Held, callable_schemas, of_schema
 from ..http import Exchange
@@ -34,10 +33,7 @@ async def post_messages(front: Front, exchange: Exchange) -> None:
         max_tokens=body.max_tokens, temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p, top_k=body.top_k or 0, stop=tuple(body.stop_sequences or ()),
     )  # fmt: skip
-    held = held_of(body, schemas)
-    reading = Reading.of(front.served, text, held.calls)
-    if not held.is_free:
-        reading = replace(reading, guide=await held.guide(front, wish, text))
+    reading = await held_of(body, schemas).reading(front, exchange, wish, text)
     whose = caller(exchange, exchange.client)
     message: dict[str, Any] = {
         "id": "msg_" + secrets.token_hex(12), "type": "message", "role": "assistant", "model": body.model or front.served.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -40,7 +39,7 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     tools = [msgspec.to_builtins(t) for t in body.tools or ()]
     prompt, text = await front.served.chat_prompt(messages_of(body.messages), tools or None, _how(front, body))
     held = Held(body.held(), schemas, param="format")
-    await _answer(front, exchange, body, (prompt, wish, await _reading(front, wish, text, held)), as_message)
+    await _answer(front, exchange, body, (prompt, wish, await _reading(front, exchange, wish, text, held)), as_message)
 
 
 async def post_generate(front: Front, exchange: Exchange) -> None:
@@ -67,7 +66,7 @@ async def post_generate(front: Front, exchange: Exchange) -> None:
         messages: list[Mapping[str, Any]] = [{"role": "system", "content": body.system}] if body.system else []
         messages.append({"role": "user", "content": body.prompt})
         prompt, text = await front.served.chat_prompt(messages, None, _how(front, body))
-    await _answer(front, exchange, body, (prompt, wish, await _reading(front, wish, text, held)), as_response)
+    await _answer(front, exchange, body, (prompt, wish, await _reading(front, exchange, wish, text, held)), as_response)
 
 
 def _begin(front: Front, exchange: Exchange, body: Generation) -> Wish:
@@ -84,9 +83,10 @@ def _how(front: Front, body: Generation) -> dict[str, Any]:
     return {"options": front.served.template.thinking_options(is_on, effort)}
 
 
-async def _reading(front: Front, wish: Wish, text: str, held: Held) -> Reading:
-    reading = Reading.of(front.served, text, held.calls) if held.is_chat and text else PLAIN
-    return reading if held.is_free else replace(reading, guide=await held.guide(front, wish, text))
+async def _reading(front: Front, exchange: Exchange, wish: Wish, text: str, held: Held) -> Reading:
+    if held.is_chat and text:
+        return await held.reading(front, exchange, wish, text)
+    return PLAIN if held.is_free else Reading(guide=await held.guide(front, wish, text))
 
 
 async def _loaded(front: Front, exchange: Exchange, empty: dict[str, Any]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from ...turns.collect import Answer, Collector
-from ...turns.turn import Reading, Turn
+from ...turns.turn import Turn
 from ..http import Exchange
 from ..service import Front, Shape, caller, run_stream, run_turn
 from ..sse import EventStream
@@ -41,9 +40,7 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     wish = body.wish(_max_tokens(body), n_logprobs)
     whose = caller(exchange, exchange.client, body.cache_salt)
-    reading = Reading.of(front.served, text, wants.calls)
-    if not wants.is_free:
-        reading = replace(reading, guide=await wants.guide(front, wish, text))
+    reading = await wants.reading(front, exchange, wish, text)
     head = Head(
         "chatcmpl-" + secrets.token_hex(12), int(time.time()), front.served.name, wish.n,
         body.wants_usage, n_logprobs >= 0,

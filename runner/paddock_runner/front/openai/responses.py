@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -126,10 +126,11 @@ async def _understand(front: Front, exchange: Exchange, body: ResponsesRequest) 
     prompt, text = await front.served.chat_prompt(messages, tools.functions if allowed else None, {"options": options})
     wish = _wish(body)
     content = formatted(_format(body), "text.format")
-    held = Held(content, allowed, must_call, body.parallel_tool_calls is not False, "tool_choice" if must_call else "text.format")
-    reading = Reading.of(front.served, text, allowed)
-    if not held.is_free:
-        reading = replace(reading, guide=await held.guide(front, wish, text))
+    held = Held(
+        content, allowed, must_call, body.parallel_tool_calls is not False, "tool_choice" if must_call else "text.format",
+        is_strict=any(tool.get("strict") is True for tool in body.tools or ()),
+    )  # fmt: skip
+    reading = await held.reading(front, exchange, wish, text)
     return _Work(prompt, text, wish, reading, tools, items, len(brought), _response(front, body))
 
 

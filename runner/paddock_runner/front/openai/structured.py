@@ -45,7 +45,8 @@ def held_chat(body: ChatRequest) -> Held:
     allowed, must_call = chosen(body.tool_choice, schemas)
     is_parallel = body.parallel_tool_calls is not False
     param = "tool_choice" if must_call else text.param
-    return Held(text.content, allowed, must_call, is_parallel, param)
+    is_strict = any(tool.function.strict for tool in body.tools or ())
+    return Held(text.content, allowed, must_call, is_parallel, param, is_strict=is_strict)
 
 
 def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
