@@ -42,7 +42,8 @@ typedef enum pk_op {
     PK_OP_ROUTE = 13,    /* which experts a token goes to */
     PK_OP_EXPERTS = 14,  /* gated feed-forward of the chosen experts */
     PK_OP_SIGMOID = 15,  /* x times the sigmoid of another operand */
-    PK_OP_DELTA = 16     /* gated delta net: convolution, state update, output norm and gate */
+    PK_OP_DELTA = 16,    /* gated delta net: convolution, state update, output norm and gate */
+    PK_OP_CONV = 17      /* gated short convolution */
 } pk_op;
 
 /* SWIGLU_CLAMP (experts only): with g = min(gate, limit), u = min(max(up, -limit), limit): g * sigmoid(alpha * g) * (u + 1). */
@@ -444,6 +445,20 @@ typedef struct pk_op_delta {
     int32_t is_tiled;
     int32_t reserved;
 } pk_op_delta;
+
+/* out[t, c] = g2[t, c] (bias[c] + sum_i conv[c, i] * (g1 v)[t - W + 1 + i, c]), with x[t] = (g1, g2, v): three times M columns. The last W - 1
+ * products g1 v of a row lie as [W - 1, M] f32 at state.recurrent + slot * recurrent_stride + conv_offset; rows as in pk_op_delta. */
+typedef struct pk_op_conv {
+    int32_t op;
+    int32_t size;
+    pk_tensor x;          /* [T,3M] */
+    pk_tensor conv;       /* [1,M*W] f32, channel after channel */
+    pk_tensor bias;       /* [1,M] f32 or absent */
+    pk_tensor out;        /* [T,M] */
+    int64_t conv_offset;  /* bytes, a multiple of 64 */
+    int32_t conv_width;   /* W */
+    int32_t reserved;
+} pk_op_conv;
 
 /* ---- weights ---- */
 

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "3f169aac33454a49"
+#define PK_ABI_DIGEST "b8dc7b1a826131ec"

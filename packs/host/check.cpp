@@ -40,6 +40,7 @@ class Checker {
             case PK_OP_EXPERTS: return experts(record_.as<pk_op_experts>());
             case PK_OP_SIGMOID: return sigmoid(record_.as<pk_op_sigmoid>());
             case PK_OP_DELTA: return delta(record_.as<pk_op_delta>());
+            case PK_OP_CONV: return conv(record_.as<pk_op_conv>());
             default: return PK_OK;  // prepare and commit have no operands
         }
     }
@@ -334,6 +335,20 @@ class Checker {
         if (offset >= 0 && offset % 64 == 0 && offset + bytes <= state_.recurrent_stride) return PK_OK;
         return fail(PK_BAD_ARG, "op %lld (%s): %s lies at bytes %lld to %lld of a slot's recurrent state of %lld", (Long)index_, name_, what, (Long)offset,
                     (Long)(offset + bytes), (Long)state_.recurrent_stride);
+    }
+
+    int32_t conv(const pk_op_conv &op) const {
+        if (!state_.recurrent) return fail(PK_BAD_ARG, "op %lld (%s): the state has no recurrent memory", (Long)index_, name_);
+        if (int32_t status = range("conv_width", op.conv_width, 2, 16)) return status;
+        if (int32_t status = activation("x", op.x)) return status;
+        if (int32_t status = activation("out", op.out)) return status;
+        if (int32_t status = symbol("x", op.x, PK_ROWS_T)) return status;
+        if (int32_t status = symbol("out", op.out, PK_ROWS_T)) return status;
+        if (int32_t status = equal("x width", op.x.cols, "three times the out width", 3 * op.out.cols)) return status;
+        if (int32_t status = vector("conv", op.conv, op.out.cols * op.conv_width)) return status;
+        if (op.bias.data)
+            if (int32_t status = vector("bias", op.bias, op.out.cols)) return status;
+        return part("the convolution's tail", op.conv_offset, 4 * op.out.cols * (op.conv_width - 1));
     }
 
     int32_t delta(const pk_op_delta &op) const {

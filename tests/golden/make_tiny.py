@@ -95,6 +95,11 @@ TINY = {
         model_type="qwen3_next", **SMALL_HYBRID, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[],
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     ),
+    "lfm2": dict(model_type="lfm2", **{**SMALL, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8, conv_bias=True),
+    "lfm2-moe": dict(
+        model_type="lfm2_moe", **{**SMALL, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"], num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=24, num_dense_layers=1, routed_scaling_factor=1.3,
+    ),
 }  # fmt: skip
 
 
@@ -133,7 +138,7 @@ def randomise(model: torch.nn.Module) -> None:
         else:
             p.data = noise * (0.5 if p.ndim == 1 else p.shape[-1] ** -0.5 * 1.5)
     for name, b in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             b.data = 0.3 * torch.randn(b.shape, generator=generator)
 
 

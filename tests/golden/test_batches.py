@@ -40,7 +40,7 @@ class Place:
         return [x.tokens for x in found]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "olmo2", "qwen3-moe", "gpt-oss", "qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("name", ["gemma3", "olmo2", "qwen3-moe", "gpt-oss", "qwen3.5", "qwen3-next", "lfm2"])
 def test_answers_do_not_depend_on_what_else_is_in_the_batch(name):
     place = Place(name)
     try:

@@ -32,7 +32,7 @@ namespace {
 using namespace pk;
 using Clock = std::chrono::steady_clock;
 
-bool has_op(int32_t op) { return op == PK_OP_ROUTE || op == PK_OP_EXPERTS || op == PK_OP_SIGMOID || op == PK_OP_DELTA; }
+bool has_op(int32_t op) { return op == PK_OP_ROUTE || op == PK_OP_EXPERTS || op == PK_OP_SIGMOID || op == PK_OP_DELTA || op == PK_OP_CONV; }
 bool is_kv(int32_t format) { return format == PK_F32 || format == PK_F16 || format == PK_BF16; }
 bool is_copy(int32_t format) { return is_kv(format) || format == PK_I32 || format == PK_U8; }
 bool is_table(int32_t format) {
@@ -141,6 +141,7 @@ int32_t run_record(Run &run, const Record &record) {
         case PK_OP_COPY: run_copy(run, record.as<pk_op_copy>()); break;
         case PK_OP_ROUTE: run_route(run, record.as<pk_op_route>()); break;
         case PK_OP_EXPERTS: run_experts(run, record.as<pk_op_experts>()); break;
+        case PK_OP_CONV: run_conv(run, record.as<pk_op_conv>()); break;
         case PK_OP_DELTA: run_delta(run, record.as<pk_op_delta>()); break;
         case PK_OP_SIGMOID: run_sigmoid(run, record.as<pk_op_sigmoid>()); break;
         default: run_add(run, record.as<pk_op_add>()); break;
@@ -172,7 +173,7 @@ bool finds_rows(const pk_program *program) {
     for (int64_t i = 0; i < program->records.n(); ++i) {
         int32_t op = program->records[i].op;
         if (op == PK_OP_PREPARE) return false;
-        reads |= op == PK_OP_QKV || op == PK_OP_ATTENTION || op == PK_OP_GATHER || op == PK_OP_SAMPLE || op == PK_OP_DELTA;
+        reads |= op == PK_OP_QKV || op == PK_OP_ATTENTION || op == PK_OP_GATHER || op == PK_OP_SAMPLE || op == PK_OP_DELTA || op == PK_OP_CONV;
     }
     return reads;
 }

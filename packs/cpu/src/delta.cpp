@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "ops.h"
+#include "recurrent.h"
 
 namespace pk {
 namespace {
@@ -18,30 +18,13 @@ float silu(float x) { return x / (1.0f + std::exp(-x)); }
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
-// One row of the step: its tokens, and where its slot's state lies.
-struct Sequence {
-    int64_t first, n;
-    bool begins, is_dead;
-    float *state, *tail;
-};
-
-Sequence sequence_of(const Run &run, const pk_op_delta &op, int64_t r) {
-    const pk_state &s = run.state;
-    const auto *start = numbers<const int32_t>(s.row_start);
-    uint64_t at = s.recurrent + numbers<const int32_t>(s.row_slot)[r] * s.recurrent_stride;
-    bool is_dead = numbers<const int32_t>(s.row_flags)[r] & PK_ROW_DEAD;
-    return {start[r], start[r + 1] - start[r], numbers<const int32_t>(s.row_position)[r] == 0, is_dead, numbers<float>(at + op.state_offset), numbers<float>(at + op.conv_offset)};
-}
-
-const float *row_of(const pk_tensor &t, int64_t row) { return numbers<const float>(t.data + row * t.stride); }
-
 // Row `token` of the row's input, counted from its first token of this step; negative: from the tail.
-const float *input_of(const pk_op_delta &op, const Sequence &q, int64_t channels, int64_t token) {
+const float *input_of(const pk_op_delta &op, const RecurrentRow &q, int64_t channels, int64_t token) {
     if (token >= 0) return row_of(op.qkv, q.first + token);
     return q.begins ? nullptr : q.tail + (op.conv_width - 1 + token) * channels;
 }
 
-void convolve(const pk_op_delta &op, const Sequence &q, int64_t channels, int64_t token, float *out) {
+void convolve(const pk_op_delta &op, const RecurrentRow &q, int64_t channels, int64_t token, float *out) {
     const auto *conv = numbers<const float>(op.conv.data);
     std::fill(out, out + channels, 0.0f);
     for (int32_t i = 0; i < op.conv_width; ++i) {
@@ -53,7 +36,7 @@ void convolve(const pk_op_delta &op, const Sequence &q, int64_t channels, int64_
 }
 
 // The last W - 1 inputs of the row become its tail. Rows are moved upwards, so an older one is read before it is overwritten.
-void keep_tail(const pk_op_delta &op, const Sequence &q, int64_t channels) {
+void keep_tail(const pk_op_delta &op, const RecurrentRow &q, int64_t channels) {
     int64_t n_tail = op.conv_width - 1;
     for (int64_t i = 0; i < n_tail; ++i) {
         const float *x = input_of(op, q, channels, q.n - n_tail + i);
@@ -104,7 +87,7 @@ void finish(const pk_op_delta &op, const float *z, float *out) {
 }
 
 // Value head h over the tokens of a row. mixed: [n, C] convolved inputs. scratch: 2 Dk + Dv floats.
-void run_head(const pk_op_delta &op, const Shape &shape, const Sequence &q, int64_t h, const float *mixed, float *scratch) {
+void run_head(const pk_op_delta &op, const Shape &shape, const RecurrentRow &q, int64_t h, const float *mixed, float *scratch) {
     int64_t key_head = op.is_tiled ? h % op.n_k_heads : h / (op.n_v_heads / op.n_k_heads), size = static_cast<int64_t>(op.k_width) * op.v_width;
     float *state = q.state + h * size, *query = scratch, *key = query + op.k_width, *d = key + op.k_width;
     if (q.begins) std::fill(state, state + size, 0.0f);
@@ -135,13 +118,13 @@ void run_delta(Run &run, const pk_op_delta &op) {
     const auto *token_row = numbers<const int32_t>(run.state.token_row);
     pool.parallel_for(run.n_tokens, pool.grain(run.n_tokens), [&](int64_t begin, int64_t end, int32_t) {
         for (int64_t t = begin; t < end; ++t) {
-            Sequence q = sequence_of(run, op, token_row[t]);
+            RecurrentRow q = row_at(run, op.state_offset, op.conv_offset, token_row[t]);
             if (!q.is_dead) convolve(op, q, shape.channels, t - q.first, mixed + t * shape.channels);
         }
     });
     pool.parallel_for(run.n_rows * op.n_v_heads, 1, [&](int64_t begin, int64_t end, int32_t thread) {
         for (int64_t i = begin; i < end; ++i) {
-            Sequence q = sequence_of(run, op, i / op.n_v_heads);
+            RecurrentRow q = row_at(run, op.state_offset, op.conv_offset, i / op.n_v_heads);
             int64_t h = i % op.n_v_heads;
             if (!q.is_dead) {
                 run_head(op, shape, q, h, mixed + q.first * shape.channels, scratch + thread * ((head_floats(op) + 15) / 16 * 16));
@@ -152,7 +135,7 @@ void run_delta(Run &run, const pk_op_delta &op) {
         }
     });
     for (int64_t r = 0; r < run.n_rows; ++r) {
-        Sequence q = sequence_of(run, op, r);
+        RecurrentRow q = row_at(run, op.state_offset, op.conv_offset, r);
         if (!q.is_dead && q.n > 0) keep_tail(op, q, shape.channels);
     }
 }

@@ -56,6 +56,7 @@ void run_copy(Run &run, const pk_op_copy &op);
 void run_add(Run &run, const pk_op_add &op);
 void run_route(Run &run, const pk_op_route &op);
 void run_experts(Run &run, const pk_op_experts &op);
+void run_conv(Run &run, const pk_op_conv &op);
 void run_delta(Run &run, const pk_op_delta &op);
 void run_sigmoid(Run &run, const pk_op_sigmoid &op);
 

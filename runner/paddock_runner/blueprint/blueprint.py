@@ -90,6 +90,15 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Gated short convolution of one layer (LFM2), over the model's width."""
+
+    width: int
+    conv_width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Mixture of experts of one layer; the layer's feed_forward is the shared expert (width 0: none).
 
@@ -129,6 +138,7 @@ class Layer:
     pre_norms: bool = True
     experts: Experts | None = None
     delta: Delta | None = None  # of layers of kind "delta"; their attention is NO_ATTENTION
+    conv: ShortConv | None = None  # of layers of kind "conv"; likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +164,7 @@ class Blueprint:
     @property
     def has_states(self) -> bool:
         """True when some layer remembers a sequence otherwise than by keys and values: its pages alone cannot continue it."""
-        return any(layer.delta is not None for layer in self.layers)
+        return any(layer.delta is not None or layer.conv is not None for layer in self.layers)
 
     @property
     def n_layers(self) -> int:

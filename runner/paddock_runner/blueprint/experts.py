@@ -10,7 +10,7 @@ from ..files.view import Pick, TensorView
 from .blueprint import Experts, Layer
 from .quantised import rows_of
 
-ONE = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
+ONE = re.compile(r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 ONE_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 STACKS = {
     "gate_up_proj": ("experts.gate_up", "weight"), "down_proj": ("experts.down", "weight"),
@@ -35,9 +35,9 @@ def hf_expert_name(stem: str, kind: str) -> str | None:
     """Our name within a layer for a Hugging Face tensor of a layer with experts; None when it is not one of theirs."""
     if match := ONE.fullmatch(stem):
         return f"experts.{ONE_NAMES[match[2]]}.{int(match[1])}.{kind}"
-    if stem in ("mlp.experts", "block_sparse_moe.experts") and kind in STACKS:
+    if stem in ("mlp.experts", "block_sparse_moe.experts", "feed_forward.experts") and kind in STACKS:
         return ".".join(STACKS[kind])
-    if kind == "e_score_correction_bias":
+    if kind in ("e_score_correction_bias", "expert_bias"):
         return "router_choice.bias"
     return f"{HF_LAYER[stem]}.{kind}" if stem in HF_LAYER else None
 

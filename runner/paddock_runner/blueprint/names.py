@@ -9,6 +9,8 @@ from ..errors import FileError, UnsupportedError
 from ..files.checkpoint import Checkpoint
 from ..files.view import TensorView
 from .blueprint import Blueprint, Layer
+from .conv import HF_LAYER as HF_CONV
+from .conv import conv_shapes
 from .delta import HF_LAYER as HF_DELTA
 from .delta import delta_shapes, gguf_delta_name, split_delta, split_gated_q
 from .experts import GGUF_LAYER as GGUF_EXPERTS
@@ -24,7 +26,7 @@ GGUF_LAYER = {
 GGUF_NAMES = {**GGUF_LAYER, **GGUF_EXPERTS}
 GGUF_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-HF = {"embed_tokens": "embed", "norm": "out_norm"}
+HF = {"embed_tokens": "embed", "norm": "out_norm", "embedding_norm": "out_norm"}
 HF_LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v",
     "self_attn.qkv_proj": "qkv", "self_attn.o_proj": "o", "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm",
@@ -104,6 +106,8 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
         ff, at = layer.feed_forward.width, f"layers.{i}."
         if layer.delta is not None:
             want.update({at + name: shape for name, shape in delta_shapes(layer.delta, m, i in fused_layers).items()})
+        elif layer.conv is not None:
+            want.update({at + name: shape for name, shape in conv_shapes(layer.conv, m).items()})
         else:
             _attention_shapes(want, layer, at, m, i in fused_layers)
         if ff:
@@ -199,6 +203,8 @@ def _gguf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict
 def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[str, TensorView]:
     prefix = next((p for p in HF_PREFIXES if p + "embed_tokens.weight" in tensors), "model.")
     layer_names = {**HF_LAYER, **HF_POST_NORMS} if blueprint.layers[0].post_norms else HF_LAYER
+    if blueprint.family == "lfm2":
+        layer_names = {**HF_LAYER, **HF_CONV}
     out: dict[str, TensorView] = {}
     for name, view in tensors.items():
         if name.startswith(HF_OTHER_PARTS) or name.endswith(".rotary_emb.inv_freq"):

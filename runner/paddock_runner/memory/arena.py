@@ -60,6 +60,9 @@ def _place_mixers(blueprint: Blueprint, place: Callable[..., int], at: int) -> i
     gates = [x.attention.n_heads * x.attention.head_width for x in blueprint.layers if x.attention.out_gate]
     if gates:
         at = place("attention_gate", at, max(gates))
+    convs = [x.conv for x in blueprint.layers if x.conv is not None]
+    if convs:
+        at = place("conv_mixed", at, max(3 * x.width for x in convs))
     deltas = [x.delta for x in blueprint.layers if x.delta is not None]
     if deltas:
         at = place("delta_mixed", at, max(x.n_channels + x.n_values for x in deltas))
@@ -103,10 +106,14 @@ def _expert_scratch(blueprint: Blueprint, layer: Layer, max_step_tokens: int) ->
 
 def _out_width(layer: Layer) -> int:
     a = layer.attention
+    if layer.conv is not None:
+        return layer.conv.width
     return layer.delta.n_values if layer.delta is not None else a.n_heads * (a.v_width or a.head_width)
 
 
 def _mixer_width(layer: Layer) -> int:
+    if layer.conv is not None:
+        return 3 * layer.conv.width
     return layer.delta.n_channels + layer.delta.n_values if layer.delta is not None else _qkv_width(layer.attention)
 
 

@@ -112,11 +112,15 @@ class StateLayout:
 
 
 def state_layout(blueprint: Blueprint) -> StateLayout:
-    """f32 states of every layer of kind delta, each part aligned to 256 bytes."""
+    """f32 states of every layer of kind delta or conv, each part aligned to 256 bytes."""
     at = 0
     offsets: list[tuple[int, int] | None] = []
     for layer in blueprint.layers:
         x = layer.delta
+        if layer.conv is not None:
+            offsets.append((at, at))
+            at += aligned(4 * layer.conv.width * (layer.conv.conv_width - 1))
+            continue
         if x is None:
             offsets.append(None)
             continue

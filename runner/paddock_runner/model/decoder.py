@@ -11,7 +11,7 @@ from ..pack.device import Device, f32_tensor
 from ..pack.program import PLAIN, Epilogue, Heads, Program, Rotation
 from ..pack.tensor import Tensor
 from .moe import experts, weigh_shared
-from .recurrent import delta_net
+from .recurrent import delta_net, short_conv
 from .site import Site
 
 
@@ -38,7 +38,7 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
     program.embed(weights["embed.weight"], buffers["residual"], blueprint.embed_scale)
     _read(program, blueprint, weights.get("layers.0.attn_norm.weight"), site)
     for i, layer in enumerate(blueprint.layers):
-        if layer.kind not in ("attention", "delta"):
+        if layer.kind not in ("attention", "delta", "conv"):
             raise UnsupportedError(
                 f"layer {i} of {blueprint.family} is a {layer.kind} layer, which the decoder does not know"
             )
@@ -54,9 +54,12 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
 
 def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, site: Site) -> None:
     a, w, at, buffers = layer.attention, site.weights, f"layers.{i}.", site.buffers
-    if layer.delta is not None:
-        out = delta_net(program, layer.delta, i, site, blueprint.norm_eps)
-        _project(program, layer, out, w[at + "o.weight"], None, site, blueprint.residual_scale)
+    if layer.delta is not None or layer.conv is not None:
+        if layer.delta is not None:
+            out = delta_net(program, layer.delta, i, site, blueprint.norm_eps)
+        elif layer.conv is not None:
+            out = short_conv(program, layer.conv, i, site)
+        _project(program, layer, out, w[at + "o.weight"], w.get(at + "o.bias"), site, blueprint.residual_scale)
         return
     v_width = a.v_width or a.head_width
     width = (a.n_heads + a.n_kv_heads) * a.head_width + a.n_kv_heads * v_width

@@ -1,10 +1,10 @@
-"""Gated delta net in the forward pass: projections, convolution, state update and output, up to the layer's last product."""
+"""Layers with states in the forward pass, up to their last product: gated delta net, gated short convolution."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..blueprint.blueprint import Delta
+from ..blueprint.blueprint import Delta, ShortConv
 from ..errors import UnsupportedError
 from ..pack.program import DeltaShape, DeltaWeights, Program
 from ..pack.tensor import Tensor
@@ -29,4 +29,16 @@ def delta_net(program: Program, x: Delta, i: int, site: Site, eps: float) -> Ten
     weights = DeltaWeights(*(w[f"{at}delta_{name}.weight"] for name in ("conv", "a_log", "dt", "scale")))
     shape = DeltaShape(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width, *offsets, x.is_tiled)
     program.delta((qkv, z, b, a), weights, out, shape, eps)
+    return out
+
+
+def short_conv(program: Program, x: ShortConv, i: int, site: Site) -> Tensor:
+    """The layer's output before its last projection, [T, M]."""
+    w, at, buffers = site.weights, f"layers.{i}.", site.buffers
+    offsets = site.state_offsets[i]
+    if offsets is None:
+        raise UnsupportedError(f"layer {i} has no recurrent state")
+    mixed, out = replace(buffers["conv_mixed"], cols=3 * x.width), replace(buffers["attention_out"], cols=x.width)
+    program.matmul(buffers["normed"], [w[at + "conv_in.weight"]], mixed, [w.get(at + "conv_in.bias")])
+    program.conv(mixed, (w[at + "conv.weight"], w.get(at + "conv.bias")), out, x.conv_width, offsets[1])
     return out

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "3f169aac33454a49"
+DIGEST = "b8dc7b1a826131ec"
 PK_ABI = 1
 
 # enum pk_status
@@ -53,6 +53,7 @@ PK_OP_ROUTE = 13
 PK_OP_EXPERTS = 14
 PK_OP_SIGMOID = 15
 PK_OP_DELTA = 16
+PK_OP_CONV = 17
 
 # enum pk_act
 PK_ACT_NONE = 0
@@ -458,6 +459,20 @@ class pk_op_delta(Structure):
         ("conv_width", c_int32),
         ("eps", c_float),
         ("is_tiled", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_conv(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("conv", pk_tensor),
+        ("bias", pk_tensor),
+        ("out", pk_tensor),
+        ("conv_offset", c_int64),
+        ("conv_width", c_int32),
         ("reserved", c_int32),
     ]
 

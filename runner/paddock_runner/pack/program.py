@@ -291,6 +291,13 @@ class Program:
         self._add(abi.pk_op_delta, abi.PK_OP_DELTA, {**tensors, "scale": weights.scale, "out": out}, **asdict(shape), eps=eps)
 
 
+    def conv(self, x: Tensor, weights: tuple[Tensor, Tensor | None], out: Tensor, conv_width: int, conv_offset: int) -> None:
+        """out[T,M] of x[T,3M] = (g1, g2, v): g2 * convolution(g1 * v). weights: conv [1,M*W] f32, bias [1,M] or None. See pk_op_conv."""
+        _same("conv", "x width", x.cols, "three times the out width", 3 * out.cols)
+        tensors = {"x": x, "conv": weights[0], "bias": weights[1], "out": out}
+        self._add(abi.pk_op_conv, abi.PK_OP_CONV, tensors, conv_width=conv_width, conv_offset=conv_offset)
+
+
 def _head_fields(heads: Heads) -> dict[str, int]:
     return {
         "k_offset": heads.k_offset,

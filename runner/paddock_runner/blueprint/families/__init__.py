@@ -17,6 +17,7 @@ from . import (
     gpt_oss,
     granite,
     granite_moe,
+    lfm2,
     llama,
     ministral,
     mixtral,
@@ -96,6 +97,7 @@ FAMILIES = (
     ),
     Family("glm4-moe", ("glm4moe",), ("glm4_moe",), mixture_from_gguf, glm4_moe.from_hf, "GLM 4.5, 4.6, 4.7"),
     Family("gpt-oss", ("gpt-oss",), ("gpt_oss",), gpt_oss.from_gguf, gpt_oss.from_hf, "gpt-oss 20B, 120B"),
+    Family("lfm2", (), ("lfm2", "lfm2_moe"), mixture_from_gguf, lfm2.from_hf, "LFM2 (safetensors)"),
     Family(
         "qwen35",
         ("qwen35", "qwen35moe", "qwen3next"),
