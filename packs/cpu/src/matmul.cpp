@@ -2,6 +2,7 @@
 #include "matmul.h"
 
 #include "../../host/format.h"
+#include "matmul_few_amx.h"
 #include "matmul_parts.h"
 
 namespace pk {
@@ -86,7 +87,32 @@ void matmul_blocks(Context &context, const Parts &parts, int64_t n_rows, void *w
 
 }  // namespace
 
-const MatmulKernels &matmul_kernels_of(const Context &context) { return context.isa == Isa::kAvx2 ? matmul_kernels_avx2() : matmul_kernels_avx512(); }
+const MatmulKernels &matmul_kernels_of(const Context &context) {
+    switch (context.isa) {
+        case Isa::kAmx: return matmul_kernels_amx();
+        case Isa::kAvx512: return matmul_kernels_avx512();
+        default: return matmul_kernels_avx2();
+    }
+}
+
+const MatmulKernels &matmul_kernels_amx() {
+    static const MatmulKernels kernels = [] {
+        MatmulKernels few = matmul_kernels_avx512();
+        few.block_rows = [](int64_t n_rows) { return static_cast<int32_t>(n_rows <= 4 ? n_rows : 8); };
+        few.panel = [](int32_t format, int32_t rows) {
+            PanelKernel kernel = rows == 8 ? few_panel_amx(format) : nullptr;
+            return kernel ? kernel : matmul_kernels_avx512().panel(format, rows);
+        };
+        few.pack_coded = [](const float *x, int64_t stride, int64_t cols, int64_t n_rows, int64_t block_rows, void *out) {
+            if (block_rows == 8)
+                pack_few_amx(x, stride, cols, n_rows, out);
+            else
+                matmul_kernels_avx512().pack_coded(x, stride, cols, n_rows, block_rows, out);
+        };
+        return few;
+    }();
+    return kernels;
+}
 
 Parts::Parts(const pk_op_matmul &record) : op(record) {
     for (int32_t i = 0; i < op.n_w; ++i) {

@@ -97,54 +97,12 @@ void decode_group(const uint8_t *panel, const PanelShape &shape, int64_t g, uint
     });
 }
 
-// Groups of a panel that are decoded in between the products of others, so that vector units and tile units work at once.
-class Ahead {
-   public:
-    using Decode = void (*)(const uint8_t *, const PanelShape &, int64_t, uint16_t *, float *);
-    Ahead() = default;
-    // n_steps: how often step() will be called before the groups are needed.
-    Ahead(Decode decode, const PanelPair::Panel &panel, int64_t begin, int64_t end, int64_t tile_stride, uint16_t *tiles, float *scales, int64_t n_steps)
-        : decode_(decode), panel_(&panel), at_(begin), end_(end), tile_stride_(tile_stride), n_groups_(end - begin), n_steps_(n_steps), tiles_(tiles), scales_(scales) {}
-
-    inline __attribute__((always_inline)) void step() {
-        if (at_ >= end_) return;
-        credit_ += n_groups_;
-        while (credit_ >= n_steps_ && at_ < end_) {
-            credit_ -= n_steps_;
-            one();
-        }
-    }
-    void rest() {
-        while (at_ < end_) one();
-    }
-
-   private:
-    void one() {
-        decode_(panel_->data, *panel_->shape, at_++, tiles_, scales_);
-        tiles_ += tile_stride_;
-        scales_ += kGroupScales;
-    }
-
-    Decode decode_ = nullptr;
-    const PanelPair::Panel *panel_ = nullptr;
-    int64_t at_ = 0, end_ = 0, tile_stride_ = 0, n_groups_ = 0, n_steps_ = 1, credit_ = 0;
-    uint16_t *tiles_ = nullptr;
-    float *scales_ = nullptr;
-};
-
 // One row tile of x and one panel, from some group on: codes and sums of x, codes and scales of the panel.
 struct Operands {
     const uint16_t *x;
     const float *x_sums;
     const uint16_t *w;
     const float *scales;
-
-    void advance(int64_t n_parts) {
-        x += kBlockGroups * 2 * kTileElements;
-        x_sums += kBlockGroups * kGroupSums;
-        w += kBlockGroups * n_parts * kTileElements;
-        scales += kBlockGroups * kGroupScales;
-    }
 };
 
 // One group into sums tile 0. (Tile numbers are part of the instruction's name: no templates over them.)
@@ -166,28 +124,25 @@ inline __attribute__((always_inline)) void multiply_odd(const uint16_t *x, const
 }
 
 // products[g] = x . codes of each group.
-inline __attribute__((always_inline)) void multiply_groups(const Operands &at, int64_t n, float *products, Ahead &ahead) {
+inline void multiply_groups(const Operands &at, int64_t n, float *products) {
     int64_t g = 0;
     for (; g + 2 <= n; g += 2) {
         _tile_zero(0);
         multiply_even(at.x + g * 2 * kTileElements, at.w + g * kTileElements);
-        ahead.step();
         _tile_zero(1);
         multiply_odd(at.x + (g + 1) * 2 * kTileElements, at.w + (g + 1) * kTileElements);
-        ahead.step();
         _tile_stored(0, products + g * 256, 64);
         _tile_stored(1, products + (g + 1) * 256, 64);
     }
     if (g == n) return;
     _tile_zero(0);
     multiply_even(at.x + g * 2 * kTileElements, at.w + g * kTileElements);
-    ahead.step();
     _tile_stored(0, products + g * 256, 64);
 }
 
 // products[0] = x . codes of the whole block.
 template <int kParts>
-inline __attribute__((always_inline)) void multiply_block(const Operands &at, int64_t n, float *products, Ahead &ahead) {
+inline void multiply_block(const Operands &at, int64_t n, float *products) {
     _tile_zero(0);
     for (int64_t g = 0; g < n; ++g) {
         multiply_even(at.x + g * 2 * kTileElements, at.w + g * kParts * kTileElements);
@@ -196,47 +151,45 @@ inline __attribute__((always_inline)) void multiply_block(const Operands &at, in
             _tile_dpbf16ps(0, 4, 7);
             _tile_dpbf16ps(0, 5, 7);
         }
-        ahead.step();
     }
     _tile_stored(0, products, 64);
 }
 
 // One block of 256 columns (or the rest of them): total += scale of x * (products * d + sums of x * m).
-template <class C, int kRows>
-void run_block(const Operands &at, int64_t n, float *total, Ahead &ahead) {
+template <class C>
+void run_block(const Operands &at, int64_t n, float *total) {
     constexpr int kMinima = C::kHasMin ? C::kScalesPerGroup : 0;
     alignas(64) float products[kBlockGroups * 256];
     if constexpr (C::kFolds)
-        multiply_block<n_parts<C>()>(at, n, products, ahead);
+        multiply_block<n_parts<C>()>(at, n, products);
     else
-        multiply_groups(at, n, products, ahead);
-    vf sums[kRows];
-    for (int r = 0; r < kRows; ++r) sums[r] = v_zero();
+        multiply_groups(at, n, products);
+    vf sums[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) sums[r] = v_zero();
     for (int64_t g = 0; g < n; ++g) {
         const float *x_sums = at.x_sums + g * kGroupSums, *scales = at.scales + g * kGroupScales;
         if (!C::kFolds || g == 0) {
             vf d = v_load(scales);
-            for (int r = 0; r < kRows; ++r) sums[r] = v_fma(v_load(products + g * 256 + r * 16), d, sums[r]);
+            for (int r = 0; r < kTileRows; ++r) sums[r] = v_fma(v_load(products + g * 256 + r * 16), d, sums[r]);
         }
         for (int i = 0; i < kMinima; ++i) {
             vf m = v_load(scales + 16 + 16 * i);
-            for (int r = 0; r < kRows; ++r) sums[r] = v_fma(m, v_set(x_sums[(kMinima == 2 ? 16 + 16 * i : 0) + r]), sums[r]);
+            for (int r = 0; r < kTileRows; ++r) sums[r] = v_fma(m, v_set(x_sums[(kMinima == 2 ? 16 + 16 * i : 0) + r]), sums[r]);
         }
     }
-    for (int r = 0; r < kRows; ++r) v_store(total + r * kSumStride, v_fma(sums[r], v_set(at.x_sums[48 + r]), v_load(total + r * kSumStride)));
+    for (int r = 0; r < kTileRows; ++r) v_store(total + r * kSumStride, v_fma(sums[r], v_set(at.x_sums[48 + r]), v_load(total + r * kSumStride)));
 }
 
-// What a format needs: how to decode, how to multiply (8 rows or 16), tiles per group.
+// What a format needs: how to decode, how to multiply, tiles per group.
 struct Kind {
-    Ahead::Decode decode;
-    void (*run8)(const Operands &, int64_t, float *, Ahead &);
-    void (*run16)(const Operands &, int64_t, float *, Ahead &);
+    void (*decode)(const uint8_t *, const PanelShape &, int64_t, uint16_t *, float *);
+    void (*run)(const Operands &, int64_t, float *);
     int64_t n_parts;
     bool has_factor;
 };
 
 template <class C>
-Kind kind() { return {decode_group<C>, run_block<C, 8>, run_block<C, 16>, n_parts<C>(), C::kHasFactor}; }
+Kind kind() { return {decode_group<C>, run_block<C>, n_parts<C>(), C::kHasFactor}; }
 
 Kind kind_of(int32_t format) {
     switch (format) {
@@ -268,7 +221,7 @@ inline void apply_factor(const Kind &kind, const PanelPair::Panel &panel, float 
     for (int64_t r = 0; r < kTileRows; ++r) v_store(total + r * kSumStride, v_mul(v_load(total + r * kSumStride), factor));
 }
 
-// Many rows: a block of groups of some pairs is decoded, then meets all row tiles; a row tile stays in L1 meanwhile.
+// A block of groups of some pairs is decoded, then meets all row tiles; a row tile stays in L1 meanwhile.
 struct Piece {
     const TileJob &job;
     const PanelPair *pairs;
@@ -284,18 +237,18 @@ struct Piece {
             for (int i = 0; i < pairs[p].n_panels(); ++i) {
                 const PanelPair::Panel &panel = pairs[p].panel[i];
                 Kind kind = kind_of(panel.format);
-                Ahead(kind.decode, panel, begin, end, kind.n_parts * kTileElements, tiles(2 * p + i), scales(2 * p + i), 1).rest();
+                for (int64_t g = begin; g < end; ++g)
+                    kind.decode(panel.data, *panel.shape, g, tiles(2 * p + i) + (g - begin) * kind.n_parts * kTileElements, scales(2 * p + i) + (g - begin) * kGroupScales);
             }
     }
 
     void multiply(int64_t p, int i, int64_t t) const {
         const PanelPair::Panel &panel = pairs[p].panel[i];
         Kind kind = kind_of(panel.format);
-        Ahead nothing;
         int64_t x_tile = (job.first_row_tile + t) * job.n_tiles + begin;
         float *total = sums(p, t) + i * kPanelRows;
         if (begin == 0) clear_sums(total);
-        kind.run16({job.x_codes + x_tile * 2 * kTileElements, job.x_sums + x_tile * kGroupSums, tiles(2 * p + i), scales(2 * p + i)}, end - begin, total, nothing);
+        kind.run({job.x_codes + x_tile * 2 * kTileElements, job.x_sums + x_tile * kGroupSums, tiles(2 * p + i), scales(2 * p + i)}, end - begin, total);
         if (end == job.n_tiles) apply_factor(kind, panel, total);
     }
 
@@ -310,72 +263,6 @@ struct Piece {
     }
 };
 
-// Few rows: panel after panel goes through K alone, and while one block is multiplied the next one is decoded.
-struct Stream {
-    const TileJob &job;
-    const PanelPair *pairs;
-    int64_t n_pairs;
-    bool is_half;  // rows fill half a tile at most
-
-    // A block of groups of a panel.
-    struct Place {
-        int64_t pair = 0;
-        int panel = 0;
-        int64_t begin = 0;
-    };
-    bool is_done(const Place &at) const { return at.pair >= n_pairs; }
-    int64_t end_of(const Place &at) const { return at.begin + kBlockGroups < job.n_tiles ? at.begin + kBlockGroups : job.n_tiles; }
-    Place after(Place at) const {
-        at.begin += kBlockGroups;
-        if (at.begin < job.n_tiles) return at;
-        at.begin = 0;
-        if (++at.panel < pairs[at.pair].n_panels()) return at;
-        return {at.pair + 1, 0, 0};
-    }
-
-    uint16_t *tiles(int parity) const { return job.tiles + parity * 2 * kBlockGroups * kTileElements; }
-    float *scales(int parity) const { return job.scales + parity * kBlockGroups * kGroupScales; }
-    Ahead ahead(const Place &at, int parity, int64_t n_steps) const {
-        if (is_done(at)) return {};
-        const PanelPair::Panel &panel = pairs[at.pair].panel[at.panel];
-        Kind kind = kind_of(panel.format);
-        return {kind.decode, panel, at.begin, end_of(at), kind.n_parts * kTileElements, tiles(parity), scales(parity), n_steps};
-    }
-
-    void multiply(const Place &at, int parity, Ahead &next) const {
-        const PanelPair::Panel &panel = pairs[at.pair].panel[at.panel];
-        Kind kind = kind_of(panel.format);
-        for (int64_t t = 0; t < job.n_row_tiles; ++t) {
-            int64_t x_tile = (job.first_row_tile + t) * job.n_tiles + at.begin;
-            float *total = job.sums + t * kTileRows * kSumStride + at.panel * kPanelRows;
-            if (at.begin == 0) clear_sums(total);
-            Operands operands{job.x_codes + x_tile * 2 * kTileElements, job.x_sums + x_tile * kGroupSums, tiles(parity), scales(parity)};
-            (is_half ? kind.run8 : kind.run16)(operands, end_of(at) - at.begin, total, next);
-            if (end_of(at) == job.n_tiles) apply_factor(kind, panel, total);
-        }
-    }
-
-    void finish(int64_t pair) const {
-        int64_t row = job.first_row_tile * kTileRows, left = job.n_rows - row, rows = job.n_row_tiles * kTileRows;
-        finish_pair(pairs[pair], row, left < rows ? left : rows, job.sums);
-    }
-
-    void run() const {
-        Place at;
-        ahead(at, 0, 1).rest();
-        for (int parity = 0; !is_done(at); parity ^= 1) {
-            Place next = after(at);
-            Ahead decoding = ahead(next, parity ^ 1, job.n_row_tiles * (end_of(at) - at.begin));
-            multiply(at, parity, decoding);
-            decoding.rest();
-            if (next.pair != at.pair) finish(at.pair);
-            at = next;
-        }
-    }
-};
-
-constexpr int64_t kStreamRowTiles = 4;
-
 }  // namespace
 
 void pack_code_tiles_amx(const float *x, int64_t stride, int64_t cols, int64_t n_rows, uint16_t *codes, float *sums) {
@@ -383,16 +270,12 @@ void pack_code_tiles_amx(const float *x, int64_t stride, int64_t cols, int64_t n
 }
 
 void run_code_pairs_amx(const TileJob &job, const PanelPair *pairs, int64_t n_pairs) {
-    bool is_half = job.n_rows - job.first_row_tile * kTileRows <= kTileRows / 2;
-    configure_tiles(is_half);
-    if (job.n_row_tiles <= kStreamRowTiles)
-        Stream{job, pairs, n_pairs, is_half}.run();
-    else
-        for (int64_t p = 0; p < n_pairs; p += job.in_turn)
-            for (int64_t begin = 0; begin < job.n_tiles; begin += kBlockGroups) {
+    configure_tiles();
+    for (int64_t p = 0; p < n_pairs; p += job.in_turn)
+        for (int64_t begin = 0; begin < job.n_tiles; begin += kBlockGroups) {
                 int64_t end = begin + kBlockGroups < job.n_tiles ? begin + kBlockGroups : job.n_tiles;
-                Piece{job, pairs + p, n_pairs - p < job.in_turn ? n_pairs - p : job.in_turn, begin, end}.run();
-            }
+            Piece{job, pairs + p, n_pairs - p < job.in_turn ? n_pairs - p : job.in_turn, begin, end}.run();
+        }
     _tile_release();
 }
 

@@ -31,7 +31,7 @@ inline __attribute__((always_inline)) void finish_columns(const Finish &f, int64
     }
 }
 
-void finish_rows(const Finish &f, int64_t row, int64_t n_rows, const float *sums, const float *gated_sums, int64_t sum_stride) {
+[[maybe_unused]] void finish_rows(const Finish &f, int64_t row, int64_t n_rows, const float *sums, const float *gated_sums, int64_t sum_stride) {
     for (int64_t i = 0; i < f.n_columns; i += kLanes) {
         if (gated_sums)
             finish_columns<true, false>(f, row, n_rows, sums, gated_sums, sum_stride, i);

@@ -23,7 +23,7 @@ struct CodedX {
 static_assert(sizeof(CodedX) == 96);
 
 // out[r][n] = sum over columns of x[r] * panel[n], for the R rows that the kernel is made for.
-// x of coded formats: CodedX [n_groups][R]; of plain formats: f32 [K rounded up to 2][R].
+// x of coded formats: CodedX [n_groups][R] (or what pack_coded makes of it); of plain formats: f32 [K rounded up to 2][R].
 using PanelKernel = void (*)(const uint8_t *panel, const PanelShape &shape, const void *x, float *out);
 
 // What happens to sums before they are stored.
@@ -39,7 +39,7 @@ struct MatmulKernels {
     int32_t (*block_rows)(int64_t n_rows);        // rows of the kernel to use for n_rows <= max_block rows
     PanelKernel (*panel)(int32_t format, int32_t block_rows);
     // One block of `n_rows` rows, filled with zeros up to block_rows.
-    void (*pack_coded)(const float *x, int64_t stride, int64_t cols, int64_t n_rows, int64_t block_rows, CodedX *out);
+    void (*pack_coded)(const float *x, int64_t stride, int64_t cols, int64_t n_rows, int64_t block_rows, void *out);
     void (*pack_plain)(const float *x, int64_t stride, int64_t cols, int64_t n_rows, int64_t block_rows, float *out);
     // Rows [row, row + n_rows) of y from sums [n_rows][16], `sum_stride` floats apart; gated products have two sums.
     void (*finish)(const Finish &finish, int64_t row, int64_t n_rows, const float *sums, const float *gated_sums, int64_t sum_stride);
@@ -47,5 +47,6 @@ struct MatmulKernels {
 
 const MatmulKernels &matmul_kernels_avx2();
 const MatmulKernels &matmul_kernels_avx512();
+const MatmulKernels &matmul_kernels_amx();  // as avx512, but for blocks of 8 rows of coded formats
 
 }  // namespace pk

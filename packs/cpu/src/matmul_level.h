@@ -155,7 +155,8 @@ PanelKernel panel_of(int32_t format) {
     }
 }
 
-void pack_coded(const float *x, int64_t stride, int64_t cols, int64_t n_rows, int64_t block_rows, CodedX *out) {
+[[maybe_unused]] void pack_coded(const float *x, int64_t stride, int64_t cols, int64_t n_rows, int64_t block_rows, void *to_block) {
+    auto *out = static_cast<CodedX *>(to_block);
     for (int64_t r = 0; r < block_rows; ++r) {
         const float *row = x + r * stride;
         BlockScale scale{};
@@ -187,7 +188,7 @@ void pack_coded(const float *x, int64_t stride, int64_t cols, int64_t n_rows, in
     }
 }
 
-void pack_plain(const float *x, int64_t stride, int64_t cols, int64_t n_rows, int64_t block_rows, float *out) {
+[[maybe_unused]] void pack_plain(const float *x, int64_t stride, int64_t cols, int64_t n_rows, int64_t block_rows, float *out) {
     for (int64_t r = 0; r < block_rows; ++r) {
         const float *row = x + r * stride;
         for (int64_t k = 0; k < cols; ++k) out[k * block_rows + r] = r < n_rows ? row[k] : 0.0f;

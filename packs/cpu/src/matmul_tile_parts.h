@@ -21,17 +21,12 @@ inline vf cut(vf x) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_
 
 inline void store_row(uint16_t *tile, int64_t row, __m512i pairs) { _mm512_store_si512(tile + row * 32, pairs); }
 
-// Every tile register as 16 rows of 64 bytes; is_half: those of sums and x (0 to 5) have 8 rows. The compiler believes
-// that the instruction reads eight bytes only: a configuration must be a constant in memory.
-inline void configure_tiles(bool is_half = false) {
-    alignas(64) static constexpr uint8_t kFull[64] = {1,  0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0,
-                                                       0,  0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16};
-    alignas(64) static constexpr uint8_t kHalf[64] = {1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0,
-                                                       0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 16, 16};
-    if (is_half)
-        _tile_loadconfig(kHalf);
-    else
-        _tile_loadconfig(kFull);
+// Every tile register as 16 rows of 64 bytes. The compiler believes that the instruction reads eight bytes only: a
+// configuration must be a constant in memory.
+inline void configure_tiles() {
+    alignas(64) static constexpr uint8_t kConfig[64] = {1,  0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0,
+                                                         0,  0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16};
+    _tile_loadconfig(kConfig);
 }
 
 inline void finish_pair(const PanelPair &pair, int64_t row, int64_t n_rows, const float *sums) {

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileRows = 16;
-constexpr int64_t kMinRows = 6;            // fewer go the other way
+constexpr int64_t kMinRows = 33;           // fewer go the other way
 constexpr int64_t kMinPlainRows = 9;
 constexpr int64_t kMaxJobRows = 512;       // rows of x that one decoding of a panel serves
 constexpr int64_t kPlainBlockTiles = 12;   // tiles along K decoded at a time
