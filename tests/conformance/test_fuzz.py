@@ -14,7 +14,7 @@ import pytest
 from tests.conformance.bodies import BODIES
 from tests.conformance.live import KEY, Live
 
-N_DEFAULT, N_FULL, N_AT_ONCE = 1500, 10_000, 16
+N_DEFAULT, N_FULL, N_AT_ONCE = 1000, 10_000, 16
 CHAT = "/v1/chat/completions"
 HEADERS = {"authorization": f"Bearer {KEY}", "accept": "application/json, text/event-stream", "content-type": "application/json"}
 

@@ -21,7 +21,7 @@ from tests.conformance.random_schemas import schema
 pytest.importorskip("llguidance")
 ASK = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-N_SCHEMAS = 200
+N_SCHEMAS = 120
 LOOK = {
     "type": "object",
     "properties": {"at": {"type": "string", "maxLength": 6}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
