@@ -24,11 +24,6 @@ PACKS = [folder / "libpaddock_cpu.so" for folder in pack_folders()]
 pytestmark = [pytest.mark.models, pytest.mark.skipif(not any(p.exists() for p in PACKS), reason="the CPU pack is not built")]
 SIZES = StateSizes(n_slots=16, max_ctx_tokens=512, page_tokens=32, n_pages=100, n_vocab=49152, max_step_tokens=256, max_step_rows=64, max_bias=16, max_top=20)
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MARGIN = 0.5
-"""Log-probability between the two best tokens below which other batch shapes (int8 or bf16 products) may choose the other one.
-
-Source: shared/golden/README.md holds an int8 path to the same argmax from a margin of 1.0 on.
-"""
 SYSTEM = "You are a careful assistant who answers in full sentences, gives examples from daily life and never makes anything up. " * 4
 TOPICS = ("bread", "the moon", "old maps", "bees", "glass", "a lighthouse", "rain in the desert", "prime numbers", "sailing", "tea", "bridges", "snow")
 ASKS = ("Tell me about {}.", "What is {} good for?", "Write three lines on {} for a child.", "Why do people care about {}, and since when?")
@@ -104,24 +99,16 @@ def storm(place: Place, n: int, seed: int) -> list[Chat]:
 
 
 def judge(place: Place, chats: list[Chat]) -> None:
-    """Everything ended properly; every answer is the one given alone, up to the first near tie."""
-    n_equal = 0
+    """Everything ended properly; every answer is, token for token, the one given alone."""
     for chat in chats:
         end, tokens = chat.answer.end, chat.answer.tokens
         assert isinstance(end, Done) and end.reason in (Reason.LENGTH, Reason.ABORT) and end.output_tokens == len(tokens)
         assert end.reason == Reason.ABORT or len(tokens) == chat.n_tokens
         rig = place.rig()
-        alone = rig.ask(chat.prompt, chat.n_tokens, temperature=0.0, n_logprobs=SIZES.max_top)
+        alone = rig.ask(chat.prompt, chat.n_tokens, temperature=0.0)
         rig.run(check=False)
         rig.close()
-        first = next((i for i, token in enumerate(tokens) if token != alone.tokens[i]), None)
-        if first is None:
-            n_equal += 1
-        else:
-            top = dict(alone.tops[first])
-            gap = top[alone.tokens[first]] - top.get(tokens[first], -99.0)
-            assert gap < MARGIN, f"token {first} of an answer is wrong by {gap:.2f}"
-    assert n_equal >= 0.5 * len(chats), f"{n_equal} of {len(chats)} answers are equal to those given alone"
+        assert tokens == alone.tokens[: len(tokens)]
 
 
 def test_twenty_chats_at_once_answer_what_they_answer_alone(place: Place) -> None:
