@@ -313,9 +313,6 @@ int32_t pk_repack(pk_ctx *ctx, const pk_source *source, uint64_t device, int64_t
     return guarded("repack", [&]() -> int32_t {
         if (!ctx || !source || !device) return absent("repack", "an argument");
         if (device % 64) return fail(PK_BAD_ARG, "repack: address %#llx is not a multiple of 64", (unsigned long long)device);
-        int64_t wanted = 0;
-        if (int32_t status = packed_bytes(*ctx, *source, &wanted)) return status;
-        if (n_bytes != wanted) return fail(PK_BAD_ARG, "repack: %lld bytes are there, %lld are needed", (long long)n_bytes, (long long)wanted);
         std::lock_guard guard(ctx->busy);
         if (int32_t status = repack(*ctx, *source, reinterpret_cast<void *>(device), n_bytes)) return status;
         ctx->n_repacked_bytes += n_bytes;

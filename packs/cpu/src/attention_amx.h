@@ -334,13 +334,12 @@ inline void attend_chunk(const AttentionJob &job, const AttentionItem &item, con
     }
 }
 
+// Every tile register as 16 rows of 64 bytes. The compiler believes that the instruction reads eight bytes only, so the
+// configuration must be a constant in memory.
 inline void configure_tiles() {
-    alignas(64) uint8_t config[64] = {1};
-    for (int tile = 0; tile < 8; ++tile) {
-        config[16 + 2 * tile] = 64;
-        config[48 + tile] = 16;
-    }
-    _tile_loadconfig(config);
+    alignas(64) static constexpr uint8_t kConfig[64] = {1,  0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0,
+                                                         0,  0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16};
+    _tile_loadconfig(kConfig);
 }
 
 template <int kFormat>

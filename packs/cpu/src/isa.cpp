@@ -66,6 +66,8 @@ __attribute__((target("avx512f,avx512bw,avx512bf16,avx512vbmi,amx-tile,amx-int8,
     }
     std::memset(a, 3, sizeof a);
     std::memset(b, -2, sizeof b);
+    // gcc's tile instructions do not say that they read memory: without these fences the stores above could come later.
+    __asm__ volatile("" ::: "memory");
     _tile_loadconfig(config);
     _tile_zero(0);
     _tile_loadd(1, a, 64);
@@ -74,6 +76,7 @@ __attribute__((target("avx512f,avx512bw,avx512bf16,avx512vbmi,amx-tile,amx-int8,
     _tile_stored(0, sums, 64);
     auto *halves = reinterpret_cast<uint16_t *>(a);
     for (int i = 0; i < 512; ++i) halves[i] = 0x3FC0;  // 1.5 in bf16
+    __asm__ volatile("" ::: "memory");
     _tile_zero(0);
     _tile_loadd(1, a, 64);
     _tile_loadd(2, a, 64);

@@ -8,6 +8,16 @@
 
 #include "../../pack.h"
 
+#if defined(__AMX_TILE__) && defined(_tile_loadd_internal)
+// gcc's tile loads do not say that they read memory: stores to a tile's rows could be moved behind them.
+#undef _tile_loadd
+#define _tile_loadd(dst, base, stride)   \
+    do {                                 \
+        __asm__ volatile("" ::: "memory"); \
+        _tile_loadd_internal(dst, base, stride); \
+    } while (0)
+#endif
+
 namespace pk {
 namespace {
 
