@@ -1,0 +1,219 @@
+"""Matrix products of every format at each instruction level against float64 numpy, and that a row does not know its company."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from paddock_runner.formats.table import WEIGHT_FORMATS, by_name
+from paddock_runner.pack import abi
+from paddock_runner.pack.device import Device
+from paddock_runner.pack.program import Epilogue, Program
+from paddock_runner.pack.tensor import S, T
+from test_ops import act
+from weights import grouped_fp4, random_weight, scaled_fp8
+
+N_ROWS = (1, 2, 5, 8, 17, 40, 64, 130)
+"""Rows of x: the borders of every path: dot products, few rows, tiles, halves and wholes of tiles."""
+
+SHAPES = [(1, 32), (17, 96), (48, 256), (17, 576), (48, 896), (576, 288)]
+PLAIN = ("f32", "f16", "bf16", "fp8_e4m3", "fp8_e5m2")
+FOLDING = ("q2_k", "q3_k", "q6_k", "mxfp4", "nvfp4")
+"""Scales go into the codes of AMX tiles: sums there come in another order."""
+
+
+def tolerance(b, name):
+    """Allowed error as a share of |x| |w|: 15-bit activations, or f32 sums (two bf16 parts under AMX), or bf16 activations."""
+    if b.activation != abi.PK_F32:
+        return 1e-2
+    return 1e-5 if name == "f32" else 4e-6 if name in PLAIN else 1e-4
+
+
+def check(b, got, x, w, name):
+    """got equals x w^T within what the format and the activations allow."""
+    wanted = x @ w.T
+    allowed = tolerance(b, name) * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(w, axis=1)[None, :]
+    if b.activation != abi.PK_F32:
+        allowed = allowed + 2**-8 * np.abs(wanted)
+    assert got.shape == wanted.shape
+    assert not np.isnan(got).any()
+    worst = np.max(np.abs(got - wanted) / allowed)
+    assert worst <= 1, f"{got.shape}: error is {worst:.2f} of what is allowed"
+
+
+def product(b, x, weights, n, biases=(), after=None, gap=0):
+    """y of one record, for x as it is on the device; the output begins poisoned."""
+    columns = weights[0].rows if after and after.act != "none" else sum(w.rows for w in weights)
+    y = b.output(n, columns, T, gap)
+    program = Program()
+    program.matmul(x, weights, y, biases, after or Epilogue())
+    b.run(program, n)
+    return b.download(y, n)
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_product_equals_numpy(bench, rng, name):
+    b = bench()
+    if name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {name}")
+    for rows, cols in SHAPES:
+        if cols % by_name(name).block_elements:
+            continue
+        weight = random_weight(name, rows, cols, rng)
+        w = weight.upload(b)
+        for n in N_ROWS:
+            x, x64 = b.activations(rng.standard_normal((n, cols)), T, 3 if n % 2 else 0)
+            check(b, product(b, x, [w], n, gap=5), x64, weight.values.astype(np.float64), name)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+def test_product_with_scaled_fp8_equals_numpy(bench, rng, kind):
+    b = bench()
+    weight = scaled_fp8("fp8_e4m3", 150, 320, kind, rng)
+    w = weight.upload(b)
+    for n in (1, 8, 20):
+        x, x64 = b.activations(rng.standard_normal((n, 320)), T)
+        check(b, product(b, x, [w], n), x64, weight.values.astype(np.float64), weight.format)
+
+
+@pytest.mark.parametrize("name, cols", [("nvfp4", 176), ("mxfp4", 160)])
+def test_product_with_fp4_of_safetensors_equals_numpy(bench, rng, name, cols):
+    b = bench()
+    if name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {name}")
+    weight = grouped_fp4(name, 40, cols, rng)
+    w = weight.upload(b)
+    for n in (1, 7, 40):
+        x, x64 = b.activations(rng.standard_normal((n, cols)), T)
+        check(b, product(b, x, [w], n), x64, weight.values.astype(np.float64), name)
+
+
+@pytest.mark.parametrize("n", [1, 6, 50])
+def test_weights_side_by_side_of_different_formats_with_biases(bench, rng, n):
+    b = bench()
+    parts = [random_weight(f, rows, 256, rng) for f, rows in (("q4_k", 40), ("q8_0", 17), ("f16", 9))]
+    biases = [rng.standard_normal(40).astype(np.float32), None, rng.standard_normal(9).astype(np.float32)]
+    x, x64 = b.activations(rng.standard_normal((n, 256)), T)
+    on_device = [None if v is None else b.upload(v, abi.PK_F32) for v in biases]
+    got = product(b, x, [p.upload(b) for p in parts], n, on_device)
+    at = 0
+    for part, bias in zip(parts, biases, strict=True):
+        piece = got[:, at : at + part.rows] - (0 if bias is None else bias)
+        check(b, piece.astype(np.float64), x64, part.values.astype(np.float64), "q4_k")
+        at += part.rows
+
+
+@pytest.mark.parametrize("n", [1, 8, 40])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize(
+    "formats", [("q4_0", "q4_0"), ("q5_k", "q6_k"), ("bf16", "f32"), ("q4_1", "f16")], ids="-".join
+)
+def test_gated_product_equals_numpy(bench, rng, n, name, formats):
+    b = bench()
+    gate, up = (random_weight(f, 49, 256, rng) for f in formats)
+    bias = rng.standard_normal(49).astype(np.float32)
+    x, x64 = b.activations(rng.standard_normal((n, 256)) * 0.5, T)
+    got = product(b, x, [gate.upload(b), up.upload(b)], n, [b.upload(bias, abi.PK_F32), None], Epilogue(act=name))
+    g, u = x64 @ gate.values.T.astype(np.float64) + bias, x64 @ up.values.T.astype(np.float64)
+    allowed = [1e-4 * np.outer(np.linalg.norm(x64, axis=1), np.linalg.norm(w.values, axis=1)) for w in (gate, up)]
+    error = 1.2 * allowed[0] * np.abs(u) + np.abs(act(g, name)) * allowed[1] + 1e-6 * np.abs(u * g)
+    if b.activation != abi.PK_F32:
+        error = 100 * error + 2**-8 * np.abs(act(g, name) * u)
+    assert (np.abs(got - act(g, name) * u) <= error).all()
+
+
+@pytest.mark.parametrize("n", [1, 7, 33])
+@pytest.mark.parametrize("name", ["q4_0", "bf16"])
+@pytest.mark.parametrize("added", ["nothing", "beside", "in place"])
+def test_scale_cap_and_addend_come_in_this_order(bench, rng, n, name, added):
+    b = bench()
+    weight = random_weight(name, 35, 96, rng)
+    x, x64 = b.activations(rng.standard_normal((n, 96)) * 4, T)
+    other, other64 = b.activations(rng.standard_normal((n, 35)), T)
+    y = other if added == "in place" else b.output(n, 35, T)
+    program = Program()
+    program.matmul(
+        x, [weight.upload(b)], y, (), Epilogue(add=None if added == "nothing" else other, scale=0.7, softcap=3.0)
+    )
+    b.run(program, n)
+    wanted = 3 * np.tanh(x64 @ weight.values.T.astype(np.float64) * 0.7 / 3) + (0 if added == "nothing" else other64)
+    np.testing.assert_allclose(b.download(y, n), wanted, atol=2e-3 if b.activation == abi.PK_F32 else 4e-2)
+
+
+def test_no_rows_write_nothing(bench, rng):
+    b = bench()
+    weight = random_weight("q4_0", 16, 32, rng)
+    x, _ = b.activations(rng.standard_normal((4, 32)), S)
+    y = b.output(4, 16, S)
+    program = Program()
+    program.matmul(x, [weight.upload(b)], y)
+    b.run(program, 1, 0)
+    assert np.isnan(b.download(y, 4)).all()
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q8_0", "q6_k", "f16"])
+def test_activations_with_outliers_zeros_and_tiny_rows_keep_their_precision(bench, rng, name):
+    b = bench()
+    weight = random_weight(name, 40, 512, rng)
+    w = weight.upload(b)
+    for n in (1, 8, 40):
+        values = rng.standard_normal((n, 512))
+        values[0, 100] = 3e4
+        values[n // 2] *= 1e-20 if n > 1 else 1
+        values[n - 1, 256:] = 0
+        x, x64 = b.activations(values, T)
+        check(b, product(b, x, [w], n), x64, weight.values.astype(np.float64), name)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["q4_1", "q6_k", "q8_0", "bf16", "f32"])
+def test_a_row_that_is_not_finite_says_so_and_leaves_others_alone(bench, rng, name, bad):
+    b = bench()
+    weight = random_weight(name, 20, 512, rng)
+    w = weight.upload(b)
+    for n in (1, 4, 8, 40):
+        values = rng.standard_normal((n, 512))
+        values[0, 300] = bad
+        x, _ = b.activations(values, T)
+        got = product(b, x, [w], n)
+        assert not np.isfinite(got[0]).any()
+        assert np.isfinite(got[1:]).all()
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_a_row_alone_equals_the_row_in_company(bench, rng, name):
+    b = bench()
+    if b.pack.description["pack"] != "cpu":
+        pytest.skip("the CPU pack's promise")
+    cols = 1024 if by_name(name).block_elements > 32 else 864
+    weight = random_weight(name, 50, cols, rng)
+    w, values = weight.upload(b), rng.standard_normal((130, cols))
+    alone = product(b, b.activations(values[:1], T)[0], [w], 1)[0]
+    norm = np.linalg.norm(values[0]) * np.linalg.norm(weight.values, axis=1)
+    for n in (2, 3, 5, 9, 31, 33, 130):
+        got = product(b, b.activations(values[:n], T)[0], [w], n)[0]
+        if name in PLAIN + FOLDING:
+            assert np.max(np.abs(got - alone) / norm) < (4e-6 if name in PLAIN else 1e-7)
+        else:
+            np.testing.assert_array_equal(got, alone)
+
+
+@pytest.mark.parametrize("name", [f for f in WEIGHT_FORMATS if f not in PLAIN + FOLDING])
+def test_every_instruction_level_gives_the_same_bits(pack, rng, name):
+    if pack.description["pack"] != "cpu":
+        pytest.skip("levels are the CPU pack's")
+    from harness import Bench
+
+    cols = 512
+    weight, values = random_weight(name, 33, cols, rng), rng.standard_normal((40, cols))
+    found = {}
+    for wanted in (1, 2, 3):
+        probe = Device(pack, 0, 1, wanted)
+        arch = probe.facts.arch
+        probe.close()
+        if arch in found:
+            continue
+        b = Bench(pack, wanted)
+        found[arch] = product(b, b.activations(values, T)[0], [weight.upload(b)], 40)
+        b.close()
+    for other in list(found.values())[1:]:
+        np.testing.assert_array_equal(other, next(iter(found.values())))
