@@ -25,7 +25,7 @@ def tolerance(b, name):
     """Allowed error as a share of |x| |w|: 15-bit activations, or f32 sums (two bf16 parts under AMX), or bf16 activations."""
     if b.activation != abi.PK_F32:
         return 1e-2
-    return 1e-5 if name == "f32" else 4e-6 if name in PLAIN else 1e-4
+    return 1e-5 if name in PLAIN else 1e-4
 
 
 def check(b, got, x, w, name):

@@ -10,6 +10,9 @@ namespace {
 
 using Long = long long;
 
+// More rows are done in turns: scratch for activations stays bounded, and a decoded panel has served enough rows.
+constexpr int64_t kMaxRowsAtOnce = 512;
+
 // Scratch of the activations in each form.
 struct Forms {
     bool coded = false, plain = false;
@@ -146,6 +149,7 @@ int32_t matmul_check(const Context &, const pk_op_matmul &op, int64_t op_index) 
 }
 
 int64_t matmul_workspace_bytes(const Context &context, const pk_op_matmul &op, int64_t n_rows) {
+    if (n_rows > kMaxRowsAtOnce) n_rows = kMaxRowsAtOnce;
     Forms forms = forms_of(matmul_kernels_of(context), op, n_rows);
     int64_t blocks = forms.coded_bytes + forms.plain_bytes;
     int64_t tiles = uses_tiles(context, op, n_rows) ? tiles_workspace_bytes(context, op, n_rows) : 0;
@@ -153,12 +157,18 @@ int64_t matmul_workspace_bytes(const Context &context, const pk_op_matmul &op, i
 }
 
 void matmul(Context &context, const pk_op_matmul &op, int64_t n_rows, void *workspace) {
-    if (n_rows < 1) return;
-    Parts parts(op);
-    if (uses_tiles(context, op, n_rows))
-        matmul_tiles(context, parts, n_rows, workspace);
-    else
-        matmul_blocks(context, parts, n_rows, workspace);
+    pk_op_matmul part = op;
+    for (int64_t row = 0; row < n_rows; row += kMaxRowsAtOnce) {
+        int64_t n = n_rows - row < kMaxRowsAtOnce ? n_rows - row : kMaxRowsAtOnce;
+        part.x.data = op.x.data + row * op.x.stride;
+        part.y.data = op.y.data + row * op.y.stride;
+        if (op.add.data) part.add.data = op.add.data + row * op.add.stride;
+        Parts parts(part);
+        if (uses_tiles(context, part, n))
+            matmul_tiles(context, parts, n, workspace);
+        else
+            matmul_blocks(context, parts, n, workspace);
+    }
 }
 
 }  // namespace pk

@@ -9,9 +9,9 @@ constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kMinRows = 33;           // fewer go the other way
 constexpr int64_t kMinPlainRows = 9;
-constexpr int64_t kMaxJobRows = 512;       // rows of x that one decoding of a panel serves
 constexpr int64_t kPlainBlockTiles = 12;   // tiles along K decoded at a time
 constexpr int64_t kCodedBlockTiles = 8;    // blocks of 256 columns
+constexpr int64_t kMinJobRowTiles = 4;      // rows are cut no finer
 constexpr int64_t kMaxPairs = 8;           // pairs of a job, which take turns at a block of activations
 constexpr int64_t kPairColumns = 32;
 
@@ -20,7 +20,7 @@ bool is_coded(const pk_tensor &w) { return find_layout(w.format)->scale != Scale
 // Sizes in bytes, each a multiple of 64.
 struct Plan {
     bool has_coded = false, has_plain = false;
-    int64_t n_tiles, n_row_tiles, job_row_tiles, plain_block;
+    int64_t n_tiles, n_row_tiles, plain_block;
     int64_t plain_bytes, codes_bytes, x_sums_bytes;  // activations
     int64_t tiles_bytes, scales_bytes, sums_bytes;   // per thread
 
@@ -28,8 +28,7 @@ struct Plan {
         for (int32_t i = 0; i < op.n_w; ++i) (is_coded(op.w[i]) ? has_coded : has_plain) = true;
         n_tiles = (op.x.cols + kGroup - 1) / kGroup;
         n_row_tiles = (n_rows + kTileRows - 1) / kTileRows;
-        int64_t limit = kMaxJobRows / kTileRows, n_jobs = (n_row_tiles + limit - 1) / limit, n_blocks = (n_tiles + kPlainBlockTiles - 1) / kPlainBlockTiles;
-        job_row_tiles = round_up((n_row_tiles + n_jobs - 1) / n_jobs, 2);
+        int64_t n_blocks = (n_tiles + kPlainBlockTiles - 1) / kPlainBlockTiles;
         plain_block = (n_tiles + n_blocks - 1) / n_blocks;
         int64_t x_tiles = n_row_tiles * n_tiles;
         plain_bytes = has_plain ? 2 * x_tiles * kTileBytes : 0;
@@ -38,7 +37,7 @@ struct Plan {
         int64_t plain = has_plain ? plain_scratch_tiles(plain_block) : 0, coded = has_coded ? coded_scratch_tiles(kCodedBlockTiles, kMaxPairs) : 0;
         tiles_bytes = (plain > coded ? plain : coded) * kTileBytes;
         scales_bytes = has_coded ? kMaxPairs * 2 * kCodedBlockTiles * kGroupScales * 4 : 0;
-        sums_bytes = kMaxPairs * job_row_tiles * kTileRows * kPairColumns * 4;
+        sums_bytes = kMaxPairs * n_row_tiles * kTileRows * kPairColumns * 4;
     }
     int64_t x_bytes() const { return plain_bytes + codes_bytes + x_sums_bytes; }
     int64_t thread_bytes() const { return tiles_bytes + scales_bytes + sums_bytes; }
@@ -88,11 +87,10 @@ struct TileProduct {
         return {{panel(w, left), panel(w, left + 1)}, {parts.finish({w, left}), parts.finish({w, left + 1})}, 2, 0};
     }
 
-    // Pairs [begin, end), at most kMaxPairs, for the rows of job number `job`.
-    void run(int64_t begin, int64_t end, int64_t job, char *scratch) const {
-        int64_t first = job * plan.job_row_tiles, left = plan.n_row_tiles - first;
-        TileJob tiles{plan.n_tiles, 0, first, left < plan.job_row_tiles ? left : plan.job_row_tiles, n_rows, kMaxPairs, reinterpret_cast<uint16_t *>(scratch),
-                      reinterpret_cast<float *>(scratch + plan.tiles_bytes), reinterpret_cast<float *>(scratch + plan.tiles_bytes + plan.scales_bytes), upper(0), lower(0), codes(0), x_sums(0)};
+    // Pairs [begin, end), at most kMaxPairs, for row tiles [first, last).
+    void run(int64_t begin, int64_t end, int64_t first, int64_t last, char *scratch) const {
+        TileJob tiles{plan.n_tiles, 0, first, last - first, n_rows, kMaxPairs, reinterpret_cast<uint16_t *>(scratch), reinterpret_cast<float *>(scratch + plan.tiles_bytes),
+                      reinterpret_cast<float *>(scratch + plan.tiles_bytes + plan.scales_bytes), upper(0), lower(0), codes(0), x_sums(0)};
         while (begin < end) {
             PanelPair pairs[kMaxPairs];
             int32_t w = weight_of(begin);
@@ -133,12 +131,16 @@ void matmul_tiles(Context &context, const Parts &parts, int64_t n_rows, void *wo
     context.pool.parallel_for(plan.n_row_tiles, context.pool.grain(plan.n_row_tiles), [&](int64_t begin, int64_t end, int32_t) {
         for (int64_t t = begin; t < end; ++t) product.pack(t);
     });
-    int64_t n_jobs = (plan.n_row_tiles + plan.job_row_tiles - 1) / plan.job_row_tiles;
-    int64_t per_piece = pairs_per_piece(product.n_pairs(), n_jobs, context.pool.n_threads()), n_pieces = (product.n_pairs() + per_piece - 1) / per_piece;
+    // With more threads than pairs can feed, rows are shared out too.
+    int64_t n_threads = context.pool.n_threads(), n_jobs = (2 * n_threads + product.n_pairs() - 1) / product.n_pairs();
+    int64_t most = (plan.n_row_tiles + kMinJobRowTiles - 1) / kMinJobRowTiles;
+    if (n_jobs > most) n_jobs = most;
+    int64_t per_piece = pairs_per_piece(product.n_pairs(), n_jobs, n_threads), n_pieces = (product.n_pairs() + per_piece - 1) / per_piece;
     context.pool.parallel_for(n_pieces * n_jobs, 1, [&](int64_t begin, int64_t end, int32_t thread) {
         for (int64_t i = begin; i < end; ++i) {
-            int64_t first = i % n_pieces * per_piece, last = first + per_piece;
-            product.run(first, last < product.n_pairs() ? last : product.n_pairs(), i / n_pieces, scratch + thread * plan.thread_bytes());
+            int64_t first = i % n_pieces * per_piece, last = first + per_piece, job = i / n_pieces;
+            product.run(first, last < product.n_pairs() ? last : product.n_pairs(), job * plan.n_row_tiles / n_jobs, (job + 1) * plan.n_row_tiles / n_jobs,
+                        scratch + thread * plan.thread_bytes());
         }
     });
 }

@@ -88,7 +88,7 @@ def pack_scratch_bytes(
     """What a pack's kernels may use beside the arena: converted activations, split-KV partials, sampling. The loader refuses a pack that asks for more."""
     widest = max(blueprint.model_width, *(max(x.feed_forward.width, _mixer_width(x)) for x in blueprint.layers))
     heads = max(x.attention.n_heads * (x.attention.v_width or x.attention.head_width) for x in blueprint.layers)
-    converted = 4 * max_step_tokens * widest
+    converted = max(4 * max_step_tokens, 5 * min(max_step_tokens + 16, 528)) * widest
     partials = 4 * (heads + 2 * blueprint.model_width) * (max_step_rows + n_processors) * 16
     sampling = (20 * blueprint.n_vocab + 32 * max_ctx_tokens + 4096) * min(n_processors, max_step_rows)
     experts = max(0, *(_expert_scratch(blueprint, x, max_step_tokens) for x in blueprint.layers), 0)
