@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import re
 import struct
 import subprocess
 import time
@@ -98,10 +97,11 @@ def llama_bench(folder: Path, path: Path, threads: int) -> tuple[float, float]:
 
 def llama_streams(folder: Path, path: Path, threads: int) -> float:
     """llama.cpp's decode throughput at 8 streams, tokens per second."""
-    command = [folder / "llama-batched-bench", "-m", path, "-t", threads, "-c", 2048, "-b", 512, "-npp", STREAM_PROMPT, "-ntg", STREAM_DECODE, "-npl", N_STREAMS, "--output-format", "jsonl"]
+    command = [folder / "llama-batched-bench", "-m", path, "-t", threads, "-c", 2048, "-b", 512, "-npp", STREAM_PROMPT, "-ntg", STREAM_DECODE, "-npl", N_STREAMS]
     out = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=True).stdout
-    line = next(x for x in out.splitlines() if x.startswith("{"))
-    return float(re.search(r'"speed_tg":\s*([\d.]+)', line)[1])
+    cells = [line.strip("| ").split("|") for line in out.splitlines() if line.startswith("|")]
+    at = [c.strip() for c in cells[0]].index("S_TG t/s")
+    return float(cells[-1][at])
 
 
 def measure(name: str, path: Path, arguments: argparse.Namespace) -> list[dict]:
