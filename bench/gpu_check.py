@@ -19,8 +19,8 @@ from paddock_runner.pack.tensor import S, T, Tensor
 from .gpu_weights import Weight
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/kernels"))
-from harness import Bench  # noqa: E402
-from paddock_runner.memory.state import StateSizes  # noqa: E402
+from harness import Bench
+from paddock_runner.memory.state import StateSizes
 
 KINDS = [
     ("bf16", "none"), ("f16", "none"), ("f32", "none"), ("fp8_e4m3", "none"), ("fp8_e4m3", "tensor"), ("fp8_e4m3", "row"), ("fp8_e4m3", "block"),

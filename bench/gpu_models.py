@@ -164,12 +164,12 @@ def profile(device: Device, batch: int, rng: np.random.Generator) -> None:
         sys.stdout.write(f"   {sum(times):9.0f} us  {len(times):4} x {statistics.median(times):7.1f}  {name}\n")
 
 
-def measure(device: Device, plan: Blueprint, n_bytes: int, gbs: float, tflops: float, name: str) -> list[dict[str, Any]]:
+def measure(device: Device, plan: Blueprint, n_bytes: int, gbs: float, tflops: float, name: str, batches: list[int], lengths: list[int]) -> list[dict[str, Any]]:
     """Rows of decode at several batch sizes and prefill at several lengths."""
     rng, driver, rows = np.random.default_rng(), Driver(device), []
     m, f, n, h, k, d, _ = SHAPES[name.split(".")[0]]
     params = n * (m * d * (h + 2 * k) + m * d * h + 3 * m * f)
-    for batch in (1, 8, 32, 128):
+    for batch in batches:
         if batch > device.state.n_slots:
             continue
         texts = {s: rng.integers(0, 150000, 128) for s in range(batch)}
@@ -190,7 +190,7 @@ def measure(device: Device, plan: Blueprint, n_bytes: int, gbs: float, tflops: f
         floor = n_bytes / gbs / 1e9 + batch * 192 * 4 * k * d * n / gbs / 1e9
         rows.append({"id": f"h200.decode.{name}.b{batch}", "value": batch / step, "unit": "tok/s", "better": "higher", "samples": 5, "limit": batch / floor, "of_limit": floor / step})
         sys.stdout.write(f"{name:12} decode b{batch:4} {step * 1e3:8.3f} ms {batch / step:9.1f} tok/s of roofline {floor / step:5.2f} tokens {driver.tokens()}\n")
-    for length in (512, 2048, 8192):
+    for length in lengths:
         if length > device.state.max_step_tokens:
             continue
         times = []
@@ -218,6 +218,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["8b"])
     parser.add_argument("--formats", nargs="*", default=["bf16", "fp8", "q8_0", "q4_k_m"])
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batch sizes of decode steps to take apart")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 128])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048, 8192])
     parser.add_argument("--ops", action="store_true", help="also microseconds per record of a decode step")
     options = parser.parse_args()
     from .gpu_kernels import ceilings
@@ -241,7 +243,7 @@ def main() -> None:
                 if options.profile:
                     device.close()
                     continue
-                rows += measure(device, plan, n_bytes, limits["read_gbs"], limits["bf16_tflops"], f"{model}.{kind}")
+                rows += measure(device, plan, n_bytes, limits["read_gbs"], limits["bf16_tflops"], f"{model}.{kind}", options.batches, options.lengths)
                 if options.ops:
                     us = device.run(1, 1, 5, True)
                     sys.stdout.write("records us: " + " ".join(f"{t:.1f}" for t in us[:22]) + " ... " + " ".join(f"{t:.1f}" for t in us[-6:]) + f" sum {sum(us):.0f}\n")

@@ -17,7 +17,6 @@ struct AttentionArguments {
     int32_t q_format, out_format, kv_format;
     int32_t n_heads, n_kv_heads, head_width, v_width, window, page_tokens, page_shift, slot_pages, max_rows, max_items;
     float scale, softcap;
-    Prefetch next;
 };
 
 constexpr float kLog2e = 1.4426950408889634f;

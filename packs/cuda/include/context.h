@@ -70,13 +70,6 @@ struct pk_ctx {
 
 namespace pk {
 
-// Weights that a later kernel of the program reads first: small kernels ask for them to be brought into L2 while the memory
-// is otherwise idle.
-struct Prefetch {
-    uint64_t data = 0;
-    int64_t n_bytes = 0;
-};
-
 // Everything a record's launch may read. max_tokens and max_samples are the bounds the grid is sized by; kernels read the
 // true counts from `info`.
 struct Launch {
@@ -92,7 +85,6 @@ struct Launch {
     int32_t max_samples = 0;
     bool decode_only = false;  // every row has one token
     bool overlap = false;      // programmatic dependent launch
-    Prefetch next;             // of the next product with few rows, or nothing
     int32_t *counters = nullptr;  // zero between launches
     uint8_t *scratch = nullptr;
     int64_t scratch_bytes = 0;

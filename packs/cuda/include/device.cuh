@@ -26,17 +26,6 @@ __device__ __forceinline__ void release_dependents() {
 #endif
 }
 
-// All threads of the grid together ask for at most `most` bytes of what comes next.
-__device__ __forceinline__ void prefetch_next(const Prefetch &next, int64_t most) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    constexpr int64_t kPiece = 4096;
-    const int64_t n_bytes = next.n_bytes < most ? next.n_bytes : most;
-    // Piece by piece over the blocks: one multiprocessor asks for far less than the memory gives.
-    for (int64_t at = (static_cast<int64_t>(threadIdx.x) * gridDim.x + blockIdx.x) * kPiece; at + kPiece <= n_bytes; at += static_cast<int64_t>(blockDim.x) * gridDim.x * kPiece)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(next.data + at), "r"(static_cast<int>(kPiece)) : "memory");
-#endif
-}
-
 __device__ __forceinline__ int rows_of(const StepInfo *info, int64_t rows) {
     return rows == PK_ROWS_T ? info->n_tokens : rows == PK_ROWS_S ? info->n_samples : static_cast<int>(rows);
 }

@@ -35,7 +35,6 @@ struct StreamArguments {
     int32_t x_row_bytes;   // of a staged row
     int32_t min_rows, max_rows;  // the launch does nothing for other row counts
     int32_t act;
-    Prefetch next;
     int32_t is_wide;  // rows of x are read eight elements at a time
     float scale, softcap;
 };

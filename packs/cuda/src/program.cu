@@ -49,18 +49,6 @@ Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool de
     return l;
 }
 
-// The weights of the next product of this step's tokens after record i, as far as they lie in one piece.
-Prefetch next_weights(const pk_program &p, int64_t i, int32_t max_tokens) {
-    if (max_tokens > 64) return {};
-    for (int64_t k = i + 1; k < p.records.n() && k < i + 6; ++k) {
-        if (p.records[k].op != PK_OP_MATMUL) continue;
-        const pk_tensor &w = p.records[k].as<pk_op_matmul>().w[0];
-        const Packed *packed = find_packed(p.ctx, w);
-        return packed ? Prefetch{w.data, packed->padded_rows * packed->padded_cols > 0 ? packed->n_bytes : 0} : Prefetch{};
-    }
-    return {};
-}
-
 bool is_end(const Record &r) { return r.op == PK_OP_PREPARE || r.op == PK_OP_COMMIT; }
 
 // One graph of all records (without the two ends of a step when with_ends is false).
@@ -68,11 +56,8 @@ int32_t capture(pk_program &p, const Launch &l, bool with_ends, cudaGraphExec_t 
     cudaStream_t stream = p.ctx->stream;
     if (int32_t e = check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture")) return e;
     int32_t status = PK_OK;
-    Launch mine = l;
-    for (int64_t i = 0; i < p.records.n() && !status; ++i) {
-        mine.next = next_weights(p, i, l.max_tokens);
-        if (with_ends || !is_end(p.records[i])) status = launch_record(mine, p.records[i]);
-    }
+    for (int64_t i = 0; i < p.records.n() && !status; ++i)
+        if (with_ends || !is_end(p.records[i])) status = launch_record(l, p.records[i]);
     cudaGraph_t graph = nullptr;
     int32_t ended = check(cudaStreamEndCapture(stream, &graph), "capture");
     if (status || ended) {
@@ -178,7 +163,8 @@ int32_t check_program(pk_ctx *ctx, const Records &records) {
 int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     pk_ctx &ctx = *p.ctx;
     p.ring_bytes = kRingBytes;
-    p.overlap = ctx.capability >= 90;
+    // Overlapping launches cost time in whole models as these kernels stand (LOG.md, entry 6).
+    p.overlap = false;
     void *ring = nullptr, *consumed = nullptr;
     if (int32_t e = check(cudaMalloc(reinterpret_cast<void **>(&p.info), sizeof(StepInfo)), "load")) return e;
     if (int32_t e = check(cudaMemset(p.info, 0, sizeof(StepInfo)), "load")) return e;

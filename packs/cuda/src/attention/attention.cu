@@ -65,7 +65,6 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     a.max_items = static_cast<int32_t>(max_items(l.ctx, op, s.max_step_rows));
     a.scale = op.scale;
     a.softcap = op.softcap;
-    a.next = l.next;
     if (a.max_items * 4ll > kCounterBytes) return fail(PK_UNSUPPORTED, "attention: %d work items; the CUDA pack counts up to %lld", a.max_items, (long long)(kCounterBytes / 4));
     const int group = op.n_heads / op.n_kv_heads;
     const int64_t kv_bytes = op.kv_format == PK_F32 ? 4 : op.kv_format == PK_FP8_E4M3 ? 1 : 2;

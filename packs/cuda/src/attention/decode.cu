@@ -118,7 +118,6 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     __shared__ float merge_top[kWarps][16], merge_sum[kWarps][16];
     constexpr int kStageBytes = 2 * kTokens * kRowBytes<kD>, kWarpBytes = kStages * kStageBytes;
     int *ends = reinterpret_cast<int *>(shared + kWarps * kWarpBytes);
-    prefetch_next(a.next, 24 << 20);
     wait_dependence();
     release_dependents();
     clear_dead_rows(a);

@@ -114,7 +114,6 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     a.max_rows = max_rows;
     a.act = op.act;
     a.is_wide = is_wide(op.x);
-    a.next = l.next;
     a.scale = op.scale;
     a.softcap = op.softcap;
     return launch_stream_of(format, l, s, a);

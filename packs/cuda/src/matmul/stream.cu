@@ -283,8 +283,6 @@ __global__ void __launch_bounds__(kStreamThreads, kNT <= 4 ? 2 : 1) stream_matmu
                 if (next_tile < a.n_tiles) load(next_tile, next_u, t);
             }
         }
-        // This block has read its last weights: the memory is free for those of the next product.
-        if (tile + stride >= a.n_tiles) prefetch_next(a.next, 12 << 20);
         // The sums of the warps, then of the slices.
         __syncthreads();
         float *mine = red + (wk * kWarpsM + wm) * 32 * kRed;
