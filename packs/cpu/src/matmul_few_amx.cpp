@@ -99,8 +99,7 @@ void few_panel(const uint8_t *panel, const PanelShape &shape, const void *x_bloc
     for (int64_t begin = 0; begin < shape.n_groups; begin += kBlockGroups, x += kBlockGroups) {
         const int64_t n = shape.n_groups - begin < kBlockGroups ? shape.n_groups - begin : kBlockGroups;
         for (int64_t g = 0; g < n; ++g) {
-            prefetch(at.low, C::kLow);
-            if constexpr (C::kHigh > 0) prefetch(at.high, C::kHigh);
+            prefetch_group<C>(shape, at.low, at.high, panel + shape.scale_offset, begin + g);
             decode_codes<C>(at.low, at.high, codes + g * 512);
             at.low += 64 * C::kLow;
             at.high += 64 * C::kHigh;

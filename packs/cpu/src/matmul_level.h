@@ -8,10 +8,17 @@
 namespace pk {
 namespace {
 
-constexpr int64_t kPrefetchBytes = 2048;
+// Asks for the same place of the next panel: panels follow each other in memory, and a whole panel is far enough ahead.
+inline __attribute__((always_inline)) void prefetch(const uint8_t *p, int64_t panel_bytes, int n_lines) {
+    for (int i = 0; i < n_lines; ++i) _mm_prefetch(reinterpret_cast<const char *>(p + panel_bytes + 64 * i), _MM_HINT_T1);
+}
 
-inline void prefetch(const uint8_t *p, int n_lines) {
-    for (int i = 0; i < n_lines; ++i) _mm_prefetch(reinterpret_cast<const char *>(p + kPrefetchBytes + 64 * i), _MM_HINT_T0);
+// One group of a panel, and its share of the scale plane.
+template <class C>
+inline __attribute__((always_inline)) void prefetch_group(const PanelShape &shape, const uint8_t *low, const uint8_t *high, const uint8_t *scales, int64_t g) {
+    prefetch(low, shape.panel_bytes, C::kLow);
+    if constexpr (C::kHigh > 0) prefetch(high, shape.panel_bytes, C::kHigh);
+    prefetch(scales + g * C::kUnitBytes / C::kGroupsPerUnit, shape.panel_bytes, 1);
 }
 
 // One group of one row: adds d * (codes . x) and the part of the minima to the sum.
@@ -78,10 +85,7 @@ void coded_panel(const uint8_t *panel, const PanelShape &shape, const void *x_bl
             vf sums[kRows];
             for (int r = 0; r < kRows; ++r) sums[r] = v_zero();
             for (int64_t g = 0; g < n; ++g) {
-                if (half == 0) {
-                    prefetch(at.low, C::kLow);
-                    if constexpr (C::kHigh > 0) prefetch(at.high, C::kHigh);
-                }
+                if (half == 0) prefetch_group<C>(shape, at.low, at.high, panel + shape.scale_offset, begin + g);
                 dot_group<C, kRows>(at, g, x, sums);
                 at.low += 64 * C::kLow;
                 at.high += 64 * C::kHigh;
@@ -98,7 +102,7 @@ void coded_panel(const uint8_t *panel, const PanelShape &shape, const void *x_bl
 
 template <class P, int kRows>
 void plain_panel(const uint8_t *panel, const PanelShape &shape, const void *x_block, float *out) {
-    constexpr int64_t kBlockPairs = kFp8Block / 2;
+    constexpr int64_t kBlockPairs = kFp8Block / 2, kPairBytes = P::kFormat == PK_F32 ? 128 : P::kHasScale ? 32 : 64;
     const int64_t n_pairs = (shape.k + 1) / 2;
     for (int half = 0; half < kHalves; ++half) {
         const int lane = half * static_cast<int>(kLanes);
@@ -110,6 +114,7 @@ void plain_panel(const uint8_t *panel, const PanelShape &shape, const void *x_bl
         while (pair < n_pairs) {
             int64_t end = P::kHasScale && pair + kBlockPairs < n_pairs ? pair + kBlockPairs : n_pairs;
             for (; pair < end; ++pair) {
+                if (half == 0) prefetch(panel + pair * kPairBytes, shape.panel_bytes, kPairBytes > 64 ? 2 : 1);
                 vf even, odd;
                 P::pair(panel, pair, lane, &even, &odd);
                 for (int r = 0; r < kRows; ++r) even_sum[r] = v_fma(even, v_set(x[r]), even_sum[r]);
