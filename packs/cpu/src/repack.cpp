@@ -51,13 +51,24 @@ float fp8_scale(const pk_source &s, int64_t row, int64_t block) {
     return reinterpret_cast<const float *>(s.scale_data)[at] * s.global_scale;
 }
 
+// Elements of a row to every sixteenth place.
+template <int kBytes>
+void spread(const uint8_t *from, int64_t n, uint8_t *to) {
+    for (int64_t k = 0; k < n; ++k) std::memcpy(to + k * kPanelRows * kBytes, from + k * kBytes, kBytes);
+}
+
 void repack_plain_row(const Layout &layout, const PanelShape &shape, const pk_source &s, int64_t row, uint8_t *panel) {
     int64_t n = row % kPanelRows, bytes = layout.element_bytes;
     const uint8_t *from = reinterpret_cast<const uint8_t *>(s.data) + row * s.cols * bytes;
-    if (layout.format == PK_BF16)
-        for (int64_t k = 0; k < s.cols; ++k) std::memcpy(panel + ((k / 2 * kPanelRows + n) * 2 + k % 2) * 2, from + 2 * k, 2);
-    else
-        for (int64_t k = 0; k < s.cols; ++k) std::memcpy(panel + (k * kPanelRows + n) * bytes, from + k * bytes, bytes);
+    switch (layout.format) {
+        case PK_F32: spread<4>(from, s.cols, panel + n * 4); break;
+        case PK_F16: spread<2>(from, s.cols, panel + n * 2); break;
+        case PK_BF16:
+            spread<4>(from, s.cols / 2, panel + n * 4);
+            if (s.cols % 2) std::memcpy(panel + (s.cols / 2 * kPanelRows + n) * 4, from + (s.cols - 1) * 2, 2);
+            break;
+        default: spread<1>(from, s.cols, panel + n); break;
+    }
     if (layout.scale_bytes == 0) return;
     for (int64_t b = 0; b * kFp8Block < s.cols; ++b) {
         float scale = fp8_scale(s, row, b);
@@ -145,9 +156,15 @@ void packed_row_to_f32(const Context &, const pk_tensor &w, int64_t row, float *
     const uint8_t *panel = reinterpret_cast<const uint8_t *>(w.data) + row / kPanelRows * shape.panel_bytes;
     int64_t n = row % kPanelRows, bytes = layout.element_bytes;
     if (layout.scale == Scale::kNone) {
-        for (int64_t k = 0; k < w.cols; ++k) {
-            int64_t at = layout.format == PK_BF16 ? (k / 2 * kPanelRows + n) * 2 + k % 2 : k * kPanelRows + n;
-            out[k] = plain_to_f32(layout.format, panel + at * bytes);
+        if (layout.format == PK_BF16) {  // neighbours share a dword
+            uint16_t row_bits[512];
+            for (int64_t k = 0; k < w.cols; k += 512) {
+                int64_t n_left = w.cols - k < 512 ? w.cols - k : 512;
+                for (int64_t i = 0; i < n_left; i += 2) std::memcpy(row_bits + i, panel + ((k + i) / 2 * kPanelRows + n) * 4, 4);
+                plain_to_f32(PK_BF16, reinterpret_cast<const uint8_t *>(row_bits), 2, n_left, out + k);
+            }
+        } else {
+            plain_to_f32(layout.format, panel + n * bytes, kPanelRows * bytes, w.cols, out);
         }
         for (int64_t b = 0; layout.scale_bytes && b * kFp8Block < w.cols; ++b) {
             float scale;
@@ -173,7 +190,7 @@ bool source_row_to_f32(int32_t format, const void *row, int64_t cols, float *out
     if (!layout) return false;
     const auto *from = static_cast<const uint8_t *>(row);
     if (layout->scale == Scale::kNone) {
-        for (int64_t k = 0; k < cols; ++k) out[k] = plain_to_f32(format, from + k * layout->element_bytes);
+        plain_to_f32(format, from, layout->element_bytes, cols, out);
         return true;
     }
     Unit unit;

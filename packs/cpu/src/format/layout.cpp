@@ -48,12 +48,12 @@ uint16_t load16(const uint8_t *p) {
 
 void store16(uint8_t *p, uint16_t x) { std::memcpy(p, &x, 2); }
 
-// out[i] (+)= the field of `width` bits at `shift` of byte i % group, group by group: see formats/arrays.py, bit_planes.
-void add_planes(const uint8_t *packed, int64_t n_bytes, int width, int64_t group, int up, uint8_t *out) {
-    int64_t at = 0;
-    for (int64_t base = 0; base < n_bytes; base += group)
-        for (int shift = 0; shift < 8; shift += width)
-            for (int64_t i = 0; i < group; ++i) out[at++] |= static_cast<uint8_t>((packed[base + i] >> shift & ((1 << width) - 1)) << up);
+// out[i] |= the field of kWidth bits in plane after plane of each group of bytes, kUp bits up: see formats/arrays.py, bit_planes.
+template <int kWidth, int kGroupBytes, int kUp = 0>
+void add_planes(const uint8_t *packed, int64_t n_bytes, uint8_t *out) {
+    for (int64_t base = 0; base < n_bytes; base += kGroupBytes)
+        for (int shift = 0; shift < 8; shift += kWidth, out += kGroupBytes)
+            for (int i = 0; i < kGroupBytes; ++i) out[i] |= static_cast<uint8_t>((packed[base + i] >> shift & ((1 << kWidth) - 1)) << kUp);
 }
 
 // Scales and minima of q4_k and q5_k. Source: ggml-quants.c, get_scale_min_k4.
@@ -68,8 +68,8 @@ void unpack_k4_scales(const uint8_t *packed, Unit *out) {
 
 void unpack_k16_scales(const uint8_t *packed, Unit *out) {
     uint8_t low[16] = {}, high[16] = {};
-    add_planes(packed, 8, 4, 8, 0, low);
-    add_planes(packed + 8, 4, 2, 4, 4, high);
+    add_planes<4, 8>(packed, 8, low);
+    add_planes<2, 4, 4>(packed + 8, 4, high);
     for (int i = 0; i < 16; ++i) out->scale[i] = static_cast<uint8_t>((low[i] | high[i]) - 32);
 }
 
@@ -138,56 +138,56 @@ void unpack_unit(const Layout &layout, const uint8_t *b, int64_t half, Unit *out
         case PK_Q8_0:
             for (int i = 0; i < 32; ++i) out->code[i] = b[2 + i] ^ 0x80;
             break;
-        case PK_Q4_0: case PK_IQ4_NL: add_planes(b + 2, 16, 4, 16, 0, out->code); break;
+        case PK_Q4_0: case PK_IQ4_NL: add_planes<4, 16>(b + 2, 16, out->code); break;
         case PK_Q4_1:
             out->dmin = load16(b + 2);
-            add_planes(b + 4, 16, 4, 16, 0, out->code);
+            add_planes<4, 16>(b + 4, 16, out->code);
             break;
         case PK_Q5_0:
-            add_planes(b + 6, 16, 4, 16, 0, out->code);
+            add_planes<4, 16>(b + 6, 16, out->code);
             fifth_bits(b + 2, out->code);
             break;
         case PK_Q5_1:
             out->dmin = load16(b + 2);
-            add_planes(b + 8, 16, 4, 16, 0, out->code);
+            add_planes<4, 16>(b + 8, 16, out->code);
             fifth_bits(b + 4, out->code);
             break;
         case PK_Q2_K:
             out->d = load16(b + 80);
             out->dmin = load16(b + 82);
             std::memcpy(out->scale, b, 16);
-            add_planes(b + 16, 64, 2, 32, 0, out->code);
+            add_planes<2, 32>(b + 16, 64, out->code);
             break;
         case PK_Q3_K:
             out->d = load16(b + 108);
             unpack_k16_scales(b + 96, out);
-            add_planes(b + 32, 64, 2, 32, 0, out->code);
-            add_planes(b, 32, 1, 32, 2, out->code);
+            add_planes<2, 32>(b + 32, 64, out->code);
+            add_planes<1, 32, 2>(b, 32, out->code);
             break;
         case PK_Q4_K: case PK_Q5_K:
             out->dmin = load16(b + 2);
             unpack_k4_scales(b + 4, out);
-            add_planes(b + (layout.format == PK_Q4_K ? 16 : 48), 128, 4, 32, 0, out->code);
-            if (layout.format == PK_Q5_K) add_planes(b + 16, 32, 1, 32, 4, out->code);
+            add_planes<4, 32>(b + (layout.format == PK_Q4_K ? 16 : 48), 128, out->code);
+            if (layout.format == PK_Q5_K) add_planes<1, 32, 4>(b + 16, 32, out->code);
             break;
         case PK_Q6_K:
             out->d = load16(b + 208);
             std::memcpy(out->scale, b + 192, 16);
-            add_planes(b, 128, 4, 64, 0, out->code);
-            add_planes(b + 128, 64, 2, 32, 4, out->code);
+            add_planes<4, 64>(b, 128, out->code);
+            add_planes<2, 32, 4>(b + 128, 64, out->code);
             break;
         case PK_IQ4_XS:
             unpack_xs_scales(b + 2, out);
-            for (int i = 0; i < 8; ++i) add_planes(b + 8 + 16 * i, 16, 4, 16, 0, out->code + 32 * i);
+            for (int i = 0; i < 8; ++i) add_planes<4, 16>(b + 8 + 16 * i, 16, out->code + 32 * i);
             break;
         case PK_MXFP4:
             out->d = b[0];
-            add_planes(b + 1, 16, 4, 16, 0, out->code);
+            add_planes<4, 16>(b + 1, 16, out->code);
             break;
         case PK_NVFP4:
             for (int i = 0; i < 2; ++i) {
                 out->scale[i] = b[2 * half + i];
-                add_planes(b + 4 + 8 * (2 * half + i), 8, 4, 8, 0, out->code + 16 * i);
+                add_planes<4, 8>(b + 4 + 8 * (2 * half + i), 8, out->code + 16 * i);
             }
             break;
         default: break;
@@ -241,75 +241,101 @@ void unit_to_f32(const Layout &layout, const Unit &unit, float *out) {
 
 namespace {
 
-// The bytes of the scale plane that belong to unit i.
-template <class Byte>
-Byte *scale_record(const Layout &layout, const PanelShape &shape, Byte *panel, int64_t i) {
-    return panel + shape.scale_offset + i * layout.scale_bytes;
-}
-
-struct Field {
-    int64_t vector;
-    int shift;
+// What a record of the scale plane is made of.
+struct ScaleParts {
+    bool has_half, has_min;
+    int n_scales, n_minima;
 };
 
-// Where the codes of quad `i` of a group lie in a plane of `bits` bits.
-Field field_of(int bits, int i) { return {i / (8 / bits), bits * (i % (8 / bits))}; }
+ScaleParts parts_of(Scale scale) {
+    switch (scale) {
+        case Scale::kHalf: return {true, false, 0, 0};
+        case Scale::kHalfMin: return {true, true, 0, 0};
+        case Scale::kK4: return {true, true, 8, 8};
+        case Scale::kK2: return {true, true, 16, 0};
+        case Scale::kK16: return {true, false, 16, 0};
+        case Scale::kK32: return {true, false, 8, 0};
+        case Scale::kE4m3: return {false, false, 2, 0};
+        default: return {false, false, 0, 0};
+    }
+}
+
+uint32_t load32(const uint8_t *p) {
+    uint32_t x;
+    std::memcpy(&x, p, 4);
+    return x;
+}
+
+// The same byte four times.
+constexpr uint32_t four(uint32_t byte) { return byte * 0x01010101u; }
+
+// The codes of one row and group, `from` bits up, as a plane of kBits bits holds them: a dword in each of kBits vectors.
+template <int kBits>
+void write_plane(const uint8_t *code, int from, uint8_t *plane) {
+    constexpr int kPerVector = 8 / kBits;
+    constexpr uint32_t kMask = four((1u << kBits) - 1);
+    for (int vector = 0; vector < kBits; ++vector) {
+        uint32_t word = 0;
+        for (int i = 0; i < kPerVector; ++i) word |= (load32(code + 4 * (vector * kPerVector + i)) >> from & kMask) << (kBits * i);
+        std::memcpy(plane + 64 * vector, &word, 4);
+    }
+}
+
+template <int kBits>
+void read_plane(const uint8_t *plane, int up, uint8_t *code) {
+    constexpr int kPerVector = 8 / kBits;
+    constexpr uint32_t kMask = four((1u << kBits) - 1);
+    for (int vector = 0; vector < kBits; ++vector) {
+        uint32_t word = load32(plane + 64 * vector);
+        for (int i = 0; i < kPerVector; ++i) {
+            uint8_t *at = code + 4 * (vector * kPerVector + i);
+            uint32_t codes = (up ? load32(at) : 0) | (word >> (kBits * i) & kMask) << up;
+            std::memcpy(at, &codes, 4);
+        }
+    }
+}
+
+using WritePlane = void (*)(const uint8_t *, int, uint8_t *);
+using ReadPlane = void (*)(const uint8_t *, int, uint8_t *);
+
+WritePlane write_plane_of(int bits) { return bits == 1 ? write_plane<1> : bits == 2 ? write_plane<2> : bits == 4 ? write_plane<4> : write_plane<8>; }
+ReadPlane read_plane_of(int bits) { return bits == 1 ? read_plane<1> : bits == 2 ? read_plane<2> : bits == 4 ? read_plane<4> : read_plane<8>; }
 
 }  // namespace
 
 void write_unit(const Layout &layout, const PanelShape &shape, uint8_t *panel, int64_t i, int64_t n, const Unit &unit) {
     int64_t per_unit = layout.unit / kGroup;
-    int low_mask = (1 << layout.low_bits) - 1;
+    WritePlane write_low = write_plane_of(layout.low_bits), write_high = write_plane_of(layout.high_bits);
     for (int64_t g = 0; g < per_unit; ++g) {
-        uint8_t *low = panel + (i * per_unit + g) * 64 * layout.low_bits + 4 * n;
-        uint8_t *high = panel + shape.high_offset + (i * per_unit + g) * 64 * layout.high_bits + 4 * n;
-        for (int q = 0; q < 8; ++q) {
-            const uint8_t *code = unit.code + g * kGroup + 4 * q;
-            Field at = field_of(layout.low_bits, q);
-            for (int j = 0; j < 4; ++j) low[at.vector * 64 + j] |= static_cast<uint8_t>((code[j] & low_mask) << at.shift);
-            if (!layout.high_bits) continue;
-            at = field_of(layout.high_bits, q);
-            for (int j = 0; j < 4; ++j) high[at.vector * 64 + j] |= static_cast<uint8_t>((code[j] >> layout.low_bits) << at.shift);
-        }
+        write_low(unit.code + g * kGroup, 0, panel + (i * per_unit + g) * 64 * layout.low_bits + 4 * n);
+        if (layout.high_bits)
+            write_high(unit.code + g * kGroup, layout.low_bits, panel + shape.high_offset + (i * per_unit + g) * 64 * layout.high_bits + 4 * n);
     }
-    uint8_t *scale = scale_record(layout, shape, panel, i);
-    bool has_half = layout.scale != Scale::kE8m0 && layout.scale != Scale::kE4m3;
-    bool has_min = layout.scale == Scale::kHalfMin || layout.scale == Scale::kK4 || layout.scale == Scale::kK2;
+    uint8_t *scale = panel + shape.scale_offset + i * layout.scale_bytes;
+    ScaleParts parts = parts_of(layout.scale);
     if (layout.scale == Scale::kE8m0) scale[n] = static_cast<uint8_t>(unit.d);
-    if (has_half) store16(scale + 2 * n, unit.d), scale += 32;
-    if (has_min) store16(scale + 2 * n, unit.dmin), scale += 32;
-    int n_scales = layout.scale == Scale::kE4m3 ? 2 : layout.unit == 32 ? 0 : layout.scale == Scale::kK4 || layout.scale == Scale::kK32 ? 8 : 16;
-    for (int s = 0; s < n_scales; ++s) scale[16 * s + n] = unit.scale[s];
-    if (layout.scale == Scale::kK4)
-        for (int s = 0; s < 8; ++s) scale[128 + 16 * s + n] = unit.min[s];
+    if (parts.has_half) store16(scale + 2 * n, unit.d), scale += 32;
+    if (parts.has_min) store16(scale + 2 * n, unit.dmin), scale += 32;
+    for (int s = 0; s < 16 && s < parts.n_scales; ++s) scale[16 * s + n] = unit.scale[s];
+    for (int s = 0; s < 8 && s < parts.n_minima; ++s) scale[16 * (parts.n_scales + s) + n] = unit.min[s];
 }
 
 void read_unit(const Layout &layout, const PanelShape &shape, const uint8_t *panel, int64_t i, int64_t n, Unit *out) {
     int64_t per_unit = layout.unit / kGroup;
-    int low_mask = (1 << layout.low_bits) - 1, high_mask = (1 << layout.high_bits) - 1;
+    ReadPlane read_low = read_plane_of(layout.low_bits), read_high = read_plane_of(layout.high_bits);
     for (int64_t g = 0; g < per_unit; ++g) {
-        const uint8_t *low = panel + (i * per_unit + g) * 64 * layout.low_bits + 4 * n;
-        const uint8_t *high = panel + shape.high_offset + (i * per_unit + g) * 64 * layout.high_bits + 4 * n;
-        for (int q = 0; q < 8; ++q) {
-            uint8_t *code = out->code + g * kGroup + 4 * q;
-            Field at = field_of(layout.low_bits, q);
-            for (int j = 0; j < 4; ++j) code[j] = static_cast<uint8_t>(low[at.vector * 64 + j] >> at.shift & low_mask);
-            if (!layout.high_bits) continue;
-            at = field_of(layout.high_bits, q);
-            for (int j = 0; j < 4; ++j) code[j] |= static_cast<uint8_t>((high[at.vector * 64 + j] >> at.shift & high_mask) << layout.low_bits);
-        }
+        read_low(panel + (i * per_unit + g) * 64 * layout.low_bits + 4 * n, 0, out->code + g * kGroup);
+        if (layout.high_bits)
+            read_high(panel + shape.high_offset + (i * per_unit + g) * 64 * layout.high_bits + 4 * n, layout.low_bits, out->code + g * kGroup);
     }
-    const uint8_t *scale = scale_record(layout, shape, panel, i);
-    out->d = out->dmin = 0;
-    bool has_half = layout.scale != Scale::kE8m0 && layout.scale != Scale::kE4m3;
-    bool has_min = layout.scale == Scale::kHalfMin || layout.scale == Scale::kK4 || layout.scale == Scale::kK2;
-    if (layout.scale == Scale::kE8m0) out->d = scale[n];
-    if (has_half) out->d = load16(scale + 2 * n), scale += 32;
-    if (has_min) out->dmin = load16(scale + 2 * n), scale += 32;
-    int n_scales = layout.scale == Scale::kE4m3 ? 2 : layout.unit == 32 ? 0 : layout.scale == Scale::kK4 || layout.scale == Scale::kK32 ? 8 : 16;
-    for (int s = 0; s < n_scales; ++s) out->scale[s] = scale[16 * s + n];
-    if (layout.scale == Scale::kK4)
-        for (int s = 0; s < 8; ++s) out->min[s] = scale[128 + 16 * s + n];
+    const uint8_t *scale = panel + shape.scale_offset + i * layout.scale_bytes;
+    ScaleParts parts = parts_of(layout.scale);
+    out->d = layout.scale == Scale::kE8m0 ? scale[n] : 0;
+    out->dmin = 0;
+    if (parts.has_half) out->d = load16(scale + 2 * n), scale += 32;
+    if (parts.has_min) out->dmin = load16(scale + 2 * n), scale += 32;
+    for (int s = 0; s < 16 && s < parts.n_scales; ++s) out->scale[s] = scale[16 * s + n];
+    for (int s = 0; s < 8 && s < parts.n_minima; ++s) out->min[s] = scale[16 * (parts.n_scales + s) + n];
 }
 
 float f16_to_f32_exact(uint16_t bits) {
@@ -333,18 +359,28 @@ float e4m3_to_f32_exact(uint8_t code) {
 
 float e5m2_to_f32_exact(uint8_t code) { return f16_to_f32_exact(static_cast<uint16_t>(code << 8)); }
 
-float plain_to_f32(int32_t format, const uint8_t *element) {
-    uint32_t word;
-    float x;
+namespace {
+
+template <class Decode>
+void decode_row(const uint8_t *from, int64_t stride, int64_t n, float *out, const Decode &decode) {
+    for (int64_t k = 0; k < n; ++k) out[k] = decode(from + k * stride);
+}
+
+}  // namespace
+
+void plain_to_f32(int32_t format, const uint8_t *from, int64_t stride, int64_t n, float *out) {
+    auto word = [](uint32_t bits) {
+        float x;
+        std::memcpy(&x, &bits, 4);
+        return x;
+    };
     switch (format) {
-        case PK_F16: return f16_to_f32_exact(load16(element));
-        case PK_BF16: word = static_cast<uint32_t>(load16(element)) << 16; break;
-        case PK_FP8_E4M3: return e4m3_to_f32_exact(*element);
-        case PK_FP8_E5M2: return e5m2_to_f32_exact(*element);
-        default: std::memcpy(&word, element, 4); break;
+        case PK_F16: return decode_row(from, stride, n, out, [](const uint8_t *p) { return f16_to_f32_exact(load16(p)); });
+        case PK_BF16: return decode_row(from, stride, n, out, [&](const uint8_t *p) { return word(static_cast<uint32_t>(load16(p)) << 16); });
+        case PK_FP8_E4M3: return decode_row(from, stride, n, out, [](const uint8_t *p) { return e4m3_to_f32_exact(*p); });
+        case PK_FP8_E5M2: return decode_row(from, stride, n, out, [](const uint8_t *p) { return e5m2_to_f32_exact(*p); });
+        default: return decode_row(from, stride, n, out, [&](const uint8_t *p) { return word(load32(p)); });
     }
-    std::memcpy(&x, &word, 4);
-    return x;
 }
 
 }  // namespace pk

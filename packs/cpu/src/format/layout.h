@@ -85,6 +85,7 @@ void read_unit(const Layout &layout, const PanelShape &shape, const uint8_t *pan
 float f16_to_f32_exact(uint16_t bits);
 float e4m3_to_f32_exact(uint8_t code);
 float e5m2_to_f32_exact(uint8_t code);
-float plain_to_f32(int32_t format, const uint8_t *element);
+// out[k] = element k of a plain format, elements `stride` bytes apart.
+void plain_to_f32(int32_t format, const uint8_t *from, int64_t stride, int64_t n, float *out);
 
 }  // namespace pk
