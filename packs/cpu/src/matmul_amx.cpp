@@ -19,7 +19,7 @@ void plain_tile(const uint8_t *panel, const PanelShape &shape, int64_t g, uint16
         vf even, odd;
         P::pair(panel, 16 * g + pair, 0, &even, &odd);
         if constexpr (P::kHasScale) {
-            vf scale = v_load(reinterpret_cast<const float *>(panel + shape.scale_offset) + g * kGroup / kFp8Block * kPanelRows);
+            vf scale = v_mul(v_load(reinterpret_cast<const float *>(panel + shape.scale_offset) + g * kGroup / kFp8Block * kPanelRows), v_set(P::kUnit));
             even = v_mul(even, scale);
             odd = v_mul(odd, scale);
         }

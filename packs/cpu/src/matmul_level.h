@@ -122,7 +122,7 @@ void plain_panel(const uint8_t *panel, const PanelShape &shape, const void *x_bl
                 x += 2 * kRows;
             }
             if constexpr (P::kHasScale) {
-                vf scale = v_load(scales);
+                vf scale = v_mul(v_load(scales), v_set(P::kUnit));
                 scales += kPanelRows;
                 for (int r = 0; r < kRows; ++r) {
                     total[r] = v_fma(v_add(even_sum[r], odd_sum[r]), scale, total[r]);

@@ -78,6 +78,19 @@ inline __m512i d_or(__m512i a, __m512i b) { return _mm512_or_si512(a, b); }
 template <int kBy>
 inline __m512i d_left(__m512i a) { return _mm512_slli_epi32(a, kBy); }
 inline vf v_zero_where_equal(vf x, __m512i a, int value) { return _mm512_mask_mov_ps(x, _mm512_cmpeq_epi32_mask(a, _mm512_set1_epi32(value)), v_zero()); }
+// Codes of fp8 as f16 bits: e5m2 is the upper half of an f16; e4m3 moved into place is 2^-8 times the value.
+template <bool kIsE4m3>
+inline __m512i fp8_to_f16(__m512i words) {
+    if constexpr (!kIsE4m3) return _mm512_slli_epi16(words, 8);
+    __m512i sign = _mm512_slli_epi16(words, 8), magnitude = _mm512_and_si512(_mm512_slli_epi16(words, 7), _mm512_set1_epi16(0x3F80));
+    return _mm512_ternarylogic_epi32(magnitude, sign, _mm512_set1_epi16(static_cast<short>(0x8000)), 0xF8);
+}
+template <bool kIsE4m3>
+inline void v_from_fp8_pair(const uint8_t *p, vf *even, vf *odd) {
+    __m512i bits = fp8_to_f16<kIsE4m3>(_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))));
+    *even = _mm512_cvtph_ps(_mm512_castsi512_si256(bits));
+    *odd = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
+}
 // Sixteen pairs of bf16: the even elements, the odd elements.
 inline void v_from_bf16_pairs(const uint8_t *p, vf *even, vf *odd) {
     __m512i bits = _mm512_loadu_si512(p);
@@ -145,6 +158,18 @@ template <int kBy>
 inline __m256i d_left(__m256i a) { return _mm256_slli_epi32(a, kBy); }
 inline vf v_zero_where_equal(vf x, __m256i a, int value) {
     return _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(a, _mm256_set1_epi32(value))), x);
+}
+template <bool kIsE4m3>
+inline vf v_from_fp8(const uint8_t *p) {
+    __m128i words = _mm_cvtepu8_epi16(load8(p)), sign = _mm_slli_epi16(words, 8);
+    if constexpr (!kIsE4m3) return _mm256_cvtph_ps(sign);
+    __m128i magnitude = _mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(0x3F80));
+    return _mm256_cvtph_ps(_mm_or_si128(magnitude, _mm_and_si128(sign, _mm_set1_epi16(static_cast<short>(0x8000)))));
+}
+template <bool kIsE4m3>
+inline void v_from_fp8_pair(const uint8_t *p, vf *even, vf *odd) {
+    *even = v_from_fp8<kIsE4m3>(p);
+    *odd = v_from_fp8<kIsE4m3>(p + 16);
 }
 inline void v_from_bf16_pairs(const uint8_t *p, vf *even, vf *odd) {
     __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
@@ -259,6 +284,7 @@ template <int32_t kFormatId>
 struct Plain {
     static constexpr int32_t kFormat = kFormatId;
     static constexpr bool kHasScale = kFormat == PK_FP8_E4M3 || kFormat == PK_FP8_E5M2;
+    static constexpr float kUnit = kFormat == PK_FP8_E4M3 ? 256.0f : 1.0f;  // what pair() gives times this is the value
 
     static inline __attribute__((always_inline)) void pair(const uint8_t *panel, int64_t pair, int lane, vf *even, vf *odd) {
         if constexpr (kFormat == PK_F32) {
@@ -271,12 +297,8 @@ struct Plain {
             *odd = v_from_f16(p + 16);
         } else if constexpr (kFormat == PK_BF16) {
             v_from_bf16_pairs(panel + pair * 64 + 4 * lane, even, odd);
-        } else if constexpr (kFormat == PK_FP8_E4M3) {
-            *even = v_from_e4m3(widen_u8(panel + pair * 32 + lane));
-            *odd = v_from_e4m3(widen_u8(panel + pair * 32 + 16 + lane));
         } else {
-            *even = v_from_f16_bits(d_left<8>(widen_u8(panel + pair * 32 + lane)));
-            *odd = v_from_f16_bits(d_left<8>(widen_u8(panel + pair * 32 + 16 + lane)));
+            v_from_fp8_pair<kFormat == PK_FP8_E4M3>(panel + pair * 32 + lane, even, odd);
         }
     }
 };
