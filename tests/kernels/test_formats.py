@@ -108,5 +108,5 @@ def test_repack_into_the_wrong_number_of_bytes_is_refused_with_both(bench, rng):
         pytest.skip("the sentences are the CPU pack's")
     weight = random_weight("q4_0", 4, 64, rng)
     address = b.device.alloc(4096, "weight")
-    with pytest.raises(PackError, match="1000 bytes are there, 576 are needed"):
+    with pytest.raises(PackError, match="1000 bytes for the packed matrix, it takes 576"):
         b.device.repack(weight.source(), address, 1000)

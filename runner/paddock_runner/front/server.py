@@ -40,6 +40,7 @@ class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 with a limit on the size of a request's head and on the time it takes to arrive."""
 
     _head_bytes = 0
+    _head_tail = b""
     _is_in_head = True
     _head_timer: asyncio.TimerHandle | None = None
 
@@ -56,15 +57,18 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
         if self._is_in_head:
-            self._head_bytes += len(data)
+            end = (self._head_tail + data).find(b"\r\n\r\n")
+            self._head_bytes += len(data) if end < 0 else end + 4 - len(self._head_tail)
+            self._head_tail = (self._head_tail + data)[-3:]
             if self._head_timer is None:
                 self._watch_head()
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.transport.write(
+                    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+                )
+                self.transport.close()
+                return
         super().data_received(data)
-        if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.close()
 
     def on_headers_complete(self) -> None:
         """The head is there."""
@@ -75,7 +79,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is complete; what comes next is another's head."""
         super().on_message_complete()
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head, self._head_bytes, self._head_tail = True, 0, b""
 
     def _watch_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._late)
