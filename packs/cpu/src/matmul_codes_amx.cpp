@@ -252,10 +252,20 @@ struct Piece {
         if (end == job.n_tiles) apply_factor(kind, panel, total);
     }
 
+    // Asks for the p-th share of what row tile `t` brings: it comes from far away and is needed at once.
+    void prefetch_x(int64_t t, int64_t p) const {
+        if (t >= job.n_row_tiles) return;
+        int64_t x_tile = (job.first_row_tile + t) * job.n_tiles + begin, n_lines = (end - begin) * 2 * kTileBytes / 64, n_sum_lines = (end - begin) * kGroupSums * 4 / 64;
+        const auto *codes = reinterpret_cast<const char *>(job.x_codes + x_tile * 2 * kTileElements), *sums_at = reinterpret_cast<const char *>(job.x_sums + x_tile * kGroupSums);
+        for (int64_t i = p * n_lines / n_pairs; i < (p + 1) * n_lines / n_pairs; ++i) _mm_prefetch(codes + 64 * i, _MM_HINT_T1);
+        for (int64_t i = p * n_sum_lines / n_pairs; i < (p + 1) * n_sum_lines / n_pairs; ++i) _mm_prefetch(sums_at + 64 * i, _MM_HINT_T1);
+    }
+
     void run() const {
         decode();
         for (int64_t t = 0; t < job.n_row_tiles; ++t)
             for (int64_t p = 0; p < n_pairs; ++p) {
+                prefetch_x(t + 1, p);
                 for (int i = 0; i < pairs[p].n_panels(); ++i) multiply(p, i, t);
                 int64_t row = (job.first_row_tile + t) * kTileRows, left = job.n_rows - row;
                 if (end == job.n_tiles) finish_pair(pairs[p], row, left < kTileRows ? left : kTileRows, sums(p, t));
