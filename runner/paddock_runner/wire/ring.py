@@ -26,8 +26,8 @@ def fence() -> None:
 
     Without it a store (head) could pass a later load (parked) and a wake-up be lost.
     """
-    _FENCE.acquire(False)
-    _FENCE.release()
+    with _FENCE:  # waits: two threads of a process may both be here, and each must release only what it took
+        pass
 
 
 class Writer:
