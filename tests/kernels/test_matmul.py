@@ -217,3 +217,14 @@ def test_every_instruction_level_gives_the_same_bits(pack, rng, name):
         b.close()
     for other in list(found.values())[1:]:
         np.testing.assert_array_equal(other, next(iter(found.values())))
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16", "q8_0"])
+def test_rows_shared_out_among_many_threads_are_all_written_once(bench, rng, name):
+    b = bench(n_threads=8)
+    for rows, cols, n in ((1, 32, 130), (16, 896, 200), (33, 320, 250)):
+        weight = random_weight(name, rows, cols, rng)
+        w = weight.upload(b)
+        x, x64 = b.activations(rng.standard_normal((n, cols)), T)
+        for _ in range(3):
+            check(b, product(b, x, [w], n), x64, weight.values.astype(np.float64), name)

@@ -234,10 +234,10 @@ void run_block(const TileJob &job, const PanelPair &pair, const Block &block, Bl
     const bool is_last = block.begin() + block.size() == job.n_tiles;
     const int64_t n_steps = block.n_steps((job.n_row_tiles + 1) / 2);
     for (int64_t t = 0; t < job.n_row_tiles; t += 2) {
-        int64_t row = (job.first_row_tile + t) * kTileRows, left = job.n_rows - row, n_rows = left < 2 * kTileRows ? left : 2 * kTileRows;
+        int64_t row = (job.first_row_tile + t) * kTileRows, left = job.n_rows - row, n_tiles = t + 1 < job.n_row_tiles ? 2 : 1, n_rows = left < n_tiles * kTileRows ? left : n_tiles * kTileRows;
         float *to = job.n_tiles == block.size() ? sums : sums + t * kTileRows * kSumStride;
-        Target target = is_last ? Target(pair, row, n_rows, t + 1 < job.n_row_tiles ? 2 : 1, block.size()) : Target();
-        if (t + 1 < job.n_row_tiles)
+        Target target = is_last ? Target(pair, row, n_rows, n_tiles, block.size()) : Target();
+        if (n_tiles == 2)
             multiply_rows<true>(job, job.first_row_tile + t, block, to, next, n_steps, target);
         else
             multiply_rows<false>(job, job.first_row_tile + t, block, to, next, n_steps, target);

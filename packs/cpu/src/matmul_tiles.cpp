@@ -131,7 +131,10 @@ void matmul_tiles(Context &context, const Parts &parts, int64_t n_rows, void *wo
     context.pool.parallel_for(plan.n_row_tiles, context.pool.grain(plan.n_row_tiles), [&](int64_t begin, int64_t end, int32_t) {
         for (int64_t t = begin; t < end; ++t) product.pack(t);
     });
-    int64_t n_threads = context.pool.n_threads(), n_jobs = 1;
+    // With more threads than pairs can feed, rows are shared out too.
+    int64_t n_threads = context.pool.n_threads(), n_jobs = (2 * n_threads + product.n_pairs() - 1) / product.n_pairs();
+    int64_t most = (plan.n_row_tiles + kMinJobRowTiles - 1) / kMinJobRowTiles;
+    if (n_jobs > most) n_jobs = most;
     int64_t per_piece = pairs_per_piece(product.n_pairs(), n_jobs, n_threads), n_pieces = (product.n_pairs() + per_piece - 1) / per_piece;
     context.pool.parallel_for(n_pieces * n_jobs, 1, [&](int64_t begin, int64_t end, int32_t thread) {
         for (int64_t i = begin; i < end; ++i) {
