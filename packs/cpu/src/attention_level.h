@@ -44,10 +44,17 @@ inline Pages pages_of(const AttentionJob &job, int32_t slot) {
 
 inline float *row_of(const pk_tensor &t, int64_t row) { return reinterpret_cast<float *>(t.data + row * t.stride); }
 
+inline const uint8_t *fetch_line(const uint8_t *p) {
+    _mm_prefetch(reinterpret_cast<const char *>(p), _MM_HINT_T0);
+    return p + 64;
+}
+
 // Scores of one page's keys [first, first + n) against kHeads queries: out[g][i] = q[g] . k[first + i].
+// Beside the work, a line of what is needed next is fetched from each of `ahead_k` and `ahead_v`: pages lie anywhere, and a
+// head's share of one is too short for hardware to see the pattern in time.
 template <int kFormat, int kHeads>
 inline void score_page(const uint8_t *k, int64_t page_tokens, int64_t width, int64_t first, int64_t n, const float *q, int64_t q_stride, float *out,
-                       int64_t out_stride) {
+                       int64_t out_stride, const uint8_t *ahead_k, const uint8_t *ahead_v) {
     constexpr int64_t kBytes = element_bytes<kFormat>();
     int64_t step = page_tokens * kBytes;
     for (int64_t i = 0; i < n; i += kLanes) {
@@ -58,6 +65,8 @@ inline void score_page(const uint8_t *k, int64_t page_tokens, int64_t width, int
         if (in_page >= kLanes) {
             int64_t d = 0;
             for (; d + 1 < width; d += 2, at += 2 * step) {
+                ahead_k = fetch_line(ahead_k);
+                ahead_v = fetch_line(ahead_v);
                 vf a = kv_load<kFormat>(at), b = kv_load<kFormat>(at + step);
                 for (int g = 0; g < kHeads; ++g) {
                     even[g] = v_fma(v_set(q[g * q_stride + d]), a, even[g]);
@@ -163,7 +172,9 @@ void decode_heads(const AttentionJob &job, const Pages &pages, const AttentionIt
         for (int64_t key = from; key < to;) {
             int64_t first = key % B, n = B - first;
             if (n > to - key) n = to - key;
-            score_page<kFormat, kHeads>(pages.page(key) + k_head, B, op.head_width, first, n, d.q, op.head_width, d.scores + key - from, d.score_stride);
+            const uint8_t *page = pages.page(key), *next = key + n < item.key_end ? pages.page(key + n) : page;
+            score_page<kFormat, kHeads>(page + k_head, B, op.head_width, first, n, d.q, op.head_width, d.scores + key - from, d.score_stride, next + k_head,
+                                        page + v_head + first * v_row);
             key += n;
         }
         for (int g = 0; g < kHeads; ++g) {
