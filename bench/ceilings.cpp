@@ -49,7 +49,8 @@ __attribute__((target("avx2,fma"))) void fma_avx2() {
     __m256 s[12], x = _mm256_set1_ps(1e-9f);
     for (auto &v : s) v = x;
     for (int64_t i = 0; i < kRounds; ++i)
-        for (auto &v : s) v = _mm256_fmadd_ps(x, x, v);
+#pragma GCC unroll 12
+        for (int j = 0; j < 12; ++j) s[j] = _mm256_fmadd_ps(x, x, s[j]);
     for (auto &v : s) x = _mm256_add_ps(x, v);
     sink = _mm256_cvtss_f32(x);
 }
@@ -58,7 +59,8 @@ __attribute__((target("avx512f"))) void fma_avx512() {
     __m512 s[12], x = _mm512_set1_ps(1e-9f);
     for (auto &v : s) v = x;
     for (int64_t i = 0; i < kRounds; ++i)
-        for (auto &v : s) v = _mm512_fmadd_ps(x, x, v);
+#pragma GCC unroll 12
+        for (int j = 0; j < 12; ++j) s[j] = _mm512_fmadd_ps(x, x, s[j]);
     for (auto &v : s) x = _mm512_add_ps(x, v);
     sink = _mm512_cvtss_f32(x);
 }
