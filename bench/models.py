@@ -109,9 +109,9 @@ def measure(name: str, path: Path, arguments: argparse.Namespace) -> list[dict]:
     driver = open_driver(path, arguments.threads)
     ours: dict[str, list[float]] = {"pp512": [], "tg128": [], "c8": []}
     theirs: dict[str, list[float]] = {"pp512": [], "tg128": [], "c8": []}
-    driver.rate(1, 32, 4)
+    driver.rate(1, N_PROMPT, 4)  # llama-bench warms up too
     for _ in range(arguments.rounds):
-        ours["pp512"].append(max(driver.rate(1, N_PROMPT, 0)[0] for _ in range(2)))
+        ours["pp512"].append(driver.rate(1, N_PROMPT, 0)[0])
         ours["tg128"].append(driver.rate(1, 1, N_DECODE)[1])
         ours["c8"].append(driver.rate(N_STREAMS, STREAM_PROMPT, STREAM_DECODE)[1])
         if arguments.llama_bin:
