@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..blueprint.blueprint import Blueprint
+from .kinds import delta_net_bytes, short_conv_bytes, stored_bytes
 
-KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "fp8": 1}
+KV_BYTES = {name: stored_bytes(1, name) for name in ("f32", "f16", "bf16", "fp8")}
 ALIGN_BYTES = 256
 SAMPLING_BYTES, RESULT_BYTES, TOP_BYTES, BIAS_BYTES = (
     136,
@@ -92,11 +93,11 @@ class PageLayout:
 
 def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageLayout:
     """One page holds `page_tokens` tokens of every layer: K [K, B, D] then V [K, B, Dv], each aligned to 64 bytes."""
-    size, at, offsets = KV_BYTES[kv_format], 0, []
+    at, offsets = 0, []
     for layer in blueprint.layers:
         a = layer.attention
-        k_bytes = a.n_kv_heads * page_tokens * a.head_width * size
-        v_bytes = a.n_kv_heads * page_tokens * (a.v_width or a.head_width) * size
+        k_bytes = stored_bytes(a.n_kv_heads * page_tokens * a.head_width, kv_format)
+        v_bytes = stored_bytes(a.n_kv_heads * page_tokens * (a.v_width or a.head_width), kv_format)
         v_at = at + -(-k_bytes // 64) * 64
         offsets.append((at, v_at))
         at = v_at + -(-v_bytes // 64) * 64
@@ -119,12 +120,13 @@ def state_layout(blueprint: Blueprint) -> StateLayout:
         x = layer.delta
         if layer.conv is not None:
             offsets.append((at, at))
-            at += aligned(4 * layer.conv.width * (layer.conv.conv_width - 1))
+            at += aligned(short_conv_bytes(layer.conv.width, layer.conv.conv_width).tail)
             continue
         if x is None:
             offsets.append(None)
             continue
-        tail = at + aligned(4 * x.n_values * x.k_width)
+        need = delta_net_bytes(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width)
+        tail = at + aligned(need.state)
         offsets.append((at, tail))
-        at = tail + aligned(4 * x.n_channels * (x.conv_width - 1))
+        at = tail + aligned(need.tail)
     return StateLayout(tuple(offsets), at)
