@@ -263,3 +263,31 @@ class Feed:
             if not closers:
                 tell(self.buffer[done : self.at])
                 return
+
+
+class FeedParser:
+    """Runs a generator that reads from a feed: what every parser of answers does with the pieces it is given."""
+
+    def __init__(self, feed: Feed, run: Generator[None, None, None]) -> None:
+        self._feed = feed
+        self._run: Generator[None, None, None] | None = run
+        self._advance()
+
+    def push(self, text: str) -> list[Event]:
+        """Events that are sure after this piece."""
+        if self._feed.add(text):
+            self._advance()
+        return self._feed.take()
+
+    def finish(self) -> list[Event]:
+        """The last events: no more text will come."""
+        self._feed.is_ended = True
+        self._advance()
+        return self._feed.take()
+
+    def _advance(self) -> None:
+        if self._run is not None:
+            try:
+                next(self._run)
+            except StopIteration:
+                self._run = None

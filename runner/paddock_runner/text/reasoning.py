@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from .events import Event, Text
-from .feed import Ended, Feed, Malformed, Wait
+from .feed import Ended, Feed, FeedParser, Malformed, Wait
 
 _HEADER_CHARACTERS = 1024
 
@@ -51,37 +51,21 @@ def marks_of(template: str) -> ReasoningMarks | None:
     return next((m for m in MARKS if m.fits(template)), None)
 
 
-class ReasoningSplitter:
+class ReasoningSplitter(FeedParser):
     """Thoughts and text of an answer, piece by piece. White space around the reasoning is left out.
 
     is_open: the prompt already opened the block. Only a block at the beginning counts: later the markers are ordinary text.
     """
 
     def __init__(self, marks: ReasoningMarks, is_open: bool) -> None:
-        self._feed = Feed()
-        self._run: Generator[None, None, None] | None = _split(self._feed, marks, is_open)
-        self._advance()
+        feed = Feed()
+        super().__init__(feed, _split(feed, marks, is_open))
 
     def push(self, text: str) -> list[Event]:
-        """Events that are sure after this piece."""
+        """Events that are sure after this piece; after the reasoning, text goes through as it is."""
         if self._run is None:
             return [Text(text)] if text else []
-        if self._feed.add(text):
-            self._advance()
-        return self._feed.take()
-
-    def finish(self) -> list[Event]:
-        """The last events."""
-        self._feed.is_ended = True
-        self._advance()
-        return self._feed.take()
-
-    def _advance(self) -> None:
-        if self._run is not None:
-            try:
-                next(self._run)
-            except StopIteration:
-                self._run = None
+        return super().push(text)
 
 
 def _split(feed: Feed, marks: ReasoningMarks, is_open: bool) -> Generator[None, None, None]:
@@ -161,9 +145,8 @@ class MessageSplitter(ReasoningSplitter):
     """
 
     def __init__(self, marks: MessageMarks, takes_calls: bool) -> None:
-        self._feed = Feed()
-        self._run = _read_messages(self._feed, marks, takes_calls)
-        self._advance()
+        feed = Feed()
+        FeedParser.__init__(self, feed, _read_messages(feed, marks, takes_calls))
 
 
 def _read_messages(feed: Feed, marks: MessageMarks, takes_calls: bool) -> Generator[None, None, None]:

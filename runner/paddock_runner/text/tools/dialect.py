@@ -6,8 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..events import Event
-from ..feed import Ended, Feed, Malformed, Wait
+from ..feed import Ended, Feed, FeedParser, Malformed, Wait
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Parameters of the tools that may be called (JSON schema), by the tool's name."""
@@ -33,32 +32,12 @@ class Dialect:
     example: str = ""
 
 
-class ToolParser:
+class ToolParser(FeedParser):
     """Finds calls in the text of an answer, piece by piece."""
 
     def __init__(self, dialect: Dialect, schemas: Schemas) -> None:
-        self._feed = Feed()
-        self._run: Generator[None, None, None] | None = _read_answer(self._feed, dialect, schemas)
-        self._advance()
-
-    def push(self, text: str) -> list[Event]:
-        """Events that are sure after this piece."""
-        if self._feed.add(text):
-            self._advance()
-        return self._feed.take()
-
-    def finish(self) -> list[Event]:
-        """The last events: no more text will come."""
-        self._feed.is_ended = True
-        self._advance()
-        return self._feed.take()
-
-    def _advance(self) -> None:
-        if self._run is not None:
-            try:
-                next(self._run)
-            except StopIteration:
-                self._run = None
+        feed = Feed()
+        super().__init__(feed, _read_answer(feed, dialect, schemas))
 
 
 def _read_answer(feed: Feed, dialect: Dialect, schemas: Schemas) -> Generator[None, None, None]:
