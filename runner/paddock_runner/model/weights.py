@@ -21,11 +21,10 @@ from ..files.view import TensorView
 from ..formats import table
 from ..formats.reference import dequantize
 from ..pack import abi
-from ..pack.device import Device
+from ..pack.device import Device, aligned
 from ..pack.tensor import Tensor
 from . import int4
 
-ALIGN_BYTES = 256
 Progress = Callable[[int, int], None]
 
 
@@ -148,7 +147,7 @@ def load_weights(
     """
     matrices = {name: view for name, view in views.items() if is_matrix(name, view)}
     sizes = {name: device.packed_bytes(source_of(view)) for name, view in matrices.items()}
-    places = _places(device.alloc(sum(_aligned(n) for n in sizes.values()), "weights"), sizes)
+    places = _places(device.alloc(sum(aligned(n) for n in sizes.values()), "weights"), sizes)
     total, done = sum(v.n_bytes for v in views.values()), 0
     staging, weights = Staging(), {}
     try:
@@ -192,7 +191,7 @@ def _places(base: int, sizes: Mapping[str, int]) -> dict[str, int]:
     places = {}
     for name, n_bytes in sizes.items():
         places[name] = base
-        base += _aligned(n_bytes)
+        base += aligned(n_bytes)
     return places
 
 
@@ -211,7 +210,7 @@ def stacks(weights: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str,
                 kinds = " and ".join(table.by_id(t.format).name for t in (first, other))
                 raise UnsupportedError(f"{stem}: experts 0 and {e} have different formats ({kinds}), which is not supported", what="mixed experts")
             e += 1
-        found[f"{stem}.weight"] = Tensor(first.data, first.rows, first.cols, first.format, _aligned(sizes[name]), abi.PK_PACKED)
+        found[f"{stem}.weight"] = Tensor(first.data, first.rows, first.cols, first.format, aligned(sizes[name]), abi.PK_PACKED)
     return found
 
 
@@ -221,14 +220,10 @@ def _vector(device: Device, view: TensorView, data: NDArray[np.uint8], offset: f
         if not (values < 0).all():
             raise FileError(f"{view.path}: tensor {view.name} holds {values.max()}, expected negative numbers", field=view.name)
         values = np.log(-values)
-    address = device.alloc(_aligned(values.nbytes), "vectors")
+    address = device.alloc(aligned(values.nbytes), "vectors")
     device.write(address, values.tobytes())
     return Tensor(address, 1, view.n_elements, abi.PK_F32)
 
 
 def _in_file_order(views: Mapping[str, TensorView]) -> Iterable[tuple[str, TensorView]]:
     return sorted(views.items(), key=lambda item: (str(item[1].path), item[1].offset))
-
-
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -13,6 +13,8 @@ from .library import Pack
 from .program import Program
 from .tensor import Tensor
 
+ALIGN_BYTES = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -131,14 +133,14 @@ class Device:
         for name, value in fields.items():
             setattr(state, name, value)
         state.kv = self.kv_address
-        base = self.alloc(sum(_aligned(n) for n in device_arrays.values()), "state")
+        base = self.alloc(sum(aligned(n) for n in device_arrays.values()), "state")
         for name, n_bytes in device_arrays.items():
             setattr(state, name, base)
-            base += _aligned(n_bytes)
-        base = self.alloc(sum(_aligned(n) for n in pinned_arrays.values()), "pinned", is_pinned=True)
+            base += aligned(n_bytes)
+        base = self.alloc(sum(aligned(n) for n in pinned_arrays.values()), "pinned", is_pinned=True)
         for name, n_bytes in pinned_arrays.items():
             setattr(state, name, base)
-            base += _aligned(n_bytes)
+            base += aligned(n_bytes)
         self.state = state
         self.results = _host_view(state.results, pinned_arrays["results"])
         self.top = _host_view(state.top, pinned_arrays["top"])
@@ -227,8 +229,9 @@ def f32_tensor(device: Device, values: Sequence[float], name: str) -> Tensor:
     return Tensor(address, 1, len(values), abi.PK_F32)
 
 
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // 256) * 256
+def aligned(n_bytes: int) -> int:
+    """Rounded up to where the next array may begin."""
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _host_view(address: int, n_bytes: int) -> memoryview:

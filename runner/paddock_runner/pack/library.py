@@ -47,11 +47,9 @@ def pack_folders() -> list[Path]:
     """Where packs lie: beside the package (wheel and editable install) and in installed pack wheels."""
     from importlib import resources
 
-    folders = [PACKS]
-    for name in ("paddock_runner",):
-        root = resources.files(name)
-        paths = getattr(root, "_paths", None) or [root]
-        folders += [Path(str(p)) / "_packs" for p in paths]
+    root = resources.files("paddock_runner")
+    paths = getattr(root, "_paths", None) or [root]
+    folders = [PACKS, *(Path(str(p)) / "_packs" for p in paths)]
     return [f for f in dict.fromkeys(folders) if f.is_dir()]
 
 
