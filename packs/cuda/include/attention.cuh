@@ -100,8 +100,8 @@ __device__ __forceinline__ int tiles_of(const AttentionArguments &a, int r) {
     return (n * group + kPairs - 1) / kPairs;
 }
 
-// Inclusive sum over a block of 256 threads. `warps` holds 8 ints.
-__device__ __forceinline__ int block_scan256(int v, int *warps) {
+// Inclusive sum over a block; `warps` holds an int per warp.
+__device__ __forceinline__ int block_scan(int v, int *warps) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int o = 1; o < 32; o <<= 1) {
         const int up = __shfl_up_sync(~0u, v, o);

@@ -21,19 +21,6 @@ struct Schedule {
     int n_items, range;
 };
 
-__device__ __forceinline__ int block_scan128(int v, int *warps) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    for (int o = 1; o < 32; o <<= 1) {
-        const int up = __shfl_up_sync(~0u, v, o);
-        if (lane >= o) v += up;
-    }
-    __syncthreads();
-    if (lane == 31) warps[warp] = v;
-    __syncthreads();
-    for (int i = 0; i < warp; ++i) v += warps[i];
-    return v;
-}
-
 __device__ __forceinline__ int visible(const AttentionArguments &a, int r, int *tiles, int *first) {
     const int n = a.row_start[r + 1] - a.row_start[r], group = a.n_heads / a.n_kv_heads, position = a.row_position[r];
     *tiles = (n * group + 15) / 16;
@@ -50,7 +37,7 @@ __device__ Schedule build_schedule(const AttentionArguments &a, int *ends, int *
         const int n = visible(a, r, &tiles, &first);
         work += (n + 15) / 16 * tiles;
     }
-    const int scan = block_scan128(work, warps);
+    const int scan = block_scan(work, warps);
     __shared__ int total;
     if (threadIdx.x == kThreads - 1) total = scan;
     __syncthreads();
@@ -67,7 +54,7 @@ __device__ Schedule build_schedule(const AttentionArguments &a, int *ends, int *
             const int n = visible(a, r, &tiles, &first);
             items = (n + range - 1) / range * tiles * a.n_kv_heads;
         }
-        const int end = block_scan128(items, warps) + carried;
+        const int end = block_scan(items, warps) + carried;
         if (r < n_rows) ends[r] = end;
         __syncthreads();
         if (threadIdx.x == kThreads - 1) total = end;

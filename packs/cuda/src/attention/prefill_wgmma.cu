@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_wgmma_kernel(const __gr
     int n_tiles = 0;
     for (int base = 0; base < n_rows; base += kThreads) {
         const int r = base + tid;
-        const int end = block_scan256(r < n_rows ? tiles_of<kPairs>(a, r) : 0, warps) + n_tiles;
+        const int end = block_scan(r < n_rows ? tiles_of<kPairs>(a, r) : 0, warps) + n_tiles;
         if (r < n_rows) ends[r] = end;
         __syncthreads();
         if (tid == kThreads - 1) total = end;
