@@ -9,7 +9,7 @@ from paddock_manager.options import Command, Values
 from paddock_manager.ui import Ui
 
 COMMAND = Command("version", "Print versions of Paddock and of what it stands on.")
-PARTS = ("numpy", "tokenizers", "jinja2", "starlette", "uvicorn", "httpx")
+PARTS = ("numpy", "tokenizers", "jinja2", "uvicorn", "httpx")
 
 
 def run(values: Values, ui: Ui) -> int:
