@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def _import_this_checkout() -> None:
+    """The tests test the checkout that they lie in, also where the environment has another one installed editable."""
+    spec = importlib.util.find_spec("paddock_runner")
+    if spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(CHECKOUT):
+        return
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
+    folders = [str(CHECKOUT / name) for name in ("runner", "manager")]
+    sys.path[:0] = folders
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT / "tests" / "checkout"), *folders])
+
+
+_import_this_checkout()
 KEPT = (
     "PATH",
     "LANG",
