@@ -112,7 +112,8 @@ def open_model(config: Config, path: Path) -> Opened:
     ctx = config.max_ctx_tokens
     if config.is_default("max_ctx_tokens"):
         ctx = min(ctx, blueprint.max_ctx_tokens)
-    request = PlanRequest(ctx, config.max_batch, place.facts, config.kv_format, config.max_step_tokens)
+    kv_format = "" if config.kv_format == "auto" else config.kv_format
+    request = PlanRequest(ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens)
     answer = solver(blueprint, views, place.facts.free_bytes)
     return Opened(checkpoint, blueprint, views, _plan(answer, request), place)
 

@@ -46,8 +46,13 @@ class Config:
         8192, "prompt and answer of one request together, at most (default: 8192, or the model's own if smaller)",
         flag="--max-ctx", unit="tokens", low=1,
     )  # fmt: skip
-    max_step_tokens: int = knob(512, "tokens of one step, prefill included, at most", unit="tokens", low=1)
-    kv_format: str = knob("f16", "format of the KV cache", flag="--kv-dtype", choices=("bf16", "f16", "f32", "fp8"))
+    max_step_tokens: int = knob(
+        0, "tokens of one step, prefill included, at most; 0: 512 on the CPU, 2048 on a GPU", unit="tokens", low=0
+    )
+    kv_format: str = knob(
+        "auto", "format of the KV cache; auto: f16 on the CPU, bf16 on a GPU", flag="--kv-dtype",
+        choices=("auto", "bf16", "f16", "f32", "fp8"),
+    )  # fmt: skip
     memory_gib: float = knob(0.0, "memory that the model may take in all, 0 for what is free", unit="GiB", low=0)
     threads: int = knob(0, "CPU threads, 0 for one per core that we may use", low=0)
     max_queue: int = knob(1024, "requests that may wait; more get a 429", unit="requests", low=1)

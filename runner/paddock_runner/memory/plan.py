@@ -19,11 +19,15 @@ from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pi
 
 MIB = 1 << 20
 CPU_GRANULE_BYTES = 2 * MIB
-CUDA_GRANULE_BYTES = 2 * MIB
+CUDA_GRANULE_BYTES = 32 * MIB
 ENGINE_PROCESS_BYTES = 45 * MIB
 CUDA_CONTEXT_BYTES_PER_PROCESSOR = 3 * MIB
 """Of the driver, for each multiprocessor: 107 MiB on 34 of them, 555 MiB on 188 (llama.cpp PR 23604)."""
 
+KV_FORMAT = {"cpu": "f16", "cuda": "bf16"}
+"""The KV cache's format where nobody chose one: the one that the device's attention reads without converting."""
+STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Tokens of the largest step where nobody chose: enough to keep the matrix units busy, few enough for a step to stay short."""
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
@@ -55,15 +59,22 @@ def cuda_facts(n_processors: int, memory_bytes: int = 0, free_bytes: int = 0, na
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is asked for. n_pages: pages of the pool, scratch page included; None: enough for every slot's full context."""
+    """What is asked for. n_pages: pages of the pool, scratch page included; None: enough for every slot's full context.
+
+    An empty kv_format and a max_step_tokens of 0 become what suits the device.
+    """
 
     max_ctx_tokens: int
     max_batch: int
     device: DeviceFacts
-    kv_format: str = "f16"
-    max_step_tokens: int = 512
+    kv_format: str = ""
+    max_step_tokens: int = 0
     page_tokens: int = 32
     n_pages: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_format", self.kv_format or KV_FORMAT[self.device.kind])
+        object.__setattr__(self, "max_step_tokens", self.max_step_tokens or STEP_TOKENS[self.device.kind])
 
 
 @dataclass(frozen=True, slots=True)

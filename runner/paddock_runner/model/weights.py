@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,21 @@ from . import int4
 Progress = Callable[[int, int], None]
 
 
+READERS = 6
+PIECE_BYTES = 8 << 20
+
+
 class Staging:
-    """One buffer that grows to the largest tensor; tensors are read into it with pread, so that page cache is not counted as ours."""
+    """One buffer that grows to the largest tensor; tensors are read into it with pread, so that page cache is not counted as ours.
+
+    Large tensors are read in pieces by several threads: one copies from page cache at a fraction of the memory's speed, and
+    leaves a disk's queue empty.
+    """
 
     def __init__(self) -> None:
         self._files: dict[Path, int] = {}
         self._buffer = mmap.mmap(-1, 1 << 20)
+        self._readers = ThreadPoolExecutor(READERS, "reader")
 
     def read(self, view: TensorView) -> memoryview:
         """The tensor's bytes; valid until the next read. Raises: FileError when the file is shorter than its header says."""
@@ -42,19 +52,28 @@ class Staging:
             self._buffer = mmap.mmap(-1, view.n_bytes)
         if view.path not in self._files:
             self._files[view.path] = os.open(view.path, os.O_RDONLY)
-        target, done = memoryview(self._buffer)[: view.n_bytes], 0
-        while done < view.n_bytes:
-            n = os.preadv(self._files[view.path], [target[done:]], view.offset + done)
+        target = memoryview(self._buffer)[: view.n_bytes]
+        pieces = [slice(at, min(at + PIECE_BYTES, view.n_bytes)) for at in range(0, view.n_bytes, PIECE_BYTES)]
+        if len(pieces) > 1:
+            list(self._readers.map(lambda piece: self._read_piece(view, target, piece), pieces))
+        elif pieces:
+            self._read_piece(view, target, pieces[0])
+        return target
+
+    def _read_piece(self, view: TensorView, target: memoryview, piece: slice) -> None:
+        handle, done = self._files[view.path], piece.start
+        while done < piece.stop:
+            n = os.preadv(handle, [target[done : piece.stop]], view.offset + done)
             if n == 0:
                 raise FileError(
-                    f"{view.path}: truncated: tensor {view.name} needs bytes up to {view.offset + view.n_bytes}, the file ends at {view.offset + done}",
+                    f"{view.path}: truncated: tensor {view.name} needs bytes up to {view.offset + view.n_bytes}, the file ends at {os.fstat(handle).st_size}",
                     "download it again, or run paddock verify",
                 )
             done += n
-        return target
 
     def close(self) -> None:
         """Closes files and gives the buffer back."""
+        self._readers.shutdown()
         for handle in self._files.values():
             os.close(handle)
         self._files.clear()

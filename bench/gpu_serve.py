@@ -1,0 +1,140 @@
+"""A GPU runner over HTTP: start, planned against measured memory, load cells. One model a call.
+
+Usage: python -m bench.gpu_serve CHECKPOINT NAME --out FOLDER [--pack PACK] [--cells 128/128c1 128/128c32 ...] [--long] [--options ...]
+CHECKPOINT: a folder or GGUF of shared/tools/gen (random weights, real tokenizer). Start is from the process's birth to the first
+token of the first answer. Measured memory is what NVML says is used, less what it said before the runner started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from bench import board
+
+ROOT = Path(__file__).resolve().parent.parent
+CELL = re.compile(r"(\d+)/(\d+)c(\d+)")
+
+
+def used_mib() -> int:
+    """Memory in use on the first GPU."""
+    out = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"], capture_output=True, text=True, check=True)
+    return int(out.stdout.split()[0])
+
+
+def runner(words: list[str], **more: Any) -> subprocess.Popen[bytes]:
+    """paddock-runner of this tree."""
+    return subprocess.Popen([sys.executable, "-m", "paddock_runner", *words], cwd=ROOT, **more)
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """One request without streaming."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return dict(json.load(answer))
+
+
+def load(port: int, cell: str, api: str, n_requests: int, *words: str) -> dict[str, Any]:
+    """One cell by bench.load."""
+    found = CELL.fullmatch(cell)
+    assert found, cell
+    n_in, n_out, streams = (int(x) for x in found.groups())
+    command = [sys.executable, "-m", "bench.load", "--url", f"http://127.0.0.1:{port}", "--api", api, "--in", str(n_in), "--out", str(n_out)]
+    command += ["--concurrency", str(streams), "--requests", str(n_requests), "--seed", str(time.time_ns() % 100000), "--vocab", "150000", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    return dict(json.loads(done.stdout.splitlines()[-1])) if done.stdout else {"failed": -1, "errors": [done.stderr[-300:]]}
+
+
+def cells(port: int, name: str, wanted: list[str]) -> list[dict[str, Any]]:
+    """The load cells as board rows."""
+    rows = []
+    for cell in wanted:
+        streams = int(cell.rsplit("c", 1)[1])
+        n_out = int(cell.split("/")[1].split("c")[0])
+        figures = load(port, cell, "ids", min(max(3 * streams, 4), 256) if n_out <= 256 else streams)
+        sys.stdout.write(f"{name} {cell}: {json.dumps(figures)}\n")
+        sys.stdout.flush()
+        if figures.get("failed"):
+            continue
+        units = {"out_tok_s": ("tok/s", "higher")}
+        names = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "out_tok_s")
+        rows += [board.row(f"h200.load.{name}.{cell}.{n}", [figures[n]], *units.get(n, ("ms", "lower"))) for n in names]
+    return rows
+
+
+def long_prefill(port: int, name: str) -> list[dict[str, Any]]:
+    """16 decoding streams, then a prompt of 64k tokens beside them: ratios of gaps and of its time to first token."""
+    alone = load(port, "65000/4c1", "ids", 1, "--warmup", "0")
+    before = load(port, "128/256c16", "ids", 32)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.load", "--url", f"http://127.0.0.1:{port}", "--api", "ids", "--in", "128", "--out", "768", "--concurrency", "16", "--requests", "16", "--vocab", "150000", "--seed", "77"],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(1.0)
+    beside = load(port, "65000/4c1", "ids", 1, "--warmup", "0")
+    out, _ = process.communicate(timeout=200)
+    during = json.loads(out.splitlines()[-1])
+    sys.stdout.write(f"{name} long: alone {json.dumps(alone)}\n before {json.dumps(before)}\n during {json.dumps(during)}\n beside {json.dumps(beside)}\n")
+    pairs = {"itl_p50": (during, before, "itl_p50_ms"), "itl_p99": (during, before, "itl_p99_ms"), "ttft": (beside, alone, "ttft_p50_ms")}
+    return [board.row(f"h200.longprefill.{name}.{key}", [a[field] / b[field]], "ratio", "lower") for key, (a, b, field) in pairs.items() if a.get(field) and b.get(field)]
+
+
+def main() -> int:
+    """Starts, measures, stops."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--pack", type=Path)
+    parser.add_argument("--cells", nargs="*", default=["128/128c1", "128/128c32", "128/128c128", "2048/128c32"])
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=["--max-ctx", "8448", "--max-batch", "128"])
+    a = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "runner"), str(ROOT / "manager"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    words = ["--device", "cuda", *(["--kernel-pack", str(a.pack)] if a.pack else []), *a.options]
+    planned = json.loads(subprocess.run([sys.executable, "-m", "paddock_runner", "plan", str(a.checkpoint), *words, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    planned = planned.get("plan", planned)
+    before, rows = used_mib(), []
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder) / "state.json"
+        born = time.monotonic()
+        process = runner(["--model", str(a.checkpoint), "--port", "0", "--no-auth", "--state-file", str(state), *words])
+        try:
+            while not state.exists():
+                if process.poll() is not None:
+                    return process.returncode or 1
+                time.sleep(0.02)
+            ready = time.monotonic() - born
+            port = json.loads(state.read_text())["port"]
+            first = post(port, "/v1/completions", {"model": a.name, "prompt": [100, 200, 300], "max_tokens": 1, "temperature": 0})
+            started = time.monotonic() - born
+            sys.stdout.write(f"{a.name}: ready after {ready:.2f} s, first token after {started:.2f} s {first.get('usage')}\n")
+            rows.append(board.row(f"h200.start_s.{a.name}", [started], "s", "lower"))
+            after_ready = used_mib()
+            rows += cells(port, a.name, a.cells)
+            if a.long:
+                rows += long_prefill(port, a.name)
+            used = (used_mib() - before) * (1 << 20)
+            sys.stdout.write(f"{a.name}: planned {planned['total_bytes'] / 2**20:.0f} MiB (device), used {used / 2**20:.0f} MiB, {after_ready - before} MiB when ready\n")
+            sys.stdout.write(json.dumps(planned["lines"]) + "\n")
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/paddock/state", timeout=10) as answer:
+                sys.stdout.write(answer.read().decode()[:1500] + "\n")
+        finally:
+            process.terminate()
+            process.wait(60)
+    a.out.mkdir(parents=True, exist_ok=True)
+    (a.out / f"serve-{a.name}.json").write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
