@@ -97,7 +97,7 @@ typedef struct pk_bias {
     float value;
 } pk_bias;
 
-/* One row of results. Written by PK_OP_COMMIT into host-visible memory. */
+/* One row of results (a draft row has several). Written by PK_OP_COMMIT into host-visible memory. */
 typedef struct pk_result {
     int32_t slot;
     int32_t token;    /* -1: the row produced none */
@@ -112,12 +112,16 @@ typedef struct pk_top {
     float logprob;
 } pk_top;
 
-/* Row flags. In pk_row.flags: SAMPLE. In pk_result.flags: the others. */
+/* Row flags. In pk_row.flags: SAMPLE and DRAFT. In pk_result.flags: the others. */
 #define PK_ROW_SAMPLE 1   /* draw a token after the last token of this row */
 #define PK_ROW_STOP 2     /* the token is a stop token: the slot is dead now */
 #define PK_ROW_LENGTH 4   /* max_length reached: the slot is dead now */
 #define PK_ROW_DEAD 8     /* the slot was dead before this step: no token, nothing changed */
 #define PK_ROW_NAN 16     /* the logits held a NaN: no token, the slot is dead now */
+#define PK_ROW_DRAFT 32   /* with SAMPLE: draw after every token of this row; its tokens but the first are guesses */
+
+/* A draft row: its guesses were written by pk_text. It goes on as long as what is drawn is what was guessed next, and has one result per
+ * token; those after the last token drawn have token -1. Such rows come after all others, and publish no best tokens. */
 
 /* Addresses and sizes of the state. Page 0 is the scratch page: dead rows and padding write there.
  * A slot's history: tokens[slot][0..length) have their KV computed; tokens[slot][length] is the next input.
@@ -150,7 +154,8 @@ typedef struct pk_state {
     uint64_t token_position;  /* i32 [T] */
     uint64_t token_row;       /* i32 [T] */
     uint64_t token_page;      /* i32 [T]    page the token's KV goes to (0 for dead rows) */
-    uint64_t sample_row;      /* i32 [S]    row of the s-th sampled row */
+    uint64_t sample_row;      /* i32 [S]    row of the s-th draw */
+    uint64_t sample_at;       /* i32 [S]    index in this step of the token that it is drawn after */
     uint64_t sample_token;    /* i32 [S]    written by SAMPLE */
     uint64_t sample_flags;    /* i32 [S]    written by SAMPLE */
     uint64_t sample_logprob;  /* f32 [S]    written by SAMPLE */
@@ -169,7 +174,7 @@ typedef struct pk_step_head {
     uint64_t seq;        /* 1, 2, 3, ... */
     int32_t n_tokens;    /* T: sum of rows' n_tokens */
     int32_t n_rows;      /* pk_row[n_rows] */
-    int32_t n_samples;   /* S: rows with PK_ROW_SAMPLE */
+    int32_t n_samples;   /* S: rows with PK_ROW_SAMPLE, draft rows once per token */
     int32_t n_new;       /* pk_new_slot[n_new] */
     int32_t n_pages;     /* pk_page_write[n_pages] */
     int32_t n_texts;     /* pk_text[n_texts] */
@@ -321,7 +326,7 @@ typedef struct pk_op_gate {
     int32_t reserved;
 } pk_op_gate;
 
-/* out[S,M] = x[last token of row sample_row[s], :] */
+/* out[S,M] = x[sample_at[s], :] */
 typedef struct pk_op_gather {
     int32_t op;
     int32_t size;
@@ -505,6 +510,8 @@ typedef struct pk_facts {
     int64_t granule_bytes;    /* of pk_attach */
     int32_t n_processors;     /* SMs, or threads */
     int32_t is_validated;     /* 0: nobody has run the tests on this architecture */
+    int32_t has_drafts;       /* 1: PK_ROW_DRAFT is supported */
+    int32_t reserved;
     char arch[64];
     char name[128];
     char build[64];
@@ -539,6 +546,9 @@ PK_API int32_t pk_release(pk_ctx *ctx, uint64_t address);
 PK_API int32_t pk_write(pk_ctx *ctx, uint64_t device, const void *host, int64_t n_bytes);
 PK_API int32_t pk_read(pk_ctx *ctx, void *host, uint64_t device, int64_t n_bytes);
 PK_API int32_t pk_fill(pk_ctx *ctx, uint64_t device, int32_t byte, int64_t n_bytes);
+/* Copies between device memory and device or pinned memory, in order with the steps: after those that were given before, before those
+ * that come later. With run_ahead 0 it is done when this returns; otherwise it is enqueued. The ranges do not overlap. */
+PK_API int32_t pk_copy(pk_ctx *ctx, uint64_t to, uint64_t from, int64_t n_bytes);
 
 /* Bytes of a weight after pk_repack, and the repacking. A format without kernels is refused here, by name. */
 PK_API int32_t pk_packed_bytes(pk_ctx *ctx, const pk_source *source, int64_t *out);

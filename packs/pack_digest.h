@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "b8dc7b1a826131ec"
+#define PK_ABI_DIGEST "444785d878982097"

@@ -15,7 +15,7 @@ int32_t check_counts(const pk_step_head &h, const pk_state &s) {
         int32_t max;
     };
     const Count counts[] = {
-        {"n_tokens", h.n_tokens, s.max_step_tokens}, {"n_rows", h.n_rows, s.max_step_rows}, {"n_samples", h.n_samples, h.n_rows},
+        {"n_tokens", h.n_tokens, s.max_step_tokens}, {"n_rows", h.n_rows, s.max_step_rows}, {"n_samples", h.n_samples, s.max_step_rows},
         {"n_new", h.n_new, s.n_slots},               {"n_pages", h.n_pages, INT32_MAX},     {"n_texts", h.n_texts, INT32_MAX},
         {"n_masks", h.n_masks, s.n_slots},           {"n_payload", h.n_payload, INT32_MAX},
     };
@@ -34,17 +34,24 @@ int32_t check_slot(const char *what, int32_t i, int32_t slot, const pk_state &s)
 
 int32_t check_rows(const Step &in, const pk_state &s) {
     int64_t tokens = 0;
-    int32_t samples = 0;
+    int32_t samples = 0, results = 0;
+    bool drafts = false;
     for (int32_t i = 0; i < in.head->n_rows; ++i) {
         const pk_row &row = in.rows[i];
         if (int32_t status = check_slot("row", i, row.slot, s)) return status;
         if (row.n_tokens < 1 || row.n_tokens > s.max_step_tokens)
             return fail(PK_BAD_ARG, "step: row %d has %d tokens, it must be 1 to %d", i, row.n_tokens, s.max_step_tokens);
         tokens += row.n_tokens;
-        samples += row.flags & PK_ROW_SAMPLE ? 1 : 0;
+        bool is_draft = row.flags & PK_ROW_DRAFT;
+        if (is_draft && !(row.flags & PK_ROW_SAMPLE)) return fail(PK_BAD_ARG, "step: row %d is a draft that draws nothing (flags %d)", i, row.flags);
+        if (drafts && !is_draft) return fail(PK_BAD_ARG, "step: row %d comes after a draft row and is none", i);
+        drafts = is_draft;
+        samples += is_draft ? row.n_tokens : row.flags & PK_ROW_SAMPLE ? 1 : 0;
+        results += is_draft ? row.n_tokens : 1;
     }
     if (tokens != in.head->n_tokens) return fail(PK_BAD_ARG, "step: the rows have %lld tokens, n_tokens is %d", (Long)tokens, in.head->n_tokens);
-    if (samples != in.head->n_samples) return fail(PK_BAD_ARG, "step: %d rows are sampled, n_samples is %d", samples, in.head->n_samples);
+    if (results > s.max_step_rows) return fail(PK_BAD_ARG, "step: the rows have %d results of at most %d", results, s.max_step_rows);
+    if (samples != in.head->n_samples) return fail(PK_BAD_ARG, "step: %d tokens are drawn, n_samples is %d", samples, in.head->n_samples);
     return PK_OK;
 }
 

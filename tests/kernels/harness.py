@@ -138,7 +138,7 @@ class Bench:
         for r in dead:
             flags[r] |= abi.PK_ROW_DEAD
         values = {"row_slot": slots, "row_start": starts, "row_position": positions, "row_flags": flags, "token_row": token_row}
-        values |= {"token_position": token_position, "token_page": pages, "sample_row": np.flatnonzero(flags & abi.PK_ROW_SAMPLE)}
+        values |= {"token_position": token_position, "token_page": pages, "sample_row": np.flatnonzero(flags & abi.PK_ROW_SAMPLE), "sample_at": starts[1:][(flags & abi.PK_ROW_SAMPLE) > 0] - 1}
         for name, array in values.items():
             self.set(name, array)
         return int(starts[-1])

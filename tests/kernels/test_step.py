@@ -52,7 +52,7 @@ class Input:
             parts.append(struct.pack("<2i", slot, len(payload) // 4))
             payload += struct.pack(f"<{len(words)}I", *words)
         counts = {
-            "n_tokens": sum(n for _, n, _ in self.rows), "n_rows": len(self.rows), "n_samples": sum(f & 1 for _, _, f in self.rows),
+            "n_tokens": sum(n for _, n, _ in self.rows), "n_rows": len(self.rows), "n_samples": sum(n if f & abi.PK_ROW_DRAFT else f & 1 for _, n, f in self.rows),
             "n_new": len(self.news), "n_pages": len(self.pages), "n_texts": len(self.texts), "n_masks": len(self.masks), "n_payload": len(payload) // 4,
         }  # fmt: skip
         raw = struct.pack("<Q8i", self.seq, *(counts | self.head).values()) + b"".join(parts) + payload
@@ -80,7 +80,7 @@ class Machine:
         b.device.fill(b.state.results, POISON, 3 * 4 * RESULT.itemsize)
         self.seq = 0
 
-    def step(self, **fields):
+    def step(self, n_results=0, **fields):
         """One step; returns its results."""
         self.seq += 1
         given = Input(self.seq, **fields)
@@ -88,7 +88,7 @@ class Machine:
         self.b.device.step(ctypes.addressof(block))
         assert self.b.device.wait(self.seq, 10_000_000) and self.b.device.done[0] == self.seq
         raw = bytes(self.b.device.results)
-        return np.frombuffer(raw, RESULT).reshape(3, 4)[self.seq % 3][: len(given.rows)]
+        return np.frombuffer(raw, RESULT).reshape(3, 4)[self.seq % 3][: n_results or len(given.rows)]
 
     def start(self, slot, prompt, flags=1, length=0, bias=(), **params):
         """A new slot with its prompt and pages, run in one row."""
@@ -132,6 +132,43 @@ def test_slot_with_cached_tokens_starts_behind_them(bench):
     m = Machine(bench)
     assert m.step(**m.start(1, [4, 5, 6, 7, 8], length=3)).tolist() == [(1, 9, 0, 6, 0.0, 0)]
     assert m.b.get("row_position", 1).tolist() == [3] and m.b.get("token_id", 2).tolist() == [7, 8]
+
+
+DRAFT = abi.PK_ROW_SAMPLE | abi.PK_ROW_DRAFT
+
+
+def test_guessed_tokens_go_through_as_far_as_they_are_what_is_drawn(bench):
+    m = Machine(bench)
+    m.step(**m.start(2, [5]))
+    right = m.step(3, texts=[(2, 2, [7, 8])], rows=[(2, 3, DRAFT)])
+    assert right.tolist() == [(2, 7, 0, 3, 0.0, 0), (2, 8, 0, 4, 0.0, 0), (2, 9, 0, 5, 0.0, 0)]
+    assert m.b.get("sample_row", 3).tolist() == [0, 0, 0] and m.b.get("sample_at", 3).tolist() == [0, 1, 2]
+    half = m.step(4, texts=[(2, 5, [10, 3, 12])], rows=[(2, 4, DRAFT)])
+    assert half.tolist() == [(2, 10, 0, 6, 0.0, 0), (2, 11, 0, 7, 0.0, 0), (2, -1, 0, 6, 0.0, 0), (2, -1, 0, 6, 0.0, 0)]
+    assert m.b.get("length", 4).tolist()[2] == 6 and m.b.get("tokens", 7, at=2 * 33).tolist() == [5, 6, 7, 8, 9, 10, 11]
+    assert m.step(rows=[(2, 1, 1)]).tolist() == [(2, 12, 0, 8, 0.0, 0)]
+
+
+def test_a_guess_ends_with_its_stop_token_and_rows_before_it_keep_their_places(bench):
+    m = Machine(bench)
+    a, c = m.start(0, [1]), m.start(3, [20], stop=(23,))
+    m.step(**{k: a[k] + c[k] for k in a})
+    both = m.step(4, texts=[(3, 2, [22, 23])], rows=[(0, 1, 1), (3, 3, DRAFT)])
+    assert both.tolist() == [(0, 3, 0, 3, 0.0, 0), (3, 22, 0, 3, 0.0, 0), (3, 23, abi.PK_ROW_STOP, 4, 0.0, 0), (3, -1, 0, 3, 0.0, 0)]
+    assert m.step(2, texts=[(3, 4, [9])], rows=[(3, 2, DRAFT)])["flags"].tolist() == [abi.PK_ROW_DEAD] * 2
+    with pytest.raises(PackError, match="comes after a draft row"):
+        m.step(2, rows=[(0, 1, DRAFT), (3, 1, 1)])
+
+
+def test_a_copy_is_made_in_order_with_the_steps(bench):
+    m = Machine(bench)
+    address = m.b.device.alloc(16, "spare")
+    m.step(**m.start(2, [5, 6, 7]))
+    m.b.device.copy(address, m.b.state.length, 16)
+    m.step(rows=[(2, 1, 1)])
+    assert np.frombuffer(m.b.device.read(address, 16), np.int32).tolist() == [0, 0, 3, 0]
+    with pytest.raises(PackError, match="copy"):
+        m.b.device.copy(0, address, 16)
 
 
 def test_stop_token_is_reported_and_kills_the_slot(bench):
@@ -207,7 +244,7 @@ BAD = {
     "row 0 has 0 tokens": {"rows": [(0, 0, 1)]},
     "n_tokens is 17, it must be 0 to 16": {"rows": [(0, 17, 1)]},
     "the rows have 1 tokens, n_tokens is 2": {"rows": [(0, 1, 1)], "head": {"n_tokens": 2}},
-    "1 rows are sampled, n_samples is 0": {"rows": [(0, 1, 1)], "head": {"n_samples": 0}},
+    "1 tokens are drawn, n_samples is 0": {"rows": [(0, 1, 1)], "head": {"n_samples": 0}},
     "n_rows is 5, it must be 0 to 4": {"rows": [(0, 1, 0)] * 5},
     "n_payload is -1": {"head": {"n_payload": -1}},
     "new slot 0 names slot 9 of 4": {"news": [(9, 0, sampling(), [])]},

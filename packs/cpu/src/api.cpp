@@ -193,6 +193,9 @@ int32_t count_rows(const pk_state &s, int32_t n_tokens, int32_t n_samples, int64
     for (int32_t i = 0; i < n_samples && n > 0; ++i)
         if (numbers<int32_t>(s.sample_row)[i] < 0 || numbers<int32_t>(s.sample_row)[i] >= n)
             return fail(PK_BAD_ARG, "run: sample %d is of row %d of %lld", i, numbers<int32_t>(s.sample_row)[i], (long long)n);
+    for (int32_t i = 0; i < n_samples && n > 0; ++i)
+        if (numbers<int32_t>(s.sample_at)[i] < 0 || numbers<int32_t>(s.sample_at)[i] >= n_tokens)
+            return fail(PK_BAD_ARG, "run: sample %d is drawn after token %d of %d", i, numbers<int32_t>(s.sample_at)[i], n_tokens);
     *out = n;
     return PK_OK;
 }
@@ -240,6 +243,7 @@ int32_t pk_get_facts(pk_ctx *ctx, pk_facts *out) {
         memory_sizes(&out->memory_bytes, &out->free_bytes);
         out->granule_bytes = kGranuleBytes;
         out->is_validated = 1;
+        out->has_drafts = 1;
         std::snprintf(out->arch, sizeof out->arch, "%s", arch_name(ctx->isa));
         processor_name(out->name, sizeof out->name);
         std::snprintf(out->build, sizeof out->build, "%s", build_id());
@@ -299,6 +303,13 @@ int32_t pk_read(pk_ctx *ctx, void *host, uint64_t device, int64_t n_bytes) {
 int32_t pk_fill(pk_ctx *ctx, uint64_t device, int32_t byte, int64_t n_bytes) {
     if (!ctx || n_bytes < 0 || (n_bytes > 0 && !device)) return fail(PK_BAD_ARG, "fill: %lld bytes at %#llx", (long long)n_bytes, (unsigned long long)device);
     if (n_bytes) std::memset(reinterpret_cast<void *>(device), byte, n_bytes);
+    return PK_OK;
+}
+
+int32_t pk_copy(pk_ctx *ctx, uint64_t to, uint64_t from, int64_t n_bytes) {
+    if (!ctx || n_bytes < 0 || (n_bytes > 0 && (!to || !from)))
+        return fail(PK_BAD_ARG, "copy: %lld bytes from %#llx to %#llx", (long long)n_bytes, (unsigned long long)from, (unsigned long long)to);
+    if (n_bytes) std::memcpy(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), n_bytes);
     return PK_OK;
 }
 

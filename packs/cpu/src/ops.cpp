@@ -74,10 +74,10 @@ void run_copy(Run &run, const pk_op_copy &op) {
 }
 
 void run_gather(Run &run, const pk_op_gather &op) {
-    const auto *rows = numbers<const int32_t>(run.state.sample_row), *starts = numbers<const int32_t>(run.state.row_start);
+    const auto *at = numbers<const int32_t>(run.state.sample_at);
     run.context.pool.parallel_for(run.n_samples, row_grain(run, run.n_samples, op.x.cols), [&](int64_t begin, int64_t end, int32_t) {
         for (int64_t s = begin; s < end; ++s)
-            std::memcpy(numbers<void>(op.out.data + s * op.out.stride), numbers<const void>(op.x.data + (starts[rows[s] + 1] - 1) * op.x.stride),
+            std::memcpy(numbers<void>(op.out.data + s * op.out.stride), numbers<const void>(op.x.data + at[s] * op.x.stride),
                         op.x.cols * sizeof(float));
     });
 }

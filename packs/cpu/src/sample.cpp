@@ -81,8 +81,7 @@ class Row {
         : run_(run), state_(run.state), scratch_(scratch), s_(s), n_(op.logits.cols), logits_(numbers<float>(op.logits.data + s * op.logits.stride)) {
         row_ = numbers<int32_t>(state_.sample_row)[s];
         slot_ = numbers<int32_t>(state_.row_slot)[row_];
-        const int32_t *start = numbers<int32_t>(state_.row_start) + row_;
-        length_ = numbers<int32_t>(state_.row_position)[row_] + start[1] - start[0];
+        length_ = numbers<int32_t>(state_.row_position)[row_] + numbers<int32_t>(state_.sample_at)[s] - numbers<int32_t>(state_.row_start)[row_] + 1;
         p_ = numbers<pk_sampling>(state_.sampling) + slot_;
     }
 

@@ -53,21 +53,23 @@ void lay_row(const Run &run, int32_t r, int32_t slot, int32_t start, int32_t n, 
     }
 }
 
-pk_result finish_row(const Run &run, int32_t r, int32_t &sample) {
-    const pk_state &s = run.state;
-    int32_t slot = numbers<int32_t>(s.row_slot)[r], flags = numbers<int32_t>(s.row_flags)[r];
-    int32_t &length = numbers<int32_t>(s.length)[slot];
-    int32_t *tokens = numbers<int32_t>(s.tokens) + slot * (int64_t{s.max_ctx_tokens} + 1);
-    int32_t at = flags & PK_ROW_SAMPLE ? sample++ : -1;
-    if (flags & PK_ROW_DEAD) return {slot, -1, PK_ROW_DEAD, length, 0, 0};
-    length += numbers<int32_t>(s.row_start)[r + 1] - numbers<int32_t>(s.row_start)[r];
-    if (at < 0) return {slot, -1, 0, length, 0, 0};
+// Which tokens of the step the draws of row `r` follow.
+void lay_draws(const Run &run, int32_t r, int32_t start, int32_t n, int32_t flags, int32_t &sample) {
+    if (!(flags & PK_ROW_SAMPLE)) return;
+    for (int32_t i = flags & PK_ROW_DRAFT ? 0 : n - 1; i < n; ++i) {
+        numbers<int32_t>(run.state.sample_row)[sample] = r;
+        numbers<int32_t>(run.state.sample_at)[sample++] = start + i;
+    }
+}
+
+// The token of draw `at` goes into the slot, which has `length` tokens before it.
+pk_result take_draw(const pk_state &s, int32_t slot, int32_t length, int32_t at) {
     int32_t token = numbers<int32_t>(s.sample_token)[at], drawn = numbers<int32_t>(s.sample_flags)[at];
     if (drawn & PK_ROW_NAN) {
         numbers<int32_t>(s.alive)[slot] = 0;
         return {slot, -1, PK_ROW_NAN, length, 0, 0};
     }
-    tokens[length] = token;
+    numbers<int32_t>(s.tokens)[slot * (int64_t{s.max_ctx_tokens} + 1) + length] = token;
     const pk_sampling &p = numbers<pk_sampling>(s.sampling)[slot];
     int32_t out = 0;
     for (int32_t i = 0; i < p.n_stop; ++i)
@@ -75,6 +77,36 @@ pk_result finish_row(const Run &run, int32_t r, int32_t &sample) {
     if (length + 1 >= p.max_length || length + 1 > s.max_ctx_tokens) out |= PK_ROW_LENGTH;
     if (out) numbers<int32_t>(s.alive)[slot] = 0;
     return {slot, token, out, length + 1, numbers<float>(s.sample_logprob)[at], drawn >> 16};
+}
+
+// A row of guesses: one result per token, until what is drawn is not what was guessed.
+pk_result *finish_draft(const Run &run, int32_t r, int32_t &sample, pk_result *out) {
+    const pk_state &s = run.state;
+    int32_t slot = numbers<int32_t>(s.row_slot)[r], n = numbers<int32_t>(s.row_start)[r + 1] - numbers<int32_t>(s.row_start)[r];
+    int32_t &length = numbers<int32_t>(s.length)[slot];
+    const int32_t *tokens = numbers<int32_t>(s.tokens) + slot * (int64_t{s.max_ctx_tokens} + 1);
+    bool is_dead = numbers<int32_t>(s.row_flags)[r] & PK_ROW_DEAD, goes_on = !is_dead;
+    for (int32_t i = 0; i < n; ++i, ++out) {
+        *out = {slot, -1, is_dead ? PK_ROW_DEAD : 0, length, 0, 0};
+        if (!goes_on) continue;
+        int32_t guess = i + 1 < n ? tokens[length + 1] : -1;
+        *out = take_draw(s, slot, ++length, sample + i);
+        out->n_top = 0;
+        goes_on = !out->flags && out->token == guess;
+    }
+    sample += n;
+    return out;
+}
+
+pk_result finish_row(const Run &run, int32_t r, int32_t &sample) {
+    const pk_state &s = run.state;
+    int32_t slot = numbers<int32_t>(s.row_slot)[r], flags = numbers<int32_t>(s.row_flags)[r];
+    int32_t &length = numbers<int32_t>(s.length)[slot];
+    int32_t at = flags & PK_ROW_SAMPLE ? sample++ : -1;
+    if (flags & PK_ROW_DEAD) return {slot, -1, PK_ROW_DEAD, length, 0, 0};
+    length += numbers<int32_t>(s.row_start)[r + 1] - numbers<int32_t>(s.row_start)[r];
+    if (at < 0) return {slot, -1, 0, length, 0, 0};
+    return take_draw(s, slot, length, at);
 }
 
 }  // namespace
@@ -91,8 +123,8 @@ int32_t run_prepare(Run &run) {
         if (is_alive && (length[row.slot] < 0 || length[row.slot] + row.n_tokens > s.max_ctx_tokens))
             return fail(PK_BAD_ARG, "step %llu: row %d ends at position %lld of slot %d, the context has %d", (unsigned long long)run.step->head->seq, r,
                         (long long)length[row.slot] + row.n_tokens, row.slot, s.max_ctx_tokens);
-        lay_row(run, r, row.slot, start, row.n_tokens, row.flags & PK_ROW_SAMPLE, is_alive);
-        if (row.flags & PK_ROW_SAMPLE) numbers<int32_t>(s.sample_row)[sample++] = r;
+        lay_row(run, r, row.slot, start, row.n_tokens, row.flags & (PK_ROW_SAMPLE | PK_ROW_DRAFT), is_alive);
+        lay_draws(run, r, start, row.n_tokens, row.flags, sample);
         start += row.n_tokens;
     }
     numbers<int32_t>(s.row_start)[run.step->head->n_rows] = start;
@@ -110,7 +142,11 @@ void prepare_dead_rows(Run &run) {
         start += n;
     }
     numbers<int32_t>(s.row_start)[n_rows] = start;
-    for (int32_t i = 0; i < run.n_samples; ++i) numbers<int32_t>(s.sample_row)[i] = i < n_rows ? i : 0;
+    for (int32_t i = 0; i < run.n_samples; ++i) {
+        int32_t r = i < n_rows ? i : 0;
+        numbers<int32_t>(s.sample_row)[i] = r;
+        numbers<int32_t>(s.sample_at)[i] = numbers<int32_t>(s.row_start)[r + 1] - 1;
+    }
     run.n_rows = n_rows;
 }
 
@@ -119,7 +155,10 @@ void run_commit(Run &run) {
     uint64_t seq = run.step->head->seq;
     pk_result *results = numbers<pk_result>(s.results) + static_cast<int64_t>(seq % s.n_results) * s.max_step_rows;
     int32_t sample = 0;
-    for (int32_t r = 0; r < run.n_rows; ++r) results[r] = finish_row(run, r, sample);
+    for (int32_t r = 0; r < run.n_rows; ++r) {
+        if (numbers<int32_t>(s.row_flags)[r] & PK_ROW_DRAFT) results = finish_draft(run, r, sample, results);
+        else *results++ = finish_row(run, r, sample);
+    }
     std::atomic_ref<uint64_t>(*numbers<uint64_t>(s.done)).store(seq, std::memory_order_release);
 }
 

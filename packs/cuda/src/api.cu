@@ -192,6 +192,7 @@ int32_t pk_get_facts(pk_ctx *ctx, pk_facts *out) {
         out->granule_bytes = c.granule_bytes;
         out->n_processors = c.n_processors;
         out->is_validated = PK_VALIDATED;
+        out->has_drafts = 0;
         std::strncpy(out->arch, "cuda:" PK_ARCH, sizeof out->arch - 1);
         std::strncpy(out->name, c.properties.name, sizeof out->name - 1);
         std::strncpy(out->build, PK_BUILD, sizeof out->build - 1);
@@ -246,6 +247,14 @@ int32_t pk_fill(pk_ctx *ctx, uint64_t device, int32_t byte, int64_t n_bytes) {
         if (n_bytes < 0) return fail(PK_BAD_ARG, "fill: %lld bytes", (long long)n_bytes);
         if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(device), byte, n_bytes, c.stream), "fill")) return e;
         return check(cudaStreamSynchronize(c.stream), "fill");
+    });
+}
+
+int32_t pk_copy(pk_ctx *ctx, uint64_t to, uint64_t from, int64_t n_bytes) {
+    return on(ctx, "copy", [&](FullContext &c) -> int32_t {
+        if (n_bytes < 0 || (n_bytes > 0 && (!to || !from)))
+            return fail(PK_BAD_ARG, "copy: %lld bytes from %#llx to %#llx", (long long)n_bytes, (unsigned long long)from, (unsigned long long)to);
+        return check(cudaMemcpyAsync(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), n_bytes, cudaMemcpyDefault, c.stream), "copy");
     });
 }
 

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArg
 struct MapArguments {
     Operand x, y, out;
     const StepInfo *info;
-    const int32_t *sample_row, *row_start;
+    const int32_t *sample_at;
     int64_t rows_symbol;
     int32_t cols, act;
     float scale;
@@ -175,13 +175,13 @@ __global__ void gate_kernel(const __grid_constant__ MapArguments a) {
     }
 }
 
-// out[s] = x[last token of the row that s samples]
+// out[s] = x[the token that s is drawn after]
 __global__ void gather_kernel(const __grid_constant__ MapArguments a) {
     wait_dependence();
     release_dependents();
     const int s = blockIdx.y;
     if (s >= rows_of(a.info, a.rows_symbol)) return;
-    const int64_t from = a.row_start[a.sample_row[s] + 1] - 1;
+    const int64_t from = a.sample_at[s];
     for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x)
         store_from_f32(a.out.p, s * a.out.stride + k, a.out.format, load_as_f32(a.x.p, from * a.x.stride + k, a.x.format));
 }
@@ -295,8 +295,7 @@ int32_t launch_gate(const Launch &l, const pk_op_gate &op) {
 int32_t launch_gather(const Launch &l, const pk_op_gather &op) {
     MapArguments a = {};
     a.x = operand(op.x);
-    a.sample_row = reinterpret_cast<const int32_t *>(l.state->sample_row);
-    a.row_start = reinterpret_cast<const int32_t *>(l.state->row_start);
+    a.sample_at = reinterpret_cast<const int32_t *>(l.state->sample_at);
     return launch_map(l, "gather", gather_kernel, a, op.out);
 }
 

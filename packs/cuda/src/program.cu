@@ -89,19 +89,19 @@ int32_t put(pk_program &p, uint64_t device, const std::vector<int32_t> &values) 
 // Rows of a run without step input: dead ones of equal length, as the CPU pack does.
 int32_t lay_dead_rows(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t *n_rows) {
     const int32_t n = std::max(1, std::min(n_samples > 0 ? n_samples : 1, n_tokens));
-    std::vector<int32_t> slot(n), start(n + 1), zero_rows(n), flags(n), zero_tokens(n_tokens), row_of(n_tokens), sample(n_samples);
+    std::vector<int32_t> slot(n), start(n + 1), zero_rows(n), flags(n), zero_tokens(n_tokens), row_of(n_tokens), sample(n_samples), sample_at(n_samples);
     for (int32_t r = 0; r < n; ++r) {
         slot[r] = r % p.state.n_slots;
         start[r + 1] = static_cast<int32_t>(int64_t{n_tokens} * (r + 1) / n);
         flags[r] = PK_ROW_DEAD | (n_samples ? PK_ROW_SAMPLE : 0);
         for (int32_t t = start[r]; t < start[r + 1]; ++t) row_of[t] = r;
     }
-    for (int32_t s = 0; s < n_samples; ++s) sample[s] = s < n ? s : 0;
+    for (int32_t s = 0; s < n_samples; ++s) sample_at[s] = start[(sample[s] = s < n ? s : 0) + 1] - 1;
     *n_rows = n;
     const pk_state &s = p.state;
     const std::pair<uint64_t, const std::vector<int32_t> *> writes[] = {
         {s.row_slot, &slot}, {s.row_start, &start}, {s.row_position, &zero_rows}, {s.row_flags, &flags}, {s.token_id, &zero_tokens},
-        {s.token_position, &zero_tokens}, {s.token_row, &row_of}, {s.token_page, &zero_tokens}, {s.sample_row, &sample}};
+        {s.token_position, &zero_tokens}, {s.token_row, &row_of}, {s.token_page, &zero_tokens}, {s.sample_row, &sample}, {s.sample_at, &sample_at}};
     for (const auto &[device, values] : writes)
         if (int32_t e = put(p, device, *values)) return e;
     return PK_OK;

@@ -61,7 +61,7 @@ __device__ RowFacts row_facts(const SampleArguments &a, int s) {
     RowFacts f;
     f.row = at<int32_t>(a.s.sample_row)[s];
     f.slot = at<int32_t>(a.s.row_slot)[f.row];
-    f.length = at<int32_t>(a.s.row_position)[f.row] + at<int32_t>(a.s.row_start)[f.row + 1] - at<int32_t>(a.s.row_start)[f.row];
+    f.length = at<int32_t>(a.s.row_position)[f.row] + at<int32_t>(a.s.sample_at)[s] - at<int32_t>(a.s.row_start)[f.row] + 1;
     f.is_dead = at<int32_t>(a.s.row_flags)[f.row] & PK_ROW_DEAD;
     f.p = at<pk_sampling>(a.s.sampling) + f.slot;
     return f;

@@ -34,6 +34,9 @@ __device__ __forceinline__ T *at(uint64_t address) {
     return reinterpret_cast<T *>(address);
 }
 
+// Tokens that a row draws: after its last token, or after each.
+__device__ __forceinline__ int draws_of(int flags, int n_tokens) { return flags & PK_ROW_DRAFT ? n_tokens : flags & PK_ROW_SAMPLE ? 1 : 0; }
+
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ pk_state s, StepInfo *info, const uint8_t *ring, int64_t ring_bytes, int n_ring, volatile uint64_t *consumed) {
     __shared__ int scan[32];
     __shared__ int carried[2];
@@ -89,14 +92,17 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
                 is_alive = false;
             }
         }
-        const int is_sampled = (row.flags & PK_ROW_SAMPLE) ? 1 : 0;
-        const int end = block_scan(row.n_tokens, scan) + carried[0], sample = block_scan(is_sampled, scan) + carried[1];
+        const int n_draws = draws_of(row.flags, row.n_tokens);
+        const int end = block_scan(row.n_tokens, scan) + carried[0], sample = block_scan(n_draws, scan) + carried[1];
         if (r < head.n_rows) {
             at<int32_t>(s.row_slot)[r] = row.slot;
             at<int32_t>(s.row_start)[r + 1] = end;
             at<int32_t>(s.row_position)[r] = is_alive ? length : 0;
-            at<int32_t>(s.row_flags)[r] = (row.flags & PK_ROW_SAMPLE) | (is_alive ? 0 : PK_ROW_DEAD);
-            if (is_sampled) at<int32_t>(s.sample_row)[sample - 1] = r;
+            at<int32_t>(s.row_flags)[r] = (row.flags & (PK_ROW_SAMPLE | PK_ROW_DRAFT)) | (is_alive ? 0 : PK_ROW_DEAD);
+            for (int i = 1; i <= n_draws; ++i) {
+                at<int32_t>(s.sample_row)[sample - i] = r;
+                at<int32_t>(s.sample_at)[sample - i] = end - i;
+            }
         }
         __syncthreads();
         if (tid == kThreads - 1) {
@@ -135,53 +141,68 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
     }
 }
 
+// The token of draw `i` goes into the slot, which has `length` tokens before it.
+__device__ __forceinline__ pk_result take_draw(const pk_state &s, int slot, int length, int i) {
+    const int drawn = at<int32_t>(s.sample_flags)[i], token = at<int32_t>(s.sample_token)[i];
+    pk_result out = {slot, -1, PK_ROW_NAN, length, 0.0f, 0};
+    if (!(drawn & PK_ROW_NAN)) {
+        at<int32_t>(s.tokens)[slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1) + length] = token;
+        const pk_sampling &p = at<pk_sampling>(s.sampling)[slot];
+        out = {slot, token, 0, length + 1, at<float>(s.sample_logprob)[i], drawn >> 16};
+        for (int k = 0; k < p.n_stop; ++k)
+            if (p.stop[k] == token) out.flags |= PK_ROW_STOP;
+        if (length + 1 >= p.max_length || length + 1 > s.max_ctx_tokens) out.flags |= PK_ROW_LENGTH;
+    }
+    if (out.flags) at<int32_t>(s.alive)[slot] = 0;
+    return out;
+}
+
 __global__ void __launch_bounds__(kThreads) commit_kernel(const __grid_constant__ pk_state s, const StepInfo *info) {
     __shared__ int scan[32];
-    __shared__ int carried;
+    __shared__ int carried[2];
     wait_dependence();
     release_dependents();
     const int tid = threadIdx.x, n_rows = info->n_rows;
     const uint64_t seq = info->seq;
     pk_result *results = at<pk_result>(s.results) + static_cast<int64_t>(seq % s.n_results) * s.max_step_rows;
-    if (tid == 0) carried = 0;
+    if (tid < 2) carried[tid] = 0;
     __syncthreads();
     for (int first = 0; first < n_rows; first += kThreads) {
         const int r = first + tid;
         const int flags = r < n_rows ? at<int32_t>(s.row_flags)[r] : 0;
-        const int is_sampled = (flags & PK_ROW_SAMPLE) ? 1 : 0;
-        const int end = block_scan(is_sampled, scan) + carried;
+        const int n = r < n_rows ? at<int32_t>(s.row_start)[r + 1] - at<int32_t>(s.row_start)[r] : 0;
+        const int n_draws = draws_of(flags, n), n_results = flags & PK_ROW_DRAFT ? n : r < n_rows ? 1 : 0;
+        const int end = block_scan(n_draws, scan) + carried[0], result = block_scan(n_results, scan) + carried[1];
         if (r < n_rows) {
             const int slot = at<int32_t>(s.row_slot)[r];
+            const bool is_dead = flags & PK_ROW_DEAD;
             int length = at<int32_t>(s.length)[slot];
-            pk_result out = {slot, -1, 0, length, 0.0f, 0};
-            if (flags & PK_ROW_DEAD) {
-                out.flags = PK_ROW_DEAD;
-            } else {
-                length += at<int32_t>(s.row_start)[r + 1] - at<int32_t>(s.row_start)[r];
-                at<int32_t>(s.length)[slot] = length;
-                out.length = length;
-                if (is_sampled) {
-                    const int drawn = at<int32_t>(s.sample_flags)[end - 1], token = at<int32_t>(s.sample_token)[end - 1];
-                    if (drawn & PK_ROW_NAN) {
-                        out.flags = PK_ROW_NAN;
-                    } else {
-                        at<int32_t>(s.tokens)[slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1) + length] = token;
-                        const pk_sampling &p = at<pk_sampling>(s.sampling)[slot];
-                        for (int i = 0; i < p.n_stop; ++i)
-                            if (p.stop[i] == token) out.flags |= PK_ROW_STOP;
-                        if (length + 1 >= p.max_length || length + 1 > s.max_ctx_tokens) out.flags |= PK_ROW_LENGTH;
-                        out.token = token;
-                        out.length = length + 1;
-                        out.logprob = at<float>(s.sample_logprob)[end - 1];
-                        out.n_top = drawn >> 16;
+            pk_result *out = results + result - n_results;
+            if (flags & PK_ROW_DRAFT) {
+                // One result per token, until what is drawn is not what was guessed.
+                const int32_t *tokens = at<int32_t>(s.tokens) + slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1);
+                bool goes_on = !is_dead;
+                for (int i = 0; i < n; ++i) {
+                    pk_result one = {slot, -1, is_dead ? PK_ROW_DEAD : 0, length, 0.0f, 0};
+                    if (goes_on) {
+                        const int guess = i + 1 < n ? tokens[length + 1] : -1;
+                        one = take_draw(s, slot, ++length, end - n + i);
+                        one.n_top = 0;
+                        goes_on = !one.flags && one.token == guess;
                     }
-                    if (out.flags) at<int32_t>(s.alive)[slot] = 0;
+                    out[i] = one;
                 }
+            } else {
+                if (!is_dead) length += n;
+                *out = n_draws && !is_dead ? take_draw(s, slot, length, end - 1) : pk_result{slot, -1, is_dead ? PK_ROW_DEAD : 0, length, 0.0f, 0};
             }
-            results[r] = out;
+            if (!is_dead) at<int32_t>(s.length)[slot] = length;
         }
         __syncthreads();
-        if (tid == kThreads - 1) carried = end;
+        if (tid == kThreads - 1) {
+            carried[0] = end;
+            carried[1] = result;
+        }
         __syncthreads();
     }
     __threadfence_system();

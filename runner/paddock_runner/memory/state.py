@@ -71,6 +71,7 @@ def device_arrays(sizes: StateSizes) -> dict[str, int]:
         "token_row": 4 * tokens,
         "token_page": 4 * tokens,
         "sample_row": 4 * rows,
+        "sample_at": 4 * rows,
         "sample_token": 4 * rows,
         "sample_flags": 4 * rows,
         "sample_logprob": 4 * rows,

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "b8dc7b1a826131ec"
+DIGEST = "444785d878982097"
 PK_ABI = 1
 
 # enum pk_status
@@ -135,6 +135,7 @@ PK_ROW_STOP = 2
 PK_ROW_LENGTH = 4
 PK_ROW_DEAD = 8
 PK_ROW_NAN = 16
+PK_ROW_DRAFT = 32
 
 
 class pk_state(Structure):
@@ -167,6 +168,7 @@ class pk_state(Structure):
         ("token_row", c_uint64),
         ("token_page", c_uint64),
         ("sample_row", c_uint64),
+        ("sample_at", c_uint64),
         ("sample_token", c_uint64),
         ("sample_flags", c_uint64),
         ("sample_logprob", c_uint64),
@@ -522,6 +524,8 @@ class pk_facts(Structure):
         ("granule_bytes", c_int64),
         ("n_processors", c_int32),
         ("is_validated", c_int32),
+        ("has_drafts", c_int32),
+        ("reserved", c_int32),
         ("arch", c_char * 64),
         ("name", c_char * 128),
         ("build", c_char * 64),
@@ -559,6 +563,7 @@ PROTOTYPES = {
     "pk_write": (c_int32, [c_void_p, c_uint64, c_void_p, c_int64]),
     "pk_read": (c_int32, [c_void_p, c_void_p, c_uint64, c_int64]),
     "pk_fill": (c_int32, [c_void_p, c_uint64, c_int32, c_int64]),
+    "pk_copy": (c_int32, [c_void_p, c_uint64, c_uint64, c_int64]),
     "pk_packed_bytes": (c_int32, [c_void_p, c_void_p, c_void_p]),
     "pk_repack": (c_int32, [c_void_p, c_void_p, c_uint64, c_int64]),
     "pk_workspace_bytes": (c_int32, [c_void_p, c_void_p, c_void_p, c_int64, c_void_p]),

@@ -32,6 +32,7 @@ class Facts:
     free_bytes: int
     granule_bytes: int
     is_validated: bool
+    has_drafts: bool
 
 
 class Device:
@@ -47,6 +48,7 @@ class Device:
         self._program: Any = None
         self._step = pack.function("pk_step")
         self._wait = pack.function("pk_wait")
+        self._copy = pack.function("pk_copy")
         self.facts = self._read_facts()
         self.allocated: dict[str, int] = {}
         self.kv_bytes = self.kv_page_bytes = 0
@@ -57,7 +59,7 @@ class Device:
         self.pack.call("pk_get_facts", self._ctx, ctypes.byref(raw))
         text = {k: getattr(raw, k).decode(errors="replace") for k in ("arch", "name", "build")}
         ints = {k: getattr(raw, k) for k in ("run_ahead", "activation", "n_threads", "n_processors", "memory_bytes", "free_bytes", "granule_bytes")}
-        return Facts(**text, **ints, is_host=bool(raw.is_host), is_validated=bool(raw.is_validated))
+        return Facts(**text, **ints, is_host=bool(raw.is_host), is_validated=bool(raw.is_validated), has_drafts=bool(raw.has_drafts))
 
     # ---- memory ----
 
@@ -90,6 +92,12 @@ class Device:
     def fill(self, address: int, byte: int, n_bytes: int) -> None:
         """Sets n_bytes to one value."""
         self.pack.call("pk_fill", self._ctx, address, byte, n_bytes)
+
+    def copy(self, to: int, source: int, n_bytes: int) -> None:
+        """Copies between device memory and device or pinned memory, in order with the steps. Raises: PackError."""
+        status = self._copy(self._ctx, to, source, n_bytes)
+        if status:
+            raise self.pack.failure("pk_copy", status)
 
     def reserve_kv(self, n_pages: int, page_bytes: int) -> int:
         """Reserves the address range of the page pool; no memory yet. Returns its address."""
