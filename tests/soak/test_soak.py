@@ -68,7 +68,7 @@ class Storm:
             self.abort_at[ask_id] = rng.randrange(1, 30)
 
     def send_mask(self, ask_id: int, index: int) -> None:
-        self.rig.fronts[self.front_of[ask_id]].mask(MaskUpdate(ask_id, index, self.masks[ask_id][index].to_bytes(64, "little")))
+        self.rig.fronts[self.front_of[ask_id]].masks([MaskUpdate(ask_id, index, self.masks[ask_id][index].to_bytes(64, "little"))])
 
     def token(self, answer: Answer) -> None:
         ask_id = answer.ask.ask_id

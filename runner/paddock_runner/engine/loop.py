@@ -105,7 +105,9 @@ class Engine:
         is_small = self.slots.history.size < 1 << 31
         self._cells = np.zeros(sizes.max_step_rows, np.int32 if is_small else np.int64)
         self._last_block = self._blocks[0][:0]
-        self._last_done_ns = 0
+        self._last_done_ns = self._last_took_ns = 0
+        self.gather_until_ns = 0
+        """When a step is launched without the masks that are missing; 0 while none are waited for."""
         self._must_drain = False
         self._ahead = self.run_ahead
         self._low_pages = min(2 * sizes.n_slots, sizes.n_pages // 16)
@@ -170,9 +172,9 @@ class Engine:
             for request in step.firsts:
                 request.first_ns = request.first_ns or now
             step.firsts = None
+        self._last_took_ns = now - max(step.launched_ns, self._last_done_ns)
         if seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or seq < SEE_FIRST:
-            us = (now - max(step.launched_ns, self._last_done_ns)) / 1000
-            self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, us)
+            self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self._last_took_ns / 1000)
         self._last_done_ns = now
         if is_eventful:
             for i in np.flatnonzero(block[:, 2]).tolist():
@@ -297,6 +299,8 @@ class Engine:
         if not self._make_way():
             self._must_drain = True
             return False
+        if self.masked and not has_prefill and self._gathers():
+            return False
         singles = self._with_mask() if self.masked else ()
         n_decode = len(slots.decode) + len(singles)
         now = self.clock()
@@ -380,6 +384,25 @@ class Engine:
             self.masked.remove(victim)
         self.scheduler.preempt(victim)
         self.counters.preempted += 1
+
+    def _gathers(self) -> bool:
+        """Whether masks are on their way that are worth waiting for: a step without their rows costs nearly as much as one with them.
+
+        It is waited for as long as the missing rows' share of such a step takes, so that what a late mask costs the others is bounded.
+        """
+        slots = self.slots
+        n_missing = sum(slots.launched(r.slot) + 1 - r.prompt_tokens not in r.masks for r in self.masked)
+        n_ready = len(slots.decode) + len(self.masked) - n_missing
+        self.gather_until_ns = 0
+        if not n_missing or not n_ready:
+            return False
+        if self.in_flight:
+            return n_missing >= n_ready
+        until = self._last_done_ns + self._last_took_ns * n_missing // n_ready
+        if self.clock() >= until:
+            return False
+        self.gather_until_ns = until
+        return True
 
     def _with_mask(self) -> list[int]:
         """Slots of masked requests whose next mask is here; stages the masks."""

@@ -115,6 +115,8 @@ class Runner:
     def _timeout_ms(self, ports: Sequence[EnginePort]) -> int | None:
         if any(port.overflow_bytes for port in ports):
             return OVERFLOW_RETRY_MS
+        if self.engine.gather_until_ns:
+            return max(0, self.engine.gather_until_ns - self.engine.clock()) // 1_000_000
         due_ns = self.engine.scheduler.queue.next_deadline_ns
         return None if due_ns is None else max(0, (due_ns - self.engine.clock()) // 1_000_000 + 1)
 

@@ -7,6 +7,7 @@ bit i of the mask = token i, ceil(V / 32) words, V the rows of the model's embed
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UnsupportedError, UsageError
+from ..errors import PaddockError, UnsupportedError, UsageError
 from .tokenizer import Tokenizer
 
 MAX_CHARACTERS = 256 << 10
@@ -25,6 +26,8 @@ MAX_REPETITION = 20_000
 MAX_DEPTH = 64
 MAX_NODES = 20_000
 MAX_STEP_S = 1.0
+MAX_THREADS = 8
+"""Threads that compute the masks of one step."""
 WHITE_SPACE = r"[ \t\r\n]{1,64}"
 _LIMITS = {
     "step_lexer_fuel": 50_000,
@@ -137,19 +140,19 @@ class Matcher:
     """The state of one constrained generation. Not safe to share between threads."""
 
     def __init__(self, native: Any, n_words: int) -> None:
-        self._native = native
+        self.native = native
         self._mask = array("i", bytes(4 * n_words))
         self._address = self._mask.buffer_info()[0]
 
     @property
     def is_accepting(self) -> bool:
         """Whether the text so far is a whole match."""
-        return bool(self._native.is_accepting())
+        return bool(self.native.is_accepting())
 
     @property
     def is_stopped(self) -> bool:
         """Whether nothing but the end can follow."""
-        return bool(self._native.is_stopped())
+        return bool(self.native.is_stopped())
 
     def mask(self) -> array[int]:
         """Which tokens may come next: array('i') of ceil(V / 32) words, valid until the next call.
@@ -157,24 +160,24 @@ class Matcher:
         Raises: UsageError when the grammar is too costly to follow.
         """
         before = time.thread_time()
-        self._native.unsafe_compute_mask_ptr(self._address, 4 * len(self._mask))
-        if self._native.is_error():
-            raise _refused(self._native.get_error())
+        self.native.unsafe_compute_mask_ptr(self._address, 4 * len(self._mask))
+        if self.native.is_error():
+            raise _refused(self.native.get_error())
         if time.thread_time() - before > MAX_STEP_S:
             raise UsageError("the grammar takes more than a second for one token", "make its repetitions smaller")
         return self._mask
 
     def accept(self, token_id: int) -> bool:
         """Takes a generated token; False when it was not allowed (then nothing more can be)."""
-        return bool(self._native.consume_token(token_id))
+        return bool(self.native.consume_token(token_id))
 
     def rollback(self, n_tokens: int) -> bool:
         """Takes the last tokens back (drafts that were refused)."""
-        return bool(self._native.rollback(n_tokens))
+        return bool(self.native.rollback(n_tokens))
 
     def forced(self) -> list[int]:
         """Tokens that must come next, as far as that is certain."""
-        found: list[int] = self._native.compute_ff_tokens()
+        found: list[int] = self.native.compute_ff_tokens()
         return found
 
 
@@ -189,6 +192,8 @@ class Grammars:
         self._n_rows = n_rows
         self._max_cached = max_cached
         self._table: Any = None
+        self._executor: Any = None
+        self._words = array("i")
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -214,6 +219,24 @@ class Grammars:
             if len(self._compiled) > self._max_cached:
                 self._compiled.popitem(last=False)
             return matcher
+
+    def masks(self, matchers: Sequence[Matcher]) -> list[bytes | PaddockError]:
+        """Which tokens may come next, for each of several matchers, computed together; an error where the grammar is too costly to follow.
+
+        To be called from one thread only.
+        """
+        size = 4 * self.n_words
+        if len(self._words) < len(matchers) * self.n_words:
+            self._words = array("i", bytes(size * len(matchers)))
+        if self._executor is None:
+            self._executor = _library().LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
+        natives = [(matcher.native, i) for i, matcher in enumerate(matchers)]
+        with memoryview(self._words).cast("B") as words:
+            self._executor.unsafe_compute_mask_ptr(natives, self._words.buffer_info()[0], size, len(natives))
+            return [
+                _refused(native.get_error()) if native.is_error() else bytes(words[i * size : (i + 1) * size])
+                for native, i in natives
+            ]
 
     def _compile(self, constraint: Constraint) -> Any:
         library = _library()

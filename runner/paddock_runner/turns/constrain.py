@@ -1,7 +1,9 @@
 """Answers held to a grammar: compiled and walked in threads of their own, so that neither the event loop nor the engine waits.
 
 Every token that comes is followed by the mask of the next. Where the grammar leaves one way on, the masks of several tokens go
-out at once. Knows nothing of what the grammar means.
+out at once. The tokens of one step are walked together and their masks sent together: the engine's next step then has all of its
+rows, and half a batch costs it as much as a whole one. Answers whose masks are slow are walked one by one in a thread of their own.
+Knows nothing of what the grammar means.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from functools import partial
+from queue import SimpleQueue
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 from ..errors import PackError, PaddockError
@@ -23,34 +27,41 @@ from ..wire.messages import MaskUpdate
 
 if TYPE_CHECKING:
     from .choice import Choice
+    from .desk import Desk
 
 MAX_AHEAD = 8
 """Masks that may go out at once beyond the next."""
-MAX_BATCH = 16
-N_THREADS = 2
+SLOW_S = 0.01
+"""A mask that takes longer, or the masks of one step together, are not waited for by others the next time."""
 Masks = list[tuple[int, bytes]]
 """(output index, words) of masks to be sent."""
+Jobs = list[tuple["Walk", int]]
+"""Walks with the tokens that came."""
 
 
 class Walk:
     """One answer's way through a grammar. `first`: the masks to send right behind its ask. Made in a thread."""
 
-    __slots__ = ("_expected", "_index", "_is_walking", "_matcher", "_pending", "_walker", "choice", "first")
+    __slots__ = ("_expected", "_index", "_is_walking", "_masks", "_pending", "_walker", "choice", "is_slow", "matcher")
 
     def __init__(self, walker: Walker, matcher: Matcher) -> None:
         self._walker = walker
-        self._matcher = matcher
+        self.matcher = matcher
         self._index = 0
         self._expected: deque[int] = deque()
         self._pending: deque[int] = deque()
+        self._masks: Masks = []
         self._is_walking = False
+        self.is_slow = False
+        """Its last mask took long, or was computed with others that did."""
         self.choice: Choice | None = None
-        self.first = self._ahead(self._expected)
+        self._go_on()
+        self.add_mask(matcher.mask().tobytes())
 
     def begin(self, choice: Choice) -> None:
         """Its answer's ask was sent: sends the first masks."""
         self.choice = choice
-        self.send(self.first)
+        send(self.settle())
 
     def take(self, token: int) -> None:
         """A token came, which was not the last. Called in the event loop."""
@@ -62,45 +73,41 @@ class Walk:
         elif self._expected.popleft() != token:
             self.fail(_astray())
 
-    def step(self, token: int) -> tuple[Masks, deque[int]]:
-        """The masks that follow a token, and the tokens that are certain by them. Called in a thread. Raises: PaddockError."""
-        if not self._matcher.accept(token):
+    def step(self, token: int) -> None:
+        """Follows a token, and those that are certain behind it; `add_mask` has to come next. Called in a thread. Raises: PaddockError."""
+        if not self.matcher.accept(token):
             raise _astray()
-        expected: deque[int] = deque()
-        return self._ahead(expected), expected
+        self._go_on()
 
-    def settle(self, masks: Masks, expected: deque[int]) -> None:
-        """What `step` gave, back in the event loop."""
-        self._expected.extend(expected)
-        self.send(masks)
+    def add_mask(self, words: bytes) -> None:
+        """The mask of the first token that is not certain."""
+        self._masks.append((self._index, words))
+        self._index += 1
+
+    def settle(self) -> list[tuple[Desk, MaskUpdate]]:
+        """The masks to send, unless the answer has ended meanwhile. Called in the event loop."""
+        masks, self._masks = self._masks, []
         self._is_walking = False
+        choice = self.choice
+        if choice is None or choice.end is not None:
+            return []
         while self._pending and not self._is_walking:
             self.take(self._pending.popleft())
-
-    def send(self, masks: Masks) -> None:
-        """Sends masks, unless the answer has ended meanwhile."""
-        choice = self.choice
-        if choice is not None and choice.end is None:
-            for index, words in masks:
-                choice.turn.desk.mask(MaskUpdate(choice.ask_id, index, words))
+        return [(choice.turn.desk, MaskUpdate(choice.ask_id, index, words)) for index, words in masks]
 
     def fail(self, error: PaddockError) -> None:
         """Ends the turn."""
         if self.choice is not None and self.choice.end is None:
             self.choice.turn.fail(error)
 
-    def _ahead(self, expected: deque[int]) -> Masks:
-        matcher, masks = self._matcher, []
-        forced = [] if matcher.is_stopped else matcher.forced()[:MAX_AHEAD]
-        for token in forced:
+    def _go_on(self) -> None:
+        matcher = self.matcher
+        for token in [] if matcher.is_stopped else matcher.forced()[:MAX_AHEAD]:
             if not matcher.accept(token):
                 break
-            masks.append((self._index, self._walker.only(token)))
-            expected.append(token)
+            self._masks.append((self._index, self._walker.only(token)))
+            self._expected.append(token)
             self._index += 1
-        masks.append((self._index, matcher.mask().tobytes()))
-        self._index += 1
-        return masks
 
 
 @dataclass(slots=True)
@@ -116,7 +123,9 @@ class Walker:
     def __init__(self, tokenizer: Tokenizer, n_rows: int) -> None:
         self._grammars = Grammars(tokenizer, n_rows)
         self._compiling = ThreadPoolExecutor(1, "grammar")
-        self._jobs: SimpleQueue[tuple[Walk, int] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Jobs | None] = SimpleQueue()
+        self._slow_jobs: SimpleQueue[Jobs | None] = SimpleQueue()
+        self._step: Jobs = []
         self._threads: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -131,14 +140,26 @@ class Walker:
         """
         self._loop = loop = asyncio.get_running_loop()
         if not self._threads:
-            self._threads = [threading.Thread(target=self._work, daemon=True, name="masks") for _ in range(N_THREADS)]
+            self._threads = [
+                threading.Thread(target=self._work, args=(jobs, walk), daemon=True, name="masks")
+                for jobs, walk in ((self._jobs, self._together), (self._slow_jobs, self._alone))
+            ]
             for thread in self._threads:
                 thread.start()
         return await loop.run_in_executor(self._compiling, self._begin, make, n)
 
     def push(self, walk: Walk, token: int) -> None:
-        """Has a token walked; the masks go out by themselves."""
-        self._jobs.put((walk, token))
+        """Has a token walked, with the others of its step; the masks go out by themselves. Called in the event loop."""
+        if walk.is_slow:
+            self._slow_jobs.put([(walk, token)])
+            return
+        if not self._step and self._loop is not None:
+            self._loop.call_soon(self._push_step)
+        self._step.append((walk, token))
+
+    def _push_step(self) -> None:
+        step, self._step = self._step, []
+        self._jobs.put(step)
 
     def only(self, token: int) -> bytes:
         """The mask of one token."""
@@ -149,8 +170,8 @@ class Walker:
     def close(self) -> None:
         """Ends the threads."""
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._jobs.put(None)
+        self._slow_jobs.put(None)
 
     def _warm(self) -> None:
         try:
@@ -162,39 +183,56 @@ class Walker:
         constraint = make()
         return Guide([Walk(self, self._grammars.matcher(constraint)) for _ in range(n)])
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            done: list[Callable[[], None]] = []
-            while job is not None:
-                done.append(self._one(*job))
-                job = self._next() if len(done) < MAX_BATCH else None
+    def _work(self, jobs: SimpleQueue[Jobs | None], masks: Callable[[list[Walk]], list[bytes | PaddockError]]) -> None:
+        while (step := jobs.get()) is not None:
+            walked: list[Walk] = []
+            failed: list[Callable[[], None]] = []
+            for walk, token in step:
+                try:
+                    walk.step(token)
+                    walked.append(walk)
+                except PaddockError as error:
+                    failed.append(partial(walk.fail, error))
+            for walk, found in zip(walked, masks(walked), strict=True):
+                if isinstance(found, PaddockError):
+                    failed.append(partial(walk.fail, found))
+                else:
+                    walk.add_mask(found)
             loop = self._loop
             if loop is None or loop.is_closed():
                 return
-            loop.call_soon_threadsafe(_settle, done)
+            loop.call_soon_threadsafe(_settle, walked, failed)
 
-    def _next(self) -> tuple[Walk, int] | None:
-        """Another job that is there already."""
-        try:
-            job = self._jobs.get_nowait()
-        except Empty:
-            return None
-        if job is None:
-            self._jobs.put(None)
-        return job
+    def _together(self, walks: list[Walk]) -> list[bytes | PaddockError]:
+        begun = perf_counter()
+        found = self._grammars.masks([walk.matcher for walk in walks])
+        is_slow = perf_counter() - begun > SLOW_S
+        for walk in walks:
+            walk.is_slow = is_slow
+        return found
 
-    def _one(self, walk: Walk, token: int) -> Callable[[], None]:
-        try:
-            masks, expected = walk.step(token)
-        except PaddockError as error:
-            fault = error
-            return lambda: walk.fail(fault)
-        return lambda: walk.settle(masks, expected)
+    def _alone(self, walks: list[Walk]) -> list[bytes | PaddockError]:
+        found: list[bytes | PaddockError] = []
+        for walk in walks:
+            begun = thread_time()
+            try:
+                found.append(walk.matcher.mask().tobytes())
+            except PaddockError as error:
+                found.append(error)
+            walk.is_slow = thread_time() - begun > SLOW_S
+        return found
 
 
-def _settle(done: list[Callable[[], None]]) -> None:
-    for act in done:
+def send(updates: list[tuple[Desk, MaskUpdate]]) -> None:
+    """Sends masks, those of one desk together."""
+    for desk in {desk for desk, _ in updates}:
+        desk.masks([update for other, update in updates if other is desk])
+
+
+def _settle(walks: list[Walk], failed: list[Callable[[], None]]) -> None:
+    for act in failed:
         act()
+    send([update for walk in walks for update in walk.settle()])
 
 
 def _astray() -> PackError:

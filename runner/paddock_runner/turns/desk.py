@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PackError
@@ -60,9 +60,9 @@ class Desk:
         if self._choices.pop(ask_id, None) is not None:
             self._port.abort(ask_id)
 
-    def mask(self, update: MaskUpdate) -> None:
-        """Sends the mask of one output token."""
-        self._port.mask(update)
+    def masks(self, updates: Sequence[MaskUpdate]) -> None:
+        """Sends masks of output tokens, together."""
+        self._port.masks(updates)
 
     def drain(self) -> None:
         """Tells the engine to finish what is open and then end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..errors import Busy, PackError
@@ -82,10 +82,12 @@ class FrontPort:
         if ask_id in self._open:
             self._send(Kind.ABORT, Abort(ask_id).encode())
 
-    def mask(self, update: MaskUpdate) -> None:
-        """Sends the mask of one output token."""
-        if update.ask_id in self._open:
-            self._send(Kind.MASK, update.encode())
+    def masks(self, updates: Sequence[MaskUpdate]) -> None:
+        """Sends masks of output tokens; the engine sees all of them or none."""
+        for update in updates:
+            if update.ask_id in self._open:
+                self._append(Kind.MASK, update.encode())
+        self._writer.publish()
 
     def drain(self) -> None:
         """Tells the engine to take no new asks and to end when the open ones have ended."""
@@ -143,12 +145,15 @@ class FrontPort:
             raise PackError("the engine process has ended", "see the runner's log; start it again")
 
     def _send(self, kind: Kind, payload: bytes) -> None:
+        self._append(kind, payload)
+        self._writer.publish()
+
+    def _append(self, kind: Kind, payload: bytes) -> None:
         if self.is_dead:
             return
         if self._waiting or not self._writer.push(kind, payload):
             self._waiting.append((kind, payload))
             self._retry_later()
-        self._writer.publish()
 
     def _flush(self) -> None:
         waiting = self._waiting

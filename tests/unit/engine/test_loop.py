@@ -229,17 +229,39 @@ def test_masks_are_awaited_token_by_token_and_obeyed(run_ahead: int) -> None:
     for i in range(6):
         n = len(masked.tokens)
         assert n == i
-        rig.fronts[0].mask(MaskUpdate(1, i, masks[i].to_bytes(128, "little")))
+        rig.fronts[0].masks([MaskUpdate(1, i, masks[i].to_bytes(128, "little"))])
         turns(rig, 6)
     rig.run()
     assert masked.tokens == alone(list(range(40, 50)), 6, 1000, 64, masks=masks) and right(free)
     rig.close()
 
 
+def test_a_step_waits_for_missing_masks_as_long_as_their_share_of_it_takes() -> None:
+    rig, now = Rig(), [1000]
+    rig.engine.clock = lambda: now[0]
+    asks = [rig.ask([1, 2, i], 9, use_mask=True) for i in (1, 2, 3)]
+    mask = bytes([255]) * 128
+    rig.fronts[0].masks([MaskUpdate(i, 0, mask) for i in (1, 2, 3)])
+    turns(rig, 6)
+    assert [len(a.tokens) for a in asks] == [1, 1, 1]
+    rig.engine._last_done_ns, rig.engine._last_took_ns = 1000, 400
+    rig.fronts[0].masks([MaskUpdate(i, 1, mask) for i in (1, 2)])
+    now[0] = 1199
+    turns(rig, 6)
+    assert [len(a.tokens) for a in asks] == [1, 1, 1] and rig.engine.gather_until_ns == 1200
+    now[0] = 1200
+    turns(rig, 6)
+    assert [len(a.tokens) for a in asks] == [2, 2, 1]
+    rig.fronts[0].masks([MaskUpdate(1, 2, mask), MaskUpdate(2, 2, mask), MaskUpdate(3, 1, mask)])
+    turns(rig, 6)
+    assert [len(a.tokens) for a in asks] == [3, 3, 2]
+    rig.close()
+
+
 def test_a_mask_of_the_wrong_size_ends_only_its_request() -> None:
     rig = Rig()
     bad, good = rig.ask([1, 2], 5, use_mask=True), rig.ask([1, 2], 5)
-    rig.fronts[0].mask(MaskUpdate(1, 0, bytes(4)))
+    rig.fronts[0].masks([MaskUpdate(1, 0, bytes(4))])
     rig.run()
     assert bad.done.error == ErrorCode.MASK and right(good)
     rig.close()

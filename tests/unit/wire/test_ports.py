@@ -47,7 +47,7 @@ def test_requests_reach_the_engine_and_answers_the_front(ports: tuple[FrontPort,
     front, engine = ports
     front.ask(m.Ask(1, IDS))
     front.ask(m.Ask(2, IDS))
-    front.mask(m.MaskUpdate(1, 0, b"\xff" * 12))
+    front.masks([m.MaskUpdate(1, 0, b"\xff" * 12)])
     front.abort(2)
     front.abort(99)
     assert front.query() == 1
