@@ -1,30 +1,29 @@
 """Downloads one file in ranged parts, in parallel, with a journal; the final name appears only after the hash was right.
 
-A part counts when its bytes are synced and journalled, so a killed download loses the parts in flight and nothing else.
+A part counts when it is written and journalled, so a killed download loses the parts in flight and nothing else. Syncing and hashing
+go on beside the transfer; after a power cut, parts that were not synced are checked before they count.
 Each answer to a range is checked (206, Content-Range, validator); a server without ranges is read as one stream.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 import random
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from paddock_runner.errors import DiskFull, FileError, HubError
+from paddock_runner.errors import FileError, HubError
 
 from paddock_manager.store import journal
-from paddock_manager.store.journal import Identity, Journal
+from paddock_manager.store.journal import Found, Identity, Journal
+from paddock_manager.store.part import PartFile, PartHash
 from paddock_manager.store.web import Transient, Web
 
-CHUNK_BYTES = 1 << 20
+SYNC_S = 1.0
 MIN_PART_BYTES, MAX_PART_BYTES = 4 << 20, 64 << 20
 
 
@@ -74,10 +73,10 @@ class Download:
         size = limits.part_bytes or part_bytes_for(remote.size_bytes)
         found = journal.load(part)
         if found is not None and not limits.part_bytes:
-            size = found[0].part_bytes
+            size = found.identity.part_bytes
         self.identity = Identity(remote.size_bytes, remote.sha256, remote.git_sha1, remote.commit, size)
         self.journal = Journal(journal.journal_path(part), self.identity)
-        self._fd = -1
+        self.file = PartFile(part, remote.size_bytes)
         self._direct = remote.url
         self._etag = ""
         self._lock = threading.Lock()
@@ -92,6 +91,8 @@ class Download:
         self._counted = 0
         self._sha256, self._n_hashed = hashlib.sha256(), 0
         self._workers: list[threading.Thread] = []
+        self._syncer: threading.Thread | None = None
+        self._fetched = threading.Event()
 
     def _move(self, n_bytes: int) -> None:
         """Report progress, and remember it so that it can be taken back."""
@@ -104,7 +105,6 @@ class Download:
 
         Raises: HubError, HubAuthError, DiskFull; FileError when the bytes are wrong twice.
         """
-        self.part.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._open()
             for attempt in (1, 2):
@@ -116,23 +116,28 @@ class Download:
                     self._suspect()
             raise self._wrong(sha256, sha1)
         finally:
+            self._end_syncer()
             if not any(w.is_alive() for w in self._workers):  # an interrupted worker may still write: it keeps its file
                 self.journal.close()
-                os.close(self._fd)
+                self.file.close()
 
     def _open(self) -> None:
         """Open the part file, take over a journal of the same file, reserve the disk space."""
         found = journal.load(self.part)
-        keeps = found is not None and found[0] == self.identity and self.part.exists()
-        self._fd = os.open(self.part, os.O_RDWR | os.O_CREAT, 0o644)
-        with disk_errors(self.part, self.remote.size_bytes):
-            _reserve(self._fd, self.remote.size_bytes)
-            if keeps and found is not None:
-                self.journal.parts = found[1]
-                self.journal.resume()
-            else:
-                self.journal.start()
+        keeps = found is not None and found.identity == self.identity and self.part.exists()
+        self.file.open()
+        if keeps and found is not None:
+            self.journal.resume(found)
+            self._check(found)
+        else:
+            self.journal.start()
         self._move(self.journal.done_bytes)
+
+    def _check(self, found: Found) -> None:
+        """Drop the parts that were not synced and are not what was received."""
+        bad = [i for i in found.unsynced if self.file.part_hash(*self.identity.part(i)) != found.parts[i]]
+        if bad:
+            self.journal.drop(bad)
 
     def _fetch_parts(self) -> None:
         """Fetch every part that the journal lacks."""
@@ -145,6 +150,7 @@ class Download:
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(n_workers)]
         for worker in self._workers:
             worker.start()
+        self._begin_syncer()
         try:
             while any(worker.is_alive() for worker in self._workers):
                 if not self._hash_ready():
@@ -153,10 +159,43 @@ class Download:
         except BaseException:
             self._stop.set()
             raise
+        self._end_syncer()
         if self._no_ranges and self._error is None:
             self._stream()
         if self._error is not None:
             raise self._error
+
+    def _begin_syncer(self) -> None:
+        self._fetched.clear()
+        self._syncer = threading.Thread(target=self._keep_synced, daemon=True)
+        self._syncer.start()
+
+    def _end_syncer(self) -> None:
+        if self._syncer is not None:
+            self._fetched.set()
+            self._syncer.join()
+
+    def _keep_synced(self) -> None:
+        """Sync what was finished, now and then, while the transfer goes on."""
+        while not self._fetched.wait(SYNC_S):
+            with self._lock:
+                n_listed = len(self.journal.parts)
+            if n_listed == self.journal.n_synced:
+                continue
+            try:
+                self.file.sync()
+                with self._lock:
+                    self.journal.synced(n_listed)
+            except BaseException as error:  # handed to the thread that waits for us
+                self._fail(error)
+                return
+
+    def _fail(self, error: BaseException) -> None:
+        """The first failure ends the others."""
+        with self._done:
+            if not self._no_ranges and self._error is None:
+                self._error = error
+        self._stop.set()
 
     def _work(self) -> None:
         """One worker: takes parts until there are none, or somebody failed."""
@@ -171,10 +210,7 @@ class Download:
             try:
                 self._one_part(index)
             except BaseException as error:  # handed to the thread that waits for us
-                with self._done:
-                    if not self._no_ranges and self._error is None:
-                        self._error = error
-                self._stop.set()
+                self._fail(error)
             finally:
                 with self._done:
                     self._busy -= 1
@@ -200,9 +236,8 @@ class Download:
                 pause = max(float(error.facts.get("retry_after_s", 0)), self.limits.backoff_s * 2 ** min(failures, 6))
                 if self._stop.wait(min(60.0, pause) * random.uniform(0.75, 1.25)):
                     raise
-        with disk_errors(self.part, length), self._lock:
+        with self._lock:
             if not self._stop.is_set():
-                os.fdatasync(self._fd)
                 self.journal.finish(index, digest.hexdigest())
 
     def _range(self, start: int, length: int, digest: PartHash) -> int:
@@ -215,13 +250,12 @@ class Download:
             headers["If-Range"] = self._etag
         got = 0
         url = self._direct
-        with self.web.get(url, headers) as response:
+        with self.web.get(url, headers, reuse=True) as response:
             self._check_range(response, url, start, length)
             try:
                 for chunk in response.iter_raw():
                     piece = chunk[: length - got]
-                    with disk_errors(self.part, length):
-                        _write(self._fd, piece, start + got)
+                    self.file.write(piece, start + got)
                     digest.update(piece)
                     got += len(piece)
                     self._move(len(piece))
@@ -304,8 +338,7 @@ class Download:
                 for chunk in response.iter_bytes():
                     if got + len(chunk) > self.remote.size_bytes:
                         raise self._changed(f"it is longer than {self.remote.size_bytes} bytes")
-                    with disk_errors(self.part, len(chunk)):
-                        _write(self._fd, chunk, got)
+                    self.file.write(chunk, got)
                     got += len(chunk)
                     self._move(len(chunk))
                     self._pace.spend(len(chunk), self._stop)
@@ -313,18 +346,14 @@ class Download:
                 raise self.web.transport_error(self.remote.url, error) from None
         if got < self.remote.size_bytes:
             raise Transient(f"{self.remote.what}: the server closed after {got} of {self.remote.size_bytes} bytes")
-        os.fdatasync(self._fd)
         for index in range(self.identity.n_parts):
-            start, length = self.identity.part(index)
-            digest = PartHash()
-            _feed(self._fd, start, length, digest)
-            self.journal.finish(index, digest.hexdigest())
+            self.journal.finish(index, self.file.part_hash(*self.identity.part(index)))
 
     def _hash_ready(self) -> bool:
         """Hash the next part in order, if it is here: the file's hash is nearly done when its last part arrives."""
         if self._n_hashed not in self.journal.parts:
             return False
-        _feed(self._fd, *self.identity.part(self._n_hashed), self._sha256)
+        self.file.feed(*self.identity.part(self._n_hashed), self._sha256)
         self._n_hashed += 1
         return True
 
@@ -334,7 +363,7 @@ class Download:
             pass
         sha1 = hashlib.sha1(f"blob {self.remote.size_bytes}\0".encode(), usedforsecurity=False)
         if self.remote.git_sha1 and not self.remote.sha256:
-            _feed(self._fd, 0, self.remote.size_bytes, sha1)
+            self.file.feed(0, self.remote.size_bytes, sha1)
         return self._sha256.hexdigest(), sha1.hexdigest()
 
     def _restart_hash(self) -> None:
@@ -347,12 +376,8 @@ class Download:
 
     def _suspect(self) -> None:
         """After a wrong hash: drop the parts whose bytes on disk differ from what was received, or all of them."""
-        bad = []
-        for index, known in self.journal.parts.items():
-            digest = PartHash()
-            _feed(self._fd, *self.identity.part(index), digest)
-            if digest.hexdigest() != known:
-                bad.append(index)
+        known = self.journal.parts
+        bad = [i for i in known if self.file.part_hash(*self.identity.part(i)) != known[i]]
         bad = bad or list(self.journal.parts)
         self._move(-sum(self.identity.part(i)[1] for i in bad))
         self.journal.drop(bad)
@@ -372,30 +397,12 @@ class Download:
         )
 
     def _finish(self, target: Path, sha256: str) -> Fetched:
-        """Sync, rename, sync the folder."""
-        os.fsync(self._fd)
+        """Its final name, durably."""
         hashes = [self.journal.parts[i] for i in range(self.identity.n_parts)]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(self.part, target)
-        sync_folder(target.parent)
+        self.file.move_to(target)
         self.journal.close()
         self.journal.path.unlink(missing_ok=True)
         return Fetched(sha256, self.identity.part_bytes, hashes)
-
-
-class PartHash:
-    """CRC-32 of a part: says which part is wrong after the file's sha256 said that one is. Half the cost of a second sha256."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, data: bytes) -> None:
-        """More bytes."""
-        self._value = zlib.crc32(data, self._value)
-
-    def hexdigest(self) -> str:
-        """Eight hex digits."""
-        return f"{self._value:08x}"
 
 
 class Pace:
@@ -416,70 +423,3 @@ class Pace:
             wait = self._free_at - now
         if wait > 0:
             stop.wait(wait)
-
-
-class disk_errors:
-    """Turns a full disk or quota into DiskFull."""
-
-    def __init__(self, path: Path, need_bytes: int):
-        self.path, self.need_bytes = path, need_bytes
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            facts = os.statvfs(self.path.parent)
-            free = facts.f_bavail * facts.f_frsize
-            raise DiskFull(
-                f"the disk of {self.path.parent} is full: {free} bytes free, {self.need_bytes} needed",
-                "free some space, or set PADDOCK_HOME to a larger disk; finished parts are kept",
-                need_bytes=self.need_bytes,
-                free_bytes=free,
-                path=str(self.path.parent),
-            ) from None
-
-
-def _write(fd: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, offset)
-        offset += written
-        view = view[written:]
-
-
-def _feed(fd: int, offset: int, length: int, *digests: hashlib._Hash | PartHash) -> None:
-    """Update digests with bytes of a file.
-
-    Raises: FileError when the file is shorter.
-    """
-    end = offset + length
-    while offset < end:
-        chunk = os.pread(fd, min(CHUNK_BYTES, end - offset), offset)
-        if not chunk:
-            raise FileError(f"the file ends at byte {offset}, {end} expected", offset=offset, need=end)
-        for digest in digests:
-            digest.update(chunk)
-        offset += len(chunk)
-
-
-def _reserve(fd: int, size_bytes: int) -> None:
-    """Claim the space now; where the file system cannot, set the size."""
-    if size_bytes:
-        try:
-            os.posix_fallocate(fd, 0, size_bytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-    os.ftruncate(fd, size_bytes)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError:
-        pass
-    finally:
-        os.close(fd)

@@ -1,7 +1,7 @@
-"""The journal of an unfinished file: which parts are on disk, each with its hash; survives kill -9 and power loss.
+"""The journal of an unfinished file: which parts are here, each with its hash; survives kill -9 and power loss.
 
-Line 1 says what is being downloaded; each further line one finished part. A line counts only when its newline is there, and it
-is written after the part's bytes were synced.
+Line 1 says what is being downloaded; each further line one finished part, or how many of the parts listed so far were synced. A line
+counts only when its newline is there. After a power cut, parts that were not synced must be checked against their hashes.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Journal:
     path: Path
     identity: Identity
     parts: dict[int, str] = field(default_factory=dict)
+    n_synced: int = 0
     _fd: int = -1
 
     @property
@@ -52,19 +53,28 @@ class Journal:
         """Write a fresh first line; forget all parts."""
         self.close()
         self.parts.clear()
+        self.n_synced = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         self._append(asdict(self.identity))
+        os.fdatasync(self._fd)
 
-    def resume(self) -> None:
-        """Open for appending after what was read; a torn last line is closed off."""
+    def resume(self, found: Found) -> None:
+        """Go on after what was read; a torn last line is closed off."""
+        self.parts, self.n_synced = found.parts, len(found.parts) - len(found.unsynced)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         os.write(self._fd, b"\n")
 
     def finish(self, index: int, digest: str) -> None:
-        """A part's bytes are on disk and synced."""
+        """A part's bytes were written."""
         self.parts[index] = digest
         self._append({"part": index, "crc32": digest})
+
+    def synced(self, n_parts: int) -> None:
+        """The first n_parts that were listed are on disk."""
+        self.n_synced = n_parts
+        self._append({"synced": n_parts})
+        os.fdatasync(self._fd)
 
     def drop(self, indexes: list[int]) -> None:
         """Parts that must be fetched again: the journal is rewritten without them."""
@@ -81,7 +91,20 @@ class Journal:
 
     def _append(self, body: dict[str, Any]) -> None:
         os.write(self._fd, json.dumps(body).encode() + b"\n")
-        os.fdatasync(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a journal says. unsynced: parts that a power cut may have spoilt."""
+
+    identity: Identity
+    parts: dict[int, str]
+    unsynced: list[int]
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes of the finished parts."""
+        return sum(self.identity.part(i)[1] for i in self.parts)
 
 
 def journal_path(part: Path) -> Path:
@@ -89,7 +112,7 @@ def journal_path(part: Path) -> Path:
     return part.with_suffix(".journal")
 
 
-def load(part: Path) -> tuple[Identity, dict[int, str]] | None:
+def load(part: Path) -> Found | None:
     """What a part file's journal says, or None when there is none that can be used."""
     try:
         lines = journal_path(part).read_bytes().split(b"\n")[:-1]
@@ -102,15 +125,19 @@ def load(part: Path) -> tuple[Identity, dict[int, str]] | None:
     if identity.part_bytes <= 0 or identity.size_bytes < 0:
         return None
     parts: dict[int, str] = {}
+    n_synced = 0
     for line in lines[1:]:
         try:
             body = json.loads(line)
+            if "synced" in body:
+                n_synced = int(body["synced"])
+                continue
             index, digest = int(body["part"]), str(body["crc32"])
         except (ValueError, KeyError, TypeError):
             continue
         if 0 <= index < identity.n_parts:
             parts[index] = digest
-    return identity, parts
+    return Found(identity, parts, list(parts)[n_synced:])
 
 
 def done_bytes(part: Path) -> int | None:
@@ -118,4 +145,4 @@ def done_bytes(part: Path) -> int | None:
     if not part.exists():
         return None
     found = load(part)
-    return sum(found[0].part(i)[1] for i in found[1]) if found else 0
+    return found.done_bytes if found else 0

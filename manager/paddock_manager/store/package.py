@@ -19,7 +19,7 @@ from paddock_runner.errors import FileError, HubError
 
 from paddock_manager.catalog.catalog import Source
 from paddock_manager.paths import child_environment
-from paddock_manager.store.download import disk_errors, sync_folder
+from paddock_manager.store.part import disk_errors, sync_folder
 
 CHUNK_BYTES = 1 << 20
 POLL_S = 0.1

@@ -12,8 +12,9 @@ from paddock_runner.errors import FileError, HubError
 
 from paddock_manager.disk import Lease, read_json
 from paddock_manager.store import hub, index, journal
-from paddock_manager.store.download import Download, PartHash, Remote
+from paddock_manager.store.download import Download, Remote
 from paddock_manager.store.journal import Identity, Journal
+from paddock_manager.store.part import PartHash
 from paddock_manager.store.pull import Order, Shop
 from paddock_manager.store.record import HIDDEN, Model, StoredFile
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ssl
 import threading
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 from paddock_runner.errors import HubAuthError, HubError
+
+from paddock_manager.store.transport import REUSE, Transport
 
 MAX_REDIRECTS = 5
 CONNECT_S = 15.0
@@ -42,12 +45,15 @@ class Web:
         self._origin = origin(self.endpoint)
         self._token = token
         timing = timing or Timing()
+        certificates = _certificates()
+        has_proxy = any(k in ("http", "https", "all") for k in urllib.request.getproxies())
         self._client = httpx.Client(
             follow_redirects=False,
             timeout=httpx.Timeout(timing.stall_s, connect=timing.connect_s, pool=None),
             limits=httpx.Limits(max_connections=connections + 4, max_keepalive_connections=connections),
             headers={"User-Agent": "paddock/0.1", "Accept-Encoding": "identity"},
-            verify=_certificates(),
+            verify=certificates,
+            transport=None if has_proxy else Transport(certificates, timing.connect_s, timing.stall_s, connections),
         )
         self._lock = threading.Lock()
         self.hosts: set[str] = set()
@@ -63,14 +69,17 @@ class Web:
         self.close()
 
     @contextmanager
-    def get(self, url: str, headers: dict[str, str] | None = None) -> Iterator[httpx.Response]:
+    def get(self, url: str, headers: dict[str, str] | None = None, reuse: bool = False) -> Iterator[httpx.Response]:
         """A streamed GET that follows redirects. The response may have any status.
 
+        reuse: pieces of iter_raw may share one buffer: each is used up before the next is asked for.
         Raises: HubError for a transport failure, too many redirects or one that leaves https.
         """
         current = url
         for _ in range(MAX_REDIRECTS + 1):
             request = self._client.build_request("GET", current, headers=self._headers(current, headers))
+            if reuse:
+                request.extensions[REUSE] = True
             with self._lock:
                 self.hosts.add(urlsplit(current).netloc)
             try:
