@@ -85,6 +85,10 @@ class IdleDevice:
         """Every step is done when `step` returns."""
         return True
 
+    def times(self, n: int) -> list[tuple[int, int]]:
+        """None are kept."""
+        return []
+
     def grow_pages(self, n_pages: int) -> int:
         """All pages are there."""
         return self.n_pages

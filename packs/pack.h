@@ -14,6 +14,7 @@ extern "C" {
 #endif
 #define PK_API __attribute__((visibility("default")))
 #define PK_ABI 1
+#define PK_TIMES 1024
 
 typedef enum pk_status { PK_OK = 0, PK_BAD_ARG = 1, PK_UNSUPPORTED = 2, PK_OOM = 3, PK_DEVICE = 4, PK_TIMEOUT = 5 } pk_status;
 
@@ -563,6 +564,9 @@ PK_API void pk_unload(pk_program *program);
 PK_API int32_t pk_step(pk_program *program, const pk_step_head *input);
 /* Waits until state.done >= seq. */
 PK_API int32_t pk_wait(pk_program *program, uint64_t seq, int64_t timeout_us);
+/* Times of the last finished steps, oldest first: ns[2 i] when a step began and ns[2 i + 1] when it ended, by the device's own clock.
+ * At most n of them, and PK_TIMES; *n_out says how many. */
+PK_API int32_t pk_times(pk_program *program, uint64_t *ns, int32_t n, int32_t *n_out);
 /* Runs the records as they are (no step input) with these T and S, and waits; us: microseconds per record (median of n_repeats), or null. */
 PK_API int32_t pk_run(pk_program *program, int32_t n_tokens, int32_t n_samples, int32_t n_repeats, float *us);
 

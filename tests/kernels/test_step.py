@@ -121,6 +121,18 @@ def test_rows_and_tokens_are_laid_out_for_the_ops(bench):
     assert m.b.get("token_page", 12).tolist() == [1] * 8 + [2] * 2 + [13] * 2
 
 
+def test_times_of_the_last_steps_are_kept_in_order(bench):
+    m = Machine(bench)
+    assert m.b.device.times() == []
+    m.step(**m.start(2, [5, 9, 11]))
+    for _ in range(4):
+        m.step(rows=[(2, 1, 1)])
+    times = m.b.device.times()
+    assert len(times) == 5 and times[-2:] == m.b.device.times(2)
+    flat = [t for pair in times for t in pair]
+    assert flat == sorted(flat) and 0 < flat[-1] - flat[0] < 60e9
+
+
 def test_prompt_in_pieces_draws_only_at_its_end(bench):
     m = Machine(bench)
     assert m.step(**{**m.start(1, [4, 5, 6, 7, 8]), "rows": [(1, 2, 0)]}).tolist() == [(1, -1, 0, 2, 0.0, 0)]

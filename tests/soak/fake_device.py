@@ -78,6 +78,9 @@ class FakeDevice:
         """(seq, T, R, dead rows) of every step."""
         self.rows: list[list[tuple[int, int, int]]] = []
 
+    def times(self, n: int) -> list[tuple[int, int]]:
+        return []
+
     def grow_pages(self, n_pages: int) -> int:
         self.n_attached = min(self.sizes.n_pages, max(self.n_attached, n_pages))
         return self.n_attached

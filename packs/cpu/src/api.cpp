@@ -25,12 +25,16 @@ struct pk_program {
     pk::Workspace workspace;
     std::vector<pk::Angles> angles;
     std::vector<int32_t> angles_of;  // per record: index into angles, or -1
+    uint64_t times[PK_TIMES][2] = {};  // of step i at i % PK_TIMES
+    int64_t n_timed = 0;
 };
 
 namespace {
 
 using namespace pk;
 using Clock = std::chrono::steady_clock;
+
+uint64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
 bool has_op(int32_t op) { return op == PK_OP_ROUTE || op == PK_OP_EXPERTS || op == PK_OP_SIGMOID || op == PK_OP_DELTA || op == PK_OP_CONV; }
 bool is_kv(int32_t format) { return format == PK_F32 || format == PK_F16 || format == PK_BF16; }
@@ -381,7 +385,11 @@ int32_t pk_step(pk_program *program, const pk_step_head *input) {
         if (int32_t status = read_step(input, program->state, &step)) return status;
         std::lock_guard guard(program->context->busy);
         Run run = run_of(program, &step, input->n_tokens, input->n_samples, input->n_rows);
+        const uint64_t begun = now_ns();
         if (int32_t status = walk(program, run, nullptr)) return status;
+        uint64_t *times = program->times[program->n_timed++ % PK_TIMES];
+        times[0] = begun;
+        times[1] = now_ns();
         program->context->n_steps += 1;
         return PK_OK;
     });
@@ -398,6 +406,15 @@ int32_t pk_wait(pk_program *program, uint64_t seq, int64_t timeout_us) {
         if (Clock::now() >= end) return fail(PK_TIMEOUT, "wait: step %llu is done, %llu is not", (unsigned long long)last, (unsigned long long)seq);
         usleep(20);
     }
+}
+
+int32_t pk_times(pk_program *program, uint64_t *ns, int32_t n, int32_t *n_out) {
+    if (!program || !n_out || (n > 0 && !ns)) return absent("times", !program ? "program" : !n_out ? "n_out" : "ns");
+    std::lock_guard guard(program->context->busy);
+    const int64_t count = std::min<int64_t>({std::max(n, 0), PK_TIMES, program->n_timed});
+    for (int64_t i = 0; i < count; ++i) std::memcpy(ns + 2 * i, program->times[(program->n_timed - count + i) % PK_TIMES], 16);
+    *n_out = static_cast<int32_t>(count);
+    return PK_OK;
 }
 
 int32_t pk_run(pk_program *program, int32_t n_tokens, int32_t n_samples, int32_t n_repeats, float *us) {

@@ -35,6 +35,7 @@ struct StepInfo {
     int32_t n_rows;
     int32_t n_samples;
     int32_t ring;  // steps begun
+    uint64_t begun_ns;
 };
 
 struct Driver {
@@ -90,6 +91,9 @@ struct Launch {
     int64_t scratch_bytes = 0;
 };
 
+// Behind the count of consumed inputs lie begin and end of the last PK_TIMES steps.
+constexpr int32_t kTimesAt = 8;
+constexpr int64_t kConsumedBytes = 8 * kTimesAt + 16 * PK_TIMES;
 constexpr int64_t kCounterBytes = 1 << 18;
 constexpr int32_t kMaxSampleBlocks = 16;
 

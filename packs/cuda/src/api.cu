@@ -335,6 +335,11 @@ int32_t pk_wait(pk_program *program, uint64_t seq, int64_t timeout_us) {
     return guarded("wait", [&] { return wait_program(*program, seq, timeout_us); });
 }
 
+int32_t pk_times(pk_program *program, uint64_t *ns, int32_t n, int32_t *n_out) {
+    if (!program || !n_out || (n > 0 && !ns)) return absent("times", !program ? "program" : !n_out ? "n_out" : "ns");
+    return guarded("times", [&] { return times_program(*program, ns, n, n_out); });
+}
+
 int32_t pk_run(pk_program *program, int32_t n_tokens, int32_t n_samples, int32_t n_repeats, float *us) {
     if (!program) return absent("run", "program");
     return on(program->ctx, "run", [&](FullContext &) { return run_program(*program, n_tokens, n_samples, n_repeats, us); });

@@ -170,11 +170,11 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     if (int32_t e = check(cudaMemset(p.info, 0, sizeof(StepInfo)), "load")) return e;
     if (int32_t e = check(cudaHostAlloc(&ring, kRing * kRingBytes, cudaHostAllocPortable | cudaHostAllocMapped), "load")) return e;
     p.ring = static_cast<uint8_t *>(ring);
-    if (int32_t e = check(cudaHostAlloc(&consumed, 64, cudaHostAllocPortable | cudaHostAllocMapped), "load")) return e;
+    if (int32_t e = check(cudaHostAlloc(&consumed, kConsumedBytes, cudaHostAllocPortable | cudaHostAllocMapped), "load")) return e;
     p.consumed = static_cast<uint64_t *>(consumed);
-    *p.consumed = 0;
+    std::memset(consumed, 0, kConsumedBytes);
     ctx.n_allocations += 3;
-    ctx.allocated_bytes += kRing * kRingBytes + 64 + static_cast<int64_t>(sizeof(StepInfo));
+    ctx.allocated_bytes += kRing * kRingBytes + kConsumedBytes + static_cast<int64_t>(sizeof(StepInfo));
     if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(p.state.workspace), 0, kCounterBytes, ctx.stream), "load")) return e;
     std::vector<int32_t> sizes(buckets, buckets + (buckets ? n_buckets : 0));
     std::sort(sizes.begin(), sizes.end());
@@ -232,7 +232,7 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const bool decode = bucket->decode && input->n_rows == input->n_tokens;
     if (int32_t e = check(cudaGraphLaunch(decode ? bucket->decode : bucket->mixed, p.ctx->stream), "step")) return e;
-    ++p.n_begun;
+    if (p.n_begun++ == 0) p.first_seq = input->seq;
     p.ctx->n_steps += 1;
     return PK_OK;
 }
@@ -259,6 +259,16 @@ int32_t wait_program(pk_program &p, uint64_t seq, int64_t timeout_us) {
         }
         if (now >= end) return fail(PK_TIMEOUT, "wait: step %llu is done, %llu is not", (unsigned long long)*done, (unsigned long long)seq);
     }
+}
+
+int32_t times_program(pk_program &p, uint64_t *ns, int32_t n, int32_t *n_out) {
+    const volatile uint64_t *times = p.consumed + kTimesAt;
+    const uint64_t done = *p.consumed ? *reinterpret_cast<volatile uint64_t *>(p.state.done) - p.first_seq + 1 : 0;
+    const uint64_t count = std::min<uint64_t>({static_cast<uint64_t>(std::max(n, 0)), PK_TIMES - kRing, done});
+    for (uint64_t i = 0; i < count; ++i)
+        for (int k = 0; k < 2; ++k) ns[2 * i + k] = times[2 * ((done - count + i) % PK_TIMES) + k];
+    *n_out = static_cast<int32_t>(count);
+    return PK_OK;
 }
 
 int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t n_repeats, float *us) {

@@ -21,6 +21,7 @@ struct pk_program {
     uint64_t *consumed = nullptr;   // pinned: blocks that the device has read
     int64_t ring_bytes = 0;
     uint64_t n_begun = 0;
+    uint64_t first_seq = 0;
     bool overlap = false;
 };
 
@@ -37,6 +38,8 @@ int32_t load_program(pk_program &program, const int32_t *buckets, int32_t n_buck
 void unload_program(pk_program &program);
 int32_t step_program(pk_program &program, const pk_step_head *input);
 int32_t wait_program(pk_program &program, uint64_t seq, int64_t timeout_us);
+// Begin and end of the last finished steps, oldest first.
+int32_t times_program(pk_program &program, uint64_t *ns, int32_t n, int32_t *n_out);
 int32_t run_program(pk_program &program, int32_t n_tokens, int32_t n_samples, int32_t n_repeats, float *us);
 
 }  // namespace pk

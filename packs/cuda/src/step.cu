@@ -29,6 +29,12 @@ __device__ __forceinline__ int block_scan(int v, int *shared) {
     return v + (warp ? shared[warp - 1] : 0);
 }
 
+__device__ __forceinline__ uint64_t now_ns() {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
 template <class T>
 __device__ __forceinline__ T *at(uint64_t address) {
     return reinterpret_cast<T *>(address);
@@ -44,6 +50,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
     release_dependents();
     const int tid = threadIdx.x;
     const int turn = info->ring;
+    const uint64_t begun = now_ns();
     const uint8_t *input = ring + (turn % n_ring) * ring_bytes;
     const pk_step_head head = *reinterpret_cast<const pk_step_head *>(input);
     const pk_new_slot *news = reinterpret_cast<const pk_new_slot *>(input + sizeof(pk_step_head));
@@ -136,6 +143,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
         info->n_rows = head.n_rows;
         info->n_samples = head.n_samples;
         info->ring = turn + 1;
+        info->begun_ns = begun;
         __threadfence_system();
         *consumed = static_cast<uint64_t>(turn) + 1;
     }
@@ -157,7 +165,7 @@ __device__ __forceinline__ pk_result take_draw(const pk_state &s, int slot, int 
     return out;
 }
 
-__global__ void __launch_bounds__(kThreads) commit_kernel(const __grid_constant__ pk_state s, const StepInfo *info) {
+__global__ void __launch_bounds__(kThreads) commit_kernel(const __grid_constant__ pk_state s, const StepInfo *info, uint64_t *times) {
     __shared__ int scan[32];
     __shared__ int carried[2];
     wait_dependence();
@@ -208,6 +216,9 @@ __global__ void __launch_bounds__(kThreads) commit_kernel(const __grid_constant_
     __threadfence_system();
     __syncthreads();
     if (tid == 0) {
+        uint64_t *mine = times + 2 * ((info->ring - 1) % PK_TIMES);
+        mine[0] = info->begun_ns;
+        mine[1] = now_ns();
         __threadfence_system();
         *reinterpret_cast<volatile uint64_t *>(s.done) = seq;
     }
@@ -225,6 +236,6 @@ int32_t launch_prepare(const Launch &l) {
                   reinterpret_cast<volatile uint64_t *>(l.consumed));
 }
 
-int32_t launch_commit(const Launch &l) { return launch(l, "commit", commit_kernel, dim3(1), dim3(kThreads), 0, *l.state, static_cast<const StepInfo *>(l.info)); }
+int32_t launch_commit(const Launch &l) { return launch(l, "commit", commit_kernel, dim3(1), dim3(kThreads), 0, *l.state, static_cast<const StepInfo *>(l.info), reinterpret_cast<uint64_t *>(l.consumed) + kTimesAt); }
 
 }  // namespace pk

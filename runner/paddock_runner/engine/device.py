@@ -36,6 +36,10 @@ class StepDevice(Protocol):
         """Waits until step `seq` is done; False when the time is up. Raises: PackError."""
         ...
 
+    def times(self, n: int) -> list[tuple[int, int]]:
+        """(begin, end) of at most n last finished steps, in nanoseconds of the device's clock, oldest first."""
+        ...
+
     def grow_pages(self, n_pages: int) -> int:
         """Puts memory behind at least the first n_pages pages; returns how many have it now. Raises: PackError."""
         ...

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .request import Phase
 
 if TYPE_CHECKING:
     from .loop import Engine
+
+
+MOST_TIMES = 1024
+IDLE_NS = 50_000_000
+"""A longer gap between two steps is not the engine being late: nobody wanted anything."""
+
+
+def device_us(times: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Of the last steps, as the device saw them: how long a step took and how long it then waited for the next, microseconds."""
+    steps = sorted(end - begin for begin, end in times)
+    gaps = sorted(b[0] - a[1] for a, b in pairwise(times) if b[0] - a[1] < IDLE_NS)
+    found: dict[str, float] = {"steps": len(steps)}
+    for name, values in (("step", steps), ("gap", gaps)):
+        if values:
+            found[f"{name}_p50"] = values[len(values) // 2] / 1e3
+            found[f"{name}_p99"] = values[min(len(values) - 1, len(values) * 99 // 100)] / 1e3
+    return found
 
 
 def report(engine: Engine) -> dict[str, Any]:
@@ -57,6 +76,7 @@ def report(engine: Engine) -> dict[str, Any]:
         "cost_us": dict(
             zip(("step", "decode_rows_16", "prefill_256", "context_2048_256"), scheduler.cost.terms, strict=True)
         ),
+        "device_us": device_us(engine.device.times(MOST_TIMES)),
         "running": [
             {
                 "slot": r.slot,

@@ -2,8 +2,9 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "444785d878982097"
+DIGEST = "d88331a10c711481"
 PK_ABI = 1
+PK_TIMES = 1024
 
 # enum pk_status
 PK_OK = 0
@@ -571,5 +572,6 @@ PROTOTYPES = {
     "pk_unload": (None, [c_void_p]),
     "pk_step": (c_int32, [c_void_p, c_void_p]),
     "pk_wait": (c_int32, [c_void_p, c_uint64, c_int64]),
+    "pk_times": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p]),
     "pk_run": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_void_p]),
 }

@@ -194,6 +194,12 @@ class Device:
             raise self.pack.failure("pk_wait", status)
         return True
 
+    def times(self, n: int = abi.PK_TIMES) -> list[tuple[int, int]]:
+        """When the last finished steps began and ended, in nanoseconds of the device's clock, oldest first."""
+        raw, count = (ctypes.c_uint64 * (2 * max(1, n)))(), ctypes.c_int32()
+        self.pack.call("pk_times", self._program, ctypes.addressof(raw), n, ctypes.byref(count))
+        return [(raw[2 * i], raw[2 * i + 1]) for i in range(count.value)]
+
     def run(self, n_tokens: int, n_samples: int, n_repeats: int = 1, is_timed: bool = False) -> list[float]:
         """Runs the records once as they are; timed: median microseconds per record."""
         us = (ctypes.c_float * self.n_records)()

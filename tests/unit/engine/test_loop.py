@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from paddock_runner.engine.loop import Engine
 from paddock_runner.engine.policy import Policy
+from paddock_runner.engine.report import device_us
 from paddock_runner.errors import PackError, UsageError
 from paddock_runner.wire.messages import ErrorCode, MaskUpdate, Reason, RefusedCode
 
@@ -399,3 +400,9 @@ def test_tokens_come_out_before_the_next_step_is_launched_on_a_synchronous_pack(
     assert seen == [1] and rig.engine.launched_seq == steps + 1
     rig.run()
     rig.close()
+
+
+def test_gaps_between_steps_leave_out_the_time_in_which_nobody_wanted_anything() -> None:
+    assert device_us([]) == {"steps": 0}
+    times = [(0, 1000), (3000, 5000), (90_000_000, 90_003_000), (90_003_500, 90_004_500)]
+    assert device_us(times) == {"steps": 4, "step_p50": 2.0, "step_p99": 3.0, "gap_p50": 2.0, "gap_p99": 2.0}
