@@ -71,6 +71,18 @@ def cells(port: int, name: str, wanted: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def gaps(port: int, name: str) -> list[dict[str, Any]]:
+    """Gaps between decode steps as the device sees them, answers streaming to clients: the last 1,024 steps are decode alone."""
+    rows = []
+    for streams in (1, 32, 128):
+        figures = load(port, f"16/1100c{streams}", "ids", streams, "--warmup", "0")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/paddock/state", timeout=10) as answer:
+            seen = json.load(answer)["engine"]["device_us"]
+        sys.stdout.write(f"{name} gaps at {streams}: {json.dumps(seen)} {figures.get('out_tok_s')} tok/s {figures.get('errors')}\n")
+        rows += [board.row(f"h200.gap_us.{name}.{streams}.{p}", [seen[f"gap_{p}"]], "us", "lower") for p in ("p50", "p99")]
+    return rows
+
+
 def long_prefill(port: int, name: str) -> list[dict[str, Any]]:
     """16 decoding streams, then a prompt of 64k tokens beside them: ratios of gaps and of its time to first token."""
     alone = load(port, "65000/4c1", "ids", 1, "--warmup", "0")
@@ -97,6 +109,7 @@ def main() -> int:
     parser.add_argument("--pack", type=Path)
     parser.add_argument("--cells", nargs="*", default=["128/128c1", "128/128c32", "128/128c128", "2048/128c32"])
     parser.add_argument("--long", action="store_true")
+    parser.add_argument("--gaps", action="store_true")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=["--max-ctx", "8448", "--max-batch", "128"])
     a = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "runner"), str(ROOT / "manager"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -121,6 +134,8 @@ def main() -> int:
             rows.append(board.row(f"h200.start_s.{a.name}", [started], "s", "lower"))
             after_ready = used_mib()
             rows += cells(port, a.name, a.cells)
+            if a.gaps:
+                rows += gaps(port, a.name)
             if a.long:
                 rows += long_prefill(port, a.name)
             used = (used_mib() - before) * (1 << 20)
