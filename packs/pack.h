@@ -44,11 +44,22 @@ typedef enum pk_op {
     PK_OP_EXPERTS = 14,  /* gated feed-forward of the chosen experts */
     PK_OP_SIGMOID = 15,  /* x times the sigmoid of another operand */
     PK_OP_DELTA = 16,    /* gated delta net: convolution, state update, output norm and gate */
-    PK_OP_CONV = 17      /* gated short convolution */
+    PK_OP_CONV = 17,     /* gated short convolution */
+    PK_OP_MAMBA = 18     /* Mamba 2: convolution, state update, gate, output norm */
 } pk_op;
 
-/* SWIGLU_CLAMP (experts only): with g = min(gate, limit), u = min(max(up, -limit), limit): g * sigmoid(alpha * g) * (u + 1). */
-typedef enum pk_act { PK_ACT_NONE = 0, PK_ACT_SILU = 1, PK_ACT_GELU_TANH = 2, PK_ACT_GELU_ERF = 3, PK_ACT_SWIGLU_CLAMP = 4 } pk_act;
+/* RELU2 (gate only): max(x, 0)^2. SWIGLU_CLAMP (experts only): with g = min(gate, limit), u = min(max(up, -limit), limit): g * sigmoid(alpha * g) * (u + 1). */
+typedef enum pk_act { PK_ACT_NONE = 0, PK_ACT_SILU = 1, PK_ACT_GELU_TANH = 2, PK_ACT_GELU_ERF = 3, PK_ACT_SWIGLU_CLAMP = 4, PK_ACT_RELU2 = 5 } pk_act;
+
+/* Which rows GATHER takes of a sequence: its last one, its first one, or the mean of all (of this step). */
+typedef enum pk_pool { PK_POOL_LAST = 0, PK_POOL_FIRST = 1, PK_POOL_MEAN = 2 } pk_pool;
+
+/* Kinds of NORM. RMS: v / rms(v) * w. LAYER: (v - mean(v)) / sqrt(variance(v) + eps) * w + bias. */
+typedef enum pk_norm { PK_NORM_RMS = 0, PK_NORM_LAYER = 1 } pk_norm;
+
+/* What QKV splits: q, k and v; q and k, values being the last Dv of the D dimensions of the keys (latent attention); q alone, keys and
+ * values being those of an earlier layer. ATTENTION: LATENT too. */
+typedef enum pk_parts { PK_PARTS_QKV = 0, PK_PARTS_LATENT = 1, PK_PARTS_Q = 2 } pk_parts;
 
 /* What a router makes of its logits. CHOSEN: softmax over the chosen experts alone. */
 typedef enum pk_score { PK_SCORE_SOFTMAX = 0, PK_SCORE_SIGMOID = 1, PK_SCORE_CHOSEN = 2 } pk_score;
@@ -230,28 +241,34 @@ typedef struct pk_op_prepare {
     int32_t size;
 } pk_op_prepare;
 
-/* out[T,M] = table[token_id[T], :] * scale */
+/* out[T,M] = table[id % V, :] * scale + positions[position + position_offset, :] + types[id / V, :], id = token_id[T]. A token's type
+ * goes with its id: with types there are n_vocab = V times their number ids. A position behind the table takes its last row. */
 typedef struct pk_op_embed {
     int32_t op;
     int32_t size;
-    pk_tensor table;  /* [V,M], any weight format, rows or packed */
-    pk_tensor out;    /* [T,M] */
+    pk_tensor table;      /* [V,M], any weight format, rows or packed */
+    pk_tensor positions;  /* f32 rows [n,M], or absent */
+    pk_tensor types;      /* f32 rows [n,M], or absent */
+    pk_tensor out;        /* [T,M] */
     float scale;
-    int32_t reserved;
+    int32_t position_offset;
 } pk_op_embed;
 
 /* Row by row: v = x; if post_w: v = v / rms(v) * post_w; if residual: residual = v = residual + v * residual_scale;
- * if out: out = v / rms(v) * w. rms(v) = sqrt(mean(v^2) + eps). */
+ * if out: out = v / rms(v) * w. rms(v) = sqrt(mean(v^2) + eps). kind LAYER: the last norm is a layer norm, post_w is absent. */
 typedef struct pk_op_norm {
     int32_t op;
     int32_t size;
     pk_tensor x;         /* [T or S, M] */
     pk_tensor w;         /* [1,M] f32 */
+    pk_tensor bias;      /* [1,M] f32 or absent; LAYER only */
     pk_tensor post_w;    /* [1,M] f32 or absent */
     pk_tensor residual;  /* as x, or absent; updated in place */
     pk_tensor out;       /* as x, or absent; may be x */
     float eps;
     float residual_scale;
+    int32_t kind;        /* pk_norm */
+    int32_t reserved;
 } pk_op_norm;
 
 /* y = x W^T for up to three weights side by side: with act NONE, y[:, N0 + N1 + N2] = [x W0^T + b0, x W1^T + b1, x W2^T + b2];
@@ -271,8 +288,8 @@ typedef struct pk_op_matmul {
     float softcap;
 } pk_op_matmul;
 
-/* Splits qkv[T, H*D + K*D + K*Dv]; q and k heads are normalised (rms over D, when q_norm/k_norm are there) and rotated; q goes to
- * `q`, k and v go to the token's page. Rotation of pair (a, b) at position p by angle p * frequency[i]:
+/* Splits qkv[T, H*D + K*D + K*Dv]; q and k heads are normalised (rms over D, when q_norm/k_norm are there) and rotated, v heads are
+ * normalised when v_norm is there; q goes to `q`, k and v go to the token's page. What is not among `parts` is not in qkv either. Rotation of pair (a, b) at position p by angle p * frequency[i]:
  * layout 0 (neox): a = i, b = i + width/2; layout 1 (interleaved): a = 2i, b = 2i + 1; cos and sin are multiplied by magnitude. */
 typedef struct pk_op_qkv {
     int32_t op;
@@ -281,6 +298,7 @@ typedef struct pk_op_qkv {
     pk_tensor q;          /* [T, H*D]; may lie in qkv's own memory with qkv's stride */
     pk_tensor q_norm;     /* [1,D] f32 or absent */
     pk_tensor k_norm;     /* [1,D] f32 or absent */
+    pk_tensor v_norm;     /* [1,Dv] f32 or absent */
     pk_tensor frequency;  /* [1,width/2] f32, or absent: no rotation */
     int64_t k_offset;     /* bytes from the page's start to this layer's K: K*B*D elements */
     int64_t v_offset;     /* likewise V: K*B*Dv elements */
@@ -293,12 +311,13 @@ typedef struct pk_op_qkv {
     float rope_magnitude;
     float eps;
     int32_t kv_format;    /* pk_format: F32, F16, BF16, FP8_E4M3 */
-    int32_t reserved;
+    int32_t parts;        /* pk_parts */
 } pk_op_qkv;
 
 /* out[t, h] = softmax over visible positions j of (scale * q.k_j, soft-capped) times v_j; the sink of a head is one more logit
- * without a value. Visible to a token at position p: j <= p, and j > p - window when window > 0. Reads KV through the page table,
- * this step's own tokens included (QKV ran before). */
+ * without a value. Visible to a token at position p: j <= p, and j > p - window when window > 0; when is_bidirectional: every token of
+ * the row up to its last one of this step, and |p - j| < window when window > 0. Reads KV through the page table, this step's own
+ * tokens included (QKV ran before). */
 typedef struct pk_op_attention {
     int32_t op;
     int32_t size;
@@ -315,9 +334,11 @@ typedef struct pk_op_attention {
     int32_t kv_format;
     float scale;
     float softcap;
+    int32_t is_bidirectional;
+    int32_t parts;    /* pk_parts: QKV or LATENT */
 } pk_op_attention;
 
-/* out[T,F] = act(x[:, 0:F]) * x[:, F:2F] */
+/* out[T,F] = act(x[:, 0:F]) * x[:, F:2F]; when x has F columns: out = act(x), out may be x */
 typedef struct pk_op_gate {
     int32_t op;
     int32_t size;
@@ -327,12 +348,14 @@ typedef struct pk_op_gate {
     int32_t reserved;
 } pk_op_gate;
 
-/* out[S,M] = x[sample_at[s], :] */
+/* out[S,M] = x[sample_at[s], :], or as `pool` says of row sample_row[s] */
 typedef struct pk_op_gather {
     int32_t op;
     int32_t size;
     pk_tensor x;
     pk_tensor out;
+    int32_t pool;      /* pk_pool */
+    int32_t reserved;
 } pk_op_gather;
 
 /* Draws one token per sampled row: penalties, bias, mask and min_length on the logits; logprobs from the logits so changed at
@@ -465,6 +488,40 @@ typedef struct pk_op_conv {
     int32_t conv_width;   /* W */
     int32_t reserved;
 } pk_op_conv;
+
+/* One layer of Mamba 2 (Dao and Gu 2024). Per token t of a row, in order, with C = H P + 2 G N channels (H heads of P, G groups of N):
+ *   u = silu(bias[c] + sum_i conv[c, i] * xbc[t - W + 1 + i, c]), x = u[0 : H P], B = u[H P : H P + G N], C = u[H P + G N :]; head h has
+ *   group h / (H / G); s = min(max(softplus(dt[t, h] + dt_bias[h]), dt_low), dt_high)
+ *   S = exp(-exp(a_log[h]) s) S + B (s x_h)^T;  y = S^T C + d[h] x_h
+ *   y = y * silu(z[t]);  out[t] = y / rms(y) * scale, rms over each of n_norms equal parts of the H P values
+ * S of head h is [N, P] f32 at state_offset + 4 h N P of the slot's state; the last W - 1 rows of xbc lie as [W - 1, C] f32 at
+ * conv_offset. Rows as in pk_op_delta. */
+typedef struct pk_op_mamba {
+    int32_t op;
+    int32_t size;
+    pk_tensor xbc;      /* [T,C] */
+    pk_tensor z;        /* [T,H*P] */
+    pk_tensor dt;       /* [T,H] f32 */
+    pk_tensor conv;     /* [1,C*W] f32, channel after channel */
+    pk_tensor bias;     /* [1,C] f32 or absent */
+    pk_tensor a_log;    /* [1,H] f32 */
+    pk_tensor dt_bias;  /* [1,H] f32 */
+    pk_tensor d;        /* [1,H] f32 */
+    pk_tensor scale;    /* [1,H*P] f32 */
+    pk_tensor out;      /* [T,H*P] */
+    int64_t state_offset;  /* bytes, a multiple of 64 */
+    int64_t conv_offset;   /* likewise */
+    int32_t n_heads;       /* H */
+    int32_t head_width;    /* P */
+    int32_t n_groups;      /* G */
+    int32_t state_width;   /* N */
+    int32_t conv_width;    /* W */
+    int32_t n_norms;
+    float eps;
+    float dt_low;
+    float dt_high;
+    int32_t reserved;
+} pk_op_mamba;
 
 /* ---- weights ---- */
 

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "d88331a10c711481"
+#define PK_ABI_DIGEST "57cd7b8599c2b49b"

@@ -1,6 +1,7 @@
 // Checks of every record when a program is loaded, so that nothing is refused when a token is due.
 #include <cinttypes>
 #include <cstdio>
+#include <initializer_list>
 
 #include "error.h"
 #include "format.h"
@@ -41,6 +42,7 @@ class Checker {
             case PK_OP_SIGMOID: return sigmoid(record_.as<pk_op_sigmoid>());
             case PK_OP_DELTA: return delta(record_.as<pk_op_delta>());
             case PK_OP_CONV: return conv(record_.as<pk_op_conv>());
+            case PK_OP_MAMBA: return mamba(record_.as<pk_op_mamba>());
             default: return PK_OK;  // prepare and commit have no operands
         }
     }
@@ -119,11 +121,24 @@ class Checker {
         return equal(operand, t.cols, "its wanted width", n);
     }
 
+    // Rows of f32 that are added to an activation of that width.
+    int32_t addends(const char *operand, const pk_tensor &t, int64_t n) const {
+        if (int32_t status = rows(operand, t)) return status;
+        if (t.format != PK_F32) return unsupported(operand, t.format);
+        if (int32_t status = range(operand, t.rows, 1, INT32_MAX)) return status;
+        return equal(operand, t.cols, "its wanted width", n);
+    }
+
     int32_t embed(const pk_op_embed &op) const {
         if (int32_t status = activation("out", op.out)) return status;
         if (int32_t status = symbol("out", op.out, PK_ROWS_T)) return status;
         if (int32_t status = equal("table width", op.table.cols, "out width", op.out.cols)) return status;
-        if (int32_t status = equal("table rows", op.table.rows, "n_vocab", state_.n_vocab)) return status;
+        if (op.positions.data)
+            if (int32_t status = addends("positions", op.positions, op.out.cols)) return status;
+        if (op.types.data)
+            if (int32_t status = addends("types", op.types, op.out.cols)) return status;
+        if (int32_t status = range("position_offset", op.position_offset, 0, INT32_MAX)) return status;
+        if (int32_t status = equal(op.types.data ? "table rows times types" : "table rows", op.table.rows * (op.types.data ? op.types.rows : 1), "n_vocab", state_.n_vocab)) return status;
         if (op.table.layout == PK_PACKED) {
             if (!op.table.data) return fail(PK_BAD_ARG, "op %lld (%s): table is absent", (Long)index_, name_);
             return support_.is_weight(op.table.format) ? PK_OK : unsupported("table", op.table.format);
@@ -134,6 +149,11 @@ class Checker {
 
     int32_t norm(const pk_op_norm &op) const {
         if (int32_t status = activation("x", op.x)) return status;
+        if (int32_t status = range("kind", op.kind, PK_NORM_RMS, PK_NORM_LAYER)) return status;
+        if (op.kind == PK_NORM_LAYER && op.post_w.data) return fail(PK_BAD_ARG, "op %lld (%s): a layer norm takes no post_w", (Long)index_, name_);
+        if (op.kind == PK_NORM_RMS && op.bias.data) return fail(PK_BAD_ARG, "op %lld (%s): an rms norm takes no bias", (Long)index_, name_);
+        if (op.bias.data)
+            if (int32_t status = vector("bias", op.bias, op.x.cols)) return status;
         if (op.post_w.data)
             if (int32_t status = vector("post_w", op.post_w, op.x.cols)) return status;
         if (op.residual.data)
@@ -185,6 +205,8 @@ class Checker {
         if (op.k_offset < 0 || op.k_offset + per_width * op.head_width > state_.kv_page_stride)
             return fail(PK_BAD_ARG, "op %lld (%s): keys end at byte %lld of a page of %lld", (Long)index_, name_,
                         (Long)(op.k_offset + per_width * op.head_width), (Long)state_.kv_page_stride);
+        if (int32_t status = range("parts", op.parts, PK_PARTS_QKV, PK_PARTS_Q)) return status;
+        if (op.parts == PK_PARTS_LATENT) return range("v_width", op.v_width, 1, op.head_width);
         if (op.v_offset < 0 || op.v_offset + per_width * op.v_width > state_.kv_page_stride)
             return fail(PK_BAD_ARG, "op %lld (%s): values end at byte %lld of a page of %lld", (Long)index_, name_,
                         (Long)(op.v_offset + per_width * op.v_width), (Long)state_.kv_page_stride);
@@ -198,13 +220,16 @@ class Checker {
         if (int32_t status = symbol("qkv", op.qkv, PK_ROWS_T)) return status;
         if (int32_t status = symbol("q", op.q, PK_ROWS_T)) return status;
         int64_t q_width = (int64_t)op.n_heads * op.head_width;
-        int64_t width = q_width + (int64_t)op.n_kv_heads * (op.head_width + op.v_width);
+        int64_t k_width = (int64_t)op.n_kv_heads * op.head_width, v_width = (int64_t)op.n_kv_heads * op.v_width;
+        int64_t width = q_width + (op.parts == PK_PARTS_Q ? 0 : k_width) + (op.parts == PK_PARTS_QKV ? v_width : 0);
         if (int32_t status = equal("qkv width", op.qkv.cols, "width of the heads", width)) return status;
         if (int32_t status = equal("q width", op.q.cols, "width of the heads", q_width)) return status;
         if (op.q_norm.data)
             if (int32_t status = vector("q_norm", op.q_norm, op.head_width)) return status;
         if (op.k_norm.data)
             if (int32_t status = vector("k_norm", op.k_norm, op.head_width)) return status;
+        if (op.v_norm.data)
+            if (int32_t status = vector("v_norm", op.v_norm, op.v_width)) return status;
         if (!op.frequency.data) return PK_OK;
         if (int32_t status = range("rope_width", op.rope_width, 2, op.head_width)) return status;
         if (int32_t status = range("rope_layout", op.rope_layout, 0, 1)) return status;
@@ -221,6 +246,8 @@ class Checker {
         if (int32_t status = equal("q width", op.q.cols, "width of the heads", (int64_t)op.n_heads * op.head_width)) return status;
         if (int32_t status = equal("out width", op.out.cols, "width of the values", (int64_t)op.n_heads * op.v_width)) return status;
         if (int32_t status = range("window", op.window, 0, INT32_MAX)) return status;
+        if (int32_t status = range("is_bidirectional", op.is_bidirectional, 0, 1)) return status;
+        if (int32_t status = range("parts", op.parts, PK_PARTS_QKV, PK_PARTS_LATENT)) return status;
         return op.sinks.data ? vector("sinks", op.sinks, op.n_heads) : PK_OK;
     }
 
@@ -228,7 +255,9 @@ class Checker {
         if (int32_t status = activation("x", op.x)) return status;
         if (int32_t status = activation("out", op.out)) return status;
         if (int32_t status = same_rows("x", op.x, "out", op.out)) return status;
-        if (int32_t status = range("act", op.act, PK_ACT_NONE, PK_ACT_GELU_ERF)) return status;
+        if (op.act != PK_ACT_RELU2)
+            if (int32_t status = range("act", op.act, PK_ACT_NONE, PK_ACT_GELU_ERF)) return status;
+        if (op.x.cols == op.out.cols) return PK_OK;
         return equal("x width", op.x.cols, "twice the out width", 2 * op.out.cols);
     }
 
@@ -237,6 +266,7 @@ class Checker {
         if (int32_t status = activation("out", op.out)) return status;
         if (int32_t status = symbol("x", op.x, PK_ROWS_T)) return status;
         if (int32_t status = symbol("out", op.out, PK_ROWS_S)) return status;
+        if (int32_t status = range("pool", op.pool, PK_POOL_LAST, PK_POOL_MEAN)) return status;
         return equal("x width", op.x.cols, "out width", op.out.cols);
     }
 
@@ -351,6 +381,50 @@ class Checker {
         return part("the convolution's tail", op.conv_offset, 4 * op.out.cols * (op.conv_width - 1));
     }
 
+    // An operand and the columns it must have.
+    struct Wanted {
+        const char *name;
+        const pk_tensor &tensor;
+        int64_t width;
+    };
+
+    int32_t activations(std::initializer_list<Wanted> list, bool is_table) const {
+        for (const Wanted &x : list) {
+            if (int32_t status = is_table ? table(x.name, x.tensor, PK_F32) : activation(x.name, x.tensor)) return status;
+            if (int32_t status = symbol(x.name, x.tensor, PK_ROWS_T)) return status;
+            if (int32_t status = equal(x.name, x.tensor.cols, "its wanted width", x.width)) return status;
+        }
+        return PK_OK;
+    }
+
+    int32_t vectors(std::initializer_list<Wanted> list) const {
+        for (const Wanted &x : list)
+            if (int32_t status = vector(x.name, x.tensor, x.width)) return status;
+        return PK_OK;
+    }
+
+    int32_t mamba(const pk_op_mamba &op) const {
+        if (!state_.recurrent) return fail(PK_BAD_ARG, "op %lld (%s): the state has no recurrent memory", (Long)index_, name_);
+        if (int32_t status = range("n_heads", op.n_heads, 1, 1 << 12)) return status;
+        if (int32_t status = range("n_groups", op.n_groups, 1, op.n_heads)) return status;
+        if (int32_t status = equal("n_heads modulo n_groups", op.n_heads % op.n_groups, "wanted", 0)) return status;
+        if (int32_t status = range("head_width", op.head_width, 1, support_.max_head_width)) return status;
+        if (int32_t status = range("state_width", op.state_width, 1, support_.max_head_width)) return status;
+        if (int32_t status = range("conv_width", op.conv_width, 2, 16)) return status;
+        int64_t values = (int64_t)op.n_heads * op.head_width, channels = values + 2 * (int64_t)op.n_groups * op.state_width;
+        if (int32_t status = range("n_norms", op.n_norms, 1, values)) return status;
+        if (int32_t status = equal("values modulo n_norms", values % op.n_norms, "wanted", 0)) return status;
+        if (int32_t status = activations({{"xbc", op.xbc, channels}, {"z", op.z, values}, {"out", op.out, values}}, false)) return status;
+        if (int32_t status = activations({{"dt", op.dt, op.n_heads}}, true)) return status;
+        if (int32_t status = vectors({{"conv", op.conv, channels * op.conv_width}, {"a_log", op.a_log, op.n_heads}, {"dt_bias", op.dt_bias, op.n_heads},
+                                      {"d", op.d, op.n_heads}, {"scale", op.scale, values}}))
+            return status;
+        if (op.bias.data)
+            if (int32_t status = vector("bias", op.bias, channels)) return status;
+        if (int32_t status = part("the state", op.state_offset, 4 * values * op.state_width)) return status;
+        return part("the convolution's tail", op.conv_offset, 4 * channels * (op.conv_width - 1));
+    }
+
     int32_t delta(const pk_op_delta &op) const {
         if (!state_.recurrent) return fail(PK_BAD_ARG, "op %lld (%s): the state has no recurrent memory", (Long)index_, name_);
         if (int32_t status = range("n_k_heads", op.n_k_heads, 1, 1 << 12)) return status;
@@ -360,24 +434,11 @@ class Checker {
         if (int32_t status = range("v_width", op.v_width, 1, support_.max_head_width)) return status;
         if (int32_t status = range("conv_width", op.conv_width, 2, 16)) return status;
         int64_t values = (int64_t)op.n_v_heads * op.v_width, channels = 2 * (int64_t)op.n_k_heads * op.k_width + values;
-        const struct {
-            const char *name;
-            const pk_tensor &tensor;
-            int64_t width;
-        } activations[] = {{"qkv", op.qkv, channels}, {"z", op.z, values}, {"out", op.out, values}}, tables[] = {{"b", op.b, op.n_v_heads}, {"a", op.a, op.n_v_heads}},
-          vectors[] = {{"conv", op.conv, channels * op.conv_width}, {"a_log", op.a_log, op.n_v_heads}, {"dt_bias", op.dt_bias, op.n_v_heads}, {"scale", op.scale, op.v_width}};
-        for (const auto &x : activations) {
-            if (int32_t status = activation(x.name, x.tensor)) return status;
-            if (int32_t status = symbol(x.name, x.tensor, PK_ROWS_T)) return status;
-            if (int32_t status = equal(x.name, x.tensor.cols, "its wanted width", x.width)) return status;
-        }
-        for (const auto &x : tables) {
-            if (int32_t status = table(x.name, x.tensor, PK_F32)) return status;
-            if (int32_t status = symbol(x.name, x.tensor, PK_ROWS_T)) return status;
-            if (int32_t status = equal(x.name, x.tensor.cols, "its wanted width", x.width)) return status;
-        }
-        for (const auto &x : vectors)
-            if (int32_t status = vector(x.name, x.tensor, x.width)) return status;
+        if (int32_t status = activations({{"qkv", op.qkv, channels}, {"z", op.z, values}, {"out", op.out, values}}, false)) return status;
+        if (int32_t status = activations({{"b", op.b, op.n_v_heads}, {"a", op.a, op.n_v_heads}}, true)) return status;
+        if (int32_t status = vectors({{"conv", op.conv, channels * op.conv_width}, {"a_log", op.a_log, op.n_v_heads}, {"dt_bias", op.dt_bias, op.n_v_heads},
+                                      {"scale", op.scale, op.v_width}}))
+            return status;
         if (int32_t status = part("the state", op.state_offset, 4 * values * op.k_width)) return status;
         return part("the convolution's tail", op.conv_offset, 4 * channels * (op.conv_width - 1));
     }

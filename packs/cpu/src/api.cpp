@@ -36,7 +36,7 @@ using Clock = std::chrono::steady_clock;
 
 uint64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
-bool has_op(int32_t op) { return op == PK_OP_ROUTE || op == PK_OP_EXPERTS || op == PK_OP_SIGMOID || op == PK_OP_DELTA || op == PK_OP_CONV; }
+bool has_op(int32_t op) { return op == PK_OP_ROUTE || op == PK_OP_EXPERTS || op == PK_OP_SIGMOID || op == PK_OP_DELTA || op == PK_OP_CONV || op == PK_OP_MAMBA; }
 bool is_kv(int32_t format) { return format == PK_F32 || format == PK_F16 || format == PK_BF16; }
 bool is_copy(int32_t format) { return is_kv(format) || format == PK_I32 || format == PK_U8; }
 bool is_table(int32_t format) {
@@ -96,6 +96,7 @@ int64_t workspace_of_record(const Context &context, const Record &record, const 
         case PK_OP_ATTENTION: return attention_workspace_bytes(context, record.as<pk_op_attention>(), state);
         case PK_OP_SAMPLE: return sample_workspace_bytes(context, state);
         case PK_OP_DELTA: return delta_workspace_bytes(context, record.as<pk_op_delta>(), state);
+        case PK_OP_MAMBA: return mamba_workspace_bytes(record.as<pk_op_mamba>(), state);
         case PK_OP_EXPERTS: return experts_workspace_bytes(context, record.as<pk_op_experts>(), state.max_step_tokens);
         default: return 0;
     }
@@ -147,6 +148,7 @@ int32_t run_record(Run &run, const Record &record) {
         case PK_OP_EXPERTS: run_experts(run, record.as<pk_op_experts>()); break;
         case PK_OP_CONV: run_conv(run, record.as<pk_op_conv>()); break;
         case PK_OP_DELTA: run_delta(run, record.as<pk_op_delta>()); break;
+        case PK_OP_MAMBA: run_mamba(run, record.as<pk_op_mamba>()); break;
         case PK_OP_SIGMOID: run_sigmoid(run, record.as<pk_op_sigmoid>()); break;
         default: run_add(run, record.as<pk_op_add>()); break;
     }
@@ -177,7 +179,7 @@ bool finds_rows(const pk_program *program) {
     for (int64_t i = 0; i < program->records.n(); ++i) {
         int32_t op = program->records[i].op;
         if (op == PK_OP_PREPARE) return false;
-        reads |= op == PK_OP_QKV || op == PK_OP_ATTENTION || op == PK_OP_GATHER || op == PK_OP_SAMPLE || op == PK_OP_DELTA || op == PK_OP_CONV;
+        reads |= op == PK_OP_QKV || op == PK_OP_ATTENTION || op == PK_OP_GATHER || op == PK_OP_SAMPLE || op == PK_OP_DELTA || op == PK_OP_CONV || op == PK_OP_MAMBA;
     }
     return reads;
 }

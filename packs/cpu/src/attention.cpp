@@ -39,16 +39,16 @@ class Cutter {
     int64_t cut() {
         int64_t n_threads = run_.context.pool.n_threads(), singles = 0;
         for (int64_t r = 0; r < run_.n_rows; ++r)
-            if (n_tokens(r) <= kDecodeTokens) singles += n_tokens(r) * op_.n_kv_heads;
+            if (is_single(r)) singles += n_tokens(r) * op_.n_kv_heads;
         // Few items of many keys would leave threads idle: they are split. At most 12 splits per thread come out of this.
         wanted_splits_ = singles > 0 && singles < 4 * n_threads ? (4 * n_threads + singles - 1) / singles : 1;
         for (int64_t r = 0; r < run_.n_rows; ++r)
             if (flags_[r] & PK_ROW_DEAD)
                 clear(r);
-            else if (n_tokens(r) > kDecodeTokens)
+            else if (!is_single(r))
                 cut_prefill(r);
         for (int64_t r = 0; r < run_.n_rows; ++r)
-            if (n_tokens(r) <= kDecodeTokens && !(flags_[r] & PK_ROW_DEAD)) cut_decode(r);
+            if (is_single(r) && !(flags_[r] & PK_ROW_DEAD)) cut_decode(r);
         return n_items_;
     }
 
@@ -60,11 +60,14 @@ class Cutter {
 
     int64_t n_tokens(int64_t row) const { return starts_[row + 1] - starts_[row]; }
 
+    // Rows that run token by token. Values that are part of the keys lie across their rows: only the prefill kernel reads those.
+    bool is_single(int64_t row) const { return op_.parts == PK_PARTS_QKV && n_tokens(row) <= kDecodeTokens; }
+
     AttentionItem item(int64_t row, int64_t token, int64_t n, int32_t kv_head) const {
-        int32_t position = positions_[starts_[row] + token];
-        int32_t last = position + static_cast<int32_t>(n) - 1;
-        int32_t begin = op_.window > 0 && position + 1 > op_.window ? position + 1 - op_.window : 0;
-        return {slots_[row], static_cast<int32_t>(starts_[row] + token), static_cast<int32_t>(n), position, kv_head, begin, last + 1, 0, -1, 0, 0};
+        int32_t position = positions_[starts_[row] + token], row_end = positions_[starts_[row + 1] - 1] + 1;
+        int64_t end = key_limit(op_, position + n - 1, row_end);
+        return {slots_[row], static_cast<int32_t>(starts_[row] + token), static_cast<int32_t>(n), position, kv_head,
+                static_cast<int32_t>(first_key(op_, position)), static_cast<int32_t>(end), 0, -1, 0, 0, row_end};
     }
 
     void cut_prefill(int64_t row) {

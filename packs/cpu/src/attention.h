@@ -20,6 +20,7 @@ struct AttentionItem {
     int32_t is_prefill;
     int32_t split;                      // number of its partial result; -1: it has all keys and writes `out` itself
     int32_t group_begin, group_splits;  // the partial results that belong together
+    int32_t row_end;                    // position behind the row's last token of this step
 };
 
 struct AttentionJob {
@@ -43,6 +44,13 @@ inline int64_t partial_floats(const pk_op_attention &op) { return heads_per_kv(o
 inline int64_t prefill_tokens(const pk_op_attention &op) {
     int64_t n = kPrefillQueries / heads_per_kv(op);
     return n > 0 ? n : 1;
+}
+
+// First key that a token at `position` sees, and the one behind the last. row_end: behind the row's last token.
+inline int64_t first_key(const pk_op_attention &op, int64_t position) { return op.window > 0 && position + 1 > op.window ? position + 1 - op.window : 0; }
+inline int64_t key_limit(const pk_op_attention &op, int64_t position, int64_t row_end) {
+    if (!op.is_bidirectional) return position + 1;
+    return op.window > 0 && position + op.window < row_end ? position + op.window : row_end;
 }
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }

@@ -317,7 +317,7 @@ inline void attend_chunk(const AttentionJob &job, const AttentionItem &item, con
         if (block < 0 || block >= n_blocks) return {0, 0};
         int64_t m0 = block * kBlockQueries, m1 = m0 + kBlockQueries < s.n_queries ? m0 + kBlockQueries : s.n_queries;
         int64_t last = item.position + (m1 - 1) / s.G, lowest = first_key(op, item.position + m0 / s.G);
-        int64_t end = (last + 1 < to ? last + 1 : to) - from, begin = lowest > from ? (lowest - from) / 32 * 32 : 0;
+        int64_t limit = key_limit(op, last, item.row_end), end = (limit < to ? limit : to) - from, begin = lowest > from ? (lowest - from) / 32 * 32 : 0;
         return begin < end ? Span{begin, round_up(end, 32)} : Span{0, 0};
     };
     for (int64_t block = -1; block <= n_blocks; ++block) {
@@ -327,7 +327,7 @@ inline void attend_chunk(const AttentionJob &job, const AttentionItem &item, con
         if (span.begin < span.end) n_rows = s.n_queries - block * kBlockQueries < kBlockQueries ? s.n_queries - block * kBlockQueries : kBlockQueries;
         work.pace(n_rows * span.steps());
         for (int64_t r = 0; r < n_rows; ++r) {
-            int64_t m = block * kBlockQueries + r, position = item.position + m / s.G, low = first_key(op, position) - from, high = position + 1 - from;
+            int64_t m = block * kBlockQueries + r, position = item.position + m / s.G, low = first_key(op, position) - from, high = key_limit(op, position, item.row_end) - from;
             soften_row(s, work, m, span, low > 0 ? low : 0, high < to - from ? high : to - from, op.softcap);
         }
         work.finish();
@@ -396,6 +396,7 @@ void attend_prefill_tiles(const AttentionJob &job, const AttentionItem &item, ui
 }
 
 void attend_prefill_amx(const AttentionJob &job, const AttentionItem &item, void *scratch) {
+    if (job.op->parts == PK_PARTS_LATENT) return attend_prefill(job, item, scratch);
     auto *bytes = static_cast<uint8_t *>(scratch);
     switch (job.op->kv_format) {
         case PK_F32: return attend_prefill_tiles<PK_F32>(job, item, bytes);

@@ -334,13 +334,17 @@ void convert_chunk(const AttentionJob &job, const Pages &pages, int64_t kv_head,
         if (n > to - key) n = to - key;
         const uint8_t *k_from = pages.page(key) + op.k_offset + (kv_head * D * B + at) * kBytes;
         const uint8_t *v_from = pages.page(key) + op.v_offset + (kv_head * B + at) * Dv * kBytes;
+        if (op.parts == PK_PARTS_LATENT) v_from = nullptr;
         for (int64_t d = 0; d < D; ++d, k_from += B * kBytes) {
             float *out = k + d * kPrefillKeys + key - from;
             int64_t i = 0;
             for (; i + kLanes <= n; i += kLanes) v_store(out + i, kv_load<kFormat>(k_from + i * kBytes));
             if (i < n) v_store(out + i, kv_load<kFormat>(k_from + i * kBytes, n - i), n - i);
         }
-        for (int64_t j = 0; j < n; ++j, v_from += Dv * kBytes) {
+        if (!v_from)
+            for (int64_t d = 0; d < Dv; ++d)
+                for (int64_t j = 0; j < n; ++j) v[(key - from + j) * v_pad + d] = k[(D - Dv + d) * kPrefillKeys + key - from + j];
+        for (int64_t j = 0; v_from && j < n; ++j, v_from += Dv * kBytes) {
             float *out = v + (key - from + j) * v_pad;
             int64_t i = 0;
             for (; i + kLanes <= Dv; i += kLanes) v_store(out + i, kv_load<kFormat>(v_from + i * kBytes));
@@ -348,11 +352,6 @@ void convert_chunk(const AttentionJob &job, const Pages &pages, int64_t kv_head,
         }
         key += n;
     }
-}
-
-// First key that a token at `position` sees.
-inline int64_t first_key(const pk_op_attention &op, int64_t position) {
-    return op.window > 0 && position + 1 > op.window ? position + 1 - op.window : 0;
 }
 
 struct PrefillState {
@@ -364,7 +363,7 @@ struct PrefillState {
 inline void prefill_tile(const AttentionJob &job, const AttentionItem &item, const PrefillState &p, int64_t from, int64_t to, int64_t m, int64_t rows) {
     const pk_op_attention &op = *job.op;
     int64_t last = item.position + (m + rows - 1) / p.G, first = item.position + m / p.G;
-    int64_t end = last + 1 < to ? last + 1 : to, begin = first_key(op, first);
+    int64_t limit = key_limit(op, last, item.row_end), end = limit < to ? limit : to, begin = first_key(op, first);
     begin = begin > from ? (begin - from) / kLanes * kLanes + from : from;
     if (begin >= end) return;
     int64_t skip = begin - from, n = end - begin;
@@ -372,7 +371,7 @@ inline void prefill_tile(const AttentionJob &job, const AttentionItem &item, con
     tile_rows<false>(rows, p.q + m * p.width, p.width, p.k + skip, kPrefillKeys, p.width, scores, kPrefillKeys, (n + kLanes - 1) / kLanes);
     for (int64_t r = 0; r < rows; ++r) {
         float *s = scores + r * kPrefillKeys;
-        int64_t position = item.position + (m + r) / p.G, low = first_key(op, position) - begin, high = position + 1 - begin;
+        int64_t position = item.position + (m + r) / p.G, low = first_key(op, position) - begin, high = key_limit(op, position, item.row_end) - begin;
         if (op.softcap > 0) cap_scores(s, n, op.softcap);
         if (high > n) high = n;
         for (int64_t i = 0; i < low && i < n; ++i) s[i] = -__builtin_inff();

@@ -14,39 +14,7 @@ struct Shape {
         : keys(static_cast<int64_t>(op.n_k_heads) * op.k_width), values(static_cast<int64_t>(op.n_v_heads) * op.v_width), channels(2 * keys + values) {}
 };
 
-float silu(float x) { return x / (1.0f + std::exp(-x)); }
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
-double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
-
-// Row `token` of the row's input, counted from its first token of this step; negative: from the tail.
-const float *input_of(const pk_op_delta &op, const RecurrentRow &q, int64_t channels, int64_t token) {
-    if (token >= 0) return row_of(op.qkv, q.first + token);
-    return q.begins ? nullptr : q.tail + (op.conv_width - 1 + token) * channels;
-}
-
-void convolve(const pk_op_delta &op, const RecurrentRow &q, int64_t channels, int64_t token, float *out) {
-    const auto *conv = numbers<const float>(op.conv.data);
-    std::fill(out, out + channels, 0.0f);
-    for (int32_t i = 0; i < op.conv_width; ++i) {
-        const float *x = input_of(op, q, channels, token - op.conv_width + 1 + i);
-        if (!x) continue;
-        for (int64_t c = 0; c < channels; ++c) out[c] += conv[c * op.conv_width + i] * x[c];
-    }
-    for (int64_t c = 0; c < channels; ++c) out[c] = silu(out[c]);
-}
-
-// The last W - 1 inputs of the row become its tail. Rows are moved upwards, so an older one is read before it is overwritten.
-void keep_tail(const pk_op_delta &op, const RecurrentRow &q, int64_t channels) {
-    int64_t n_tail = op.conv_width - 1;
-    for (int64_t i = 0; i < n_tail; ++i) {
-        const float *x = input_of(op, q, channels, q.n - n_tail + i);
-        float *to = q.tail + i * channels;
-        if (x)
-            std::memmove(to, x, channels * sizeof(float));
-        else
-            std::fill(to, to + channels, 0.0f);
-    }
-}
 
 // x / sqrt(sum(x^2) + 1e-6) * factor, into out.
 void unit_vector(const float *x, int64_t n, double factor, float *out) {
@@ -115,13 +83,8 @@ void run_delta(Run &run, const pk_op_delta &op) {
     Shape shape(op);
     Pool &pool = run.context.pool;
     auto *mixed = reinterpret_cast<float *>(run.shared), *scratch = mixed + int64_t{run.state.max_step_tokens} * shape.channels;
-    const auto *token_row = numbers<const int32_t>(run.state.token_row);
-    pool.parallel_for(run.n_tokens, pool.grain(run.n_tokens), [&](int64_t begin, int64_t end, int32_t) {
-        for (int64_t t = begin; t < end; ++t) {
-            RecurrentRow q = row_at(run, op.state_offset, op.conv_offset, token_row[t]);
-            if (!q.is_dead) convolve(op, q, shape.channels, t - q.first, mixed + t * shape.channels);
-        }
-    });
+    Taps taps{op.qkv, numbers<const float>(op.conv.data), nullptr, shape.channels, op.conv_width};
+    convolve_step(run, taps, op.state_offset, op.conv_offset, mixed);
     pool.parallel_for(run.n_rows * op.n_v_heads, 1, [&](int64_t begin, int64_t end, int32_t thread) {
         for (int64_t i = begin; i < end; ++i) {
             RecurrentRow q = row_at(run, op.state_offset, op.conv_offset, i / op.n_v_heads);
@@ -134,10 +97,7 @@ void run_delta(Run &run, const pk_op_delta &op) {
                 std::fill_n(numbers<float>(op.out.data + t * op.out.stride) + h * op.v_width, op.v_width, 0.0f);
         }
     });
-    for (int64_t r = 0; r < run.n_rows; ++r) {
-        RecurrentRow q = row_at(run, op.state_offset, op.conv_offset, r);
-        if (!q.is_dead && q.n > 0) keep_tail(op, q, shape.channels);
-    }
+    keep_tails(run, taps, op.state_offset, op.conv_offset);
 }
 
 }  // namespace pk

@@ -1,6 +1,7 @@
 // Row ops of the CPU pack: spreads the kernels' rows over the pool.
 #include "ops.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -37,18 +38,26 @@ void fill_angles(Run &run, Angles &angles) {
     angles.n_ready = run.n_tokens;
 }
 
+void add_row(const pk_tensor &table, int64_t row, float *out) {
+    const auto *from = numbers<const float>(table.data + row * table.stride);
+    for (int64_t i = 0; i < table.cols; ++i) out[i] += from[i];
+}
+
 }  // namespace
 
 void run_embed(Run &run, const pk_op_embed &op) {
-    const auto *ids = numbers<const int32_t>(run.state.token_id);
+    const auto *ids = numbers<const int32_t>(run.state.token_id), *positions = numbers<const int32_t>(run.state.token_position);
     run.context.pool.parallel_for(run.n_tokens, row_grain(run, run.n_tokens, op.out.cols), [&](int64_t begin, int64_t end, int32_t) {
         for (int64_t t = begin; t < end; ++t) {
             auto *out = numbers<float>(op.out.data + t * op.out.stride);
+            int64_t id = ids[t] % op.table.rows, type = ids[t] / op.table.rows;
             if (op.table.layout == PK_PACKED)
-                packed_row_to_f32(run.context, op.table, ids[t], out);
+                packed_row_to_f32(run.context, op.table, id, out);
             else
-                source_row_to_f32(op.table.format, numbers<const void>(op.table.data + ids[t] * op.table.stride), op.table.cols, out);
+                source_row_to_f32(op.table.format, numbers<const void>(op.table.data + id * op.table.stride), op.table.cols, out);
             if (op.scale != 1.0f) run.kernels.scale(out, op.out.cols, op.scale);
+            if (op.positions.data) add_row(op.positions, std::min<int64_t>(int64_t{positions[t]} + op.position_offset, op.positions.rows - 1), out);
+            if (op.types.data) add_row(op.types, type, out);
         }
     });
 }
@@ -74,11 +83,17 @@ void run_copy(Run &run, const pk_op_copy &op) {
 }
 
 void run_gather(Run &run, const pk_op_gather &op) {
-    const auto *at = numbers<const int32_t>(run.state.sample_at);
+    const auto *at = numbers<const int32_t>(run.state.sample_at), *rows = numbers<const int32_t>(run.state.sample_row);
+    const auto *starts = numbers<const int32_t>(run.state.row_start);
     run.context.pool.parallel_for(run.n_samples, row_grain(run, run.n_samples, op.x.cols), [&](int64_t begin, int64_t end, int32_t) {
-        for (int64_t s = begin; s < end; ++s)
-            std::memcpy(numbers<void>(op.out.data + s * op.out.stride), numbers<const void>(op.x.data + at[s] * op.x.stride),
-                        op.x.cols * sizeof(float));
+        for (int64_t s = begin; s < end; ++s) {
+            int64_t first = starts[rows[s]], last = op.pool == PK_POOL_LAST ? at[s] : starts[rows[s] + 1] - 1;
+            auto *out = numbers<float>(op.out.data + s * op.out.stride);
+            std::memcpy(out, numbers<const void>(op.x.data + (op.pool == PK_POOL_LAST ? last : first) * op.x.stride), op.x.cols * sizeof(float));
+            if (op.pool != PK_POOL_MEAN) continue;
+            for (int64_t t = first + 1; t <= last; ++t) add_row(op.x, t, out);
+            run.kernels.scale(out, op.x.cols, 1.0f / static_cast<float>(last + 1 - first));
+        }
     });
 }
 

@@ -43,6 +43,7 @@ Number *numbers(uint64_t address) {
 int64_t attention_workspace_bytes(const Context &context, const pk_op_attention &op, const pk_state &state);
 int64_t experts_workspace_bytes(const Context &context, const pk_op_experts &op, int64_t n_rows);
 int64_t delta_workspace_bytes(const Context &context, const pk_op_delta &op, const pk_state &state);
+int64_t mamba_workspace_bytes(const pk_op_mamba &op, const pk_state &state);
 int64_t sample_workspace_bytes(const Context &context, const pk_state &state);
 
 void run_embed(Run &run, const pk_op_embed &op);
@@ -58,6 +59,7 @@ void run_route(Run &run, const pk_op_route &op);
 void run_experts(Run &run, const pk_op_experts &op);
 void run_conv(Run &run, const pk_op_conv &op);
 void run_delta(Run &run, const pk_op_delta &op);
+void run_mamba(Run &run, const pk_op_mamba &op);
 void run_sigmoid(Run &run, const pk_op_sigmoid &op);
 
 // Applies the step input and builds the row and token arrays. PK_BAD_ARG when a row would pass the context's end.

@@ -37,6 +37,23 @@ inline void weigh(float *out, const float *x, float factor, const float *w, int6
     for (int64_t i = 0; i < n; i += kLanes) v_store(out + i, v_mul(v_mul(v_load(x + i, n - i), f), v_load(w + i, n - i)), n - i);
 }
 
+// out = (x - mean) / sqrt(variance + eps) * w + bias; out may be x. Source: Ba et al. 2016, equation 4.
+inline void layer_norm(float *out, const float *x, int64_t n, float eps, const float *w, const float *bias) {
+    vf sum = v_zero();
+    for (int64_t i = 0; i < n; i += kLanes) sum = v_add(sum, v_load(x + i, n - i));
+    vf mean = v_set(v_sum(sum) / static_cast<float>(n)), squares = v_zero();
+    for (int64_t i = 0; i < n; i += kLanes) {
+        vf v = v_sub(v_load(x + i, n - i), mean);
+        if (n - i < kLanes) v = v_first(v, v_zero(), n - i);
+        squares = v_fma(v, v, squares);
+    }
+    vf factor = v_set(1.0f / std::sqrt(v_sum(squares) / static_cast<float>(n) + eps));
+    for (int64_t i = 0; i < n; i += kLanes) {
+        vf v = v_mul(v_mul(v_sub(v_load(x + i, n - i), mean), factor), v_load(w + i, n - i));
+        v_store(out + i, bias ? v_add(v, v_load(bias + i, n - i)) : v, n - i);
+    }
+}
+
 // Formula and order: pk_op_norm in pack.h. Source: Zhang and Sennrich 2019, equation 4.
 void norm(const pk_op_norm &op, int64_t begin, int64_t end) {
     int64_t n = op.x.cols;
@@ -58,17 +75,24 @@ void norm(const pk_op_norm &op, int64_t begin, int64_t end) {
             weigh(out, v, first, post, n);
             v = out;
         }
-        if (out) weigh(out, v, inverse_rms(v, n, op.eps), w, n);
+        if (out && op.kind == PK_NORM_LAYER)
+            layer_norm(out, v, n, op.eps, w, reinterpret_cast<const float *>(op.bias.data));
+        else if (out)
+            weigh(out, v, inverse_rms(v, n, op.eps), w, n);
     }
 }
 
 template <int kAct>
 void gate_rows(const pk_op_gate &op, int64_t begin, int64_t end) {
     int64_t n = op.out.cols;
+    bool is_gated = op.x.cols != n;
     for (int64_t row = begin; row < end; ++row) {
         const float *x = row_at<float>(op.x, row);
         float *out = row_at<float>(op.out, row);
-        for (int64_t i = 0; i < n; i += kLanes) v_store(out + i, v_mul(v_act(v_load(x + i, n - i), kAct), v_load(x + n + i, n - i)), n - i);
+        for (int64_t i = 0; i < n; i += kLanes) {
+            vf v = v_act(v_load(x + i, n - i), kAct);
+            v_store(out + i, is_gated ? v_mul(v, v_load(x + n + i, n - i)) : v, n - i);
+        }
     }
 }
 
@@ -77,6 +101,7 @@ void gate(const pk_op_gate &op, int64_t begin, int64_t end) {
         case PK_ACT_SILU: return gate_rows<PK_ACT_SILU>(op, begin, end);
         case PK_ACT_GELU_TANH: return gate_rows<PK_ACT_GELU_TANH>(op, begin, end);
         case PK_ACT_GELU_ERF: return gate_rows<PK_ACT_GELU_ERF>(op, begin, end);
+        case PK_ACT_RELU2: return gate_rows<PK_ACT_RELU2>(op, begin, end);
         default: return gate_rows<PK_ACT_NONE>(op, begin, end);
     }
 }
@@ -199,6 +224,7 @@ void qkv(const pk_op_qkv &op, const pk_state &state, const float *angles, int64_
         float *q = row_at<float>(op.q, t);
         const float *turn = angles ? angles + t * op.rope_width : nullptr;
         for (int64_t h = 0; h < op.n_heads; ++h) turn_head(op, x + h * D, q + h * D, op.q_norm, turn);
+        if (op.parts == PK_PARTS_Q) continue;
         x += op.n_heads * D;
         auto *page = reinterpret_cast<uint8_t *>(state.kv) + page_of[t] * state.kv_page_stride;
         int64_t at = position_of[t] % B;
@@ -207,8 +233,17 @@ void qkv(const pk_op_qkv &op, const pk_state &state, const float *angles, int64_
             turn_head(op, x + h * D, k, op.k_norm, turn);
             store_column(page + op.k_offset + (h * D * B + at) * bytes, B, op.kv_format, k, D);
         }
+        if (op.parts == PK_PARTS_LATENT) continue;
         x += op.n_kv_heads * D;
-        for (int64_t h = 0; h < op.n_kv_heads; ++h) store_row(page + op.v_offset + (h * B + at) * Dv * bytes, op.kv_format, x + h * Dv, Dv);
+        for (int64_t h = 0; h < op.n_kv_heads; ++h) {
+            const float *v = x + h * Dv;
+            alignas(64) float normed[kMaxHeadWidth];
+            if (op.v_norm.data) {
+                weigh(normed, v, inverse_rms(v, Dv, op.eps), reinterpret_cast<const float *>(op.v_norm.data), Dv);
+                v = normed;
+            }
+            store_row(page + op.v_offset + (h * B + at) * Dv * bytes, op.kv_format, v, Dv);
+        }
     }
 }
 

@@ -1,5 +1,9 @@
 // What recurrent ops share: a row of the step, and where its slot's state lies.
 #pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
 #include "ops.h"
 
 namespace pk {
@@ -20,5 +24,68 @@ inline RecurrentRow row_at(const Run &run, int64_t state_offset, int64_t tail_of
 }
 
 inline const float *row_of(const pk_tensor &t, int64_t row) { return numbers<const float>(t.data + row * t.stride); }
+
+inline float silu(float x) { return x / (1.0f + std::exp(-x)); }
+inline double softplus(double x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
+// A causal convolution over the tokens of a row, channel by channel. bias: or nullptr.
+struct Taps {
+    const pk_tensor &x;
+    const float *conv, *bias;
+    int64_t channels;
+    int32_t width;
+
+    // Row `token` of the row's input, counted from its first token of this step; negative: from the tail; nullptr: zeros.
+    const float *input(const RecurrentRow &q, int64_t token) const {
+        if (token >= 0) return row_of(x, q.first + token);
+        return q.begins ? nullptr : q.tail + (width - 1 + token) * channels;
+    }
+
+    // out = silu(bias + the convolution at `token`)
+    void convolve(const RecurrentRow &q, int64_t token, float *out) const {
+        if (bias)
+            std::memcpy(out, bias, channels * sizeof(float));
+        else
+            std::fill(out, out + channels, 0.0f);
+        for (int32_t i = 0; i < width; ++i) {
+            const float *from = input(q, token - width + 1 + i);
+            if (!from) continue;
+            for (int64_t c = 0; c < channels; ++c) out[c] += conv[c * width + i] * from[c];
+        }
+        for (int64_t c = 0; c < channels; ++c) out[c] = silu(out[c]);
+    }
+
+    // The last W - 1 inputs of the row become its tail. Rows are moved upwards, so an older one is read before it is overwritten.
+    void keep_tail(const RecurrentRow &q) const {
+        int64_t n_tail = width - 1;
+        for (int64_t i = 0; i < n_tail; ++i) {
+            const float *from = input(q, q.n - n_tail + i);
+            float *to = q.tail + i * channels;
+            if (from)
+                std::memmove(to, from, channels * sizeof(float));
+            else
+                std::fill(to, to + channels, 0.0f);
+        }
+    }
+};
+
+// All tokens of the step, convolved, into mixed [T, C]; those of dead rows are left.
+inline void convolve_step(Run &run, const Taps &taps, int64_t state_offset, int64_t conv_offset, float *mixed) {
+    Pool &pool = run.context.pool;
+    const auto *token_row = numbers<const int32_t>(run.state.token_row);
+    pool.parallel_for(run.n_tokens, pool.grain(run.n_tokens), [&](int64_t begin, int64_t end, int32_t) {
+        for (int64_t t = begin; t < end; ++t) {
+            RecurrentRow q = row_at(run, state_offset, conv_offset, token_row[t]);
+            if (!q.is_dead) taps.convolve(q, t - q.first, mixed + t * taps.channels);
+        }
+    });
+}
+
+inline void keep_tails(Run &run, const Taps &taps, int64_t state_offset, int64_t conv_offset) {
+    for (int64_t r = 0; r < run.n_rows; ++r) {
+        RecurrentRow q = row_at(run, state_offset, conv_offset, r);
+        if (!q.is_dead && q.n > 0) taps.keep_tail(q);
+    }
+}
 
 }  // namespace pk

@@ -207,6 +207,10 @@ inline vf v_act(vf x, int32_t act) {
         case PK_ACT_SILU: return v_silu(x);
         case PK_ACT_GELU_TANH: return v_gelu_tanh(x);
         case PK_ACT_GELU_ERF: return v_gelu_erf(x);
+        case PK_ACT_RELU2: {
+            vf positive = v_max(x, v_zero());
+            return v_mul(positive, positive);
+        }
         default: return x;
     }
 }

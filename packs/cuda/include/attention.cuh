@@ -15,7 +15,7 @@ struct AttentionArguments {
     int32_t *counters;  // zero between launches
     int64_t q_stride, out_stride, page_stride, k_offset, v_offset;
     int32_t q_format, out_format, kv_format;
-    int32_t n_heads, n_kv_heads, head_width, v_width, window, page_tokens, page_shift, slot_pages, max_rows, max_items;
+    int32_t n_heads, n_kv_heads, head_width, v_width, window, page_tokens, page_shift, slot_pages, max_rows, max_items, is_bidirectional;
     float scale, softcap;
 };
 

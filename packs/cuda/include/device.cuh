@@ -110,6 +110,7 @@ __device__ __forceinline__ float activate(float v, int32_t act) {
         case PK_ACT_SILU: return v / (1.0f + __expf(-v));
         case PK_ACT_GELU_TANH: return 0.5f * v * (1.0f + quick_tanh(0.7978845608028654f * (v + 0.044715f * v * v * v)));
         case PK_ACT_GELU_ERF: return 0.5f * v * (1.0f + erff(v * 0.7071067811865476f));
+        case PK_ACT_RELU2: return v > 0.0f ? v * v : 0.0f;
         default: return v;
     }
 }

@@ -82,16 +82,26 @@ struct EmbedArguments {
     const uint8_t *table;
     void *out;
     const StepInfo *info;
-    const int32_t *token;
+    const int32_t *token, *position;
+    const float *positions, *types;
     const float *row_scale, *block_scale;
     int64_t row_bytes, out_stride, rows_symbol;
-    int32_t n_units, cols, n_rows, out_format, format, block_stride;
+    int32_t n_units, cols, n_rows, out_format, format, block_stride, n_types, n_positions, position_offset;
     float scale;
 };
 
 __device__ __forceinline__ int token_of(const EmbedArguments &a, int t) {
     int id = a.token[t];
+    if (a.types != nullptr && id >= 0 && id < a.n_rows * a.n_types) id %= a.n_rows;
     return id < 0 ? 0 : id >= a.n_rows ? a.n_rows - 1 : id;
+}
+
+// What position and type of token t add to element k of its row.
+__device__ __forceinline__ float addend(const EmbedArguments &a, int t, int k) {
+    float v = 0.0f;
+    if (a.positions != nullptr) v += a.positions[static_cast<int64_t>(min(a.position[t] + a.position_offset, a.n_positions - 1)) * a.cols + k];
+    if (a.types != nullptr) v += a.types[static_cast<int64_t>(min(max(a.token[t], 0) / a.n_rows, a.n_types - 1)) * a.cols + k];
+    return v;
 }
 
 // A block per token; row-major tables of any plain format.
@@ -106,7 +116,7 @@ __global__ void __launch_bounds__(256) embed_rows_kernel(const __grid_constant__
     for (int k = threadIdx.x; k < a.cols; k += 256) {
         float v = load_as_f32(row, k, a.format) * scale;
         if (a.block_scale != nullptr) v *= a.block_scale[(id >> 7) * a.block_stride + (k >> 7)];
-        store_from_f32(a.out, t * a.out_stride + k, a.out_format, v);
+        store_from_f32(a.out, t * a.out_stride + k, a.out_format, v + addend(a, t, k));
     }
 }
 
@@ -131,7 +141,7 @@ __global__ void __launch_bounds__(128) embed_block_kernel(const __grid_constant_
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 int k = unit * U::kU + 32 * b + 4 * (lane & 3) + (i < 4 ? i : 12 + i);
-                if (k < a.cols) store_from_f32(a.out, t * a.out_stride + k, a.out_format, v[i] * a.scale);
+                if (k < a.cols) store_from_f32(a.out, t * a.out_stride + k, a.out_format, v[i] * a.scale + addend(a, t, k));
             }
         }
 }
@@ -178,6 +188,8 @@ int32_t launch_dequantize(const Launch &l, const Packed &p, uint64_t data, int64
 }
 
 int32_t check_embed(pk_ctx *ctx, const pk_op_embed &op, int64_t at) {
+    for (const pk_tensor *t : {&op.positions, &op.types})
+        if (t->data && t->rows > 1 && t->stride != 4 * t->cols) return fail(PK_UNSUPPORTED, "op %lld embed: the CUDA pack wants added rows without gaps", (long long)at);
     if (op.table.layout == PK_PACKED) {
         if (find_packed(ctx, op.table) == nullptr) return fail(PK_BAD_ARG, "op %lld embed: the table was not made by pk_repack of this context", (long long)at);
         return PK_OK;
@@ -193,6 +205,12 @@ int32_t launch_embed(const Launch &l, const pk_op_embed &op) {
     a.out = reinterpret_cast<void *>(op.out.data);
     a.info = l.info;
     a.token = reinterpret_cast<const int32_t *>(l.state->token_id);
+    a.position = reinterpret_cast<const int32_t *>(l.state->token_position);
+    a.positions = reinterpret_cast<const float *>(op.positions.data);
+    a.types = reinterpret_cast<const float *>(op.types.data);
+    a.n_positions = static_cast<int32_t>(op.positions.rows);
+    a.n_types = static_cast<int32_t>(op.types.rows);
+    a.position_offset = op.position_offset;
     a.out_stride = op.out.stride / (op.out.format == PK_F32 ? 4 : 2);
     a.rows_symbol = op.out.rows;
     a.cols = static_cast<int32_t>(op.table.cols);

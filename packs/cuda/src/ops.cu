@@ -18,10 +18,10 @@ Operand operand(const pk_tensor &t) {
 
 struct NormArguments {
     Operand x, residual, out;
-    const float *w, *post_w;
+    const float *w, *post_w, *bias;
     const StepInfo *info;
     int64_t rows_symbol;
-    int32_t cols;
+    int32_t cols, is_layer;
     float eps, residual_scale;
 };
 
@@ -85,9 +85,22 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
         });
     }
     if (a.out.p != nullptr) {
+        if (a.is_layer) {
+            float s = 0.0f;
+            each([&](float(&f)[8], int k) {
+                for (int i = 0; i < 8; ++i) s += k + i < a.cols ? f[i] : 0.0f;
+            });
+            const float mean = block_sum(s, shared) / a.cols;
+            each([&](float(&f)[8], int k) {
+                for (int i = 0; i < 8; ++i) f[i] = k + i < a.cols ? f[i] - mean : 0.0f;
+            });
+            __syncthreads();
+        }
         const float r = rms();
         each([&](float(&f)[8], int k) {
             weighted(a.w, k, r, f);
+            if (a.bias != nullptr)
+                for (int i = 0; i < 8; ++i) f[i] += k + i < a.cols ? a.bias[k + i] : 0.0f;
             write(a.out, k, f);
         });
     }
@@ -95,12 +108,12 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
 
 struct QkvArguments {
     Operand qkv, q;
-    const float *q_norm, *k_norm, *frequency;
+    const float *q_norm, *k_norm, *v_norm, *frequency;
     const StepInfo *info;
     const int32_t *position, *page, *row;
     uint8_t *kv;
     int64_t page_stride, k_offset, v_offset;
-    int32_t n_heads, n_kv_heads, head_width, v_width, rope_width, rope_layout, page_tokens, kv_format;
+    int32_t n_heads, n_kv_heads, head_width, v_width, rope_width, rope_layout, page_tokens, kv_format, n_parts;
     float magnitude, eps;
 };
 
@@ -110,7 +123,7 @@ __global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArg
     wait_dependence();
     release_dependents();
     const int t = blockIdx.x, lane = threadIdx.x & 31, h = blockIdx.y * 4 + (threadIdx.x >> 5);
-    if (t >= a.info->n_tokens || h >= a.n_heads + 2 * a.n_kv_heads) return;
+    if (t >= a.info->n_tokens || h >= a.n_heads + a.n_parts * a.n_kv_heads) return;
     const bool is_v = h >= a.n_heads + a.n_kv_heads, is_k = !is_v && h >= a.n_heads;
     const int width = is_v ? a.v_width : a.head_width;
     int64_t from = t * a.qkv.stride + static_cast<int64_t>(h) * a.head_width;
@@ -122,13 +135,13 @@ __global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArg
         s += v[i] * v[i];
     }
     const int p = a.position[t];
+    const float *norm = is_v ? a.v_norm : is_k ? a.k_norm : a.q_norm;
+    if (norm != nullptr) {
+        const float r = rsqrtf(warp_sum(s) / width + a.eps);
+        for (int i = lane; i < width; i += 32) v[i] *= r * norm[i];
+    }
+    __syncwarp();
     if (!is_v) {
-        const float *norm = is_k ? a.k_norm : a.q_norm;
-        if (norm != nullptr) {
-            const float r = rsqrtf(warp_sum(s) / width + a.eps);
-            for (int i = lane; i < width; i += 32) v[i] *= r * norm[i];
-        }
-        __syncwarp();
         if (a.frequency != nullptr) {
             const int half = a.rope_width / 2;
             for (int i = lane; i < half; i += 32) {
@@ -157,33 +170,38 @@ __global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArg
 struct MapArguments {
     Operand x, y, out;
     const StepInfo *info;
-    const int32_t *sample_at;
+    const int32_t *sample_at, *sample_row, *row_start;
     int64_t rows_symbol;
-    int32_t cols, act;
+    int32_t cols, act, is_gated;
     float scale;
 };
 
-// out = act(x[:, 0:F]) * x[:, F:2F]
+// out = act(x[:, 0:F]) * x[:, F:2F], or act(x)
 __global__ void gate_kernel(const __grid_constant__ MapArguments a) {
     wait_dependence();
     release_dependents();
     const int row = blockIdx.y;
     if (row >= rows_of(a.info, a.rows_symbol)) return;
     for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x) {
-        float g = load_as_f32(a.x.p, row * a.x.stride + k, a.x.format), u = load_as_f32(a.x.p, row * a.x.stride + a.cols + k, a.x.format);
+        float g = load_as_f32(a.x.p, row * a.x.stride + k, a.x.format), u = a.is_gated ? load_as_f32(a.x.p, row * a.x.stride + a.cols + k, a.x.format) : 1.0f;
         store_from_f32(a.out.p, row * a.out.stride + k, a.out.format, activate(g, a.act) * u);
     }
 }
 
-// out[s] = x[the token that s is drawn after]
+// out[s] = x[the token that s is drawn after], or its row's first one, or the mean of all (act: pk_pool)
 __global__ void gather_kernel(const __grid_constant__ MapArguments a) {
     wait_dependence();
     release_dependents();
     const int s = blockIdx.y;
     if (s >= rows_of(a.info, a.rows_symbol)) return;
-    const int64_t from = a.sample_at[s];
-    for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x)
-        store_from_f32(a.out.p, s * a.out.stride + k, a.out.format, load_as_f32(a.x.p, from * a.x.stride + k, a.x.format));
+    const bool is_last = a.act == PK_POOL_LAST;
+    const int64_t first = is_last ? 0 : a.row_start[a.sample_row[s]], last = is_last ? a.sample_at[s] : a.row_start[a.sample_row[s] + 1] - 1;
+    const int64_t begin = is_last ? last : first, end = a.act == PK_POOL_FIRST ? first : last;
+    for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x) {
+        float sum = 0.0f;
+        for (int64_t t = begin; t <= end; ++t) sum += load_as_f32(a.x.p, t * a.x.stride + k, a.x.format);
+        store_from_f32(a.out.p, s * a.out.stride + k, a.out.format, sum / (end + 1 - begin));
+    }
 }
 
 // out = x * scale + y (y may be absent)
@@ -240,6 +258,8 @@ int32_t launch_norm(const Launch &l, const pk_op_norm &op) {
     if (op.out.data) a.out = operand(op.out);
     a.w = reinterpret_cast<const float *>(op.w.data);
     a.post_w = reinterpret_cast<const float *>(op.post_w.data);
+    a.bias = reinterpret_cast<const float *>(op.bias.data);
+    a.is_layer = op.kind == PK_NORM_LAYER;
     a.info = l.info;
     a.rows_symbol = op.x.rows;
     a.cols = static_cast<int32_t>(op.x.cols);
@@ -261,6 +281,8 @@ int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
     a.q = operand(op.q);
     a.q_norm = reinterpret_cast<const float *>(op.q_norm.data);
     a.k_norm = reinterpret_cast<const float *>(op.k_norm.data);
+    a.v_norm = reinterpret_cast<const float *>(op.v_norm.data);
+    a.n_parts = op.parts == PK_PARTS_Q ? 0 : op.parts == PK_PARTS_LATENT ? 1 : 2;
     a.frequency = reinterpret_cast<const float *>(op.frequency.data);
     a.info = l.info;
     a.position = reinterpret_cast<const int32_t *>(s.token_position);
@@ -281,7 +303,7 @@ int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
     a.magnitude = op.rope_magnitude;
     a.eps = op.eps;
     if (op.head_width > 512 || op.v_width > 512) return fail(PK_UNSUPPORTED, "qkv: heads of %d; the CUDA pack takes up to 512", std::max(op.head_width, op.v_width));
-    const int heads = op.n_heads + 2 * op.n_kv_heads;
+    const int heads = op.n_heads + a.n_parts * op.n_kv_heads;
     return launch(l, "qkv", qkv_kernel, dim3(static_cast<unsigned>(bound(l, op.qkv.rows)), (heads + 3) / 4), dim3(128), 0, a);
 }
 
@@ -289,6 +311,7 @@ int32_t launch_gate(const Launch &l, const pk_op_gate &op) {
     MapArguments a = {};
     a.x = operand(op.x);
     a.act = op.act;
+    a.is_gated = op.x.cols != op.out.cols;
     return launch_map(l, "gate", gate_kernel, a, op.out);
 }
 
@@ -296,6 +319,9 @@ int32_t launch_gather(const Launch &l, const pk_op_gather &op) {
     MapArguments a = {};
     a.x = operand(op.x);
     a.sample_at = reinterpret_cast<const int32_t *>(l.state->sample_at);
+    a.sample_row = reinterpret_cast<const int32_t *>(l.state->sample_row);
+    a.row_start = reinterpret_cast<const int32_t *>(l.state->row_start);
+    a.act = op.pool;
     return launch_map(l, "gather", gather_kernel, a, op.out);
 }
 

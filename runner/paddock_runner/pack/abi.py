@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "d88331a10c711481"
+DIGEST = "57cd7b8599c2b49b"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -55,6 +55,7 @@ PK_OP_EXPERTS = 14
 PK_OP_SIGMOID = 15
 PK_OP_DELTA = 16
 PK_OP_CONV = 17
+PK_OP_MAMBA = 18
 
 # enum pk_act
 PK_ACT_NONE = 0
@@ -62,6 +63,21 @@ PK_ACT_SILU = 1
 PK_ACT_GELU_TANH = 2
 PK_ACT_GELU_ERF = 3
 PK_ACT_SWIGLU_CLAMP = 4
+PK_ACT_RELU2 = 5
+
+# enum pk_pool
+PK_POOL_LAST = 0
+PK_POOL_FIRST = 1
+PK_POOL_MEAN = 2
+
+# enum pk_norm
+PK_NORM_RMS = 0
+PK_NORM_LAYER = 1
+
+# enum pk_parts
+PK_PARTS_QKV = 0
+PK_PARTS_LATENT = 1
+PK_PARTS_Q = 2
 
 # enum pk_score
 PK_SCORE_SOFTMAX = 0
@@ -253,9 +269,11 @@ class pk_op_embed(Structure):
         ("op", c_int32),
         ("size", c_int32),
         ("table", pk_tensor),
+        ("positions", pk_tensor),
+        ("types", pk_tensor),
         ("out", pk_tensor),
         ("scale", c_float),
-        ("reserved", c_int32),
+        ("position_offset", c_int32),
     ]
 
 
@@ -265,11 +283,14 @@ class pk_op_norm(Structure):
         ("size", c_int32),
         ("x", pk_tensor),
         ("w", pk_tensor),
+        ("bias", pk_tensor),
         ("post_w", pk_tensor),
         ("residual", pk_tensor),
         ("out", pk_tensor),
         ("eps", c_float),
         ("residual_scale", c_float),
+        ("kind", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -297,6 +318,7 @@ class pk_op_qkv(Structure):
         ("q", pk_tensor),
         ("q_norm", pk_tensor),
         ("k_norm", pk_tensor),
+        ("v_norm", pk_tensor),
         ("frequency", pk_tensor),
         ("k_offset", c_int64),
         ("v_offset", c_int64),
@@ -309,7 +331,7 @@ class pk_op_qkv(Structure):
         ("rope_magnitude", c_float),
         ("eps", c_float),
         ("kv_format", c_int32),
-        ("reserved", c_int32),
+        ("parts", c_int32),
     ]
 
 
@@ -330,6 +352,8 @@ class pk_op_attention(Structure):
         ("kv_format", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
+        ("is_bidirectional", c_int32),
+        ("parts", c_int32),
     ]
 
 
@@ -350,6 +374,8 @@ class pk_op_gather(Structure):
         ("size", c_int32),
         ("x", pk_tensor),
         ("out", pk_tensor),
+        ("pool", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -476,6 +502,35 @@ class pk_op_conv(Structure):
         ("out", pk_tensor),
         ("conv_offset", c_int64),
         ("conv_width", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_mamba(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("xbc", pk_tensor),
+        ("z", pk_tensor),
+        ("dt", pk_tensor),
+        ("conv", pk_tensor),
+        ("bias", pk_tensor),
+        ("a_log", pk_tensor),
+        ("dt_bias", pk_tensor),
+        ("d", pk_tensor),
+        ("scale", pk_tensor),
+        ("out", pk_tensor),
+        ("state_offset", c_int64),
+        ("conv_offset", c_int64),
+        ("n_heads", c_int32),
+        ("head_width", c_int32),
+        ("n_groups", c_int32),
+        ("state_width", c_int32),
+        ("conv_width", c_int32),
+        ("n_norms", c_int32),
+        ("eps", c_float),
+        ("dt_low", c_float),
+        ("dt_high", c_float),
         ("reserved", c_int32),
     ]
 

@@ -12,13 +12,18 @@ from . import abi
 from .tensor import Tensor
 
 SCORES = {"softmax": abi.PK_SCORE_SOFTMAX, "sigmoid": abi.PK_SCORE_SIGMOID, "chosen": abi.PK_SCORE_CHOSEN}
-ACTS = {"none": abi.PK_ACT_NONE, "silu": abi.PK_ACT_SILU, "gelu_tanh": abi.PK_ACT_GELU_TANH, "gelu_erf": abi.PK_ACT_GELU_ERF, "swiglu_clamp": abi.PK_ACT_SWIGLU_CLAMP}
+ACTS = {"none": abi.PK_ACT_NONE, "silu": abi.PK_ACT_SILU, "gelu_tanh": abi.PK_ACT_GELU_TANH, "gelu_erf": abi.PK_ACT_GELU_ERF, "swiglu_clamp": abi.PK_ACT_SWIGLU_CLAMP, "relu2": abi.PK_ACT_RELU2}
 ROPE_LAYOUTS = {"neox": 0, "interleaved": 1}
+NORMS = {"rms": abi.PK_NORM_RMS, "layer": abi.PK_NORM_LAYER}
+POOLS = {"last": abi.PK_POOL_LAST, "first": abi.PK_POOL_FIRST, "mean": abi.PK_POOL_MEAN}
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Head counts and widths of one attention layer, and where its keys and values lie in a page (bytes)."""
+    """Head counts and widths of one attention layer, and where its keys and values lie in a page (bytes).
+
+    parts: what is projected and stored: all three, "latent" (values are the last v_width dimensions of the keys), or queries alone.
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -27,6 +32,22 @@ class Heads:
     k_offset: int
     v_offset: int
     kv_format: int
+    parts: int = abi.PK_PARTS_QKV
+
+    @property
+    def width(self) -> int:
+        """Columns of the projections together."""
+        k = 0 if self.parts == abi.PK_PARTS_Q else self.n_kv_heads * self.head_width
+        v = self.n_kv_heads * self.v_width if self.parts == abi.PK_PARTS_QKV else 0
+        return self.n_heads * self.head_width + k + v
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Which keys a query sees. window: so many tokens, 0 for all. is_bidirectional: also later ones of its row."""
+
+    window: int = 0
+    is_bidirectional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +85,34 @@ class DeltaShape:
     state_offset: int
     conv_offset: int
     is_tiled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MambaWeights:
+    """What a Mamba 2 layer has beside its projections, all f32: conv [1,C*W], bias [1,C] or None, a_log, dt_bias and d [1,H], scale [1,H*P]."""
+
+    conv: Tensor
+    bias: Tensor | None
+    a_log: Tensor
+    dt_bias: Tensor
+    d: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MambaShape:
+    """Heads, groups and widths of a Mamba 2 layer, where its state and its convolution's tail lie in a slot's (bytes), its limits."""
+
+    n_heads: int
+    head_width: int
+    n_groups: int
+    state_width: int
+    conv_width: int
+    n_norms: int
+    state_offset: int
+    conv_offset: int
+    dt_low: float = 0.0
+    dt_high: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +171,9 @@ class Program:
     def __init__(self) -> None:
         self.records: list[ctypes.Structure] = []
 
-    def _add(self, kind: Any, op: int, tensors: dict[str, Tensor | None], **fields: Any) -> None:
-        record = kind()
-        record.op, record.size = op, ctypes.sizeof(kind)
+    def _add(self, structure: Any, op: int, tensors: dict[str, Tensor | None], **fields: Any) -> None:
+        record = structure()
+        record.op, record.size = op, ctypes.sizeof(structure)
         for name, tensor in tensors.items():
             if tensor is not None:
                 tensor.fill(getattr(record, name))
@@ -140,10 +189,13 @@ class Program:
         """Applies the step input and builds rows and positions."""
         self._add(abi.pk_op_prepare, abi.PK_OP_PREPARE, {})
 
-    def embed(self, table: Tensor, out: Tensor, scale: float = 1.0) -> None:
-        """out[T,M] = table[token, :] * scale."""
+    def embed(
+        self, table: Tensor, out: Tensor, scale: float = 1.0, added: tuple[Tensor | None, Tensor | None] = (None, None), position_offset: int = 0
+    ) -> None:
+        """out[T,M] = table[token, :] * scale, plus rows for its position and its type. added: the two tables, f32 [n, M]. See pk_op_embed."""
         _same("embed", "table width", table.cols, "out width", out.cols)
-        self._add(abi.pk_op_embed, abi.PK_OP_EMBED, {"table": table, "out": out}, scale=scale)
+        tensors = {"table": table, "positions": added[0], "types": added[1], "out": out}
+        self._add(abi.pk_op_embed, abi.PK_OP_EMBED, tensors, scale=scale, position_offset=position_offset)
 
     def norm(
         self,
@@ -164,6 +216,12 @@ class Program:
                 _same("norm", "x width", x.cols, f"{name} width", t.cols)
         tensors = {"x": x, "w": w, "post_w": post_w, "residual": residual, "out": out}
         self._add(abi.pk_op_norm, abi.PK_OP_NORM, tensors, eps=eps, residual_scale=residual_scale)
+
+    def layer_norm(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, eps: float) -> None:
+        """out = (x - mean) / sqrt(variance + eps) * w + bias, row by row; out may be x. Source: Ba et al. 2016, eq. 4."""
+        _same("norm", "x width", x.cols, "out width", out.cols)
+        tensors = {"x": x, "w": w, "bias": bias, "out": out}
+        self._add(abi.pk_op_norm, abi.PK_OP_NORM, tensors, eps=eps, residual_scale=1.0, kind=NORMS["layer"])
 
     def matmul(
         self,
@@ -193,11 +251,10 @@ class Program:
         record.n_w, record.act, record.scale, record.softcap = len(weights), ACTS[act], after.scale, after.softcap
         self.records.append(record)
 
-    def qkv(self, x: Tensor, q: Tensor, heads: Heads, norms: tuple[Tensor | None, Tensor | None], rope: Rotation | None, eps: float) -> None:
-        """Splits x[T, (H+K)*D + K*Dv], normalises and rotates q and k, writes k and v into the pages."""
-        width = (heads.n_heads + heads.n_kv_heads) * heads.head_width + heads.n_kv_heads * heads.v_width
-        _same("qkv", "x width", x.cols, "heads' width", width)
-        tensors = {"qkv": x, "q": q, "q_norm": norms[0], "k_norm": norms[1], "frequency": rope.frequency if rope else None}
+    def qkv(self, x: Tensor, q: Tensor, heads: Heads, norms: Sequence[Tensor | None], rope: Rotation | None, eps: float) -> None:
+        """Splits x[T, (H+K)*D + K*Dv], normalises and rotates q and k, writes k and v into the pages. norms: of q, k and (if any) v."""
+        _same("qkv", "x width", x.cols, "heads' width", heads.width)
+        tensors = {"qkv": x, "q": q, "frequency": rope.frequency if rope else None, **dict(zip(("q_norm", "k_norm", "v_norm"), norms, strict=False))}
         self._add(
             abi.pk_op_qkv,
             abi.PK_OP_QKV,
@@ -210,23 +267,25 @@ class Program:
         )
 
     def attention(
-        self, q: Tensor, out: Tensor, heads: Heads, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+        self, q: Tensor, out: Tensor, heads: Heads, scale: float, window: View | int = 0, softcap: float = 0.0, sinks: Tensor | None = None
     ) -> None:
-        """out[T, H*Dv] = attention of q over the pages. Source: Dao et al. 2022 for the blocked form."""
+        """out[T, H*Dv] = attention of q over the pages. window: how many tokens are seen, or a View. Source: Dao et al. 2022 for the blocked form."""
         _same("attention", "q width", q.cols, "heads' width", heads.n_heads * heads.head_width)
         _same("attention", "out width", out.cols, "value width", heads.n_heads * heads.v_width)
         tensors = {"q": q, "out": out, "sinks": sinks}
-        self._add(abi.pk_op_attention, abi.PK_OP_ATTENTION, tensors, **_head_fields(heads), scale=scale, window=window, softcap=softcap)
+        seen = window if isinstance(window, View) else View(window)
+        self._add(abi.pk_op_attention, abi.PK_OP_ATTENTION, tensors, **_head_fields(heads), scale=scale, softcap=softcap, **asdict(seen))
 
     def gate(self, x: Tensor, out: Tensor, act: str) -> None:
-        """out[T,F] = act(x[:, :F]) * x[:, F:]."""
-        _same("gate", "x width", x.cols, "twice the out width", 2 * out.cols)
+        """out[T,F] = act(x[:, :F]) * x[:, F:]; when x has F columns: out = act(x), out may be x."""
+        if x.cols != out.cols:
+            _same("gate", "x width", x.cols, "twice the out width", 2 * out.cols)
         self._add(abi.pk_op_gate, abi.PK_OP_GATE, {"x": x, "out": out}, act=ACTS[act])
 
-    def gather(self, x: Tensor, out: Tensor) -> None:
-        """out[S,M] = the rows of x whose next token is drawn."""
+    def gather(self, x: Tensor, out: Tensor, pool: str = "last") -> None:
+        """out[S,M] = of each sequence whose next token is drawn: its "last" row, its "first" one, or the "mean" of this step's."""
         _same("gather", "x width", x.cols, "out width", out.cols)
-        self._add(abi.pk_op_gather, abi.PK_OP_GATHER, {"x": x, "out": out})
+        self._add(abi.pk_op_gather, abi.PK_OP_GATHER, {"x": x, "out": out}, pool=POOLS[pool])
 
     def sample(self, logits: Tensor) -> None:
         """Draws a token per sampled row from logits[S,V]."""
@@ -297,6 +356,14 @@ class Program:
         tensors = {"x": x, "conv": weights[0], "bias": weights[1], "out": out}
         self._add(abi.pk_op_conv, abi.PK_OP_CONV, tensors, conv_width=conv_width, conv_offset=conv_offset)
 
+    def mamba(self, inputs: tuple[Tensor, Tensor, Tensor], weights: MambaWeights, out: Tensor, shape: MambaShape, eps: float) -> None:
+        """out[T,H*P] of xbc[T,C], z[T,H*P], dt[T,H]. See pk_op_mamba. Source: Dao and Gu 2024, section 7."""
+        xbc, z, dt = inputs
+        _same("mamba", "z width", z.cols, "out width", out.cols)
+        _same("mamba", "convolution", weights.conv.cols, "channels times taps", xbc.cols * shape.conv_width)
+        tensors = {"xbc": xbc, "z": z, "dt": dt, "conv": weights.conv, "bias": weights.bias, "a_log": weights.a_log, "dt_bias": weights.dt_bias}
+        self._add(abi.pk_op_mamba, abi.PK_OP_MAMBA, {**tensors, "d": weights.d, "scale": weights.scale, "out": out}, **asdict(shape), eps=eps)
+
 
 def _head_fields(heads: Heads) -> dict[str, int]:
     return {
@@ -307,4 +374,5 @@ def _head_fields(heads: Heads) -> dict[str, int]:
         "head_width": heads.head_width,
         "v_width": heads.v_width,
         "kv_format": heads.kv_format,
+        "parts": heads.parts,
     }

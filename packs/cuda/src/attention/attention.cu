@@ -20,6 +20,7 @@ int64_t max_items(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows
 }  // namespace
 
 int32_t check_attention(const pk_op_attention &op, int64_t at) {
+    if (op.parts == PK_PARTS_LATENT) return fail(PK_UNSUPPORTED, "op %lld attention: the CUDA pack has no kernels for latent attention yet", (long long)at);
     if (op.head_width > 256 || op.v_width > 256)
         return fail(PK_UNSUPPORTED, "op %lld attention: heads of %d and %d; the CUDA pack takes up to 256", (long long)at, op.head_width, op.v_width);
     return PK_OK;
@@ -65,11 +66,12 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     a.max_items = static_cast<int32_t>(max_items(l.ctx, op, s.max_step_rows));
     a.scale = op.scale;
     a.softcap = op.softcap;
+    a.is_bidirectional = op.is_bidirectional;
     if (a.max_items * 4ll > kCounterBytes) return fail(PK_UNSUPPORTED, "attention: %d work items; the CUDA pack counts up to %lld", a.max_items, (long long)(kCounterBytes / 4));
     const int group = op.n_heads / op.n_kv_heads;
     const int64_t kv_bytes = op.kv_format == PK_F32 ? 4 : op.kv_format == PK_FP8_E4M3 ? 1 : 2;
     // Pieces of eight elements must be whole and aligned for the tensor core kernels.
-    if (op.head_width % 8 || op.v_width % 8 || (s.kv_page_stride | op.k_offset | op.v_offset) % (8 * kv_bytes)) return launch_attention_plain(l, a);
+    if (op.is_bidirectional || op.head_width % 8 || op.v_width % 8 || (s.kv_page_stride | op.k_offset | op.v_offset) % (8 * kv_bytes)) return launch_attention_plain(l, a);
     if (int32_t status = launch_attention_decode(l, a)) return status;
     // A bucket in which every row must be the decode kernel's needs no second launch.
     if (l.decode_only || l.max_tokens * group <= 16 || l.max_tokens == 1) return PK_OK;

@@ -1,6 +1,6 @@
-// Paged attention for head widths that are no multiple of eight: a warp per (token, head), one position at a time.
+// Paged attention for head widths that are no multiple of eight, and for encoders: a warp per (token, head), one position at a time.
 //
-// out[t, h] = softmax(scale q.k) v over the visible positions. Exact and slow: no model that matters has such heads. Grid:
+// out[t, h] = softmax(scale q.k) v over the visible positions. Exact and slow. Grid:
 // tokens x groups of four heads. Widths up to 256, every KV format.
 #include "../../include/attention.cuh"
 
@@ -14,9 +14,10 @@ __global__ void __launch_bounds__(128) attention_plain_kernel(const __grid_const
     release_dependents();
     const int t = blockIdx.x, head = blockIdx.y * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (t >= a.info->n_tokens || head >= a.n_heads) return;
-    const int row = a.token_row[t], limit = a.row_position[row] + t - a.row_start[row];
+    const int row = a.token_row[t], own = a.row_position[row] + t - a.row_start[row], end = a.row_position[row] + a.row_start[row + 1] - 1 - a.row_start[row];
+    const int limit = !a.is_bidirectional ? own : a.window > 0 ? min(end, own + a.window - 1) : end;
     const bool is_dead = a.row_flags[row] & PK_ROW_DEAD;
-    const int kv_head = head / (a.n_heads / a.n_kv_heads), first = a.window > 0 ? max(0, limit - a.window + 1) : 0;
+    const int kv_head = head / (a.n_heads / a.n_kv_heads), first = a.window > 0 ? max(0, own - a.window + 1) : 0;
     const int32_t *pages = a.page_table + static_cast<int64_t>(a.row_slot[row]) * a.slot_pages;
     float q[kMost], o[kMost] = {}, top = -INFINITY, sum = 0.0f;
 #pragma unroll
