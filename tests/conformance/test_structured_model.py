@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not any((f / "libpaddock_cpu.so").exists() for f in pack_folders()), reason="the CPU pack is not built"),
     pytest.mark.skipif(sys.platform != "linux", reason="the runner is a Linux program"),
 ]
-N_SCHEMAS, N_AT_ONCE = 48, 16
+N_SCHEMAS, N_SCHEMAS_FULL, N_AT_ONCE = 48, 1000, 16
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,10 @@ def client(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield client
 
 
-def test_every_finished_answer_of_a_real_model_validates(client: httpx.Client) -> None:
-    rng = random.Random(21)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("n", [N_SCHEMAS, pytest.param(N_SCHEMAS_FULL, marks=pytest.mark.slow)])
+def test_every_finished_answer_of_a_real_model_validates(client: httpx.Client, n: int) -> None:
+    rng = random.Random(n)
 
     def one(wanted: dict) -> str:
         wants = {"type": "json_schema", "json_schema": {"name": "x", "schema": wanted, "strict": True}}
@@ -49,8 +51,8 @@ def test_every_finished_answer_of_a_real_model_validates(client: httpx.Client) -
         return str(choice["finish_reason"])
 
     with ThreadPoolExecutor(N_AT_ONCE) as pool:
-        ends = list(pool.map(one, [schema(rng) for _ in range(N_SCHEMAS)]))
-    assert ends.count("stop") > N_SCHEMAS * 0.7, ends
+        ends = list(pool.map(one, [schema(rng) for _ in range(n)]))
+    assert ends.count("stop") > n * 0.7, ends
 
 
 def test_streamed_held_answer_equals_the_whole_one(client: httpx.Client) -> None:

@@ -7,8 +7,9 @@ import random
 import re
 import time
 
+import jsonschema
 import pytest
-from paddock_runner.errors import UnsupportedError, UsageError
+from paddock_runner.errors import UsageError
 from paddock_runner.text import grammar
 from paddock_runner.text.events import gather
 from paddock_runner.text.gguf_tokenizer import tokenizer_from_gguf
@@ -141,16 +142,11 @@ SCHEMAS = {
     "look": {"type": "object", "properties": {"at": {"type": "string", "maxLength": 5}, "n": {"type": "integer", "maximum": 9, "minimum": 0}},
              "required": ["at", "n"], "additionalProperties": False},
 }  # fmt: skip
-UNFORCED = {"gemma-4", "lfm-2", "minimax-m3"}
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda d: d.name)
 def test_a_forced_call_is_read_back_by_its_dialect_with_valid_arguments(dialect) -> None:
-    if dialect.name in UNFORCED:
-        with pytest.raises(UnsupportedError, match="cannot be forced"):
-            forced_calls(dialect, SCHEMAS, SMALL)
-        return
-    if "{" not in dialect.example:
+    if "{" not in dialect.example and dialect.force is None:
         one = {"look": {"type": "object", "properties": {"at": {"type": "string"}, "n": {"type": "integer"}}, "required": ["at"]}}
         text = dialect.example.replace("get_weather", "look").replace("city", "at")
         matcher = GRAMMARS.matcher(forced_calls(dialect, one, SMALL))
@@ -165,6 +161,46 @@ def test_a_forced_call_is_read_back_by_its_dialect_with_valid_arguments(dialect)
         assert answer.text.strip() == "" and [(c.name, c.is_complete) for c in answer.calls] == [("look", True)], text
         value = json.loads(answer.calls[0].arguments)
         assert set(value) == {"at", "n"} and isinstance(value["at"], str) and 0 <= int(value["n"]) <= 9
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "who": {"type": "object", "properties": {"name": {"type": "string", "minLength": 1, "maxLength": 4}, "age": {"type": ["integer", "null"], "minimum": 0, "maximum": 9}}, "required": ["age"], "additionalProperties": False},
+        "tags": {"type": "array", "items": {"enum": ["red", "b \"c", 3, None]}, "minItems": 1, "maxItems": 3},
+        "pick": {"anyOf": [{"$ref": "#/$defs/flag"}, {"const": {"a": ["x", 1]}}]},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["tags", "pick"], "additionalProperties": False, "$defs": {"flag": {"type": "boolean"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gemma-4", "lfm-2"])
+def test_forced_calls_in_notations_of_their_own_hold_nested_arguments(name: str) -> None:
+    dialect = next(d for d in DIALECTS if d.name == name)
+    for seed in range(8):
+        text = _generate(forced_calls(dialect, {"file.it": NESTED}, SMALL, is_parallel=False), seed)
+        parser = ToolParser(dialect, {"file.it": NESTED})
+        (call,) = gather(parser.push(text) + parser.finish()).calls
+        assert call.name == "file.it" and call.is_complete
+        jsonschema.validate(json.loads(call.arguments), NESTED)
+
+
+def test_a_python_call_whose_names_are_no_identifiers_is_written_as_json() -> None:
+    dialect = next(d for d in DIALECTS if d.name == "lfm-2")
+    schemas = {"look-up": {"type": "object", "properties": {"from": {"type": "integer", "minimum": 1, "maximum": 3}}, "required": ["from"], "additionalProperties": False}}
+    text = _generate(forced_calls(dialect, schemas, SMALL, is_parallel=False), 1)
+    parser = ToolParser(dialect, schemas)
+    (call,) = gather(parser.push(text) + parser.finish()).calls
+    assert call.name == "look-up" and 1 <= json.loads(call.arguments)["from"] <= 3
+
+
+def test_a_free_object_is_held_to_the_dialects_notation() -> None:
+    dialect = next(d for d in DIALECTS if d.name == "gemma-4")
+    call = '<|tool_call>call:look{at:{deep:[1,<|"|>x<|"|>,{k:null}]}}<tool_call|>'
+    schemas = {"look": {"type": "object", "properties": {"at": {"type": "object"}}, "required": ["at"]}}
+    matcher = GRAMMARS.matcher(forced_calls(dialect, schemas, SMALL))
+    assert all(matcher.accept(i) for i in SMALL.encode(call, False)) and matcher.is_accepting
 
 
 def test_a_forced_call_leaves_open_reasoning_alone() -> None:

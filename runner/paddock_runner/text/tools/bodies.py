@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ NAMES = ("name", "function", "tool_name", "function_name")
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 _IDS = ("id", "tool_call_id", "call_id")
 _NAME_CHARACTERS = 256
+_JSON_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)\\/")
 
 
 def json_object(feed: Feed, known: Schemas | None = None) -> Wait:
@@ -200,9 +202,9 @@ class _Escaped:
 
 
 def pythonic_calls(source: str, known: Schemas | None = None) -> list[tuple[str, str]]:
-    """(name, arguments as JSON) of `name(a=1, b="x")` or a list of such calls. Raises: Malformed."""
+    """(name, arguments as JSON) of `name(a=1, b="x")` or a list of such calls; texts may be escaped as in JSON. Raises: Malformed."""
     try:
-        tree = ast.parse(source.strip(), mode="eval").body
+        tree = ast.parse(_JSON_SLASH.sub(r"\1/", source.strip()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise Malformed from None
     nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
@@ -215,7 +217,7 @@ def pythonic_calls(source: str, known: Schemas | None = None) -> list[tuple[str,
             raise Malformed
         try:
             arguments = {k.arg: _literal(k.value) for k in node.keywords if k.arg}
-            calls.append((name, json.dumps(arguments, ensure_ascii=False)))
+            calls.append((name, json.dumps(json.loads(json.dumps(arguments)), ensure_ascii=False).encode("utf-8", "replace").decode()))
         except (ValueError, TypeError, RecursionError):
             raise Malformed from None
     if not calls:

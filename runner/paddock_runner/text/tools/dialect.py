@@ -21,7 +21,8 @@ class Dialect:
     starts: markers that open a block of calls; "" means that a call may also stand bare at the very beginning.
     read: generator that reads a block after its marker, from (feed, marker, schemas); it raises Malformed for what is none.
     fits: whether a chat template speaks this dialect. hidden: special tokens inside blocks that must reach the parser.
-    example: a call of get_weather(city="Paris") as the model writes it.
+    example: a call of get_weather(city="Paris") as the model writes it. parameter: what stands around "Paris" in it, where that cannot be told.
+    force: rules of a forced call, from (its number, the tool's name, its schema, how literal text is spelled), where the example is no pattern.
     """
 
     name: str
@@ -30,6 +31,8 @@ class Dialect:
     fits: Callable[[str], bool]
     hidden: tuple[str, ...] = ()
     example: str = ""
+    parameter: tuple[str, str] | None = None
+    force: Callable[[int, str, Mapping[str, Any], Callable[[str], str]], list[str]] | None = None
 
 
 class ToolParser(FeedParser):

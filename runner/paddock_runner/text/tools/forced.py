@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from ...errors import UnsupportedError
-from ..grammar import WHITE_SPACE, Constraint, check_schema, own_lark
+from ..grammar import Constraint, check_schema, own_lark
 from ..reasoning import ReasoningMarks
 from ..tokenizer import Tokenizer
 from .dialect import Dialect, Schemas
+from .written import json_rule
 
 _NAME, _ARGUMENTS, _KEY, _VALUE = "get_weather", '{"city": "Paris"}', "city", "Paris"
 
@@ -28,12 +30,15 @@ def forced_calls(
     """
     for schema in schemas.values():
         check_schema(schema)
-    if _ARGUMENTS in dialect.example:
+    if dialect.force is not None:
+        spell = partial(_text, dialect=dialect, tokenizer=tokenizer)
+        rules = [rule for i, (name, schema) in enumerate(schemas.items()) for rule in dialect.force(i, name, schema, spell)]
+    elif _ARGUMENTS in dialect.example:
         before, after = dialect.example.split(_ARGUMENTS)
         rules = [f"call_{i}: {_text(before.replace(_NAME, name), dialect, tokenizer)} arguments_{i} "
-                 f"{_text(after, dialect, tokenizer)}\narguments_{i}: {_json({'type': 'object', **schema})}"
+                 f"{_text(after, dialect, tokenizer)}\narguments_{i}: {json_rule({'type': 'object', **schema})}"
                  for i, (name, schema) in enumerate(schemas.items())]  # fmt: skip
-    elif dialect.example.count(_KEY) == 1 and not any(c in dialect.example for c in "({"):
+    elif dialect.parameter is not None or (dialect.example.count(_KEY) == 1 and not any(c in dialect.example for c in "({")):
         rules = [_marked_up(i, name, schema, dialect, tokenizer) for i, (name, schema) in enumerate(schemas.items())]
     else:
         raise UnsupportedError(
@@ -47,12 +52,7 @@ def forced_calls(
 
 def _marked_up(number: int, name: str, schema: Mapping[str, Any], dialect: Dialect, tokenizer: Tokenizer) -> str:
     """A call whose parameters stand one by one: the required ones, the others if wanted, in the schema's order."""
-    lines = dialect.example
-    value = lines.index(_VALUE)
-    opener = lines.rindex("<" if "<" in lines else "", 0, lines.index(_KEY))
-    follow = _parameter_end(lines, value)
-    head, close = lines[:opener], lines[value + len(_VALUE) : follow]
-    opening = lines[opener:value]
+    head, opening, close, tail = _parts(dialect)
     required = schema.get("required") or []
     properties = schema.get("properties") or {}
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -65,16 +65,29 @@ def _marked_up(number: int, name: str, schema: Mapping[str, Any], dialect: Diale
         )
         spelled = spelled.replace(_KEY, key)
         closing = close.replace(_KEY, key)
-        if _is_text(kind):
+        ends = _text(closing, dialect, tokenizer)
+        if _is_text(kind) and ends.startswith("<["):
+            rules.append(f"{rule}: {_text(spelled, dialect, tokenizer)} {rule}_text {ends}\n{rule}_text: /(?s:.*)/")
+        elif _is_text(kind):
             rules.append(
                 f"{rule}: {_text(spelled, dialect, tokenizer)} {rule}_text\n{rule}_text[suffix={_quoted(closing)}]: /(?s:.*)/"
             )
         else:
-            rules.append(f"{rule}: {_text(spelled, dialect, tokenizer)} {rule}_value {_text(closing, dialect, tokenizer)}\n"
-                         f"{rule}_value: {_json({**definitions, **kind})}")  # fmt: skip
-    tail = lines[follow:]
+            rules.append(f"{rule}: {_text(spelled, dialect, tokenizer)} {rule}_value {ends}\n{rule}_value: {json_rule({**definitions, **kind})}")
     body = " ".join([_text(head.replace(_NAME, name), dialect, tokenizer), *names, _text(tail, dialect, tokenizer)])
     return "\n".join([f"call_{number}: {body}", *rules])
+
+
+def _parts(dialect: Dialect) -> tuple[str, str, str, str]:
+    """The example before its one parameter, what stands before and after the value, and the rest."""
+    lines = dialect.example
+    value = lines.index(_VALUE)
+    if dialect.parameter is not None:
+        opening, close = dialect.parameter
+        return lines[: value - len(opening)], opening, close, lines[value + len(_VALUE) + len(close) :]
+    opener = lines.rindex("<" if "<" in lines else "", 0, lines.index(_KEY))
+    follow = _parameter_end(lines, value)
+    return lines[:opener], lines[opener:value], lines[value + len(_VALUE) : follow], lines[follow:]
 
 
 def _parameter_end(example: str, value: int) -> int:
@@ -131,8 +144,3 @@ def _reasoning_rules(marks: ReasoningMarks | None, tokenizer: Tokenizer) -> list
     if _special(marks.end, tokenizer) is not None:
         return ["reasoning: /(?s:.*)/"]
     return [f"reasoning[suffix={_quoted(marks.end)}]: /(?s:.*)/"]
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    """Lark for JSON of this schema. What cannot be enforced is ignored: a tool's schema is a description first."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE, "lenient": True}})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 from ..feed import Feed, Malformed, Wait
 from .bodies import closing, name_until
 from .dialect import Dialect, Schemas
+from .written import gemma_call
 
 _QUOTE = '<|"|>'
 _SCALAR = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?|true|false|null")
@@ -87,4 +89,5 @@ GEMMA4 = Dialect(
     lambda t: "<|tool_call>" in t,
     ("<tool_call|>", _QUOTE),
     '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>',
+    force=partial(gemma_call, before="<|tool_call>", after="<tool_call|>"),
 )

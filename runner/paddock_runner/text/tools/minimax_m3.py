@@ -39,4 +39,5 @@ MINIMAX_M3 = Dialect(
     lambda t: _SIGN in t,
     (_SIGN,),
     f'{_SIGN}<tool_call>\n{_SIGN}<invoke name="get_weather">{_SIGN}<city>Paris{_SIGN}</city>{_SIGN}</invoke>\n{_SIGN}</tool_call>',
+    (f"{_SIGN}<city>", f"{_SIGN}</city>"),
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from ..feed import Ended, Feed, Malformed, Wait
 from .bodies import json_calls, pythonic_calls
 from .dialect import Dialect, Schemas
+from .written import python_call
 
 _END = "<|tool_call_end|>"
 _MAX_CHARACTERS = 1 << 20
@@ -45,6 +47,7 @@ LFM2 = Dialect(
     lambda t: "<|tool_call_start|>" in t or "List of tools: [" in t,
     (_END,),
     '<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>',
+    force=partial(python_call, before="<|tool_call_start|>", after=_END),
 )
 
 
