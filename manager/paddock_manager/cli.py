@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "stop": "stop running servers",
     "logs": "what a server said",
     "rm": "remove a model",
+    "export": "copy a model's files to a folder of yours",
     "verify": "check files against their hashes, and repair them",
     "gc": "remove what interrupted work left behind",
     "du": "what takes how much disk",

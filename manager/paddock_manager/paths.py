@@ -24,9 +24,23 @@ class Places:
     fleet/                   state of running runners, their ready files
     logs/NAME.log            what each runner said
     keys/api_key             the key of this machine's servers, mode 0600
+    roots/NAME.json          what was in each other root when it was last there
+
+    more_roots: further trees like models/, on other disks, that may be away.
     """
 
     home: Path
+    more_roots: tuple[Path, ...] = ()
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """All trees of checkpoints: the one at home first, then those of the setting store.roots, there or not."""
+        return (self.models, *self.more_roots)
+
+    @property
+    def remembered(self) -> Path:
+        """What was in each other root when it was last there."""
+        return self.home / "roots"
 
     @property
     def models(self) -> Path:
@@ -64,10 +78,29 @@ def places(environment: Mapping[str, str] | None = None) -> Places:
     env = os.environ if environment is None else environment
     told = env.get("PADDOCK_HOME", "").strip()
     if told:
-        return Places(Path(told).expanduser().absolute())
-    import platformdirs
+        home = Path(told).expanduser().absolute()
+    else:
+        import platformdirs
 
-    return Places(Path(platformdirs.user_data_dir("paddock", appauthor=False)))
+        home = Path(platformdirs.user_data_dir("paddock", appauthor=False))
+    return Places(home, _more_roots(home / "config.toml"))
+
+
+def _more_roots(config: Path) -> tuple[Path, ...]:
+    """The setting store.roots; nothing where the file cannot be read, which `settings` reports."""
+    try:
+        text = config.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ()
+    if "roots" not in text:
+        return ()
+    import tomllib
+
+    try:
+        told = tomllib.loads(text).get("store", {}).get("roots", "")
+    except (tomllib.TOMLDecodeError, AttributeError):
+        return ()
+    return tuple(Path(p).expanduser() for p in str(told).split(os.pathsep) if Path(p).expanduser().is_absolute())
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ REPORT: Shape = {
 SHAPES: dict[str, Shape] = {
     "error": {"error": {"code": str, "exit_code": int, "message": str, "hint": str, "facts": {}}},
     "pull": {
-        "dry_run": bool, "model?": MODEL, "ref?": str, "commit?": str, "quant?": str, "source?": str, "licence?": str, "size_bytes?": int,
+        "dry_run": bool, "model?": MODEL, "models?": [MODEL], "lock?": str, "ref?": str, "commit?": str, "quant?": str, "source?": str, "licence?": str, "size_bytes?": int,
         "need_bytes?": int, "files?": [{"name": str, "size_bytes": int, "sha256": str, "missing": bool}],
         "skipped?": [{"name": str, "why": str}], "notes?": [str],
     },
@@ -42,7 +42,9 @@ SHAPES: dict[str, Shape] = {
     },
     "show": {
         "model?": MODEL, "files?": [{"name": str, "size_bytes": int, "sha256": str, "git_sha1": str}], "template?": str, "path?": str,
+        "diff?": str, "same?": bool,
     },
+    "export": {"name": str, "ref": str, "folder": str, "how": str, "files": [{"name": str, "path": str, "size_bytes": int, "sha256": str}]},
     "inspect": {
         "path?": str, "template?": str, "sha256?": (str, None), "version?": int, "family?": (str, None), "format?": (str, None),
         "n_params?": int, "max_ctx_tokens?": (int, None), "template_sha256?": (str, None), "role?": str, "kind?": str,
@@ -63,7 +65,7 @@ SHAPES: dict[str, Shape] = {
     "verify": {
         "models": [
             {
-                "name": str, "ref": str, "state": str, "fetched_bytes": int,
+                "name": str, "ref": str, "state": str, "fetched_bytes": int, "not_finite?": [{"tensor": str, "format": str, "n_blocks": int, "first": int}],
                 "files": [{"name": str, "state": str, "expected": str, "actual": str, "bad_parts": [int]}],
             }
         ]
@@ -84,7 +86,7 @@ SHAPES: dict[str, Shape] = {
         ],
     },
     "launch": {"env": {}, "command": [str], "server": SERVER},
-    "config": {"settings": [{"key": str, "value": int, "origin": str, "default": int, "about": str}], "file": str},
+    "config": {"settings": [{"key": str, "value": (int, str), "origin": str, "default": (int, str), "about": str}], "file": str},
     "key": {"path": str, "key?": str},
     "doctor": {"state": str, "findings": [{"check": str, "state": str, "says": str, "fix": str}]},
     "version": {"paddock": str, "python": str, "system": str, "packages": {}, "runner": str},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,19 +17,24 @@ from paddock_manager.options import parse_size
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. kind: int or size (bytes; written as 20M)."""
+    """One setting. kind: int, size (bytes; written as 20M) or paths (folders, joined as PATH is)."""
 
     key: str
     kind: str
-    default: int
+    default: int | str
     about: str
     low: int = 0
     high: int = 1 << 62
-    value: int = 0
+    value: int | str = 0
     origin: str = "default"
 
-    def parse(self, word: object, where: str) -> int:
+    def parse(self, word: object, where: str) -> int | str:
         """A value for it. Raises: UsageError."""
+        if self.kind == "paths":
+            bad = [p for p in str(word).split(os.pathsep) if p and not Path(p).expanduser().is_absolute()]
+            if bad:
+                raise UsageError(f"{where}: {self.key} takes absolute paths, not {bad[0]!r}")
+            return str(word)
         try:
             number = parse_size(str(word)) if self.kind == "size" else int(str(word))
         except ValueError:
@@ -43,6 +50,7 @@ SETTINGS = (
     Setting("pull.limit_rate", "size", 0, "bytes a second of a pull, 0 for no limit"),
     Setting("serve.port", "int", 11660, "port of `paddock serve`, 0 takes a free one", 0, 65535),
     Setting("serve.timeout", "int", 900, "seconds to wait until a server is ready", 1, 86400),
+    Setting("store.roots", "paths", "", "further folders of models (ORG/REPO below them), on disks that may be away"),
     Setting("fit.ctx", "int", 32768, "context that `paddock fit` assumes", 1),
     Setting("fit.batch", "int", 1, "batch that `paddock fit` assumes", 1, 4096),
 )
@@ -62,7 +70,7 @@ def load(path: Path) -> dict[str, Setting]:
 
 def value(path: Path, key: str, flag: int | float | None) -> int:
     """One value: the flag's, or the file's, or the default."""
-    return int(flag) if flag is not None else load(path)[key].value
+    return int(flag) if flag is not None else int(load(path)[key].value)
 
 
 def one(known: dict[str, Setting], key: str) -> Setting:
@@ -78,11 +86,11 @@ def change(path: Path, key: str, word: str | None) -> None:
     kept = {k: v for k, v in _read(path).items() if k != key}
     if word is not None:
         setting.parse(word, "the command line")
-        kept[key] = word if setting.kind == "size" else int(word)
+        kept[key] = int(word) if setting.kind == "int" else word
     tables: dict[str, list[str]] = {}
     for name, entry in sorted(kept.items()):
         table, _, field_name = name.partition(".")
-        shown = f'"{entry}"' if isinstance(entry, str) else str(entry)
+        shown = json.dumps(entry) if isinstance(entry, str) else str(entry)
         tables.setdefault(table, []).append(f"{field_name} = {shown}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n\n".join("\n".join([f"[{t}]", *lines]) for t, lines in tables.items()) + "\n")

@@ -8,6 +8,7 @@ import pkgutil
 from paddock_runner.errors import UsageError
 
 from paddock_manager import commands
+from paddock_manager.catalog import catalog
 from paddock_manager.options import Argument, Command, Values
 from paddock_manager.ui import Ui
 
@@ -51,7 +52,7 @@ def _cases(found: list[Command]) -> list[str]:
     for c in found:
         flags = " ".join(o.name for o in c.all_options)
         kind = c.arguments[0].kind if c.arguments else ""
-        words = f"$({WORDS[kind]})" if kind in WORDS else ""
+        words = f"$({WORDS[kind]})" if kind in WORDS else " ".join(catalog.entries()) if kind == "catalog" else ""
         files = "1" if kind in ("path", "model") else ""
         lines.append(f'    {c.name}) flags="{flags}"; words="{words}"; files="{files}" ;;')
     return lines
@@ -115,6 +116,8 @@ def fish(found: list[Command]) -> str:
         kind = c.arguments[0].kind if c.arguments else ""
         if kind in WORDS:
             lines.append(f"complete -c paddock {seen} -a '({_quoted(WORDS[kind])})'")
+        if kind == "catalog":
+            lines.append(f"complete -c paddock {seen} -a '{' '.join(catalog.entries())}'")
         if kind in ("path", "model"):
             lines.append(f"complete -c paddock {seen} -F")
     return "\n".join(lines)

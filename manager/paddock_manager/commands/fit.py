@@ -54,8 +54,8 @@ def run(values: Values, ui: Ui) -> int:
         values.integer("ctx"),
         values.integer("batch"),
         values.text("kv") or None,
-        known["fit.ctx"].value,
-        known["fit.batch"].value,
+        int(known["fit.ctx"].value),
+        int(known["fit.batch"].value),
     )
     reports = [fit.report(name, checkpoint, w, wish) for w in where]
     for report in reports:

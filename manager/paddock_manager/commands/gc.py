@@ -56,7 +56,7 @@ def run(values: Values, ui: Ui) -> int:
 
 def scratch(places: paths.Places) -> list[tuple[Path, str]]:
     """What nobody can use any more."""
-    found = [(p, "scratch of a package download") for p in places.models.glob(f"*/*/{HIDDEN}/wheel-*")]
+    found = [(p, "scratch of a package download") for root in places.roots for p in root.glob(f"*/*/{HIDDEN}/wheel-*")]
     found += [(p, "ready file of a runner that is gone") for p in places.fleet.glob("ready-*.json")]
     used = {s.log for s in state.servers(places)}
     found += [
@@ -68,7 +68,7 @@ def scratch(places: paths.Places) -> list[tuple[Path, str]]:
 def partials(places: paths.Places) -> list[tuple[Path, str]]:
     """Unfinished files, with their journals; those of a pull that runs are left alone."""
     found = []
-    for part in sorted(places.models.glob(f"*/*/{HIDDEN}/{index.PARTS}/**/*")):
+    for part in sorted(p for root in places.roots for p in root.glob(f"*/*/{HIDDEN}/{index.PARTS}/**/*")):
         folder = Path(str(part).partition(f"/{HIDDEN}/")[0])
         if part.is_file() and not _is_held(folder):
             found.append((part, "unfinished download" if part.suffix == ".part" else "its journal"))

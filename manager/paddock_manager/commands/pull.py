@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
-from paddock_runner.errors import HubError, PaddockError
+from paddock_runner.errors import HubError, PaddockError, UsageError
 
 from paddock_manager import paths, settings
 from paddock_manager.catalog import names
-from paddock_manager.options import Argument, Command, Option, Values
+from paddock_manager.options import Argument, Command, Option, Values, usage
+from paddock_manager.store import lock
 from paddock_manager.store import pull as store
 from paddock_manager.store.download import Limits
 from paddock_manager.store.record import Model
@@ -20,11 +23,16 @@ WORTH_A_VERDICT_BYTES = 1 << 30
 COMMAND = Command(
     "pull",
     "Download a model, verify every byte, and keep it under its own name.",
-    (Argument("ref", "org/repo[@revision][:quant], or a short name of the catalog", kind="catalog"),),
+    (Argument("ref", "org/repo[@revision][:quant], or a short name of the catalog", required=False, kind="catalog"),),
     (
         Option("--quant", "which variant of a GGUF repository", "text", value="NAME"),
         Option("--rev", "branch, tag or commit", "text"),
         Option("--file", "one GGUF file of the repository, by name", "text", value="NAME"),
+        Option("--lock", f"write what the names stand for, with all hashes, to ./{lock.NAME}"),
+        Option("--locked", f"fetch exactly what ./{lock.NAME} says, without names: all of it"),
+        Option(
+            "--root", "the store root to keep it in (see `paddock config explain store.roots`)", "path", value="FOLDER"
+        ),
         Option("--require-fit", "refuse (exit code 9) a model that does not fit on this machine"),
         Option("--dry-run", "say what would be fetched, and fetch nothing"),
         Option("--connections", "parallel connections (default 8)", "int", value="N"),
@@ -42,10 +50,18 @@ def run(values: Values, ui: Ui) -> int:
     ui.progress_kind = values.text("progress", "auto")
     shop = store.Shop(paths.places(), paths.hub_settings(), limits_of(values))
     shop.reserve_bytes = values.integer("reserve")
+    shop.root = root_of(shop.places, values.text("root"))
     wish = store.Wish(values.text("quant"), values.text("rev"), values.text("file"))
-    orders = shop.resolve(names.parse(values.text("ref")), wish)
+    if values.flag("locked"):
+        return locked(shop, values, ui)
+    text = values.text("ref")
+    if not text:
+        raise UsageError("`paddock pull` needs REF", usage(COMMAND))
+    orders = shop.resolve(names.parse(text), wish)
     if values.flag("require_fit"):
         require_fit(shop, orders[0])
+    if values.flag("lock"):
+        lock.remember(Path(lock.NAME), text, orders[0])
     if values.flag("dry_run"):
         say_order(ui, shop, orders[0])
         ui.say(verdict(shop, orders[0]))
@@ -56,6 +72,38 @@ def run(values: Values, ui: Ui) -> int:
         "pull", {"dry_run": False, "model": model.facts()}, lambda u: u.line(f"{model.name} is here: {model.path}")
     )
     return 0
+
+
+def locked(shop: store.Shop, values: Values, ui: Ui) -> int:
+    """Fetch what the lock file says, whatever the hub says today."""
+    path = Path(lock.NAME)
+    found = lock.orders(path, values.text("ref"), shop.settings.endpoint)
+    if values.flag("dry_run"):
+        for _, order in found:
+            say_order(ui, shop, order)
+        ui.result("pull", {"dry_run": True, "lock": str(path), "models": []}, lambda _: None)
+        return 0
+    models = [obtain(shop, [order], ui) for _, order in found]
+
+    def human(out: Ui) -> None:
+        for model in models:
+            out.line(f"{model.name} is here: {model.path}")
+
+    ui.result("pull", {"dry_run": False, "lock": str(path), "models": [m.facts() for m in models]}, human)
+    return 0
+
+
+def root_of(places: paths.Places, word: str) -> Path | None:
+    """The root that was named. Raises: UsageError when it is none of the store's, or away."""
+    if not word:
+        return None
+    root = Path(word).expanduser().absolute()
+    if root not in places.roots:
+        known = os.pathsep.join(map(str, [*places.more_roots, root]))
+        raise UsageError(f"{root} is no root of the store", f"`paddock config set store.roots {known}` makes it one")
+    if root != places.models and not root.is_dir():
+        raise UsageError(f"{root} is not there", "is its disk mounted?", path=str(root))
+    return root
 
 
 def limits_of(values: Values) -> Limits:

@@ -16,6 +16,9 @@ COMMAND = Command(
     (Argument("model", "a model that is here", kind="model"),),
     (
         Option("--template", "print its chat template"),
+        Option(
+            "--diff", "compare its chat template with that of another model, here or on the hub", "text", value="MODEL"
+        ),
         Option("--files", "list its files with their hashes"),
         Option("--path", "print only where it is"),
     ),
@@ -25,6 +28,8 @@ COMMAND = Command(
 def run(values: Values, ui: Ui) -> int:
     """Print it."""
     ref = names.parse(values.text("model"))
+    if values.text("diff"):
+        return diff(values.text("model"), values.text("diff"), ui)
     if ref.path is not None:
         from paddock_manager.commands import inspect
 
@@ -41,6 +46,27 @@ def run(values: Values, ui: Ui) -> int:
         {"name": f.name, "size_bytes": f.size_bytes, "sha256": f.sha256, "git_sha1": f.git_sha1} for f in model.files
     ]
     ui.result("show", {"model": model.facts(), "files": files}, lambda u: human(u, model, values.flag("files")))
+    return 0
+
+
+def diff(left: str, right: str, ui: Ui) -> int:
+    """How the second model's chat template differs from the first's; only headers are read."""
+    import difflib
+
+    from paddock_manager.commands.fit import opened
+    from paddock_manager.store import headline
+
+    one, other = (headline.template_of(opened(word, ui)[1]) or "" for word in (left, right))
+    lines = list(difflib.unified_diff(one.splitlines(), other.splitlines(), left, right, lineterm=""))
+    same = one == other
+
+    def human(out: Ui) -> None:
+        if same:
+            out.say("the chat templates are the same" if one else "neither has a chat template")
+        for line in lines:
+            out.line(plain(line, keep="\t"))
+
+    ui.result("show", {"diff": "\n".join(lines), "same": same}, human)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from paddock_runner.errors import FileError
@@ -13,14 +14,18 @@ from paddock_manager.store import index
 from paddock_manager.store.pull import Shop
 from paddock_manager.store.record import Model
 from paddock_manager.store.verify import Verdict, repair, verify
-from paddock_manager.ui import Ui
+from paddock_manager.ui import Ui, plain
 
 COMMAND = Command(
     "verify",
     "Read every byte of a model and compare it with the published hashes.",
     (Argument("models", "models that are here", required=False, many=True, kind="model"),),
-    (Option("--all", "every model"), Option("--repair", "fetch the parts that are wrong again")),
-    "Exit code 7 when something is wrong and was not repaired.",
+    (
+        Option("--all", "every model"),
+        Option("--repair", "fetch the parts that are wrong again"),
+        Option("--deep", "also read every scale and plain number of the weights: NaN and infinity are found"),
+    ),
+    "Exit code 7 when something is wrong and was not repaired. What --deep finds was published so: no repair helps.",
 )
 
 
@@ -40,12 +45,17 @@ def run(values: Values, ui: Ui) -> int:
         if bad and values.flag("repair"):
             fetched = repair(Shop(places, paths.hub_settings()), model, bad)
             verdicts = verify(model, lambda n: None)
-        rows.append(facts(model, verdicts, fetched))
+        row = facts(model, verdicts, fetched)
+        rows.append(row | (deep(model, ui) if values.flag("deep") and row["state"] != "wrong" else {}))
 
     def human(out: Ui) -> None:
         for r in rows:
             note = f" (repaired, {r['fetched_bytes']} bytes fetched)" if r["fetched_bytes"] else ""
             out.line(f"{r['name']}: {r['state']}{note}")
+            for t in r.get("not_finite", []):
+                out.line(
+                    f"  tensor {plain(t['tensor'])} ({t['format']}): {t['n_blocks']} block(s) hold NaN or infinity, from byte {t['first']}"
+                )
             for f in r["files"]:
                 if f["state"] != "ok":
                     out.line(
@@ -54,13 +64,28 @@ def run(values: Values, ui: Ui) -> int:
                     )
 
     wrong = [r for r in rows if r["state"] == "wrong"]
+    spoilt = [r for r in rows if r.get("not_finite")]
     ui.result("verify", {"models": rows}, human)
     if wrong and not ui.as_json:
         raise FileError(
             f"{', '.join(r['name'] for r in wrong)}: the bytes on disk are not the published ones",
             "`--repair` fetches what is wrong again",
         )
-    return FileError.exit_code if wrong else 0
+    if spoilt and not ui.as_json:
+        raise FileError(
+            f"{', '.join(r['name'] for r in spoilt)}: weights that are no numbers", "take another quantization of it"
+        )
+    return FileError.exit_code if wrong or spoilt else 0
+
+
+def deep(model: Model, ui: Ui) -> dict[str, Any]:
+    """What of the weights is no number."""
+    from paddock_runner.files.checkpoint import open_checkpoint
+    from paddock_runner.files.finite import scan
+
+    checkpoint = open_checkpoint(model.path)
+    with ui.progress(f"{model.name}, deep", checkpoint.n_bytes) as bar:
+        return {"not_finite": [asdict(found) for found in scan(checkpoint, bar.move_by)]}
 
 
 def facts(model: Model, verdicts: list[Verdict], fetched_bytes: int) -> dict[str, Any]:

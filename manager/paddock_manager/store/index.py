@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,10 +29,40 @@ def models(places: Places, problems: list[PaddockError] | None = None) -> list[M
     found: list[Model] = []
     for folder in _folders(places.models):
         found += _guarded(functools.partial(in_folder, places, folder), problems)
+    for root in places.more_roots:
+        found += _in_root(places, root, problems)
     if places.added.is_dir():
         for path in sorted(places.added.glob("*.json")):
             found += _guarded(functools.partial(_added, path), problems)
     return sorted(found, key=lambda m: m.name.lower())
+
+
+def _in_root(places: Places, root: Path, problems: list[PaddockError] | None) -> list[Model]:
+    """The models of a further root; as they were when it was last there, and "offline", while it is away."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", str(root))[-80:] + f"-{zlib.crc32(str(root).encode()):08x}.json"
+    path = places.remembered / name
+    if not root.is_dir():
+        return _guarded(functools.partial(_remembered, path), problems)
+    found: list[Model] = []
+    for folder in _folders(root):
+        found += _guarded(functools.partial(in_folder, places, folder), problems)
+    rows = [m.to_record() | {"repo": m.repo, "quant": m.quant, "folder": str(m.folder)} for m in found]
+    body = {"layout": LAYOUT, "root": str(root), "models": rows}
+    if read_json(path) != body:
+        write_json(path, body)
+    return found
+
+
+def _remembered(path: Path) -> list[Model]:
+    """The models of a root that is away."""
+    body = read_json(path) or {"models": []}
+    try:
+        found = [record.from_record(m["repo"], m["quant"], Path(m["folder"]), m) for m in body["models"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileError(f"{path}: damaged record ({error})", "remove it", path=str(path)) from None
+    for model in found:
+        model.state = "offline"
+    return found
 
 
 def _guarded(read: Callable[[], list[Model]], problems: list[PaddockError] | None) -> list[Model]:
@@ -186,8 +218,8 @@ def _hint(ref: names.Ref, everything: list[Model]) -> str:
 def matches(places: Places, ref: names.Ref) -> list[Model]:
     """All models that a name could mean."""
     if ref.repo:
-        folder = places.models.joinpath(*ref.repo.split("/"))
-        pool = in_folder(places, folder) if folder.is_dir() else []
+        folders = [root.joinpath(*ref.repo.split("/")) for root in places.roots]
+        pool = [m for folder in folders if folder.is_dir() for m in in_folder(places, folder)]
         if not pool:
             pool = [m for m in models(places, []) if m.repo.lower() == ref.repo.lower()]
     elif ref.short:

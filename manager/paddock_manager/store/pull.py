@@ -73,6 +73,7 @@ class Shop:
         self.places, self.settings = places, settings
         self.limits, self.timing = limits or Limits(), timing or Timing()
         self.reserve_bytes: int | None = None
+        self.root: Path | None = None
 
     def web(self, is_first_of_many: bool = False) -> Web:
         """A client; quicker to give up where there is another source."""
@@ -157,7 +158,13 @@ class Shop:
 
     def folder(self, order: Order) -> Path:
         """Where an order's files go."""
-        return self.places.models.joinpath(*order.repo.split("/"))
+        parts = order.repo.split("/")
+        if self.root is None:
+            here = (r.joinpath(*parts) for r in self.places.more_roots)
+            found = next((f for f in here if record.record_path(f).exists()), None)
+            if found is not None and not self.places.models.joinpath(*parts).is_dir():
+                return found
+        return (self.root or self.places.models).joinpath(*parts)
 
     def missing(self, order: Order) -> list[hub.RemoteFile]:
         """The files of an order that are not here in the right size and of the right hash, as recorded."""
