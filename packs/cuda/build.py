@@ -43,12 +43,14 @@ def nvcc() -> str:
 
 
 def units() -> list[tuple[str, pathlib.Path, list[str]]]:
-    """(object name, source, defines) of every translation unit; the streaming matmul is one unit per weight format."""
+    """(object name, source, defines) of every translation unit; the streaming matmul is one unit per weight format, Hopper's attention one per head width."""
     found = []
     for source in sorted(ROOT.glob("src/**/*.c[up]*")) + sorted(HOST.glob("*.cpp")):
         name = f"{source.parent.name}_{source.stem}"
         if source.name == "stream.cu":
             found += [(f"{name}_{f.lower()}", source, [f"-DPK_STREAM_FORMAT=PK_{f}"]) for f in FORMATS]
+        elif source.name == "prefill_wgmma.cu":
+            found += [(f"{name}_{w}", source, [f"-DPK_WIDTH={w}"]) for w in (64, 128, 192, 256)]
         else:
             found.append((name, source, []))
     return found

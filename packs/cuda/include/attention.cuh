@@ -114,6 +114,13 @@ __device__ __forceinline__ int block_scan(int v, int *warps) {
     return v;
 }
 
+// d[16,8] += a[16,16] b[16,8], f16 operands.
+__device__ __forceinline__ void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // Logit in base 2 of a raw score.
 __device__ __forceinline__ float logit2(float s, float scale, float softcap) {
     s *= scale;

@@ -7,7 +7,9 @@ namespace pk {
 
 int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a);
 int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a);
-bool launch_attention_wgmma(const Launch &l, const AttentionArguments &a, int32_t *status);
+template <int kD>
+int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a);
+bool has_wgmma(const pk_ctx *ctx);
 int32_t launch_attention_plain(const Launch &l, const AttentionArguments &a);
 
 namespace {
@@ -75,8 +77,11 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     if (int32_t status = launch_attention_decode(l, a)) return status;
     // A bucket in which every row must be the decode kernel's needs no second launch.
     if (l.decode_only || l.max_tokens * group <= 16 || l.max_tokens == 1) return PK_OK;
-    int32_t status = PK_OK;
-    return launch_attention_wgmma(l, a, &status) ? status : launch_attention_prefill(l, a);
+    if (!has_wgmma(l.ctx)) return launch_attention_prefill(l, a);
+    const int width = std::max(op.head_width, op.v_width);
+    if (width <= 64) return launch_attention_wgmma<64>(l, a);
+    if (width <= 128) return launch_attention_wgmma<128>(l, a);
+    return width <= 192 ? launch_attention_wgmma<192>(l, a) : launch_attention_wgmma<256>(l, a);
 }
 
 }  // namespace pk

@@ -4,7 +4,7 @@
 // pairs, K and V tiles of kTile positions in two cp.async stages, S and O in mma registers. Items are found from the row
 // lengths in device memory; later tiles of a row first, since they see more positions. Grid: persistent. KV as in
 // decode.cu. Does not handle: rows that is_decode_row() gives to decode.
-#include "../../include/attention.cuh"
+#include "../../include/attention_tiles.cuh"
 
 namespace pk {
 namespace {
@@ -22,35 +22,16 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
     int *ends = reinterpret_cast<int *>(shared + kQBytes + kStages * kStageBytes);
     wait_dependence();
     release_dependents();
-    const int n_rows = a.info->n_rows, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, group = a.n_heads / a.n_kv_heads;
-    int n_tiles = 0;
-    for (int base = 0; base < n_rows; base += kThreads) {
-        const int r = base + tid;
-        const int end = block_scan(r < n_rows ? tiles_of<kPairs>(a, r) : 0, warps) + n_tiles;
-        if (r < n_rows) ends[r] = end;
-        __syncthreads();
-        if (tid == kThreads - 1) total = end;
-        __syncthreads();
-        n_tiles = total;
-        __syncthreads();
-    }
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, group = a.n_heads / a.n_kv_heads;
+    const int n_tiles = schedule_tiles<kThreads, kPairs>(a, ends, warps, &total);
     const uint32_t q_at = shared_address(shared), ring_at = q_at + kQBytes;
     const int k_pieces = a.head_width / 8, v_pieces = a.v_width / 8;
 
     for (int index = blockIdx.x; index < n_tiles * a.n_kv_heads; index += gridDim.x) {
-        const int head = index % a.n_kv_heads, of_all = n_tiles - 1 - index / a.n_kv_heads;
-        int low = 0, high = n_rows - 1;
-        while (low < high) {
-            const int mid = (low + high) >> 1;
-            if (ends[mid] > of_all) high = mid; else low = mid + 1;
-        }
-        const int row = low, tile = of_all - (row ? ends[row - 1] : 0);
-        const int start = a.row_start[row], n_tokens = a.row_start[row + 1] - start, position = a.row_position[row];
-        const int n_pairs = n_tokens * group, first_pair = tile * kPairs;
-        const int32_t *pages = a.page_table + static_cast<int64_t>(a.row_slot[row]) * a.slot_pages;
-        const int last_token = min(first_pair + kPairs - 1, n_pairs - 1) / group;
-        const int kv_end = position + last_token + 1;
-        const int kv_first = a.window > 0 ? max(0, position + first_pair / group - a.window + 1) : 0;
+        const TileItem item = find_tile<kPairs>(a, ends, n_tiles, index);
+        const int head = item.head, start = item.start, position = item.position, n_pairs = item.n_pairs, first_pair = item.first_pair;
+        const int kv_first = item.kv_first, kv_end = item.kv_end;
+        const int32_t *pages = item.pages;
 
         int pair[2], limit[2];
 #pragma unroll
@@ -58,21 +39,16 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
             pair[h] = first_pair + warp * 16 + (lane >> 2) + 8 * h;
             limit[h] = pair[h] < n_pairs ? position + pair[h] / group : -1;
         }
-        auto q_pair = [&](int p, int column) -> uint32_t {
-            if (p >= n_pairs || column >= a.head_width) return 0;
-            const int64_t from = static_cast<int64_t>(start + p / group) * a.q_stride + (head * group + p % group) * a.head_width + column;
-            return load_q_pair(a, from);
-        };
         uint32_t q[kKeepQ ? kD / 16 : 1][4];
         if constexpr (kKeepQ) {
 #pragma unroll
             for (int k = 0; k < kD / 16; ++k)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) q[k][e] = q_pair(pair[e & 1], 16 * k + 2 * (lane & 3) + 8 * (e >> 1));
+                for (int e = 0; e < 4; ++e) q[k][e] = pair_q(a, item, pair[e & 1], 16 * k + 2 * (lane & 3) + 8 * (e >> 1));
         } else {
             for (int i = tid; i < kPairs * kD / 2; i += kThreads) {
                 const int p = i / (kD / 2), column = i % (kD / 2) * 2;
-                *reinterpret_cast<uint32_t *>(shared + piece_offset<kD>(p, column / 8) + (column & 7) * 2) = q_pair(first_pair + p, column);
+                *reinterpret_cast<uint32_t *>(shared + piece_offset<kD>(p, column / 8) + (column & 7) * 2) = pair_q(a, item, first_pair + p, column);
             }
         }
         float o[kD / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
@@ -192,13 +168,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
             sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
             if (pair[h] >= n_pairs) continue;
             const int q_head = head * group + pair[h] % group;
-            float f = 1.0f;
-            if (a.sinks != nullptr) {
-                const float sink = a.sinks[q_head] * kLog2e, joint = fmaxf(top[h], sink);
-                f = power2(top[h] - joint);
-                sum[h] = sum[h] * f + power2(sink - joint);
-            }
-            f /= sum[h];
+            const float f = last_factor(a, q_head, top[h], sum[h]);
             const int64_t to = static_cast<int64_t>(start + pair[h] / group) * a.out_stride + static_cast<int64_t>(q_head) * a.v_width;
 #pragma unroll
             for (int d = 0; d < kD / 8; ++d) {
