@@ -113,9 +113,13 @@ def open_model(config: Config, path: Path) -> Opened:
     if config.is_default("max_ctx_tokens"):
         ctx = min(ctx, blueprint.max_ctx_tokens)
     kv_format = "" if config.kv_format == "auto" else config.kv_format
-    request = PlanRequest(ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens)
+    request = PlanRequest(ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens, state_cache_bytes=_state_cache(config))
     answer = solver(blueprint, views, place.facts.free_bytes)
     return Opened(checkpoint, blueprint, views, _plan(answer, request), place)
+
+
+def _state_cache(config: Config) -> int | None:
+    return None if config.state_cache_gib < 0 else int(config.state_cache_gib * (1 << 30))
 
 
 def _plan(answer: Solver, request: PlanRequest) -> MemoryPlan:

@@ -53,6 +53,9 @@ class Config:
         "auto", "format of the KV cache; auto: f16 on the CPU, bf16 on a GPU", flag="--kv-dtype",
         choices=("auto", "bf16", "f16", "f32", "fp8"),
     )  # fmt: skip
+    state_cache_gib: float = knob(
+        -1.0, "memory for recurrent states that the prefix cache keeps (default, -1: two per request and eight more)", unit="GiB", low=-1
+    )
     memory_gib: float = knob(0.0, "memory that the model may take in all, 0 for what is free", unit="GiB", low=0)
     threads: int = knob(0, "CPU threads, 0 for one per core that we may use", low=0)
     max_queue: int = knob(1024, "requests that may wait; more get a 429", unit="requests", low=1)

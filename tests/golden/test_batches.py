@@ -8,6 +8,7 @@ import pytest
 from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
+from paddock_runner.engine.policy import Policy
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.state import StateSizes, state_layout
 from paddock_runner.pack.library import find_pack
@@ -26,12 +27,26 @@ class Place:
         checkpoint = open_checkpoint(TINY / name)
         blueprint = read_blueprint(checkpoint)
         states = state_layout(blueprint).slot_bytes
-        self.sizes = StateSizes(6, 64, 4, N_PAGES, blueprint.n_vocab, 24, 6, 4, 3, 6, states)
+        self.sizes = StateSizes(6, 64, 4, N_PAGES, blueprint.n_vocab, 24, 6, 4, 3, 6, states, 9 if states else 0)
         self.device = build_device(Assembly(find_pack("cpu"), self.sizes, "f32", max_isa=2), blueprint, tensors_by_name(checkpoint, blueprint))
+
+    def conversation(self, prompt: list[int], more: list[list[int]], n_tokens: int) -> list[tuple[int, list[int], int, list[int]]]:
+        """Turns of one chat: prompt tokens, prompt, how many were cached, answer."""
+        rig = Rig(self.sizes, device=self.device, policy=Policy(share_tokens=4))
+        rig.engine.launched_seq = rig.engine.read_seq = rig.engine.slots.seq = int(self.device.done[0])
+        found = []
+        for words in more:
+            prompt = prompt + words
+            answer = rig.ask(prompt, n_tokens, temperature=0.0)
+            rig.run()
+            found.append((len(prompt), prompt, answer.done.cached_tokens, answer.tokens))
+            prompt = prompt + answer.tokens
+        rig.close()
+        return found
 
     def answers(self, prompts: list[list[int]], n_tokens: list[int]) -> list[list[int]]:
         """Greedy answers to prompts that are asked for at once."""
-        rig = Rig(self.sizes, device=self.device)
+        rig = Rig(self.sizes, device=self.device, policy=Policy(share_tokens=4))
         rig.engine.launched_seq = rig.engine.read_seq = rig.engine.slots.seq = int(self.device.done[0])
         found = [rig.ask(p, n, temperature=0.0) for p, n in zip(prompts, n_tokens, strict=True)]
         rig.run()
@@ -52,5 +67,17 @@ def test_answers_do_not_depend_on_what_else_is_in_the_batch(name):
         for prompt, n, answer in zip(prompts, n_tokens, together, strict=False):
             assert answer == place.answers([prompt], [n])[0]
         assert together[10:] == together[:3]
+    finally:
+        place.device.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "qwen3-next", "lfm2"])
+def test_a_second_turn_computes_only_what_is_new_and_answers_what_it_answers_alone(name):
+    place = Place(name)
+    try:
+        turns = place.conversation(list(range(3, 20)), [[], [7, 8, 9], [4]], 11)
+        for n_prompt, prompt, cached, answer in turns:
+            assert answer == place.answers([prompt], [11])[0]
+            assert cached == 0 if prompt is turns[0][1] else cached >= n_prompt - 3 - 5
     finally:
         place.device.close()

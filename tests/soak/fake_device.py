@@ -2,6 +2,7 @@
 
 The KV of position p is a hash of the KV of position p - 1 (read through the page table) and of token p, so a page that is shared,
 freed or written wrongly changes every later token. The next token is a hash of the last KV, seed and position.
+With recurrent layers (sizes.recurrent_bytes) the hash goes on from the slot's own state, which is saved and loaded apart from the pages.
 """
 
 from __future__ import annotations
@@ -69,11 +70,14 @@ class FakeDevice:
         self.top = memoryview(bytearray(8 * sizes.n_results * sizes.max_step_rows * max(1, sizes.max_top)))
         self._done = bytearray(8)
         self.done = memoryview(self._done).cast("Q")
-        self.pending: list[bytes] = []
+        self.pending: list = []
         self.now_ns = 1_000_000_000
         self.last_seq = 0
         self.n_attached = n_attached or sizes.n_pages
         self.fails_at = 0
+        self.state: list[tuple[int, int]] = [(0, 0)] * n
+        """Of each slot: tokens so far, and their hash."""
+        self.saved: dict[int, tuple[int, int]] = {}
         self.log: list[tuple[int, int, int, int]] = []
         """(seq, T, R, dead rows) of every step."""
         self.rows: list[list[tuple[int, int, int]]] = []
@@ -84,6 +88,20 @@ class FakeDevice:
     def grow_pages(self, n_pages: int) -> int:
         self.n_attached = min(self.sizes.n_pages, max(self.n_attached, n_pages))
         return self.n_attached
+
+    def _copy(self, copy) -> None:  # type: ignore[no-untyped-def]
+        """Copies come in order with the steps."""
+        if self.pending:
+            self.pending.append(copy)
+        else:
+            copy()
+
+    def save_state(self, slot: int, place: int) -> None:
+        assert 0 <= place < self.sizes.n_snapshots
+        self._copy(lambda: self.saved.__setitem__(place, self.state[slot]))
+
+    def load_state(self, slot: int, place: int) -> None:
+        self._copy(lambda: self.state.__setitem__(slot, self.saved[place]))
 
     def clock(self) -> int:
         """Time moves by what steps cost, and a little with every look."""
@@ -99,7 +117,7 @@ class FakeDevice:
         self.last_seq = seq
         n_bytes = HEAD.size + 152 * n_new + 16 * (n_rows + n_pages + n_texts) + 8 * n_masks + 4 * n_payload
         self.pending.append(ctypes.string_at(input_address, n_bytes))
-        assert len(self.pending) <= self.facts.run_ahead + 1
+        assert sum(isinstance(p, bytes) for p in self.pending) <= self.facts.run_ahead + 1
         if not self.facts.run_ahead:
             self.run_one()
         else:
@@ -113,6 +131,8 @@ class FakeDevice:
 
     def run_one(self) -> None:
         data = self.pending.pop(0)
+        if not isinstance(data, bytes):
+            return data()  # type: ignore[no-any-return]
         seq, n_tokens, n_rows, n_samples, n_new, n_pages, n_texts, n_masks, n_payload = HEAD.unpack_from(data)
         at = HEAD.size
         new = [(NEW.unpack_from(data, at + 152 * i), SAMPLING.unpack_from(data, at + 152 * i + 16)) for i in range(n_new)]
@@ -160,11 +180,14 @@ class FakeDevice:
         first, tokens, table, size = self.length[slot], self.tokens[slot], self.table[slot], self.sizes.page_tokens
         n_prompt, min_length, max_length, _, _, use_mask, n_stop = self.sampling[slot][9:16]
         kv = self.kv[table[(first - 1) // size], (first - 1) % size] if first else 0
+        if self.sizes.recurrent_bytes and first:
+            assert self.state[slot] == (first, kv), "the states are not those of the tokens so far"
         for p in range(first, first + n):
             assert table[p // size] != 0 and tokens[p] >= 0
             kv = mix(kv, tokens[p])
             self.kv[table[p // size], p % size] = kv
         self.length[slot] = length = first + n
+        self.state[slot] = (length, kv)
         if not flags & abi.PK_ROW_SAMPLE:
             return slot, -1, 0, length
         if self.nan_token in tokens[:n_prompt]:

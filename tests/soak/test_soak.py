@@ -22,9 +22,9 @@ POLICY = Policy(max_queue=40, share_tokens=8, min_chunk_tokens=4, oldest_every=5
 class Storm:
     """One random run. Prompts are drawn from few families, so that prefixes are shared at every length."""
 
-    def __init__(self, seed: int, run_ahead: int, n_pages: int, n_fronts: int) -> None:
+    def __init__(self, seed: int, run_ahead: int, n_pages: int, n_fronts: int, n_snapshots: int = 0) -> None:
         self.rng = rng = random.Random(seed)
-        sizes = replace(SIZES, n_pages=n_pages)
+        sizes = replace(SIZES, n_pages=n_pages, n_snapshots=n_snapshots, recurrent_bytes=64 * (n_snapshots > 0))
         device = FakeDevice(sizes, run_ahead, seed, n_attached=rng.choice((0, 2, 30)), nan_token=NAN_TOKEN)
         self.rig = Rig(sizes, policy=POLICY, n_fronts=n_fronts, device=device)
         self.families = [[rng.randrange(480) for _ in range(90)] for _ in range(4)]
@@ -129,8 +129,8 @@ class Storm:
         return seen
 
 
-def storm(seed: int, run_ahead: int, n_pages: int, n_asks: int, n_fronts: int = 1) -> dict[str, int]:
-    scene = Storm(seed, run_ahead, n_pages, n_fronts)
+def storm(seed: int, run_ahead: int, n_pages: int, n_asks: int, n_fronts: int = 1, n_snapshots: int = 0) -> dict[str, int]:
+    scene = Storm(seed, run_ahead, n_pages, n_fronts, n_snapshots)
     try:
         scene.run(n_asks)
         return scene.judge()
@@ -150,6 +150,12 @@ def test_a_storm_short_of_pages_preempts_and_still_answers_right(run_ahead: int)
     assert seen["preempted"] > 0, seen
 
 
+@pytest.mark.parametrize(("run_ahead", "n_pages", "n_snapshots"), [(0, 160, 40), (2, 160, 12), (3, 60, 12), (1, 30, 6)])
+def test_a_storm_on_a_recurrent_model_shares_prefixes_and_answers_right(run_ahead: int, n_pages: int, n_snapshots: int) -> None:
+    seen = storm(200 + run_ahead, run_ahead, n_pages, 150, n_snapshots=n_snapshots)
+    assert seen["cached"] > 0, seen
+
+
 def test_a_storm_from_two_fronts_keeps_their_answers_apart() -> None:
     storm(7, 1, 60, 120, n_fronts=2)
 
@@ -158,4 +164,4 @@ def test_a_storm_from_two_fronts_keeps_their_answers_apart() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_many_storms(seed: int) -> None:
     rng = random.Random(seed)
-    storm(1000 + seed, rng.randrange(4), rng.choice((26, 30, 40, 60, 97, 160)), 600, rng.choice((1, 1, 2)))
+    storm(1000 + seed, rng.randrange(4), rng.choice((26, 30, 40, 60, 97, 160)), 600, rng.choice((1, 1, 2)), rng.choice((0, 0, 3, 8, 40)))

@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from .pages import PagePool
 from .prefix import Node, PrefixTree
+from .states import StatePool
 
 
 class Holding:
-    """One request's pages. pages: in table order; the first n_settled belong to the tree, the others to the request."""
+    """One request's pages. pages: in table order; the first n_settled are in the tree, the others are the request's.
 
-    __slots__ = ("cached_pages", "is_apart", "n_settled", "node", "pages")
+    doubles: pages among the first n_settled that are the request's own, because the tree had others with the same tokens already.
+    known_pages: how far the tree knew the prompt at the start, be it without a state to go on from.
+    """
+
+    __slots__ = ("cached_pages", "doubles", "is_apart", "known_pages", "n_settled", "node", "pages")
 
     def __init__(self, node: Node, pages: list[int]) -> None:
         self.node = node
         self.pages = pages
-        self.n_settled = self.cached_pages = len(pages)
+        self.n_settled = self.cached_pages = self.known_pages = len(pages)
+        self.doubles: list[int] = []
         self.is_apart = False
-        """Another has put the same prefix into the tree first: this request keeps its own pages, unshared, to its end."""
+        """What it computes is not to be shared: the tree has cut off the node that it stands on."""
 
     @property
     def private(self) -> list[int]:
-        """The pages that are the request's own."""
+        """The pages that only this request uses and that follow the settled ones."""
         return self.pages[self.n_settled :]
+
+    @property
+    def state(self) -> int:
+        """Place of the recurrent states to start from, -1: none."""
+        return self.node.state
 
 
 class Ledger:
     """All page accounting of one engine. `grow` puts memory behind at least n pages and says how many have it now.
 
-    is_shared: computed prefixes are kept and shared. False for models whose pages alone cannot continue a sequence (recurrent states).
+    is_shared: computed prefixes are kept and shared. states: where snapshots of recurrent states go, for models that have such.
     """
 
-    __slots__ = ("_grow", "is_shared", "page_tokens", "pool", "tree")
+    __slots__ = ("_grow", "is_shared", "page_tokens", "pool", "states", "tree")
 
-    def __init__(self, pool: PagePool, page_tokens: int, grow: Callable[[int], int], is_shared: bool = True) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_tokens: int,
+        grow: Callable[[int], int],
+        is_shared: bool = True,
+        states: StatePool | None = None,
+    ) -> None:
         self.pool = pool
-        self.tree = PrefixTree(page_tokens, pool)
+        self.states = states
+        self.tree = PrefixTree(page_tokens, pool, states)
         self.page_tokens = page_tokens
         self._grow = grow
         self.is_shared = is_shared
@@ -57,13 +76,18 @@ class Ledger:
     def open(self, tokens: bytes, salt: int, n_reserve: int) -> Holding | None:
         """Pages for all of `tokens`, the known prefix shared; None when they and n_reserve more are not there (nothing changed)."""
         n_tokens = len(tokens) // 4
-        node, pages = self.tree.match(tokens, salt, (n_tokens - 1) // self.page_tokens)
+        most, n_known = (n_tokens - 1) // self.page_tokens, 0
+        if self.states is None:
+            node, pages = self.tree.match(tokens, salt, most)
+        else:
+            node, pages, n_known = self.tree.match_state(tokens, salt, most)
         need = self.pages_for(n_tokens) - len(pages)
         if need + n_reserve > self.n_available:
             self.tree.unlock(node)
             return None
         self._make_room(need)
         holding = Holding(node, pages)
+        holding.known_pages = max(n_known, holding.known_pages)
         pages += self.pool.take(need)
         return holding
 
@@ -71,13 +95,37 @@ class Ledger:
         """Shares what is computed: `tokens` are those of whole pages after the settled ones."""
         if holding.is_apart or not self.is_shared:
             return
-        if holding.node.is_dead or self.tree.knows(holding.node, tokens):
+        if holding.node.is_dead:
             holding.is_apart = True
             return
         first = holding.n_settled
-        n = len(tokens) // 4 // self.page_tokens
-        holding.node, _ = self.tree.extend(holding.node, tokens, holding.pages[first : first + n])
-        holding.n_settled = first + n
+        pages = holding.pages[first : first + len(tokens) // 4 // self.page_tokens]
+        holding.node, n_known = self.tree.extend(holding.node, tokens, pages)
+        holding.doubles += pages[:n_known]
+        holding.n_settled = first + len(pages)
+
+    def _undouble(self, holding: Holding) -> None:
+        """Gives back one of two pages with the same tokens, where nobody else uses the tree's: its own takes that place."""
+        if not holding.doubles:
+            return
+        own, end, node = set(holding.doubles), holding.n_settled, holding.node
+        while node.parent is not None and node.locks == 1 and not node.is_dead:
+            first = end - len(node.pages)
+            for i, page in enumerate(holding.pages[first:end]):
+                if page in own:
+                    self.pool.give([node.pages[i]])
+                    node.pages[i] = page
+                    own.remove(page)
+            node, end = node.parent, first
+        holding.doubles = sorted(own)
+
+    def keep_state(self, holding: Holding, place: int) -> None:
+        """The states after the settled pages were copied to this place: they hang on the tree from now on."""
+        assert self.states is not None
+        if holding.is_apart:
+            self.states.give(place)
+        else:
+            self.states.attach(holding.node, place)
 
     def add_pages(self, holding: Holding, n: int) -> int:
         """n more pages at the end of the table while there are plenty, else one, or none. Returns how many."""
@@ -85,21 +133,33 @@ class Ledger:
         if n > 1 and self.n_available * 4 < pool.n_pages:
             n = 1
         if pool.n_free < n and not self._make_room(n):
-            return 0
+            self._undouble(holding)
+            if pool.n_free < n:
+                return 0
         holding.pages += pool.take(n)
         return n
 
-    def close(self, holding: Holding, tokens: bytes = b"") -> None:
+    def close(self, holding: Holding, tokens: bytes = b"", kept: Sequence[tuple[int, int]] = ()) -> None:
         """Gives everything back; pages of `tokens`, computed but not yet settled, are left to the tree.
 
+        kept: (pages, place) of the states that the request has saved on its way, shortest first; they hang on the tree afterwards.
         The caller has made sure that no step in flight can touch the pages.
         """
-        private = holding.private
-        n = len(tokens) // 4 // self.page_tokens if self.is_shared else 0
-        if n:
-            holding.node, n_known = self.tree.extend(holding.node, tokens, private[:n])
-            del private[n_known:n]
-        self.pool.give(private)
+        n_tokens = len(tokens) // 4
+        for n_pages, place in kept:
+            assert self.states is not None
+            n = (n_pages - holding.n_settled) * self.page_tokens
+            if not 0 <= n <= n_tokens:
+                self.states.give(place)
+                continue
+            if n:
+                self.settle(holding, tokens[: 4 * n])
+                tokens, n_tokens = tokens[4 * n :], n_tokens - n
+            self.keep_state(holding, place)
+        if n_tokens >= self.page_tokens:
+            self.settle(holding, tokens)
+        self.pool.give(holding.private)
+        self.pool.give(holding.doubles)
         self.tree.unlock(holding.node)
 
     def distrust(self, holding: Holding) -> None:
@@ -140,5 +200,6 @@ class Ledger:
                 *(node.pages for node in self.tree.nodes()),
                 *(node.pages for node in dead.values()),
                 *(holding.private for holding in holdings),
+                *(holding.doubles for holding in holdings),
             ]
         )

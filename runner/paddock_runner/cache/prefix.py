@@ -1,7 +1,8 @@
 """The prefix tree: which computed token prefixes lie in which pages, shared by reference, forgotten leaf by leaf, oldest first.
 
 A radix tree at page granularity. An edge is the int32 tokens of whole pages as bytes, so that comparing is memcmp; a node owns
-its edge's pages. Requests lock the path that they use; unlocked leaves can be evicted. Each salt has its own root.
+its edge's pages. Requests lock the path that they use; unlocked leaves can be evicted. Each salt has its own root. For models with
+recurrent layers a prefix can be continued only where a node has a state (see states.py).
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from .pages import PageFault, PagePool
+from .states import StatePool
+
+MAX_LOOKS = 64
+"""Edges that are compared when it is asked where a prompt leaves what is known."""
 
 
 class Node:
-    """The pages of one edge. locks: requests whose path goes through here. used: the clock when it was last let go."""
+    """The pages of one edge. locks: requests whose path goes through here. used: the clock when it was last let go.
 
-    __slots__ = ("children", "edge", "is_dead", "locks", "pages", "parent", "salt", "used")
+    state: place of the recurrent states after the edge's last token, or -1.
+    """
+
+    __slots__ = ("children", "edge", "is_dead", "locks", "pages", "parent", "salt", "state", "used")
 
     def __init__(self, parent: Node | None, edge: bytes, pages: list[int], salt: int) -> None:
         self.parent = parent
@@ -27,12 +35,16 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.locks = 0
         self.used = 0
+        self.state = -1
         self.is_dead = False
         """Cut off because its pages are not to be trusted; its pages go when its last lock goes."""
 
 
 class PrefixTree:
-    """Prefixes in pages. Tokens are int32 as bytes; all lengths are in pages of `page_tokens` tokens."""
+    """Prefixes in pages. Tokens are int32 as bytes; all lengths are in pages of `page_tokens` tokens.
+
+    states: where the snapshots are, when a prefix needs one to be of use.
+    """
 
     __slots__ = (
         "_clock",
@@ -45,9 +57,11 @@ class PrefixTree:
         "n_evicted",
         "n_nodes",
         "n_pages",
+        "states",
     )
 
-    def __init__(self, page_tokens: int, pool: PagePool) -> None:
+    def __init__(self, page_tokens: int, pool: PagePool, states: StatePool | None = None) -> None:
+        self.states = states
         self._page_bytes = 4 * page_tokens
         self._pool = pool
         self._roots: dict[int, Node] = {}
@@ -64,7 +78,9 @@ class PrefixTree:
     # ---- finding ----
 
     def peek(self, tokens: bytes, salt: int, max_pages: int) -> int:
-        """Pages of the longest known prefix, at most max_pages. Changes nothing."""
+        """Pages of the longest prefix that could be continued, at most max_pages. Changes nothing."""
+        if self.states is not None:
+            return self._find_state(tokens, salt, max_pages)[1]
         node = self._roots.get(salt)
         step = self._page_bytes
         at, end = 0, max_pages * step
@@ -104,17 +120,65 @@ class PrefixTree:
         self._lock(node, None)
         return node, pages
 
+    def match_state(self, tokens: bytes, salt: int, max_pages: int) -> tuple[Node, list[int], int]:
+        """As `match`, but ends at the deepest node with a state. Also how many pages of the prompt are known, states or not."""
+        assert self.states is not None
+        node, n_pages, n_known = self._find_state(tokens, salt, max_pages)
+        if node is None:
+            node = self._roots.get(salt)
+            if node is None:
+                node = self._roots[salt] = Node(None, b"", [], salt)
+        else:
+            self.states.touch(node)
+        path, pages = node, list[int]()
+        while path.parent is not None:
+            pages[:0] = path.pages
+            path = path.parent
+        assert len(pages) == n_pages
+        self._lock(node, None)
+        return node, pages, n_known
+
+    def _find_state(self, tokens: bytes, salt: int, max_pages: int) -> tuple[Node | None, int, int]:
+        """The deepest node with a state on the prompt's path, the pages to its end, and the pages that are known in all."""
+        node, best, n_best = self._roots.get(salt), None, 0
+        step = self._page_bytes
+        at, end = 0, max_pages * step
+        while node is not None and at < end:
+            node = node.children.get(tokens[at : at + step])
+            if node is None:
+                break
+            if not tokens.startswith(node.edge, at) or at + len(node.edge) > end:
+                at += self._common(node.edge, tokens, at, end)
+                break
+            at += len(node.edge)
+            if node.state >= 0:
+                best, n_best = node, at // step
+        return best, n_best, at // step
+
     def _common(self, edge: bytes, tokens: bytes, at: int, end: int) -> int:
         """Bytes, in whole pages, that `edge` and tokens[at:end] have in common."""
         step = self._page_bytes
-        n = min(len(edge), end - at, len(tokens) - at) // step
-        if n <= 0:
-            return 0
-        a = np.frombuffer(edge, np.int32, n * step // 4)
-        b = np.frombuffer(tokens, np.int32, n * step // 4, at)
-        differs = a != b
-        first = int(differs.argmax())
-        return n * step if not differs[first] else first * 4 // step * step
+        n = min(len(edge), end - at, len(tokens) - at) // step * step
+        return first_difference(edge, tokens, at, n) // step * step
+
+    def meets(self, tokens: bytes, salt: int) -> int:
+        """Tokens after which nothing known under this salt goes on as `tokens` do. Changes nothing."""
+        node, at = self._roots.get(salt), 0
+        while node is not None:
+            found = node.children.get(tokens[at : at + self._page_bytes])
+            if found is None:
+                edges = [child.edge for child in node.children.values()][:MAX_LOOKS]
+                return (
+                    max(
+                        (at + first_difference(edge, tokens, at, min(len(edge), len(tokens) - at)) for edge in edges),
+                        default=at,
+                    )
+                    // 4
+                )
+            if not tokens.startswith(found.edge, at):
+                return (at + first_difference(found.edge, tokens, at, min(len(found.edge), len(tokens) - at))) // 4
+            node, at = found, at + len(found.edge)
+        return at // 4
 
     # ---- locks ----
 
@@ -165,10 +229,6 @@ class PrefixTree:
 
     # ---- growing ----
 
-    def knows(self, node: Node, tokens: bytes) -> bool:
-        """Another has added the first page of `tokens` after this node."""
-        return tokens[: self._page_bytes] in node.children
-
     def extend(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, int]:
         """Adds pages computed by the holder of a lock on `node`, which moves to the returned node.
 
@@ -194,7 +254,7 @@ class PrefixTree:
         if not fresh:
             return node, known
         self.n_pages += len(fresh)
-        if not node.children and node.locks == 1 and node.parent is not None:
+        if not node.children and node.locks == 1 and node.parent is not None and node.state < 0:
             node.edge += tokens[at:]
             node.pages += fresh
             return node, known
@@ -234,6 +294,7 @@ class PrefixTree:
             freed += n
             self.n_evictable -= n
             self._give(node.pages[-n:])
+            self._forget_state(node)
             if n < len(node.pages):
                 del node.pages[-n:]
                 node.edge = node.edge[: -n * self._page_bytes]
@@ -273,6 +334,7 @@ class PrefixTree:
         while stack:
             node = stack.pop()
             order.append(node)
+            self._forget_state(node)
             node.is_dead = True
             stack.extend(node.children.values())
         for node in reversed(order):
@@ -285,6 +347,10 @@ class PrefixTree:
         self._give(node.pages)
         node.pages = []
         self.n_nodes -= 1
+
+    def _forget_state(self, node: Node) -> None:
+        if self.states is not None:
+            self.states.drop(node)
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
@@ -327,3 +393,14 @@ class PrefixTree:
                 f"{n_pages} pages counted as {self.n_pages}, {n_evictable} evictable as {self.n_evictable}",
                 pages=n_pages,
             )
+
+
+def first_difference(edge: bytes, tokens: bytes, at: int, n: int) -> int:
+    """Bytes, in whole tokens, of edge[:n] and tokens[at : at + n] before the first token that differs."""
+    if n < 4:
+        return 0
+    a = np.frombuffer(edge, np.int32, n // 4)
+    b = np.frombuffer(tokens, np.int32, n // 4, at)
+    differs = a != b
+    first = int(differs.argmax())
+    return first * 4 if differs[first] else n // 4 * 4

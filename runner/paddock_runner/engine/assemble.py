@@ -69,9 +69,17 @@ def _build(
     layout = page_layout(blueprint, assembly.kv_format, sizes.page_tokens)
     device.reserve_kv(sizes.n_pages, layout.page_bytes)
     device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))
+    device.alloc_snapshots(sizes.n_snapshots)
     plan = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, ELEMENT_BYTES[device.facts.activation])
     buffers = place(device, plan, sizes)
-    site = Site(weights, buffers, layout.offsets, KV_FORMATS[assembly.kv_format], rotations(device, blueprint, sizes.max_ctx_tokens), state_layout(blueprint).offsets)
+    site = Site(
+        weights,
+        buffers,
+        layout.offsets,
+        KV_FORMATS[assembly.kv_format],
+        rotations(device, blueprint, sizes.max_ctx_tokens),
+        state_layout(blueprint).offsets,
+    )
     return trace(blueprint, site)
 
 
@@ -89,7 +97,9 @@ def _load(device: Device, assembly: Assembly, blueprint: Blueprint, program: Pro
     sizes = assembly.sizes
     need = device.workspace_bytes(program)
     n_processors = device.facts.n_processors
-    planned = pack_scratch_bytes(blueprint, sizes.max_step_tokens, sizes.max_step_rows, n_processors, sizes.max_ctx_tokens)
+    planned = pack_scratch_bytes(
+        blueprint, sizes.max_step_tokens, sizes.max_step_rows, n_processors, sizes.max_ctx_tokens
+    )
     if need > planned:
         raise PackError(
             f"kernel pack {device.pack.path.name} wants {need} bytes of scratch, the plan has {planned}",

@@ -40,6 +40,12 @@ class StepDevice(Protocol):
         """(begin, end) of at most n last finished steps, in nanoseconds of the device's clock, oldest first."""
         ...
 
+    def save_state(self, slot: int, place: int) -> None:
+        """Copies a slot's recurrent states to a place of the snapshots, in order with the steps. Raises: PackError."""
+
+    def load_state(self, slot: int, place: int) -> None:
+        """Copies them back, to whatever slot. Raises: PackError."""
+
     def grow_pages(self, n_pages: int) -> int:
         """Puts memory behind at least the first n_pages pages; returns how many have it now. Raises: PackError."""
         ...

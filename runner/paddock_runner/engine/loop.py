@@ -14,6 +14,7 @@ import numpy as np
 
 from ..cache.ledger import Ledger
 from ..cache.pages import PageFault, PagePool
+from ..cache.states import StatePool
 from ..errors import PackError, UsageError
 from ..memory.state import StateSizes
 from ..pack.abi import PK_ROW_LENGTH, PK_ROW_NAN, PK_ROW_STOP
@@ -26,6 +27,7 @@ from .policy import Policy
 from .request import Phase, Request
 from .scheduler import Scheduler
 from .slots import Chunk, SlotTable
+from .states import StateKeeper
 
 WAIT_US = 100_000
 LIFE_CHECK_NS = 100_000_000
@@ -86,7 +88,12 @@ class Engine:
             )  # fmt: skip
         self.slots = SlotTable(sizes)
         pool = PagePool(sizes.n_pages, min(sizes.n_pages, device.grow_pages(min(sizes.n_pages, 1 + GROW_PAGES))))
-        self.ledger = Ledger(pool, sizes.page_tokens, device.grow_pages, not sizes.recurrent_bytes)
+        states = StatePool(sizes.n_snapshots) if sizes.n_snapshots else None
+        is_shared = states is not None or not sizes.recurrent_bytes
+        self.ledger = Ledger(pool, sizes.page_tokens, device.grow_pages, is_shared, states)
+        self.states = StateKeeper(self.ledger, device)
+        if states is not None:
+            self.slots.border_tokens = sizes.page_tokens
         self.scheduler = Scheduler(self.policy, self.ledger, self.slots, self._started)
         self.counters = Counters()
         self.requests: list[dict[int, Request]] = [{} for _ in ports]
@@ -270,7 +277,7 @@ class Engine:
             request = retiring.popleft()[1]
             holding, slot = request.holding, request.slot
             assert holding is not None
-            computed = b""
+            computed, kept = b"", list[tuple[int, int]]()
             if request.done_tokens >= request.n_tokens and not request.is_poisoned:
                 n = request.end_length - 1 if request.end_length >= 0 else self.slots.launched(slot)
                 first, full = (
@@ -279,7 +286,10 @@ class Engine:
                 )
                 if full > first:
                     computed = self.slots.tokens_of(request, first, full)
-            self.ledger.close(holding, computed)
+                kept = self.states.let_go(request, n)
+            elif request.kept:
+                self.states.let_go(request, -1)
+            self.ledger.close(holding, computed, kept)
             request.holding = None
             request.slot = -1
             self.slots.give(slot)
@@ -329,6 +339,8 @@ class Engine:
             slots.count_row(slot)
         if chunks:
             self._after_chunks(step, chunks)
+            if scheduler.saves:
+                self.states.save_planned(scheduler)
         self.ledger.free_ahead(self._low_pages, GROW_PAGES)
         return True
 
@@ -362,6 +374,11 @@ class Engine:
                     self.masked.remove(request)
                 continue
             assert request.holding is not None
+            if slots.border_tokens:
+                self.states.keep(request, n)
+                if n < len(request.holding.pages) * self.sizes.page_tokens:
+                    slots.mark(request, n)
+                    continue
             n_pages = min(slots.pages_ahead, self.ledger.pages_for(request.max_length - 1) - len(request.holding.pages))
             n_new = self.ledger.add_pages(request.holding, n_pages)
             while not n_new:
@@ -416,6 +433,7 @@ class Engine:
 
     def _started(self, request: Request, now_ns: int) -> None:
         """A request has got its slot."""
+        self.states.start(request)
         if request.started_ns:
             self._say(request, Kind.BIND, BIND.pack(request.ask_id, request.slot, 0))
         else:
@@ -456,6 +474,7 @@ class Engine:
         """No page or slot is lost or shared wrongly. For tests. Raises: PageFault."""
         held = [r.holding for r in self.slots.request_of if r is not None and r.holding is not None]
         self.ledger.check(held)
+        self.states.check(r for r in self.slots.request_of if r is not None)
         n_held = sum(r is not None for r in self.slots.request_of)
         if n_held + self.slots.n_free != self.sizes.n_slots:
             raise PageFault(f"{n_held} slots are held and {self.slots.n_free} free of {self.sizes.n_slots}", pages=[])

@@ -21,6 +21,8 @@ class Policy:
     """Prefill goes on with at least this many tokens a step: smaller chunks waste the matrix kernels."""
     share_tokens: int = 64
     """A request waits for another that computes at least this many tokens of its own prefix."""
+    state_every_tokens: int = 8192
+    """A long prefill saves its recurrent states at least every so many tokens."""
     ageing_tokens_per_ms: float = 8.0
     """A request that has waited a millisecond longer may be this much longer and still go first (within one client)."""
     priority_tokens: int = 100_000

@@ -55,7 +55,9 @@ class Request:
         "holding",
         "is_poisoned",
         "is_queued",
+        "kept",
         "key",
+        "marks",
         "masks",
         "max_length",
         "n_bias",
@@ -116,6 +118,10 @@ class Request:
         """Tokens in the slot when the device ended it, -1 while it has not."""
         self.is_poisoned = False
         """Its logits held a NaN: what it computed is not kept."""
+        self.kept: list[tuple[int, int]] = []
+        """States of its own that were saved while it decoded: (tokens, place), shortest first."""
+        self.marks: list[int] = []
+        """Lengths at which its prefill is to stop for a moment, so that the states can be saved, shortest first."""
         self.key = 0.0
         self.is_queued = False
         self.order = 0

@@ -9,11 +9,15 @@ import math
 from collections.abc import Callable
 
 from ..cache.ledger import Ledger
+from ..cache.prefix import Node, first_difference
 from .cost import CostModel
 from .policy import Policy
 from .queue import WaitQueue
 from .request import Phase, Request
 from .slots import Chunk, SlotTable
+
+MAX_LOOKS = 16
+"""Waiting requests that are compared with one that starts."""
 
 
 class Scheduler:
@@ -21,7 +25,7 @@ class Scheduler:
 
     __slots__ = (
         "_credit_ns", "_credit_us", "_is_stuck", "_ledger", "_n_started", "_policy", "_slots", "cost", "held", "on_start", "preempted",
-        "prefilling", "queue",
+        "prefilling", "queue", "saves",
     )  # fmt: skip
 
     def __init__(
@@ -38,6 +42,8 @@ class Scheduler:
         """Taken from the queue, waiting until another has computed what they share."""
         self.preempted: list[Request] = []
         """Had to make room; start again before anyone new, oldest first."""
+        self.saves: list[tuple[Request, Node, int]] = []
+        """States to be saved when the planned step has run: whose slot's, the node that ends there, and the place. The loop empties it."""
         self._is_stuck = False
         self._n_started = 0
         self._credit_us = policy.burst_ms * 1000
@@ -100,6 +106,8 @@ class Scheduler:
         remaining = request.remaining_tokens
         if request.use_mask and request.n_tokens - request.prompt_tokens not in request.masks:
             remaining -= 1
+        if request.marks:
+            remaining = min(remaining, request.marks[0] - request.done_tokens)
         n = min(remaining, tokens_left)
         if us_left != math.inf:
             affordable = self.cost.tokens_for(us_left, request.done_tokens)
@@ -115,6 +123,8 @@ class Scheduler:
         request.done_tokens += n
         self._charge(request, request.done_tokens)
         self._settle(request, request.done_tokens)
+        if self._ledger.states is not None:
+            self._save(request, n)
         if request.done_tokens < request.n_tokens:
             return False
         self.prefilling.remove(request)
@@ -129,6 +139,33 @@ class Scheduler:
         first, end = holding.n_settled * page_bytes, 4 * n_tokens // page_bytes * page_bytes
         if end > first:
             self._ledger.settle(holding, request.tokens[first:end])
+
+    # ---- recurrent states ----
+
+    def _mark(self, request: Request) -> None:
+        """Where this prefill saves its states: where it leaves what is known, where others in the queue leave it, and at its last full page."""
+        holding, page_tokens, share = request.holding, self._ledger.page_tokens, self._policy.share_tokens
+        assert holding is not None
+        done, n = request.done_tokens, request.n_tokens
+        found = {holding.known_pages * page_tokens, n // page_tokens * page_tokens if n - done >= share else 0}
+        for other in self.queue.waiting()[:MAX_LOOKS]:
+            if other is not request and other.salt == request.salt:
+                found.add(common_tokens(request, other) // page_tokens * page_tokens)
+        request.marks = sorted(at for at in found if done + min(share, page_tokens) <= at <= n)
+
+    def _save(self, request: Request, n: int) -> None:
+        """Plans to save the states after a chunk of n tokens, where that was marked or is due."""
+        states, holding, at = self._ledger.states, request.holding, request.done_tokens
+        assert states is not None and holding is not None
+        is_marked = False
+        while request.marks and request.marks[0] <= at:
+            is_marked |= request.marks.pop(0) == at
+        every = self._policy.state_every_tokens
+        if holding.is_apart or at % self._ledger.page_tokens or not (is_marked or at // every > (at - n) // every):
+            return
+        place = states.take()
+        if place >= 0:
+            self.saves.append((request, holding.node, place))
 
     # ---- who is next ----
 
@@ -186,6 +223,8 @@ class Scheduler:
             request.order = self._n_started
             request.cached_tokens = request.charged_tokens = request.done_tokens
         self.prefilling.append(request)
+        if self._ledger.states is not None:
+            self._mark(request)
         self.on_start(request, now_ns)
         self._slots.start(request)
         return True
@@ -194,23 +233,27 @@ class Scheduler:
 
     def _must_hold(self, request: Request) -> bool:
         """Another prefill is about to compute a good part of what this one needs: it waits for that."""
-        if not self.prefilling or not self._ledger.is_shared:
+        if not (self.prefilling or self.saves) or not self._ledger.is_shared:
             return False
-        page_tokens = self._ledger.page_tokens
-        step = 4 * page_tokens
-        known = self._ledger.cached(request.tokens, request.salt) // page_tokens
-        last = (request.n_tokens - 1) // page_tokens
+        page_tokens, share = self._ledger.page_tokens, self._policy.share_tokens
+        known = self._ledger.cached(request.tokens, request.salt)
+        last = (request.n_tokens - 1) // page_tokens * page_tokens
         for other in self.prefilling:
-            end = min(last, other.n_tokens // page_tokens)
-            if other.salt != request.salt or (end - known) * page_tokens < self._policy.share_tokens:
+            if other.salt != request.salt or min(last, other.n_tokens) - known < share:
                 continue
-            n = known
-            while n < end and other.tokens[n * step : (n + 1) * step] == request.tokens[n * step : (n + 1) * step]:
-                n += 1
-            if (n - known) * page_tokens >= self._policy.share_tokens and other.tokens.startswith(
-                request.tokens[: known * step]
-            ):
-                request.wait_for, request.wait_tokens = other, n * page_tokens
+            n = min(last, common_tokens(request, other) // page_tokens * page_tokens)
+            if n - known < share:
+                continue
+            if self._ledger.states is not None:
+                if other.done_tokens >= n:
+                    continue
+                other.marks = sorted({*other.marks, n})
+            request.wait_for, request.wait_tokens = other, n
+            return True
+        for other, _, _ in self.saves:
+            at = other.done_tokens
+            if other.salt == request.salt and known + share <= at <= last and common_tokens(request, other) >= at:
+                request.wait_for, request.wait_tokens = other, at
                 return True
         return False
 
@@ -275,17 +318,19 @@ class Scheduler:
         """
         slots, slot, holding = self._slots, request.slot, request.holding
         assert holding is not None
-        computed = b""
+        computed, kept = b"", list[tuple[int, int]]()
         if request.phase == Phase.DECODE:
             n, page_tokens = slots.launched(slot), self._ledger.page_tokens
             request.tokens = slots.tokens_of(request, 0, n + 1)
             request.n_tokens = n + 1
             computed = request.tokens[4 * holding.n_settled * page_tokens : 4 * (n // page_tokens * page_tokens)]
+            kept = [(at // page_tokens, place) for at, place in request.kept]
+            request.kept.clear()
         else:
             self.prefilling.remove(request)
         slots.leave(slot)
         slots.give(slot)
-        self._ledger.close(holding, computed)
+        self._ledger.close(holding, computed, kept)
         request.holding = None
         request.slot = -1
         request.done_tokens = 0
@@ -302,3 +347,8 @@ class Scheduler:
             if request in group:
                 group.remove(request)
         self.freed()
+
+
+def common_tokens(a: Request, b: Request) -> int:
+    """Tokens with which both begin."""
+    return first_difference(a.tokens, b.tokens, 0, 4 * min(a.n_tokens, b.n_tokens)) // 4

@@ -56,6 +56,7 @@ class SlotTable:
         "_seq_word",
         "_texts",
         "address",
+        "border_tokens",
         "decode",
         "history",
         "history_flat",
@@ -100,6 +101,8 @@ class SlotTable:
         self.decode: list[int] = []
         """Slots with a row in every step, in row order."""
         self._rows = memoryview(bytearray(ROW.size * sizes.max_step_rows))
+        self.border_tokens = 0
+        """With a number here, a decoding slot is due at each multiple of it: its recurrent states can be saved there."""
         self.n_top = 0
         """Running requests that want the k best logprobs."""
         self.pages_ahead = max(1, AHEAD_TOKENS // sizes.page_tokens)
@@ -227,6 +230,8 @@ class SlotTable:
         left = request.max_length - 1 - length
         if room < left:
             left = room
+        if self.border_tokens:
+            left = min(left, self.border_tokens - length % self.border_tokens)
         self._mark[slot] = length
         if self._is_standing[slot]:
             seq = self.seq

@@ -24,6 +24,8 @@ ENGINE_PROCESS_BYTES = 45 * MIB
 CUDA_CONTEXT_BYTES_PER_PROCESSOR = 3 * MIB
 """Of the driver, for each multiprocessor: 107 MiB on 34 of them, 555 MiB on 188 (llama.cpp PR 23604)."""
 
+STATE_CACHE_SHARE = 10
+"""Where nobody chose, snapshots of recurrent states take at most one part in so many of the free memory."""
 KV_FORMAT = {"cpu": "f16", "cuda": "bf16"}
 """The KV cache's format where nobody chose one: the one that the device's attention reads without converting."""
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -61,7 +63,7 @@ def cuda_facts(n_processors: int, memory_bytes: int = 0, free_bytes: int = 0, na
 class PlanRequest:
     """What is asked for. n_pages: pages of the pool, scratch page included; None: enough for every slot's full context.
 
-    An empty kv_format and a max_step_tokens of 0 become what suits the device.
+    state_cache_bytes: for snapshots of recurrent states; None: two per slot and eight more, at most a tenth of the free memory. An empty kv_format and a max_step_tokens of 0 become what suits the device.
     """
 
     max_ctx_tokens: int
@@ -71,6 +73,7 @@ class PlanRequest:
     max_step_tokens: int = 0
     page_tokens: int = 32
     n_pages: int | None = None
+    state_cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", self.kv_format or KV_FORMAT[self.device.kind])
@@ -79,7 +82,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlanLine:
-    """One cost. group: "weights", "vectors", "kv", "state", "pinned", "activations", "scratch" (the allocator's names) or "process".
+    """One cost. group: "weights", "vectors", "kv", "state", "snapshots", "pinned", "activations", "scratch" (the allocator's names) or "process".
 
     source: "header" (from the file), "planner" (a formula that the allocator shares), "table" (measured once, elsewhere).
     """
@@ -170,8 +173,25 @@ def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
     step = max(request.max_step_tokens, request.max_batch)
     states = state_layout(blueprint).slot_bytes
     return StateSizes(
-        request.max_batch, slot_pages * page, page, n_pages, blueprint.n_vocab, step, request.max_batch, recurrent_bytes=states
-    )
+        request.max_batch, slot_pages * page, page, n_pages, blueprint.n_vocab, step, request.max_batch,
+        recurrent_bytes=states, n_snapshots=_snapshots(request, states),
+    )  # fmt: skip
+
+
+def _snapshots(request: PlanRequest, state_bytes: int) -> int:
+    """How many recurrent states the prefix cache may keep. Raises: UsageError when the cache that was asked for holds none."""
+    if not state_bytes:
+        return 0
+    asked = request.state_cache_bytes
+    if asked is None:
+        n = 2 * request.max_batch + 8
+        free = request.device.free_bytes
+        return min(n, free // STATE_CACHE_SHARE // state_bytes) if free else n
+    if 0 < asked < state_bytes:
+        raise UsageError(
+            f"a state cache of {asked} bytes holds no state of this model, one has {state_bytes}", "give it more, or 0 for none"
+        )
+    return asked // state_bytes
 
 
 def weight_lines(blueprint: Blueprint, tensors: Mapping[str, TensorView]) -> tuple[PlanLine, ...]:
@@ -206,6 +226,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
     histories = aligned(arrays["tokens"]) + aligned(arrays["page_table"])
     sampling = sum(aligned(arrays[name]) for name in ("sampling", "bias", "mask"))
     states = aligned(arrays.get("recurrent", 0))
+    snapshots = sizes.n_snapshots * sizes.recurrent_bytes
     rest = sum(aligned(n) for n in arrays.values()) - histories - sampling - states
     activations = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.activation_bytes)
     logits = 4 * sizes.max_step_rows * blueprint.n_vocab
@@ -219,6 +240,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
             f"kv {request.kv_format}, {sizes.n_pages - 1} pages of {sizes.page_tokens} tokens", pool, "planner", "kv"
         ),
         *([PlanLine("recurrent states", states, "planner", "state")] if states else []),
+        *([PlanLine(f"state snapshots, {sizes.n_snapshots}", snapshots, "planner", "snapshots")] if snapshots else []),
         PlanLine("token histories and page tables", histories, "planner", "state"),
         PlanLine("sampling state and masks", sampling, "planner", "state"),
         PlanLine("step rows", rest, "planner", "state"),

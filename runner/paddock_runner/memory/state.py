@@ -37,6 +37,7 @@ class StateSizes:
     max_top: int = 20
     n_results: int = 8
     recurrent_bytes: int = 0  # of one slot's recurrent states
+    n_snapshots: int = 0  # copies of a slot's recurrent states that the prefix cache may keep
 
     @property
     def slot_pages(self) -> int:

@@ -49,6 +49,7 @@ class Device:
         self._step = pack.function("pk_step")
         self._wait = pack.function("pk_wait")
         self._copy = pack.function("pk_copy")
+        self._snapshots = 0
         self.facts = self._read_facts()
         self.allocated: dict[str, int] = {}
         self.kv_bytes = self.kv_page_bytes = 0
@@ -98,6 +99,21 @@ class Device:
         status = self._copy(self._ctx, to, source, n_bytes)
         if status:
             raise self.pack.failure("pk_copy", status)
+
+    def alloc_snapshots(self, n_places: int) -> None:
+        """Memory for n_places copies of a slot's recurrent states."""
+        if n_places:
+            self._snapshots = self.alloc(n_places * self.state.recurrent_stride, "snapshots")
+
+    def save_state(self, slot: int, place: int) -> None:
+        """Copies a slot's recurrent states to a place of the snapshots, in order with the steps. Raises: PackError."""
+        size = self.state.recurrent_stride
+        self.copy(self._snapshots + place * size, self.state.recurrent + slot * size, size)
+
+    def load_state(self, slot: int, place: int) -> None:
+        """Copies them back, to whatever slot. Raises: PackError."""
+        size = self.state.recurrent_stride
+        self.copy(self.state.recurrent + slot * size, self._snapshots + place * size, size)
 
     def reserve_kv(self, n_pages: int, page_bytes: int) -> int:
         """Reserves the address range of the page pool; no memory yet. Returns its address."""

@@ -53,14 +53,30 @@ def test_two_that_compute_the_same_do_not_hold_it_twice_and_the_longer_answer_is
     assert a is not None and b is not None
     book.settle(a, run(0, 8))
     book.settle(b, run(0, 8))
-    assert b.is_apart and not a.is_apart and len(b.private) == 2
+    assert b.node is a.node and b.private == [] and b.doubles == b.pages and a.doubles == []
     book.add_pages(b, 2)
     book.check([a, b])
     book.close(a)
-    assert book.tree.n_evictable == 2
-    book.close(b, run(0, 16))
+    assert book.tree.n_evictable == 0, "the second stands on the pages of the first"
+    book.close(b, run(8, 8))
     book.check([])
     assert book.tree.n_pages == 4 and book.cached(run(0, 17), 0) == 16
+
+
+def test_out_of_pages_the_last_of_two_that_computed_the_same_keeps_one_copy() -> None:
+    book = ledger(8)
+    a, b = book.open(run(0, 8), 0, 0), book.open(run(0, 8), 0, 0)
+    assert a is not None and b is not None
+    book.settle(a, run(0, 8))
+    book.settle(b, run(0, 8))
+    assert book.add_pages(b, 1) == 1 and book.add_pages(b, 1) == 1 and book.add_pages(b, 1) == 1
+    assert book.add_pages(b, 1) == 0, "the first still uses its copy"
+    book.close(a)
+    assert book.add_pages(b, 1) == 1 and b.doubles == [] and len(b.pages) == 6
+    book.check([b])
+    book.close(b, run(8, 16))
+    book.check([])
+    assert book.tree.n_pages == 6 and book.cached(run(0, 25), 0) == 24
 
 
 def test_room_is_made_from_new_memory_first_and_from_forgetting_then() -> None:
