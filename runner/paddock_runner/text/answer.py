@@ -32,6 +32,13 @@ class AnswerFormat:
         """Whether calls of tools can be found in answers."""
         return self.dialect is not None or self.messages is not None
 
+    @property
+    def reasoning_end(self) -> str:
+        """The text that ends reasoning which a model does not end by itself; "" where there is none to end."""
+        if self.messages is not None:
+            return self.messages.closing
+        return f"\n{self.marks.end}\n\n" if self.marks is not None else ""
+
     def visible(self, has_tools: bool) -> frozenset[int]:
         """Special tokens that TextStream must show."""
         return self._marked | self._called if has_tools else self._marked

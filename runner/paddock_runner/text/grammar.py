@@ -171,6 +171,10 @@ class Matcher:
         """Takes a generated token; False when it was not allowed (then nothing more can be)."""
         return bool(self.native.consume_token(token_id))
 
+    def accept_some(self, token_ids: Sequence[int]) -> int:
+        """Takes as many of these tokens as may come, one after the other; how many."""
+        return int(self.native.try_consume_tokens(list(token_ids)))
+
     def rollback(self, n_tokens: int) -> bool:
         """Takes the last tokens back (drafts that were refused)."""
         return bool(self.native.rollback(n_tokens))
@@ -226,6 +230,8 @@ class Grammars:
         To be called from one thread only.
         """
         size = 4 * self.n_words
+        if not matchers:
+            return []
         if len(self._words) < len(matchers) * self.n_words:
             self._words = array("i", bytes(size * len(matchers)))
         if self._executor is None:

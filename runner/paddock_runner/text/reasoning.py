@@ -110,17 +110,22 @@ class _Trimmed:
 
 @dataclass(frozen=True, slots=True)
 class MessageMarks:
-    """An answer of several messages: start, header, `body`, text, one of `ends`. hidden: special tokens that must be seen."""
+    """An answer of several messages: start, header, `body`, text, one of `ends`. hidden: special tokens that must be seen.
+
+    closing: from within a thought to the beginning of the answer proper.
+    """
 
     start: str
     body: str
     ends: tuple[str, ...]
     hidden: tuple[str, ...]
+    closing: str = ""
 
 
 HARMONY = MessageMarks(
     "<|start|>", "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>"),
     ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
 )  # fmt: skip
 MUSE = MessageMarks(
     "<|start|>", "<|message|>", ("<|eom|>", "<|eot|>", "<|start|>"), ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")

@@ -142,6 +142,8 @@ class ChatTemplate:
     def thinking_options(self, is_on: bool | None = None, effort: str | None = None) -> dict[str, Any]:
         """Template variables for "think or not" and "how much", under the names that this template reads."""
         options: dict[str, Any] = {}
+        if effort == "none" and is_on is None:
+            is_on = False
         if is_on is not None:
             for name in ("enable_thinking", "thinking", "reasoning"):
                 if name in self.variables:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ class Choice:
     """The answer `index` of a turn, to one of its prompts."""
 
     __slots__ = (
-        "_begun", "_probs", "_reader", "_sink", "_sizes", "_text", "ask_id", "cached_tokens", "end", "index", "is_cached_known",
-        "n_calls", "output_tokens", "prompt", "reasoning_tokens", "shown_bytes", "turn", "walk",
+        "_begun", "_is_resumed", "_is_thinking", "_max_reasoning", "_probs", "_reader", "_sink", "_sizes", "_text", "ask_id", "cached_tokens", "end", "index", "is_cached_known",
+        "n_calls", "output_tokens", "prompt", "reasoning_tokens", "shown_bytes", "tokens", "turn", "walk",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +62,10 @@ class Choice:
         self.output_tokens = self.reasoning_tokens = self.cached_tokens = self.n_calls = 0
         self.end: End | None = None
         self.walk: Walk | None = None
+        self._max_reasoning = turn.wish.max_reasoning if turn.reasoning_end and reader is not None else -1
+        self._is_resumed = self._is_thinking = False
+        self.tokens: array[int] | None = array("i") if self._max_reasoning >= 0 else None
+        """The answer's tokens, kept while its reasoning may have to be ended."""
 
     def take(self, token: int, flags: int, logprob: float, top: Top) -> None:
         """One token from the engine."""
@@ -71,6 +76,14 @@ class Choice:
             return
         if self.walk is not None and not flags & ROW_LENGTH:
             self.walk.take(token)
+        self._show(token, logprob, top)
+        if self.tokens is not None and self.end is None:
+            self.tokens.append(token)
+            if self._is_thinking and 0 <= self._max_reasoning <= self.reasoning_tokens and not flags & ROW_LENGTH:
+                self._end_reasoning()
+
+    def _show(self, token: int, logprob: float, top: Top) -> None:
+        """A token becomes text, and whatever that tells."""
         try:
             text = self._text.push(token)
         except IndexError:  # a row of the embedding that the tokenizer has no text for
@@ -87,9 +100,35 @@ class Choice:
             self.turn.desk.abort(self.ask_id)
             self._finish("stop", self._text.matched)
 
+    def _end_reasoning(self) -> None:
+        """The reasoning has had its tokens: what ends it is put in, and the model goes on from there.
+
+        An answer that waits for masks gets it by these; another is asked for anew, with the answer so far as a part of the prompt.
+        """
+        closing, self._max_reasoning = self.turn.reasoning_end, -1
+        if self.walk is not None:
+            self.walk.forced, self.tokens = closing, None
+            return
+        for token in closing:
+            self.output_tokens += 1
+            self._show(token, 0.0, ())
+        if self.end is not None:
+            return
+        assert self.tokens is not None
+        self.tokens.extend(closing)
+        self.turn.desk.abort(self.ask_id)
+        self._is_resumed = True
+        left = self.turn.wish.max_tokens - self.output_tokens
+        if self.turn.wish.max_tokens and left < 1:
+            self._finish("length", None)
+            return
+        self.turn.resume(self, self.tokens)
+        self.tokens = None
+
     def on_started(self, event: Started) -> None:
         """The engine began with the prompt."""
-        self.cached_tokens = event.cached_tokens
+        if not self._is_resumed:
+            self.cached_tokens = event.cached_tokens
         self.turn.on_started(event.queued_ns)
 
     def on_ended(self, event: Done | Refused) -> None:
@@ -101,7 +140,8 @@ class Choice:
         elif event.reason == Reason.ABORT:
             self.turn.fail(ShuttingDown("the runner ended this request before it was complete"))
         else:
-            self.cached_tokens = event.cached_tokens
+            if not self._is_resumed:
+                self.cached_tokens = event.cached_tokens
             self._finish("length" if event.reason == Reason.LENGTH else "stop", None)
 
     def close(self, error: PaddockError | None = None) -> None:
@@ -130,11 +170,12 @@ class Choice:
         probs = NO_PROBS if self._probs is None else self._certain(text)
         has_thought = False
         for event in events:
+            self._is_thinking = False
             if isinstance(event, Text):
                 self._sink.text(self.index, event.text, probs)
                 probs = NO_PROBS
             elif isinstance(event, Thought):
-                has_thought = True
+                has_thought = self._is_thinking = True
                 self._sink.reasoning(self.index, event.text)
             else:
                 self.n_calls += isinstance(event, CallStart)

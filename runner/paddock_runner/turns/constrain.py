@@ -12,7 +12,7 @@ import asyncio
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +42,7 @@ Jobs = list[tuple["Walk", int]]
 class Walk:
     """One answer's way through a grammar. `first`: the masks to send right behind its ask. Made in a thread."""
 
-    __slots__ = ("_expected", "_index", "_is_walking", "_masks", "_pending", "_walker", "choice", "is_slow", "matcher")
+    __slots__ = ("_expected", "_index", "_is_walking", "_masks", "_pending", "_walker", "choice", "forced", "is_slow", "matcher")
 
     def __init__(self, walker: Walker, matcher: Matcher) -> None:
         self._walker = walker
@@ -55,6 +55,8 @@ class Walk:
         self.is_slow = False
         """Its last mask took long, or was computed with others that did."""
         self.choice: Choice | None = None
+        self.forced: Sequence[int] = ()
+        """Tokens that must follow the next that is taken, as far as the grammar lets them: the end of reasoning."""
         self._go_on()
         self.add_mask(matcher.mask().tobytes())
 
@@ -77,6 +79,9 @@ class Walk:
         """Follows a token, and those that are certain behind it; `add_mask` has to come next. Called in a thread. Raises: PaddockError."""
         if not self.matcher.accept(token):
             raise _astray()
+        if self.forced:
+            forced, self.forced = self.forced, ()
+            self._must_come(forced[: self.matcher.accept_some(forced)])
         self._go_on()
 
     def add_mask(self, words: bytes) -> None:
@@ -102,9 +107,11 @@ class Walk:
 
     def _go_on(self) -> None:
         matcher = self.matcher
-        for token in [] if matcher.is_stopped else matcher.forced()[:MAX_AHEAD]:
-            if not matcher.accept(token):
-                break
+        forced = [] if matcher.is_stopped else matcher.forced()[:MAX_AHEAD]
+        self._must_come(forced[: matcher.accept_some(forced)])
+
+    def _must_come(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
             self._masks.append((self._index, self._walker.only(token)))
             self._expected.append(token)
             self._index += 1

@@ -12,6 +12,7 @@ from ..errors import Cancelled, PaddockError
 from ..text.events import CallArguments, CallEnd, CallStart
 from ..text.stream import TextStream
 from ..text.tools import Schemas
+from ..wire.messages import Ask
 from .choice import Choice, End, Prob, Reader
 from .constrain import Guide
 from .desk import Desk
@@ -19,6 +20,8 @@ from .served import Served
 from .usage import Timing, Usage
 from .wish import Wish
 
+RESUMED = 1000
+"""Added to the priority of an answer that goes on: it has waited once."""
 CallPart = CallStart | CallArguments | CallEnd
 
 
@@ -101,6 +104,10 @@ class Turn:
         )
         self._reading = reading
         self._visible = served.tokenizer.special_ids if wish.shows_special else reading.visible
+        self.reasoning_end: Sequence[int] = ()
+        """Tokens that end reasoning which has had as many as it may; () where it may have any number."""
+        if wish.max_reasoning >= 0 and (text := served.format.reasoning_end):
+            self.reasoning_end = served.tokenizer.encode(text, add_special=False)
         self.choices: list[Choice] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.timing = Timing(received_ns=caller.received_ns)
@@ -117,12 +124,7 @@ class Turn:
         try:
             for i, prompt in enumerate(self.prompts):
                 for j in range(wish.n):
-                    ask = wish.ask(self.desk.next_id(), prompt, j, tokenizer.stop_ids)
-                    ask.client, ask.salt, ask.received_ns = (
-                        self.caller.client,
-                        self.caller.salt,
-                        self.caller.received_ns,
-                    )
+                    ask = self._ask(prompt, j)
                     starts_text = tokenizer.is_special(prompt[-1])
                     text = TextStream(tokenizer, wish.stop, wish.includes_stop, self._visible, starts_text)
                     reader = self._reading.reader() if self._reading.reader is not None else None
@@ -138,6 +140,24 @@ class Turn:
         except PaddockError as error:
             self._close(error)
             raise
+
+    def resume(self, choice: Choice, tokens: array[int]) -> None:
+        """Asks for the rest of an answer, behind its prompt and its tokens so far; before others that wait. Its old ask was aborted."""
+        wish = self.wish
+        ask = self._ask(self.prompts[choice.prompt] + tokens, choice.index % wish.n)
+        ask.max_tokens = wish.max_tokens and wish.max_tokens - len(tokens)
+        ask.min_tokens, ask.priority = max(0, wish.min_tokens - len(tokens)), wish.priority + RESUMED
+        choice.ask_id = ask.ask_id
+        try:
+            self.desk.send(ask, choice)
+        except PaddockError as error:
+            self.fail(error)
+
+    def _ask(self, prompt: array[int], number: int) -> Ask:
+        ask = self.wish.ask(self.desk.next_id(), prompt, number, self.served.tokenizer.stop_ids)
+        caller = self.caller
+        ask.client, ask.salt, ask.received_ns = caller.client, caller.salt, caller.received_ns
+        return ask
 
     def cancel(self) -> None:
         """The client has gone: every open ask is aborted. Harmless when the turn has ended."""

@@ -20,7 +20,8 @@ MAX_STOP_CHARACTERS = 1024
 class Wish:
     """Sampling parameters and limits of one turn. max_tokens 0: up to the context. seed None: a random one for each choice.
 
-    n_logprobs: -1 none, 0 the chosen token's, k the best k too. bias: (token id, value) pairs.
+    n_logprobs: -1 none, 0 the chosen token's, k the best k too. bias: (token id, value) pairs. max_reasoning: tokens of reasoning after
+    which it is ended, -1: any number.
     """
 
     n: int = 1
@@ -41,6 +42,7 @@ class Wish:
     ignore_eos: bool = False
     bias: tuple[tuple[int, float], ...] = ()
     priority: int = 0
+    max_reasoning: int = -1
     shows_special: bool = False
     includes_stop: bool = False
 

@@ -83,6 +83,20 @@ def test_masks_of_one_step_go_out_together() -> None:
     walked(lambda: grammar.regex("a[cd]|b[ef]"), 5, test)
 
 
+def test_a_step_of_nothing_but_tokens_that_are_not_allowed_ends_these_answers_alone() -> None:
+    async def test(walks: list[Any], desk: Desk, walker: Walker) -> None:
+        del desk.sent[:]
+        walks[0].take(BY_BYTE[b"z"])
+        while walks[0].choice.error is None:
+            desk.changed.clear()
+            await asyncio.wait_for(desk.changed.wait(), 10)
+        walks[1].take(BY_BYTE[b"a"])
+        await desk.until(1)
+        assert [u.ask_id for sent in desk.sent for u in sent] == [1]
+
+    walked(lambda: grammar.regex("[ab]{4}"), 2, test)
+
+
 def test_an_answer_that_costs_too_much_ends_alone_and_slow_ones_find_their_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(walks: list[Any], desk: Desk, walker: Walker) -> None:
         del desk.sent[:]

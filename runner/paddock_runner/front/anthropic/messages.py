@@ -32,6 +32,7 @@ async def post_messages(front: Front, exchange: Exchange) -> None:
     wish = Wish(
         max_tokens=body.max_tokens, temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p, top_k=body.top_k or 0, stop=tuple(body.stop_sequences or ()),
+        max_reasoning=_budget(body),
     )  # fmt: skip
     reading = await held_of(body, schemas).reading(front, exchange, wish, text)
     whose = caller(exchange, exchange.client)
@@ -73,12 +74,25 @@ async def prompt_of(
     is_on = None if body.thinking is None else body.thinking.type != "disabled"
     template = front.served.template
     options = template.thinking_options(is_on, effort if isinstance(effort, str) else None)
-    if body.thinking is not None and (body.thinking.budget_tokens is not None or not template.thinking_options(is_on)):
-        exchange.ignored.append("thinking.budget_tokens" if template.thinking_options(is_on) else "thinking")
+    if body.thinking is not None and not template.thinking_options(is_on):
+        if not front.served.format.reasoning_end:
+            exchange.ignored.append("thinking")
+        elif body.thinking.type == "disabled":
+            exchange.ignored.append("thinking.type")
     if effort is not None and not template.thinking_options(None, str(effort)):
         exchange.ignored.append("output_config.effort")
     prompt, text = await front.served.chat_prompt(messages_of(body), tools or None, {"options": options})
     return prompt, text, {t["function"]["name"]: t["function"]["parameters"] for t in tools}
+
+
+def _budget(body: MessagesRequest) -> int:
+    """Tokens of reasoning, -1: any number. Raises: UsageError when the answer cannot have so many."""
+    told = body.thinking.budget_tokens if body.thinking is not None and body.thinking.type != "disabled" else None
+    if told is None:
+        return -1
+    if not 0 < told < body.max_tokens:
+        raise refuse("thinking.budget_tokens", f"{told} tokens of thinking are not between 1 and max_tokens {body.max_tokens}")
+    return told
 
 
 def held_of(body: Conversation, schemas: Mapping[str, Mapping[str, Any]]) -> Held:

@@ -39,6 +39,7 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     prompt, text = await front.served.chat_prompt(messages_of(body.messages), tools or None, _how(front, body))
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     wish = body.wish(_max_tokens(body), n_logprobs)
+    wish.max_reasoning = body.max_reasoning
     whose = caller(exchange, exchange.client, body.cache_salt)
     reading = await wants.reading(front, exchange, wish, text)
     head = Head(
@@ -94,13 +95,16 @@ def _without_effect(front: Front, body: ChatRequest) -> list[str]:
         out.append("service_tier")
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         out.append("stream_options.continuous_usage_stats")
-    if body.reasoning_effort and not front.served.template.thinking_options(effort=body.reasoning_effort):
-        out.append("reasoning_effort")
+    if body.effort and not front.served.template.thinking_options(effort=body.effort):
+        out.append("reasoning_effort" if body.reasoning_effort else "reasoning.effort")
+    if body.max_reasoning >= 0 and not front.served.format.reasoning_end:
+        out.append("reasoning.max_tokens" if body.thinking_token_budget is None else "thinking_token_budget")
     return out
 
 
 def _how(front: Front, body: ChatRequest) -> dict[str, Any]:
-    options: dict[str, Any] = front.served.template.thinking_options(effort=body.reasoning_effort)
+    is_on = body.reasoning.enabled if body.reasoning is not None else None
+    options: dict[str, Any] = front.served.template.thinking_options(is_on, body.effort)
     options.update(body.chat_template_kwargs or {})
     for name in ("messages", "tools", "documents"):
         if name in options:

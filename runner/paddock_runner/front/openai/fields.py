@@ -138,6 +138,14 @@ class Tool(msgspec.Struct, kw_only=True):
     function: Function
 
 
+class Reasoning(msgspec.Struct, kw_only=True):
+    """How much to reason (OpenRouter's field): effort, or a number of tokens."""
+
+    effort: str | None = None
+    max_tokens: Count | None = None
+    enabled: bool | None = None
+
+
 class ChatRequest(Generation, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -149,6 +157,8 @@ class ChatRequest(Generation, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: Reasoning | None = None
+    thinking_token_budget: Count | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -156,6 +166,18 @@ class ChatRequest(Generation, kw_only=True):
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
+
+    @property
+    def effort(self) -> str | None:
+        """How hard to reason, under either of its names."""
+        return self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+
+    @property
+    def max_reasoning(self) -> int:
+        """Tokens of reasoning, -1: any number."""
+        told = self.reasoning.max_tokens if self.reasoning is not None else None
+        found: int = _or(self.thinking_token_budget, _or(told, -1))
+        return found
 
 
 class CompletionRequest(Generation, kw_only=True):
