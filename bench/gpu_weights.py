@@ -67,8 +67,8 @@ class Weight:
             return exact * np.repeat(np.repeat(self.scale, 128, 0)[: self.rows], 128, 1)[:, : self.cols]
         return exact * self.scale
 
-    def upload(self, device: Device) -> Tensor:
-        """Packs it into device memory of its own."""
+    def source(self) -> abi.pk_source:
+        """The record for pk_repack; valid while this object lives."""
         source = abi.pk_source()
         source.data, source.n_bytes = self.data.ctypes.data, self.data.nbytes
         source.rows, source.cols, source.format = self.rows, self.cols, by_name(self.format).id
@@ -78,7 +78,18 @@ class Weight:
             source.scale_data = self.scale.ctypes.data_as(ctypes.c_void_p).value
             source.scale_rows, source.scale_cols = self.scale.shape
             source.block_rows = source.block_cols = 128
+        return source
+
+    def upload(self, device: Device) -> Tensor:
+        """Packs it into device memory of its own."""
+        return self.stack(device, 1)
+
+    def stack(self, device: Device, n: int) -> Tensor:
+        """n experts of these bytes, one after the other; the Tensor of the first."""
+        source = self.source()
         n_bytes = device.packed_bytes(source)
-        address = device.alloc(n_bytes, "weights")
-        device.repack(source, address, n_bytes)
-        return Tensor(address, self.rows, self.cols, source.format, 0, abi.PK_PACKED)
+        step = -(-n_bytes // 256) * 256
+        address = device.alloc(step * n, "weights")
+        for i in range(n):
+            device.repack(source, address + i * step, n_bytes)
+        return Tensor(address, self.rows, self.cols, source.format, 0 if n == 1 else step, abi.PK_PACKED)

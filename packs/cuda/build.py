@@ -24,6 +24,7 @@ FORMATS = (
     "BF16", "F16", "FP8_E4M3", "FP8_E5M2", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4",
 )  # fmt: skip
+PER_FORMAT = {"stream.cu": "PK_STREAM_FORMAT", "product.cu": "PK_EXPERT_FORMAT"}
 HOT = ("stream_matmul", "gemm", "attention")
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for")
 USED = re.compile(r"Used (\d+) registers")
@@ -43,12 +44,12 @@ def nvcc() -> str:
 
 
 def units() -> list[tuple[str, pathlib.Path, list[str]]]:
-    """(object name, source, defines) of every translation unit; the streaming matmul is one unit per weight format, Hopper's attention one per head width."""
+    """(object name, source, defines) of every translation unit; those of PER_FORMAT are one unit per weight format, Hopper's attention one per head width."""
     found = []
     for source in sorted(ROOT.glob("src/**/*.c[up]*")) + sorted(HOST.glob("*.cpp")):
         name = f"{source.parent.name}_{source.stem}"
-        if source.name == "stream.cu":
-            found += [(f"{name}_{f.lower()}", source, [f"-DPK_STREAM_FORMAT=PK_{f}"]) for f in FORMATS]
+        if source.name in PER_FORMAT:
+            found += [(f"{name}_{f.lower()}", source, [f"-D{PER_FORMAT[source.name]}=PK_{f}"]) for f in FORMATS]
         elif source.name == "prefill_wgmma.cu":
             found += [(f"{name}_{w}", source, [f"-DPK_WIDTH={w}"]) for w in (64, 128, 192, 256)]
         else:

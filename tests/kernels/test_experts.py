@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import rounded
+from harness import POISON, rounded
 from paddock_runner.errors import PackError
+from paddock_runner.formats.table import WEIGHT_FORMATS, by_name
 from paddock_runner.pack import abi
 from paddock_runner.pack.program import Choice, Epilogue, Program, Stacks
 from paddock_runner.pack.tensor import T, Tensor
 from test_ops import act, close
+from weights import Weight, grouped_fp4, random_weight, scaled_fp8
 
 
 def softmax(x):
@@ -115,6 +117,55 @@ def test_experts_equal_numpy(bench, rng, n, activation, has_bias, adds):
             want[t] += 0.7 * factor * (weights64[2][e] @ feed_forward(x64[t], gate, up, activation) + biases64[2][e])
     # AMX tiles hold an f32 weight as two bf16: 16 bits of it
     close(b.download(y, n), want, b.activation, 8 if b.max_isa in (1, 2) else 150)
+
+
+def stack_of(b, matrices: list[Weight]):
+    """Matrices of any format, packed one after the other; the Tensor of the first."""
+    size = b.device.packed_bytes(matrices[0].source())
+    stride = -(-size // 256) * 256
+    base = b.device.alloc(stride * len(matrices), "stack")
+    b.device.fill(base, POISON, stride * len(matrices))
+    for e, matrix in enumerate(matrices):
+        b.device.repack(matrix.source(), base + e * stride, size)
+    return Tensor(base, matrices[0].rows, matrices[0].cols, by_name(matrices[0].format).id, stride, abi.PK_PACKED)
+
+
+KINDS = [*WEIGHT_FORMATS, "fp8_e4m3 tensor", "fp8_e4m3 row", "fp8_e4m3 block", "nvfp4 grouped", "mxfp4 grouped"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_every_format_equal_numpy(bench, rng, kind):
+    b, m, f, n_experts, k = bench(), 512, 256, 4, 2
+    name, _, scales = kind.partition(" ")
+    if name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {name}")
+
+    def random(rows, cols):
+        if scales == "grouped":
+            w = grouped_fp4(name, rows, cols, rng)
+            if name == "nvfp4":  # each expert has its own
+                factor = float(rng.uniform(0.5, 2))
+                w.global_scale, w.values = w.global_scale * factor, w.values * np.float32(factor)
+            return w
+        return scaled_fp8(name, rows, cols, scales, rng) if scales else random_weight(name, rows, cols, rng)
+
+    parts = [[random(*shape) for _ in range(n_experts)] for shape in ((f, m), (f, m), (m, f))]
+    stacks = Stacks(*(stack_of(b, part) for part in parts), n_experts, (None, None, None), "silu", 0.0, 0.0)
+    for n in (1, 2, 7, 40, 150):
+        x, x64 = b.activations(rng.normal(size=(n, m)) * 0.2, T, 8)
+        ids64 = np.array([rng.permutation(n_experts)[:k] for _ in range(n)])
+        factors64 = rounded(rng.random((n, k)) + 0.1, abi.PK_F32)
+        y = b.output(n, m, T, 3, abi.PK_F32)
+        program = Program()
+        program.experts(x, (b.upload(ids64, abi.PK_I32, T, 1), b.upload(factors64, abi.PK_F32, T)), stacks, y)
+        b.run(program, n)
+        want = np.zeros((n, m))
+        for t in range(n):
+            for e, factor in zip(ids64[t], factors64[t], strict=True):
+                gate, up = (parts[i][e].values.astype(np.float64) @ x64[t] for i in (0, 1))
+                want[t] += factor * (parts[2][e].values.astype(np.float64) @ (act(gate, "silu") * up))
+        error = np.linalg.norm(b.download(y, n) - want, axis=1) / np.linalg.norm(want, axis=1)
+        assert error.max() <= (1e-3 if b.activation == abi.PK_F32 else 8e-3), (n, error)
 
 
 @pytest.mark.parametrize("cols", [1, 33])

@@ -31,12 +31,10 @@ constexpr int64_t kRepackBytes = 32 << 20;
 bool is_weight(int32_t f) { return f == PK_F32 || f == PK_F16 || f == PK_BF16 || f == PK_FP8_E4M3 || f == PK_FP8_E5M2 || is_block_format(f); }
 bool is_plain(int32_t f) { return f >= PK_F32 && f <= PK_FP8_E5M2; }
 bool is_copy(int32_t f) { return is_plain(f) || f == PK_I32 || f == PK_U8; }
-bool has_op(int32_t op) { return op == PK_OP_SIGMOID; }
+bool has_op(int32_t op) { return op == PK_OP_ROUTE || op == PK_OP_EXPERTS || op == PK_OP_SIGMOID || op == PK_OP_DELTA || op == PK_OP_CONV; }
 bool is_kv(int32_t f) { return f == PK_F32 || f == PK_F16 || f == PK_BF16 || f == PK_FP8_E4M3; }
 
 constexpr Support kSupport = {"cuda", PK_BF16, is_weight, is_plain, is_kv, is_copy, 256, has_op};
-
-constexpr const char *kOps = "[\"prepare\", \"embed\", \"norm\", \"matmul\", \"qkv\", \"attention\", \"gate\", \"gather\", \"sample\", \"commit\", \"copy\", \"add\", \"sigmoid\"]";
 
 struct FullContext : pk_ctx {
     RepackBuffers repacking;
@@ -74,7 +72,7 @@ std::string description() {
     list_formats(is_weight, ", ", "\"", weights, sizeof weights);
     list_formats(is_kv, ", ", "\"", kv, sizeof kv);
     return std::string("{\"pack\": \"cuda\", \"archs\": [\"" PK_ARCH "\"], \"is_validated\": ") + (PK_VALIDATED ? "true" : "false") +
-           ", \"build\": \"" PK_BUILD "\", \"formats\": [" + weights + "], \"kv_formats\": [" + kv + "], \"ops\": " + kOps + "}";
+           ", \"build\": \"" PK_BUILD "\", \"formats\": [" + weights + "], \"kv_formats\": [" + kv + "], \"ops\": " + op_names_json(has_op) + "}";
 }
 
 void drop_repack_buffers(FullContext &ctx) {
@@ -302,7 +300,7 @@ int32_t pk_load(pk_ctx *ctx, const pk_state *state, const void *records, int64_t
         program->state = *state;
         if (int32_t e = program->records.read(records, n_bytes)) return e;
         if (int32_t e = check_records(program->records, *state, kSupport)) return e;
-        if (int32_t e = check_program(ctx, program->records)) return e;
+        if (int32_t e = check_program(ctx, program->records, *state)) return e;
         const int64_t need = program_scratch(c, program->records, *state);
         if (!state->workspace || state->workspace_bytes < need) return fail(PK_BAD_ARG, "load: the workspace has %lld bytes, this program needs %lld", (long long)state->workspace_bytes, (long long)need);
         if (state->workspace % 256) return fail(PK_BAD_ARG, "load: the workspace at %#llx is not a multiple of 256", (unsigned long long)state->workspace);

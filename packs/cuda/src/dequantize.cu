@@ -8,24 +8,6 @@
 namespace pk {
 namespace {
 
-// The eight values of block b of one row of a unit.
-template <class U>
-__device__ __forceinline__ void unit_values(const UnitRegisters<U> &u, int b, int row, float (&v)[8]) {
-    constexpr int kParts = 32 / U::kGroup;
-    uint32_t codes[4];
-    unit_codes<U>(u, b, row, codes);
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-        float s, m;
-        unit_scale<U>(u, b * kParts + p, row, s, m);
-#pragma unroll
-        for (int i = p * (4 / kParts); i < (p + 1) * (4 / kParts); ++i) {
-            v[2 * i] = s * (low_f32(codes[i]) - U::kBias) - m;
-            v[2 * i + 1] = s * (high_f32(codes[i]) - U::kBias) - m;
-        }
-    }
-}
-
 struct PanelArguments {
     const uint8_t *data;
     uint8_t *out;

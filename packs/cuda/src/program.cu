@@ -25,6 +25,10 @@ int32_t launch_record(const Launch &l, const Record &record) {
         case PK_OP_COPY: return launch_copy(l, record.as<pk_op_copy>());
         case PK_OP_ADD: return launch_add(l, record.as<pk_op_add>());
         case PK_OP_SIGMOID: return launch_sigmoid(l, record.as<pk_op_sigmoid>());
+        case PK_OP_ROUTE: return launch_route(l, record.as<pk_op_route>());
+        case PK_OP_EXPERTS: return launch_experts(l, record.as<pk_op_experts>());
+        case PK_OP_DELTA: return launch_delta(l, record.as<pk_op_delta>());
+        case PK_OP_CONV: return launch_conv(l, record.as<pk_op_conv>());
         default: return fail(PK_UNSUPPORTED, "%s: the CUDA pack has no kernel for this op", op_name(record.op));
     }
 }
@@ -135,17 +139,20 @@ int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_stat
         int64_t n = 0;
         if (r.op == PK_OP_MATMUL) n = matmul_scratch(&ctx, r.as<pk_op_matmul>(), resolve_rows(r.as<pk_op_matmul>().x.rows, state.max_step_tokens, state.max_step_rows));
         if (r.op == PK_OP_ATTENTION) n = attention_scratch(&ctx, r.as<pk_op_attention>(), state.max_step_rows);
+        if (r.op == PK_OP_EXPERTS) n = experts_scratch(r.as<pk_op_experts>(), resolve_rows(r.as<pk_op_experts>().x.rows, state.max_step_tokens, state.max_step_rows));
+        if (r.op == PK_OP_DELTA) n = delta_scratch(r.as<pk_op_delta>(), state.max_step_tokens, state.max_step_rows);
         if (r.op == PK_OP_SAMPLE) n = sample_scratch(r.as<pk_op_sample>(), state.max_step_rows);
         most = std::max(most, n);
     }
     return kCounterBytes + (most + 255) / 256 * 256;
 }
 
-int32_t check_program(pk_ctx *ctx, const Records &records) {
+int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state) {
     for (int64_t i = 0; i < records.n(); ++i) {
         const Record &r = records[i];
         int32_t status = PK_OK;
-        if (r.op == PK_OP_ROUTE || r.op == PK_OP_EXPERTS) return fail(PK_UNSUPPORTED, "op %lld (%s): the CUDA pack has no kernels for mixtures of experts yet", (long long)i, op_name(r.op));
+        if (r.op == PK_OP_EXPERTS) status = check_experts(ctx, r.as<pk_op_experts>(), i);
+        if (r.op == PK_OP_DELTA) status = check_delta(r.as<pk_op_delta>(), state, i);
         if (r.op == PK_OP_MATMUL) status = check_matmul(ctx, r.as<pk_op_matmul>(), i);
         if (r.op == PK_OP_EMBED) status = check_embed(ctx, r.as<pk_op_embed>(), i);
         if (r.op == PK_OP_ATTENTION) status = check_attention(r.as<pk_op_attention>(), i);

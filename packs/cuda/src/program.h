@@ -33,7 +33,7 @@ constexpr int64_t kRingBytes = 4 << 20;
 // Bytes of scratch of the largest launch of every record, the counters included.
 int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_state &state);
 // The checks that only these kernels know.
-int32_t check_program(pk_ctx *ctx, const Records &records);
+int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state);
 int32_t load_program(pk_program &program, const int32_t *buckets, int32_t n_buckets);
 void unload_program(pk_program &program);
 int32_t step_program(pk_program &program, const pk_step_head *input);

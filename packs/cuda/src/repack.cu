@@ -237,7 +237,8 @@ int32_t describe(const pk_source &s, Packed *out) {
         }
     }
     if (p.scale_kind == PK_SCALES_NONE && s.scales == PK_SCALES_TENSOR && s.scale_data) p.scale *= *reinterpret_cast<const float *>(s.scale_data);
-    p.n_bytes = round_up(p.n_bytes, 256);
+    p.scale_at = p.n_bytes;
+    p.n_bytes = round_up(p.n_bytes + 4, 256);
     *out = p;
     return PK_OK;
 }
@@ -286,6 +287,8 @@ int32_t repack(pk_ctx *ctx, const pk_source &s, uint64_t device, const Packed &p
         }
         if (int32_t e = check(cudaEventRecord(buffers.free[i], ctx->stream), "repack")) return e;
     }
+    // Four bytes from pageable memory are staged before the call returns.
+    if (int32_t e = check(cudaMemcpyAsync(out + p.scale_at, &p.scale, 4, cudaMemcpyHostToDevice, ctx->stream), "repack")) return e;
     if (p.scale_kind == PK_SCALES_ROW) {
         if (int32_t e = check(cudaMemcpyAsync(out + p.scales, reinterpret_cast<const void *>(s.scale_data), s.rows * 4, cudaMemcpyHostToDevice, ctx->stream), "repack")) return e;
     } else if (p.scale_kind == PK_SCALES_BLOCK) {

@@ -1,0 +1,53 @@
+// Mixture of experts on the device: how pairs (token, expert) are sorted, and the arguments of the products over them.
+#pragma once
+#include "context.h"
+
+namespace pk {
+
+// A stack of packed matrices, one expert after the other. Offsets are bytes from an expert's matrix; -1: absent.
+struct ExpertWeight {
+    const uint8_t *data;
+    const float *bias;  // [E * rows] or null
+    int64_t stride, row_bytes;
+    int64_t scale_at, row_scale_at, block_scale_at;
+    int32_t rows, padded_rows, block_stride, reserved;
+};
+
+// Pairs of one expert, neighbours in the sorted order.
+struct ExpertItem {
+    int32_t expert, first, count, reserved;
+};
+
+// out[position, row] = product of the pair at that position, for rows [first_row, first_row + n_rows) of the weight. With two
+// weights: the activation of the gate times up. A lone token needs no sorting: item i is its i-th expert (`ids`).
+struct ExpertProduct {
+    ExpertWeight w[2];
+    const void *x;
+    void *out;
+    const ExpertItem *items;
+    const int32_t *n_items, *order;  // order: pair at a position; a pair is token * n_used + i
+    const int32_t *ids;              // of a lone token, or null
+    const StepInfo *info;
+    int64_t x_stride, out_stride, rows_symbol;  // elements
+    int32_t x_format, out_format, is_wide, by_position;  // by_position: row of x is the position, not the pair's token
+    int32_t n_used, n_experts, n_w, act;
+    int32_t k, n_units, first_row, n_rows;
+    int32_t warps_k, x_row_bytes, padded_out;  // padded_out: columns below it and past the rows are written as zeros
+    float limit, alpha;
+};
+
+struct ExpertUnit {
+    int32_t unit, group;  // elements of K a warp takes at once; of a scale, 0 without
+};
+
+constexpr int32_t kExpertThreads = 256;
+constexpr int32_t kTileRows = 128;  // pairs, and rows of W, of a tile of the product for many tokens
+
+// Few pairs an expert: weights at the speed of reading them. max_items: blocks in y.
+template <int kFormat>
+int32_t launch_expert_stream(const Launch &l, const ExpertProduct &p, int32_t max_items, int64_t shared_bytes);
+// Many: tiles of 128 pairs and 128 rows, weights widened to bf16 in shared memory.
+template <int kFormat>
+int32_t launch_expert_tiles(const Launch &l, const ExpertProduct &p, int32_t max_items);
+
+}  // namespace pk

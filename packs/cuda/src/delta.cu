@@ -1,0 +1,229 @@
+// Gated delta net, token after token: convolution, gates, l2 norm, state update, output norm and gate in one kernel.
+//
+// A block owns one value head of one row. Heads of 128 x 128 hold the state in registers, 16 rows a warp and four columns a
+// lane, read once and written once; other heads update it in memory, a column a thread. All arithmetic is f32. Value heads
+// that share a key head all read its channels' tail; the last of them to finish moves it.
+#include <climits>
+
+#include "../include/delta.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int kThreads = 256, kWidth = 128;
+
+// The convolved, normalised inputs of one token of this head: q [Dk], k [Dk], v [Dv] in shared memory, and the two gates.
+__device__ __forceinline__ void prepare_token(const DeltaArguments &a, const RecurrentRow &q, const float *tail, int t, int h, int g, float *u, float *gates) {
+    const int n_k = a.k_width, n = 2 * n_k + a.v_width, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        const int c = i < n_k ? g * n_k + i : i < 2 * n_k ? a.keys + g * n_k + i - n_k : 2 * a.keys + h * a.v_width + i - 2 * n_k;
+        float sum = 0.0f;
+        for (int w = 0; w < a.conv_width; ++w) sum += a.conv[c * a.conv_width + w] * delta_input(a, q, tail, t - a.conv_width + 1 + w, c);
+        u[i] = sum / (1.0f + expf(-sum));
+    }
+    __syncthreads();
+    if (warp < 2) {
+        float *x = u + warp * n_k, s = 0.0f;
+        for (int i = lane; i < n_k; i += 32) s += x[i] * x[i];
+        const float by = rsqrtf(warp_sum(s) + 1e-6f) * (warp == 0 ? rsqrtf(static_cast<float>(n_k)) : 1.0f);
+        for (int i = lane; i < n_k; i += 32) x[i] *= by;
+    } else if (warp == 2 && lane == 0) {
+        const int64_t token = q.first + t;
+        gates[0] = expf(log_decay(a, token, h));
+        gates[1] = 1.0f / (1.0f + expf(-a.b[token * a.b_stride + h]));
+    }
+    __syncthreads();
+}
+
+// Output norm and gate of column j, with the mean of squares over the head.
+__device__ __forceinline__ void finish_column(const DeltaArguments &a, const RecurrentRow &q, int t, int h, int j, float o, float squares) {
+    const float z = load_as_f32(a.z, (q.first + t) * a.z_stride + h * a.v_width + j, a.z_format);
+    const float v = o * rsqrtf(squares / a.v_width + a.eps) * a.scale[j] * (z / (1.0f + expf(-z)));
+    store_from_f32(a.out, (q.first + t) * a.out_stride + h * a.v_width + j, a.out_format, v);
+}
+
+__device__ __forceinline__ void zero_outputs(const DeltaArguments &a, const RecurrentRow &q, int h) {
+    for (int i = threadIdx.x; i < q.n * a.v_width; i += blockDim.x)
+        store_from_f32(a.out, (q.first + i / a.v_width) * a.out_stride + h * a.v_width + i % a.v_width, a.out_format, 0.0f);
+}
+
+// Every thread of the block has read what it needs of the tail.
+__device__ __forceinline__ void keep_tails(const DeltaArguments &a, const RecurrentRow &q, float *tail, int r, int h, int g, int *is_last) {
+    const int sharers = a.n_v_heads / a.n_k_heads, n_k = a.k_width;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        *is_last = 1;
+        if (sharers > 1) {
+            int32_t *counter = a.counters + r * a.n_k_heads + g;
+            __threadfence();
+            *is_last = atomicAdd(counter, 1) == sharers - 1;
+            if (*is_last) *counter = 0;
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.v_width; i += blockDim.x) keep_delta_tail(a, q, tail, 2 * a.keys + h * a.v_width + i);
+    if (!*is_last) return;
+    for (int i = threadIdx.x; i < 2 * n_k; i += blockDim.x) keep_delta_tail(a, q, tail, i < n_k ? g * n_k + i : a.keys + g * n_k + i - n_k);
+}
+
+// Heads of any widths up to 256. Grid: value heads, rows. Shared: u [2 Dk + Dv], o [Dv].
+__global__ void __launch_bounds__(kThreads) delta_any_kernel(const __grid_constant__ DeltaArguments a) {
+    extern __shared__ float u[];
+    __shared__ float gates[2], sums[33];
+    __shared__ int is_last;
+    wait_dependence();
+    release_dependents();
+    const int h = blockIdx.x, r = blockIdx.y, g = key_head_of(a, h), n_k = a.k_width, n_v = a.v_width;
+    if (r >= a.info->n_rows) return;
+    const RecurrentRow q = recurrent_row(a.state, r);
+    if (q.is_dead) return zero_outputs(a, q, h);
+    if (q.n == 0) return;
+    float *state = reinterpret_cast<float *>(q.memory + a.state_offset) + static_cast<int64_t>(h) * n_k * n_v;
+    float *tail = reinterpret_cast<float *>(q.memory + a.conv_offset), *o = u + 2 * n_k + n_v;
+    for (int t = 0; t < q.n; ++t) {
+        prepare_token(a, q, tail, t, h, g, u, gates);
+        const bool is_zero = q.begins && t == 0;
+        float squares = 0.0f;
+        for (int j = threadIdx.x; j < n_v; j += kThreads) {
+            float seen = 0.0f, sum = 0.0f;
+            for (int i = 0; i < n_k; ++i) {
+                const float s = is_zero ? 0.0f : state[i * n_v + j] * gates[0];
+                state[i * n_v + j] = s;
+                seen += s * u[n_k + i];
+            }
+            const float d = gates[1] * (u[2 * n_k + j] - seen);
+            for (int i = 0; i < n_k; ++i) {
+                const float s = state[i * n_v + j] + u[n_k + i] * d;
+                state[i * n_v + j] = s;
+                sum += s * u[i];
+            }
+            o[j] = sum;
+            squares += sum * sum;
+        }
+        squares = block_sum(squares, sums);
+        for (int j = threadIdx.x; j < n_v; j += kThreads) finish_column(a, q, t, h, j, o[j], squares);
+        __syncthreads();
+    }
+    keep_tails(a, q, tail, r, h, g, &is_last);
+}
+
+__device__ __forceinline__ void add4(float4 &to, float by, const float4 &v) {
+    to.x = fmaf(by, v.x, to.x);
+    to.y = fmaf(by, v.y, to.y);
+    to.z = fmaf(by, v.z, to.z);
+    to.w = fmaf(by, v.w, to.w);
+}
+
+// Heads of 128 x 128. Grid: value heads, rows.
+__global__ void __launch_bounds__(kThreads, 2) delta_step_kernel(const __grid_constant__ DeltaArguments a) {
+    constexpr int kWarps = kThreads / 32, kRows = kWidth / kWarps;
+    __shared__ __align__(16) float u[3 * kWidth], d[kWidth], parts[kWarps][kWidth], gates[2], sums[4];
+    __shared__ int is_last;
+    wait_dependence();
+    release_dependents();
+    const int h = blockIdx.x, r = blockIdx.y, g = key_head_of(a, h), lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = threadIdx.x;
+    if (r >= a.info->n_rows) return;
+    const RecurrentRow q = recurrent_row(a.state, r);
+    if (q.is_dead) return zero_outputs(a, q, h);
+    if (q.n == 0 || q.n > a.most) return;
+    float4 *state = reinterpret_cast<float4 *>(q.memory + a.state_offset + (static_cast<int64_t>(h) * kWidth * kWidth + warp * kRows * kWidth) * 4) + lane;
+    float *tail = reinterpret_cast<float *>(q.memory + a.conv_offset);
+    float4 s[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) s[i] = q.begins ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : __ldcs(state + i * 32);
+    for (int t = 0; t < q.n; ++t) {
+        prepare_token(a, q, tail, t, h, g, u, gates);
+        const float decay = gates[0], *query = u + warp * kRows, *key = u + kWidth + warp * kRows;
+        float4 seen = make_float4(0.0f, 0.0f, 0.0f, 0.0f), o = seen;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            s[i] = make_float4(s[i].x * decay, s[i].y * decay, s[i].z * decay, s[i].w * decay);
+            add4(seen, key[i], s[i]);
+        }
+        *reinterpret_cast<float4 *>(&parts[warp][lane * 4]) = seen;
+        __syncthreads();
+        if (j < kWidth) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) sum += parts[w][j];
+            d[j] = gates[1] * (u[2 * kWidth + j] - sum);
+        }
+        __syncthreads();
+        const float4 dv = *reinterpret_cast<const float4 *>(&d[lane * 4]);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            add4(s[i], key[i], dv);
+            add4(o, query[i], s[i]);
+        }
+        *reinterpret_cast<float4 *>(&parts[warp][lane * 4]) = o;
+        __syncthreads();
+        float mine = 0.0f;
+        if (j < kWidth) {
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) mine += parts[w][j];
+            const float squares = warp_sum(mine * mine);
+            if (lane == 0) sums[warp] = squares;
+        }
+        __syncthreads();
+        if (j < kWidth) finish_column(a, q, t, h, j, mine, sums[0] + sums[1] + sums[2] + sums[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) __stcs(state + i * 32, s[i]);
+    keep_tails(a, q, tail, r, h, g, &is_last);
+}
+
+}  // namespace
+
+int32_t check_delta(const pk_op_delta &op, const pk_state &state, int64_t at) {
+    if (static_cast<int64_t>(state.max_step_rows) * op.n_k_heads * 4 > kCounterBytes)
+        return fail(PK_UNSUPPORTED, "op %lld (delta): %d rows of %d key heads; the CUDA pack counts up to %lld", (long long)at, state.max_step_rows, op.n_k_heads, (long long)(kCounterBytes / 4));
+    return PK_OK;
+}
+
+int64_t delta_scratch(const pk_op_delta &op, int64_t max_tokens, int64_t max_rows) { return has_chunks(op) ? delta_chunk_scratch(op, max_tokens, max_rows) : 0; }
+
+int32_t launch_delta(const Launch &l, const pk_op_delta &op) {
+    DeltaArguments a = {};
+    auto elements = [](const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); };
+    auto floats = [](const pk_tensor &t) { return reinterpret_cast<const float *>(t.data); };
+    a.state = recurrent_state(*l.state);
+    a.info = l.info;
+    a.qkv = reinterpret_cast<const void *>(op.qkv.data);
+    a.z = reinterpret_cast<const void *>(op.z.data);
+    a.b = floats(op.b);
+    a.a = floats(op.a);
+    a.conv = floats(op.conv);
+    a.a_log = floats(op.a_log);
+    a.dt_bias = floats(op.dt_bias);
+    a.scale = floats(op.scale);
+    a.out = reinterpret_cast<void *>(op.out.data);
+    a.counters = l.counters;
+    a.qkv_stride = elements(op.qkv);
+    a.z_stride = elements(op.z);
+    a.b_stride = elements(op.b);
+    a.a_stride = elements(op.a);
+    a.out_stride = elements(op.out);
+    a.state_offset = op.state_offset;
+    a.conv_offset = op.conv_offset;
+    a.qkv_format = op.qkv.format;
+    a.z_format = op.z.format;
+    a.out_format = op.out.format;
+    a.n_k_heads = op.n_k_heads;
+    a.n_v_heads = op.n_v_heads;
+    a.k_width = op.k_width;
+    a.v_width = op.v_width;
+    a.conv_width = op.conv_width;
+    a.keys = op.n_k_heads * op.k_width;
+    a.channels = 2 * a.keys + op.n_v_heads * op.v_width;
+    a.is_tiled = op.is_tiled;
+    a.eps = op.eps;
+    const dim3 grid(op.n_v_heads, static_cast<unsigned>(max_rows_of(l)));
+    const bool is_square = op.k_width == kWidth && op.v_width == kWidth;
+    if (!is_square) return launch(l, "delta", delta_any_kernel, grid, dim3(kThreads), (2 * op.k_width + 2 * op.v_width) * 4, a);
+    const bool chunks = has_chunks(op) && !l.decode_only && l.max_tokens > kStepTokens;
+    a.most = chunks ? kStepTokens : INT_MAX;
+    if (int32_t e = launch(l, "delta", delta_step_kernel, grid, dim3(kThreads), 0, a)) return e;
+    return chunks ? launch_delta_chunks(l, op, a) : PK_OK;
+}
+
+}  // namespace pk

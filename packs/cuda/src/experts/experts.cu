@@ -1,0 +1,366 @@
+// Mixture of experts: pairs (token, expert) are sorted by expert on the device, gate and up run over the sorted pairs, then down,
+// and each token adds its experts' outputs in the order of their numbers.
+//
+// Few pairs an expert: the streaming product, eight pairs an item. Many: tiles of 128 pairs; the output of `down` is made in
+// panels of columns so that it never takes more than kPanelBytes. The order inside an expert is that of arrival and changes
+// nothing: rows of a product do not depend on each other.
+#include <algorithm>
+
+#include "../../include/device.cuh"
+#include "../../include/experts.cuh"
+#include "../../include/format/rows.cuh"
+#include "../../include/format/unit.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int64_t kPanelBytes = 64 << 20, kStreamShared = 96 << 10;
+constexpr int32_t kSortThreads = 1024, kStreamTokens = 8, kStreamPairs = 8, kMostChosen = 64;
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+ExpertUnit unit_of(int32_t format) {
+    ExpertUnit f = {};
+    if (with_unit(format, [&](auto u) { f = {decltype(u)::kU, decltype(u)::kGroup}; })) return f;
+    return {format == PK_FP8_E4M3 || format == PK_FP8_E5M2 ? 128 : 64, 0};
+}
+
+struct SortArguments {
+    const int32_t *ids;
+    ExpertItem *items;
+    int32_t *n_items, *order, *rank;
+    const StepInfo *info;
+    int64_t ids_stride, rows_symbol;
+    int32_t n_used, n_experts, item_pairs;
+};
+
+// One block. Shared: [E] pairs of an expert, then where its next pair goes; [32] of the scan.
+__global__ void __launch_bounds__(kSortThreads) expert_sort_kernel(const __grid_constant__ SortArguments a) {
+    extern __shared__ int32_t shared[];
+    int32_t *cursor = shared, *scan = shared + a.n_experts;
+    wait_dependence();
+    release_dependents();
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, n_pairs = rows_of(a.info, a.rows_symbol) * a.n_used;
+    for (int e = tid; e < a.n_experts; e += kSortThreads) cursor[e] = 0;
+    __syncthreads();
+    auto expert_of = [&](int p) { return a.ids[p / a.n_used * a.ids_stride + p % a.n_used]; };
+    auto is_there = [&](int e) { return e >= 0 && e < a.n_experts; };
+    for (int p = tid; p < n_pairs; p += kSortThreads) {
+        const int e = expert_of(p);
+        if (is_there(e)) atomicAdd(cursor + e, 1);
+    }
+    __syncthreads();
+    // Inclusive sum over the block; the total goes to *total.
+    auto sum_to = [&](int v, int *total) {
+        for (int o = 1; o < 32; o <<= 1) {
+            const int up = __shfl_up_sync(~0u, v, o);
+            if (lane >= o) v += up;
+        }
+        if (lane == 31) scan[warp] = v;
+        __syncthreads();
+        int before = 0, all = 0;
+        for (int w = 0; w < kSortThreads / 32; ++w) {
+            if (w < warp) before += scan[w];
+            all += scan[w];
+        }
+        __syncthreads();
+        *total = all;
+        return v + before;
+    };
+    int pairs_before = 0, items_before = 0;
+    for (int first = 0; first < a.n_experts; first += kSortThreads) {
+        const int e = first + tid, n = e < a.n_experts ? cursor[e] : 0, n_items = (n + a.item_pairs - 1) / a.item_pairs;
+        int pairs = 0, items = 0;
+        const int start = pairs_before + sum_to(n, &pairs) - n, at = items_before + sum_to(n_items, &items) - n_items;
+        if (e < a.n_experts) cursor[e] = start;
+        for (int i = 0; i < n_items; ++i) a.items[at + i] = {e, start + i * a.item_pairs, min(a.item_pairs, n - i * a.item_pairs), 0};
+        pairs_before += pairs;
+        items_before += items;
+    }
+    if (tid == 0) *a.n_items = items_before;
+    __syncthreads();
+    for (int p = tid; p < n_pairs; p += kSortThreads) {
+        const int e = expert_of(p);
+        const int at = is_there(e) ? atomicAdd(cursor + e, 1) : -1;
+        a.rank[p] = at;
+        if (at >= 0) a.order[at] = p;
+    }
+}
+
+struct CombineArguments {
+    const int32_t *ids, *rank;  // rank null: a lone token, whose pair is its position
+    const float *weights;
+    const void *out, *add;
+    void *y;
+    const StepInfo *info;
+    int64_t ids_stride, weights_stride, out_stride, add_stride, y_stride, rows_symbol;
+    int32_t out_format, add_format, y_format, n_used, n_experts, first, n;
+    float scale;
+};
+
+// y[:, first : first + n] = add + scale * sum of the token's experts. Grid: tokens, columns.
+__global__ void __launch_bounds__(256) expert_combine_kernel(const __grid_constant__ CombineArguments a) {
+    __shared__ int32_t positions[kMostChosen];
+    __shared__ float factors[kMostChosen];
+    wait_dependence();
+    release_dependents();
+    const int t = blockIdx.x;
+    if (t >= rows_of(a.info, a.rows_symbol)) return;
+    const int32_t *ids = a.ids + t * a.ids_stride;
+    if (threadIdx.x < a.n_used) {
+        const int i = threadIdx.x, e = ids[i];
+        int before = 0;
+        for (int j = 0; j < a.n_used; ++j) before += ids[j] < e || (ids[j] == e && j < i);
+        const bool is_there = e >= 0 && e < a.n_experts;
+        positions[before] = !is_there ? -1 : a.rank != nullptr ? a.rank[t * a.n_used + i] : i;
+        factors[before] = a.weights[t * a.weights_stride + i] * a.scale;
+    }
+    __syncthreads();
+    for (int c = blockIdx.y * 256 + threadIdx.x; c < a.n; c += gridDim.y * 256) {
+        float v = 0.0f;
+        for (int i = 0; i < a.n_used; ++i)
+            if (positions[i] >= 0) v = fmaf(factors[i], load_as_f32(a.out, positions[i] * a.out_stride + c, a.out_format), v);
+        if (a.add != nullptr) v += load_as_f32(a.add, t * a.add_stride + a.first + c, a.add_format);
+        store_from_f32(a.y, t * a.y_stride + a.first + c, a.y_format, v);
+    }
+}
+
+// The shape of a launch for up to n_rows tokens, and where its parts lie in the scratch.
+struct Plan {
+    bool is_stream = false, is_lone = false;
+    int64_t pairs = 0;
+    int32_t item_pairs = 0, max_items = 0, warps_k[2] = {};
+    int64_t x_row_bytes[2] = {}, shared_bytes[2] = {};
+    int64_t hidden_cols = 0, panel = 0;
+    int32_t out_format = PK_F32;
+    int64_t items = 0, n_items = 0, order = 0, rank = 0, hidden = 0, x = 0, out = 0, bytes = 0;
+};
+
+bool is_wide(const pk_tensor &x) { return x.cols % 8 == 0 && x.stride % 16 == 0 && x.data % 16 == 0; }
+
+int64_t stream_shared(int64_t k, const ExpertUnit &u, int64_t pairs, int64_t *x_row_bytes) {
+    const int64_t padded = round_up(k, u.unit);
+    *x_row_bytes = padded * 2 + 64;
+    return pairs * *x_row_bytes + (u.group ? padded / u.group * 32 : 0) + 8 * 32 * 9 * 4;
+}
+
+Plan plan_of(const pk_op_experts &op, int64_t n_rows) {
+    Plan p;
+    const int64_t k = op.ids.cols, cols = op.y.cols;
+    p.pairs = n_rows * k;
+    p.is_lone = n_rows == 1;
+    p.is_stream = n_rows <= kStreamTokens || p.pairs <= int64_t{kStreamPairs} * op.n_experts;
+    p.item_pairs = p.is_stream ? kStreamPairs : kTileRows;
+    const ExpertUnit units[2] = {unit_of(op.gate.format == PK_F32 ? PK_BF16 : op.gate.format), unit_of(op.down.format == PK_F32 ? PK_BF16 : op.down.format)};
+    const int64_t widths[2] = {op.x.cols, op.gate.rows};
+    if (p.is_stream) {
+        while (p.item_pairs > 1 && std::max(stream_shared(widths[0], units[0], p.item_pairs, &p.x_row_bytes[0]), stream_shared(widths[1], units[1], p.item_pairs, &p.x_row_bytes[1])) > kStreamShared) p.item_pairs /= 2;
+        p.item_pairs = static_cast<int32_t>(std::min<int64_t>(p.item_pairs, n_rows));
+        for (int i = 0; i < 2; ++i) {
+            p.shared_bytes[i] = stream_shared(widths[i], units[i], p.item_pairs, &p.x_row_bytes[i]);
+            p.warps_k[i] = 8;
+            while (p.warps_k[i] > 1 && 2 * p.warps_k[i] > (widths[i] + units[i].unit - 1) / units[i].unit) p.warps_k[i] /= 2;
+        }
+    }
+    p.max_items = static_cast<int32_t>(p.is_lone ? k : std::min(p.pairs, op.n_experts + p.pairs / p.item_pairs));
+    p.hidden_cols = round_up(op.gate.rows, 8);
+    const bool is_whole = p.is_stream || p.pairs * cols * 4 <= kPanelBytes;
+    p.out_format = is_whole ? PK_F32 : PK_BF16;
+    p.panel = is_whole ? cols : std::min(cols, std::max<int64_t>(kTileRows, kPanelBytes / (p.pairs * 2) / kTileRows * kTileRows));
+    int64_t at = 0;
+    auto take = [&](int64_t bytes) {
+        const int64_t start = at;
+        at += round_up(bytes, 256);
+        return start;
+    };
+    p.n_items = take(4);
+    p.items = take(p.max_items * static_cast<int64_t>(sizeof(ExpertItem)));
+    p.order = take(p.pairs * 4);
+    p.rank = take(p.pairs * 4);
+    p.hidden = take(p.pairs * p.hidden_cols * 2);
+    p.x = take(p.is_stream || (op.x.format == PK_BF16 && is_wide(op.x)) ? 0 : n_rows * round_up(op.x.cols, 8) * 2);
+    p.out = take(p.pairs * p.panel * (is_whole ? 4 : 2));
+    p.bytes = at;
+    return p;
+}
+
+ExpertWeight weight_of(const Launch &l, const pk_tensor &w, const pk_tensor &bias) {
+    const Packed &p = *find_packed(l.ctx, w);
+    ExpertWeight e = {};
+    e.data = reinterpret_cast<const uint8_t *>(w.data);
+    e.bias = reinterpret_cast<const float *>(bias.data);
+    e.stride = w.stride;
+    e.row_bytes = p.row_bytes;
+    e.scale_at = p.scale_at;
+    e.row_scale_at = p.scale_kind == PK_SCALES_ROW ? p.scales : -1;
+    e.block_scale_at = p.scale_kind == PK_SCALES_BLOCK ? p.scales : -1;
+    e.rows = static_cast<int32_t>(p.rows);
+    e.padded_rows = static_cast<int32_t>(p.padded_rows);
+    e.block_stride = static_cast<int32_t>(p.scale_stride);
+    return e;
+}
+
+int32_t launch_product(const Launch &l, int32_t format, const Plan &plan, const ExpertProduct &p, int which) {
+    switch (format) {
+#define PK_CASE(F) case F: return plan.is_stream ? launch_expert_stream<F>(l, p, plan.max_items, plan.shared_bytes[which]) : launch_expert_tiles<F>(l, p, plan.max_items);
+        PK_CASE(PK_BF16) PK_CASE(PK_F16) PK_CASE(PK_FP8_E4M3) PK_CASE(PK_FP8_E5M2) PK_CASE(PK_Q8_0) PK_CASE(PK_Q4_0) PK_CASE(PK_Q4_1) PK_CASE(PK_Q5_0) PK_CASE(PK_Q5_1)
+        PK_CASE(PK_Q2_K) PK_CASE(PK_Q3_K) PK_CASE(PK_Q4_K) PK_CASE(PK_Q5_K) PK_CASE(PK_Q6_K) PK_CASE(PK_IQ4_NL) PK_CASE(PK_IQ4_XS) PK_CASE(PK_MXFP4) PK_CASE(PK_NVFP4)
+#undef PK_CASE
+        default: return fail(PK_UNSUPPORTED, "experts: no kernel for weight format %d", format);
+    }
+}
+
+int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan) {
+    SortArguments a = {};
+    a.ids = reinterpret_cast<const int32_t *>(op.ids.data);
+    a.items = reinterpret_cast<ExpertItem *>(l.scratch + plan.items);
+    a.n_items = reinterpret_cast<int32_t *>(l.scratch + plan.n_items);
+    a.order = reinterpret_cast<int32_t *>(l.scratch + plan.order);
+    a.rank = reinterpret_cast<int32_t *>(l.scratch + plan.rank);
+    a.info = l.info;
+    a.ids_stride = op.ids.stride / 4;
+    a.rows_symbol = op.x.rows;
+    a.n_used = static_cast<int32_t>(op.ids.cols);
+    a.n_experts = op.n_experts;
+    a.item_pairs = plan.item_pairs;
+    return launch(l, "expert_sort", expert_sort_kernel, dim3(1), dim3(kSortThreads), (op.n_experts + 32) * 4, a);
+}
+
+int32_t launch_combine(const Launch &l, const pk_op_experts &op, const Plan &plan, int64_t first, int64_t n) {
+    auto elements = [](const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); };
+    CombineArguments a = {};
+    a.ids = reinterpret_cast<const int32_t *>(op.ids.data);
+    a.rank = plan.is_lone ? nullptr : reinterpret_cast<const int32_t *>(l.scratch + plan.rank);
+    a.weights = reinterpret_cast<const float *>(op.weights.data);
+    a.out = l.scratch + plan.out;
+    a.add = reinterpret_cast<const void *>(op.add.data);
+    a.y = reinterpret_cast<void *>(op.y.data);
+    a.info = l.info;
+    a.ids_stride = op.ids.stride / 4;
+    a.weights_stride = op.weights.stride / 4;
+    a.out_stride = plan.panel;
+    a.add_stride = elements(op.add);
+    a.y_stride = elements(op.y);
+    a.rows_symbol = op.x.rows;
+    a.out_format = plan.out_format;
+    a.add_format = op.add.format;
+    a.y_format = op.y.format;
+    a.n_used = static_cast<int32_t>(op.ids.cols);
+    a.n_experts = op.n_experts;
+    a.first = static_cast<int32_t>(first);
+    a.n = static_cast<int32_t>(n);
+    a.scale = op.scale;
+    return launch(l, "expert_combine", expert_combine_kernel, dim3(static_cast<unsigned>(bound(l, op.x.rows)), static_cast<unsigned>((n + 1023) / 1024)), dim3(256), 0, a);
+}
+
+}  // namespace
+
+int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
+    const int64_t n_rows = bound(l, op.x.rows);
+    const Plan plan = plan_of(op, n_rows);
+    if (plan.bytes > l.scratch_bytes) return fail(PK_BAD_ARG, "experts: %lld bytes of scratch are needed, the workspace has %lld", (long long)plan.bytes, (long long)l.scratch_bytes);
+    pk_tensor x = op.x;
+    if (!plan.is_stream && (x.format != PK_BF16 || !is_wide(x))) {
+        pk_op_copy copy = {};
+        copy.x = copy.out = op.x;
+        copy.out.data = reinterpret_cast<uint64_t>(l.scratch + plan.x);
+        copy.out.format = PK_BF16;
+        copy.out.stride = round_up(op.x.cols, 8) * 2;
+        if (op.x.cols % 8)
+            if (int32_t e = check(cudaMemsetAsync(l.scratch + plan.x, 0, n_rows * copy.out.stride, l.stream), "experts")) return e;
+        if (int32_t e = launch_copy(l, copy)) return e;
+        x = copy.out;
+        x.cols = round_up(op.x.cols, 8);
+    }
+    if (!plan.is_lone)
+        if (int32_t e = launch_sort(l, op, plan)) return e;
+    ExpertProduct p = {};
+    p.items = reinterpret_cast<const ExpertItem *>(l.scratch + plan.items);
+    p.n_items = reinterpret_cast<const int32_t *>(l.scratch + plan.n_items);
+    p.order = reinterpret_cast<const int32_t *>(l.scratch + plan.order);
+    p.ids = plan.is_lone ? reinterpret_cast<const int32_t *>(op.ids.data) : nullptr;
+    p.info = l.info;
+    p.rows_symbol = op.x.rows;
+    p.n_used = static_cast<int32_t>(op.ids.cols);
+    p.n_experts = op.n_experts;
+    p.limit = op.limit;
+    p.alpha = op.alpha;
+
+    const Packed &gate = *find_packed(l.ctx, op.gate), &down = *find_packed(l.ctx, op.down);
+    p.w[0] = weight_of(l, op.gate, op.gate_bias);
+    p.w[1] = weight_of(l, op.up, op.up_bias);
+    p.n_w = 2;
+    p.act = op.act;
+    p.x = reinterpret_cast<const void *>(x.data);
+    p.x_stride = x.stride / (x.format == PK_F32 ? 4 : 2);
+    p.x_format = x.format;
+    p.is_wide = is_wide(x);
+    p.k = static_cast<int32_t>(x.cols);
+    p.n_units = static_cast<int32_t>(gate.padded_cols / unit_of(gate.format).unit);
+    p.n_rows = static_cast<int32_t>(gate.rows);
+    p.out = l.scratch + plan.hidden;
+    p.out_format = PK_BF16;
+    p.out_stride = p.padded_out = static_cast<int32_t>(plan.hidden_cols);
+    p.warps_k = plan.warps_k[0];
+    p.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[0]);
+    if (int32_t e = launch_product(l, gate.format, plan, p, 0)) return e;
+
+    p.w[0] = weight_of(l, op.down, op.down_bias);
+    p.w[1] = {};
+    p.n_w = 1;
+    p.act = PK_ACT_NONE;
+    p.x = l.scratch + plan.hidden;
+    p.x_stride = plan.hidden_cols;
+    p.x_format = PK_BF16;
+    p.by_position = 1;
+    p.is_wide = gate.rows % 8 == 0;
+    p.k = static_cast<int32_t>(plan.is_stream ? gate.rows : plan.hidden_cols);
+    p.n_units = static_cast<int32_t>(down.padded_cols / unit_of(down.format).unit);
+    p.out = l.scratch + plan.out;
+    p.out_format = plan.out_format;
+    p.out_stride = plan.panel;
+    p.padded_out = 0;
+    p.warps_k = plan.warps_k[1];
+    p.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[1]);
+    for (int64_t first = 0; first < down.rows; first += plan.panel) {
+        p.first_row = static_cast<int32_t>(first);
+        p.n_rows = static_cast<int32_t>(std::min(plan.panel, down.rows - first));
+        if (int32_t e = launch_product(l, down.format, plan, p, 1)) return e;
+        if (int32_t e = launch_combine(l, op, plan, first, p.n_rows)) return e;
+    }
+    return PK_OK;
+}
+
+int32_t check_experts(pk_ctx *ctx, const pk_op_experts &op, int64_t at) {
+    const pk_tensor *stacks[3] = {&op.gate, &op.up, &op.down};
+    static const char *const kNames[3] = {"gate", "up", "down"};
+    const Packed *packed[3] = {};
+    for (int i = 0; i < 3; ++i) {
+        for (int32_t e = 0; e < op.n_experts; ++e) {
+            pk_tensor one = *stacks[i];
+            one.data += e * one.stride;
+            const Packed *p = find_packed(ctx, one);
+            if (p == nullptr || p->rows != one.rows || p->cols != one.cols)
+                return fail(PK_BAD_ARG, "op %lld experts: matrix %d of %s was not made by pk_repack of this context", (long long)at, e, kNames[i]);
+            if (e == 0) packed[i] = p;
+            if (p->format != packed[i]->format || p->scale_kind != packed[i]->scale_kind)
+                return fail(PK_UNSUPPORTED, "op %lld experts: matrices 0 and %d of %s have different formats or scales", (long long)at, e, kNames[i]);
+        }
+    }
+    if (packed[0]->format != packed[1]->format)
+        return fail(PK_UNSUPPORTED, "op %lld experts: gate is format %d and up is format %d; the CUDA pack wants one", (long long)at, packed[0]->format, packed[1]->format);
+    if (op.ids.cols > kMostChosen) return fail(PK_UNSUPPORTED, "op %lld experts: %lld experts a token; the CUDA pack takes up to %d", (long long)at, (long long)op.ids.cols, kMostChosen);
+    const int64_t widest = std::max(op.x.cols, op.gate.rows);
+    if (widest > 16384) return fail(PK_UNSUPPORTED, "op %lld experts: rows of %lld elements; the CUDA pack takes up to 16384", (long long)at, (long long)widest);
+    for (const pk_tensor *t : {&op.y, &op.add})
+        if (t->data && t->format != PK_F32 && t->format != PK_BF16) return fail(PK_UNSUPPORTED, "op %lld experts: y or add is format %d; the CUDA pack takes F32 and BF16", (long long)at, t->format);
+    return PK_OK;
+}
+
+int64_t experts_scratch(const pk_op_experts &op, int64_t max_rows) {
+    // Both ways: the streaming product serves small steps of a program whose largest step takes tiles.
+    const int64_t few = std::max<int64_t>(kStreamTokens, int64_t{kStreamPairs} * op.n_experts / op.ids.cols);
+    return std::max({plan_of(op, max_rows).bytes, plan_of(op, std::min(max_rows, few)).bytes, plan_of(op, std::min(max_rows, few + 1)).bytes});
+}
+
+}  // namespace pk

@@ -1,0 +1,440 @@
+// Products of the experts' stacks with sorted pairs, one translation unit per weight format (PK_EXPERT_FORMAT).
+//
+// Few pairs: up to eight pairs of one expert stand on the N side of mma.sync m16n8k16, weights on the M side straight from
+// registers in their stored form; scales are applied to sums of their group, so nothing is rounded on the way. The warps of a
+// block split K. Many pairs: 128 x 128 tiles; each warp decodes its 16 rows of W into swizzled shared memory one stage ahead of
+// the products. x: F32 or BF16 (tiles: BF16, 16-byte rows).
+#include <algorithm>
+
+#include "../../include/device.cuh"
+#include "../../include/experts.cuh"
+#include "../../include/format/rows.cuh"
+#include "../../include/format/unit.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int kRed = 9;  // floats of a row of partial sums
+
+// How a format lies in registers: units of kU elements of 16 rows.
+template <int kFormat, bool kBlock> struct Piece;
+template <int kFormat> struct Piece<kFormat, true> {
+    using U = Unit<kFormat>;
+    using Registers = UnitRegisters<U>;
+    static constexpr int kU = U::kU, kGroup = U::kGroup, kBias = U::kBias;
+    static constexpr bool kHasSums = U::kBias != 0 || U::kHasMin;
+    __device__ static void load(Registers &r, const ExpertWeight &, const uint8_t *matrix, int row0, int unit, int n_units, int lane) {
+        load_unit<U>(r, matrix + (static_cast<int64_t>(row0 >> 4) * n_units + unit) * U::kBytes, lane);
+    }
+};
+template <int kFormat> struct Piece<kFormat, false> {
+    using Registers = RowsRegisters;
+    static constexpr int kU = Rows<kFormat>::kU, kGroup = 32, kBias = 0;
+    static constexpr bool kHasSums = false;
+    __device__ static void load(Registers &r, const ExpertWeight &w, const uint8_t *matrix, int row0, int unit, int, int lane) {
+        load_rows<kFormat>(r, matrix + row0 * w.row_bytes, w.row_bytes, unit, lane);
+    }
+};
+template <int kFormat> using PieceOf = Piece<kFormat, is_block_format(kFormat)>;
+
+__device__ __forceinline__ ExpertItem item_of(const ExpertProduct &p, int i) {
+    if (p.ids != nullptr) {
+        const int e = p.ids[i];
+        return {e, i, e >= 0 && e < p.n_experts && rows_of(p.info, p.rows_symbol) > 0 ? 1 : 0, 0};
+    }
+    return i < *p.n_items ? p.items[i] : ExpertItem{0, 0, 0, 0};
+}
+
+__device__ __forceinline__ int64_t x_row_of(const ExpertProduct &p, int position) {
+    return p.by_position ? position : p.ids != nullptr ? 0 : p.order[position] / p.n_used;
+}
+
+__device__ __forceinline__ float gated(const ExpertProduct &p, float gate, float up) {
+    if (p.act != PK_ACT_SWIGLU_CLAMP) return activate(gate, p.act) * up;
+    gate = fminf(gate, p.limit);
+    up = fminf(fmaxf(up, -p.limit), p.limit);
+    return gate / (1.0f + __expf(-p.alpha * gate)) * (up + 1.0f);
+}
+
+// What a raw sum of row `row` becomes.
+__device__ __forceinline__ float finish(const ExpertWeight &w, const uint8_t *matrix, int expert, int row, float v) {
+    v *= *reinterpret_cast<const float *>(matrix + w.scale_at);
+    if (w.row_scale_at >= 0) v *= reinterpret_cast<const float *>(matrix + w.row_scale_at)[row];
+    return w.bias != nullptr ? v + w.bias[static_cast<int64_t>(expert) * w.rows + row] : v;
+}
+
+__device__ __forceinline__ float block_scale_of(const ExpertWeight &w, const uint8_t *matrix, int row, int unit) {
+    return w.block_scale_at >= 0 ? __ldg(reinterpret_cast<const float *>(matrix + w.block_scale_at) + (row >> 7) * w.block_stride + unit) : 1.0f;
+}
+
+// ---- few pairs ----
+
+// Where the run of four elements at k goes among the staged elements, so that a lane's eight values are neighbours.
+template <int kFormat>
+__device__ __forceinline__ int staged_position(int k) {
+    if constexpr (is_block_format(kFormat)) {
+        const int in = k & 31;
+        return (k & ~31) + 8 * ((in & 15) >> 2) + 4 * (in >> 4);
+    } else if constexpr (Rows<kFormat>::kIsFp8) {
+        const int in = k & 63;
+        return (k & ~63) + 32 * ((in >> 3) & 1) + 8 * (in >> 4) + (in & 7);
+    } else {
+        return k;
+    }
+}
+
+template <int kFormat>
+__device__ __forceinline__ void stage_x(const ExpertProduct &p, const ExpertItem &item, uint8_t *xs) {
+    const int per_row = p.n_units * PieceOf<kFormat>::kU / 8;
+    for (int i = threadIdx.x; i < per_row * item.count; i += kExpertThreads) {
+        const int n = i / per_row, k = (i - n * per_row) * 8;
+        const int64_t from = x_row_of(p, item.first + n) * p.x_stride + k;
+        float v[8] = {};
+        if (p.is_wide && k < p.k) {
+            load8(p.x, from, p.x_format, v);
+        } else {
+            for (int e = 0; e < 8 && k + e < p.k; ++e) v[e] = load_as_f32(p.x, from + e, p.x_format);
+        }
+        uint2 low = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])), high = make_uint2(pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+        if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) {
+            low = make_uint2(pack_bf16(v[0], v[2]), pack_bf16(v[1], v[3]));
+            high = make_uint2(pack_bf16(v[4], v[6]), pack_bf16(v[5], v[7]));
+        }
+        uint8_t *row = xs + n * p.x_row_bytes;
+        *reinterpret_cast<uint2 *>(row + 2 * staged_position<kFormat>(k)) = low;
+        *reinterpret_cast<uint2 *>(row + 2 * staged_position<kFormat>(k + 4)) = high;
+    }
+}
+
+// -kBias (or -1) times the sum of x over each group of a scale.
+template <int kFormat>
+__device__ __forceinline__ void stage_sums(const ExpertProduct &p, const ExpertItem &item, const uint8_t *xs, float *sums) {
+    using P = PieceOf<kFormat>;
+    constexpr float kFactor = P::kBias ? -static_cast<float>(P::kBias) : -1.0f;
+    const int n_blocks = p.n_units * P::kU / 32;
+    for (int i = threadIdx.x; i < n_blocks * 8; i += kExpertThreads) {
+        const int b = i >> 3, n = i & 7;
+        float s[2] = {0.0f, 0.0f};
+        if (n < item.count) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const uint4 v = *reinterpret_cast<const uint4 *>(xs + n * p.x_row_bytes + b * 64 + c * 16);
+                s[0] += low_f32(v.x) + high_f32(v.x) + low_f32(v.y) + high_f32(v.y);
+                s[1] += low_f32(v.z) + high_f32(v.z) + low_f32(v.w) + high_f32(v.w);
+            }
+        }
+        if constexpr (P::kGroup == 16) {
+            sums[2 * b * 8 + n] = kFactor * s[0];
+            sums[(2 * b + 1) * 8 + n] = kFactor * s[1];
+        } else {
+            sums[b * 8 + n] = kFactor * (s[0] + s[1]);
+        }
+    }
+}
+
+// Adds one unit of 16 rows times up to eight pairs: acc[rows 16, pairs 8].
+template <int kFormat>
+__device__ __forceinline__ void multiply(const typename PieceOf<kFormat>::Registers &r, float (&acc)[4], const uint8_t *x_lane, const float *sums_lane, float block_scale) {
+    using P = PieceOf<kFormat>;
+    float raw[4] = {};
+#pragma unroll
+    for (int b = 0; b < P::kU / 32; ++b) {
+        if constexpr (P::kU > 64) __syncwarp();  // keeps the scheduler from decoding all blocks at once, which spills
+        uint32_t lo[4], hi[4];
+        const uint4 x = *reinterpret_cast<const uint4 *>(x_lane + b * 64);
+        if constexpr (is_block_format(kFormat)) {
+            using U = Unit<kFormat>;
+            constexpr int kParts = 32 / U::kGroup;
+            unit_codes<U>(r, b, 0, lo);
+            unit_codes<U>(r, b, 1, hi);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                float s0, m0, s1, m1;
+                unit_scale<U>(r, b * kParts + part, 0, s0, m0);
+                unit_scale<U>(r, b * kParts + part, 1, s1, m1);
+                float2 bias = make_float2(0.0f, 0.0f);
+                if constexpr (P::kHasSums) bias = *reinterpret_cast<const float2 *>(sums_lane + (b * kParts + part) * 8);
+                float t[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                if constexpr (U::kBias != 0) {
+                    t[0] = t[2] = bias.x;
+                    t[1] = t[3] = bias.y;
+                }
+                if (kParts == 1 || part == 0) mma_bf16(t, lo[0], hi[0], lo[1], hi[1], x.x, x.y);
+                if (kParts == 1 || part == 1) mma_bf16(t, lo[2], hi[2], lo[3], hi[3], x.z, x.w);
+                acc[0] = fmaf(s0, t[0], acc[0]);
+                acc[1] = fmaf(s0, t[1], acc[1]);
+                acc[2] = fmaf(s1, t[2], acc[2]);
+                acc[3] = fmaf(s1, t[3], acc[3]);
+                if constexpr (U::kHasMin) {
+                    constexpr float kPer = U::kBias ? 1.0f / U::kBias : 1.0f;
+                    m0 *= kPer;
+                    m1 *= kPer;
+                    acc[0] = fmaf(m0, bias.x, acc[0]);
+                    acc[1] = fmaf(m0, bias.y, acc[1]);
+                    acc[2] = fmaf(m1, bias.x, acc[2]);
+                    acc[3] = fmaf(m1, bias.y, acc[3]);
+                }
+            }
+        } else {
+            rows_codes<kFormat, 0>(r, b, 0, lo);
+            rows_codes<kFormat, 0>(r, b, 1, hi);
+            mma_bf16(raw, lo[0], hi[0], lo[1], hi[1], x.x, x.y);
+            mma_bf16(raw, lo[2], hi[2], lo[3], hi[3], x.z, x.w);
+            if constexpr (kFormat == PK_F16) {
+                rows_codes<kFormat, 1>(r, b, 0, lo);
+                rows_codes<kFormat, 1>(r, b, 1, hi);
+                mma_bf16(raw, lo[0], hi[0], lo[1], hi[1], x.x, x.y);
+                mma_bf16(raw, lo[2], hi[2], lo[3], hi[3], x.z, x.w);
+            }
+        }
+    }
+    if constexpr (!is_block_format(kFormat)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[i] = fmaf(block_scale, raw[i], acc[i]);
+    }
+}
+
+// Grid: groups of row tiles (a block walks over them), items. Shared: x [count, n_units * kU], sums, partial sums of the warps.
+template <int kFormat>
+__global__ void __launch_bounds__(kExpertThreads, 2) expert_stream_kernel(const __grid_constant__ ExpertProduct p) {
+    using P = PieceOf<kFormat>;
+    extern __shared__ __align__(128) uint8_t shared[];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wk = warp % p.warps_k, wm = warp / p.warps_k, warps_m = 8 / p.warps_k;
+    const bool is_gated = p.n_w == 2;
+    const int out_rows = is_gated ? 16 : 32, group_rows = out_rows * warps_m, n_groups = (p.n_rows + group_rows - 1) / group_rows;
+    wait_dependence();
+    release_dependents();
+    const ExpertItem item = item_of(p, blockIdx.y);
+    if (item.count == 0 || static_cast<int>(blockIdx.x) >= n_groups) return;
+    const uint8_t *matrix[2] = {p.w[0].data + item.expert * p.w[0].stride, is_gated ? p.w[1].data + item.expert * p.w[1].stride : nullptr};
+    uint8_t *xs = shared;
+    float *sums = reinterpret_cast<float *>(xs + item.count * p.x_row_bytes);
+    float *red = sums + (P::kHasSums ? p.n_units * P::kU / P::kGroup * 8 : 0);
+
+    typename P::Registers regs[2];
+    auto row_of = [&](int group, int t) { return p.first_row + (group * warps_m + wm) * out_rows + (is_gated ? 0 : t * 16); };
+    auto load = [&](int group, int unit, int t) {
+        const ExpertWeight &w = p.w[is_gated ? t : 0];
+        P::load(regs[t], w, matrix[is_gated ? t : 0], min(row_of(group, t), w.padded_rows - 16), unit, p.n_units, lane);
+    };
+    int group = blockIdx.x;
+    const bool has_units = wk < p.n_units;
+    if (has_units) {
+        load(group, wk, 0);
+        load(group, wk, 1);
+    }
+    stage_x<kFormat>(p, item, xs);
+    __syncthreads();
+    if constexpr (P::kHasSums) {
+        stage_sums<kFormat>(p, item, xs, sums);
+        __syncthreads();
+    }
+    // Lanes past the pairs read one that is there; their columns are never stored.
+    const uint8_t *x_lane = xs + ((lane >> 2) % item.count) * p.x_row_bytes + (lane & 3) * 16;
+
+    for (; group < n_groups; group += gridDim.x) {
+        float acc[2][4] = {};
+        for (int u = wk; u < p.n_units; u += p.warps_k) {
+            const bool is_last = u + p.warps_k >= p.n_units;
+            const int next_u = is_last ? wk : u + p.warps_k, next_group = is_last ? group + gridDim.x : group;
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+                const int i = is_gated ? t : 0;
+                const float block_scale = !is_block_format(kFormat) && Rows<kFormat>::kIsFp8 ? block_scale_of(p.w[i], matrix[i], min(row_of(group, t), p.w[i].padded_rows - 16), u) : 1.0f;
+                multiply<kFormat>(regs[t], acc[t], x_lane + u * P::kU * 2, sums + u * (P::kU / P::kGroup) * 8 + 2 * (lane & 3), block_scale);
+                if (next_group < n_groups) load(next_group, next_u, t);
+            }
+        }
+        __syncthreads();
+        float *mine = red + warp * 32 * kRed;
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) mine[(t * 16 + (lane >> 2) + 8 * (i >> 1)) * kRed + 2 * (lane & 3) + (i & 1)] = acc[t][i];
+        __syncthreads();
+        for (int j = threadIdx.x; j < item.count * group_rows; j += kExpertThreads) {
+            const int in_group = j % group_rows, n = j / group_rows, m = in_group / out_rows, in = in_group % out_rows;
+            const int local = group * group_rows + in_group, row = p.first_row + local;
+            if (local >= p.n_rows) continue;
+            float first = 0.0f, second = 0.0f;
+            for (int k = 0; k < p.warps_k; ++k) {
+                const float *part = red + ((m * p.warps_k + k) * 32 + in) * kRed + n;
+                first += part[0];
+                if (is_gated) second += part[16 * kRed];
+            }
+            float v = finish(p.w[0], matrix[0], item.expert, row, first);
+            if (is_gated) v = gated(p, v, finish(p.w[1], matrix[1], item.expert, row, second));
+            store_from_f32(p.out, (item.first + n) * p.out_stride + local, p.out_format, v);
+        }
+    }
+}
+
+// ---- many pairs ----
+
+constexpr int kStageK = 64, kStageBytes = kTileRows * kStageK * 2, kXStages = 3;
+
+__device__ __forceinline__ uint32_t tile_offset(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+
+// Decodes 64 elements (part `part` of the unit) of 16 rows into a tile of bf16. row(r): the tile's row of row r.
+template <int kFormat, int kPart, class Row>
+__device__ __forceinline__ void decode(const typename PieceOf<kFormat>::Registers &u, uint8_t *tile, int lane, float block_scale, const Row &row) {
+    const int r = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int at = row(r + 8 * half);
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            if constexpr (is_block_format(kFormat)) {
+                float v[8];
+                unit_values<Unit<kFormat>>(u, 2 * kPart + b, half, v);
+                const uint4 packed = pack8(v);
+                *reinterpret_cast<uint2 *>(tile + tile_offset(at, 4 * b + (c >> 1)) + (c & 1) * 8) = make_uint2(packed.x, packed.y);
+                *reinterpret_cast<uint2 *>(tile + tile_offset(at, 4 * b + 2 + (c >> 1)) + (c & 1) * 8) = make_uint2(packed.z, packed.w);
+            } else {
+                uint32_t codes[4];
+                rows_codes<kFormat, 0>(u, 2 * kPart + b, half, codes);
+                if constexpr (Rows<kFormat>::kIsFp8) {
+                    uint32_t pairs[4];
+#pragma unroll
+                    for (int i = 0; i < 4; i += 2) {
+                        pairs[i] = __byte_perm(codes[i], codes[i + 1], 0x5410);
+                        pairs[i + 1] = __byte_perm(codes[i], codes[i + 1], 0x7632);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) codes[i] = pack_bf16(low_f32(pairs[i]) * block_scale, high_f32(pairs[i]) * block_scale);
+                }
+                const int chunk = Rows<kFormat>::kIsFp8 ? 2 * c + b : 4 * b + c;
+                *reinterpret_cast<uint4 *>(tile + tile_offset(at, chunk)) = make_uint4(codes[0], codes[1], codes[2], codes[3]);
+            }
+        }
+    }
+}
+
+// Grid: items, tiles of W's rows (64 outputs with two weights). With two weights groups of eight rows alternate, so that a thread
+// holds gate and up of the same outputs.
+template <int kFormat>
+__global__ void __launch_bounds__(kExpertThreads, 1) expert_tiles_kernel(const __grid_constant__ ExpertProduct p) {
+    using P = PieceOf<kFormat>;
+    constexpr int kParts = P::kU / kStageK;
+    extern __shared__ __align__(128) uint8_t shared[];
+    wait_dependence();
+    release_dependents();
+    const ExpertItem item = item_of(p, blockIdx.x);
+    if (item.count == 0) return;
+    const bool is_gated = p.n_w == 2;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp & 1, wn = warp >> 1, tid = threadIdx.x;
+    const int out_rows = is_gated ? kTileRows / 2 : kTileRows, n0 = p.first_row + blockIdx.y * out_rows;
+    const int side = is_gated ? warp & 1 : 0, in_side = is_gated ? warp >> 1 : warp;
+    const ExpertWeight &w = p.w[side];
+    const uint8_t *matrix = w.data + item.expert * w.stride;
+    const int row0 = min(n0 + in_side * 16, w.padded_rows - 16);
+    uint8_t *xs = shared, *ws = shared + kXStages * kStageBytes;
+    auto tile_row = [&](int r) { return is_gated ? (in_side * 2 + (r >> 3)) * 16 + side * 8 + (r & 7) : in_side * 16 + r; };
+
+    // Each thread copies four pieces of x a stage: rows tid / 8 + 32 h, piece tid % 8.
+    const uint8_t *xp[4];
+    const int chunk = tid & 7;
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+        const int row = (tid >> 3) + 32 * h;
+        xp[h] = row < item.count ? static_cast<const uint8_t *>(p.x) + x_row_of(p, item.first + row) * p.x_stride * 2 : nullptr;
+    }
+    const int n_steps = p.n_units * kParts;
+    auto copy_x = [&](int step) {
+        if (step < n_steps) {
+            const uint32_t at = shared_address(xs) + (step % kXStages) * kStageBytes;
+            const int k = step * kStageK + chunk * 8;
+#pragma unroll
+            for (int h = 0; h < 4; ++h) {
+                const bool in = k < p.k && xp[h] != nullptr;
+                copy16_async(at + tile_offset((tid >> 3) + 32 * h, chunk), in ? xp[h] + k * 2 : p.x, in);
+            }
+        }
+        commit_async();
+    };
+    typename P::Registers regs;
+    float block_scale = 1.0f;
+    auto load = [&](int unit) {
+        if (unit >= p.n_units) return;
+        P::load(regs, w, matrix, row0, unit, p.n_units, lane);
+        if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) block_scale = block_scale_of(w, matrix, row0, unit);
+    };
+    float acc[4][4][4] = {};
+    load(0);
+    copy_x(0);
+    copy_x(1);
+    decode<kFormat, 0>(regs, ws, lane, block_scale, tile_row);
+    if constexpr (kParts == 1) load(1);
+    auto step = [&]<int kPart>(int u) {
+        constexpr int kNext = (kPart + 1) % kParts;
+        const int s = u * kParts + kPart;
+        wait_async<kXStages - 2>();
+        __syncthreads();
+        copy_x(s + 2);
+        if (s + 1 < n_steps) {
+            decode<kFormat, kNext>(regs, ws + ((s + 1) & 1) * kStageBytes, lane, block_scale, tile_row);
+            if constexpr (kNext == kParts - 1) load(u + 1 + (kParts == 1));
+        }
+        const uint32_t at = shared_address(xs) + (s % kXStages) * kStageBytes, bt = shared_address(ws) + (s & 1) * kStageBytes;
+#pragma unroll
+        for (int k = 0; k < kStageK / 16; ++k) {
+            uint32_t x[4][4], b[2][4];
+#pragma unroll
+            for (int m = 0; m < 4; ++m) load_matrix4(x[m], at + tile_offset(wm * 64 + m * 16 + (lane & 15), 2 * k + (lane >> 4)));
+#pragma unroll
+            for (int n = 0; n < 2; ++n) load_matrix4(b[n], bt + tile_offset(wn * 32 + n * 16 + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
+#pragma unroll
+            for (int m = 0; m < 4; ++m)
+#pragma unroll
+                for (int n = 0; n < 4; ++n) mma_bf16(acc[m][n], x[m][0], x[m][1], x[m][2], x[m][3], b[n >> 1][(n & 1) * 2], b[n >> 1][(n & 1) * 2 + 1]);
+        }
+    };
+    for (int u = 0; u < p.n_units; ++u) {
+        step.template operator()<0>(u);
+        if constexpr (kParts > 1) step.template operator()<1>(u);
+        if constexpr (kParts > 2) {
+            step.template operator()<2>(u);
+            step.template operator()<3>(u);
+        }
+    }
+    const uint8_t *first = p.w[0].data + item.expert * p.w[0].stride, *second = is_gated ? p.w[1].data + item.expert * p.w[1].stride : nullptr;
+    const int end = p.first_row + p.n_rows;
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            if (is_gated && (n & 1)) continue;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int pair = wm * 64 + m * 16 + (lane >> 2) + 8 * (e >> 1), c = wn * 32 + n * 8 + 2 * (lane & 3) + (e & 1);
+                const int row = n0 + (is_gated ? (c >> 4) * 8 + (c & 7) : c), local = row - p.first_row;
+                if (pair >= item.count || local >= max(p.padded_out, p.n_rows)) continue;
+                float v = 0.0f;
+                if (row < end) {
+                    v = finish(p.w[0], first, item.expert, row, acc[m][n][e]);
+                    if (is_gated) v = gated(p, v, finish(p.w[1], second, item.expert, row, acc[m][n | 1][e]));
+                }
+                store_from_f32(p.out, (item.first + pair) * p.out_stride + local, p.out_format, v);
+            }
+        }
+}
+
+}  // namespace
+
+template <int kFormat>
+int32_t launch_expert_stream(const Launch &l, const ExpertProduct &p, int32_t max_items, int64_t shared_bytes) {
+    const int32_t group_rows = (p.n_w == 2 ? 16 : 32) * (8 / p.warps_k), n_groups = (p.n_rows + group_rows - 1) / group_rows;
+    const int32_t wanted = std::max(1, (4 * l.ctx->n_processors + max_items - 1) / max_items);
+    return launch(l, "expert_stream", expert_stream_kernel<kFormat>, dim3(std::min(n_groups, wanted), max_items), dim3(kExpertThreads), shared_bytes, p);
+}
+
+template <int kFormat>
+int32_t launch_expert_tiles(const Launch &l, const ExpertProduct &p, int32_t max_items) {
+    const int32_t out_rows = p.n_w == 2 ? kTileRows / 2 : kTileRows;
+    return launch(l, "expert_tiles", expert_tiles_kernel<kFormat>, dim3(max_items, (p.n_rows + out_rows - 1) / out_rows), dim3(kExpertThreads), (kXStages + 2) * kStageBytes, p);
+}
+
+template int32_t launch_expert_stream<PK_EXPERT_FORMAT>(const Launch &, const ExpertProduct &, int32_t, int64_t);
+template int32_t launch_expert_tiles<PK_EXPERT_FORMAT>(const Launch &, const ExpertProduct &, int32_t);
+
+}  // namespace pk
