@@ -39,6 +39,14 @@ struct StepInfo {
     uint64_t begun_ns;
 };
 
+// What the head of a step tells the host, in pinned memory.
+struct StepReport {
+    uint64_t consumed;  // inputs read by the device
+    uint64_t past_seq;  // a step with a row past its context; 0: none that was not told
+    int64_t end;        // where that row would have ended
+    int32_t row, slot;
+};
+
 struct Driver {
     decltype(&cuMemAddressReserve) reserve = nullptr;
     decltype(&cuMemAddressFree) address_free = nullptr;
@@ -82,7 +90,7 @@ struct Launch {
     uint64_t ring = 0;  // pinned step inputs
     int64_t ring_bytes = 0;
     int32_t n_ring = 0;
-    uint64_t consumed = 0;  // pinned u64: inputs read by the device
+    uint64_t consumed = 0;  // pinned StepReport, and the times behind it
     int32_t max_tokens = 0;
     int32_t max_samples = 0;
     bool decode_only = false;  // every row has one token
@@ -94,6 +102,7 @@ struct Launch {
 
 // Behind the count of consumed inputs lie begin and end of the last PK_TIMES steps.
 constexpr int32_t kTimesAt = 8;
+static_assert(sizeof(StepReport) <= 8 * kTimesAt);
 constexpr int64_t kConsumedBytes = 8 * kTimesAt + 16 * PK_TIMES;
 constexpr int64_t kCounterBytes = 1 << 18;
 constexpr int32_t kMaxSampleBlocks = 16;

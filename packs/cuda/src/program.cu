@@ -244,6 +244,15 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
     return PK_OK;
 }
 
+// Only the device knows how long a slot is: what the CPU pack refuses at pk_step is told here, once.
+static int32_t tell_past(pk_program &p, uint64_t seq) {
+    volatile StepReport *report = reinterpret_cast<volatile StepReport *>(p.consumed);
+    const uint64_t found = report->past_seq;
+    if (found == 0 || found > seq) return PK_OK;
+    report->past_seq = 0;
+    return fail(PK_BAD_ARG, "step %llu: row %d ends at position %lld of slot %d, the context has %d", (unsigned long long)found, report->row, (long long)report->end, report->slot, p.state.max_ctx_tokens);
+}
+
 int32_t wait_program(pk_program &p, uint64_t seq, int64_t timeout_us) {
     using Clock = std::chrono::steady_clock;
     volatile uint64_t *done = reinterpret_cast<volatile uint64_t *>(p.state.done);
@@ -253,7 +262,7 @@ int32_t wait_program(pk_program &p, uint64_t seq, int64_t timeout_us) {
         for (int i = 0; i < 64; ++i) {
             if (*done >= seq) {
                 std::atomic_thread_fence(std::memory_order_acquire);
-                return PK_OK;
+                return tell_past(p, seq);
             }
             __builtin_ia32_pause();
         }

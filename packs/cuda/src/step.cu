@@ -1,5 +1,7 @@
 // The two ends of a step. Prepare reads the input block from pinned memory, applies it to the state and lays out rows and
 // tokens; commit advances the rows and publishes results to pinned memory. One block each.
+#include <climits>
+
 #include "../include/device.cuh"
 
 namespace pk {
@@ -43,9 +45,9 @@ __device__ __forceinline__ T *at(uint64_t address) {
 // Tokens that a row draws: after its last token, or after each.
 __device__ __forceinline__ int draws_of(int flags, int n_tokens) { return flags & PK_ROW_DRAFT ? n_tokens : flags & PK_ROW_SAMPLE ? 1 : 0; }
 
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ pk_state s, StepInfo *info, const uint8_t *ring, int64_t ring_bytes, int n_ring, volatile uint64_t *consumed) {
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ pk_state s, StepInfo *info, const uint8_t *ring, int64_t ring_bytes, int n_ring, volatile StepReport *report) {
     __shared__ int scan[32];
-    __shared__ int carried[2];
+    __shared__ int carried[2], past;
     wait_dependence();
     release_dependents();
     const int tid = threadIdx.x;
@@ -82,6 +84,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
     for (int i = 0; i < head.n_masks; ++i)
         for (int j = tid; j < words; j += kThreads) at<int32_t>(s.mask)[static_cast<int64_t>(masks[i].slot) * words + j] = payload[masks[i].offset + j];
     if (tid < 2) carried[tid] = 0;
+    if (tid == 0) past = INT_MAX;
     __syncthreads();
 
     for (int first = 0; first < head.n_rows; first += kThreads) {
@@ -93,9 +96,10 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
             row = rows[r];
             length = at<int32_t>(s.length)[row.slot];
             is_alive = at<int32_t>(s.alive)[row.slot] != 0;
-            // A live row that does not fit in the context would write past its tokens: it dies here.
-            if (is_alive && length + row.n_tokens > s.max_ctx_tokens) {
-                at<int32_t>(s.alive)[row.slot] = 0;
+            // A live row that does not fit in the context would write past its tokens: it counts as dead in this step, and
+            // who waits for the step is told.
+            if (is_alive && (length < 0 || length + row.n_tokens > s.max_ctx_tokens)) {
+                atomicMin(&past, r);
                 is_alive = false;
             }
         }
@@ -144,8 +148,15 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
         info->n_samples = head.n_samples;
         info->ring = turn + 1;
         info->begun_ns = begun;
+        if (past != INT_MAX) {
+            report->row = past;
+            report->slot = rows[past].slot;
+            report->end = static_cast<int64_t>(at<int32_t>(s.length)[rows[past].slot]) + rows[past].n_tokens;
+            __threadfence_system();
+            report->past_seq = head.seq;
+        }
         __threadfence_system();
-        *consumed = static_cast<uint64_t>(turn) + 1;
+        report->consumed = static_cast<uint64_t>(turn) + 1;
     }
 }
 
@@ -233,7 +244,7 @@ int32_t kernels_run() {
 
 int32_t launch_prepare(const Launch &l) {
     return launch(l, "prepare", prepare_kernel, dim3(1), dim3(kThreads), 0, *l.state, l.info, reinterpret_cast<const uint8_t *>(l.ring), l.ring_bytes, l.n_ring,
-                  reinterpret_cast<volatile uint64_t *>(l.consumed));
+                  reinterpret_cast<volatile StepReport *>(l.consumed));
 }
 
 int32_t launch_commit(const Launch &l) { return launch(l, "commit", commit_kernel, dim3(1), dim3(kThreads), 0, *l.state, static_cast<const StepInfo *>(l.info), reinterpret_cast<uint64_t *>(l.consumed) + kTimesAt); }
