@@ -73,7 +73,9 @@ def write_all(b: Bench, address: int, n_bytes: int, block: bytes) -> None:
         b.device.write(address + at, block[: min(len(block), n_bytes - at)])
 
 
-def delta_net(pack: Any, limits: dict[str, float], rng: np.random.Generator, n_rows: int, n_tokens: int) -> dict[str, Any]:
+def delta_net(
+    pack: Any, limits: dict[str, float], rng: np.random.Generator, n_rows: int, n_tokens: int
+) -> dict[str, Any]:
     """One layer for n_rows rows of n_tokens; as many layers in a replay as make it larger than the cache."""
     net, n = Net(), n_rows * n_tokens
     state, tail = 4 * net.h * net.width**2, 4 * net.channels * (net.taps - 1)
@@ -84,13 +86,23 @@ def delta_net(pack: Any, limits: dict[str, float], rng: np.random.Generator, n_r
     write_all(b, b.state.recurrent, n_rows * slot, (rng.standard_normal(1 << 22, np.float32) * 0.1).tobytes())
     b.set_rows([(i, 0 if n_tokens > 1 else 7, n_tokens) for i in range(n_rows)])
     values = net.h * net.width
-    qkv, z, out = b.activations(rng.standard_normal((n, net.channels), np.float32), T)[0], b.activations(rng.standard_normal((n, values), np.float32), T)[0], b.output(n, values, T)
+    qkv, z, out = (
+        b.activations(rng.standard_normal((n, net.channels), np.float32), T)[0],
+        b.activations(rng.standard_normal((n, values), np.float32), T)[0],
+        b.output(n, values, T),
+    )
     numbers = [b.upload(rng.standard_normal((n, net.h), np.float32), abi.PK_F32, T) for _ in range(2)]
     sizes = (net.channels * net.taps, net.h, net.h, net.width)
     weights = DeltaWeights(*(b.upload(rng.standard_normal(size, np.float32) * 0.5, abi.PK_F32) for size in sizes))
     program = Program()
     for i in range(layers):
-        program.delta((qkv, z, *numbers), weights, out, DeltaShape(net.g, net.h, net.width, net.width, net.taps, i * (state + tail), i * (state + tail) + state), 1e-6)
+        program.delta(
+            (qkv, z, *numbers),
+            weights,
+            out,
+            DeltaShape(net.g, net.h, net.width, net.width, net.taps, i * (state + tail), i * (state + tail) + state),
+            1e-6,
+        )
     b.load(program)
     us = wall(b, n, 0, 1e-6) * 1e3 / layers
     b.close()
@@ -99,7 +111,9 @@ def delta_net(pack: Any, limits: dict[str, float], rng: np.random.Generator, n_r
     flops = 2 * n * net.h * (64 * 128 * 4 + 128 * 128 * 3 + 64 * 128) if n_tokens > 1 else 7 * n * net.h * 128 * 128
     floor = max(n_bytes / limits["copy_gbs"] * 1e-3, flops / limits["bf16_tflops"] * 1e-6 if n_tokens > 1 else 0.0)
     name = f"h200.gdn.decode.r{n_rows}" if n_tokens == 1 else f"h200.gdn.prefill.{n_rows}x{n_tokens}"
-    sys.stdout.write(f"{name:32} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s of floor {floor / us:5.2f}\n")
+    sys.stdout.write(
+        f"{name:32} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s of floor {floor / us:5.2f}\n"
+    )
     sys.stdout.flush()
     return {"id": name, "us": us, "gbs": n_bytes / us * 1e-3, "tflops": flops / us * 1e-6, "of_limit": floor / us}
 
@@ -107,7 +121,17 @@ def delta_net(pack: Any, limits: dict[str, float], rng: np.random.Generator, n_r
 def experts(pack: Any, limits: dict[str, float], rng: np.random.Generator, x: Mixture) -> list[dict[str, Any]]:
     """A mixture at several numbers of tokens; the experts of a replay's records differ."""
     b = Bench(pack, sizes=StateSizes(8, 256, 16, 64, 100, 2048, 64, 8, 5, 3))
-    stacks = Stacks(*(Weight(x.format, rows, cols, x.scales).fill(rng).stack(b.device, x.n) for rows, cols in ((x.f, x.m), (x.f, x.m), (x.m, x.f))), x.n, (None,) * 3, "silu", 0.0, 0.0)
+    stacks = Stacks(
+        *(
+            Weight(x.format, rows, cols, x.scales).fill(rng).stack(b.device, x.n)
+            for rows, cols in ((x.f, x.m), (x.f, x.m), (x.m, x.f))
+        ),
+        x.n,
+        (None,) * 3,
+        "silu",
+        0.0,
+        0.0,
+    )
     found = []
     for n in (1, 8, 32, 128, 2048):
         operand, _ = b.activations(rng.standard_normal((n, x.m), np.float32), T)
@@ -124,9 +148,13 @@ def experts(pack: Any, limits: dict[str, float], rng: np.random.Generator, x: Mi
         n_bytes, flops = touched / records * x.expert_bytes, 6 * n * x.k * x.m * x.f
         floor = max(n_bytes / limits["read_gbs"] * 1e-3, flops / limits["bf16_tflops"] * 1e-6)
         name = f"h200.experts.{x.name}.{x.format}.t{n}"
-        sys.stdout.write(f"{name:38} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s of floor {floor / us:5.2f}\n")
+        sys.stdout.write(
+            f"{name:38} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s of floor {floor / us:5.2f}\n"
+        )
         sys.stdout.flush()
-        found.append({"id": name, "us": us, "gbs": n_bytes / us * 1e-3, "tflops": flops / us * 1e-6, "of_limit": floor / us})
+        found.append(
+            {"id": name, "us": us, "gbs": n_bytes / us * 1e-3, "tflops": flops / us * 1e-6, "of_limit": floor / us}
+        )
     b.close()
     return found
 
@@ -136,7 +164,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pack", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=[], help="parts of case names: gdn.decode, gdn.prefill, experts, a format")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="parts of case names: gdn.decode, gdn.prefill, experts, a format"
+    )
     options = parser.parse_args()
     rng, pack = np.random.default_rng(), load_pack(options.pack)
 

@@ -41,9 +41,13 @@ class Weight:
             else:
                 self.data = values.astype(np.float32 if self.format == "f32" else np.float16).view(np.uint8).reshape(-1)
             return self
-        blocks = rng.integers(0, 256, (self.rows * kind.row_bytes(self.cols) // kind.block_bytes, kind.block_bytes), dtype=np.uint8)
+        blocks = rng.integers(
+            0, 256, (self.rows * kind.row_bytes(self.cols) // kind.block_bytes, kind.block_bytes), dtype=np.uint8
+        )
         for at in HALVES.get(self.format, ()):
-            blocks[:, at : at + 2] = rng.uniform(0.001, 0.01, len(blocks)).astype(np.float16).view(np.uint8).reshape(-1, 2)
+            blocks[:, at : at + 2] = (
+                rng.uniform(0.001, 0.01, len(blocks)).astype(np.float16).view(np.uint8).reshape(-1, 2)
+            )
         if self.format == "mxfp4":
             blocks[:, 0] = rng.integers(118, 127, len(blocks))
         if self.format == "nvfp4":
@@ -53,7 +57,9 @@ class Weight:
         if self.format == "fp8_e5m2":
             blocks[(blocks & 127) > 100] = 0
         self.data = blocks.reshape(-1)
-        shape = {"tensor": (1, 1), "row": (self.rows, 1), "block": (-(-self.rows // 128), -(-self.cols // 128))}.get(self.scales)
+        shape = {"tensor": (1, 1), "row": (self.rows, 1), "block": (-(-self.rows // 128), -(-self.cols // 128))}.get(
+            self.scales
+        )
         if shape:
             self.scale = rng.uniform(0.5e-3, 2e-3, shape).astype(np.float32)
         return self
@@ -74,7 +80,9 @@ class Weight:
         source.rows, source.cols, source.format = self.rows, self.cols, by_name(self.format).id
         source.global_scale = 1.0
         if self.scale is not None:
-            source.scales = {"tensor": abi.PK_SCALES_TENSOR, "row": abi.PK_SCALES_ROW, "block": abi.PK_SCALES_BLOCK}[self.scales]
+            source.scales = {"tensor": abi.PK_SCALES_TENSOR, "row": abi.PK_SCALES_ROW, "block": abi.PK_SCALES_BLOCK}[
+                self.scales
+            ]
             source.scale_data = self.scale.ctypes.data_as(ctypes.c_void_p).value
             source.scale_rows, source.scale_cols = self.scale.shape
             source.block_rows = source.block_cols = 128

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import hashlib
+import json
 import os
 import pathlib
 import re
@@ -18,6 +19,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent
 HOST = ROOT.parent / "host"
+PACKS = ROOT.parent.parent / "runner/paddock_runner/_packs"
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
 VALIDATED = ("sm_90a",)
 FORMATS = (
@@ -40,7 +42,9 @@ def nvcc() -> str:
         candidate = pathlib.Path(base) / "nvidia/cu13/bin/nvcc"
         if candidate.exists():
             return str(candidate)
-    raise SystemExit('nvcc is not here: install a CUDA 13 toolkit, or pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"')
+    raise SystemExit(
+        'nvcc is not here: install a CUDA 13 toolkit, or pip install "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"'
+    )
 
 
 def units() -> list[tuple[str, pathlib.Path, list[str]]]:
@@ -72,7 +76,9 @@ def flags(arch: str, as_ptx: bool, build: str) -> list[str]:
 def stamp() -> str:
     """A digest of every source and of this file: the build id, and what decides whether an object is stale."""
     digest = hashlib.sha256()
-    for path in sorted([*ROOT.rglob("*.c[up]*"), *ROOT.rglob("*.h"), *HOST.iterdir(), ROOT.parent / "pack.h", pathlib.Path(__file__)]):
+    for path in sorted(
+        [*ROOT.rglob("*.c[up]*"), *ROOT.rglob("*.h"), *HOST.iterdir(), ROOT.parent / "pack.h", pathlib.Path(__file__)]
+    ):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -85,7 +91,9 @@ def headers() -> str:
     return digest.hexdigest()
 
 
-def compile_unit(compiler: str, arch_flags: list[str], unit: tuple[str, pathlib.Path, list[str]], folder: pathlib.Path, common: str) -> tuple[pathlib.Path, str]:
+def compile_unit(
+    compiler: str, arch_flags: list[str], unit: tuple[str, pathlib.Path, list[str]], folder: pathlib.Path, common: str
+) -> tuple[pathlib.Path, str]:
     """Compiles one unit unless its object is fresh. Returns the object and ptxas' report."""
     name, source, defines = unit
     if source.stem != "api":
@@ -95,7 +103,9 @@ def compile_unit(compiler: str, arch_flags: list[str], unit: tuple[str, pathlib.
     if target.exists() and mark.exists() and mark.read_text() == key:
         return target, log.read_text()
     mark.unlink(missing_ok=True)
-    result = subprocess.run([compiler, *arch_flags, *defines, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
+    result = subprocess.run(
+        [compiler, *arch_flags, *defines, "-c", str(source), "-o", str(target)], capture_output=True, text=True
+    )
     if result.returncode:
         raise SystemExit(f"{source}: {result.stderr}")
     log.write_text(result.stderr)
@@ -118,6 +128,16 @@ def resources(report: str) -> list[tuple[str, int, int]]:
     return found
 
 
+def write_manifest(library: pathlib.Path, arch: str, identity: str) -> None:
+    """What the runner compares the file with before it opens it (runner/paddock_runner/manifest.py)."""
+    digest = re.search(r'"(\w+)"', (ROOT.parent / "pack_digest.h").read_text())
+    facts = {
+        "file": library.name, "sha256": hashlib.sha256(library.read_bytes()).hexdigest(), "arch": arch, "build": identity,
+        "abi": digest[1] if digest else "", "is_validated": arch in VALIDATED, "formats": [f.lower() for f in ("F32", *FORMATS)],
+    }  # fmt: skip
+    library.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
 def build(arch: str, out: pathlib.Path, jobs: int, as_ptx: bool, is_strict: bool) -> pathlib.Path:
     """Builds one architecture's library. Raises: SystemExit when a unit does not compile or a hot kernel spills."""
     compiler, identity = nvcc(), stamp()
@@ -131,9 +151,27 @@ def build(arch: str, out: pathlib.Path, jobs: int, as_ptx: bool, is_strict: bool
     spills = [k for k in kernels if k[2]]
     out.mkdir(parents=True, exist_ok=True)
     library = out / f"libpaddock_cuda_{name}.so"
-    subprocess.run([compiler, "-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL", *[str(o) for o, _ in done], "-o", str(library)], check=True)
-    (folder / "resources.txt").write_text("".join(f"{r:4} registers {s:5} spilled  {k}\n" for k, r, s in sorted(kernels)))
-    sys.stdout.write(f"{library.name}: {len(kernels)} kernels, {len(spills)} spill, {library.stat().st_size} bytes, build {identity}\n")
+    subprocess.run(
+        [
+            compiler,
+            "-shared",
+            "-cudart",
+            "static",
+            "-Xlinker",
+            "--exclude-libs,ALL",
+            *[str(o) for o, _ in done],
+            "-o",
+            str(library),
+        ],
+        check=True,
+    )
+    write_manifest(library, arch + ("_ptx" if as_ptx else ""), identity)
+    (folder / "resources.txt").write_text(
+        "".join(f"{r:4} registers {s:5} spilled  {k}\n" for k, r, s in sorted(kernels))
+    )
+    sys.stdout.write(
+        f"{library.name}: {len(kernels)} kernels, {len(spills)} spill, {library.stat().st_size} bytes, build {identity}\n"
+    )
     for kernel, registers, spilled in spills:
         sys.stdout.write(f"  spills {spilled} bytes ({registers} registers): {kernel}\n")
     if is_strict and any(s > 64 and any(h in k for h in HOT) for k, _, s in spills):
@@ -146,9 +184,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("archs", nargs="*", default=["all"])
     parser.add_argument("--jobs", type=int, default=max(1, (len(os.sched_getaffinity(0)) or 2)))
-    parser.add_argument("--ptx", action="store_true", help="PTX instead of machine code: lets a newer device run an older architecture's paths")
+    parser.add_argument(
+        "--ptx",
+        action="store_true",
+        help="PTX instead of machine code: lets a newer device run an older architecture's paths",
+    )
     parser.add_argument("--lenient", action="store_true", help="spills are reported but do not fail")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT.parent.parent / "runner/paddock_runner/_packs")
+    parser.add_argument("--out", type=pathlib.Path, default=PACKS)
     options = parser.parse_args()
     wanted = ARCHS if "all" in options.archs else options.archs
     for arch in wanted:

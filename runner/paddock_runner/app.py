@@ -30,6 +30,7 @@ from .files.view import TensorView
 from .front import auth
 from .front.server import Server, bind
 from .front.service import Front
+from .manifest import verify, wheel_name
 from .memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
 from .memory.solve import Solver, require_fit, solver
 from .pack.library import find_pack
@@ -46,12 +47,13 @@ KILL_AFTER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the model will run: the pack's file, the device's facts, its name for people, and why it was chosen."""
+    """Where the model will run: the pack's file, the device's facts, its name for people, why it was chosen, what speaks against it."""
 
     pack: Path
     facts: DeviceFacts
     label: str
     why: str = ""
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,19 @@ def choose_place(config: Config) -> Place:
     limit = int(config.memory_gib * (1 << 30))
     if kind == "cuda":
         gpu = hardware.gpu(config.gpu)
+        if hardware.is_old(gpu.driver):
+            needs = f"kernel packs need {hardware.OLDEST_DRIVER} or newer"
+            raise PackError(
+                f"the NVIDIA driver {gpu.driver} is too old: {needs}",
+                "update the driver; --device cpu serves on the CPU",
+            )
         free = min(gpu.memory.free_bytes, limit) if limit else gpu.memory.free_bytes
         facts = cuda_facts(gpu.n_processors, gpu.memory.total_bytes, free, gpu.name)
-        return Place(told or _cuda_pack(gpu), facts, f"{gpu.name} (GPU {gpu.index})")
+        pack = told or _cuda_pack(gpu)
+        manifest = verify(pack)
+        return Place(
+            pack, facts, f"{gpu.name} (GPU {gpu.index}), {pack.name}", doubt=manifest.doubt if manifest else ""
+        )
     memory = hardware.memory()
     free = min(memory.free_bytes, limit) if limit else memory.free_bytes
     threads = config.threads or hardware.n_threads()
@@ -95,9 +107,18 @@ def _cuda_pack(gpu: hardware.Gpu) -> Path:
             return find_pack(name)
         except PackError:
             continue
-    arch = "sm_{}{}".format(*gpu.capability)
+    said = "sm_{}{}".format(*gpu.capability)
+    made = hardware.pack_arch(gpu.capability)
+    if not made:
+        raise PackError(
+            f"there is no kernel pack for {gpu.name} ({said}): they begin at sm_80",
+            "--device cpu serves on the CPU",
+            tried=names,
+        )
     raise PackError(
-        f"no kernel pack for {gpu.name} ({arch}) is installed", "--device cpu serves on the CPU", tried=names
+        f"no kernel pack for {gpu.name} ({said}) is installed",
+        f"pip install {wheel_name(made)}; --device cpu serves on the CPU",
+        tried=names,
     )
 
 
@@ -146,6 +167,8 @@ def serve(config: Config) -> int:
     try:
         opened = open_model(config, path)
         print(f"paddock-runner: {opened.place.why}{opened.place.label}", flush=True)
+        if opened.place.doubt:
+            log.warning("pack", file=opened.place.pack.name, text=opened.place.doubt)
         if is_new:
             print(f"paddock-runner: a new API key was written to {config.key_file}", flush=True)
         for note in opened.blueprint.notes:

@@ -9,6 +9,9 @@ from pathlib import Path
 from .errors import PackError
 
 KIB = 1024
+OLDEST_DRIVER = 580
+"""Packs are built with CUDA 13, which wants this driver or a newer one. Source: CUDA 13.0 release notes, table 3."""
+
 CORES_PER_PROCESSOR = {(8, 0): 64, (7, 0): 64, (7, 5): 64}
 """FP32 cores of a multiprocessor where it is not 128. Source: CUDA C++ Programming Guide, table of arithmetic throughput."""
 
@@ -30,6 +33,7 @@ class Gpu:
     capability: tuple[int, int]
     n_processors: int
     memory: Memory
+    driver: str = ""
 
 
 def n_threads() -> int:
@@ -104,7 +108,8 @@ def gpu(index: int, library: str = "libnvidia-ml.so.1") -> Gpu:
     try:
         device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
         major, minor, cores = ctypes.c_int(), ctypes.c_int(), ctypes.c_uint()
-        sizes = (ctypes.c_ulonglong * 3)()
+        sizes, driver = (ctypes.c_ulonglong * 3)(), ctypes.create_string_buffer(96)
+        call("nvmlSystemGetDriverVersion", driver, ctypes.c_uint(96))
         call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
         call("nvmlDeviceGetName", device, name, 96)
         call("nvmlDeviceGetCudaComputeCapability", device, ctypes.byref(major), ctypes.byref(minor))
@@ -114,7 +119,27 @@ def gpu(index: int, library: str = "libnvidia-ml.so.1") -> Gpu:
         nvml.nvmlShutdown()
     capability = (major.value, minor.value)
     n_processors = cores.value // CORES_PER_PROCESSOR.get(capability, 128)
-    return Gpu(index, name.value.decode(errors="replace"), capability, n_processors, Memory(sizes[0], sizes[1]))
+    return Gpu(
+        index,
+        name.value.decode(errors="replace"),
+        capability,
+        n_processors,
+        Memory(sizes[0], sizes[1]),
+        driver.value.decode(),
+    )
+
+
+def is_old(driver: str) -> bool:
+    """Whether a driver ("570.86.15") is older than the packs want. One that has no number is taken to be new."""
+    number = driver.partition(".")[0]
+    return number.isdigit() and int(number) < OLDEST_DRIVER
+
+
+def pack_arch(capability: tuple[int, int]) -> str:
+    """The architecture of the pack made for a compute capability ("sm_90a"); empty where none is made."""
+    major, minor = capability
+    exact = {(8, 6): "sm_86", (8, 9): "sm_89"}
+    return exact.get((major, minor)) or {8: "sm_80", 9: "sm_90a", 10: "sm_100f", 12: "sm_120f"}.get(major, "")
 
 
 def pack_names(capability: tuple[int, int]) -> list[str]:

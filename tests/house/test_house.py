@@ -17,7 +17,7 @@ PACKAGES = {"paddock_runner": ROOT / "runner/paddock_runner", "paddock_manager":
 MAY_IMPORT: dict[str, dict[str, set[str] | None]] = {
     "paddock_runner": {
         "errors": set(), "config": set(), "log": {"config"}, "files": {"formats"}, "formats": set(),
-        "blueprint": {"files", "formats"}, "memory": {"formats", "blueprint", "files"}, "pack": {"config", "formats"},
+        "blueprint": {"files", "formats"}, "memory": {"formats", "blueprint", "files"}, "pack": {"config", "formats", "manifest"},
         "model": {"files", "formats", "blueprint", "pack"}, "cache": {"pack"}, "wire": set(),
         "engine": {"config", "log", "files", "blueprint", "memory", "pack", "model", "cache", "wire"},
         "text": {"files", "blueprint", "config"}, "media": {"files", "blueprint", "config"},
@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, dict[str, set[str] | None]] = {
     "paddock_manager": {
         "ui": set(), "paths": set(), "options": set(), "disk": set(), "settings": {"disk", "options"}, "catalog": {"paths"},
         "store": {"paths", "disk", "catalog", "runner.files"}, "fleet": {"paths", "disk"},
-        "fit": {"paths", "catalog", "store", "runner.hardware", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
+        "fit": {"paths", "catalog", "store", "runner.hardware", "runner.manifest", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
         "web": {"paths", "disk", "catalog", "store", "fleet", "fit"},
         "commands": {"ui", "paths", "options", "disk", "settings", "catalog", "store", "fleet", "fit", "web", "runner.files"}, "cli": None, "__main__": None,
     },

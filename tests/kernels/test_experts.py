@@ -165,7 +165,7 @@ def test_experts_of_every_format_equal_numpy(bench, rng, kind):
                 gate, up = (parts[i][e].values.astype(np.float64) @ x64[t] for i in (0, 1))
                 want[t] += factor * (parts[2][e].values.astype(np.float64) @ (act(gate, "silu") * up))
         error = np.linalg.norm(b.download(y, n) - want, axis=1) / np.linalg.norm(want, axis=1)
-        assert error.max() <= (1e-3 if b.activation == abi.PK_F32 else 8e-3), (n, error)
+        assert error.max() <= (1e-3 if b.activation == abi.PK_F32 else 2e-2), (n, error)
 
 
 @pytest.mark.parametrize("cols", [1, 33])

@@ -12,7 +12,7 @@ from paddock_runner.errors import PaddockError
 
 from paddock_manager import paths
 from paddock_manager.commands.serve import DEFAULT_PORT
-from paddock_manager.fit import gpus
+from paddock_manager.fit import gpus, packs
 from paddock_manager.fleet import keys, state
 from paddock_manager.options import Command, Option, Values
 from paddock_manager.store import index
@@ -114,18 +114,20 @@ def _devices() -> Iterator[Finding]:
     for gpu in found:
         held = ", ".join(f"{h.name} pid {h.pid} holds {size(h.used_bytes)}" for h in gpu.holders)
         says = f"{gpu.name} {gpu.uuid} {gpu.arch}, driver {gpu.driver}, {size(gpu.free_bytes)} of {size(gpu.memory_bytes)} free"
-        yield Finding(f"gpu {gpu.index}", "ok", says + (f" ({held})" if held else ""))
+        wrong, fix = packs.trouble(gpu, packs.packs())
+        says += (f" ({held})" if held else "") + (f": {wrong}" if wrong else "")
+        yield Finding(f"gpu {gpu.index}", "wrong" if wrong else "ok", says, fix)
 
 
 def _packs() -> Iterator[Finding]:
-    """Kernel packs beside the runner; they are looked at, never loaded."""
-    import paddock_runner
-
-    root = Path(paddock_runner.__file__).parent
-    found = sorted(p for p in root.rglob("*.so") if "pack" in p.name or "pack" in p.parent.name)
-    if found:
-        yield Finding("packs", "ok", ", ".join(p.name for p in found))
-    else:
+    found = packs.packs()
+    for pack in found:
+        if pack.fault:
+            yield Finding("packs", "wrong", pack.fault, pack.fix)
+        else:
+            says = f"{pack.name} ({pack.doubt})" if pack.doubt else pack.name
+            yield Finding("packs", "warn" if pack.doubt else "ok", says)
+    if not found:
         yield Finding(
             "packs",
             "wrong",

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PackError, UnsupportedError
+from ..manifest import Manifest, verify
 from . import abi
 
 PACKS = Path(__file__).resolve().parent.parent / "_packs"
 
 
 class Pack:
-    """A loaded library whose header is ours. `description` is pk_describe(); functions are reached as attributes."""
+    """A loaded library whose header is ours. `description` is pk_describe(); `manifest` is what lay beside it, verified."""
 
-    def __init__(self, path: Path, library: ctypes.CDLL) -> None:
+    def __init__(self, path: Path, library: ctypes.CDLL, manifest: Manifest | None = None) -> None:
         self.path = path
+        self.manifest = manifest
         self._library = library
         self.description: dict[str, Any] = json.loads(library.pk_describe())
 
@@ -60,17 +62,24 @@ def find_pack(kind: str) -> Path:
         if (folder / file).exists():
             return folder / file
     where = ", ".join(str(f) for f in pack_folders()) or str(PACKS)
-    raise PackError(f"kernel pack {file} is not installed (looked in {where})", "install paddock again, or name a pack with --kernel-pack")
+    raise PackError(
+        f"kernel pack {file} is not installed (looked in {where})",
+        "install paddock again, or name a pack with --kernel-pack",
+    )
 
 
 def load_pack(path: Path | str) -> Pack:
     """Opens the library and compares digests before binding anything.
 
-    Raises: PackError when the file is missing, is no library for this machine, is no pack, or was built from another header.
+    Raises: PackError when the file is missing, is not what its manifest says, is no library for this machine, is no pack, or
+    was built from another header.
     """
     path = Path(path)
     if not path.exists():
         raise PackError(f"kernel pack {path} does not exist", "check --kernel-pack")
+    manifest = verify(path)
+    if manifest is not None:
+        _compare(path, manifest.abi, f"pip install --force-reinstall {manifest.wheel}")
     try:
         library = ctypes.CDLL(str(path.resolve()))
     except OSError as error:
@@ -81,14 +90,17 @@ def load_pack(path: Path | str) -> Pack:
         raise PackError(f"{path} is no kernel pack: it has no pk_abi_digest", "name a libpaddock_*.so") from None
     digest_of.restype = ctypes.c_char_p
     digest = (digest_of() or b"").decode()
-    if digest != abi.DIGEST:
-        raise PackError(
-            f"kernel pack {path.name} was built from another pack.h (pack {digest}, this runner {abi.DIGEST})",
-            "build the pack again: make pack",
-        )
+    _compare(path, digest, "build the pack again: make pack")
     for name, (result, arguments) in abi.PROTOTYPES.items():
         function = getattr(library, name, None)
         if function is None:
             raise PackError(f"kernel pack {path.name} lacks {name}", "build the pack again: make pack")
         function.restype, function.argtypes = result, arguments
-    return Pack(path, library)
+    return Pack(path, library, manifest)
+
+
+def _compare(path: Path, digest: str, hint: str) -> None:
+    if digest != abi.DIGEST:
+        raise PackError(
+            f"kernel pack {path.name} was built from another pack.h (pack {digest}, this runner {abi.DIGEST})", hint
+        )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from paddock_manager import disk, paths
-from paddock_manager.fit import fit, gpus
+from paddock_manager.fit import fit, gpus, packs
 from paddock_runner.errors import FileError, Locked, PackError, UsageError
 
 
@@ -160,3 +160,14 @@ def test_process_is_known_by_number_and_start():
     me = os.getpid()
     assert disk.is_same_process(me, disk.born(me)) and disk.is_same_process(me, 0.0)
     assert not disk.is_same_process(me, disk.born(me) + 1) and not disk.is_same_process(0, 0.0)
+
+
+def test_gpu_without_its_pack_or_with_an_old_driver_is_told_what_to_do():
+    def gpu(arch: str, driver: str) -> gpus.Gpu:
+        return gpus.Gpu(0, "GPU-1", "Test GPU", arch, 10, 1, 1, driver, ())
+
+    installed = [packs.Pack("libpaddock_cuda_sm90a.so")]
+    assert packs.trouble(gpu("sm_90", "580.65"), installed) == ("", "")
+    assert packs.trouble(gpu("sm_86", "580.65"), installed)[1] == "pip install paddock-cuda-sm86"
+    assert packs.trouble(gpu("sm_75", "580.65"), installed)[1] == "--device cpu serves on the CPU"
+    assert packs.trouble(gpu("sm_90", "570.86"), installed)[1] == "update the driver"
