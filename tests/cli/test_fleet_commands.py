@@ -248,3 +248,54 @@ def test_key_is_on_no_command_line_and_in_no_log(paddock, model_file):
     assert key not in Path(f"/proc/{pid}/cmdline").read_text()
     assert paddock("run", str(model_file), "hello").code == 0
     assert key not in paddock("logs").out
+
+
+def child_of(pid: int) -> int:
+    """The runner of a watch."""
+    import psutil
+
+    return psutil.Process(pid).children()[0].pid
+
+
+def until(is_so) -> bool:
+    """Asked again until it is so, at most ten seconds."""
+    import time
+
+    limit = time.monotonic() + 10
+    while time.monotonic() < limit:
+        if is_so():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_runner_that_dies_is_started_again_on_its_port_and_its_last_words_are_told(paddock, model_file):
+    server = paddock("serve", str(model_file), "--port", "0", "--json").json["server"]
+    for n_deaths in (1, 2):
+        first = child_of(server["pid"])
+        os.kill(first, signal.SIGKILL)
+        assert until(lambda first=first: (s := paddock("ps", "--json").json["servers"][0])["state"] == "ready" and child_of(s["pid"]) != first)
+        row = paddock("ps", "--json").json["servers"][0]
+        assert (row["pid"], row["port"], row["restarts"], row["ended"]) == (server["pid"], server["port"], n_deaths, "by signal 9 (SIGKILL)")
+        assert any("ready on" in line for line in row["last_lines"])
+    assert "was started again 2 time(s); it ended by signal 9 (SIGKILL)" in paddock("ps").err
+    assert any("started again in 1 s" in line for line in paddock("logs", "-n", "50", "--json").json["lines"])
+    assert paddock("run", str(model_file), "hello").out == "1: hello\n"
+    assert paddock("stop", "--all", "--json").json["stopped"][0]["killed"] is False
+
+
+def test_watch_that_is_killed_takes_its_runner_along(paddock, model_file):
+    import psutil
+
+    pid = paddock("serve", str(model_file), "--port", "0", "--json").json["server"]["pid"]
+    runner = child_of(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert until(lambda: not psutil.pid_exists(runner))
+
+
+def test_watch_costs_little_memory(paddock, model_file):
+    import psutil
+
+    pid = paddock("serve", str(model_file), "--port", "0", "--json").json["server"]["pid"]
+    assert psutil.Process(pid).memory_info().rss < 40 << 20

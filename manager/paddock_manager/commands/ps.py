@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paddock_manager import paths
 from paddock_manager.commands.serve import facts
-from paddock_manager.fleet import client, state
+from paddock_manager.fleet import client, state, watch
+from paddock_manager.fleet.state import Server
 from paddock_manager.options import Command, Values
-from paddock_manager.ui import Ui, ago
+from paddock_manager.ui import Ui, ago, plain
 
-COMMAND = Command("ps", "List running servers.", (), (), "STATE is ready when the server answers its health check.")
+COMMAND = Command(
+    "ps",
+    "List running servers.",
+    (),
+    (),
+    "STATE is ready when the server answers its health check, restarting after its runner died; what it said last is told.",
+)
+
+
+def row(places: paths.Places, server: Server) -> dict[str, Any]:
+    """One server, and what its watch reported."""
+    told = watch.report_of(places.fleet, server.name)
+    state = "ready" if client.is_ready(server.host, server.port, 2.0) else "restarting" if told else "not answering"
+    last = {
+        "restarts": told.get("restarts", 0),
+        "ended": told.get("ended", ""),
+        "last_lines": told.get("last_lines", []),
+    }
+    return facts(server) | {"state": state, **last}
 
 
 def run(values: Values, ui: Ui) -> int:
     """List them."""
-    found = state.servers(paths.places())
-    rows = [facts(s) | {"state": "ready" if client.is_ready(s.host, s.port, 2.0) else "not answering"} for s in found]
+    places = paths.places()
+    rows = [row(places, s) for s in state.servers(places)]
 
     def human(out: Ui) -> None:
         if not rows:
@@ -33,6 +54,12 @@ def run(values: Values, ui: Ui) -> int:
             )
             for r in rows
         ]
+        for r in rows:
+            if r["restarts"]:
+                last = r["last_lines"][-1:] or [""]
+                out.say(
+                    f"{r['name']} was started again {r['restarts']} time(s); it ended {r['ended']}: {plain(last[0])}"
+                )
         out.table(("NAME", "PID", "DEVICE", "CTX", "BATCH", "STATE", "STARTED", "URL"), cells, right=(1, 3, 4))
 
     ui.result("ps", {"servers": rows}, human)

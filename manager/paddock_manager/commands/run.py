@@ -149,6 +149,7 @@ def server_for(places: paths.Places, found: Target, values: Values, ui: Ui) -> I
         key_file=keys.key_file(places),
         flags=target.runner_flags(wanted),
         asked=dict(given),
+        is_watched=keep,
     )
     server = serve.started(places, launch, ui, serve.START_S)
     if server.device == "cpu" and given.get("device") != "cpu":

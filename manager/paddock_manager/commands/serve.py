@@ -69,7 +69,11 @@ def run(values: Values, ui: Ui) -> int:
         launch = many.gateway(places, found, many.Ask(name, host, port, key_file, float(timeout_s)), values)
     else:
         model = found[0]
-        launch = Launch(name, model.ref, model.path, "", host, port, key_file, target.runner_flags(given), dict(given))
+        flags = target.runner_flags(given)
+        is_watched = not values.flag("systemd")  # systemd watches its own units
+        launch = Launch(
+            name, model.ref, model.path, "", host, port, key_file, flags, dict(given), is_watched=is_watched
+        )
     if values.flag("systemd"):
         text = unit(places, launch)
         ui.result("serve", {"unit": text}, lambda u: u.line(text))

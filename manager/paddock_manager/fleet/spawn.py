@@ -21,8 +21,8 @@ from typing import Any
 from paddock_runner.errors import Cancelled, PaddockError
 
 from paddock_manager import paths
-from paddock_manager.disk import born, is_same_process
-from paddock_manager.fleet import client, state
+from paddock_manager.disk import born, is_same_process, write_json
+from paddock_manager.fleet import client, state, watch
 from paddock_manager.fleet.state import Server
 from paddock_manager.paths import Places
 
@@ -48,7 +48,7 @@ class Launch:
     """What to start. name: of the server; model: what its API calls the model ("": the same).
 
     flags: the runner's own options, as words, beside those that are set here. runner: the program, (): the one installed here.
-    command: all words, for a program that is no runner and knows its ready_file.
+    command: all words, for a program that is no runner and knows its ready_file. is_watched: started again when it dies.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Launch:
     runner: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     ready_file: Path | None = None
+    is_watched: bool = False
 
     @property
     def shown(self) -> str:
@@ -119,7 +120,7 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
         os.replace(log, log.with_suffix(".log.1"))
     with log.open("xb") as out:
         process = subprocess.Popen(
-            launch.words(ready_file), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            _watched(places, launch, ready_file, log) if launch.is_watched else launch.words(ready_file), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             env=paths.child_environment(), close_fds=True,
         )  # fmt: skip
     try:
@@ -138,6 +139,22 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
         raise
     finally:
         ready_file.unlink(missing_ok=True)
+
+
+def _watched(places: Places, launch: Launch, ready_file: Path, log: Path) -> list[str]:
+    """The command line of a watch over the runner."""
+    inner = new_ready_file(places)
+    report = watch.report_path(places.fleet, launch.name)
+    body = {
+        "words": launch.words(inner),
+        "inner": str(inner),
+        "outer": str(ready_file),
+        "report": str(report),
+        "log": str(log),
+    }
+    spec = ready_file.with_suffix(".spec")
+    write_json(spec, body, 0o600)
+    return [sys.executable, "-m", "paddock_manager.fleet.watch", str(spec)]
 
 
 def _wait(
@@ -206,6 +223,7 @@ def stop(places: Places, server: Server, timeout_s: float = 15.0) -> bool:
     gently = _end(server.pid, timeout_s, server.born)
     reap(server)
     state.forget(places, server.name)
+    watch.report_path(places.fleet, server.name).unlink(missing_ok=True)
     return gently
 
 
