@@ -13,7 +13,7 @@ from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.process import Runner
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.wire.channel import Channel
-from paddock_runner.wire.messages import Ask, Done, Reason, Refused, Started, State, StepResult
+from paddock_runner.wire.messages import Ask, Done, Reason, Refused, Started, State, StepResult, Vector
 from paddock_runner.wire.port import EnginePort, FrontPort
 
 from tests.soak.fake_device import FakeDevice
@@ -31,6 +31,7 @@ class Answer:
     tops: list[tuple] = field(default_factory=list)
     started: Started | None = None
     end: Done | Refused | None = None
+    vector: bytes = b""
 
     @property
     def done(self) -> Done:
@@ -44,12 +45,12 @@ class Answer:
 
 
 class Rig:
-    def __init__(self, sizes: StateSizes = SIZES, run_ahead: int = 0, policy: Policy | None = None, seed: int = 0, n_fronts: int = 1, device: Any = None) -> None:
+    def __init__(self, sizes: StateSizes = SIZES, run_ahead: int = 0, policy: Policy | None = None, seed: int = 0, n_fronts: int = 1, device: Any = None, read_vectors: Any = None) -> None:
         self.device: Any = device or FakeDevice(sizes, run_ahead, seed)
         self.sizes = sizes
         self.channels = [Channel.create(1 << 20, 1 << 20) for _ in range(n_fronts)]
         self.fronts = [FrontPort(c, True) for c in self.channels]
-        self.engine = Engine(sizes, self.device, [EnginePort(c, True) for c in self.channels], policy, getattr(self.device, "clock", monotonic_ns))
+        self.engine = Engine(sizes, self.device, [EnginePort(c, True) for c in self.channels], policy, getattr(self.device, "clock", monotonic_ns), read_vectors)
         self.runner = Runner(self.engine)
         self.answers: dict[int, Answer] = {}
         self.states: list[State] = []
@@ -90,6 +91,9 @@ class Rig:
                     answer.tops.append(top)
                     if self.on_token is not None:
                         self.on_token(answer)
+            elif isinstance(event, Vector):
+                assert self.answers[event.ask_id].end is None
+                self.answers[event.ask_id].vector = event.values
             elif isinstance(event, State):
                 self.states.append(event)
             elif isinstance(event, Started):

@@ -53,11 +53,12 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Gated feed-forward: down(act(gate(x)) * up(x)). activation: "silu" or "gelu_tanh"."""
+    """Feed-forward: down(act(gate(x)) * up(x)), or (not is_gated) down(act(up(x))). activation: "silu", "gelu_tanh", "gelu_erf", "relu2"."""
 
     width: int
     activation: str = "silu"
     bias: bool = False
+    is_gated: bool = True
 
 
 NO_ATTENTION = Attention(0, 0, 0, 1.0, None)
@@ -129,21 +130,56 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block. pre_norms: norms on what the branches read; post_norms: norms on what they give, before it joins the residual."""
+    """One block. pre_norms: norms on what the branches read; post_norms: norms on what they give, before it joins the residual.
+
+    residual_norms: norms on the residual itself, after each branch has joined it (BERT).
+    """
 
     attention: Attention
     feed_forward: FeedForward
     kind: str = "attention"
     post_norms: bool = False
     pre_norms: bool = True
+    residual_norms: bool = False
     experts: Experts | None = None
     delta: Delta | None = None  # of layers of kind "delta"; their attention is NO_ATTENTION
     conv: ShortConv | None = None  # of layers of kind "conv"; likewise
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """y = activation(x W^T + b) on pooled rows. activation: "none", "tanh" or "gelu_erf"."""
+
+    cols: int
+    rows: int
+    bias: bool = False
+    activation: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """What a model without a head makes of its hidden states: one vector a sequence.
+
+    task: "embed" or "rank". pool: which rows, "last", "first" or "mean". layers: applied to the pooled row, in order.
+    answers: ids of the tokens for no and yes, whose logits are the vector (ranking by a language model); or None.
+    is_normalised: vectors have length 1. prompts: name -> text that belongs before a text of that kind.
+    """
+
+    task: str
+    pool: str
+    layers: tuple[Dense, ...] = ()
+    answers: tuple[int, int] | None = None
+    is_normalised: bool = False
+    prompts: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Blueprint:
-    """A whole text model: sizes, layers, norms, head."""
+    """A whole text model: sizes, layers, norms, head.
+
+    norm: kind of its norms, "rms" or "layer"; norm_bias: these have biases. n_positions: rows of learned positions, the first
+    position_offset of which no token has. n_token_types: kinds of tokens; a token of kind k has the id token + k * n_vocab.
+    """
 
     family: str
     n_vocab: int
@@ -157,6 +193,14 @@ class Blueprint:
     logit_softcap: float = 0.0
     residual_scale: float = 1.0
     norm_offset: float = 0.0  # added to norm weights at load (Hugging Face gemma stores w - 1)
+    norm: str = "rms"
+    norm_bias: bool = False
+    embed_norm: bool = False
+    has_out_norm: bool = True
+    n_positions: int = 0
+    position_offset: int = 0
+    n_token_types: int = 0
+    pooling: Pooling | None = None  # of a model that gives vectors instead of tokens
     n_draft_layers: int = 0  # of a GGUF: blocks after the model's own that draft tokens, not loaded
     name: str = ""
     notes: tuple[str, ...] = field(default=())  # warnings for people: "the vision tower is not loaded"
@@ -165,6 +209,30 @@ class Blueprint:
     def has_states(self) -> bool:
         """True when some layer remembers a sequence otherwise than by keys and values: its pages alone cannot continue it."""
         return any(layer.delta is not None or layer.conv is not None for layer in self.layers)
+
+    @property
+    def is_causal(self) -> bool:
+        """True when no token sees a later one."""
+        return all(layer.attention.causal for layer in self.layers)
+
+    @property
+    def needs_whole_prompts(self) -> bool:
+        """True when a sequence must be computed in one step: later tokens, or a mean over all of them, matter to every vector."""
+        return self.pooling is not None and (not self.is_causal or self.pooling.pool != "last")
+
+    @property
+    def n_ids(self) -> int:
+        """Ids that a token may have: its number and its type."""
+        return self.n_vocab * max(1, self.n_token_types)
+
+    @property
+    def vector_width(self) -> int:
+        """Numbers of a sequence's vector; 0 for a model that generates."""
+        if self.pooling is None:
+            return 0
+        if self.pooling.answers is not None:
+            return len(self.pooling.answers)
+        return self.pooling.layers[-1].rows if self.pooling.layers else self.model_width
 
     @property
     def n_layers(self) -> int:

@@ -13,8 +13,11 @@ from .conv import HF_LAYER as HF_CONV
 from .conv import conv_shapes
 from .delta import HF_LAYER as HF_DELTA
 from .delta import delta_shapes, gguf_delta_name, split_delta, split_gated_q
+from .encoder import gguf_name as gguf_encoder_name
+from .encoder import hf_name as hf_encoder_name
 from .experts import GGUF_LAYER as GGUF_EXPERTS
 from .experts import expert_shapes, hf_expert_name, split_experts
+from .pooling import pooling_shapes, pooling_views
 from .quantised import join_scales, rows_of
 
 GGUF = {"token_embd": "embed", "output_norm": "out_norm", "output": "head"}
@@ -73,6 +76,7 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
             ours = split_gated_q(ours, i, layer.attention)
         if layer.experts is not None:
             ours = split_experts(ours, i, layer.experts, blueprint.model_width)
+    ours = pooling_views(blueprint, checkpoint, ours)
     fused = {name for name in ours if name.endswith((".qkv.weight", ".delta_qkv.weight"))}
     want = expected_shapes(blueprint, frozenset(int(name.split(".")[1]) for name in fused))
     _blame_missing(checkpoint, want, ours)
@@ -99,9 +103,16 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
 def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozenset()) -> dict[str, tuple[int, ...]]:
     """Our name -> shape of every tensor of the model. fused_layers: layers whose q, k and v are one tensor."""
     m = blueprint.model_width
-    want: dict[str, tuple[int, ...]] = {"embed.weight": (blueprint.n_vocab, m), "out_norm.weight": (m,)}
-    if not blueprint.tied_head:
+    want: dict[str, tuple[int, ...]] = {"embed.weight": (blueprint.n_vocab, m), **pooling_shapes(blueprint)}
+    if blueprint.has_out_norm:
+        want["out_norm.weight"] = (m,)
+    if not blueprint.tied_head and blueprint.pooling is None:
         want["head.weight"] = (blueprint.n_vocab, m)
+    if blueprint.embed_norm:
+        want["embed_norm.weight"] = (m,)
+    for name, n in (("positions", blueprint.n_positions), ("token_types", blueprint.n_token_types)):
+        if n:
+            want[name + ".table"] = (n, m)
     for i, layer in enumerate(blueprint.layers):
         ff, at = layer.feed_forward.width, f"layers.{i}."
         if layer.delta is not None:
@@ -111,15 +122,18 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
         else:
             _attention_shapes(want, layer, at, m, i in fused_layers)
         if ff:
-            want.update({f"{at}{name}.weight": (ff, m) for name in ("gate", "up")})
+            want.update({f"{at}{name}.weight": (ff, m) for name in ("gate", "up")[0 if layer.feed_forward.is_gated else 1 :]})
             want[at + "down.weight"] = (m, ff)
         if layer.experts is not None:
             want.update({at + name: shape for name, shape in expert_shapes(layer, layer.experts, m).items()})
         norms = ["attn_norm", "ffn_norm"] if layer.pre_norms else []
-        norms += ["attn_post_norm", "ffn_post_norm"] if layer.post_norms else []
+        norms += ["attn_post_norm", "ffn_post_norm"] if layer.post_norms or layer.residual_norms else []
         want.update({f"{at}{name}.weight": (m,) for name in norms})
         if layer.feed_forward.bias:
-            want.update({at + "gate.bias": (ff,), at + "up.bias": (ff,), at + "down.bias": (m,)})
+            want.update({at + "gate.bias": (ff,)} if layer.feed_forward.is_gated else {})
+            want.update({at + "up.bias": (ff,), at + "down.bias": (m,)})
+    if blueprint.norm_bias:
+        want.update({name.removesuffix("weight") + "bias": shape for name, shape in want.items() if name.endswith("norm.weight")})
     return want
 
 
@@ -153,7 +167,7 @@ def _split_gate_up(ours: Mapping[str, TensorView], blueprint: Blueprint) -> dict
         at, width = f"layers.{i}.", layer.feed_forward.width
         name = at + ("gate_up.weight" if at + "gate_up.weight" in out else "up.weight")
         view = out.get(name)
-        if view is None or view.shape[:1] != (2 * width,) or at + "gate.weight" in out:
+        if view is None or not layer.feed_forward.is_gated or view.shape[:1] != (2 * width,) or at + "gate.weight" in out:
             continue
         del out[name]
         out[at + "gate.weight"], out[at + "up.weight"] = rows_of(view, 0, width), rows_of(view, width, width)
@@ -180,6 +194,8 @@ def _gguf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict
     Without norms after the branches, post_attention_norm is the one before the feed-forward (gpt-oss, GLM 4).
     """
     out: dict[str, TensorView] = {}
+    if blueprint.layers[0].residual_norms:
+        return {gguf_encoder_name(name) or name: view for name, view in tensors.items()}
     layer_names = GGUF_NAMES if blueprint.layers[0].post_norms else {**GGUF_NAMES, "post_attention_norm": "ffn_norm"}
     for name, view in tensors.items():
         if name in GGUF_UNUSED:
@@ -201,6 +217,10 @@ def _gguf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict
 
 
 def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[str, TensorView]:
+    if blueprint.layers[0].residual_norms:
+        has_classifier = blueprint.pooling is not None and blueprint.pooling.task == "rank"
+        named = {name: hf_encoder_name(name, has_classifier) for name in tensors}
+        return {named[name] or name: view for name, view in tensors.items() if named[name] != ""}
     prefix = next((p for p in HF_PREFIXES if p + "embed_tokens.weight" in tensors), "model.")
     layer_names = {**HF_LAYER, **HF_POST_NORMS} if blueprint.layers[0].post_norms else HF_LAYER
     if blueprint.family == "lfm2":
@@ -212,6 +232,9 @@ def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[s
         head = next((h for h in HF_HEADS if name.startswith(h)), "")
         if head:
             out["head." + name[len(head) :]] = view
+            continue
+        if blueprint.pooling is not None and name.startswith("score."):
+            out["dense.0." + name.removeprefix("score.")] = view
             continue
         stem, _, kind = name.removeprefix(prefix).rpartition(".")
         parts = stem.split(".", 2)

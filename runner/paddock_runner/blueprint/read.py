@@ -9,6 +9,7 @@ from ..files.checkpoint import Checkpoint, require_runnable
 from ..files.fields import Fields
 from .blueprint import Blueprint
 from .families import FAMILIES, Family
+from .pooling import with_pooling
 from .quantised import require_known_method
 
 TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
@@ -61,19 +62,19 @@ def nearest(word: str, known: list[str]) -> str:
     return found[0] if found else ""
 
 
-def read_blueprint(checkpoint: Checkpoint) -> Blueprint:
-    """The model in a checkpoint.
+def read_blueprint(checkpoint: Checkpoint, task: str = "auto") -> Blueprint:
+    """The model in a checkpoint. task: what it is wanted for ("auto": what its files say), see pooling.py.
 
     Raises: UnsupportedError (family, format, a projector or adapter), FileError (a key missing or impossible).
     """
     if checkpoint.kind == "gguf":
         require_runnable(checkpoint)
-        return find_family(checkpoint).from_gguf(checkpoint, architecture(checkpoint))
+        return with_pooling(find_family(checkpoint).from_gguf(checkpoint, architecture(checkpoint)), checkpoint, task)
     family = find_family(checkpoint)
     require_known_method(checkpoint)
     require_runnable(checkpoint)
     config, notes = text_config(checkpoint)
-    blueprint = family.from_hf(checkpoint, config)
+    blueprint = with_pooling(family.from_hf(checkpoint, config), checkpoint, task)
     return replace(blueprint, notes=(*blueprint.notes, *notes))
 
 

@@ -72,6 +72,7 @@ def _build(
     device.alloc_snapshots(sizes.n_snapshots)
     plan = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, ELEMENT_BYTES[device.facts.activation])
     buffers = place(device, plan, sizes)
+    device.vectors = buffers.get("vectors")
     site = Site(
         weights,
         buffers,

@@ -56,11 +56,12 @@ def die_with(parent: int) -> None:
 def _serve(order: Order) -> None:
     channel = Channel.parse(order.channel)
     checkpoint = open_checkpoint(order.model)
-    blueprint = read_blueprint(checkpoint)
+    blueprint = read_blueprint(checkpoint, order.task)
     assembly = Assembly(Path(order.pack), order.sizes, order.kv_format, order.gpu, order.threads)
     device = build_device(assembly, blueprint, tensors_by_name(checkpoint, blueprint))
     try:
-        engine_main(EngineConfig(order.sizes, Policy(max_queue=order.max_queue)), device, [channel])
+        policy = Policy(max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts)
+        engine_main(EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None), device, [channel])
     finally:
         device.close()
 

@@ -28,6 +28,7 @@ from .request import Phase, Request
 from .scheduler import Scheduler
 from .slots import Chunk, SlotTable
 from .states import StateKeeper
+from .vectors import ReadVectors, send_vectors
 
 WAIT_US = 100_000
 LIFE_CHECK_NS = 100_000_000
@@ -74,13 +75,16 @@ class Engine:
         ports: Sequence[EnginePort],
         policy: Policy | None = None,
         clock: Callable[[], int] = monotonic_ns,
+        read_vectors: ReadVectors | None = None,
     ) -> None:
         self.sizes = sizes
         self.clock = clock
         self.device = device
         self.ports = list(ports)
         self.policy = policy or Policy()
-        self.run_ahead = device.facts.run_ahead
+        self.read_vectors = read_vectors
+        # The vectors of a step lie where the next one puts its own.
+        self.run_ahead = device.facts.run_ahead if read_vectors is None else 0
         if sizes.n_results < self.run_ahead + 2:
             raise UsageError(
                 f"{self.run_ahead} steps of run-ahead need {self.run_ahead + 2} result blocks, {sizes.n_results} are planned",
@@ -89,7 +93,7 @@ class Engine:
         self.slots = SlotTable(sizes)
         pool = PagePool(sizes.n_pages, min(sizes.n_pages, device.grow_pages(min(sizes.n_pages, 1 + GROW_PAGES))))
         states = StatePool(sizes.n_snapshots) if sizes.n_snapshots else None
-        is_shared = states is not None or not sizes.recurrent_bytes
+        is_shared = (states is not None or not sizes.recurrent_bytes) and not self.policy.whole_prompts
         self.ledger = Ledger(pool, sizes.page_tokens, device.grow_pages, is_shared, states)
         self.states = StateKeeper(self.ledger, device)
         if states is not None:
@@ -176,6 +180,8 @@ class Engine:
         self._last_block = block
         self.counters.output_tokens += len(slot)
         if step.firsts:
+            if self.read_vectors is not None:
+                send_vectors(self.read_vectors, step.firsts, self.ports)
             for request in step.firsts:
                 request.first_ns = request.first_ns or now
             step.firsts = None

@@ -26,6 +26,7 @@ class Order(msgspec.Struct, frozen=True):
     max_queue: int
     log_level: str
     parent: int
+    task: str = "auto"
 
 
 def start(order: Order, channel: Channel) -> subprocess.Popen[bytes]:

@@ -29,5 +29,7 @@ class Policy:
     """How many tokens of head start one level of priority gives."""
     oldest_every: int = 16
     """Every so many admissions the oldest waiting request goes first, whatever its client has had: nobody starves."""
+    whole_prompts: bool = False
+    """A prompt runs in one step or waits for the next, and shares nothing: models whose tokens see later ones, or whose vectors are means."""
     device_timeout_s: float = 120.0
     """A step that takes longer has hung."""

@@ -18,6 +18,7 @@ from .device import StepDevice
 from .intake import Intake
 from .loop import Engine, freeze
 from .policy import Policy
+from .vectors import ReadVectors
 
 OVERFLOW_RETRY_MS = 5
 COLLECT_EVERY = 1000
@@ -26,10 +27,11 @@ COLLECT_EVERY = 1000
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the engine process needs to know: sizes of the device state, and the scheduler's constants."""
+    """What the engine process needs to know: sizes of the device state, the scheduler's constants, where vectors are read (if any)."""
 
     sizes: StateSizes
     policy: Policy = field(default_factory=Policy)
+    read_vectors: ReadVectors | None = None
 
 
 class Runner:
@@ -127,7 +129,7 @@ def engine_main(config: EngineConfig, device: StepDevice, channels: Sequence[Cha
     SIGTERM drains; SIGINT is the parent's business. Raises: PaddockError when the device fails.
     """
     ports = [EnginePort(channel) for channel in channels]
-    runner = Runner(Engine(config.sizes, device, ports, config.policy))
+    runner = Runner(Engine(config.sizes, device, ports, config.policy, read_vectors=config.read_vectors))
 
     def drain(signum: int, frame: FrameType | None) -> None:
         runner.drain()

@@ -106,6 +106,8 @@ class Scheduler:
         remaining = request.remaining_tokens
         if request.use_mask and request.n_tokens - request.prompt_tokens not in request.masks:
             remaining -= 1
+        if self._policy.whole_prompts:
+            return remaining if remaining <= tokens_left else 0
         if request.marks:
             remaining = min(remaining, request.marks[0] - request.done_tokens)
         n = min(remaining, tokens_left)

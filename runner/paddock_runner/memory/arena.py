@@ -50,6 +50,13 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
     ends = [_place_mixers(blueprint, place, place("attention_out", place("qkv", shared, qkv), out))]
     ends.append(_place_experts(blueprint, place, place("feed_forward", shared, ff)))
     at = place("last", shared, m, is_sampled=True, is_f32=True)
+    if blueprint.pooling is not None:
+        at = place("pooled", at, m, is_sampled=True)
+        wide = max((x.rows for x in blueprint.pooling.layers), default=0)
+        for i in range(2 if wide else 0):
+            at = place(f"dense_{i}", at, wide, is_sampled=True)
+        ends.append(place("vectors", at, blueprint.vector_width, is_sampled=True, is_f32=True))
+        return Arena(buffers, max(ends))
     at = place("last_normed", at, m, is_sampled=True)
     ends.append(place("logits", at, blueprint.n_vocab, is_sampled=True, is_f32=True))
     return Arena(buffers, max(ends))

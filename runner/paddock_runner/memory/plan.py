@@ -164,16 +164,20 @@ def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
         )
     if request.kv_format not in KV_BYTES:
         raise UsageError(f"KV format {request.kv_format} is not known; known: {', '.join(KV_BYTES)}")
-    slot_pages = -(-ctx // page)
-    n_pages = request.n_pages if request.n_pages is not None else request.max_batch * slot_pages + 1
+    # The end of a sequence that gives a vector counts as one token more.
+    slot_pages = -(-(ctx + (blueprint.pooling is not None)) // page)
+    step = max(request.max_step_tokens, request.max_batch, ctx if blueprint.needs_whole_prompts else 0)
+    all_pages = request.max_batch * slot_pages
+    if blueprint.needs_whole_prompts:
+        all_pages = min(all_pages, -(-step // page) + request.max_batch + slot_pages)  # a sequence holds pages for one step only
+    n_pages = request.n_pages if request.n_pages is not None else all_pages + 1
     if n_pages < slot_pages + 1:
         raise UsageError(
             f"a pool of {n_pages} pages cannot hold one context of {slot_pages} pages and the scratch page"
         )
-    step = max(request.max_step_tokens, request.max_batch)
     states = state_layout(blueprint).slot_bytes
     return StateSizes(
-        request.max_batch, slot_pages * page, page, n_pages, blueprint.n_vocab, step, request.max_batch,
+        request.max_batch, slot_pages * page, page, n_pages, blueprint.n_ids, step, request.max_batch,
         recurrent_bytes=states, n_snapshots=_snapshots(request, states),
     )  # fmt: skip
 
@@ -229,7 +233,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
     snapshots = sizes.n_snapshots * sizes.recurrent_bytes
     rest = sum(aligned(n) for n in arrays.values()) - histories - sampling - states
     activations = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.activation_bytes)
-    logits = 4 * sizes.max_step_rows * blueprint.n_vocab
+    logits = 4 * sizes.max_step_rows * (blueprint.vector_width or blueprint.n_vocab)
     scratch = pack_scratch_bytes(
         blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.n_processors, sizes.max_ctx_tokens
     )
@@ -246,7 +250,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
         PlanLine("step rows", rest, "planner", "state"),
         PlanLine("results", sum(aligned(n) for n in pinned.values()), "planner", "pinned"),
         PlanLine("activations", activations.n_bytes - logits, "planner", "activations"),
-        PlanLine("logits", logits, "planner", "activations"),
+        PlanLine("vectors" if blueprint.pooling else "logits", logits, "planner", "activations"),
         PlanLine("kernel scratch", scratch, "planner", "scratch"),
         PlanLine(where, device.process_bytes, "table", "process"),
     )

@@ -46,8 +46,8 @@ class Solver:
 
     def most_pages(self, request: PlanRequest) -> int:
         """Pages of the largest pool that fits, at most what full contexts of all slots need; 0 when one context does not fit."""
-        full = state_sizes(self.blueprint, replace(request, n_pages=None)).n_pages
-        least = -(-request.max_ctx_tokens // request.page_tokens) + 1
+        sizes = state_sizes(self.blueprint, replace(request, n_pages=None))
+        full, least = sizes.n_pages, sizes.slot_pages + 1
         extra = _largest(lambda n: self.fits(replace(request, n_pages=least + n - 1)), full - least + 1)
         return least + extra - 1 if extra else 0
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from ..blueprint.blueprint import Blueprint, Layer, Rope
 from ..errors import UnsupportedError
 from ..pack.device import Device, f32_tensor
-from ..pack.program import PLAIN, Epilogue, Heads, Program, Rotation
+from ..pack.program import PLAIN, Epilogue, Heads, Program, Rotation, View
 from ..pack.tensor import Tensor
 from .moe import experts, weigh_shared
+from .pooled import pooled_rows
 from .recurrent import delta_net, short_conv
-from .site import Site
+from .site import Site, norm
 
 
 def rotations(device: Device, blueprint: Blueprint, max_ctx_tokens: int = 0) -> dict[Rope, Rotation]:
@@ -35,8 +36,11 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
     """The program of one step: any mix of prefill and decode rows."""
     program, buffers, weights = Program(), site.buffers, site.weights
     program.prepare()
-    program.embed(weights["embed.weight"], buffers["residual"], blueprint.embed_scale)
-    _read(program, blueprint, weights.get("layers.0.attn_norm.weight"), site)
+    added = (_table(site, "positions.table", blueprint), _table(site, "token_types.table", blueprint))
+    program.embed(weights["embed.weight"], buffers["residual"], blueprint.embed_scale, added, blueprint.position_offset)
+    if blueprint.embed_norm:
+        norm(program, blueprint, site, "embed_norm", buffers["residual"], buffers["residual"])
+    _read(program, blueprint, "layers.0.attn_norm", site)
     for i, layer in enumerate(blueprint.layers):
         if layer.kind not in ("attention", "delta", "conv"):
             raise UnsupportedError(
@@ -44,12 +48,20 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
             )
         at = f"layers.{i}."
         _attention(program, blueprint, layer, i, site)
-        _join(program, blueprint, layer, at + "attn_post_norm.weight", weights.get(at + "ffn_norm.weight"), site)
+        _join(program, blueprint, layer, at + "attn_post_norm", at + "ffn_norm", site)
         _feed_forward(program, blueprint, layer, at, site)
-        following = weights.get(f"layers.{i + 1}.attn_norm.weight")
-        _join(program, blueprint, layer, at + "ffn_post_norm.weight", following, site, i + 1 == blueprint.n_layers)
-    _head(program, blueprint, site)
+        _join(program, blueprint, layer, at + "ffn_post_norm", f"layers.{i + 1}.attn_norm", site, i + 1 == blueprint.n_layers)
+    if blueprint.pooling is not None:
+        pooled_rows(program, blueprint, site)
+    else:
+        _head(program, blueprint, site)
     return program
+
+
+def _table(site: Site, name: str, blueprint: Blueprint) -> Tensor | None:
+    """Rows that the embedding adds, [n, M] f32; None when there are none."""
+    flat = site.weights.get(name)
+    return Tensor(flat.data, flat.cols // blueprint.model_width, blueprint.model_width, flat.format) if flat is not None else None
 
 
 def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, site: Site) -> None:
@@ -75,7 +87,7 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
     norms = (w[at + "q_norm.weight"], w[at + "k_norm.weight"]) if a.qk_norm else (None, None)
     program.qkv(qkv, q, heads, norms, site.rotations[a.rope] if a.rope else None, blueprint.norm_eps)
     out = _narrow(buffers["attention_out"], a.n_heads * v_width)
-    program.attention(q, out, heads, a.scale, a.window, a.softcap, w[at + "sinks.weight"] if a.sinks else None)
+    program.attention(q, out, heads, a.scale, View(a.window, not a.causal), a.softcap, w[at + "sinks.weight"] if a.sinks else None)
     if a.out_gate:
         gate = _narrow(buffers["attention_gate"], a.n_heads * a.head_width)
         program.matmul(buffers["normed"], [w[at + "q_gate.weight"]], gate)
@@ -92,9 +104,11 @@ def _feed_forward(program: Program, blueprint: Blueprint, layer: Layer, at: str,
             return
     hidden = _narrow(buffers["feed_forward"], f.width)
     biases = [w.get(at + "gate.bias"), w.get(at + "up.bias")]
-    program.matmul(
-        buffers["normed"], [w[at + "gate.weight"], w[at + "up.weight"]], hidden, biases, Epilogue(act=f.activation)
-    )
+    if f.is_gated:
+        program.matmul(buffers["normed"], [w[at + "gate.weight"], w[at + "up.weight"]], hidden, biases, Epilogue(act=f.activation))
+    else:
+        program.matmul(buffers["normed"], [w[at + "up.weight"]], hidden, biases[1:])
+        program.gate(hidden, hidden, f.activation)
     if layer.experts is not None and layer.experts.shared_gate:
         weigh_shared(program, hidden, at, site)
     _project(
@@ -120,10 +134,10 @@ def _project(
         program.matmul(x, [weight], residual, [bias], Epilogue(add=residual, scale=scale))
 
 
-def _read(program: Program, blueprint: Blueprint, norm: Tensor | None, site: Site) -> None:
+def _read(program: Program, blueprint: Blueprint, name: str, site: Site) -> None:
     """What a branch reads: the residual, normed, or (layers without norms before branches) as it is."""
-    if norm is not None:
-        program.norm(site.buffers["residual"], norm, site.buffers["normed"], blueprint.norm_eps)
+    if name + ".weight" in site.weights:
+        norm(program, blueprint, site, name, site.buffers["residual"], site.buffers["normed"])
     else:
         program.copy(site.buffers["residual"], site.buffers["normed"])
 
@@ -133,18 +147,21 @@ def _join(
     blueprint: Blueprint,
     layer: Layer,
     post: str,
-    following: Tensor | None,
+    next_norm: str,
     site: Site,
     is_last: bool = False,
 ) -> None:
     """Adds a post-normed branch to the residual, and prepares what follows (after the last layer, the head norms its own rows)."""
+    following = site.weights.get(next_norm + ".weight")
+    if layer.residual_norms:
+        norm(program, blueprint, site, post, site.buffers["residual"], site.buffers["residual"])
     if not layer.post_norms:
         if not is_last:
-            _read(program, blueprint, following, site)
+            _read(program, blueprint, next_norm, site)
         return
     residual, normed, branch = site.buffers["residual"], site.buffers["normed"], site.buffers["branch"]
     out = normed if following is not None else None
-    program.norm(branch, following, out, blueprint.norm_eps, residual, site.weights[post], blueprint.residual_scale)
+    program.norm(branch, following, out, blueprint.norm_eps, residual, site.weights[post + ".weight"], blueprint.residual_scale)
     if following is None and not is_last:
         program.copy(residual, normed)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..blueprint.blueprint import Rope
-from ..pack.program import Rotation
+from ..blueprint.blueprint import Blueprint, Rope
+from ..pack.program import Program, Rotation
 from ..pack.tensor import Tensor
 
 
@@ -23,3 +23,12 @@ class Site:
     kv_format: int
     rotations: Mapping[Rope, Rotation]
     state_offsets: tuple[tuple[int, int] | None, ...] = ()
+
+
+def norm(program: Program, blueprint: Blueprint, site: Site, name: str, x: Tensor, out: Tensor) -> None:
+    """out = x, normed as the model's norms are, with the weights of that name; out may be x."""
+    weight = site.weights[name + ".weight"]
+    if blueprint.norm == "layer":
+        program.layer_norm(x, weight, site.weights.get(name + ".bias"), out, blueprint.norm_eps)
+    else:
+        program.norm(x, weight, out, blueprint.norm_eps)

@@ -54,6 +54,8 @@ class Device:
         self.allocated: dict[str, int] = {}
         self.kv_bytes = self.kv_page_bytes = 0
         self.kv_address = self._attached_bytes = 0
+        self.vectors: Tensor | None = None
+        """Where a program without a head leaves its rows."""
 
     def _read_facts(self) -> Facts:
         raw = abi.pk_facts()
@@ -215,6 +217,12 @@ class Device:
         raw, count = (ctypes.c_uint64 * (2 * max(1, n)))(), ctypes.c_int32()
         self.pack.call("pk_times", self._program, ctypes.addressof(raw), n, ctypes.byref(count))
         return [(raw[2 * i], raw[2 * i + 1]) for i in range(count.value)]
+
+    def read_vectors(self, n: int) -> bytes:
+        """The first n rows that the last step left, f32. Raises: PackError when the program gives none."""
+        if self.vectors is None:
+            raise PackError("the program gives no vectors")
+        return self.read(self.vectors.data, n * self.vectors.row_bytes)
 
     def run(self, n_tokens: int, n_samples: int, n_repeats: int = 1, is_timed: bool = False) -> list[float]:
         """Runs the records once as they are; timed: median microseconds per record."""

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     DONE = 19
     REFUSED = 20
     STATE = 21
+    VECTOR = 22
 
 
 class Reason(IntEnum):
@@ -114,6 +115,8 @@ TOP = Struct("<if")
 STARTED = Struct("<Qiiqii")
 DONE = Struct("<Qiiiiiiqqq")
 REFUSED = Struct("<Qiiqqq")
+VECTOR = Struct("<Qii")
+"""ask_id, numbers, 0; then f32 x numbers."""
 
 
 @dataclass(slots=True)
@@ -386,5 +389,23 @@ class State:
         return cls(query_id, json.loads(bytes(payload[16 : 16 + size])))
 
 
-Event = StepResult | Started | Done | Refused | State
+@dataclass(slots=True)
+class Vector:
+    """What a model without a head makes of an ask: f32 numbers, as bytes. Comes before the ask's Done."""
+
+    ask_id: int
+    values: bytes
+
+    def encode(self) -> bytes:
+        """The record's payload."""
+        return b"".join((VECTOR.pack(self.ask_id, len(self.values) // 4, 0), self.values, bytes(-len(self.values) % 8)))
+
+    @classmethod
+    def decode(cls, payload: memoryview) -> Vector:
+        """The record from its payload."""
+        ask_id, n, _ = VECTOR.unpack_from(payload)
+        return cls(ask_id, bytes(payload[VECTOR.size : VECTOR.size + 4 * n]))
+
+
+Event = StepResult | Started | Done | Refused | State | Vector
 """What a front receives."""

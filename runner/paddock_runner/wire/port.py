@@ -32,6 +32,7 @@ from .messages import (
     Started,
     State,
     StepResult,
+    Vector,
 )  # fmt: skip
 
 Ended = TypeVar("Ended", Done, Refused)
@@ -122,6 +123,8 @@ class FrontPort:
                 events.append(self._ended(Refused.decode(payload)))
             elif kind == Kind.STATE:
                 events.append(State.decode(payload))
+            elif kind == Kind.VECTOR:
+                events.append(Vector.decode(payload))
             payload.release()
         reader.done()
         return events

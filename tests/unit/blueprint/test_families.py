@@ -169,9 +169,10 @@ def test_text_part_of_a_multimodal_gemma3_is_read_with_published_defaults():
     assert b.layers[0].attention.window == 1024 and b.notes == ("the vision part is not loaded: text only",)
 
 
-def test_bidirectional_gemma3_is_refused_as_an_embedding_model():
-    with pytest.raises(UnsupportedError, match="embedding model"):
-        hf_read({**HF, "model_type": "gemma3_text", "use_bidirectional_attention": True})
+def test_bidirectional_gemma3_looks_half_its_window_to_each_side_and_gives_vectors():
+    b = hf_read({**HF, "model_type": "gemma3_text", "use_bidirectional_attention": True, "sliding_window": 512})
+    assert not b.is_causal and b.layers[0].attention.window == 257 and b.pooling.pool == "mean" and b.needs_whole_prompts
+    assert "nothing says how vectors are pooled" in b.notes[-1]
 
 
 def test_other_activation_is_refused_by_name():

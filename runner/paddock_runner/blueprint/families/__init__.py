@@ -10,6 +10,7 @@ from ...files.fields import Fields
 from ..blueprint import Blueprint
 from ..mixture import from_gguf as mixture_from_gguf
 from . import (
+    bert,
     exaone4,
     gemma2,
     gemma3,
@@ -21,6 +22,7 @@ from . import (
     llama,
     ministral,
     mixtral,
+    nomic_bert,
     olmo2,
     olmoe,
     phi3,
@@ -49,7 +51,7 @@ FAMILIES = (
     Family("qwen2", ("qwen2",), ("qwen2",), qwen2.from_gguf, qwen2.from_hf, "Qwen 2, Qwen 2.5"),
     Family("qwen3", ("qwen3",), ("qwen3",), qwen3.from_gguf, qwen3.from_hf, "Qwen 3"),
     Family("gemma2", ("gemma2",), ("gemma2",), gemma2.from_gguf, gemma2.from_hf, "Gemma 2"),
-    Family("gemma3", ("gemma3",), ("gemma3_text", "gemma3"), gemma3.from_gguf, gemma3.from_hf, "Gemma 3"),
+    Family("gemma3", ("gemma3",), ("gemma3_text", "gemma3"), gemma3.from_gguf, gemma3.from_hf, "Gemma 3, EmbeddingGemma"),
     Family(
         "granite",
         ("granite",),
@@ -106,4 +108,6 @@ FAMILIES = (
         qwen35.from_hf,
         "Qwen 3.5 to 3.8, Qwen3-Next",
     ),
+    Family("bert", ("bert",), ("bert", "roberta", "xlm-roberta"), bert.from_gguf, bert.from_hf, "MiniLM, bge, e5, cross-encoders"),
+    Family("nomic-bert", ("nomic-bert",), ("nomic_bert",), nomic_bert.from_gguf, nomic_bert.from_hf, "Nomic Embed 1, 1.5"),
 )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ...errors import UnsupportedError
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import Attention, Blueprint, FeedForward, Layer, Rope
@@ -46,13 +46,12 @@ def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
 
 
 def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
-    """From config.json with model_type gemma3_text, or the text_config of gemma3. Raises: FileError, UnsupportedError."""
-    if config.flag("use_bidirectional_attention", False):
-        raise UnsupportedError(
-            f"{config.where}: bidirectional gemma3 is an embedding model, not a generator",
-            what="gemma3 embedding model",
-        )
+    """From config.json with model_type gemma3_text, or the text_config of gemma3. Raises: FileError, UnsupportedError.
+
+    EmbeddingGemma's windows look both ways: half of sliding_window to each side.
+    """
     config = config.with_defaults(DEFAULTS)
+    is_encoder = config.flag("use_bidirectional_attention", False)
     config.choice("hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
     s = hf_sizes(checkpoint, config, tied_default=True, rope_key="full_attention")
     theta = rope_base(config, "rope_local_base_freq", LOCAL_THETA)
@@ -68,14 +67,17 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     pre_scale = config.number("query_pre_attn_scalar", 256.0)
     if pre_scale <= 0:
         raise config.error("query_pre_attn_scalar", f"is {pre_scale}, expected more than 0")
+    window = config.integer("sliding_window", 4096, low=1)
     layers = _layers(
         s,
         local_layers,
-        config.integer("sliding_window", 4096, low=1),
+        window // 2 + 1 if is_encoder else window,
         pre_scale**-0.5,
         Rope(theta, s.rope_width),
         config.number("attn_logit_softcapping", 0.0),
     )
+    if is_encoder:
+        layers = tuple(replace(layer, attention=replace(layer.attention, causal=False)) for layer in layers)
     return _blueprint(s, layers, config.number("final_logit_softcapping", 0.0), 1.0)
 
 
