@@ -34,7 +34,7 @@ def talk(server: Live, act: Callable[[ClientSession], Awaitable[Any]]) -> Any:
 
 def test_tools_are_listed_with_schemas(server: Live) -> None:
     found = talk(server, lambda s: s.list_tools())
-    assert {t.name for t in found.tools} == {"generate", "count_tokens", "list_models"}
+    assert {t.name for t in found.tools} == {"generate", "count_tokens", "fit", "list_models"}
     assert all(t.description and t.input_schema["type"] == "object" for t in found.tools)
 
 
@@ -56,11 +56,15 @@ def test_generate_holds_the_answer_to_a_schema(server: Live) -> None:
 def test_count_tokens_and_list_models(server: Live) -> None:
     counted = talk(server, lambda s: s.call_tool("count_tokens", {"text": "the thing"}))
     assert counted.structured_content == {"tokens": len(server.tokenizer.encode("the thing"))}
+    fit = talk(server, lambda s: s.call_tool("fit", {"text": "the thing", "max_tokens": 10})).structured_content
+    n = len(server.tokenizer.encode("the thing"))
+    assert fit == {"fits": True, "prompt_tokens": n, "needed_tokens": n + 10, "max_ctx_tokens": 4096, "room_tokens": 4096 - n}
+    assert talk(server, lambda s: s.call_tool("fit", {"prompt_tokens": 4000, "max_tokens": 97})).structured_content["fits"] is False
     listed = talk(server, lambda s: s.call_tool("list_models", {}))
     assert listed.structured_content["models"][0]["name"] == MODEL
 
 
-@pytest.mark.parametrize("name, arguments", [("nothing", {}), ("generate", {}), ("generate", {"prompt": 5}), ("generate", {"prompt": "x", "max_tokens": 0}), ("generate", {"prompt": "x", "frob": 1}), ("generate", {"messages": [{"role": "user"}]}), ("generate", {"prompt": "x" * 50_000}), ("generate", {"prompt": "x", "json_schema": {"type": "martian"}})])
+@pytest.mark.parametrize("name, arguments", [("nothing", {}), ("generate", {}), ("generate", {"prompt": 5}), ("generate", {"prompt": "x", "max_tokens": 0}), ("fit", {}), ("fit", {"prompt_tokens": -1}), ("generate", {"prompt": "x", "frob": 1}), ("generate", {"messages": [{"role": "user"}]}), ("generate", {"prompt": "x" * 50_000}), ("generate", {"prompt": "x", "json_schema": {"type": "martian"}})])
 def test_wrong_call_is_an_error_of_the_tool(server: Live, name: str, arguments: dict[str, Any]) -> None:
     found = talk(server, lambda s: s.call_tool(name, arguments))
     assert found.is_error and found.content[0].text

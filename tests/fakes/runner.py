@@ -1,6 +1,6 @@
 """A runner without a model: takes the runner's flags, writes the state file, answers health, models and chat. Run as a script.
 
-It echoes the last message, word by word. Words in the model's file name make it misbehave:
+It echoes the last message, word by word; `use NAME {...}` calls that tool where there are tools. Words in the model's file name make it misbehave:
 `dies` (exit 7 with a sentence), `crash` (SIGSEGV), `slowstart` (ready at the second health check), `breaks` (drops the stream), `endless` (streams until the client hangs up).
 """
 
@@ -90,6 +90,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if "endless" in Path(self.flags["--model"]).name:
             self.go_on()
+            return
+        if text.startswith("use ") and asked.get("tools") and asked["messages"][-1]["role"] == "user":
+            _, name, arguments = text.split(" ", 2)
+            self.event({"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": {"name": name, "arguments": ""}}]}, "finish_reason": None}]})
+            for half in (arguments[:3], arguments[3:]):
+                self.event({"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": half}}]}, "finish_reason": None}]})
+            self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+            self.wfile.write(b"data: [DONE]\n\n")
+            self.close_connection = True
             return
         words = [f"{len(asked['messages'])}:", *text.split()]
         for number, word in enumerate(words):

@@ -1,4 +1,4 @@
-"""The chat at the terminal: turns, slash commands, several lines, Ctrl-C that stops the answer and not the program."""
+"""The chat at the terminal: turns, tool calls, slash commands, several lines, Ctrl-C that stops the answer and not the program."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 from paddock_runner.errors import PaddockError, UsageError
 
+from paddock_manager.commands import consent
+from paddock_manager.commands.consent import Tools
 from paddock_manager.fleet.client import Chat
 from paddock_manager.fleet.state import Server
 from paddock_manager.ui import Ui
@@ -22,9 +24,13 @@ HELP = '''/help            this list
 /set NAME VALUE  temperature, top_p, top_k, seed, max_tokens (without: show all)
 /show            the model, its server and settings
 /stats           times and token counts of the last answer
+/tools           the tools that the model may call, and which of them without asking
 /save FILE       write the conversation as JSON
 /load FILE       take a conversation up again
 """              begin and end a message of several lines'''
+MAX_ROUNDS = 16
+"""Answers with tool calls in one turn."""
+KEPT = ("role", "content", "tool_calls", "tool_call_id")
 KINDS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "seed": int, "max_tokens": int}
 
 
@@ -37,14 +43,22 @@ class Session:
     model: str
     settings: dict[str, Any]
     system: str = ""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    tools: Tools | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
     last_stats: str = ""
 
-    def body(self, prompt: str) -> dict[str, Any]:
-        """The request for the next turn."""
+    def body(self) -> dict[str, Any]:
+        """The request for what comes next in the conversation."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, *self.messages, {"role": "user", "content": prompt}]
-        return {"model": self.server.model, "messages": messages, **self.settings}
+        tools = {"tools": self.tools.functions} if self.tools is not None else {}
+        return {"model": self.server.model, "messages": [*system, *self.messages], **tools, **self.settings}
+
+    def take(self, request: Chat) -> bool:
+        """Keeps an answer. True when it calls tools."""
+        calls = request.answer.calls
+        made = {"tool_calls": calls} if calls else {}
+        self.messages.append({"role": "assistant", "content": request.answer.text, **made})
+        return bool(calls) and self.tools is not None
 
 
 def stats_line(usage: dict[str, Any], first_ms: float, total_ms: float) -> str:
@@ -100,11 +114,27 @@ def read_message() -> str:
 
 
 def answer(session: Session, prompt: str, ui: Ui) -> None:
-    """One turn. A stopped answer stays in the conversation as far as it came."""
+    """One turn: answers until one calls no tool. A stopped answer stays in the conversation as far as it came."""
+    n_before = len(session.messages)
+    session.messages.append({"role": "user", "content": prompt})
+    try:
+        for _ in range(MAX_ROUNDS):
+            request = Chat(session.server, session.key, session.body())
+            is_whole = _show_answer(session, request, ui)
+            if not session.take(request) or session.tools is None or not is_whole:
+                return
+            session.messages += [consent.call(session.tools, call, ui) for call in request.answer.calls]
+        ui.say(f"(stopped after {MAX_ROUNDS} answers that call tools)")
+    except PaddockError:
+        del session.messages[n_before:]
+        raise
+
+
+def _show_answer(session: Session, request: Chat, ui: Ui) -> bool:
+    """Prints an answer as it comes. False when Ctrl-C stopped it."""
     begun = time.monotonic()
     first: float | None = None
-    request = Chat(session.server, session.key, session.body(prompt))
-    in_reasoning = False
+    in_reasoning, is_whole = False, True
     try:
         for kind, text in request.pieces():
             first = first or time.monotonic()
@@ -116,13 +146,15 @@ def answer(session: Session, prompt: str, ui: Ui) -> None:
         request.close()
         ui.line("")
         ui.say("(stopped)")
+        is_whole = False
     else:
-        ui.line()
+        if request.answer.text or request.answer.reasoning or not request.answer.calls:
+            ui.line()
     ended = time.monotonic()
     if request.answer.finish_reason == "length":
         ui.say("(cut off: the token limit was reached)")
-    session.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": request.answer.text}]
     session.last_stats = stats_line(request.answer.usage, 1000 * ((first or ended) - begun), 1000 * (ended - begun))
+    return is_whole
 
 
 def command(session: Session, text: str, ui: Ui) -> bool:
@@ -148,6 +180,8 @@ def command(session: Session, text: str, ui: Ui) -> bool:
         _set(session, rest, ui)
     elif word in ("/show", "/ctx"):
         _show(session, ui)
+    elif word == "/tools":
+        consent.show(session.tools, ui)
     elif word == "/stats":
         ui.say(session.last_stats or "no answer yet")
     elif word in ("/save", "/load"):
@@ -158,10 +192,11 @@ def command(session: Session, text: str, ui: Ui) -> bool:
 
 
 def _retry(session: Session, ui: Ui) -> None:
-    if len(session.messages) < 2:
+    asked = [i for i, message in enumerate(session.messages) if message["role"] == "user"]
+    if not asked:
         raise UsageError("there is nothing to answer again")
-    prompt = session.messages[-2]["content"]
-    del session.messages[-2:]
+    prompt = session.messages[asked[-1]]["content"]
+    del session.messages[asked[-1] :]
     answer(session, prompt, ui)
 
 
@@ -189,7 +224,7 @@ def _show(session: Session, ui: Ui) -> None:
             ("device", server.device),
         ]
     )
-    ui.pairs([("context", f"{server.max_ctx_tokens} tokens"), ("turns", str(len(session.messages) // 2))])
+    ui.pairs([("context", f"{server.max_ctx_tokens} tokens"), ("turns", str(n_turns(session.messages)))])
 
 
 def _file(session: Session, word: str, rest: str, ui: Ui) -> None:
@@ -209,8 +244,13 @@ def _file(session: Session, word: str, rest: str, ui: Ui) -> None:
             ui.say(f"written to {path}")
             return
         body = json.loads(path.read_text(encoding="utf-8"))
-        messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in body["messages"]]
+        messages = [{"role": str(m["role"]), **{key: m[key] for key in KEPT if key in m}, "content": str(m["content"])} for m in body["messages"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: {error}") from None
     session.messages, session.system = messages, str(body.get("system", ""))
-    ui.say(f"{len(messages) // 2} turns from {path}")
+    ui.say(f"{n_turns(messages)} turns from {path}")
+
+
+def n_turns(messages: list[dict[str, Any]]) -> int:
+    """What the user has said."""
+    return sum(message["role"] == "user" for message in messages)

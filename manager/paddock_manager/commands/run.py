@@ -14,10 +14,12 @@ from typing import Any
 from paddock_runner.errors import Cancelled, UsageError
 
 from paddock_manager import paths
-from paddock_manager.commands import chat, serve, target
+from paddock_manager.commands import chat, consent, serve, target
+from paddock_manager.commands.consent import Tools
 from paddock_manager.commands.target import LOAD_OPTIONS, Target
 from paddock_manager.fleet import keys, spawn, state
 from paddock_manager.fleet.client import Chat
+from paddock_manager.fleet.mcp import Toolbox, read_servers
 from paddock_manager.fleet.spawn import Launch
 from paddock_manager.fleet.state import Server
 from paddock_manager.options import Argument, Command, Option, Values
@@ -37,6 +39,8 @@ COMMAND = Command(
         Option("--top-k", "keep so many of the likeliest tokens", "int", value="K"),
         Option("--seed", "repeatable sampling", "int", value="N"),
         Option("--max-tokens", "end the answer after so many tokens", "int", value="N"),
+        Option("--mcp", "let the model call the tools of these MCP servers, with your consent: a JSON file with mcpServers, or a URL", "text", value="CONFIG"),
+        Option("--mcp-allow", "tools that are called without asking: names with commas, * for all", "text", value="NAMES"),
         Option("--keep", "leave the server running"),
         Option("--stats", "print times and token counts after the answer"),
         *LOAD_OPTIONS,
@@ -45,6 +49,7 @@ COMMAND = Command(
     (
         'paddock run smollm2-135m "Write one short sentence about the sea."',
         'paddock run smollm2-135m "Summarise:" < notes.txt',
+        "paddock run qwen3-8b --mcp tools.json",
     ),
 )
 SAMPLING = ("temperature", "top_p", "top_k", "seed", "max_tokens")
@@ -58,28 +63,49 @@ def run(values: Values, ui: Ui) -> int:
         raise UsageError("there is no prompt", "give one after the model, or pipe text in")
     found = target.find_or_pull(places, values.text("model"), ui)
     settings: dict[str, Any] = {k: values.found[k] for k in SAMPLING if k in values.found}
-    with server_for(places, found, values, ui) as (server, key):
-        session = chat.Session(server, key, found.name, settings, values.text("system"))
+    with tools_of(values) as tools, server_for(places, found, values, ui) as (server, key):
+        session = chat.Session(server, key, found.name, settings, values.text("system"), tools)
         if prompt is None:
             return chat.repl(session, ui)
         return once(session, prompt, ui, values.flag("stats"))
+
+
+@contextmanager
+def tools_of(values: Values) -> Iterator[Tools | None]:
+    """The tools of --mcp, while they are wanted. Raises: FileError, UsageError, McpError, UnsupportedError."""
+    told = values.text("mcp")
+    if not told:
+        if values.text("mcp_allow"):
+            raise UsageError("--mcp-allow needs --mcp")
+        yield None
+        return
+    box = Toolbox(read_servers(told))
+    try:
+        yield Tools(box, set(consent.names(values.text("mcp_allow"))))
+    finally:
+        box.close()
 
 
 def once(session: chat.Session, prompt: str, ui: Ui, with_stats: bool) -> int:
     """Answer one prompt."""
     begun = time.monotonic()
     first: float | None = None
-    request = Chat(session.server, session.key, session.body(prompt))
-    try:
-        for kind, text in request.pieces():
-            first = first or time.monotonic()
-            if not ui.as_json and kind == "text":
-                ui.piece(text)
-    except KeyboardInterrupt:
-        request.close()
-        if not ui.as_json:
-            ui.line()
-        raise Cancelled("stopped") from None
+    session.messages.append({"role": "user", "content": prompt})
+    for _ in range(chat.MAX_ROUNDS):
+        request = Chat(session.server, session.key, session.body())
+        try:
+            for kind, text in request.pieces():
+                first = first or time.monotonic()
+                if not ui.as_json and kind == "text":
+                    ui.piece(text)
+        except KeyboardInterrupt:
+            request.close()
+            if not ui.as_json:
+                ui.line()
+            raise Cancelled("stopped") from None
+        if not session.take(request) or session.tools is None:
+            break
+        session.messages += [consent.call(session.tools, call, ui) for call in request.answer.calls]
     answer, ended = request.answer, time.monotonic()
     timings = {
         "first_token_ms": round(1000 * ((first or ended) - begun), 1),

@@ -31,6 +31,8 @@ class Answer:
     finish_reason: str = ""
     model: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Tool calls in OpenAI's shape."""
 
 
 def is_ready(host: str, port: int, timeout_s: float = READY_S) -> bool:
@@ -117,9 +119,19 @@ class Chat:
             if delta.get("reasoning_content"):
                 self.answer.reasoning += delta["reasoning_content"]
                 yield "reasoning", delta["reasoning_content"]
+            for call in delta.get("tool_calls") or ():
+                self._call(call)
             if delta.get("content"):
                 self.answer.text += delta["content"]
                 yield "text", delta["content"]
+
+    def _call(self, part: dict[str, Any]) -> None:
+        """A new call, or more of one's arguments."""
+        calls, function = self.answer.calls, part.get("function") or {}
+        index = int(part.get("index", 0))
+        if index >= len(calls):
+            calls.append({"id": part.get("id") or "", "type": "function", "function": {"name": function.get("name") or "", "arguments": ""}})
+        calls[min(index, len(calls) - 1)]["function"]["arguments"] += function.get("arguments") or ""
 
     def _broken(self, reason: str) -> PaddockError:
         if not self.server.is_alive:
