@@ -205,7 +205,7 @@ def _run(config: Config, opened: Opened, listener: socket.socket, keys: tuple[st
         template, sizes = load_template(opened.checkpoint, tokenizer), opened.plan.sizes
         served = Served(
             config.model_name, tokenizer, template, AnswerFormat(template.source, tokenizer), sizes.max_ctx_tokens,
-            opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, facts=_facts(opened),
+            opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, config.steady_prompts, facts=_facts(opened),
         )  # fmt: skip
         served.walker.warm()
         runner = Runner(config, opened, served, Desk(port), process)

@@ -58,6 +58,9 @@ class Config:
     )
     memory_gib: float = knob(0.0, "memory that the model may take in all, 0 for what is free", unit="GiB", low=0)
     threads: int = knob(0, "CPU threads, 0 for one per core that we may use", low=0)
+    steady_prompts: bool = knob(
+        False, "leave out lines that agent clients change in each request, so that their prompts are found in the cache"
+    )
     max_queue: int = knob(1024, "requests that may wait; more get a 429", unit="requests", low=1)
     api_key_file: Path | None = knob(
         None, "file with the keys that clients may send, one per line (default: made once)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from paddock_runner.wire.messages import ErrorCode
+from paddock_runner.wire.messages import ErrorCode, Miss
 
 from tests.conformance.live import CHATML, THINKING, TOOLS, Live, live
 from tests.fakes.engine import FOREVER
@@ -14,6 +14,7 @@ from tests.fakes.engine import FOREVER
 def _reset(server: Live) -> Live:
     script = server.script
     script.starts, script.n_tokens, script.max_queue = True, FOREVER, FOREVER
+    script.miss, script.known_tokens = Miss.NONE, 0
     script.refusal, script.error, script.cached_tokens, script.draw = None, ErrorCode.NONE, 0, None
     script.cache.clear()
     server.engine.aborted.clear()

@@ -33,6 +33,8 @@ class Running:
     n_top: int
     limit: int
     cached_tokens: int = 0
+    miss: m.Miss = m.Miss.NONE
+    known_tokens: int = 0
     n_done: int = 0
     is_masked: bool = False
 
@@ -167,7 +169,7 @@ class FakeEngine(threading.Thread):
             script.cache.add(view.prompt)
             running.cached_tokens = cached
             running.is_masked = bool(fields[14]) and script.draw is not None
-            self.port.send(m.Kind.STARTED, m.Started(view.ask_id, cached, len(prompt), 1000).encode())
+            self.port.send(m.Kind.STARTED, m.Started(view.ask_id, cached, len(prompt), 1000, -1, script.miss, script.known_tokens).encode())
 
     def _refuse(self, refused: m.Refused) -> None:
         self.port.send(m.Kind.REFUSED, refused.encode())

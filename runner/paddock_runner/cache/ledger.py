@@ -73,6 +73,10 @@ class Ledger:
         """Tokens of this prompt that a start now would find computed (at least the last one is not counted)."""
         return self.tree.peek(tokens, salt, (len(tokens) // 4 - 1) // self.page_tokens) * self.page_tokens
 
+    def known(self, tokens: bytes, salt: int) -> tuple[int, bool]:
+        """Tokens of this prompt up to which something known goes on as it does, and whether that goes on otherwise there."""
+        return self.tree.meets(tokens, salt)
+
     def open(self, tokens: bytes, salt: int, n_reserve: int) -> Holding | None:
         """Pages for all of `tokens`, the known prefix shared; None when they and n_reserve more are not there (nothing changed)."""
         n_tokens = len(tokens) // 4

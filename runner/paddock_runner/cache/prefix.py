@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -161,24 +162,21 @@ class PrefixTree:
         n = min(len(edge), end - at, len(tokens) - at) // step * step
         return first_difference(edge, tokens, at, n) // step * step
 
-    def meets(self, tokens: bytes, salt: int) -> int:
-        """Tokens after which nothing known under this salt goes on as `tokens` do. Changes nothing."""
+    def meets(self, tokens: bytes, salt: int) -> tuple[int, bool]:
+        """Tokens up to which something known under this salt goes on as `tokens` do, and whether it goes on otherwise there.
+
+        Changes nothing.
+        """
         node, at = self._roots.get(salt), 0
-        while node is not None:
+        while node is not None and at < len(tokens):
             found = node.children.get(tokens[at : at + self._page_bytes])
-            if found is None:
-                edges = [child.edge for child in node.children.values()][:MAX_LOOKS]
-                return (
-                    max(
-                        (at + first_difference(edge, tokens, at, min(len(edge), len(tokens) - at)) for edge in edges),
-                        default=at,
-                    )
-                    // 4
-                )
-            if not tokens.startswith(found.edge, at):
-                return (at + first_difference(found.edge, tokens, at, min(len(found.edge), len(tokens) - at))) // 4
-            node, at = found, at + len(found.edge)
-        return at // 4
+            edges = [found.edge] if found is not None else [c.edge for c in islice(node.children.values(), MAX_LOOKS)]
+            n = max((first_difference(edge, tokens, at, min(len(edge), len(tokens) - at)) for edge in edges), default=0)
+            at += n
+            if found is None or n < len(found.edge):
+                return at // 4, bool(edges) and at < len(tokens)
+            node = found
+        return at // 4, False
 
     # ---- locks ----
 

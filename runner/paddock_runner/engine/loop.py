@@ -18,7 +18,7 @@ from ..cache.states import StatePool
 from ..errors import PackError, UsageError
 from ..memory.state import StateSizes
 from ..pack.abi import PK_ROW_LENGTH, PK_ROW_NAN, PK_ROW_STOP
-from ..wire.messages import BIND, Done, ErrorCode, Kind, Reason, Refused, RefusedCode, Started
+from ..wire.messages import BIND, Done, ErrorCode, Kind, Miss, Reason, Refused, RefusedCode, Started
 from ..wire.port import EnginePort
 from .cost import chunk_work
 from .counters import Counters
@@ -447,9 +447,24 @@ class Engine:
             request.queued_ns = now_ns - request.received_ns
             self.counters.cached_tokens += request.cached_tokens
             started = Started(
-                request.ask_id, request.cached_tokens, request.prompt_tokens, request.queued_ns, request.slot
+                request.ask_id,
+                request.cached_tokens,
+                request.prompt_tokens,
+                request.queued_ns,
+                request.slot,
+                *self._miss(request),
             )
             self._say(request, Kind.STARTED, started.encode())
+
+    def _miss(self, request: Request) -> tuple[Miss, int]:
+        """Why not more of the prompt was cached, and up to which token it is known. Asked before it enters the tree itself."""
+        ledger, page_tokens = self.ledger, self.sizes.page_tokens
+        if not ledger.is_shared:
+            return Miss.OFF, 0
+        known, differs = ledger.known(request.tokens, request.salt)
+        if min(known, request.n_tokens - 1) // page_tokens * page_tokens > request.done_tokens:
+            return Miss.STATE, known
+        return (Miss.NEW if not known else Miss.DIFFERS if differs else Miss.NONE), known
 
     # ---- the whole ----
 

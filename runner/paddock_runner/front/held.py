@@ -43,7 +43,12 @@ class Held:
 
     @property
     def _is_guarded(self) -> bool:
-        return self.content is None and not self.must_call and bool(self.calls) and (self.is_strict or not self.is_parallel)
+        return (
+            self.content is None
+            and not self.must_call
+            and bool(self.calls)
+            and (self.is_strict or not self.is_parallel)
+        )
 
     async def reading(self, front: Front, exchange: Exchange, wish: Wish, prompt: str) -> Reading:
         """How the answers to a rendered prompt are read, and what they are held to. Raises: UsageError that names the field."""

@@ -146,6 +146,9 @@ def _allow_origin(exchange: Exchange, origin: str) -> None:
                 b"authorization, content-type, x-api-key, x-session-id, anthropic-version, anthropic-beta",
             ),
             (b"access-control-allow-methods", METHODS),
-            (b"access-control-expose-headers", b"x-request-id, x-paddock-ignored-fields, retry-after-ms"),
+            (
+                b"access-control-expose-headers",
+                b"x-request-id, x-paddock-ignored-fields, x-paddock-cache, retry-after-ms",
+            ),
             (b"vary", b"origin"),
         ]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Generic, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
 from ..errors import Cancelled, PaddockError, ShuttingDown, UnknownModel, UsageError
 from ..turns.desk import Desk
 from ..turns.served import Served
-from ..turns.turn import Caller, Turn
+from ..turns.turn import CacheNote, Caller, Turn
 from .auth import Guard
 from .http import Exchange
 from .metrics import Metrics
@@ -28,6 +30,8 @@ _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 MAX_IGNORED = 32
+CACHE = b"x-paddock-cache"
+SHOWN_CHARACTERS = 80
 
 
 @dataclass(slots=True)
@@ -114,10 +118,13 @@ class Shape(Generic[Body]):
 
 
 def caller(exchange: Exchange, key: int, salt: str | None = None) -> Caller:
-    """For whom a turn runs: the key, and within it the session that the client names."""
+    """For whom a turn runs: the key, and within it the session that the client names.
+
+    Prefixes are shared only within a key, and within a key only among requests of one salt.
+    """
     session = exchange.header(b"x-session-id")
     client = key ^ _number(session) if session else key
-    return Caller(client, _number(salt) if salt else 0, exchange.received_ns)
+    return Caller(client, key ^ _number(salt) if salt else key, exchange.received_ns)
 
 
 def _number(text: str) -> int:
@@ -129,6 +136,7 @@ async def run_turn(front: Front, exchange: Exchange, turn: Turn) -> None:
 
     Raises: what the turn ended with; Cancelled when the client left.
     """
+    turn.on_cache = partial(_note_cache, exchange)
     gone = asyncio.get_running_loop().create_task(exchange.until_gone())
     gone.add_done_callback(lambda task: None if task.cancelled() else turn.cancel())
     try:
@@ -151,6 +159,18 @@ async def run_stream(front: Front, exchange: Exchange, turn: Turn, stream: Event
         raise
     finally:
         front.streams.discard(stream)
+
+
+def _note_cache(exchange: Exchange, note: CacheNote, text: str) -> None:
+    """Tells the client, in a header, why not more of its prompt was cached; the log gets numbers, never text."""
+    miss = note.miss.name.lower()
+    words = [f"miss={miss}", f"cached={note.cached_tokens}", f"prompt={note.prompt_tokens}"]
+    if note.miss:
+        words.append(f"at={note.known_tokens}")
+        exchange.log.update(cache_miss=miss, cache_miss_at=note.known_tokens)
+    if text:
+        words.append("text=" + quote(text[:SHOWN_CHARACTERS]))
+    exchange.extra.append((CACHE, "; ".join(words).encode()))
 
 
 def _account(front: Front, exchange: Exchange, turn: Turn) -> None:

@@ -129,7 +129,7 @@ class Choice:
         """The engine began with the prompt."""
         if not self._is_resumed:
             self.cached_tokens = event.cached_tokens
-        self.turn.on_started(event.queued_ns)
+        self.turn.on_started(event, self.prompt)
 
     def on_ended(self, event: Done | Refused) -> None:
         """Nothing more will come from the engine."""

@@ -42,7 +42,18 @@ Jobs = list[tuple["Walk", int]]
 class Walk:
     """One answer's way through a grammar. `first`: the masks to send right behind its ask. Made in a thread."""
 
-    __slots__ = ("_expected", "_index", "_is_walking", "_masks", "_pending", "_walker", "choice", "forced", "is_slow", "matcher")
+    __slots__ = (
+        "_expected",
+        "_index",
+        "_is_walking",
+        "_masks",
+        "_pending",
+        "_walker",
+        "choice",
+        "forced",
+        "is_slow",
+        "matcher",
+    )
 
     def __init__(self, walker: Walker, matcher: Matcher) -> None:
         self._walker = walker

@@ -18,6 +18,7 @@ from ..text.answer import AnswerFormat
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .constrain import Walker
+from .steady import steady
 
 INLINE_CHARACTERS = 4096
 """Texts up to this long are handled in the event loop: less work than changing threads."""
@@ -28,7 +29,10 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Served:
-    """A served model. n_rows: rows of its embedding, ids at or above it do not exist. facts: what else /v1/models says."""
+    """A served model. n_rows: rows of its embedding, ids at or above it do not exist. facts: what else /v1/models says.
+
+    is_steady: lines that clients change in each request are left out of prompts (see steady.py).
+    """
 
     name: str
     tokenizer: Tokenizer
@@ -38,6 +42,7 @@ class Served:
     n_rows: int
     max_top: int = 20
     max_bias: int = 512
+    is_steady: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
     facts: Mapping[str, Any] = field(default_factory=dict)
     walker: Walker = field(init=False)
@@ -54,6 +59,9 @@ class Served:
 
         Raises: UsageError when the model has no (working) template or refuses the conversation.
         """
+
+        if self.is_steady:
+            messages = steady(messages)
 
         def work() -> tuple[array[int], str]:
             begun = time.monotonic()

@@ -12,7 +12,7 @@ from ..errors import Cancelled, PaddockError
 from ..text.events import CallArguments, CallEnd, CallStart
 from ..text.stream import TextStream
 from ..text.tools import Schemas
-from ..wire.messages import Ask
+from ..wire.messages import Ask, Miss, Started
 from .choice import Choice, End, Prob, Reader
 from .constrain import Guide
 from .desk import Desk
@@ -22,6 +22,8 @@ from .wish import Wish
 
 RESUMED = 1000
 """Added to the priority of an answer that goes on: it has waited once."""
+SHOWN_TOKENS = 8
+"""Tokens of the prompt that a client is shown where it leaves the cache."""
 CallPart = CallStart | CallArguments | CallEnd
 
 
@@ -45,6 +47,16 @@ class Sink(Protocol):
 
     def flush(self) -> None:
         """Write what came since the last flush."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheNote:
+    """What the prefix cache knew of a prompt: why not more, tokens that were cached, of how many, and up to where it is known."""
+
+    miss: Miss
+    cached_tokens: int
+    prompt_tokens: int
+    known_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +123,9 @@ class Turn:
         self.choices: list[Choice] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.timing = Timing(received_ns=caller.received_ns)
+        self.cache: CacheNote | None = None
+        self.on_cache: Callable[[CacheNote, str], None] | None = None
+        """Told, before anything is written, what the cache knew of the first prompt, and how that goes on after it."""
         self.is_started = False
         self.is_touched = False
         self._n_open = 0
@@ -175,13 +190,23 @@ class Turn:
         if not self.ended.done():
             self.ended.set_exception(error)
 
-    def on_started(self, queued_ns: int) -> None:
-        """Called by a choice that the engine began."""
+    def on_started(self, event: Started, prompt: int) -> None:
+        """Called by a choice that the engine began, with the number of its prompt."""
         if not self.is_started:
             self.is_started = True
             self.timing.started_ns = self.desk.now_ns
-            self.timing.queued_ns = queued_ns
+            self.timing.queued_ns = event.queued_ns
+            self.cache = CacheNote(event.miss, event.cached_tokens, event.prompt_tokens, event.known_tokens)
+            if self.on_cache is not None:
+                self.on_cache(self.cache, self._goes_on(prompt, event))
             self.sink.started()
+
+    def _goes_on(self, prompt: int, event: Started) -> str:
+        """How the prompt goes on where it leaves what is known: a few tokens of the client's own text."""
+        if event.miss not in (Miss.NEW, Miss.DIFFERS):
+            return ""
+        at = event.known_tokens
+        return self.served.tokenizer.decode(self.prompts[prompt][at : at + SHOWN_TOKENS], skip_special=False)
 
     def on_first_token(self) -> None:
         """Called by a choice that got its first token."""

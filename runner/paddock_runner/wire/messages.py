@@ -60,6 +60,21 @@ class RefusedCode(IntEnum):
     """A field is out of range (front's fault): need = the value, have = its limit, asked = which (BadField)."""
 
 
+class Miss(IntEnum):
+    """Why not more of a prompt was cached."""
+
+    NONE = 0
+    """All that could be cached was."""
+    NEW = 1
+    """Nothing is known that begins as this prompt does."""
+    DIFFERS = 2
+    """It is known up to a token, and goes on otherwise."""
+    STATE = 3
+    """More is known, but no recurrent states were kept there to go on from."""
+    OFF = 4
+    """This model's prefixes are not kept."""
+
+
 class BadField(IntEnum):
     """Which field of an Ask was out of range."""
 
@@ -112,7 +127,7 @@ STEP = Struct("<Qiiii")
 ROW = Struct("<iiiifi")
 """pk_result of pack.h: slot, token, flags, length, logprob, n_top."""
 TOP = Struct("<if")
-STARTED = Struct("<Qiiqii")
+STARTED = Struct("<Qiiqiiii")
 DONE = Struct("<Qiiiiiiqqq")
 REFUSED = Struct("<Qiiqqq")
 VECTOR = Struct("<Qii")
@@ -252,7 +267,10 @@ class StepResult:
 
 @dataclass(slots=True)
 class Started:
-    """An ask left the queue. queued_ns: from received_ns (or arrival at the engine) to admission."""
+    """An ask left the queue. queued_ns: from received_ns (or arrival at the engine) to admission.
+
+    miss: why not more was cached; known_tokens: up to where something known goes on as the prompt does.
+    """
 
     ask_id: int
     cached_tokens: int
@@ -260,15 +278,27 @@ class Started:
     queued_ns: int
     slot: int = -1
     """Where its rows come from; the port minds this. -1: a Bind says it."""
+    miss: Miss = Miss.NONE
+    known_tokens: int = 0
 
     def encode(self) -> bytes:
         """The record's payload."""
-        return STARTED.pack(self.ask_id, self.cached_tokens, self.prompt_tokens, self.queued_ns, self.slot, 0)
+        return STARTED.pack(
+            self.ask_id,
+            self.cached_tokens,
+            self.prompt_tokens,
+            self.queued_ns,
+            self.slot,
+            self.miss,
+            self.known_tokens,
+            0,
+        )
 
     @classmethod
     def decode(cls, payload: memoryview) -> Started:
         """The record from its payload."""
-        return cls(*STARTED.unpack_from(payload)[:5])
+        ask_id, cached, prompt, queued_ns, slot, miss, known, _ = STARTED.unpack_from(payload)
+        return cls(ask_id, cached, prompt, queued_ns, slot, Miss(miss), known)
 
 
 @dataclass(slots=True)

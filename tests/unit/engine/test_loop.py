@@ -10,7 +10,7 @@ from paddock_runner.engine.loop import Engine
 from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.report import device_us
 from paddock_runner.errors import PackError, UsageError
-from paddock_runner.wire.messages import ErrorCode, MaskUpdate, Reason, RefusedCode
+from paddock_runner.wire.messages import ErrorCode, MaskUpdate, Miss, Reason, RefusedCode
 
 from tests.soak.fake_device import FakeDevice, alone
 from tests.soak.rig import SIZES, Answer, Rig, ended_well
@@ -406,3 +406,24 @@ def test_gaps_between_steps_leave_out_the_time_in_which_nobody_wanted_anything()
     assert device_us([]) == {"steps": 0}
     times = [(0, 1000), (3000, 5000), (90_000_000, 90_003_000), (90_003_500, 90_004_500)]
     assert device_us(times) == {"steps": 4, "step_p50": 2.0, "step_p99": 3.0, "gap_p50": 2.0, "gap_p99": 2.0}
+
+
+def test_a_start_tells_why_not_more_was_cached() -> None:
+    rig = Rig(BIG)
+    prompts = [list(range(50)), list(range(50)), [*range(30), *range(900, 920)], [*range(2), 990, 991, 992], [700, 701, 702, 703, 704]]
+    found = []
+    for prompt in prompts:
+        answer = rig.ask(prompt, 1)
+        rig.run()
+        assert answer.started is not None
+        found.append((answer.started.miss, answer.started.known_tokens, answer.started.cached_tokens))
+    assert found == [(Miss.NEW, 0, 0), (Miss.NONE, 48, 48), (Miss.DIFFERS, 30, 28), (Miss.DIFFERS, 2, 0), (Miss.NEW, 0, 0)]
+    rig.close()
+    recurrent = Rig(replace(BIG, recurrent_bytes=64, n_snapshots=1), policy=Policy(share_tokens=8))
+    for prompt in ([*range(60), 1], [999, *range(60), 1]):
+        recurrent.ask(prompt, 1)
+        recurrent.run()
+    again = recurrent.ask([*range(60), 2], 1)
+    recurrent.run()
+    assert again.started is not None and (again.started.miss, again.started.known_tokens, again.done.cached_tokens) == (Miss.STATE, 60, 0)
+    recurrent.close()

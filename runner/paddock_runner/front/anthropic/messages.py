@@ -91,7 +91,9 @@ def _budget(body: MessagesRequest) -> int:
     if told is None:
         return -1
     if not 0 < told < body.max_tokens:
-        raise refuse("thinking.budget_tokens", f"{told} tokens of thinking are not between 1 and max_tokens {body.max_tokens}")
+        raise refuse(
+            "thinking.budget_tokens", f"{told} tokens of thinking are not between 1 and max_tokens {body.max_tokens}"
+        )
     return told
 
 

@@ -49,7 +49,10 @@ async def post_generate(front: Front, exchange: Exchange) -> None:
     if body.images:
         raise refuse("images", "this model takes text, not images")
     if body.template is not None or body.context:
-        raise refuse("template" if body.template is not None else "context", "only the model's own template is used; send messages to /api/chat")
+        raise refuse(
+            "template" if body.template is not None else "context",
+            "only the model's own template is used; send messages to /api/chat",
+        )
     if not body.prompt:
         await _loaded(front, exchange, {"response": ""})
         return
@@ -58,7 +61,9 @@ async def post_generate(front: Front, exchange: Exchange) -> None:
     text = ""
     if body.suffix:
         fill = Fill.of(front.served.tokenizer)
-        prompt = await front.served.run(lambda: fill.prompt(body.prompt, body.suffix or ""), len(body.prompt) + len(body.suffix))
+        prompt = await front.served.run(
+            lambda: fill.prompt(body.prompt, body.suffix or ""), len(body.prompt) + len(body.suffix)
+        )
         wish.stop_ids = fill.marks
     elif body.raw or not front.served.template.exists:
         prompt = await front.served.text_prompt(body.prompt)
@@ -91,7 +96,9 @@ async def _reading(front: Front, exchange: Exchange, wish: Wish, text: str, held
 
 async def _loaded(front: Front, exchange: Exchange, empty: dict[str, Any]) -> None:
     """An empty request asks to load the model, which is loaded."""
-    await exchange.answer_json({"model": front.served.name, "created_at": now(), **empty, "done": True, "done_reason": "load"})
+    await exchange.answer_json(
+        {"model": front.served.name, "created_at": now(), **empty, "done": True, "done_reason": "load"}
+    )
 
 
 async def _answer(

@@ -16,7 +16,18 @@ from ..held import Make, of_schema
 from ..openai.fields import Tool, refuse
 
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
-IGNORED = ("num_ctx", "num_batch", "num_gpu", "main_gpu", "use_mmap", "num_thread", "num_keep", "repeat_last_n", "numa", "low_vram")
+IGNORED = (
+    "num_ctx",
+    "num_batch",
+    "num_gpu",
+    "main_gpu",
+    "use_mmap",
+    "num_thread",
+    "num_keep",
+    "repeat_last_n",
+    "numa",
+    "low_vram",
+)
 """Options about how a model is loaded: this one is loaded already. They are named in the answer's header."""
 Integer = Annotated[int, Meta(ge=-2147483648, le=2147483647)]
 
@@ -141,7 +152,9 @@ def messages_of(messages: Sequence[OllamaMessage]) -> list[Mapping[str, Any]]:
     n_calls = n_results = 0
     for i, message in enumerate(messages):
         if message.role not in ROLES:
-            raise refuse(f"messages[{i}].role", f"the role {message.role[:40]!r} is not one of {', '.join(sorted(ROLES))}")
+            raise refuse(
+                f"messages[{i}].role", f"the role {message.role[:40]!r} is not one of {', '.join(sorted(ROLES))}"
+            )
         if message.images:
             raise refuse(f"messages[{i}].images", "this model takes text, not images")
         plain: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -170,4 +183,3 @@ def now() -> str:
 def plain_name(name: str) -> str:
     """A model's name without the tag that Ollama's clients append."""
     return name.removesuffix(":latest")
-

@@ -21,7 +21,9 @@ class Fill:
     def of(cls, tokenizer: Tokenizer) -> Fill:
         """For one model. Raises: UsageError (param: suffix) for a model without such marks."""
         if tokenizer.fill_ids is None:
-            raise refuse("suffix", "this model does not fill in the middle", "use a model with fill-in-the-middle tokens")
+            raise refuse(
+                "suffix", "this model does not fill in the middle", "use a model with fill-in-the-middle tokens"
+            )
         bos = tokenizer.bos_id
         has_bos = bos is not None and tokenizer.encode("")[:1].tolist() == [bos]
         return cls(tokenizer, tokenizer.fill_ids, (bos,) if has_bos and bos is not None else ())

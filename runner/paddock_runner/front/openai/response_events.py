@@ -29,7 +29,13 @@ class Items:
     """
 
     def __init__(
-        self, response: Body, called: Mapping[str, Called], tokenizer: Tokenizer, stream: EventStream | None, seals: bool, has_probs: bool
+        self,
+        response: Body,
+        called: Mapping[str, Called],
+        tokenizer: Tokenizer,
+        stream: EventStream | None,
+        seals: bool,
+        has_probs: bool,
     ) -> None:
         self._response, self._called, self._tokenizer, self._stream = response, called, tokenizer, stream
         self._seals, self._has_probs = seals, has_probs
@@ -191,7 +197,9 @@ class Items:
         kind = item["type"]
         if kind == "message":
             probs, self._held_probs = self._held_probs, []
-            self._say("response.output_text.delta", {**self._at(), "content_index": 0, "delta": held, "logprobs": probs})
+            self._say(
+                "response.output_text.delta", {**self._at(), "content_index": 0, "delta": held, "logprobs": probs}
+            )
         elif kind == "reasoning":
             self._say("response.reasoning_text.delta", {**self._at(), "content_index": 0, "delta": held})
         elif kind == "function_call":

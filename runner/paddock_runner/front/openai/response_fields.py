@@ -123,9 +123,16 @@ def _add(tools: Tools, i: int, tool: Mapping[str, Any], namespace: str | None) -
         schema = schema or {}
     else:
         description = f"{description}{_format_text(tool.get('format'))}"
-        schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
+        schema = {
+            "type": "object",
+            "properties": {"input": {"type": "string"}},
+            "required": ["input"],
+            "additionalProperties": False,
+        }
     known = name if namespace is None else namespace + SEPARATOR + name
-    tools.functions.append({"type": "function", "function": {"name": known, "description": description, "parameters": schema}})
+    tools.functions.append(
+        {"type": "function", "function": {"name": known, "description": description, "parameters": schema}}
+    )
     tools.schemas[known] = schema
     tools.called[known] = Called(name, kind == "custom", namespace)
     return True
@@ -219,7 +226,10 @@ def _text(param: str, content: object) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = (part.get("text") if kind != "refusal" else part.get("refusal")) if isinstance(part, Mapping) else None
         if not isinstance(kind, str) or kind not in TEXT_PARTS or not isinstance(text, str):
-            raise refuse(f"{param}[{j}]" if isinstance(content, list) else param, f"this model takes text, not {str(kind)[:40]!r}")
+            raise refuse(
+                f"{param}[{j}]" if isinstance(content, list) else param,
+                f"this model takes text, not {str(kind)[:40]!r}",
+            )
         texts.append(text)
     return "\n".join(texts)
 

@@ -80,7 +80,9 @@ def _allowed(choice: Mapping[str, Any], schemas: Schemas) -> tuple[Schemas, bool
     tools, names = told.get("tools"), []
     for tool in tools if isinstance(tools, list) else ():
         inner = tool.get("function") if isinstance(tool, Mapping) else None
-        name = inner.get("name") if isinstance(inner, Mapping) else tool.get("name") if isinstance(tool, Mapping) else None
+        name = (
+            inner.get("name") if isinstance(inner, Mapping) else tool.get("name") if isinstance(tool, Mapping) else None
+        )
         if not isinstance(name, str) or name not in schemas:
             raise refuse("tool_choice", f"the allowed tool {str(name)[:100]!r} is not among the tools")
         names.append(name)
