@@ -61,7 +61,9 @@ def _serve(order: Order) -> None:
     device = build_device(assembly, blueprint, tensors_by_name(checkpoint, blueprint))
     try:
         policy = Policy(max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts)
-        engine_main(EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None), device, [channel])
+        engine_main(
+            EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None), device, [channel]
+        )
     finally:
         device.close()
 

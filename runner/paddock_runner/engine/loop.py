@@ -18,12 +18,14 @@ from ..cache.states import StatePool
 from ..errors import PackError, UsageError
 from ..memory.state import StateSizes
 from ..pack.abi import PK_ROW_LENGTH, PK_ROW_NAN, PK_ROW_STOP
-from ..wire.messages import BIND, Done, ErrorCode, Kind, Miss, Reason, Refused, RefusedCode, Started
+from ..wire.messages import BIND, Done, ErrorCode, Kind, Reason, Refused, RefusedCode, Started
 from ..wire.port import EnginePort
 from .cost import chunk_work
 from .counters import Counters
 from .device import StepDevice
+from .masks import gathers, with_mask
 from .policy import Policy
+from .report import miss_of
 from .request import Phase, Request
 from .scheduler import Scheduler
 from .slots import Chunk, SlotTable
@@ -116,7 +118,7 @@ class Engine:
         is_small = self.slots.history.size < 1 << 31
         self._cells = np.zeros(sizes.max_step_rows, np.int32 if is_small else np.int64)
         self._last_block = self._blocks[0][:0]
-        self._last_done_ns = self._last_took_ns = 0
+        self.last_done_ns = self.last_took_ns = 0
         self.gather_until_ns = 0
         """When a step is launched without the masks that are missing; 0 while none are waited for."""
         self._must_drain = False
@@ -185,10 +187,10 @@ class Engine:
             for request in step.firsts:
                 request.first_ns = request.first_ns or now
             step.firsts = None
-        self._last_took_ns = now - max(step.launched_ns, self._last_done_ns)
+        self.last_took_ns = now - max(step.launched_ns, self.last_done_ns)
         if seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or seq < SEE_FIRST:
-            self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self._last_took_ns / 1000)
-        self._last_done_ns = now
+            self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self.last_took_ns / 1000)
+        self.last_done_ns = now
         if is_eventful:
             for i in np.flatnonzero(block[:, 2]).tolist():
                 self._row_event(*block[i, :4].tolist())
@@ -315,9 +317,9 @@ class Engine:
         if not self._make_way():
             self._must_drain = True
             return False
-        if self.masked and not has_prefill and self._gathers():
+        if self.masked and not has_prefill and gathers(self):
             return False
-        singles = self._with_mask() if self.masked else ()
+        singles = with_mask(self) if self.masked else ()
         n_decode = len(slots.decode) + len(singles)
         now = self.clock()
         chunks = scheduler.plan(n_decode, now) if has_prefill else ()
@@ -408,35 +410,6 @@ class Engine:
         self.scheduler.preempt(victim)
         self.counters.preempted += 1
 
-    def _gathers(self) -> bool:
-        """Whether masks are on their way that are worth waiting for: a step without their rows costs nearly as much as one with them.
-
-        It is waited for as long as the missing rows' share of such a step takes, so that what a late mask costs the others is bounded.
-        """
-        slots = self.slots
-        n_missing = sum(slots.launched(r.slot) + 1 - r.prompt_tokens not in r.masks for r in self.masked)
-        n_ready = len(slots.decode) + len(self.masked) - n_missing
-        self.gather_until_ns = 0
-        if not n_missing or not n_ready:
-            return False
-        if self.in_flight:
-            return n_missing >= n_ready
-        until = self._last_done_ns + self._last_took_ns * n_missing // n_ready
-        if self.clock() >= until:
-            return False
-        self.gather_until_ns = until
-        return True
-
-    def _with_mask(self) -> list[int]:
-        """Slots of masked requests whose next mask is here; stages the masks."""
-        found = []
-        for request in self.masked:
-            words = request.masks.pop(self.slots.launched(request.slot) + 1 - request.prompt_tokens, None)
-            if words is not None:
-                self.slots.write_mask(request.slot, words)
-                found.append(request.slot)
-        return found
-
     def _started(self, request: Request, now_ns: int) -> None:
         """A request has got its slot."""
         self.states.start(request)
@@ -452,19 +425,9 @@ class Engine:
                 request.prompt_tokens,
                 request.queued_ns,
                 request.slot,
-                *self._miss(request),
+                *miss_of(self.ledger, request),
             )
             self._say(request, Kind.STARTED, started.encode())
-
-    def _miss(self, request: Request) -> tuple[Miss, int]:
-        """Why not more of the prompt was cached, and up to which token it is known. Asked before it enters the tree itself."""
-        ledger, page_tokens = self.ledger, self.sizes.page_tokens
-        if not ledger.is_shared:
-            return Miss.OFF, 0
-        known, differs = ledger.known(request.tokens, request.salt)
-        if min(known, request.n_tokens - 1) // page_tokens * page_tokens > request.done_tokens:
-            return Miss.STATE, known
-        return (Miss.NEW if not known else Miss.DIFFERS if differs else Miss.NONE), known
 
     # ---- the whole ----
 

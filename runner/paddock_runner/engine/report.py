@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from .request import Phase
+from ..cache.ledger import Ledger
+from ..wire.messages import Miss
+from .request import Phase, Request
 
 if TYPE_CHECKING:
     from .loop import Engine
@@ -101,3 +103,14 @@ def report(engine: Engine) -> dict[str, Any]:
             for r in running
         ],
     }
+
+
+def miss_of(ledger: Ledger, request: Request) -> tuple[Miss, int]:
+    """Why not more of the prompt was cached, and up to which token it is known. Asked before it enters the tree itself."""
+    page_tokens = ledger.page_tokens
+    if not ledger.is_shared:
+        return Miss.OFF, 0
+    known, differs = ledger.known(request.tokens, request.salt)
+    if min(known, request.n_tokens - 1) // page_tokens * page_tokens > request.done_tokens:
+        return Miss.STATE, known
+    return (Miss.NEW if not known else Miss.DIFFERS if differs else Miss.NONE), known

@@ -245,7 +245,7 @@ def test_a_step_waits_for_missing_masks_as_long_as_their_share_of_it_takes() -> 
     rig.fronts[0].masks([MaskUpdate(i, 0, mask) for i in (1, 2, 3)])
     turns(rig, 6)
     assert [len(a.tokens) for a in asks] == [1, 1, 1]
-    rig.engine._last_done_ns, rig.engine._last_took_ns = 1000, 400
+    rig.engine.last_done_ns, rig.engine.last_took_ns = 1000, 400
     rig.fronts[0].masks([MaskUpdate(i, 1, mask) for i in (1, 2)])
     now[0] = 1199
     turns(rig, 6)
