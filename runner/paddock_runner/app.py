@@ -28,7 +28,7 @@ from .errors import PackError, PaddockError, UnknownModel, UsageError
 from .files.checkpoint import Checkpoint, open_checkpoint
 from .files.view import TensorView
 from .front import auth
-from .front.server import Server, bind
+from .front.server import Server, bind, check_tls
 from .front.service import Front
 from .manifest import verify, wheel_name
 from .memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
@@ -161,6 +161,7 @@ def serve(config: Config) -> int:
     auth.check_exposure(config.host, config.auth)
     if config.state_file is not None and not config.state_file.absolute().parent.is_dir():
         raise UsageError(f"--state-file: there is no folder {config.state_file.absolute().parent}")
+    tls = check_tls(config.tls_cert, config.tls_key)
     _allow_many_files()
     keys, is_new = _keys(config)
     listener = bind(config.host, config.port)
@@ -173,7 +174,7 @@ def serve(config: Config) -> int:
             print(f"paddock-runner: a new API key was written to {config.key_file}", flush=True)
         for note in opened.blueprint.notes:
             log.warning("note", text=note)
-        return _run(config, opened, listener, keys)
+        return _run(config, opened, listener, Door(keys, tls))
     finally:
         listener.close()
 
@@ -184,7 +185,15 @@ def _allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _keys(config: Config) -> tuple[tuple[str, ...], bool]:
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Who is let in, and the certificate and key of https."""
+
+    keys: tuple[auth.Key, ...]
+    tls: tuple[str, str] | None
+
+
+def _keys(config: Config) -> tuple[tuple[auth.Key, ...], bool]:
     if not config.auth:
         return (), False
     if config.api_key_file is not None:
@@ -192,7 +201,7 @@ def _keys(config: Config) -> tuple[tuple[str, ...], bool]:
     return auth.made_keys(config.key_file)
 
 
-def _run(config: Config, opened: Opened, listener: socket.socket, keys: tuple[str, ...]) -> int:
+def _run(config: Config, opened: Opened, listener: socket.socket, door: Door) -> int:
     channel = Channel.create()
     order = Order(
         str(config.model_path.absolute()), str(opened.place.pack), channel.text, opened.plan.sizes, opened.plan.kv_format,
@@ -211,7 +220,7 @@ def _run(config: Config, opened: Opened, listener: socket.socket, keys: tuple[st
         runner = Runner(config, opened, served, Desk(port), process)
         factory = _loop_factory()
         with asyncio.Runner(loop_factory=factory) as loop:
-            return loop.run(runner.run(listener, keys))
+            return loop.run(runner.run(listener, door))
     finally:
         end(process)
 
@@ -244,12 +253,12 @@ class Runner:
         self._code = 0
         self._is_stopping = False
 
-    async def run(self, listener: socket.socket, keys: tuple[str, ...]) -> int:
+    async def run(self, listener: socket.socket, door: Door) -> int:
         """Serves until told to stop. Returns the exit code."""
         config, loop = self._config, asyncio.get_running_loop()
-        guard = auth.Guard(keys, (*config.allow_host, config.host), config.allow_origin)
+        guard = auth.Guard(door.keys, (*config.allow_host, config.host), config.allow_origin)
         self._front = Front(self._served, self._desk, guard, int(config.max_body_mib * (1 << 20)), config.comment_s)
-        self._server = Server(self._front, config.keep_alive_s, config.drain_s)
+        self._server = Server(self._front, config.keep_alive_s, config.drain_s, door.tls)
         self._desk.on_dead = self._on_dead
         self._desk.listen(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -281,7 +290,8 @@ class Runner:
         }  # fmt: skip
         if config.state_file is not None:
             write_atomically(config.state_file, msgspec.json.encode(facts) + b"\n")
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if config.tls_cert else "http"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         pool = self._opened.plan.pool_tokens
         print(
             f"paddock-runner: {self._served.name} is ready at {url}/v1 after {time.monotonic() - begun:.1f} s: contexts of "

@@ -63,8 +63,10 @@ class Config:
     )
     max_queue: int = knob(1024, "requests that may wait; more get a 429", unit="requests", low=1)
     api_key_file: Path | None = knob(
-        None, "file with the keys that clients may send, one per line (default: made once)"
+        None, "file with the keys that clients may send, a line each: KEY or sha256:HEX, and admin or inference (default: made once)"
     )
+    tls_cert: Path | None = knob(None, "PEM file with the certificate (and its chain) to serve https with")
+    tls_key: Path | None = knob(None, "PEM file with the key of --tls-cert")
     auth: bool = knob(True, "let clients in without a key (loopback only)", flag="--no-auth")
     allow_origin: tuple[str, ...] = knob((), "web origin that may call from a browser (repeatable)")
     allow_host: tuple[str, ...] = knob(

@@ -89,3 +89,20 @@ def test_truncated_file_is_exit_7_from_every_command(paddock, model, tmp_path):
         done = paddock(*words)
         assert done.code == 7, (words, done.err)
         assert "cut.gguf" in done.err and "Traceback" not in done.err
+
+
+def test_https_by_the_runner_itself(paddock, model, tmp_path):
+    import ssl
+    import subprocess
+
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=x"]
+    subprocess.run([*words, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    assert paddock("serve", model, "--port", "0", "--ctx", "256", "--tls-cert", key, "--tls-key", key).code == 7
+    done = paddock("serve", model, "--port", "0", "--ctx", "256", "--batch", "1", "--device", "cpu", "--tls-cert", cert, "--tls-key", key, "--json")
+    assert done.code == 0, done.err
+    context = ssl.create_default_context(cafile=cert)
+    context.check_hostname = False
+    with urllib.request.urlopen(done.json["server"]["url"] + "/health", context=context) as answer:
+        assert answer.status == 200
+    assert paddock("run", model, "Say hello.", "--temperature", "0", "--max-tokens", "4").out.strip()

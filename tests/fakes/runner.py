@@ -6,9 +6,11 @@ It echoes the last message, word by word; `use NAME {...}` calls that tool where
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import ssl
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +18,7 @@ from pathlib import Path
 
 WITH_VALUE = {
     "--model", "--name", "--kernel-pack", "--device", "--host", "--port", "--max-batch", "--max-ctx", "--kv-dtype", "--threads",
-    "--api-key-file", "--state-file",
+    "--api-key-file", "--state-file", "--tls-cert", "--tls-key",
 }  # fmt: skip
 
 
@@ -70,7 +72,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def is_allowed(self) -> bool:
         """The key."""
-        if not self.keys or self.headers.get("Authorization", "") in [f"Bearer {k}" for k in self.keys]:
+        sent = hashlib.sha256(self.headers.get("Authorization", "").removeprefix("Bearer ").encode()).hexdigest()
+        if not self.keys or f"sha256:{sent}" in self.keys:
             return True
         self.reply(401, {"error": {"message": "no key, or a wrong one", "code": "invalid_api_key", "hint": "send the key"}})
         return False
@@ -144,6 +147,10 @@ def main() -> None:
     except OSError as error:
         sys.stderr.write(f"error: port {flags['--port']}: {error.strerror}\n")
         sys.exit(2)
+    if "--tls-cert" in flags:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(flags["--tls-cert"], flags["--tls-key"])
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     state = {
         "pid": os.getpid(), "host": flags["--host"], "port": server.server_port, "model": flags["--name"],

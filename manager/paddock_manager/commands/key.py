@@ -1,34 +1,78 @@
-"""paddock key: the key that clients of this machine's servers present."""
+"""paddock key: the key that clients of this machine's servers present, and keys for others."""
 
 from __future__ import annotations
 
+from paddock_runner.errors import UsageError
+
 from paddock_manager import paths
 from paddock_manager.fleet import keys, state
-from paddock_manager.options import Command, Option, Values
+from paddock_manager.options import Argument, Command, Option, Values
 from paddock_manager.ui import Ui
 
 COMMAND = Command(
     "key",
-    "Print the key that clients send as a bearer token; it is made at first use.",
-    (),
+    "Print the key that clients send as a bearer token; it is made at first use. Give others keys of their own.",
     (
-        Option("--new", "make a new key; servers that run keep the old one until they are restarted"),
+        Argument("verb", "add, rm or ls: keys for others", required=False),
+        Argument("name", "whose key", required=False),
+    ),
+    (
+        Option(
+            "--scope",
+            "what an added key may do: ask models, or also read metrics and state",
+            "text",
+            choices=keys.SCOPES,
+        ),
+        Option("--new", "make a new key for this machine"),
         Option("--path", "print where it is kept, not the key"),
     ),
-    "It lies in a file that only you can read, and never appears in logs.",
-    ('curl -H "Authorization: Bearer $(paddock key)" http://127.0.0.1:11660/v1/models',),
+    "It lies in a file that only you can read, and never appears in logs; servers check hashes. An added key is shown once. "
+    "Servers that run take changes when they are restarted.",
+    (
+        'curl -H "Authorization: Bearer $(paddock key)" http://127.0.0.1:11660/v1/models',
+        "paddock key add phone --scope inference",
+    ),
 )
 
 
 def run(values: Values, ui: Ui) -> int:
-    """Print it."""
+    """Print it, or change the list."""
     places = paths.places()
+    verb, name = values.text("verb"), values.text("name")
+    if verb not in ("", "add", "rm", "ls"):
+        raise UsageError(f"key does not know {verb!r}", "it knows add, rm and ls")
+    if verb in ("add", "rm") and not name:
+        raise UsageError(f"key {verb} needs NAME")
+    if verb == "ls":
+        return listed(places, ui)
+    if verb == "add":
+        fresh = keys.add(places, name, values.text("scope", "inference"))
+        _changed(places, ui)
+        ui.result("key", {"path": str(keys.server_file(places)), "key": fresh}, lambda u: u.line(fresh))
+        return 0
+    if verb == "rm":
+        keys.remove(places, name)
+        _changed(places, ui)
+        return listed(places, ui)
     if values.flag("new"):
         keys.make(places)
-        running = [s.name for s in state.servers(places)]
-        if running:
-            ui.warn(f"{', '.join(running)} still take the old key; restart them")
+        _changed(places, ui)
     path = keys.key_file(places)
     word = str(path) if values.flag("path") else keys.key(places)
     ui.result("key", {"path": str(path)} | ({} if values.flag("path") else {"key": word}), lambda u: u.line(word))
     return 0
+
+
+def listed(places: paths.Places, ui: Ui) -> int:
+    """Whose keys are let in."""
+    path = keys.server_file(places)
+    rows = [{"name": e.name, "scope": e.scope} for e in keys.entries(places)]
+    body = {"path": str(path), "keys": rows}
+    ui.result("key", body, lambda u: u.table(("KEY", "SCOPE"), [(r["name"], r["scope"]) for r in rows]))
+    return 0
+
+
+def _changed(places: paths.Places, ui: Ui) -> None:
+    running = [s.name for s in state.servers(places)]
+    if running:
+        ui.warn(f"{', '.join(running)} still take the old keys; restart them")

@@ -108,5 +108,5 @@ def _server(places: paths.Places, word: str, ui: Ui) -> state.Server:
         if server.path == str(found.path):
             return server
     return serve.started(
-        places, Launch(found.name, found.ref, found.path, key_file=keys.key_file(places)), ui, serve.START_S
+        places, Launch(found.name, found.ref, found.path, key_file=keys.server_file(places)), ui, serve.START_S
     )

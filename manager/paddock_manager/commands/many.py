@@ -35,6 +35,7 @@ class Ask:
     port: int
     key_file: Path | None
     start_s: float
+    tls: tuple[str, ...] = ()
 
 
 def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> Launch:
@@ -62,12 +63,15 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
         str(ready),
         list(spawn.RUNNER),
         models,
+        list(ask.tls),
     )
     path = places.fleet / f"{spawn.log_path(places, ask.name).stem}.plan.json"
     write_json(path, asdict(plan), 0o600)
     command = (sys.executable, "-m", "paddock_manager.web", str(path))
     asked = {"models": names, "budget_bytes": budget}
-    return Launch(ask.name, "", Path(), "", ask.host, ask.port, ask.key_file, (), asked, (), command, ready)
+    return Launch(
+        ask.name, "", Path(), "", ask.host, ask.port, ask.key_file, (), asked, (), command, ready, tls=ask.tls
+    )
 
 
 def _model(found: Target, given: dict[str, str], where: fit.Where, budget_bytes: int, by: str) -> dict[str, Any]:

@@ -23,7 +23,13 @@ COMMAND = Command(
 def row(places: paths.Places, server: Server) -> dict[str, Any]:
     """One server, and what its watch reported."""
     told = watch.report_of(places.fleet, server.name)
-    state = "ready" if client.is_ready(server.host, server.port, 2.0) else "restarting" if told else "not answering"
+    state = (
+        "ready"
+        if client.is_ready(server.host, server.port, 2.0, server.tls_cert)
+        else "restarting"
+        if told
+        else "not answering"
+    )
     last = {
         "restarts": told.get("restarts", 0),
         "ended": told.get("ended", ""),

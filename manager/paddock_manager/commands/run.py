@@ -172,7 +172,7 @@ def server_for(places: paths.Places, found: Target, values: Values, ui: Ui) -> I
         found.ref,
         found.path,
         found.name,
-        key_file=keys.key_file(places),
+        key_file=keys.server_file(places),
         flags=target.runner_flags(wanted),
         asked=dict(given),
         is_watched=keep,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Any
 
 from paddock_runner.errors import UsageError
@@ -28,6 +29,8 @@ COMMAND = Command(
         Option("--host", "address to listen on (default 127.0.0.1)", "text", value="ADDRESS"),
         Option("--name", "the name that clients and `paddock ps` use", "text"),
         Option("--no-auth", "let clients in without a key; loopback only"),
+        Option("--tls-cert", "serve https with this certificate (PEM, with its chain)", "path", value="FILE"),
+        Option("--tls-key", "the key of --tls-cert", "path", value="FILE"),
         Option("--systemd", "print a systemd user unit that serves the model, and start nothing"),
         Option("--timeout", "how long to wait until it is ready (default 900 s)", "float", value="SECONDS"),
         Option("--budget", "several models: memory for all of them (default what is free)", "size", value="SIZE"),
@@ -59,20 +62,21 @@ def run(values: Values, ui: Ui) -> int:
     port = settings.value(places.config_file, "serve.port", values.integer("port"))
     timeout_s = settings.value(places.config_file, "serve.timeout", values.number("timeout"))
     refuse_taken(places, name, port)
-    if not is_loopback(host):
+    tls = tls_of(values)
+    if not is_loopback(host) and not tls:
         ui.warn(f"listening on {host}: anybody who reaches it and has the key can use it; the traffic is not encrypted")
     given = target.asked(values)
-    key_file = None if values.flag("no_auth") else keys.key_file(places)
+    key_file = None if values.flag("no_auth") else keys.server_file(places)
     if is_gateway:
         from paddock_manager.commands import many
 
-        launch = many.gateway(places, found, many.Ask(name, host, port, key_file, float(timeout_s)), values)
+        launch = many.gateway(places, found, many.Ask(name, host, port, key_file, float(timeout_s), tls), values)
     else:
         model = found[0]
         flags = target.runner_flags(given)
         is_watched = not values.flag("systemd")  # systemd watches its own units
         launch = Launch(
-            name, model.ref, model.path, "", host, port, key_file, flags, dict(given), is_watched=is_watched
+            name, model.ref, model.path, "", host, port, key_file, flags, dict(given), is_watched=is_watched, tls=tls
         )
     if values.flag("systemd"):
         text = unit(places, launch)
@@ -82,6 +86,17 @@ def run(values: Values, ui: Ui) -> int:
     body = {"server": facts(server), "auth": key_file is not None}
     ui.result("serve", body, lambda u: u.line(f"{server.name} is served at {server.url}/v1 ({describe(server)})"))
     return 0
+
+
+def tls_of(values: Values) -> tuple[str, ...]:
+    """Certificate and key as absolute paths; () without. Raises: UsageError when only one is given, or one is not there."""
+    given = [Path(values.text(k)).expanduser().absolute() for k in ("tls_cert", "tls_key") if values.text(k)]
+    if len(given) == 1:
+        raise UsageError("TLS needs both files", "--tls-cert FILE --tls-key FILE")
+    for path in given:
+        if not path.is_file():
+            raise UsageError(f"{path}: there is no such file", path=str(path))
+    return tuple(map(str, given))
 
 
 def unit(places: paths.Places, launch: Launch) -> str:

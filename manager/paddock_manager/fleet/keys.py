@@ -1,20 +1,41 @@
-"""The key of this machine's servers: made once, kept with mode 0600, never on a command line or in a log."""
+"""Keys: this machine's own, made once and kept with mode 0600; and the list that its servers check, which holds hashes only.
+
+keys/api_key        the key that this machine's own commands send; it may do everything
+keys/server_keys    a line each: sha256:HEX SCOPE NAME, for the key above and for those given to others; read by runners and gateways
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
+import re
 import secrets
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
-from paddock_runner.errors import FileError
+from paddock_runner.errors import FileError, UnknownModel, UsageError
 
 from paddock_manager.disk import write_text
 from paddock_manager.paths import Places
 
+OWN = "this-machine"
+SCOPES = ("inference", "admin")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key that is let in. digest: SHA-256 of it, in hex."""
+
+    digest: str
+    scope: str
+    name: str
+
 
 def key_file(places: Places) -> Path:
-    """The file with the key; made when there is none.
+    """The file with our own key; made when there is none.
 
     Raises: FileError when others may read it.
     """
@@ -27,7 +48,7 @@ def key_file(places: Places) -> Path:
 
 
 def key(places: Places) -> str:
-    """The key itself.
+    """Our own key.
 
     Raises: FileError when the file is empty or open to others.
     """
@@ -43,6 +64,91 @@ def make(places: Places) -> str:
     path = places.key_file
     path.parent.mkdir(parents=True, exist_ok=True)
     os.chmod(path.parent, 0o700)
-    fresh = "pk-" + secrets.token_urlsafe(32)
+    fresh = _fresh()
     write_text(path, fresh + "\n", mode=0o600)
     return fresh
+
+
+def server_file(places: Places) -> Path:
+    """The list that servers check, with our own key in it. Raises: FileError."""
+    own = Entry(_hash(key(places)), "admin", OWN)
+    others = [e for e in entries(places) if e.name != OWN]
+    _write(places, [own, *others])
+    return _list(places)
+
+
+def entries(places: Places) -> list[Entry]:
+    """Every key that is let in. Raises: FileError for a line that is none."""
+    try:
+        lines = _list(places).read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{_list(places)}: cannot be read ({error})", path=str(_list(places))) from None
+    return [_entry(places, line) for line in lines if line.strip() and not line.startswith("#")]
+
+
+def add(places: Places, name: str, scope: str) -> str:
+    """A new key for somebody else. It is returned, and kept nowhere but as its hash. Raises: UsageError."""
+    if not NAME.fullmatch(name) or name == OWN:
+        raise UsageError(f"{name!r} cannot be the name of a key", "letters, digits, dots, dashes and underscores")
+    found = entries(places)
+    if name in {e.name for e in found}:
+        raise UsageError(f"there is a key {name} already", f"`paddock key rm {name}` first", name=name)
+    fresh = _fresh()
+    _write(places, [*found, Entry(_hash(fresh), scope, name)])
+    return fresh
+
+
+def remove(places: Places, name: str) -> None:
+    """Let a key in no more. Raises: UnknownModel."""
+    found = entries(places)
+    kept = [e for e in found if e.name != name or e.name == OWN]
+    if len(kept) == len(found):
+        known = [e.name for e in found if e.name != OWN]
+        raise UnknownModel(f"there is no key {name!r}", "there are " + ", ".join(known) if known else "", name=name)
+    _write(places, kept)
+
+
+class Ring:
+    """Checks keys against a list of hashes, in constant time."""
+
+    def __init__(self, found: list[Entry]):
+        self._digests = [bytes.fromhex(e.digest) for e in found]
+
+    def lets_in(self, given: list[str]) -> bool:
+        """Is any of these a key?"""
+        is_known = False
+        for text in given:
+            digest = hashlib.sha256(text.encode("latin-1", "replace")).digest()
+            for known in self._digests:
+                is_known |= hmac.compare_digest(digest, known)
+        return is_known
+
+
+def _list(places: Places) -> Path:
+    return places.key_file.with_name("server_keys")
+
+
+def _write(places: Places, found: list[Entry]) -> None:
+    text = "".join(f"sha256:{e.digest} {e.scope} {e.name}\n" for e in found)
+    path = _list(places)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.chmod(path.parent, 0o700)
+    write_text(path, text, mode=0o600)
+
+
+def _entry(places: Places, line: str) -> Entry:
+    words = line.split()
+    digest = words[0].removeprefix("sha256:")
+    if len(words) != 3 or not re.fullmatch(r"[0-9a-f]{64}", digest) or words[1] not in SCOPES:
+        raise FileError(f"{_list(places)}: a line is sha256:HEX SCOPE NAME", "remove the line", path=str(_list(places)))
+    return Entry(digest, words[1], words[2])
+
+
+def _fresh() -> str:
+    return "pk-" + secrets.token_urlsafe(32)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("latin-1", "replace")).hexdigest()

@@ -49,6 +49,7 @@ class Launch:
 
     flags: the runner's own options, as words, beside those that are set here. runner: the program, (): the one installed here.
     command: all words, for a program that is no runner and knows its ready_file. is_watched: started again when it dies.
+    tls: certificate and key files.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Launch:
     command: tuple[str, ...] = ()
     ready_file: Path | None = None
     is_watched: bool = False
+    tls: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -86,6 +88,7 @@ class Launch:
             str(self.port),
         ]
         out += ["--api-key-file", str(self.key_file)] if self.key_file else ["--no-auth"]
+        out += ["--tls-cert", self.tls[0], "--tls-key", self.tls[1]] if self.tls else []
         return [*out, *self.flags, "--state-file", str(ready_file)]
 
 
@@ -129,6 +132,7 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
             launch.name, launch.ref, str(launch.path), process.pid, born(process.pid), str(facts.get("host", launch.host)),
             int(facts["port"]), str(facts.get("device", "")), int(facts.get("max_ctx_tokens", 0)), int(facts.get("max_batch", 0)),
             str(log), round(time.time(), 3), launch.asked, launch.shown,
+            launch.tls[0] if launch.tls else "",
         )  # fmt: skip
         state.remember(places, server)
         CHILDREN[process.pid] = process
@@ -174,7 +178,9 @@ def _wait(
             raise died(launch.shown, code, log)
         if not facts:
             facts = _read_ready(ready_file)
-        if facts and client.is_ready(str(facts.get("host", launch.host)), int(facts["port"])):
+        if facts and client.is_ready(
+            str(facts.get("host", launch.host)), int(facts["port"]), tls_cert=launch.tls[0] if launch.tls else ""
+        ):
             return facts
         passed = time.monotonic() - begun
         if passed > timeout_s:

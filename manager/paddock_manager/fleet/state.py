@@ -20,7 +20,7 @@ from paddock_manager.paths import Places
 class Server:
     """One runner that was started. born: start time of pid in clock ticks. asked: what was asked for, by option name.
 
-    model: what its API calls the model.
+    model: what its API calls the model. tls_cert: the certificate that it serves https with, "" for http.
     """
 
     name: str
@@ -37,12 +37,14 @@ class Server:
     started_at: float
     asked: dict[str, Any] = field(default_factory=dict)
     model: str = ""
+    tls_cert: str = ""
 
     @property
     def url(self) -> str:
         """Where its API is."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        scheme = "https" if self.tls_cert else "http"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
     @property
     def is_alive(self) -> bool:

@@ -7,9 +7,10 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvicorn
-from paddock_runner.errors import PaddockError, UsageError
+from paddock_runner.errors import FileError, PaddockError, UsageError
 
 from paddock_manager import paths
 from paddock_manager.fleet import keys, spawn
@@ -51,8 +52,15 @@ def serve(plan: Plan) -> int:
     pool.adopt()
     listener = _listen(plan.host, plan.port)
     port = listener.getsockname()[1]
-    gateway = Gateway(pool, keys.key(places) if key_file else "")
-    config = uvicorn.Config(gateway, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=10)
+    gateway = Gateway(pool, keys.key(places) if key_file else "", keys.Ring(keys.entries(places)))
+    tls: dict[str, Any] = {"ssl_certfile": plan.tls[0], "ssl_keyfile": plan.tls[1]} if plan.tls else {}
+    config = uvicorn.Config(
+        gateway, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=10, **tls
+    )
+    try:
+        config.load()
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise FileError(f"{plan.tls[0]} and {plan.tls[1]} cannot be used for TLS: {error}", path=plan.tls[0]) from None
     ready = {
         "pid": os.getpid(),
         "host": plan.host,

@@ -6,7 +6,6 @@ An ASGI application. Management is not on this port: only /v1/* of the runners, 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 import json
 import socket
@@ -27,6 +26,7 @@ from paddock_runner.errors import (
 )
 
 from paddock_manager.fleet.client import Unreachable
+from paddock_manager.fleet.keys import Ring
 from paddock_manager.fleet.state import Server
 from paddock_manager.web.pool import Pool
 
@@ -50,10 +50,10 @@ KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 
 
 class Gateway:
-    """The application. key "": everybody who reaches the port may use it."""
+    """The application. key: what runners are asked with; "": everybody who reaches the port may use it. ring: whose keys are let in."""
 
-    def __init__(self, pool: Pool, key: str):
-        self.pool, self._key = pool, key
+    def __init__(self, pool: Pool, key: str, ring: Ring):
+        self.pool, self._key, self._ring = pool, key, ring
         self._names = {"localhost", socket.gethostname().lower()}
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0),
@@ -126,8 +126,7 @@ class Gateway:
         """Raises: Unauthorized."""
         if not self._key:
             return
-        given = [headers.get(h, "").removeprefix("Bearer ").removeprefix("bearer ").strip() for h in KEY_HEADERS]
-        if not any([hmac.compare_digest(g.encode(), self._key.encode()) for g in given if g]):
+        if not self._ring.lets_in([key for h in KEY_HEADERS if (key := _bare(headers.get(h, "").strip()))]):
             raise Unauthorized("no key, or a wrong one", "send `Authorization: Bearer KEY`; `paddock key` prints it")
 
     async def _forward(self, scope: Scope, headers: dict[str, str], body: bytes, receive: Receive, send: Send) -> None:
@@ -155,7 +154,7 @@ class Gateway:
 
     async def _pass(self, server: Server, scope: Scope, headers: dict[str, str], body: bytes, send: Send) -> None:
         """One exchange with a runner. Raises: Unreachable."""
-        kept = {k: v for k, v in headers.items() if k not in HOP and k != "origin"}
+        kept = {k: v for k, v in headers.items() if k not in HOP and k not in (*KEY_HEADERS, "origin")}
         if self._key:
             kept["authorization"] = f"Bearer {self._key}"  # however the client spelt it
         query = scope.get("query_string", b"").decode("latin-1")
@@ -275,6 +274,12 @@ async def _problem(send: Send, error: PaddockError) -> None:
         {"error": {"message": error.message, "type": kind, "param": None, "code": error.code, "hint": error.hint}},
         extra,
     )
+
+
+def _bare(value: str) -> str:
+    """A key without the word Bearer."""
+    scheme, _, key = value.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else value
 
 
 def _host_of(url: str) -> str:

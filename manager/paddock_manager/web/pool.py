@@ -223,3 +223,4 @@ class Plan:
     ready_file: str
     runner: list[str]
     models: list[dict[str, Any]] = field(default_factory=list)
+    tls: list[str] = field(default_factory=list)

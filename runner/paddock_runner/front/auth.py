@@ -1,4 +1,4 @@
-"""Who may call: bearer keys (also on loopback), and which Host and Origin a request may carry."""
+"""Who may call: keys (also on loopback) with what they may do, and which Host and Origin a request may carry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable
-from hashlib import blake2b
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,11 +18,30 @@ from .http import Exchange
 
 MAX_KEY_FILE_BYTES = 1 << 20
 LOCAL_NAMES = frozenset({"localhost", "ip6-localhost", "host.docker.internal"})
+KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
+ADMIN, INFERENCE = "admin", "inference"
+HASHED = "sha256:"
 _ANYBODY = 1
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys in a file: one a line, `#` starts a comment. Raises: FileError when it cannot be read or holds none."""
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key that is let in: the SHA-256 of it (keys are long and random, so no salt is needed), and what it may do."""
+
+    digest: bytes
+    scope: str = ADMIN
+
+
+def key_of(text: str, scope: str = ADMIN) -> Key:
+    """A key that is known in the clear."""
+    return Key(sha256(text.encode("latin-1", "replace")).digest(), scope)
+
+
+def read_keys(path: Path) -> tuple[Key, ...]:
+    """The keys in a file: a line each, `KEY [SCOPE [NAME]]`. KEY may be its hash, as sha256:HEX; SCOPE is admin or inference.
+
+    `#` starts a comment. Raises: FileError when the file cannot be read, holds no key or a line that is none.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_KEY_FILE_BYTES).decode("utf-8")
@@ -30,15 +50,34 @@ def read_keys(path: Path) -> tuple[str, ...]:
         raise FileError(
             f"the key file {path} cannot be read: {reason}", "check --api-key-file", path=str(path)
         ) from None
-    keys = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
-    if not keys:
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    if not lines:
         raise FileError(f"the key file {path} holds no key", "write one key a line, or use --no-auth", path=str(path))
-    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+    return tuple(_read_line(path, number, words) for number, words in enumerate(lines, 1))
+
+
+def _read_line(path: Path, number: int, words: list[str]) -> Key:
+    key, scope = words[0], words[1] if len(words) > 1 else ADMIN
+    if scope not in (ADMIN, INFERENCE) or len(words) > 3:
+        raise FileError(
+            f"key {number} in {path}: {scope[:40]!r} is not a scope",
+            "a line is KEY [admin|inference [NAME]]",
+            path=str(path),
+        )
+    if not (key.isascii() and key.isprintable()):
         raise FileError(f"a key in {path} is not plain ASCII, so no HTTP header can carry it", path=str(path))
-    return keys
+    if not key.startswith(HASHED):
+        return key_of(key, scope)
+    try:
+        digest = bytes.fromhex(key.removeprefix(HASHED))
+    except ValueError:
+        digest = b""
+    if len(digest) != 32:
+        raise FileError(f"key {number} in {path} is no SHA-256 in hex", path=str(path))
+    return Key(digest, scope)
 
 
-def made_keys(path: Path) -> tuple[tuple[str, ...], bool]:
+def made_keys(path: Path) -> tuple[tuple[Key, ...], bool]:
     """The keys of a file that is made (mode 0600, one random key) when it is not there. Returns also whether it was made."""
     if path.exists():
         return read_keys(path), False
@@ -51,7 +90,7 @@ def made_keys(path: Path) -> tuple[tuple[str, ...], bool]:
         os.replace(part, path)
     except OSError as error:
         raise FileError(f"the key file {path} cannot be written: {error.strerror}", path=str(path)) from None
-    return (key,), True
+    return (key_of(key),), True
 
 
 def is_loopback(host: str) -> bool:
@@ -73,10 +112,10 @@ def check_exposure(host: str, has_keys: bool) -> None:
 
 
 class Guard:
-    """Checks Host and Origin, then the key. keys: () lets everybody in."""
+    """Checks Host and Origin, then the key. keys: () lets everybody in; one in the clear may do everything."""
 
-    def __init__(self, keys: Iterable[str], hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
-        self._keys = tuple(key.encode() for key in keys)
+    def __init__(self, keys: Iterable[Key | str], hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
+        self._keys = tuple(key_of(key) if isinstance(key, str) else key for key in keys)
         self._hosts = LOCAL_NAMES | {h.lower() for h in hosts} | {socket.gethostname().lower()}
         self._origins = frozenset(o.rstrip("/").lower() for o in origins)
 
@@ -97,19 +136,29 @@ class Guard:
             return origin
         raise Forbidden(f"the origin {origin[:100]!r} is not allowed", "start the runner with --allow-origin ORIGIN")
 
-    def check_key(self, exchange: Exchange) -> int:
-        """A number for this caller, for fairness: the same for the same key. Raises: Unauthorized."""
-        given = _key_of(exchange)
+    def check_key(self, exchange: Exchange, scope: str = INFERENCE) -> int:
+        """A number for this caller, for fairness: the same for the same key.
+
+        scope: what the key must be good for. Every header that clients send keys in is looked at, in constant time.
+        Raises: Unauthorized; Forbidden for a key that may not do this.
+        """
+        given = [text for name in KEY_HEADERS if (text := _bare(exchange.header(name)))]
         if not self._keys:
-            return _number(given) if given else _ANYBODY
-        raw = given.encode("latin-1", "replace")
-        found = 0
-        for key in self._keys:
-            found |= hmac.compare_digest(raw, key)
+            return _number(given[0]) if given else _ANYBODY
+        found, is_admin, caller = 0, 0, ""
+        for text in given:
+            digest = sha256(text.encode("latin-1", "replace")).digest()
+            for key in self._keys:
+                is_this = hmac.compare_digest(digest, key.digest)
+                found |= is_this
+                is_admin |= is_this and key.scope == ADMIN
+                caller = text if is_this else caller
         if not found:
             what = "a wrong API key was sent" if given else "no API key was sent"
             raise Unauthorized(what, "send the header `Authorization: Bearer KEY`; `paddock key` shows the key")
-        return _number(given)
+        if scope == ADMIN and not is_admin:
+            raise Forbidden("this key is for inference only", "take a key of the scope admin")
+        return _number(caller)
 
     def _is_known(self, host: str) -> bool:
         try:
@@ -125,11 +174,10 @@ class Guard:
         return True
 
 
-def _key_of(exchange: Exchange) -> str:
-    scheme, _, key = exchange.header(b"authorization").partition(" ")
-    if scheme.lower() == "bearer" and key.strip():
-        return key.strip()
-    return exchange.header(b"x-api-key")
+def _bare(value: str) -> str:
+    """A key without the word Bearer."""
+    scheme, _, key = value.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else value
 
 
 def _number(text: str) -> int:

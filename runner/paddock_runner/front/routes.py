@@ -10,6 +10,7 @@ from .. import log
 from ..errors import PaddockError
 from . import health, mcp, metrics, openapi
 from .anthropic import count_tokens, messages
+from .auth import ADMIN, INFERENCE
 from .http import Exchange, Receive, Scope, Send
 from .ollama import chat as ollama_chat
 from .ollama import models as ollama_models
@@ -35,22 +36,23 @@ class WrongMethod(PaddockError):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One endpoint. vendor: whose error shape. A path that ends in / serves everything below it."""
+    """One endpoint. vendor: whose error shape. scope: what a key must be good for. A path that ends in / serves everything below it."""
 
     method: str
     path: str
     handler: Handler
     vendor: str = OPENAI
     is_open: bool = False
+    scope: str = INFERENCE
 
 
 ROUTES = (
     Route("GET", "/health", health.get_ready, is_open=True),
     Route("GET", "/health/live", health.get_live, is_open=True),
     Route("GET", "/health/ready", health.get_ready, is_open=True),
-    Route("GET", "/metrics", metrics.get_metrics),
+    Route("GET", "/metrics", metrics.get_metrics, scope=ADMIN),
     Route("GET", "/openapi.json", openapi.get_openapi, is_open=True),
-    Route("GET", "/v1/paddock/state", health.get_state),
+    Route("GET", "/v1/paddock/state", health.get_state, scope=ADMIN),
     Route("GET", "/v1/models", models.list_models),
     Route("GET", "/v1/models/", models.get_model),
     Route("POST", "/v1/chat/completions", chat.post_chat),
@@ -114,7 +116,7 @@ class Application:
                 return
             route = find(exchange.method, exchange.path)
             name = route.path
-            exchange.client = 0 if route.is_open else front.guard.check_key(exchange)
+            exchange.client = 0 if route.is_open else front.guard.check_key(exchange, route.scope)
             await route.handler(front, exchange)
 
         try:
@@ -143,7 +145,7 @@ def _allow_origin(exchange: Exchange, origin: str) -> None:
             (b"access-control-allow-origin", origin.encode()),
             (
                 b"access-control-allow-headers",
-                b"authorization, content-type, x-api-key, x-session-id, anthropic-version, anthropic-beta",
+                b"authorization, content-type, x-api-key, api-key, x-session-id, anthropic-version, anthropic-beta",
             ),
             (b"access-control-allow-methods", METHODS),
             (

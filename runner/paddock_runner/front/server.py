@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ..errors import UsageError
+from ..errors import FileError, UsageError
 from .routes import Application
 from .service import Front
 
@@ -34,6 +36,27 @@ def bind(host: str, port: int) -> socket.socket:
         reason = "it is in use" if error.errno == 98 else error.strerror or str(error)
         raise UsageError(f"cannot listen on {host} port {port}: {reason}", hint, host=host, port=port) from None
     return listener
+
+
+def check_tls(certificate: Path | None, key: Path | None) -> tuple[str, str] | None:
+    """The two files, tried; None without TLS.
+
+    Raises: UsageError when only one is named, FileError when they cannot be used.
+    """
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise UsageError("TLS needs both files", "--tls-cert FILE --tls-key FILE")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise FileError(
+            f"{certificate} and {key} cannot be used for TLS: {str(reason).replace('_', ' ').lower()}",
+            "they are PEM files: the certificate with its chain, and its key without a pass phrase",
+            path=str(certificate),
+        ) from None
+    return str(certificate), str(key)
 
 
 class Protocol(HttpToolsProtocol):
@@ -106,13 +129,15 @@ class _Uvicorn(uvicorn.Server):
 class Server:
     """Serves a Front. `stop` ends it when the running requests have ended, at most drain_s later."""
 
-    def __init__(self, front: Front, keep_alive_s: float, drain_s: float) -> None:
+    def __init__(self, front: Front, keep_alive_s: float, drain_s: float, tls: tuple[str, str] | None = None) -> None:
         self._front = front
         settings: dict[str, Any] = {
             "http": Protocol, "lifespan": "off", "log_config": None, "access_log": False, "server_header": False,
             "date_header": False, "ws": "none", "proxy_headers": False, "timeout_keep_alive": max(1, int(keep_alive_s)),
             "timeout_graceful_shutdown": max(1, int(drain_s)), "backlog": BACKLOG,
         }  # fmt: skip
+        if tls is not None:
+            settings |= {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}
         self._uvicorn = _Uvicorn(uvicorn.Config(Application(front), **settings))
 
     async def serve(self, listener: socket.socket) -> None:

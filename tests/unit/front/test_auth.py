@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 from paddock_runner.errors import FileError, UsageError
-from paddock_runner.front.auth import check_exposure, is_loopback, made_keys, read_keys
+from paddock_runner.front.auth import check_exposure, is_loopback, key_of, made_keys, read_keys
 
 
 def test_keys_are_read_a_line_each_without_comments(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# mine\nabc\n\n  def  \n")
-    assert read_keys(file) == ("abc", "def")
+    assert read_keys(file) == (key_of("abc"), key_of("def"))
+
+
+def test_keys_may_be_hashed_and_limited_to_inference(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    digest = hashlib.sha256(b"abc").hexdigest()
+    file.write_text(f"sha256:{digest} inference phone\nxyz admin\n")
+    assert read_keys(file) == (key_of("abc", "inference"), key_of("xyz"))
+    for bad in ("sha256:12 admin", "abc root", "abc admin name more", f"sha256:{digest[:-1]}g admin"):
+        file.write_text(bad)
+        with pytest.raises(FileError):
+            read_keys(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"# only a comment\n", b"\xff\xfe", "schlüssel\n".encode(), b"two words\n"])
@@ -27,7 +39,7 @@ def test_key_is_made_once_for_the_owner_only(tmp_path: Path) -> None:
     file = tmp_path / "a/b/api_key"
     keys, is_new = made_keys(file)
     assert is_new and file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o077 == 0
-    assert made_keys(file) == (keys, False) and len(keys[0]) > 30
+    assert made_keys(file) == (keys, False) and len(file.read_text()) > 30
     assert [p.name for p in file.parent.iterdir()] == ["api_key"]
 
 
