@@ -213,6 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.record.status = -1
             self.close_connection = True
             return
+        if fault.kind == "loop":
+            self.answer(302, b"", Location=self.path)
+            return
         etag = f'"{zlib.crc32(body[:65536]):08x}{len(body):x}{self.fake.etag_suffix}"'
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         honours = wanted and self.fake.has_ranges and fault.kind != "ignore_range" and self.headers.get("If-Range", etag) == etag
@@ -232,7 +235,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", shown.get(fault.kind, f"bytes {start}-{end}/{len(body)}"))
         if fault.kind == "gzip":
             self.send_header("Content-Encoding", "gzip")
-        self.send_header("Content-Length", str(len(piece)))
+        if fault.kind == "no_length":
+            self.close_connection = True
+        else:
+            self.send_header("Content-Length", str(len(piece)))
         self.end_headers()
         self.pour(piece, fault)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -79,7 +82,7 @@ def test_empty_and_tiny_files_arrive(hub, places):
     "kind, value, times",
     [
         ("status", 500, 3), ("status", 502, 1), ("status", 503, 3), ("status", 429, 3), ("drop", None, 3), ("cut", 1000, 3),
-        ("cut", 0, 3), ("wrong_start", None, 2), ("stall", 20000, 1),
+        ("cut", 0, 3), ("wrong_start", None, 2), ("stall", 20000, 1), ("no_length", None, 3),
     ],
 )  # fmt: skip
 def test_passing_trouble_is_survived(hub, places, kind, value, times):
@@ -270,7 +273,91 @@ def run_pull(hub: FakeHub, home: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.95])
+@pytest.fixture(scope="module")
+def puller() -> Iterator[Puller]:
+    with FakeHub() as fake:
+        fake.add(REPO, {FILE: some_bytes(SIZE)})
+        words = [sys.executable, "-m", "tests.fakes.puller", fake.url]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            yield Puller(fake, process)
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+@dataclass
+class Puller:
+    """Starts pulls in processes of their own. `end`: how one ended."""
+
+    hub: FakeHub
+    process: subprocess.Popen[str]
+
+    def begin(self, home: Path) -> int:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{home} {PART}\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def end(self) -> int:
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+
+@pytest.mark.parametrize("point", range(20))
+def test_pull_killed_at_a_random_point_costs_the_parts_in_flight_and_nothing_else(puller, tmp_path, point):
+    hub = puller.hub
+    before, hub.released = hub.served_bytes, threading.Event()
+    hub.held.clear()
+    hub.hold_after = before + random.Random(point).randrange(SIZE)
+    pid = puller.begin(tmp_path)
+    assert hub.held.wait(30)
+    os.kill(pid, signal.SIGKILL)
+    assert puller.end() == -signal.SIGKILL
+    assert not (tmp_path / "models" / REPO / FILE).exists()
+    hub.hold_after = None
+    hub.released.set()
+    puller.begin(tmp_path)
+    assert puller.end() == 0
+    assert (tmp_path / "models" / REPO / FILE).read_bytes() == content(hub)
+    assert hub.served_bytes - before <= SIZE + 2 * PART
+
+
+def test_power_cut_costs_the_parts_that_were_not_synced(hub, places):
+    hub.fault("", times=6)
+    hub.fault("status", 503, 100)
+    with pytest.raises(PaddockError):
+        pull(hub, places, connections=1)
+    part = index.part_path(places.models / REPO, FILE)
+    assert journal.load(part).unsynced == list(range(6))
+    with part.open("r+b") as f:  # what a power cut leaves of blocks that were never written
+        f.seek(2 * PART)
+        f.write(bytes(PART))
+    hub.faults.clear()
+    before = hub.served_bytes
+    assert pull(hub, places).read_bytes() == content(hub)
+    assert hub.served_bytes - before == SIZE - 5 * PART
+
+
+def test_parts_that_were_synced_are_not_read_again(hub, places):
+    hub.fault("", times=3)
+    hub.fault("status", 503, 100)
+    with pytest.raises(PaddockError):
+        pull(hub, places, connections=1)
+    part = index.part_path(places.models / REPO, FILE)
+    found = journal.load(part)
+    writing = journal.Journal(journal.journal_path(part), found.identity)
+    writing.resume(found)
+    writing.synced(3)
+    writing.close()
+    assert journal.load(part).unsynced == []
+
+
+def test_redirects_in_a_circle_end(hub, places):
+    hub.fault("loop", times=500)
+    with pytest.raises(HubError, match="circle"):
+        pull(hub, places)
+
+
+@pytest.mark.parametrize("share", [0.5])
 def test_killed_pull_is_finished_by_the_next_one(hub, tmp_path, share):
     size = 40 << 20
     part = 4 << 20

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +102,18 @@ def safe_file(name: str) -> str:
     if bad:
         raise UsageError(f"the file name {name!r} is not safe to store", file=name)
     return name
+
+
+def check_distinct(files: Iterable[str]) -> None:
+    """Raises: UsageError when two names are the same on a file system that knows no case, or composes letters."""
+    seen: dict[str, str] = {}
+    for name in files:
+        folded = unicodedata.normalize("NFC", name).casefold()
+        if folded in seen:
+            raise UsageError(
+                f"the file names {seen[folded]!r} and {name!r} differ only in case or in how letters are composed"
+            )
+        seen[folded] = name
 
 
 RESERVED = {"CON", "PRN", "AUX", "NUL", *(f"{d}{n}" for d in ("COM", "LPT") for n in range(1, 10))}

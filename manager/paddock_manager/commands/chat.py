@@ -244,7 +244,10 @@ def _file(session: Session, word: str, rest: str, ui: Ui) -> None:
             ui.say(f"written to {path}")
             return
         body = json.loads(path.read_text(encoding="utf-8"))
-        messages = [{"role": str(m["role"]), **{key: m[key] for key in KEPT if key in m}, "content": str(m["content"])} for m in body["messages"]]
+        messages = [
+            {"role": str(m["role"]), **{key: m[key] for key in KEPT if key in m}, "content": str(m["content"])}
+            for m in body["messages"]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: {error}") from None
     session.messages, session.system = messages, str(body.get("system", ""))

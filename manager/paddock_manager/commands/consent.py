@@ -83,7 +83,10 @@ def show(tools: Tools | None, ui: Ui) -> None:
     if tools is None or not tools.box.tools:
         ui.say("no tools; `paddock run MODEL --mcp CONFIG` brings some")
         return
-    rows = ((tool.name, tool.server, "yes" if tools.may(tool.name) else "asks", _first_line(tool.description)) for tool in tools.box.tools.values())
+    rows = (
+        (tool.name, tool.server, "yes" if tools.may(tool.name) else "asks", _first_line(tool.description))
+        for tool in tools.box.tools.values()
+    )
     ui.table(("tool", "server", "allowed", "what it does"), ([plain(cell) for cell in row] for row in rows))
 
 

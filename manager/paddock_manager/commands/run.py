@@ -39,8 +39,15 @@ COMMAND = Command(
         Option("--top-k", "keep so many of the likeliest tokens", "int", value="K"),
         Option("--seed", "repeatable sampling", "int", value="N"),
         Option("--max-tokens", "end the answer after so many tokens", "int", value="N"),
-        Option("--mcp", "let the model call the tools of these MCP servers, with your consent: a JSON file with mcpServers, or a URL", "text", value="CONFIG"),
-        Option("--mcp-allow", "tools that are called without asking: names with commas, * for all", "text", value="NAMES"),
+        Option(
+            "--mcp",
+            "let the model call the tools of these MCP servers, with your consent: a JSON file with mcpServers, or a URL",
+            "text",
+            value="CONFIG",
+        ),
+        Option(
+            "--mcp-allow", "tools that are called without asking: names with commas, * for all", "text", value="NAMES"
+        ),
         Option("--keep", "leave the server running"),
         Option("--stats", "print times and token counts after the answer"),
         *LOAD_OPTIONS,

@@ -147,7 +147,13 @@ class Chat:
         calls, function = self.answer.calls, part.get("function") or {}
         index = int(part.get("index", 0))
         if index >= len(calls):
-            calls.append({"id": part.get("id") or "", "type": "function", "function": {"name": function.get("name") or "", "arguments": ""}})
+            calls.append(
+                {
+                    "id": part.get("id") or "",
+                    "type": "function",
+                    "function": {"name": function.get("name") or "", "arguments": ""},
+                }
+            )
         calls[min(index, len(calls) - 1)]["function"]["arguments"] += function.get("arguments") or ""
 
     def _broken(self, reason: str) -> PaddockError:

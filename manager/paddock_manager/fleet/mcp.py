@@ -59,7 +59,11 @@ def read_servers(told: str) -> list[ToolServer]:
     found = body.get("mcpServers", body.get("servers")) if isinstance(body, dict) else None
     if not isinstance(found, dict) or not found:
         raise UsageError(f"{path} names no servers", 'write {"mcpServers": {"NAME": {"command": ..., "args": [...]}}}')
-    return [_server(path, name, spec) for name, spec in found.items() if not (isinstance(spec, dict) and spec.get("disabled"))]
+    return [
+        _server(path, name, spec)
+        for name, spec in found.items()
+        if not (isinstance(spec, dict) and spec.get("disabled"))
+    ]
 
 
 def _server(path: Path, name: str, spec: Any) -> ToolServer:
@@ -73,7 +77,9 @@ def _server(path: Path, name: str, spec: Any) -> ToolServer:
     for key, table in tables.items():
         if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
             raise UsageError(f"{path}: {key} of the server {name!r} must hold texts")
-    return ToolServer(name, command or "", tuple(arguments), tables["env"], spec.get("cwd"), url or "", tables["headers"])
+    return ToolServer(
+        name, command or "", tuple(arguments), tables["env"], spec.get("cwd"), url or "", tables["headers"]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,10 @@ class Tool:
     @property
     def as_function(self) -> dict[str, Any]:
         """In OpenAI's shape."""
-        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": self.schema}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": self.schema},
+        }
 
 
 class Toolbox:
@@ -100,7 +109,9 @@ class Toolbox:
         try:
             import mcp  # noqa: F401
         except ImportError:
-            raise UnsupportedError("the package mcp is not installed", "pip install 'paddock[mcp]'", what="mcp", supported=[]) from None
+            raise UnsupportedError(
+                "the package mcp is not installed", "pip install 'paddock[mcp]'", what="mcp", supported=[]
+            ) from None
         self.tools: dict[str, Tool] = {}
         self._servers = servers
         self._clients: dict[str, Any] = {}
@@ -174,14 +185,18 @@ class Toolbox:
         except Exception as error:
             said.seek(0)
             last = said.read()[-500:].strip()
-            raise McpError(f"the MCP server {server.name!r} cannot be used: {_words(error)}", last, server=server.name) from None
+            raise McpError(
+                f"the MCP server {server.name!r} cannot be used: {_words(error)}", last, server=server.name
+            ) from None
         self._clients[server.name] = client
 
     def _add(self, server: str, tool: Any) -> None:
         if len(self.tools) >= MAX_TOOLS:
             raise McpError(f"the servers have more than {MAX_TOOLS} tools", "name fewer servers", server=server)
         plain = "".join(c if c in _NAME else "_" for c in tool.name)[:64]
-        name = plain if plain not in self.tools else "".join(c if c in _NAME else "_" for c in f"{server}_{plain}")[-64:]
+        name = (
+            plain if plain not in self.tools else "".join(c if c in _NAME else "_" for c in f"{server}_{plain}")[-64:]
+        )
         self.tools[name] = Tool(name, server, tool.name, tool.description or "", dict(tool.input_schema))
 
 
@@ -194,13 +209,18 @@ def _client(server: ToolServer, said: IO[str], stack: AsyncExitStack) -> Any:
         http = httpx2.AsyncClient(headers=dict(server.headers), timeout=httpx2.Timeout(30.0, read=CALL_S))
         stack.push_async_callback(http.aclose)
         return Client(streamable_http_client(server.url, http_client=http))
-    told = StdioServerParameters(command=server.command, args=list(server.arguments), env=dict(server.environment), cwd=server.folder)
+    told = StdioServerParameters(
+        command=server.command, args=list(server.arguments), env=dict(server.environment), cwd=server.folder
+    )
     return Client(stdio_client(told, errlog=said))  # type: ignore[arg-type]
 
 
 def _text_of(result: Any) -> str:
     """A result's text; what is no text is named. Long results are cut, and say so."""
-    parts = [part.text if getattr(part, "type", "") == "text" else f"({getattr(part, 'type', 'something')}, not shown)" for part in result.content]
+    parts = [
+        part.text if getattr(part, "type", "") == "text" else f"({getattr(part, 'type', 'something')}, not shown)"
+        for part in result.content
+    ]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     text = "\n".join(parts)

@@ -135,6 +135,7 @@ class Shop:
         with self.web(is_first_of_many) as web:
             repo = hub.listing(web, source.repo, rev or source.rev, tries=1 if is_first_of_many else hub.TRIES)
         chosen = choose.choose(source.repo, [(f.name, f.size_bytes) for f in repo.files], quant, source.file)
+        names.check_distinct(chosen.names)
         files = [repo.file(n) for n in chosen.names]
         if source.sha256 and files[0].sha256 != source.sha256:
             raise FileError(
