@@ -152,6 +152,7 @@ int32_t launch_sample(const Launch &l, const pk_op_sample &op);
 int32_t launch_route(const Launch &l, const pk_op_route &op);
 int32_t launch_experts(const Launch &l, const pk_op_experts &op);
 int32_t launch_delta(const Launch &l, const pk_op_delta &op);
+int32_t launch_mamba(const Launch &l, const pk_op_mamba &op);
 int32_t launch_conv(const Launch &l, const pk_op_conv &op);
 int32_t launch_attention(const Launch &l, const pk_op_attention &op);
 int32_t launch_matmul(const Launch &l, const pk_op_matmul &op);
@@ -159,12 +160,14 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op);
 int32_t check_matmul(pk_ctx *ctx, const pk_op_matmul &op, int64_t at);
 int32_t check_embed(pk_ctx *ctx, const pk_op_embed &op, int64_t at);
 int32_t check_experts(pk_ctx *ctx, const pk_op_experts &op, int64_t at);
+int32_t check_mamba(const pk_op_mamba &op, int64_t at);
 int32_t check_delta(const pk_op_delta &op, const pk_state &state, int64_t at);
 int32_t check_attention(const pk_op_attention &op, int64_t at);
 int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_rows);
 int64_t attention_scratch(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows);
-int64_t experts_scratch(const pk_op_experts &op, int64_t max_rows);
-int64_t delta_scratch(const pk_op_delta &op, int64_t max_tokens, int64_t max_rows);
+int64_t experts_scratch(const pk_ctx *ctx, const pk_op_experts &op, int64_t max_rows);
+int64_t mamba_scratch(const pk_op_mamba &op, int64_t max_tokens);
+int64_t delta_scratch(const pk_ctx *ctx, const pk_op_delta &op, int64_t max_tokens);
 int64_t sample_scratch(const pk_op_sample &op, int64_t max_rows);
 
 // PK_OK when the current device runs this build's kernels.

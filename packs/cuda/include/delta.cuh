@@ -7,13 +7,14 @@ namespace pk {
 struct DeltaArguments {
     RecurrentState state;
     const StepInfo *info;
-    const void *qkv, *z;
-    const float *b, *a, *conv, *a_log, *dt_bias, *scale;
+    Taps taps;  // over qkv
+    const void *z;
+    const float *b, *a, *a_log, *dt_bias, *scale;
     void *out;
     int32_t *counters;  // [rows * G], zero between launches
-    int64_t qkv_stride, z_stride, b_stride, a_stride, out_stride, state_offset, conv_offset;
-    int32_t qkv_format, z_format, out_format;
-    int32_t n_k_heads, n_v_heads, k_width, v_width, conv_width, channels, keys, is_tiled;
+    int64_t z_stride, b_stride, a_stride, out_stride, state_offset;
+    int32_t z_format, out_format;
+    int32_t n_k_heads, n_v_heads, k_width, v_width, keys, is_tiled;
     int32_t most;  // rows of more tokens are left to the chunked kernels
     float eps;
 };
@@ -23,27 +24,15 @@ constexpr int kStepTokens = 8;   // rows of up to this many tokens run token aft
 
 __device__ __forceinline__ int key_head_of(const DeltaArguments &a, int h) { return a.is_tiled ? h % a.n_k_heads : h / (a.n_v_heads / a.n_k_heads); }
 
-// Input of channel c at the row's token t; negative: from the slot's tail.
-__device__ __forceinline__ float delta_input(const DeltaArguments &a, const RecurrentRow &q, const float *tail, int t, int c) {
-    if (t >= 0) return load_as_f32(a.qkv, (q.first + t) * a.qkv_stride + c, a.qkv_format);
-    return q.begins ? 0.0f : tail[(a.conv_width - 1 + t) * a.channels + c];
-}
-
 // exp of the decay's logarithm is what the state is multiplied by.
 __device__ __forceinline__ float log_decay(const DeltaArguments &a, int64_t token, int h) {
     const float x = a.a[token * a.a_stride + h] + a.dt_bias[h];
     return -expf(a.a_log[h]) * (x > 20.0f ? x : log1pf(expf(x)));
 }
 
-__device__ __forceinline__ void keep_delta_tail(const DeltaArguments &a, const RecurrentRow &q, float *tail, int c) {
-    float kept[15];
-    for (int i = 0; i < a.conv_width - 1; ++i) kept[i] = delta_input(a, q, tail, q.n - a.conv_width + 1 + i, c);
-    for (int i = 0; i < a.conv_width - 1; ++i) tail[i * a.channels + c] = kept[i];
-}
-
 // Rows of more than kStepTokens tokens of a layer with Dk = Dv = 128 and W = 4, in chunks on tensor cores.
 bool has_chunks(const pk_op_delta &op);
-int64_t delta_chunk_scratch(const pk_op_delta &op, int64_t max_tokens, int64_t max_rows);
+int64_t delta_chunk_scratch(const pk_ctx *ctx, const pk_op_delta &op, int64_t max_tokens);
 int32_t launch_delta_chunks(const Launch &l, const pk_op_delta &op, const DeltaArguments &a);
 
 }  // namespace pk

@@ -32,6 +32,41 @@ __device__ __forceinline__ RecurrentRow recurrent_row(const RecurrentState &s, i
     return q;
 }
 
+// A causal convolution over the tokens of a row, channel by channel; the inputs before this step's lie in the slot's memory.
+struct Taps {
+    const void *x;
+    const float *conv, *bias;  // bias: or null
+    int64_t stride, offset;    // elements of a row of x; bytes of the tail in a slot's memory
+    int32_t format, channels, width;
+};
+
+inline Taps taps_of(const pk_tensor &x, const pk_tensor &conv, const pk_tensor &bias, int32_t width, int64_t offset) {
+    return {reinterpret_cast<const void *>(x.data), reinterpret_cast<const float *>(conv.data), reinterpret_cast<const float *>(bias.data), x.stride / (x.format == PK_F32 ? 4 : 2),
+            offset, x.format, static_cast<int32_t>(x.cols), width};
+}
+
+// Input of channel c at the row's token t; negative: from the slot's tail.
+__device__ __forceinline__ float input_of(const Taps &a, const RecurrentRow &q, int t, int c) {
+    if (t >= 0) return load_as_f32(a.x, (q.first + t) * a.stride + c, a.format);
+    return q.begins ? 0.0f : reinterpret_cast<const float *>(q.memory + a.offset)[(a.width - 1 + t) * a.channels + c];
+}
+
+__device__ __forceinline__ float convolved(const Taps &a, const RecurrentRow &q, int t, int c) {
+    float sum = a.bias != nullptr ? a.bias[c] : 0.0f;
+    for (int w = 0; w < a.width; ++w) sum += a.conv[c * a.width + w] * input_of(a, q, t - a.width + 1 + w, c);
+    return sum / (1.0f + expf(-sum));
+}
+
+// The last inputs of the row's channel c become its tail. All are read before one is written.
+__device__ __forceinline__ void keep_tail(const Taps &a, const RecurrentRow &q, int c) {
+    float kept[15], *tail = reinterpret_cast<float *>(q.memory + a.offset);
+    for (int i = 0; i < a.width - 1; ++i) kept[i] = input_of(a, q, q.n - a.width + 1 + i, c);
+    for (int i = 0; i < a.width - 1; ++i) tail[i * a.channels + c] = kept[i];
+}
+
+// Tails of all channels of the rows with more than so many tokens.
+int32_t launch_tails(const Launch &l, const Taps &taps, int32_t more_than);
+
 // Rows that a launch may have.
 inline int32_t max_rows_of(const Launch &l) { return l.max_tokens < l.state->max_step_rows ? l.max_tokens : l.state->max_step_rows; }
 

@@ -13,13 +13,11 @@ namespace {
 constexpr int kThreads = 256, kWidth = 128;
 
 // The convolved, normalised inputs of one token of this head: q [Dk], k [Dk], v [Dv] in shared memory, and the two gates.
-__device__ __forceinline__ void prepare_token(const DeltaArguments &a, const RecurrentRow &q, const float *tail, int t, int h, int g, float *u, float *gates) {
+__device__ __forceinline__ void prepare_token(const DeltaArguments &a, const RecurrentRow &q, int t, int h, int g, float *u, float *gates) {
     const int n_k = a.k_width, n = 2 * n_k + a.v_width, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         const int c = i < n_k ? g * n_k + i : i < 2 * n_k ? a.keys + g * n_k + i - n_k : 2 * a.keys + h * a.v_width + i - 2 * n_k;
-        float sum = 0.0f;
-        for (int w = 0; w < a.conv_width; ++w) sum += a.conv[c * a.conv_width + w] * delta_input(a, q, tail, t - a.conv_width + 1 + w, c);
-        u[i] = sum / (1.0f + expf(-sum));
+        u[i] = convolved(a.taps, q, t, c);
     }
     __syncthreads();
     if (warp < 2) {
@@ -48,7 +46,7 @@ __device__ __forceinline__ void zero_outputs(const DeltaArguments &a, const Recu
 }
 
 // Every thread of the block has read what it needs of the tail.
-__device__ __forceinline__ void keep_tails(const DeltaArguments &a, const RecurrentRow &q, float *tail, int r, int h, int g, int *is_last) {
+__device__ __forceinline__ void keep_tails(const DeltaArguments &a, const RecurrentRow &q, int r, int h, int g, int *is_last) {
     const int sharers = a.n_v_heads / a.n_k_heads, n_k = a.k_width;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -61,9 +59,9 @@ __device__ __forceinline__ void keep_tails(const DeltaArguments &a, const Recurr
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < a.v_width; i += blockDim.x) keep_delta_tail(a, q, tail, 2 * a.keys + h * a.v_width + i);
+    for (int i = threadIdx.x; i < a.v_width; i += blockDim.x) keep_tail(a.taps, q, 2 * a.keys + h * a.v_width + i);
     if (!*is_last) return;
-    for (int i = threadIdx.x; i < 2 * n_k; i += blockDim.x) keep_delta_tail(a, q, tail, i < n_k ? g * n_k + i : a.keys + g * n_k + i - n_k);
+    for (int i = threadIdx.x; i < 2 * n_k; i += blockDim.x) keep_tail(a.taps, q, i < n_k ? g * n_k + i : a.keys + g * n_k + i - n_k);
 }
 
 // Heads of any widths up to 256. Grid: value heads, rows. Shared: u [2 Dk + Dv], o [Dv].
@@ -79,9 +77,9 @@ __global__ void __launch_bounds__(kThreads) delta_any_kernel(const __grid_consta
     if (q.is_dead) return zero_outputs(a, q, h);
     if (q.n == 0) return;
     float *state = reinterpret_cast<float *>(q.memory + a.state_offset) + static_cast<int64_t>(h) * n_k * n_v;
-    float *tail = reinterpret_cast<float *>(q.memory + a.conv_offset), *o = u + 2 * n_k + n_v;
+    float *o = u + 2 * n_k + n_v;
     for (int t = 0; t < q.n; ++t) {
-        prepare_token(a, q, tail, t, h, g, u, gates);
+        prepare_token(a, q, t, h, g, u, gates);
         const bool is_zero = q.begins && t == 0;
         float squares = 0.0f;
         for (int j = threadIdx.x; j < n_v; j += kThreads) {
@@ -104,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) delta_any_kernel(const __grid_consta
         for (int j = threadIdx.x; j < n_v; j += kThreads) finish_column(a, q, t, h, j, o[j], squares);
         __syncthreads();
     }
-    keep_tails(a, q, tail, r, h, g, &is_last);
+    keep_tails(a, q, r, h, g, &is_last);
 }
 
 __device__ __forceinline__ void add4(float4 &to, float by, const float4 &v) {
@@ -114,11 +112,60 @@ __device__ __forceinline__ void add4(float4 &to, float by, const float4 &v) {
     to.w = fmaf(by, v.w, to.w);
 }
 
-// Heads of 128 x 128. Grid: value heads, rows.
+// The state after a token, and the parts of d and o that a warp's rows give. Heads of 128 x 128: a warp holds 16 rows, a lane four columns.
+constexpr int kWarps = kThreads / 32, kRows = kWidth / kWarps;
+
+struct StepShared {
+    __align__(16) float u[3 * kWidth], d[kWidth], parts[kWarps][kWidth], gates[2], sums[4];
+    int is_last;
+};
+
+// S = decay S; d = beta (v - S^T k); S = S + k d^T. Returns this thread's column of o = S^T q (threads below kWidth).
+__device__ __forceinline__ void update_state(StepShared &m, float4 (&s)[kRows]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = threadIdx.x;
+    const float decay = m.gates[0], *key = m.u + kWidth + warp * kRows;
+    float4 seen = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        s[i] = make_float4(s[i].x * decay, s[i].y * decay, s[i].z * decay, s[i].w * decay);
+        add4(seen, key[i], s[i]);
+    }
+    *reinterpret_cast<float4 *>(&m.parts[warp][lane * 4]) = seen;
+    __syncthreads();
+    if (j < kWidth) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum += m.parts[w][j];
+        m.d[j] = m.gates[1] * (m.u[2 * kWidth + j] - sum);
+    }
+    __syncthreads();
+    const float4 dv = *reinterpret_cast<const float4 *>(&m.d[lane * 4]);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) add4(s[i], key[i], dv);
+}
+
+__device__ __forceinline__ float read_state(StepShared &m, const float4 (&s)[kRows]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = threadIdx.x;
+    const float *query = m.u + warp * kRows;
+    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) add4(o, query[i], s[i]);
+    *reinterpret_cast<float4 *>(&m.parts[warp][lane * 4]) = o;
+    __syncthreads();
+    float mine = 0.0f;
+    if (j < kWidth) {
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) mine += m.parts[w][j];
+        const float squares = warp_sum(mine * mine);
+        if (lane == 0) m.sums[warp] = squares;
+    }
+    __syncthreads();
+    return mine;
+}
+
+// Rows of up to `most` tokens. Grid: value heads, rows.
 __global__ void __launch_bounds__(kThreads, 2) delta_step_kernel(const __grid_constant__ DeltaArguments a) {
-    constexpr int kWarps = kThreads / 32, kRows = kWidth / kWarps;
-    __shared__ __align__(16) float u[3 * kWidth], d[kWidth], parts[kWarps][kWidth], gates[2], sums[4];
-    __shared__ int is_last;
+    __shared__ StepShared m;
     wait_dependence();
     release_dependents();
     const int h = blockIdx.x, r = blockIdx.y, g = key_head_of(a, h), lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = threadIdx.x;
@@ -127,49 +174,97 @@ __global__ void __launch_bounds__(kThreads, 2) delta_step_kernel(const __grid_co
     if (q.is_dead) return zero_outputs(a, q, h);
     if (q.n == 0 || q.n > a.most) return;
     float4 *state = reinterpret_cast<float4 *>(q.memory + a.state_offset + (static_cast<int64_t>(h) * kWidth * kWidth + warp * kRows * kWidth) * 4) + lane;
-    float *tail = reinterpret_cast<float *>(q.memory + a.conv_offset);
     float4 s[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) s[i] = q.begins ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : __ldcs(state + i * 32);
     for (int t = 0; t < q.n; ++t) {
-        prepare_token(a, q, tail, t, h, g, u, gates);
-        const float decay = gates[0], *query = u + warp * kRows, *key = u + kWidth + warp * kRows;
-        float4 seen = make_float4(0.0f, 0.0f, 0.0f, 0.0f), o = seen;
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            s[i] = make_float4(s[i].x * decay, s[i].y * decay, s[i].z * decay, s[i].w * decay);
-            add4(seen, key[i], s[i]);
-        }
-        *reinterpret_cast<float4 *>(&parts[warp][lane * 4]) = seen;
-        __syncthreads();
-        if (j < kWidth) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int w = 0; w < kWarps; ++w) sum += parts[w][j];
-            d[j] = gates[1] * (u[2 * kWidth + j] - sum);
-        }
-        __syncthreads();
-        const float4 dv = *reinterpret_cast<const float4 *>(&d[lane * 4]);
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            add4(s[i], key[i], dv);
-            add4(o, query[i], s[i]);
-        }
-        *reinterpret_cast<float4 *>(&parts[warp][lane * 4]) = o;
-        __syncthreads();
-        float mine = 0.0f;
-        if (j < kWidth) {
-#pragma unroll
-            for (int w = 0; w < kWarps; ++w) mine += parts[w][j];
-            const float squares = warp_sum(mine * mine);
-            if (lane == 0) sums[warp] = squares;
-        }
-        __syncthreads();
-        if (j < kWidth) finish_column(a, q, t, h, j, mine, sums[0] + sums[1] + sums[2] + sums[3]);
+        prepare_token(a, q, t, h, g, m.u, m.gates);
+        update_state(m, s);
+        const float mine = read_state(m, s);
+        if (j < kWidth) finish_column(a, q, t, h, j, mine, m.sums[0] + m.sums[1] + m.sums[2] + m.sums[3]);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) __stcs(state + i * 32, s[i]);
-    keep_tails(a, q, tail, r, h, g, &is_last);
+    keep_tails(a, q, r, h, g, &m.is_last);
+}
+
+// Steps whose rows have one token each, width 4: everything but the state is asked for first, tails move while the state is on its
+// way, and the state is on its way back before the output is finished, so that a block holds its registers as briefly as it can.
+__global__ void __launch_bounds__(kThreads, 2) delta_decode_kernel(const __grid_constant__ DeltaArguments a) {
+    constexpr int kTaps = 4;
+    __shared__ StepShared m;
+    wait_dependence();
+    release_dependents();
+    const int h = blockIdx.x, r = blockIdx.y, g = key_head_of(a, h), lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = threadIdx.x;
+    if (r >= a.info->n_rows) return;
+    const RecurrentRow q = recurrent_row(a.state, r);
+    if (q.is_dead) return zero_outputs(a, q, h);
+    float4 *state = reinterpret_cast<float4 *>(q.memory + a.state_offset + (static_cast<int64_t>(h) * kWidth * kWidth + warp * kRows * kWidth) * 4) + lane;
+    float *tail = reinterpret_cast<float *>(q.memory + a.taps.offset);
+    // Channel 0 of a thread is one of the key head's (q or k), channel 1 (threads below kWidth) one of the value head's.
+    const int channel[2] = {j < kWidth ? g * kWidth + j : a.keys + g * kWidth + j - kWidth, 2 * a.keys + h * kWidth + j};
+    const int n_channels = j < kWidth ? 2 : 1;
+    float input[2][kTaps];
+    float4 conv[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (i >= n_channels) continue;
+        conv[i] = *reinterpret_cast<const float4 *>(a.taps.conv + channel[i] * kTaps);
+#pragma unroll
+        for (int w = 0; w < kTaps; ++w) input[i][w] = input_of(a.taps, q, w - kTaps + 1, channel[i]);
+    }
+    float4 s[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) s[i] = q.begins ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : __ldcs(state + i * 32);
+    const int64_t token = q.first;
+    float z = 0.0f, scale = 0.0f;
+    if (j < kWidth) {
+        z = load_as_f32(a.z, token * a.z_stride + h * kWidth + j, a.z_format);
+        scale = a.scale[j];
+    } else if (j == kWidth) {
+        m.gates[0] = expf(log_decay(a, token, h));
+        m.gates[1] = 1.0f / (1.0f + expf(-a.b[token * a.b_stride + h]));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (i >= n_channels) continue;
+        const float sum = conv[i].x * input[i][0] + conv[i].y * input[i][1] + conv[i].z * input[i][2] + conv[i].w * input[i][3];
+        m.u[i == 0 ? j : 2 * kWidth + j] = sum / (1.0f + expf(-sum));
+    }
+    if (j < kWidth) {
+#pragma unroll
+        for (int w = 0; w < kTaps - 1; ++w) tail[w * a.taps.channels + channel[1]] = input[1][w + 1];
+    }
+    __syncthreads();
+    if (j == 0) {
+        const int sharers = a.n_v_heads / a.n_k_heads;
+        int is_last = 1;
+        if (sharers > 1) {
+            int32_t *counter = a.counters + r * a.n_k_heads + g;
+            __threadfence();
+            is_last = atomicAdd(counter, 1) == sharers - 1;
+            if (is_last) *counter = 0;
+        }
+        m.is_last = is_last;
+    }
+    if (warp == 1 || warp == 2) {
+        float *x = m.u + (warp - 1) * kWidth, squares = 0.0f;
+        for (int i = lane; i < kWidth; i += 32) squares += x[i] * x[i];
+        const float by = rsqrtf(warp_sum(squares) + 1e-6f) * (warp == 1 ? rsqrtf(static_cast<float>(kWidth)) : 1.0f);
+        for (int i = lane; i < kWidth; i += 32) x[i] *= by;
+    }
+    __syncthreads();
+    update_state(m, s);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) __stcs(state + i * 32, s[i]);
+    if (m.is_last) {
+#pragma unroll
+        for (int w = 0; w < kTaps - 1; ++w) tail[w * a.taps.channels + channel[0]] = input[0][w + 1];
+    }
+    const float mine = read_state(m, s);
+    if (j >= kWidth) return;
+    const float v = mine * rsqrtf((m.sums[0] + m.sums[1] + m.sums[2] + m.sums[3]) / kWidth + a.eps) * scale * (z / (1.0f + expf(-z)));
+    store_from_f32(a.out, token * a.out_stride + h * kWidth + j, a.out_format, v);
 }
 
 }  // namespace
@@ -180,7 +275,7 @@ int32_t check_delta(const pk_op_delta &op, const pk_state &state, int64_t at) {
     return PK_OK;
 }
 
-int64_t delta_scratch(const pk_op_delta &op, int64_t max_tokens, int64_t max_rows) { return has_chunks(op) ? delta_chunk_scratch(op, max_tokens, max_rows) : 0; }
+int64_t delta_scratch(const pk_ctx *ctx, const pk_op_delta &op, int64_t max_tokens) { return has_chunks(op) ? delta_chunk_scratch(ctx, op, max_tokens) : 0; }
 
 int32_t launch_delta(const Launch &l, const pk_op_delta &op) {
     DeltaArguments a = {};
@@ -188,38 +283,33 @@ int32_t launch_delta(const Launch &l, const pk_op_delta &op) {
     auto floats = [](const pk_tensor &t) { return reinterpret_cast<const float *>(t.data); };
     a.state = recurrent_state(*l.state);
     a.info = l.info;
-    a.qkv = reinterpret_cast<const void *>(op.qkv.data);
+    a.taps = taps_of(op.qkv, op.conv, {}, op.conv_width, op.conv_offset);
     a.z = reinterpret_cast<const void *>(op.z.data);
     a.b = floats(op.b);
     a.a = floats(op.a);
-    a.conv = floats(op.conv);
     a.a_log = floats(op.a_log);
     a.dt_bias = floats(op.dt_bias);
     a.scale = floats(op.scale);
     a.out = reinterpret_cast<void *>(op.out.data);
     a.counters = l.counters;
-    a.qkv_stride = elements(op.qkv);
     a.z_stride = elements(op.z);
     a.b_stride = elements(op.b);
     a.a_stride = elements(op.a);
     a.out_stride = elements(op.out);
     a.state_offset = op.state_offset;
-    a.conv_offset = op.conv_offset;
-    a.qkv_format = op.qkv.format;
     a.z_format = op.z.format;
     a.out_format = op.out.format;
     a.n_k_heads = op.n_k_heads;
     a.n_v_heads = op.n_v_heads;
     a.k_width = op.k_width;
     a.v_width = op.v_width;
-    a.conv_width = op.conv_width;
     a.keys = op.n_k_heads * op.k_width;
-    a.channels = 2 * a.keys + op.n_v_heads * op.v_width;
     a.is_tiled = op.is_tiled;
     a.eps = op.eps;
     const dim3 grid(op.n_v_heads, static_cast<unsigned>(max_rows_of(l)));
     const bool is_square = op.k_width == kWidth && op.v_width == kWidth;
     if (!is_square) return launch(l, "delta", delta_any_kernel, grid, dim3(kThreads), (2 * op.k_width + 2 * op.v_width) * 4, a);
+    if (l.decode_only && op.conv_width == 4) return launch(l, "delta_decode", delta_decode_kernel, grid, dim3(kThreads), 0, a);
     const bool chunks = has_chunks(op) && !l.decode_only && l.max_tokens > kStepTokens;
     a.most = chunks ? kStepTokens : INT_MAX;
     if (int32_t e = launch(l, "delta", delta_step_kernel, grid, dim3(kThreads), 0, a)) return e;

@@ -7,7 +7,7 @@
 // D = U - W S, O and S' go from chunk to chunk. Source: Yang et al. 2024 (Gated Delta Networks), sections 3.2 and 3.3.
 //
 // Chunk slot c of the step: row r owns slots start[r] / 64 + r and up, which never meet those of the next row. Slots are worked
-// off in segments of kSegment so that scratch stays small; the state lies in the slot's memory between segments. Rows of up to
+// off in segments so that scratch stays small (a megabyte a multiprocessor); the state lies in the slot's memory between segments. Rows of up to
 // `most` tokens and dead rows are the step kernel's. Operands bf16, sums and state f32.
 #include <algorithm>
 
@@ -16,7 +16,7 @@
 namespace pk {
 namespace {
 
-constexpr int kThreads = 256, kWidth = 128, kSegment = 64, kSlice = 64;
+constexpr int kThreads = 256, kWidth = 128, kSlice = 64, kMostSegment = 128;
 constexpr int kWideBytes = kChunk * kWidth * 2;  // 64 rows of 256 bytes
 constexpr int kNarrowBytes = kChunk * kChunk * 2;  // 64 rows of 128 bytes
 
@@ -24,9 +24,11 @@ int64_t round_up(int64_t n) { return (n + 255) / 256 * 256; }
 
 // Where the parts of the scratch lie. mixed: [T, C] bf16, convolved, q and k of unit length; the others by slot of a segment and head.
 struct ChunkScratch {
-    int64_t mixed, u, w, p, decay, bytes;
-    ChunkScratch(int64_t tokens, int64_t channels, int64_t heads) {
-        const int64_t items = kSegment * heads;
+    int64_t segment, mixed, u, w, p, decay, bytes;
+    ChunkScratch(int64_t n_processors, int64_t tokens, int64_t channels, int64_t heads) {
+        constexpr int64_t kItem = 2 * kWideBytes + kNarrowBytes + kChunk * 4;
+        segment = std::clamp<int64_t>((n_processors << 20) / (heads * kItem), 4, kMostSegment);
+        const int64_t items = segment * heads;
         mixed = 0;
         u = round_up(tokens * channels * 2);
         w = u + items * kWideBytes;
@@ -40,7 +42,7 @@ struct ChunkArguments {
     DeltaArguments delta;
     bf16 *mixed, *u, *w, *p;
     float *decay;  // G
-    int32_t first_slot;
+    int32_t first_slot, n_slots;  // of the segment
 };
 
 // What a chunk slot stands for. n 0: nothing.
@@ -74,22 +76,34 @@ __global__ void __launch_bounds__(kThreads) delta_mix_kernel(const __grid_consta
     const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 8, end = min(first + 8, chunk.n);
     if (first >= end) return;
     const RecurrentRow q = recurrent_row(d.state, chunk.row);
-    const float *tail = reinterpret_cast<const float *>(q.memory + d.conv_offset);
     const int c = blockIdx.y * kWidth + lane * 4;
     const bool is_q = static_cast<int>(blockIdx.y) < d.n_k_heads, is_unit = static_cast<int>(blockIdx.y) < 2 * d.n_k_heads;
     float conv[4][4], past[4][4];  // channel, tap; tap, channel
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int w = 0; w < 4; ++w) conv[i][w] = d.conv[(c + i) * 4 + w];
+        for (int w = 0; w < 4; ++w) conv[i][w] = d.taps.conv[(c + i) * 4 + w];
+    const bool is_wide = d.taps.format == PK_BF16 && d.taps.stride % 4 == 0 && reinterpret_cast<uint64_t>(d.taps.x) % 8 == 0;
     auto read = [&](int t, float(&v)[4]) {
+        if (is_wide && t >= 0) {
+            const uint2 raw = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(d.taps.x) + (q.first + t) * d.taps.stride + c);
+            v[0] = low_f32(raw.x);
+            v[1] = high_f32(raw.x);
+            v[2] = low_f32(raw.y);
+            v[3] = high_f32(raw.y);
+            return;
+        }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = delta_input(d, q, tail, t, c + i);
+        for (int i = 0; i < 4; ++i) v[i] = input_of(d.taps, q, t, c + i);
     };
 #pragma unroll
     for (int w = 0; w < 3; ++w) read(chunk.first + first - 3 + w, past[w]);
+    float next[4];
+    read(chunk.first + first, next);
     for (int t = first; t < end; ++t) {
-        read(chunk.first + t, past[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) past[3][i] = next[i];
+        if (t + 1 < end) read(chunk.first + t + 1, next);
         float v[4], squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -101,19 +115,9 @@ __global__ void __launch_bounds__(kThreads) delta_mix_kernel(const __grid_consta
         }
         float by = 1.0f;
         if (is_unit) by = rsqrtf(warp_sum(squares) + 1e-6f) * (is_q ? 0.08838834764831845f : 1.0f);
-        *reinterpret_cast<uint2 *>(a.mixed + static_cast<int64_t>(q.first + chunk.first + t) * d.channels + c) =
+        *reinterpret_cast<uint2 *>(a.mixed + static_cast<int64_t>(q.first + chunk.first + t) * d.taps.channels + c) =
             make_uint2(pack_bf16(v[0] * by, v[1] * by), pack_bf16(v[2] * by, v[3] * by));
     }
-}
-
-// The tails of the chunked rows, when every chunk has read the old ones. Grid: channels, rows.
-__global__ void __launch_bounds__(kThreads) delta_tail_kernel(const __grid_constant__ DeltaArguments d) {
-    wait_dependence();
-    release_dependents();
-    const int c = blockIdx.x * kThreads + threadIdx.x, r = blockIdx.y;
-    if (r >= d.info->n_rows || c >= d.channels) return;
-    const RecurrentRow q = recurrent_row(d.state, r);
-    if (!q.is_dead && q.n > d.most) keep_delta_tail(d, q, reinterpret_cast<float *>(q.memory + d.conv_offset), c);
 }
 
 // ---- tiles in shared memory: rows of 256 or 128 bytes, 16-byte pieces swizzled by the row ----
@@ -156,10 +160,33 @@ __device__ __forceinline__ void copy_wide(uint8_t *tile, const bf16 *from, int64
 
 // ---- all chunks side by side: U, W, P and G. Grid: slots of the segment, value heads ----
 
-constexpr int kMatrixStride = kChunk + 1;
+constexpr int kMatrixStride = kChunk + 4;
 constexpr int kPrepareShared = 3 * kWideBytes + 2 * kChunk * kMatrixStride * 4 + 4 * kChunk * 4;
 
-// T = (I + A)^-1 of the unit lower triangle in `a` [64, 65], in place: blocks of 16 by substitution, then doubled.
+// Of each pair of diagonal blocks of kSize: the lower left one of `out` becomes A21 T11, or -T22 times that of `right`. A thread makes
+// four neighbours.
+template <int kSize>
+__device__ __forceinline__ void multiply_blocks(const float *left, const float *right, float *out, bool is_second) {
+    constexpr int kPerPair = kSize * kSize / 4, kPairs = kChunk / (2 * kSize);
+    if (threadIdx.x >= kPairs * kPerPair) return;
+    const int pair = threadIdx.x / kPerPair, row = threadIdx.x % kPerPair / (kSize / 4), col = threadIdx.x % (kSize / 4) * 4;
+    const int top = pair * 2 * kSize, low = top + kSize;
+    const float *l = left + (low + row) * kMatrixStride + (is_second ? low : top), *r = right + (is_second ? low : top) * kMatrixStride + top + col;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) {
+        const float x = is_second ? -l[k] : l[k];
+        const float4 y = *reinterpret_cast<const float4 *>(r + k * kMatrixStride);
+        sum.x = fmaf(x, y.x, sum.x);
+        sum.y = fmaf(x, y.y, sum.y);
+        sum.z = fmaf(x, y.z, sum.z);
+        sum.w = fmaf(x, y.w, sum.w);
+    }
+    *reinterpret_cast<float4 *>(out + (low + row) * kMatrixStride + top + col) = sum;
+}
+
+// T = (I + A)^-1 of the unit lower triangle in `a` [64, 68], in place: blocks of 16 by substitution, then doubled. What lies above
+// the diagonal is zero, so sums run over whole blocks.
 __device__ __forceinline__ void invert(float *a, float *scratch) {
     constexpr int kS = kMatrixStride;
     const int tid = threadIdx.x;
@@ -179,24 +206,14 @@ __device__ __forceinline__ void invert(float *a, float *scratch) {
         for (int t = 0; t < 16; ++t) a[(base + t) * kS + base + j] = x[t];
     }
     __syncthreads();
-    for (int size = 16; size < kChunk; size *= 2) {
-        // Pairs of blocks: the lower left one becomes -T22 (A21 T11).
-        const int n_pairs = kChunk / (2 * size), cells = n_pairs * size * size;
-        for (int i = tid; i < cells; i += kThreads) {
-            const int pair = i / (size * size), row = i / size % size, col = i % size, top = pair * 2 * size, low = top + size;
-            float sum = 0.0f;
-            for (int k = col; k < size; ++k) sum += a[(low + row) * kS + top + k] * a[(top + k) * kS + top + col];
-            scratch[(low + row) * kS + top + col] = sum;
-        }
-        __syncthreads();
-        for (int i = tid; i < cells; i += kThreads) {
-            const int pair = i / (size * size), row = i / size % size, col = i % size, top = pair * 2 * size, low = top + size;
-            float sum = 0.0f;
-            for (int k = 0; k <= row; ++k) sum -= a[(low + row) * kS + low + k] * scratch[(low + k) * kS + top + col];
-            a[(low + row) * kS + top + col] = sum;
-        }
-        __syncthreads();
-    }
+    multiply_blocks<16>(a, a, scratch, false);
+    __syncthreads();
+    multiply_blocks<16>(a, scratch, a, true);
+    __syncthreads();
+    multiply_blocks<32>(a, a, scratch, false);
+    __syncthreads();
+    multiply_blocks<32>(a, scratch, a, true);
+    __syncthreads();
 }
 
 __global__ void __launch_bounds__(kThreads, 2) delta_chunk_kernel(const __grid_constant__ ChunkArguments a) {
@@ -211,11 +228,11 @@ __global__ void __launch_bounds__(kThreads, 2) delta_chunk_kernel(const __grid_c
     float *matrix = reinterpret_cast<float *>(vs + kWideBytes), *scratch = matrix + kChunk * kMatrixStride;
     float *decay = scratch + kChunk * kMatrixStride, *beta = decay + kChunk;
     const int64_t token = d.state.row_start[chunk.row] + chunk.first, item = static_cast<int64_t>(blockIdx.x) * d.n_v_heads + h;
-    const bf16 *mixed = a.mixed + token * d.channels;
-    copy_wide(qs, mixed + g * kWidth, d.channels, chunk.n);
-    copy_wide(ks, mixed + d.keys + g * kWidth, d.channels, chunk.n);
+    const bf16 *mixed = a.mixed + token * d.taps.channels;
+    copy_wide(qs, mixed + g * kWidth, d.taps.channels, chunk.n);
+    copy_wide(ks, mixed + d.keys + g * kWidth, d.taps.channels, chunk.n);
     commit_async();
-    copy_wide(vs, mixed + 2 * d.keys + h * kWidth, d.channels, chunk.n);
+    copy_wide(vs, mixed + 2 * d.keys + h * kWidth, d.taps.channels, chunk.n);
     commit_async();
     if (warp < 2) {
         float x = tid < chunk.n ? log_decay(d, token + tid, h) : 0.0f;
@@ -325,7 +342,7 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
     if (r >= d.info->n_rows) return;
     const RecurrentRow q = recurrent_row(d.state, r);
     if (q.is_dead || q.n <= d.most) return;
-    const int base = q.first / kChunk + r, begin = max(a.first_slot, base), end = min(a.first_slot + kSegment, base + (q.n + kChunk - 1) / kChunk);
+    const int base = q.first / kChunk + r, begin = max(a.first_slot, base), end = min(a.first_slot + a.n_slots, base + (q.n + kChunk - 1) / kChunk);
     if (begin >= end) return;
     const int h = blockIdx.x >> 1, slice = (blockIdx.x & 1) * kSlice, g = key_head_of(d, h), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     uint8_t *ss = shared + kStages * kScanStage, *ds = ss + kWidth * 128, *decayed = ds + kNarrowBytes;
@@ -335,10 +352,10 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
             uint8_t *stage = shared + slot % kStages * kScanStage;
             const int first = (slot - base) * kChunk, n = min(q.n - first, kChunk);
             const int64_t item = static_cast<int64_t>(slot - a.first_slot) * d.n_v_heads + h;
-            const bf16 *mixed = a.mixed + static_cast<int64_t>(q.first + first) * d.channels;
+            const bf16 *mixed = a.mixed + static_cast<int64_t>(q.first + first) * d.taps.channels;
             copy_wide(stage, a.w + item * kChunk * kWidth, kWidth, kChunk);
-            copy_wide(stage + kWideBytes, mixed + g * kWidth, d.channels, n);
-            copy_wide(stage + 2 * kWideBytes, mixed + d.keys + g * kWidth, d.channels, n);
+            copy_wide(stage + kWideBytes, mixed + g * kWidth, d.taps.channels, n);
+            copy_wide(stage + 2 * kWideBytes, mixed + d.keys + g * kWidth, d.taps.channels, n);
             for (int i = tid; i < kChunk * 8; i += kThreads) {
                 const int row = i >> 3, piece = i & 7;
                 copy16_async(shared_address(stage) + 3 * kWideBytes + narrow(row, piece), a.p + item * kChunk * kChunk + row * kChunk + piece * 8, true);
@@ -363,6 +380,7 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
             s[n][2 * half + 1] = v.y;
         }
     const int row0 = (warp & 3) * 16, col0 = (warp >> 2) * 32, row = row0 + (lane >> 2);
+    const bool is_paired = d.out_format == PK_BF16 && d.out_stride % 2 == 0 && reinterpret_cast<uint64_t>(d.out) % 4 == 0;
     for (int slot = begin; slot < end; ++slot) {
         // bf16 copy of the state for the products.
 #pragma unroll
@@ -439,12 +457,20 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
         }
         const int first = (slot - base) * kChunk;
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
+        for (int half = 0; half < 2; ++half) {
+            const int t = first + row + 8 * half;
+            if (t >= q.n) continue;
+            const int64_t out = (q.first + t) * d.out_stride + h * kWidth + slice + col0 + 2 * (lane & 3);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int t = first + row + 8 * (e >> 1);
-                if (t < q.n) store_from_f32(d.out, (q.first + t) * d.out_stride + h * kWidth + slice + col0 + n * 8 + 2 * (lane & 3) + (e & 1), d.out_format, o[n][e]);
+            for (int n = 0; n < 4; ++n) {
+                if (is_paired) {
+                    *reinterpret_cast<uint32_t *>(static_cast<bf16 *>(d.out) + out + n * 8) = pack_bf16(o[n][2 * half], o[n][2 * half + 1]);
+                } else {
+                    store_from_f32(d.out, out + n * 8, d.out_format, o[n][2 * half]);
+                    store_from_f32(d.out, out + n * 8 + 1, d.out_format, o[n][2 * half + 1]);
+                }
             }
+        }
         __syncthreads();
     }
 #pragma unroll
@@ -479,10 +505,10 @@ __global__ void __launch_bounds__(kThreads) delta_finish_kernel(const __grid_con
 
 bool has_chunks(const pk_op_delta &op) { return op.k_width == kWidth && op.v_width == kWidth && op.conv_width == 4; }
 
-int64_t delta_chunk_scratch(const pk_op_delta &op, int64_t max_tokens, int64_t) { return ChunkScratch(max_tokens, op.qkv.cols, op.n_v_heads).bytes; }
+int64_t delta_chunk_scratch(const pk_ctx *ctx, const pk_op_delta &op, int64_t max_tokens) { return ChunkScratch(ctx->n_processors, max_tokens, op.qkv.cols, op.n_v_heads).bytes; }
 
 int32_t launch_delta_chunks(const Launch &l, const pk_op_delta &op, const DeltaArguments &delta) {
-    const ChunkScratch s(l.max_tokens, op.qkv.cols, op.n_v_heads);
+    const ChunkScratch s(l.ctx->n_processors, l.max_tokens, op.qkv.cols, op.n_v_heads);
     if (s.bytes > l.scratch_bytes) return fail(PK_BAD_ARG, "delta: %lld bytes of scratch are needed, the workspace has %lld", (long long)s.bytes, (long long)l.scratch_bytes);
     ChunkArguments a = {};
     a.delta = delta;
@@ -496,10 +522,11 @@ int32_t launch_delta_chunks(const Launch &l, const pk_op_delta &op, const DeltaA
     const int stages = most_shared >= 2 * kScanStage + kScanState ? 2 : 1;
     const unsigned rows = static_cast<unsigned>(max_rows_of(l)), slots = static_cast<unsigned>(l.max_tokens / kChunk) + rows, heads = op.n_v_heads;
     if (int32_t e = launch(l, "delta_mix", delta_mix_kernel, dim3(slots, 2 * op.n_k_heads + heads), dim3(kThreads), 0, a)) return e;
-    if (int32_t e = launch(l, "delta_tail", delta_tail_kernel, dim3((delta.channels + kThreads - 1) / kThreads, rows), dim3(kThreads), 0, delta)) return e;
-    for (unsigned first = 0; first < slots; first += kSegment) {
+    if (int32_t e = launch_tails(l, delta.taps, delta.most)) return e;
+    for (unsigned first = 0; first < slots; first += s.segment) {
         a.first_slot = static_cast<int32_t>(first);
-        if (int32_t e = launch(l, "delta_chunk", delta_chunk_kernel, dim3(std::min<unsigned>(kSegment, slots - first), heads), dim3(kThreads), kPrepareShared, a)) return e;
+        a.n_slots = static_cast<int32_t>(std::min<int64_t>(s.segment, slots - first));
+        if (int32_t e = launch(l, "delta_chunk", delta_chunk_kernel, dim3(a.n_slots, heads), dim3(kThreads), kPrepareShared, a)) return e;
         if (int32_t e = launch(l, "delta_scan", stages == 2 ? delta_scan_kernel<2> : delta_scan_kernel<1>, dim3(2 * heads, rows), dim3(kThreads), stages * kScanStage + kScanState, a)) return e;
     }
     return launch(l, "delta_finish", delta_finish_kernel, dim3(slots, heads), dim3(kThreads), 0, delta);

@@ -28,6 +28,7 @@ int32_t launch_record(const Launch &l, const Record &record) {
         case PK_OP_ROUTE: return launch_route(l, record.as<pk_op_route>());
         case PK_OP_EXPERTS: return launch_experts(l, record.as<pk_op_experts>());
         case PK_OP_DELTA: return launch_delta(l, record.as<pk_op_delta>());
+        case PK_OP_MAMBA: return launch_mamba(l, record.as<pk_op_mamba>());
         case PK_OP_CONV: return launch_conv(l, record.as<pk_op_conv>());
         default: return fail(PK_UNSUPPORTED, "%s: the CUDA pack has no kernel for this op", op_name(record.op));
     }
@@ -139,8 +140,9 @@ int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_stat
         int64_t n = 0;
         if (r.op == PK_OP_MATMUL) n = matmul_scratch(&ctx, r.as<pk_op_matmul>(), resolve_rows(r.as<pk_op_matmul>().x.rows, state.max_step_tokens, state.max_step_rows));
         if (r.op == PK_OP_ATTENTION) n = attention_scratch(&ctx, r.as<pk_op_attention>(), state.max_step_rows);
-        if (r.op == PK_OP_EXPERTS) n = experts_scratch(r.as<pk_op_experts>(), resolve_rows(r.as<pk_op_experts>().x.rows, state.max_step_tokens, state.max_step_rows));
-        if (r.op == PK_OP_DELTA) n = delta_scratch(r.as<pk_op_delta>(), state.max_step_tokens, state.max_step_rows);
+        if (r.op == PK_OP_EXPERTS) n = experts_scratch(&ctx, r.as<pk_op_experts>(), resolve_rows(r.as<pk_op_experts>().x.rows, state.max_step_tokens, state.max_step_rows));
+        if (r.op == PK_OP_DELTA) n = delta_scratch(&ctx, r.as<pk_op_delta>(), state.max_step_tokens);
+        if (r.op == PK_OP_MAMBA) n = mamba_scratch(r.as<pk_op_mamba>(), state.max_step_tokens);
         if (r.op == PK_OP_SAMPLE) n = sample_scratch(r.as<pk_op_sample>(), state.max_step_rows);
         most = std::max(most, n);
     }
@@ -152,6 +154,7 @@ int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state
         const Record &r = records[i];
         int32_t status = PK_OK;
         if (r.op == PK_OP_EXPERTS) status = check_experts(ctx, r.as<pk_op_experts>(), i);
+        if (r.op == PK_OP_MAMBA) status = check_mamba(r.as<pk_op_mamba>(), i);
         if (r.op == PK_OP_DELTA) status = check_delta(r.as<pk_op_delta>(), state, i);
         if (r.op == PK_OP_MATMUL) status = check_matmul(ctx, r.as<pk_op_matmul>(), i);
         if (r.op == PK_OP_EMBED) status = check_embed(ctx, r.as<pk_op_embed>(), i);

@@ -144,8 +144,9 @@ int64_t stream_shared(int64_t k, const ExpertUnit &u, int64_t pairs, int64_t *x_
     return pairs * *x_row_bytes + (u.group ? padded / u.group * 32 : 0) + 8 * 32 * 9 * 4;
 }
 
-Plan plan_of(const pk_op_experts &op, int64_t n_rows) {
+Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     Plan p;
+    const int64_t panel_bytes = std::min(kPanelBytes, int64_t{ctx.n_processors} << 20);  // small devices have small workspaces
     const int64_t k = op.ids.cols, cols = op.y.cols;
     p.pairs = n_rows * k;
     p.is_lone = n_rows == 1;
@@ -164,9 +165,9 @@ Plan plan_of(const pk_op_experts &op, int64_t n_rows) {
     }
     p.max_items = static_cast<int32_t>(p.is_lone ? k : std::min(p.pairs, op.n_experts + p.pairs / p.item_pairs));
     p.hidden_cols = round_up(op.gate.rows, 8);
-    const bool is_whole = p.is_stream || p.pairs * cols * 4 <= kPanelBytes;
+    const bool is_whole = p.is_stream || p.pairs * cols * 4 <= panel_bytes;
     p.out_format = is_whole ? PK_F32 : PK_BF16;
-    p.panel = is_whole ? cols : std::min(cols, std::max<int64_t>(kTileRows, kPanelBytes / (p.pairs * 2) / kTileRows * kTileRows));
+    p.panel = is_whole ? cols : std::min(cols, std::max<int64_t>(kTileRows, panel_bytes / (p.pairs * 2) / kTileRows * kTileRows));
     int64_t at = 0;
     auto take = [&](int64_t bytes) {
         const int64_t start = at;
@@ -257,7 +258,7 @@ int32_t launch_combine(const Launch &l, const pk_op_experts &op, const Plan &pla
 
 int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
     const int64_t n_rows = bound(l, op.x.rows);
-    const Plan plan = plan_of(op, n_rows);
+    const Plan plan = plan_of(*l.ctx, op, n_rows);
     if (plan.bytes > l.scratch_bytes) return fail(PK_BAD_ARG, "experts: %lld bytes of scratch are needed, the workspace has %lld", (long long)plan.bytes, (long long)l.scratch_bytes);
     pk_tensor x = op.x;
     if (!plan.is_stream && (x.format != PK_BF16 || !is_wide(x))) {
@@ -357,10 +358,10 @@ int32_t check_experts(pk_ctx *ctx, const pk_op_experts &op, int64_t at) {
     return PK_OK;
 }
 
-int64_t experts_scratch(const pk_op_experts &op, int64_t max_rows) {
+int64_t experts_scratch(const pk_ctx *ctx, const pk_op_experts &op, int64_t max_rows) {
     // Both ways: the streaming product serves small steps of a program whose largest step takes tiles.
     const int64_t few = std::max<int64_t>(kStreamTokens, int64_t{kStreamPairs} * op.n_experts / op.ids.cols);
-    return std::max({plan_of(op, max_rows).bytes, plan_of(op, std::min(max_rows, few)).bytes, plan_of(op, std::min(max_rows, few + 1)).bytes});
+    return std::max({plan_of(*ctx, op, max_rows).bytes, plan_of(*ctx, op, std::min(max_rows, few)).bytes, plan_of(*ctx, op, std::min(max_rows, few + 1)).bytes});
 }
 
 }  // namespace pk

@@ -1,0 +1,96 @@
+"""The tiny golden checkpoints of every family through a GPU pack, against transformers' f32 logits.
+
+Usage: python -m bench.gpu_golden PACK [FOLDER] [--only NAME ...]. One line per family: the largest and the median distance of the best
+tokens' log-probabilities, token by token, in small chunks and in one chunk. Exits 1 when a family is outside LIMIT.
+
+Weights and activations are bf16 here and f32 there: each product loses 2^-9 of its operands, a model of a few layers a few times that,
+and a router whose scores nearly tie may choose another expert; so the median counts, and the largest at a wider limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+from paddock_runner.blueprint.names import tensors_by_name
+from paddock_runner.blueprint.read import read_blueprint
+from paddock_runner.engine.assemble import Assembly, build_device
+from paddock_runner.errors import PaddockError
+from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.memory.state import StateSizes, state_layout
+from paddock_runner.pack.device import Device
+
+from tests.golden.teacher import Teacher
+
+ROOT = Path(__file__).resolve().parent.parent
+MODES = {"token by token": (1, 16), "small chunks": (23, 5), "one chunk": (30, 64)}
+LIMIT, FAR = 0.05, 0.5
+"""Of the median and of the largest distance, in nats."""
+
+
+def open_device(pack: Path, folder: Path) -> Device:
+    """A model on the GPU: one slot, bf16 keys and values."""
+    checkpoint = open_checkpoint(folder)
+    blueprint = read_blueprint(checkpoint)
+    sizes = StateSizes(1, 512, 16, 33, blueprint.n_vocab, 64, 1, recurrent_bytes=state_layout(blueprint).slot_bytes)
+    return build_device(Assembly(pack, sizes, "f32" if "cpu" in pack.name else "bf16"), blueprint, tensors_by_name(checkpoint, blueprint))
+
+
+def distances(device: Device, golden: Path, n_prompt: int, chunk: int) -> list[float]:
+    """Per position: the largest |difference of log-probability| of the best tokens; infinite when a number is missing."""
+    data = np.load(golden)
+    ids, logits = data["ids"].tolist(), data["logits"].astype(np.float64)
+    shifted = logits - logits.max(-1, keepdims=True)
+    want = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    teacher, found = Teacher(device, chunk), []
+    best = teacher.begin(ids[:n_prompt])
+    for position in range(n_prompt - 1, len(ids)):
+        worst = max((abs(want[position][i] - p) for i, p in best.items()), default=float("inf"))
+        found.append(worst if worst == worst else float("inf"))
+        if position + 1 < len(ids):
+            best = teacher.follow(ids[position + 1])
+    return found
+
+
+def family(pack: Path, folder: Path) -> bool:
+    """Runs one checkpoint in every mode and tells. False when it is outside the limits."""
+    told, is_good = [], True
+    for name, (n_prompt, chunk) in MODES.items():
+        try:
+            device = open_device(pack, folder)
+        except PaddockError as error:
+            sys.stdout.write(f"FAIL  {folder.name:18} {error}\n")
+            return False
+        try:
+            found = distances(device, folder / "golden.npz", n_prompt, chunk)
+            middle, most = statistics.median(found), max(found)
+            is_good = is_good and middle <= LIMIT and most <= FAR
+            told.append(f"{name} {middle:.4f} (max {most:.4f})")
+        except (PaddockError, AssertionError) as error:
+            is_good = False
+            told.append(f"{name}: {error!r}")
+        finally:
+            device.close()
+    sys.stdout.write(f"{'ok  ' if is_good else 'FAIL'}  {folder.name:18} {', '.join(told)}\n")
+    sys.stdout.flush()
+    return is_good
+
+
+def main() -> None:
+    """Runs the families and exits 1 when one is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pack", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "tests/golden/tiny")
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    folders = sorted(p.parent for p in options.folder.glob("*/golden.npz"))
+    good = [family(options.pack, p) for p in folders if not options.only or p.name in options.only]
+    sys.stdout.write(f"{sum(good)} of {len(good)} families\n")
+    raise SystemExit(0 if all(good) else 1)
+
+
+if __name__ == "__main__":
+    main()
