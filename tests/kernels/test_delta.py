@@ -149,6 +149,14 @@ def test_long_rows_meet_short_ones_at_every_border_of_a_chunk(bench, rng):
     layer.step([(0, 81, 1), (2, 138, 2)])
 
 
+@pytest.mark.parametrize("dims", [SMALL, REAL, TILED], ids=["small", "real", "tiled"])
+def test_rows_of_one_token_each(bench, rng, dims):
+    layer = Layer(bench, rng, dims)
+    layer.step([(0, 5, 1), (7, 0, 1), (3, 1, 1), (2, 200, 1)], dead=(3,))
+    layer.step([(7, 1, 1), (0, 6, 1), (3, 2, 1)])
+    layer.step([(7, 2, 1)])
+
+
 def test_slot_that_is_used_again_begins_with_zeros(bench, rng):
     layer = Layer(bench, rng)
     layer.step([(4, 30, 7)])

@@ -130,17 +130,19 @@ def stack_of(b, matrices: list[Weight]):
     return Tensor(base, matrices[0].rows, matrices[0].cols, by_name(matrices[0].format).id, stride, abi.PK_PACKED)
 
 
-KINDS = [*WEIGHT_FORMATS, "fp8_e4m3 tensor", "fp8_e4m3 row", "fp8_e4m3 block", "nvfp4 grouped", "mxfp4 grouped"]
+KINDS = [*WEIGHT_FORMATS, "fp8_e4m3 tensor", "fp8_e4m3 row", "fp8_e4m3 block", "nvfp4 grouped", "mxfp4 grouped", "q4_k and q6_k"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_of_every_format_equal_numpy(bench, rng, kind):
     b, m, f, n_experts, k = bench(), 512, 256, 4, 2
     name, _, scales = kind.partition(" ")
+    names = [name, "q6_k", name] if scales == "and q6_k" else [name] * 3
+    scales = "" if scales == "and q6_k" else scales
     if name not in b.pack.description["formats"]:
         pytest.skip(f"this pack has no {name}")
 
-    def random(rows, cols):
+    def random(name, rows, cols):
         if scales == "grouped":
             w = grouped_fp4(name, rows, cols, rng)
             if name == "nvfp4":  # each expert has its own
@@ -149,7 +151,7 @@ def test_experts_of_every_format_equal_numpy(bench, rng, kind):
             return w
         return scaled_fp8(name, rows, cols, scales, rng) if scales else random_weight(name, rows, cols, rng)
 
-    parts = [[random(*shape) for _ in range(n_experts)] for shape in ((f, m), (f, m), (m, f))]
+    parts = [[random(part, *shape) for _ in range(n_experts)] for part, shape in zip(names, ((f, m), (f, m), (m, f)), strict=True)]
     stacks = Stacks(*(stack_of(b, part) for part in parts), n_experts, (None, None, None), "silu", 0.0, 0.0)
     for n in (1, 2, 7, 40, 150):
         x, x64 = b.activations(rng.normal(size=(n, m)) * 0.2, T, 8)
@@ -165,7 +167,7 @@ def test_experts_of_every_format_equal_numpy(bench, rng, kind):
                 gate, up = (parts[i][e].values.astype(np.float64) @ x64[t] for i in (0, 1))
                 want[t] += factor * (parts[2][e].values.astype(np.float64) @ (act(gate, "silu") * up))
         error = np.linalg.norm(b.download(y, n) - want, axis=1) / np.linalg.norm(want, axis=1)
-        assert error.max() <= (1e-3 if b.activation == abi.PK_F32 else 2e-2), (n, error)
+        assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else 2e-2), (n, error)
 
 
 @pytest.mark.parametrize("cols", [1, 33])

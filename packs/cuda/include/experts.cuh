@@ -19,11 +19,12 @@ struct ExpertItem {
 };
 
 // out[position, row] = product of the pair at that position, for rows [first_row, first_row + n_rows) of the weight. With two
-// weights: the activation of the gate times up. A lone token needs no sorting: item i is its i-th expert (`ids`).
+// weights: the activation of the gate times up; with one weight and `gate` (as out): the activation of that times the product. A lone token needs no sorting: item i is its i-th expert (`ids`).
 struct ExpertProduct {
     ExpertWeight w[2];
     const void *x;
     void *out;
+    const void *gate;
     const ExpertItem *items;
     const int32_t *n_items, *order;  // order: pair at a position; a pair is token * n_used + i
     const int32_t *ids;              // of a lone token, or null

@@ -125,12 +125,15 @@ __global__ void __launch_bounds__(256) expert_combine_kernel(const __grid_consta
     }
 }
 
+// How pk_repack of this pack stores a format.
+int32_t stored_format(int32_t format) { return format == PK_F32 ? PK_BF16 : format; }
+
 // The shape of a launch for up to n_rows tokens, and where its parts lie in the scratch.
 struct Plan {
     bool is_stream = false, is_lone = false;
     int64_t pairs = 0;
-    int32_t item_pairs = 0, max_items = 0, warps_k[2] = {};
-    int64_t x_row_bytes[2] = {}, shared_bytes[2] = {};
+    int32_t item_pairs = 0, max_items = 0, warps_k[3] = {};  // of gate, up and down
+    int64_t x_row_bytes[3] = {}, shared_bytes[3] = {};
     int64_t hidden_cols = 0, panel = 0;
     int32_t out_format = PK_F32;
     int64_t items = 0, n_items = 0, order = 0, rank = 0, hidden = 0, x = 0, out = 0, bytes = 0;
@@ -152,16 +155,16 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     p.is_lone = n_rows == 1;
     p.is_stream = n_rows <= kStreamTokens || p.pairs <= int64_t{kStreamPairs} * op.n_experts;
     p.item_pairs = p.is_stream ? kStreamPairs : kTileRows;
-    const ExpertUnit units[2] = {unit_of(op.gate.format == PK_F32 ? PK_BF16 : op.gate.format), unit_of(op.down.format == PK_F32 ? PK_BF16 : op.down.format)};
-    const int64_t widths[2] = {op.x.cols, op.gate.rows};
+    const pk_tensor *stacks[3] = {&op.gate, &op.up, &op.down};
     if (p.is_stream) {
-        while (p.item_pairs > 1 && std::max(stream_shared(widths[0], units[0], p.item_pairs, &p.x_row_bytes[0]), stream_shared(widths[1], units[1], p.item_pairs, &p.x_row_bytes[1])) > kStreamShared) p.item_pairs /= 2;
         p.item_pairs = static_cast<int32_t>(std::min<int64_t>(p.item_pairs, n_rows));
-        for (int i = 0; i < 2; ++i) {
-            p.shared_bytes[i] = stream_shared(widths[i], units[i], p.item_pairs, &p.x_row_bytes[i]);
+        for (int i = 0; i < 3; ++i) {
+            const ExpertUnit unit = unit_of(stored_format(stacks[i]->format));
+            while (p.item_pairs > 1 && stream_shared(stacks[i]->cols, unit, p.item_pairs, &p.x_row_bytes[i]) > kStreamShared) p.item_pairs /= 2;
             p.warps_k[i] = 8;
-            while (p.warps_k[i] > 1 && 2 * p.warps_k[i] > (widths[i] + units[i].unit - 1) / units[i].unit) p.warps_k[i] /= 2;
+            while (p.warps_k[i] > 1 && 2 * p.warps_k[i] > (stacks[i]->cols + unit.unit - 1) / unit.unit) p.warps_k[i] /= 2;
         }
+        for (int i = 0; i < 3; ++i) p.shared_bytes[i] = stream_shared(stacks[i]->cols, unit_of(stored_format(stacks[i]->format)), p.item_pairs, &p.x_row_bytes[i]);
     }
     p.max_items = static_cast<int32_t>(p.is_lone ? k : std::min(p.pairs, op.n_experts + p.pairs / p.item_pairs));
     p.hidden_cols = round_up(op.gate.rows, 8);
@@ -287,46 +290,53 @@ int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
     p.limit = op.limit;
     p.alpha = op.alpha;
 
-    const Packed &gate = *find_packed(l.ctx, op.gate), &down = *find_packed(l.ctx, op.down);
+    // The product of stack `which` (0 gate, 1 up, 2 down) as the plan has shaped it.
+    auto run = [&](const Packed &packed, int which) {
+        p.n_units = static_cast<int32_t>(packed.padded_cols / unit_of(packed.format).unit);
+        p.warps_k = plan.warps_k[which];
+        p.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[which]);
+        return launch_product(l, packed.format, plan, p, which);
+    };
+    const Packed &gate = *find_packed(l.ctx, op.gate), &up = *find_packed(l.ctx, op.up), &down = *find_packed(l.ctx, op.down);
+    const bool is_one = gate.format == up.format;
     p.w[0] = weight_of(l, op.gate, op.gate_bias);
-    p.w[1] = weight_of(l, op.up, op.up_bias);
-    p.n_w = 2;
+    if (is_one) p.w[1] = weight_of(l, op.up, op.up_bias);
+    p.n_w = is_one ? 2 : 1;
     p.act = op.act;
     p.x = reinterpret_cast<const void *>(x.data);
     p.x_stride = x.stride / (x.format == PK_F32 ? 4 : 2);
     p.x_format = x.format;
     p.is_wide = is_wide(x);
     p.k = static_cast<int32_t>(x.cols);
-    p.n_units = static_cast<int32_t>(gate.padded_cols / unit_of(gate.format).unit);
     p.n_rows = static_cast<int32_t>(gate.rows);
     p.out = l.scratch + plan.hidden;
     p.out_format = PK_BF16;
     p.out_stride = p.padded_out = static_cast<int32_t>(plan.hidden_cols);
-    p.warps_k = plan.warps_k[0];
-    p.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[0]);
-    if (int32_t e = launch_product(l, gate.format, plan, p, 0)) return e;
+    if (int32_t e = run(gate, 0)) return e;
+    if (!is_one) {
+        p.w[0] = weight_of(l, op.up, op.up_bias);
+        p.gate = p.out;
+        if (int32_t e = run(up, 1)) return e;
+    }
 
     p.w[0] = weight_of(l, op.down, op.down_bias);
     p.w[1] = {};
+    p.gate = nullptr;
     p.n_w = 1;
-    p.act = PK_ACT_NONE;
     p.x = l.scratch + plan.hidden;
     p.x_stride = plan.hidden_cols;
     p.x_format = PK_BF16;
     p.by_position = 1;
     p.is_wide = gate.rows % 8 == 0;
     p.k = static_cast<int32_t>(plan.is_stream ? gate.rows : plan.hidden_cols);
-    p.n_units = static_cast<int32_t>(down.padded_cols / unit_of(down.format).unit);
     p.out = l.scratch + plan.out;
     p.out_format = plan.out_format;
     p.out_stride = plan.panel;
     p.padded_out = 0;
-    p.warps_k = plan.warps_k[1];
-    p.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[1]);
     for (int64_t first = 0; first < down.rows; first += plan.panel) {
         p.first_row = static_cast<int32_t>(first);
         p.n_rows = static_cast<int32_t>(std::min(plan.panel, down.rows - first));
-        if (int32_t e = launch_product(l, down.format, plan, p, 1)) return e;
+        if (int32_t e = run(down, 2)) return e;
         if (int32_t e = launch_combine(l, op, plan, first, p.n_rows)) return e;
     }
     return PK_OK;
@@ -348,8 +358,6 @@ int32_t check_experts(pk_ctx *ctx, const pk_op_experts &op, int64_t at) {
                 return fail(PK_UNSUPPORTED, "op %lld experts: matrices 0 and %d of %s have different formats or scales", (long long)at, e, kNames[i]);
         }
     }
-    if (packed[0]->format != packed[1]->format)
-        return fail(PK_UNSUPPORTED, "op %lld experts: gate is format %d and up is format %d; the CUDA pack wants one", (long long)at, packed[0]->format, packed[1]->format);
     if (op.ids.cols > kMostChosen) return fail(PK_UNSUPPORTED, "op %lld experts: %lld experts a token; the CUDA pack takes up to %d", (long long)at, (long long)op.ids.cols, kMostChosen);
     const int64_t widest = std::max(op.x.cols, op.gate.rows);
     if (widest > 16384) return fail(PK_UNSUPPORTED, "op %lld experts: rows of %lld elements; the CUDA pack takes up to 16384", (long long)at, (long long)widest);

@@ -264,6 +264,7 @@ __global__ void __launch_bounds__(kExpertThreads, 2) expert_stream_kernel(const 
             }
             float v = finish(p.w[0], matrix[0], item.expert, row, first);
             if (is_gated) v = gated(p, v, finish(p.w[1], matrix[1], item.expert, row, second));
+            if (p.gate != nullptr) v = gated(p, load_as_f32(p.gate, (item.first + n) * p.out_stride + local, p.out_format), v);
             store_from_f32(p.out, (item.first + n) * p.out_stride + local, p.out_format, v);
         }
     }
@@ -413,6 +414,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_tiles_kernel(const _
                 if (row < end) {
                     v = finish(p.w[0], first, item.expert, row, acc[m][n][e]);
                     if (is_gated) v = gated(p, v, finish(p.w[1], second, item.expert, row, acc[m][n | 1][e]));
+                    if (p.gate != nullptr) v = gated(p, load_as_f32(p.gate, (item.first + pair) * p.out_stride + local, p.out_format), v);
                 }
                 store_from_f32(p.out, (item.first + pair) * p.out_stride + local, p.out_format, v);
             }
