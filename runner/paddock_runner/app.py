@@ -37,6 +37,7 @@ from .pack.library import find_pack
 from .text.answer import AnswerFormat
 from .text.load import load_tokenizer
 from .text.template import load_template
+from .text.vectors import VectorForm
 from .turns.desk import Desk
 from .turns.served import Served
 from .wire.channel import Channel
@@ -128,7 +129,7 @@ def open_model(config: Config, path: Path) -> Opened:
         raise UnknownModel(f"{path}: there is no such file or folder", "check --model", name=str(path))
     place = choose_place(config)
     checkpoint = open_checkpoint(path)
-    blueprint = read_blueprint(checkpoint)
+    blueprint = read_blueprint(checkpoint, config.task)
     views = tensors_by_name(checkpoint, blueprint)
     ctx = config.max_ctx_tokens
     if config.is_default("max_ctx_tokens"):
@@ -205,7 +206,7 @@ def _run(config: Config, opened: Opened, listener: socket.socket, door: Door) ->
     channel = Channel.create()
     order = Order(
         str(config.model_path.absolute()), str(opened.place.pack), channel.text, opened.plan.sizes, opened.plan.kv_format,
-        config.gpu, config.threads, config.max_queue, config.log_level, os.getpid(),
+        config.gpu, config.threads, config.max_queue, config.log_level, os.getpid(), config.task,
     )  # fmt: skip
     process = start(order, channel)
     try:
@@ -213,8 +214,9 @@ def _run(config: Config, opened: Opened, listener: socket.socket, door: Door) ->
         tokenizer = load_tokenizer(opened.checkpoint, opened.blueprint.n_vocab)
         template, sizes = load_template(opened.checkpoint, tokenizer), opened.plan.sizes
         served = Served(
-            config.model_name, tokenizer, template, AnswerFormat(template.source, tokenizer), sizes.max_ctx_tokens,
+            config.model_name, tokenizer, template, AnswerFormat(template.source, tokenizer), _max_tokens(opened),
             opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, config.steady_prompts, facts=_facts(opened),
+            vectors=_vector_form(opened.blueprint),
         )  # fmt: skip
         served.walker.warm()
         runner = Runner(config, opened, served, Desk(port), process)
@@ -231,12 +233,29 @@ def _loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
+def _max_tokens(opened: Opened) -> int:
+    """Tokens of a prompt and its answer; of a model that gives vectors, of a prompt."""
+    ctx = opened.plan.sizes.max_ctx_tokens
+    return ctx if opened.blueprint.pooling is None else min(ctx - 1, opened.blueprint.max_ctx_tokens)
+
+
+def _vector_form(blueprint: Blueprint) -> VectorForm | None:
+    """What the front must know of a model that gives vectors."""
+    p = blueprint.pooling
+    if p is None:
+        return None
+    is_language_model = p.task == "rank" and blueprint.is_causal and blueprint.has_out_norm
+    return VectorForm(
+        p.task, blueprint.vector_width, p.is_normalised, dict(p.prompts), blueprint.n_vocab, max(1, blueprint.n_token_types), is_language_model
+    )
+
+
 def _facts(opened: Opened) -> dict[str, Any]:
     formats: dict[str, int] = {}
     for view in opened.views.values():
         formats[view.format] = formats.get(view.format, 0) + view.n_bytes
     return {
-        "family": opened.blueprint.family, "format": max(formats, key=lambda k: formats[k]), "device": opened.place.facts.kind,
+        "family": opened.blueprint.family, "task": opened.blueprint.task, "format": max(formats, key=lambda k: formats[k]), "device": opened.place.facts.kind,
         "max_batch": opened.plan.sizes.n_slots, "kv_format": opened.plan.kv_format, "pool_tokens": opened.plan.pool_tokens,
         "memory_bytes": opened.plan.total_bytes,
     }  # fmt: skip
@@ -286,7 +305,7 @@ class Runner:
         gc.freeze()
         facts = {
             "pid": os.getpid(), "host": config.host, "port": port, "model": self._served.name,
-            "max_ctx_tokens": sizes.max_ctx_tokens, "max_batch": sizes.n_slots, "device": self._opened.place.facts.kind,
+            "max_ctx_tokens": self._served.max_ctx_tokens, "max_batch": sizes.n_slots, "device": self._opened.place.facts.kind,
         }  # fmt: skip
         if config.state_file is not None:
             write_atomically(config.state_file, msgspec.json.encode(facts) + b"\n")
@@ -295,7 +314,7 @@ class Runner:
         pool = self._opened.plan.pool_tokens
         print(
             f"paddock-runner: {self._served.name} is ready at {url}/v1 after {time.monotonic() - begun:.1f} s: contexts of "
-            f"{sizes.max_ctx_tokens} tokens, {sizes.n_slots} at a time, {pool} KV tokens in all",
+            f"{self._served.max_ctx_tokens} tokens, {sizes.n_slots} at a time, {pool} KV tokens in all",
             flush=True,
         )
 

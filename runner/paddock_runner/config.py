@@ -35,6 +35,9 @@ class Config:
     """The runner's settings; frozen after start. `origin` says of each field: "flag --x", "PADDOCK_X", "FILE" or "default"."""
 
     model: Path | None = knob(None, "GGUF file, .safetensors file or model folder to serve")
+    task: str = knob(
+        "auto", "what the model is for (auto: as its files say)", choices=("auto", "generate", "embed", "rank")
+    )
     name: str = knob("", "name that clients use for the model (default: the file's name)")
     kernel_pack: Path | None = knob(None, "kernel pack to load instead of the one that fits the device")
     device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))

@@ -221,6 +221,11 @@ class Blueprint:
         return self.pooling is not None and (not self.is_causal or self.pooling.pool != "last")
 
     @property
+    def task(self) -> str:
+        """What the model is for: "generate", "embed" or "rank"."""
+        return self.pooling.task if self.pooling is not None else "generate"
+
+    @property
     def n_ids(self) -> int:
         """Ids that a token may have: its number and its type."""
         return self.n_vocab * max(1, self.n_token_types)

@@ -82,6 +82,8 @@ def _embedding(blueprint: Blueprint, checkpoint: Checkpoint, modules: SentenceMo
 
 def _ranking(blueprint: Blueprint, checkpoint: Checkpoint, modules: SentenceModules | None) -> Pooling:
     width = blueprint.model_width
+    if blueprint.is_causal and blueprint.has_out_norm and blueprint.family != "qwen3":
+        raise UnsupportedError(f"{checkpoint.path}: ranking with {blueprint.family} is not supported; qwen3 and bert are", what="reranker", supported=["qwen3", "bert"])
     if _classifies(checkpoint):
         n_labels = len(checkpoint.config.get("id2label") or ()) or checkpoint.fields.integer("num_labels", 1)
         if n_labels != 1:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from .. import log
 from ..errors import PaddockError
-from . import health, mcp, metrics, openapi
+from . import health, mcp, metrics, openapi, rerank
 from .anthropic import count_tokens, messages
 from .auth import ADMIN, INFERENCE
 from .http import Exchange, Receive, Scope, Send
 from .ollama import chat as ollama_chat
 from .ollama import models as ollama_models
-from .openai import chat, completions, models, responses, tokens
+from .openai import chat, completions, embeddings, models, responses, tokens
 from .problem import ANTHROPIC, OLLAMA, OPENAI, guarded
 from .service import Front
 
@@ -36,7 +36,10 @@ class WrongMethod(PaddockError):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One endpoint. vendor: whose error shape. scope: what a key must be good for. A path that ends in / serves everything below it."""
+    """One endpoint. vendor: whose error shape. scope: what a key must be good for. writes_text: needs a model that does.
+
+    A path that ends in / serves everything below it.
+    """
 
     method: str
     path: str
@@ -44,6 +47,7 @@ class Route:
     vendor: str = OPENAI
     is_open: bool = False
     scope: str = INFERENCE
+    writes_text: bool = False
 
 
 ROUTES = (
@@ -55,11 +59,17 @@ ROUTES = (
     Route("GET", "/v1/paddock/state", health.get_state, scope=ADMIN),
     Route("GET", "/v1/models", models.list_models),
     Route("GET", "/v1/models/", models.get_model),
-    Route("POST", "/v1/chat/completions", chat.post_chat),
-    Route("POST", "/v1/completions", completions.post_completions),
-    Route("POST", "/v1/responses", responses.post_responses),
+    Route("POST", "/v1/chat/completions", chat.post_chat, writes_text=True),
+    Route("POST", "/v1/completions", completions.post_completions, writes_text=True),
+    Route("POST", "/v1/responses", responses.post_responses, writes_text=True),
     Route("GET", "/v1/responses/", responses.get_response),
     Route("DELETE", "/v1/responses/", responses.delete_response),
+    Route("POST", "/v1/embeddings", embeddings.post_embeddings),
+    Route("POST", "/v1/rerank", rerank.post_rerank),
+    Route("POST", "/v2/rerank", rerank.post_rerank),
+    Route("POST", "/rerank", rerank.post_rerank),
+    Route("POST", "/v1/score", rerank.post_score),
+    Route("POST", "/score", rerank.post_score),
     Route("POST", "/tokenize", tokens.post_tokenize),
     Route("POST", "/detokenize", tokens.post_detokenize),
     Route("POST", "/mcp", mcp.post_mcp),
@@ -70,9 +80,9 @@ ROUTES = (
     Route("GET", "/api/version", ollama_models.get_version, OLLAMA, is_open=True),
     Route("POST", "/api/show", ollama_models.post_show, OLLAMA),
     Route("POST", "/api/pull", ollama_models.post_pull, OLLAMA),
-    Route("POST", "/api/chat", ollama_chat.post_chat, OLLAMA),
-    Route("POST", "/api/generate", ollama_chat.post_generate, OLLAMA),
-    Route("POST", "/v1/messages", messages.post_messages, ANTHROPIC),
+    Route("POST", "/api/chat", ollama_chat.post_chat, OLLAMA, writes_text=True),
+    Route("POST", "/api/generate", ollama_chat.post_generate, OLLAMA, writes_text=True),
+    Route("POST", "/v1/messages", messages.post_messages, ANTHROPIC, writes_text=True),
     Route("POST", "/v1/messages/count_tokens", count_tokens.post_count_tokens, ANTHROPIC),
 )
 _EXACT = {(r.method, r.path): r for r in ROUTES if not r.path.endswith("/")}
@@ -117,6 +127,8 @@ class Application:
             route = find(exchange.method, exchange.path)
             name = route.path
             exchange.client = 0 if route.is_open else front.guard.check_key(exchange, route.scope)
+            if route.writes_text:
+                front.require_text()
             await route.handler(front, exchange)
 
         try:

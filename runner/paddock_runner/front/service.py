@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from ..errors import Cancelled, PaddockError, ShuttingDown, UnknownModel, UsageError
+from ..text.vectors import VectorForm
 from ..turns.desk import Desk
 from ..turns.served import Served
 from ..turns.turn import CacheNote, Caller, Turn
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from .mcp import Mcp
 
 Body = TypeVar("Body")
+Result = TypeVar("Result")
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -63,6 +66,21 @@ class Front:
                 f"the model {name[:200]!r} is not served here", f"this runner serves {self.served.name!r}",
                 name=name, known=[self.served.name], param="model",
             )  # fmt: skip
+
+    def require_text(self) -> None:
+        """Raises: UsageError when the model gives vectors and writes no text."""
+        if self.served.vectors is not None:
+            where = "/v1/embeddings" if self.served.vectors.task == "embed" else "/v1/rerank and /v1/score"
+            raise UsageError(f"{self.served.name} gives vectors and writes no text", f"use {where}", param="model")
+
+    def require_vectors(self, task: str = "") -> VectorForm:
+        """What the model's vectors are. Raises: UsageError when it generates text, or its vectors are for another task."""
+        form = self.served.vectors
+        if form is None:
+            raise UsageError(f"{self.served.name} generates text and gives no vectors", "start the runner with --task embed", param="model")
+        if task and form.task != task:
+            raise UsageError(f"{self.served.name} ranks documents and gives no embeddings", "use /v1/rerank or /v1/score", param="model")
+        return form
 
     def require_tools(self) -> None:
         """Raises: UsageError when this model's answers cannot be searched for tool calls."""
@@ -146,6 +164,20 @@ async def run_turn(front: Front, exchange: Exchange, turn: Turn) -> None:
         gone.cancel()
         turn.abandon()
         _account(front, exchange, turn)
+
+
+async def run_alone(exchange: Exchange, work: Coroutine[Any, Any, Result]) -> Result:
+    """Runs what has no turn to its end; ends it at once when the client leaves. Raises: what the work raises, Cancelled."""
+    loop = asyncio.get_running_loop()
+    task, gone = loop.create_task(work), loop.create_task(exchange.until_gone())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Cancelled("the client left")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
 
 
 async def run_stream(front: Front, exchange: Exchange, turn: Turn, stream: EventStream) -> None:

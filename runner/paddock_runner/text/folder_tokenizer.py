@@ -14,6 +14,7 @@ import msgspec
 from tokenizers import Tokenizer as Encoder
 
 from ..errors import FileError, UnsupportedError
+from .pairs import PairEnds
 from .tokenizer import Tokenizer, TokenizerParts
 from .vocabulary import AddedToken, byte_level_piece, end_ids, end_of_turn_id, fill_ids, sentence_piece
 
@@ -88,6 +89,7 @@ def tokenizer_from_json(
         later_encoder=later,
         drops_leading_space=drops_space,
         decodes_words=decodes_words,
+        pair=_pair(spec, name),
     )
     return Tokenizer(parts, n_rows)
 
@@ -207,6 +209,20 @@ def _ends(
         elif wants_eos is False:
             suffix = [i for i in suffix if i != eos]
     return prefix, suffix
+
+
+def _pair(spec: Mapping[str, Any], name: str) -> PairEnds | None:
+    """What the post-processor puts around and between two texts; None when it leaves one of them out."""
+    if not spec.get("post_processor"):
+        return None
+    probe = _encoder({"version": "1.0", "model": _PROBE_MODEL, "post_processor": spec["post_processor"]}, name, True)
+    whole = probe.encode("a", "a", add_special_tokens=True)
+    found = list(zip(whole.ids, whole.type_ids, strict=True))
+    at = [i for i, (token, _) in enumerate(found) if token == _PROBE_ID]
+    if len(at) != 2:
+        return None
+    a, b = at
+    return PairEnds(tuple(found[:a]), tuple(found[a + 1 : b]), tuple(found[b + 1 :]), (found[a][1], found[b][1]))
 
 
 def _id_of(token: Any, by_text: Mapping[str, int], encoder: Encoder) -> int | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import FileError, UsageError
+from .pairs import PairEnds, require_pairs
 from .vocabulary import AddedToken, Cutter
 
 _CACHE_BYTES = 64 << 20
@@ -40,6 +41,7 @@ class TokenizerParts:
     later_encoder: for segments that do not start the text, where those are treated differently; else None.
     drops_leading_space: encoding puts a space before the text, so decoding takes one away.
     decodes_words: text is not the concatenation of pieces (WordPiece): decoding goes through the encoder.
+    pair: how two texts are joined, where the tokenizer says so.
     """
 
     encoder: Encoder
@@ -55,6 +57,7 @@ class TokenizerParts:
     later_encoder: Encoder | None = None
     drops_leading_space: bool = False
     decodes_words: bool = False
+    pair: PairEnds | None = None
 
 
 class SegmentCache:
@@ -153,6 +156,10 @@ class Tokenizer:
         if add_special:
             out.extend(self._suffix)
         return out
+
+    def encode_pair(self, first: str, second: str) -> tuple[array[int], list[int]]:
+        """Ids of two texts joined, and the type of each token. Raises: UnsupportedError when the tokenizer does not say how, UsageError."""
+        return require_pairs(self._parts.pair).joined(self.encode(first, add_special=False), self.encode(second, add_special=False))
 
     def count(self, text: str, add_special: bool = True, parse_special: bool = True) -> int:
         """How many ids `encode` gives."""

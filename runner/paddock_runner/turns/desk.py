@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PackError
-from ..wire.messages import Ask, Done, Event, MaskUpdate, Refused, Started, State, StepResult
+from ..wire.messages import Ask, Done, Event, MaskUpdate, Refused, Started, State, StepResult, Vector
 from ..wire.port import FrontPort
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class Desk:
         self.on_dead: Callable[[], None] = lambda: None
         self._choices: dict[int, Choice] = {}
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._vectors: dict[int, asyncio.Future[bytes]] = {}
         self._touched: list[Turn] = []
         self._next_id = 0
         self.now_ns = 0
@@ -34,7 +35,7 @@ class Desk:
     @property
     def n_open(self) -> int:
         """Asks that have not ended."""
-        return len(self._choices)
+        return len(self._choices) + len(self._vectors)
 
     @property
     def is_dead(self) -> bool:
@@ -54,6 +55,17 @@ class Desk:
         """Sends an ask; its events go to `choice`. Raises: Busy, TooLarge, PackError."""
         self._port.ask(ask)
         self._choices[ask.ask_id] = choice
+
+    async def vector(self, ask: Ask) -> bytes:
+        """What a model without a head makes of an ask: f32 numbers. Cancelling ends the ask. Raises: PaddockError (refused, failed, full)."""
+        self._port.ask(ask)
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._vectors[ask.ask_id] = future
+        try:
+            return await future
+        finally:
+            if self._vectors.pop(ask.ask_id, None) is not None:
+                self._port.abort(ask.ask_id)
 
     def abort(self, ask_id: int) -> None:
         """Ends an ask; its choice hears no more of it."""
@@ -125,6 +137,11 @@ class Desk:
             if (choice := self._choices.pop(event.ask_id, None)) is not None:
                 choice.on_ended(event)
                 self.touch(choice.turn)
+            elif (waiting := self._vectors.pop(event.ask_id, None)) is not None and not waiting.done():
+                waiting.set_exception(event.to_error())
+        elif isinstance(event, Vector):
+            if (waiting := self._vectors.pop(event.ask_id, None)) is not None and not waiting.done():
+                waiting.set_result(event.values)
         elif isinstance(event, State):
             future = self._queries.get(event.query_id)
             if future is not None and not future.done():

@@ -17,6 +17,7 @@ from ..errors import ContextTooLong, UnsupportedError, UsageError
 from ..text.answer import AnswerFormat
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
+from ..text.vectors import VectorForm
 from .constrain import Walker
 from .steady import steady
 
@@ -45,6 +46,7 @@ class Served:
     is_steady: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
     facts: Mapping[str, Any] = field(default_factory=dict)
+    vectors: VectorForm | None = None
     walker: Walker = field(init=False)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "text"))
     _is_slow: bool = False
@@ -95,6 +97,16 @@ class Served:
                 f"the prompt has {prompt_tokens} tokens and the answer may have {max_tokens}, the context holds {self.max_ctx_tokens}",
                 "shorten the prompt, lower max_tokens, or start the runner with a larger --max-ctx",
                 prompt_tokens=prompt_tokens, max_ctx_tokens=self.max_ctx_tokens, max_tokens=max_tokens,
+            )  # fmt: skip
+
+    def require_input(self, n_tokens: int, what: str) -> None:
+        """Raises: UsageError when an input is empty, ContextTooLong when it has more tokens than the model reads: nothing is cut off."""
+        if n_tokens < 1:
+            raise UsageError(f"{what} is empty", "send at least one token", param="input")
+        if n_tokens > self.max_ctx_tokens:
+            raise ContextTooLong(
+                f"{what} has {n_tokens} tokens, this model reads at most {self.max_ctx_tokens}", "send it in parts: nothing is cut off here",
+                n_tokens=n_tokens, limit=self.max_ctx_tokens, param="input",
             )  # fmt: skip
 
     def close(self) -> None:
