@@ -50,6 +50,7 @@ class Facts:
     """Every step is done when `step` returns, so each turn reads one step and launches one, as with run-ahead."""
 
     run_ahead = 0
+    has_drafts = False
 
 
 class IdleDevice:

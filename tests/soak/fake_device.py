@@ -25,6 +25,7 @@ STEP_US, ROW_US, TOKEN_US = 2000, 50, 100
 @dataclass(frozen=True)
 class Facts:
     run_ahead: int
+    has_drafts: bool = True
 
 
 def mix(a: int, b: int) -> int:
@@ -145,7 +146,7 @@ class FakeDevice:
         payload = memoryview(data)[at:].cast("i")
         assert len(payload) == n_payload
         assert n_tokens == sum(r[1] for r in rows) <= self.sizes.max_step_tokens and n_rows <= self.sizes.max_step_rows
-        assert n_samples == sum(r[2] for r in rows) and len({r[0] for r in rows}) == n_rows, "a slot has one row"
+        assert n_samples == sum(r[1] if r[2] & abi.PK_ROW_DRAFT else r[2] for r in rows) and len({r[0] for r in rows}) == n_rows, "a slot has one row"
         for (slot, length, _, _), sampling in new:
             self.alive[slot], self.length[slot], self.sampling[slot] = True, length, sampling
             self.tokens[slot] = [-1] * (self.sizes.max_ctx_tokens + 1)
@@ -160,8 +161,10 @@ class FakeDevice:
             self.mask[slot] = int.from_bytes(words, "little")
         block = seq % self.sizes.n_results * self.sizes.max_step_rows
         n_dead = 0
-        for i, (slot, n, flags, _) in enumerate(rows):
-            result = self.row(slot, n, flags)
+        results = [result for slot, n, flags, _ in rows for result in self.results_of(slot, n, flags)]
+        assert len(results) <= self.sizes.max_step_rows
+        for i, result in enumerate(results):
+            slot = result[0]
             n_dead += result[2] == abi.PK_ROW_DEAD
             n_top = min(max(result[1] >= 0 and self.sampling[slot][12], 0), self.sizes.max_top)
             RESULT.pack_into(self.results, (block + i) * 24, *result, -0.5, n_top)
@@ -173,6 +176,17 @@ class FakeDevice:
         self.done[0] = seq
         n_decode = sum(r[1] == 1 for r in rows)
         self.now_ns += 1000 * (STEP_US + ROW_US * n_decode + TOKEN_US * (n_tokens - n_decode))
+
+    def results_of(self, slot: int, n: int, flags: int) -> list[tuple[int, int, int, int]]:
+        if not flags & abi.PK_ROW_DRAFT:
+            return [self.row(slot, n, flags)]
+        guesses = self.tokens[slot][self.length[slot] + 1 : self.length[slot] + n]
+        assert min(guesses, default=0) >= 0 or not self.alive[slot]
+        out: list[tuple[int, int, int, int]] = []
+        while len(out) < n and (not out or (not out[-1][2] and out[-1][1] == guesses[len(out) - 1])):
+            out.append(self.row(slot, 1, 1))
+        dead = abi.PK_ROW_DEAD if out[0][2] == abi.PK_ROW_DEAD else 0
+        return out + [(slot, -1, dead, self.length[slot])] * (n - len(out))
 
     def row(self, slot: int, n: int, flags: int) -> tuple[int, int, int, int]:
         if not self.alive[slot]:

@@ -190,7 +190,7 @@ int32_t pk_get_facts(pk_ctx *ctx, pk_facts *out) {
         out->granule_bytes = c.granule_bytes;
         out->n_processors = c.n_processors;
         out->is_validated = PK_VALIDATED;
-        out->has_drafts = 0;
+        out->has_drafts = 1;
         std::strncpy(out->arch, "cuda:" PK_ARCH, sizeof out->arch - 1);
         std::strncpy(out->name, c.properties.name, sizeof out->name - 1);
         std::strncpy(out->build, PK_BUILD, sizeof out->build - 1);

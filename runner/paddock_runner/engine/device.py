@@ -6,11 +6,16 @@ from typing import Protocol
 
 
 class DeviceFacts(Protocol):
-    """The fact that the engine reads."""
+    """The facts that the engine reads."""
 
     @property
     def run_ahead(self) -> int:
         """Steps that may be in flight before the first is read; 0: `step` returns when the step is done."""
+        ...
+
+    @property
+    def has_drafts(self) -> bool:
+        """Rows may draw after each of their tokens (PK_ROW_DRAFT)."""
         ...
 
 

@@ -23,6 +23,7 @@ from ..wire.port import EnginePort
 from .cost import chunk_work
 from .counters import Counters
 from .device import StepDevice
+from .drafts import Drafter
 from .masks import gathers, with_mask
 from .policy import Policy
 from .report import miss_of
@@ -36,6 +37,8 @@ WAIT_US = 100_000
 LIFE_CHECK_NS = 100_000_000
 SEE_EVERY, SEE_PREFILL_EVERY, SEE_FIRST = 16, 4, 64
 """Which steps the cost model learns from: the first ones, then a sample."""
+CONSIDER_EVERY = 4
+"""Steps between two looks at whether guessing tokens would pay."""
 GROW_PAGES = 64
 RESULT_BYTES, TOP_BYTES = 24, 8
 
@@ -45,6 +48,7 @@ class Step:
 
     __slots__ = (
         "done_ns",
+        "drafts",
         "firsts",
         "has_singles",
         "has_top",
@@ -64,6 +68,7 @@ class Step:
         self.launched_ns = self.done_ns = 0
         self.has_top = self.has_singles = False
         self.is_plain = True
+        self.drafts: Sequence[tuple[int, int]] = ()
         self.firsts: list[Request] | None = None
 
 
@@ -106,6 +111,7 @@ class Engine:
         """Open requests by ask id, one dictionary per port."""
         self.masked: list[Request] = []
         """Decoding requests whose every token waits for its mask."""
+        self.drafter = Drafter(self, device.facts.has_drafts and not sizes.recurrent_bytes)
         self.in_flight: deque[Step] = deque()
         self.launched_seq = self.read_seq = 0
         self.retiring: deque[tuple[int, Request]] = deque()
@@ -177,9 +183,11 @@ class Engine:
         np.multiply(slot, slots.row_stride, out=cell)
         np.add(cell, length, out=cell)
         slots.history_flat[cell] = drawn[:, 1]
-        if step.has_singles or self.masked:
+        if step.has_singles or self.masked or self.drafter.requests:
             slots.read_length[slot] = length
         self._last_block = block
+        if step.drafts:
+            self.drafter.read(step)
         self.counters.output_tokens += len(slot)
         if step.firsts:
             if self.read_vectors is not None:
@@ -241,8 +249,7 @@ class Engine:
         self.counters.ended[reason] += 1
         self._forget(request)
         if slot >= 0:
-            if request.use_mask and request in self.masked:
-                self.masked.remove(request)
+            self._unlist(request)
             self.slots.leave(slot)
             self.retiring.append((self.launched_seq, request))
             if self.launched_seq <= self.read_seq:
@@ -310,7 +317,12 @@ class Engine:
         scheduler, slots = self.scheduler, self.slots
         n_in_flight = len(self.in_flight)
         has_prefill = scheduler.has_prefill
-        self._ahead = self.run_ahead if not has_prefill and not self.masked else min(1, self.run_ahead)
+        drafter = self.drafter
+        if drafter.is_on and not has_prefill and self.launched_seq % CONSIDER_EVERY == 0:
+            drafter.consider()
+        self._ahead = (
+            0 if drafter.requests else min(1, self.run_ahead) if has_prefill or self.masked else self.run_ahead
+        )
         if n_in_flight > self._ahead or (self._must_drain and n_in_flight):
             return False
         self._must_drain = False
@@ -320,7 +332,8 @@ class Engine:
         if self.masked and not has_prefill and gathers(self):
             return False
         singles = with_mask(self) if self.masked else ()
-        n_decode = len(slots.decode) + len(singles)
+        drafts = drafter.rows(has_prefill) if drafter.requests else ()
+        n_decode = len(slots.decode) + len(singles) + len(drafts)
         now = self.clock()
         chunks = scheduler.plan(n_decode, now) if has_prefill else ()
         if not n_decode and not chunks:
@@ -331,11 +344,12 @@ class Engine:
         step = self._free_steps.pop()
         self.launched_seq += 1
         step.seq = self.launched_seq
-        n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, singles)
+        n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, singles, drafts)
         step.n_decode, step.n_prefill = n_decode, n_tokens - n_decode
-        step.is_plain = len(chunks) < 2 or _draws_come_first(chunks)
+        step.is_plain = not drafts and (len(chunks) < 2 or _draws_come_first(chunks))
+        step.drafts = drafts
         step.has_top = slots.n_top > 0
-        step.has_singles = bool(singles)
+        step.has_singles = bool(singles or drafts)
         step.done_ns = 0
         step.work = 0.0
         step.launched_ns = now
@@ -345,6 +359,8 @@ class Engine:
             step.done_ns = self.clock()
         for slot in singles:
             slots.count_row(slot)
+        if drafts:
+            drafter.launched(drafts, step.seq)
         if chunks:
             self._after_chunks(step, chunks)
             if scheduler.saves:
@@ -369,8 +385,8 @@ class Engine:
         """Pages for the rows that need one, and no row for those at their length. False: steps in flight must be read first."""
         slots = self.slots
         due = slots.due()
-        if self.masked:
-            due += [request.slot for request in self.masked if slots.is_spent(request.slot)]
+        if self.masked or self.drafter.requests:
+            due += [r.slot for r in (*self.masked, *self.drafter.requests) if slots.is_spent(r.slot)]
         for slot in due:
             request = slots.request_of[slot]
             if request is None or request.phase != Phase.DECODE:
@@ -378,8 +394,7 @@ class Engine:
             n = slots.launched(slot)
             if n + 1 >= request.max_length:
                 slots.leave(slot)
-                if request.use_mask:
-                    self.masked.remove(request)
+                self._unlist(request)
                 continue
             assert request.holding is not None
             if slots.border_tokens:
@@ -404,9 +419,14 @@ class Engine:
                 slots.mark(request, n)
         return True
 
+    def _unlist(self, request: Request) -> None:
+        """It is no longer one of those without a standing row."""
+        if request.use_mask and request in self.masked:
+            self.masked.remove(request)
+        self.drafter.remove(request)
+
     def _preempt(self, victim: Request) -> None:
-        if victim in self.masked:
-            self.masked.remove(victim)
+        self._unlist(victim)
         self.scheduler.preempt(victim)
         self.counters.preempted += 1
 

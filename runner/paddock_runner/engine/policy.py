@@ -31,5 +31,13 @@ class Policy:
     """Every so many admissions the oldest waiting request goes first, whatever its client has had: nobody starves."""
     whole_prompts: bool = False
     """A prompt runs in one step or waits for the next, and shares nothing: models whose tokens see later ones, or whose vectors are means."""
+    draft_tokens: tuple[int, ...] = (2, 4, 8)
+    """How many tokens may be guessed at a time."""
+    draft_rows: int = 8
+    """Nobody is guessed for while more requests than this decode: a step is full anyway."""
+    draft_gain: float = 1.1
+    """Guessing begins when it is expected to be worth so many times a step without."""
+    draft_gap_us: float = 100.0
+    """What it costs a step of a device with run-ahead that the next one cannot be enqueued before it has been read."""
     device_timeout_s: float = 120.0
     """A step that takes longer has hung."""

@@ -48,6 +48,8 @@ def report(engine: Engine) -> dict[str, Any]:
             "output_tokens": counters.output_tokens,
             "preempted": counters.preempted,
             "steps": engine.launched_seq,
+            "drafted_tokens": engine.drafter.drafted,
+            "accepted_tokens": engine.drafter.accepted,
             "evicted_pages": tree.n_evicted,
             "ended": {reason.name.lower(): n for reason, n in counters.ended.items()},
             "refused": {code.name.lower(): n for code, n in counters.refused.items()},
@@ -98,6 +100,8 @@ def report(engine: Engine) -> dict[str, Any]:
                 "max_tokens": r.max_length - r.prompt_tokens,
                 "pages": len(r.holding.pages) if r.holding is not None else 0,
                 "preempted": r.n_preempted,
+                "drafted_tokens": r.guess.drafted,
+                "accepted_tokens": r.guess.accepted,
                 "priority": r.priority,
             }
             for r in running

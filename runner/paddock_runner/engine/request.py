@@ -7,6 +7,7 @@ from enum import IntEnum
 from ..cache.ledger import Holding
 from ..errors import PaddockError
 from ..wire.messages import SAMPLING, AskView
+from .guess import Guess
 
 
 class Phase(IntEnum):
@@ -52,6 +53,7 @@ class Request:
         "done_tokens",
         "end_length",
         "first_ns",
+        "guess",
         "holding",
         "is_poisoned",
         "is_queued",
@@ -118,6 +120,7 @@ class Request:
         """Tokens in the slot when the device ended it, -1 while it has not."""
         self.is_poisoned = False
         """Its logits held a NaN: what it computed is not kept."""
+        self.guess = Guess()
         self.kept: list[tuple[int, int]] = []
         """States of its own that were saved while it decoded: (tokens, place), shortest first."""
         self.marks: list[int] = []

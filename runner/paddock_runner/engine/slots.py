@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..memory.state import StateSizes
-from ..pack.abi import PK_ROW_SAMPLE
+from ..pack.abi import PK_ROW_DRAFT, PK_ROW_SAMPLE
 from .request import Request
 
 HEAD = Struct("<Qiiiiiiii")
@@ -204,6 +204,11 @@ class SlotTable:
         self._masks.extend((slot, self._n_payload))
         self._pay(words)
 
+    def write_text(self, slot: int, position: int, tokens: bytes) -> None:
+        """Stages tokens of a slot, from `position` on."""
+        self._texts.extend((slot, position, len(tokens) // 4, self._n_payload))
+        self._pay(tokens)
+
     def _pay(self, data: bytes) -> None:
         self._payload.append(data)
         self._n_payload += len(data) // 4
@@ -283,14 +288,19 @@ class SlotTable:
 
     # ---- the block ----
 
-    def compose(self, seq: int, chunks: Sequence[Chunk], singles: Sequence[int]) -> tuple[int, int, int]:
-        """Writes the input block: standing decode rows, then `singles` (slots), then prefill chunks. Returns (T, R, S)."""
+    def compose(
+        self, seq: int, chunks: Sequence[Chunk], singles: Sequence[int], drafts: Sequence[tuple[int, int]] = ()
+    ) -> tuple[int, int, int]:
+        """Writes the input block: standing decode rows, then `singles` (slots), then prefill chunks, then rows of guesses.
+
+        drafts: (slot, tokens). Returns tokens, results and draws of the step.
+        """
         decode = self.decode
         n_decode = len(decode)
         self.seq = seq
         self._calendar.pop(seq, None)
-        has_diff = bool(self._n_new or self._page_writes or self._masks)
-        if not (has_diff or chunks or singles or self._is_changed) and self._last_rows == n_decode:
+        has_diff = bool(self._n_new or self._page_writes or self._texts or self._masks)
+        if not (has_diff or chunks or singles or drafts or self._is_changed) and self._last_rows == n_decode:
             self._seq_word[0] = seq
             return n_decode, n_decode, n_decode
         rows, pack, size = self._rows, ROW.pack_into, ROW.size
@@ -310,13 +320,20 @@ class SlotTable:
             n_rows += 1
             n_tokens += n
             n_samples += samples
+        n_results = n_rows
+        for slot, n in drafts:
+            pack(rows, size * n_rows, slot, n, PK_ROW_SAMPLE | PK_ROW_DRAFT, 0)
+            n_rows += 1
+            n_tokens += n
+            n_samples += n
+            n_results += n
         self._write(seq, n_tokens, n_rows, n_samples, is_same=not self._is_changed and n_rows == n_decode)
         self._is_changed = False
         self._n_written = n_decode
         self._last_rows = n_rows if n_rows == n_decode and not has_diff else -1
         if has_diff:
             self._clear()
-        return n_tokens, n_rows, n_samples
+        return n_tokens, n_results, n_samples
 
     def _write(self, seq: int, n_tokens: int, n_rows: int, n_samples: int, is_same: bool) -> None:
         """Head, then the arrays; standing rows that lie where they lay are left there (is_same)."""

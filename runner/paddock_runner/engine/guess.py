@@ -1,0 +1,50 @@
+"""Guesses by look-up: what followed the last few tokens when they came before, and how often such guesses were right."""
+
+from __future__ import annotations
+
+NEEDLES = (4, 3, 2)
+"""Last tokens that are looked for, longest first."""
+WINDOW_TOKENS = 16_384
+"""How far back is looked."""
+KEEP = 0.85
+"""Weight of what was known against what was just seen."""
+
+
+def look_up(text: bytes, n: int) -> bytes:
+    """At most n tokens (int32) that followed the end of `text` when it came up last; none when it never did."""
+    end = len(text) - 4
+    for size in NEEDLES:
+        needle = text[-4 * size :]
+        at = text.rfind(needle, 0, end) if len(needle) == 4 * size else -1
+        while at >= 0 and at % 4:
+            at = text.rfind(needle, 0, at + 4 * size - 1)
+        if at >= 0:
+            return text[at + 4 * size : at + 4 * (size + n)]
+    return b""
+
+
+class Guess:
+    """What is known of one request: share of right guesses, and totals. next_probe: tokens at which it is looked at again."""
+
+    __slots__ = ("accepted", "drafted", "last_seq", "next_probe", "rate")
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self.drafted = self.accepted = self.next_probe = 0
+        self.last_seq = 0
+        """The last step that may have a row of it."""
+
+    def see(self, n_right: int, n_tried: int) -> None:
+        """n_right guesses in a row were right, of n_tried."""
+        n_seen = min(n_right + 1, n_tried)
+        for i in range(n_seen):
+            self.rate = KEEP * self.rate + (1 - KEEP) * (i < n_right)
+
+
+def common(guess: bytes, text: bytes) -> int:
+    """Tokens with which both begin."""
+    n = min(len(guess), len(text)) // 4
+    for i in range(n):
+        if guess[4 * i : 4 * i + 4] != text[4 * i : 4 * i + 4]:
+            return i
+    return n

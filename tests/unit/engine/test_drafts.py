@@ -1,0 +1,143 @@
+"""Guesses change the pace and never the answer: look-up, acceptance, who is guessed for, and a storm with an oracle that errs."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+from paddock_runner.engine import drafts, loop
+from paddock_runner.engine.guess import Guess, common, look_up
+from paddock_runner.engine.policy import Policy
+
+from tests.soak.fake_device import alone
+from tests.soak.rig import SIZES, Answer, Rig
+from tests.soak.test_soak import Storm
+
+BIG = replace(SIZES, n_slots=8, max_ctx_tokens=256, n_pages=513, max_step_tokens=256, max_step_rows=16)
+EAGER = Policy(draft_gain=0.0, draft_gap_us=0.0)
+
+
+def ids(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def test_what_followed_the_longest_known_ending_last_is_guessed() -> None:
+    assert look_up(ids(1, 2, 3, 4, 9, 8, 1, 2, 3, 4), 2) == ids(9, 8)
+    assert look_up(ids(3, 4, 7, 5, 3, 4, 6, 1, 3, 4), 1) == ids(6)
+    assert look_up(ids(1, 2, 3, 4, 5), 4) == b"" and look_up(ids(1), 4) == b"" and look_up(b"", 4) == b""
+
+
+def test_bytes_that_only_look_like_tokens_are_not_taken() -> None:
+    shifted = ids(1, 2, 0x0305 << 16, 5, 3, 5)
+    at = shifted.rfind(ids(3, 5)[:4], 0, 20)
+    assert look_up(shifted, 2) == b"" or at % 4 == 0
+
+
+def test_the_rate_follows_what_is_seen() -> None:
+    guess = Guess()
+    for _ in range(30):
+        guess.see(8, 8)
+    assert guess.rate > 0.99
+    for _ in range(30):
+        guess.see(0, 8)
+    assert guess.rate < 0.01
+    assert common(ids(1, 2, 3), ids(1, 2, 4)) == 2
+
+
+class Oracle:
+    """Knows how each answer goes on, and is wrong now and then."""
+
+    def __init__(self, seed: int, wrong: float) -> None:
+        self.rng, self.wrong = random.Random(seed), wrong
+        self.next: dict[bytes, list[int]] = {}
+
+    def learn(self, prompt: list[int], answer: list[int]) -> None:
+        full = prompt + answer
+        for i in range(len(prompt), len(full)):
+            self.next[ids(*full[max(0, i - 5) : i])] = full[i : i + 8]
+
+    def __call__(self, text: bytes, n: int) -> bytes:
+        found = self.next.get(text[-20:], [])[:n]
+        return ids(*(self.rng.randrange(480) if self.rng.random() < self.wrong else t for t in found))
+
+
+def expect(rig: Rig, oracle: Oracle, prompt: list[int], n: int, **more: object) -> tuple[Answer, list[int]]:
+    answer = rig.ask(prompt, n, **more)
+    ask = answer.ask
+    expected = alone(prompt, n, rig.sizes.n_vocab, rig.sizes.max_ctx_tokens, ask.seed, ask.stop)
+    oracle.learn(prompt, expected)
+    return answer, expected
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_guessing_starts_by_itself_when_it_pays_and_takes_fewer_steps(run_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = Oracle(1, 0.0)
+    monkeypatch.setattr(drafts, "look_up", oracle)
+    rig = Rig(BIG, run_ahead=run_ahead)
+    answer, expected = expect(rig, oracle, list(range(10)), 200)
+    rig.run()
+    assert answer.tokens == expected and rig.engine.drafter.accepted > 60
+    assert len(rig.device.log) < 150
+    rig.assert_empty()
+    rig.close()
+
+
+def test_guessing_stops_when_guesses_go_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = Oracle(1, 0.0)
+    monkeypatch.setattr(drafts, "look_up", oracle)
+    rig = Rig(BIG)
+    answer, expected = expect(rig, oracle, list(range(10)), 200)
+    while rig.engine.drafter.accepted < 20:
+        rig.turn()
+    oracle.wrong = 1.0
+    while rig.engine.drafter.requests:
+        rig.turn()
+    assert rig.engine.slots.decode
+    rig.run()
+    assert answer.tokens == expected
+    rig.close()
+
+
+def test_a_stop_token_within_a_row_of_guesses_ends_the_answer_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = Oracle(1, 0.0)
+    monkeypatch.setattr(drafts, "look_up", oracle)
+    for at in range(80, 92):
+        rig = Rig(BIG, policy=EAGER)
+        stop = alone(list(range(10)), 200, 1000, 256)[at]
+        answer, expected = expect(rig, oracle, list(range(10)), 200, stop=(stop,))
+        rig.run()
+        assert answer.tokens == expected and answer.done.output_tokens == len(expected)
+        rig.assert_empty()
+        rig.close()
+
+
+def test_nobody_is_guessed_for_without_the_packs_support() -> None:
+    rig = Rig(BIG, policy=EAGER)
+    rig.engine.drafter.is_on = False
+    answer = rig.ask(list(range(10)), 60)
+    rig.run()
+    assert answer.tokens == alone(list(range(10)), 60, 1000, 256) and not rig.engine.drafter.drafted
+    rig.close()
+
+
+@pytest.mark.parametrize(("run_ahead", "n_pages"), [(0, 160), (2, 160), (0, 40)])
+def test_a_storm_with_an_oracle_that_errs_answers_right(run_ahead: int, n_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = Oracle(run_ahead, 0.2)
+    monkeypatch.setattr(drafts, "look_up", oracle)
+    monkeypatch.setattr(loop, "CONSIDER_EVERY", 1)
+    scene = Storm(300 + run_ahead, run_ahead, n_pages, 1)
+    scene.rig.engine.policy = replace(scene.rig.engine.policy, draft_gain=0.0, draft_gap_us=0.0)
+    ask = scene.ask
+
+    def learning() -> None:
+        ask()
+        answer = list(scene.rig.answers.values())[-1]
+        oracle.learn(list(memoryview(answer.ask.prompt)), scene.expected[answer.ask.ask_id])
+
+    scene.ask = learning  # type: ignore[method-assign]
+    scene.run(120)
+    scene.judge()
+    assert scene.rig.engine.drafter.drafted > 0
+    scene.rig.close()
