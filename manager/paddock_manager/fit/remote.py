@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpx
 from paddock_runner.errors import HubError, UnsupportedError
 from paddock_runner.files.checkpoint import Checkpoint, open_remote
+from paddock_runner.files.source import first_window
 
 from paddock_manager.store import hub
 from paddock_manager.store.pull import Order, Shop
 from paddock_manager.store.web import Transient, Web
 
+Read = Callable[[int, int], bytes]
 MAX_SIDE_BYTES = 16 << 20
 TRIES = 4
 
@@ -31,8 +35,9 @@ class Counter:
 
     def __init__(self, web: Web):
         self.web, self.n_requests, self.n_bytes = web, 0, 0
+        self._lock = threading.Lock()
 
-    def reader(self, url: str, what: str) -> Callable[[int, int], bytes]:
+    def reader(self, url: str, what: str) -> Read:
         """read(offset, n_bytes) of one file.
 
         Raises: HubError.
@@ -50,7 +55,6 @@ class Counter:
         return read
 
     def _range(self, url: str, what: str, offset: int, n_bytes: int) -> bytes:
-        self.n_requests += 1
         out = bytearray()
         with self.web.get(url, {"Range": f"bytes={offset}-{offset + n_bytes - 1}"}) as response:
             if response.status_code == 416:
@@ -69,7 +73,9 @@ class Counter:
                         break
             except httpx.HTTPError as error:
                 raise self.web.transport_error(url, error) from None
-        self.n_bytes += len(out)
+        with self._lock:
+            self.n_bytes += len(out)
+            self.n_requests += 1
         return bytes(out[:n_bytes])
 
 
@@ -86,17 +92,27 @@ def of_order(shop: Shop, order: Order) -> Far:
     weights = [f for f in order.files if f.name.endswith((".gguf", ".safetensors"))]
     with shop.web() as web:
         counter = Counter(web)
-        readers = []
         config: bytes | None = None
-        for file in weights:
-            url = hub.file_url(web, order.repo, order.commit, file.name)
-            readers.append((file.name, counter.reader(url, f"{order.repo}/{file.name}"), file.size_bytes))
+        with ThreadPoolExecutor(shop.limits.connections) as pool:
+            readers = list(pool.map(lambda f: _begun(counter, order, f), weights))
         side = next((f for f in order.files if f.name == "config.json"), None)
         if side is not None:
             url = hub.file_url(web, order.repo, order.commit, side.name)
             config = counter.reader(url, f"{order.repo}/config.json")(0, min(side.size_bytes, MAX_SIDE_BYTES))
         checkpoint = open_remote(order.ref, readers, config)
         return Far(checkpoint, counter.n_requests, counter.n_bytes)
+
+
+def _begun(counter: Counter, order: Order, file: hub.RemoteFile) -> tuple[str, Read, int]:
+    """A reader of a file whose first window is here already: shards are asked for side by side."""
+    url = hub.file_url(counter.web, order.repo, order.commit, file.name)
+    read = counter.reader(url, f"{order.repo}/{file.name}")
+    head = read(0, min(first_window(file.name), file.size_bytes)) if file.size_bytes else b""
+
+    def known(offset: int, n_bytes: int) -> bytes:
+        return head[offset : offset + n_bytes] if offset + n_bytes <= len(head) else read(offset, n_bytes)
+
+    return file.name, known, file.size_bytes
 
 
 def of_url(shop: Shop, url: str) -> Far:

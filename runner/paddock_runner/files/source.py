@@ -16,6 +16,14 @@ MAX_HEADER_BYTES = 256 << 20
 WINDOWS = (8 << 20, 24 << 20, 40 << 20)
 """How much of a remote file is here after the first, second and third request."""
 
+SAFETENSORS_WINDOW = 128 << 10
+"""The first window of a safetensors file, whose first eight bytes say how long its header is."""
+
+
+def first_window(name: str) -> int:
+    """How much of a remote file the first request asks for."""
+    return SAFETENSORS_WINDOW if name.endswith(".safetensors") else WINDOWS[0]
+
 
 class WindowTooSmall(Exception):
     """A parser ran off the window although the file goes on. Caught by the parser's entry point, which lets the source grow."""
@@ -100,7 +108,7 @@ class RemoteFile:
             raise FileError(
                 f"{self.path}: the header is longer than {have} bytes, the limit", path=str(self.path), have=have
             )
-        want = min(WINDOWS[self.n_requests], self.size) - have
+        want = min(self._window(), self.size) - have
         got = self._read(have, want)
         self.n_requests += 1
         self.buffer = bytes(self.buffer) + bytes(got[:want])
@@ -113,6 +121,15 @@ class RemoteFile:
                     have=len(got),
                 )
             self.size, self._size_known = have + len(got), True
+
+    def _window(self) -> int:
+        """How much is to be here after the next request."""
+        if self.n_requests == 0:
+            return first_window(str(self.path))
+        if self.n_requests == 1 and self.path.suffix == ".safetensors":
+            told = 8 + int.from_bytes(self.buffer[:8], "little")
+            return min(max(told, 2 * SAFETENSORS_WINDOW), WINDOWS[-1])
+        return WINDOWS[self.n_requests]
 
 
 Source = LocalFile | RemoteFile
