@@ -120,7 +120,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state.json"
         born = time.monotonic()
-        process = runner(["--model", str(a.checkpoint), "--port", "0", "--no-auth", "--state-file", str(state), *words])
+        process = runner(["--model", str(a.checkpoint), "--name", a.name, "--port", "0", "--no-auth", "--state-file", str(state), *words])
         try:
             while not state.exists():
                 if process.poll() is not None:
