@@ -114,7 +114,7 @@ def main() -> int:
     a = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "runner"), str(ROOT / "manager"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     words = ["--device", "cuda", *(["--kernel-pack", str(a.pack)] if a.pack else []), *a.options]
-    planned = json.loads(subprocess.run([sys.executable, "-m", "paddock_runner", "plan", str(a.checkpoint), *words, "--json"], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    planned = json.loads(subprocess.run([sys.executable, "-m", "paddock_runner", "plan", str(a.checkpoint), *words, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout)
     planned = planned.get("plan", planned)
     before, rows = used_mib(), []
     with tempfile.TemporaryDirectory() as folder:
