@@ -26,8 +26,8 @@ FORMATS = (
     "BF16", "F16", "FP8_E4M3", "FP8_E5M2", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4",
 )  # fmt: skip
-PER_FORMAT = {"stream.cu": "PK_STREAM_FORMAT", "product.cu": "PK_EXPERT_FORMAT"}
-HOT = ("stream_matmul", "gemm", "attention")
+PER_FORMAT = {"stream.cu": "PK_STREAM_FORMAT", "skinny.cu": "PK_STREAM_FORMAT", "product.cu": "PK_EXPERT_FORMAT"}
+HOT = ("stream_matmul", "skinny", "gemm", "attention")
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for")
 USED = re.compile(r"Used (\d+) registers")
 SPILL = re.compile(r"(\d+) bytes spill stores")

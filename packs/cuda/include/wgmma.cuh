@@ -26,6 +26,24 @@ __device__ __forceinline__ void copy_box(void *shared, const CUtensorMap *map, i
                  "r"(shared_address(barrier)), "r"(x), "r"(y)
                  : "memory");
 }
+__device__ __forceinline__ void copy_box_at(uint32_t shared, const CUtensorMap *map, int x, int y, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(shared), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y) : "memory");
+}
+// The same box to the same place of every block in `mask`, and to its barrier.
+__device__ __forceinline__ void copy_box_to_all(void *shared, const CUtensorMap *map, int x, int y, uint64_t *barrier, int mask) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(shared)), "l"(map),
+                 "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(static_cast<uint16_t>(mask))
+                 : "memory");
+}
+// Contiguous bytes, a multiple of 16, both sides aligned by 16.
+__device__ __forceinline__ void copy_bytes(uint32_t shared, const void *global, int bytes, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+// Arrives at the barrier that lies at the same place in block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(uint64_t *b, int rank) {
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(shared_address(b)), "r"(rank) : "memory");
+}
+__device__ __forceinline__ void cluster_sync() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

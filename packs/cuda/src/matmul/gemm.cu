@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, 2) gemm_mma_kernel(const __grid_cons
     release_dependents();
     const int n_rows = rows_of(a.info, a.rows_symbol), m0 = blockIdx.x * kM;
     if (n_rows < a.min_rows || m0 >= n_rows) return;
-    const bool gated = a.act != PK_ACT_NONE;
+    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
     const int tile = blockIdx.y;
     int i = 0;
     if (!gated) i = a.n_w > 2 && tile >= a.w[2].first_tile ? 2 : a.n_w > 1 && tile >= a.w[1].first_tile ? 1 : 0;
@@ -87,7 +87,10 @@ __global__ void __launch_bounds__(kThreads, 2) gemm_mma_kernel(const __grid_cons
         v *= a.scale;
         if (a.softcap > 0.0f) v = a.softcap * tanhf(v / a.softcap);
         int64_t column = w.first_column + n;
-        if (a.add != nullptr) v += load_as_f32(a.add, m * a.add_stride + column, a.add_format);
+        if (a.add != nullptr) {
+            const float old = load_as_f32(a.add, m * a.add_stride + column, a.add_format);
+            v = a.act != PK_ACT_NONE && !gated ? activate(old, a.act) * v : v + old;
+        }
         store_from_f32(a.y, m * a.y_stride + column, a.y_format, v);
     };
 #pragma unroll
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 2) gemm_mma_kernel(const __grid_cons
 }  // namespace
 
 int32_t launch_gemm_mma(const Launch &l, GemmArguments a, int64_t max_rows) {
-    const bool gated = a.act != PK_ACT_NONE;
+    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
     int32_t tiles = 0;
     for (int i = 0; i < (gated ? 1 : a.n_w); ++i) {
         a.w[i].first_tile = tiles;

@@ -1,18 +1,25 @@
 // Tiled matmul on Hopper: y[rows, N] = x[rows, K] W^T with TMA, an mbarrier ring and wgmma, for more than 64 rows.
 //
 // Block: one producer thread that copies boxes, two consumer warpgroups of 64 rows each; persistent over tiles, grouped so
-// that concurrent blocks share boxes in L2. BF16: 128 x 256 tiles, 64 of K a stage. FP8: 128 x 128 tiles, 128 of K a
-// stage; every stage is accumulated on its own and added with its scales (x: per row and 128 of K; W: per 128 x 128), so
-// that the tensor core's short accumulator never sums more than 128 products. With an activation the first half of a tile
-// is gate, the second up. Assumes swizzled 128-byte boxes (K padded to whole boxes). Does not handle: fewer rows than
+// that concurrent blocks share boxes in L2. The blocks of a cluster (kCluster) work on tiles one above the other: each
+// copies its part of the weights' boxes to all of them. BF16: 128 x 256 tiles, 64 of K a stage. FP8: 128 x 128 tiles, 128
+// of K a stage; every stage is accumulated on its own and added with its scales (x: per row and 128 of K; W: per 128 x
+// 128) while the next stage multiplies into a second set of accumulators, so that the tensor core's short accumulator
+// never sums more than 128 products. With an activation the first half of a tile is gate, the second up. Assumes swizzled 128-byte boxes (K padded to whole boxes). Does not handle: fewer rows than
 // min_rows.
 #include "../../include/gemm.cuh"
 #include "../../include/wgmma.cuh"
 
+#if defined(PK_WGMMA)
+#define PK_CLUSTER_DIMS(n) __cluster_dims__(n, 1, 1)
+#else
+#define PK_CLUSTER_DIMS(n)
+#endif
+
 namespace pk {
 namespace {
 
-constexpr int kM = 128, kThreads = 384, kGroupM = 16, kPitch = 36, kOutBytes = 8 * 16 * kPitch * 4;
+constexpr int kRun = 8, kM = 128, kThreads = 384, kGroupM = 16, kPitch = 36, kOutBytes = 8 * 16 * kPitch * 4;
 template <bool kFp8> constexpr int kN = kFp8 ? 128 : 256;
 template <bool kFp8> constexpr int kStages = kFp8 ? 6 : 4;
 template <bool kFp8> constexpr int kStageBytes = (kM + kN<kFp8>) * 128;
@@ -25,8 +32,8 @@ struct Tile {
     int m0, n0, weight;
 };
 
-template <bool kFp8>
-__global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_constant__ Maps maps, const __grid_constant__ GemmArguments a) {
+template <bool kFp8, int kCluster>
+__global__ void PK_CLUSTER_DIMS(kCluster) __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_constant__ Maps maps, const __grid_constant__ GemmArguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr int kTileN = kN<kFp8>, kRing = kStages<kFp8>, kBytes = kStageBytes<kFp8>, kBoxK = kFp8 ? 128 : 64, kHalf = kTileN / 2;
     extern __shared__ uint8_t raw[];
@@ -36,23 +43,28 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {
             barrier_init(full + i, 1);
-            barrier_init(empty + i, 2);
+            barrier_init(empty + i, 2 * kCluster);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
+    if constexpr (kCluster > 1) cluster_sync();
+    else __syncthreads();
     wait_dependence();
     release_dependents();
     const int n_rows = rows_of(a.info, a.rows_symbol);
     if (n_rows < a.min_rows) return;
-    const bool gated = a.act != PK_ACT_NONE;
-    const int m_tiles = (n_rows + kM - 1) / kM, n_all = m_tiles * a.n_tiles, n_steps = (a.k + kBoxK - 1) / kBoxK;
+    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
+    const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
+    const int m_tiles = (n_rows + kM * kCluster - 1) / (kM * kCluster), n_all = m_tiles * a.n_tiles;
+    // FP8 runs kRun stages in a row; what lies beyond K is read as zeros.
+    const int n_steps = kFp8 ? (a.k + 128 * kRun - 1) / (128 * kRun) * kRun : (a.k + kBoxK - 1) / kBoxK;
     auto tile_of = [&](int index) {
-        const int per_group = kGroupM * a.n_tiles, group = index / per_group, in = index - group * per_group;
-        const int first = group * kGroupM, height = min(kGroupM, m_tiles - first);
+        constexpr int kTall = kGroupM / kCluster;
+        const int per_group = kTall * a.n_tiles, group = index / per_group, in = index - group * per_group;
+        const int first = group * kTall, height = min(kTall, m_tiles - first);
         const int n = in / height;
         Tile t;
-        t.m0 = (first + in - n * height) * kM;
+        t.m0 = ((first + in - n * height) * kCluster + rank) * kM;
         t.weight = gated ? 0 : a.n_w > 2 && n >= a.w[2].first_tile ? 2 : a.n_w > 1 && n >= a.w[1].first_tile ? 1 : 0;
         t.n0 = (n - a.w[t.weight].first_tile) * (gated ? kHalf : kTileN);
         return t;
@@ -66,10 +78,20 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
             phase ^= 1;
         }
     };
+    auto release = [&](int used) {
+        if ((threadIdx.x & 127) != 0) return;
+        if constexpr (kCluster == 1) {
+            barrier_arrive(empty + used);
+        } else {
+#pragma unroll
+            for (int r = 0; r < kCluster; ++r) barrier_arrive_at(empty + used, r);
+        }
+    };
+    const int first_tile = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
     if (group == 0) {
         fewer_registers<40>();
         if (threadIdx.x == 0) {
-            for (int index = blockIdx.x; index < n_all; index += gridDim.x) {
+            for (int index = first_tile; index < n_all; index += stride) {
                 const Tile t = tile_of(index);
                 const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
                 for (int k = 0; k < n_steps; ++k) {
@@ -77,53 +99,77 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
                     barrier_expect(full + stage, kBytes);
                     uint8_t *to = ring + stage * kBytes;
                     copy_box(to, &maps.x, k * kBoxK, t.m0, full + stage);
-                    copy_box(to + kM * 128, first, k * kBoxK, t.n0, full + stage);
-                    copy_box(to + (kM + kHalf) * 128, second, k * kBoxK, gated ? t.n0 : t.n0 + kHalf, full + stage);
+                    if constexpr (kCluster == 1) {
+                        copy_box(to + kM * 128, first, k * kBoxK, t.n0, full + stage);
+                        copy_box(to + (kM + kHalf) * 128, second, k * kBoxK, gated ? t.n0 : t.n0 + kHalf, full + stage);
+                    } else {
+                        copy_box_to_all(to + (kM + kHalf * rank) * 128, rank ? second : first, k * kBoxK, gated || rank == 0 ? t.n0 : t.n0 + kHalf, full + stage, (1 << kCluster) - 1);
+                    }
                     advance();
                 }
             }
         }
-        return;
-    }
+    } else {
     more_registers<232>();
     const int wg = group - 1, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-    for (int index = blockIdx.x; index < n_all; index += gridDim.x) {
+    for (int index = first_tile; index < n_all; index += stride) {
         const Tile t = tile_of(index);
         const int row = t.m0 + wg * 64 + warp * 16 + (lane >> 2);
         float acc[kTileN / 2];
         if constexpr (kFp8) {
-            float sum[kTileN / 2];
+            float part[2][kTileN / 2];
 #pragma unroll
-            for (int i = 0; i < kTileN / 2; ++i) sum[i] = 0.0f;
+            for (int i = 0; i < kTileN / 2; ++i) acc[i] = 0.0f;
             const float *x_scale = a.x_scale + row;
             const bool has[2] = {row < n_rows, row + 8 < n_rows};
             const GemmWeight &w0 = a.w[t.weight], &w1 = a.w[gated ? 1 : t.weight];
             const float *s0 = w0.block_scale ? w0.block_scale + (t.n0 >> 7) * w0.block_stride : nullptr;
             const float *s1 = w1.block_scale ? w1.block_scale + (t.n0 >> 7) * w1.block_stride : nullptr;
-            for (int k = 0; k < n_steps; ++k) {
-                const float xs[2] = {has[0] ? __ldg(x_scale + static_cast<int64_t>(k) * a.x_scale_stride) : 0.0f,
-                                     has[1] ? __ldg(x_scale + static_cast<int64_t>(k) * a.x_scale_stride + 8) : 0.0f};
-                const float ws0 = s0 ? __ldg(s0 + k) : 1.0f, ws1 = gated ? (s1 ? __ldg(s1 + k) : 1.0f) : ws0;
+            const int n_scales = (a.k + 127) / 128;
+            float xs[2][2], ws[2][2];
+            int used[2];
+            auto issue = [&](float(&p)[kTileN / 2], int side, int k) {
+                const bool in = k < n_scales;
+                xs[side][0] = in && has[0] ? __ldg(x_scale + static_cast<int64_t>(k) * a.x_scale_stride) : 0.0f;
+                xs[side][1] = in && has[1] ? __ldg(x_scale + static_cast<int64_t>(k) * a.x_scale_stride + 8) : 0.0f;
+                ws[side][0] = s0 && in ? __ldg(s0 + k) : 1.0f;
+                ws[side][1] = gated ? (s1 && in ? __ldg(s1 + k) : 1.0f) : ws[side][0];
                 barrier_wait(full + stage, phase);
                 const uint32_t x_at = shared_address(ring + stage * kBytes) + wg * 64 * 128, w_at = shared_address(ring + stage * kBytes) + kM * 128;
                 wgmma_fence();
 #pragma unroll
-                for (int i = 0; i < 4; ++i) wgmma_e4m3_n128(acc, matrix_descriptor(x_at + 32 * i), matrix_descriptor(w_at + 32 * i), i > 0);
+                for (int i = 0; i < 4; ++i) wgmma_e4m3_n128(p, matrix_descriptor(x_at + 32 * i), matrix_descriptor(w_at + 32 * i), i > 0);
                 wgmma_commit();
-                wgmma_wait<0>();
-                if ((threadIdx.x & 127) == 0) barrier_arrive(empty + stage);
+                used[side] = stage;
                 advance();
+            };
+            auto promote = [&](float(&p)[kTileN / 2], int side) {
+#pragma unroll
+                for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(p[i]));
 #pragma unroll
                 for (int j = 0; j < kTileN / 8; ++j) {
-                    const float ws = j < kTileN / 16 ? ws0 : ws1, f0 = xs[0] * ws, f1 = xs[1] * ws;
-                    sum[4 * j] = fmaf(f0, acc[4 * j], sum[4 * j]);
-                    sum[4 * j + 1] = fmaf(f0, acc[4 * j + 1], sum[4 * j + 1]);
-                    sum[4 * j + 2] = fmaf(f1, acc[4 * j + 2], sum[4 * j + 2]);
-                    sum[4 * j + 3] = fmaf(f1, acc[4 * j + 3], sum[4 * j + 3]);
+                    const float w = j < kTileN / 16 ? ws[side][0] : ws[side][1], f0 = xs[side][0] * w, f1 = xs[side][1] * w;
+                    acc[4 * j] = fmaf(f0, p[4 * j], acc[4 * j]);
+                    acc[4 * j + 1] = fmaf(f0, p[4 * j + 1], acc[4 * j + 1]);
+                    acc[4 * j + 2] = fmaf(f1, p[4 * j + 2], acc[4 * j + 2]);
+                    acc[4 * j + 3] = fmaf(f1, p[4 * j + 3], acc[4 * j + 3]);
                 }
-            }
+            };
+            // Nothing is under way at the end of a turn: the assembler gives up on accumulators that are read while others of the
+            // same loop are written across its back edge.
+            for (int k = 0; k < n_steps; k += kRun) {
+                issue(part[0], 0, k);
 #pragma unroll
-            for (int i = 0; i < kTileN / 2; ++i) acc[i] = sum[i];
+                for (int j = 1; j < kRun; ++j) {
+                    issue(part[j & 1], j & 1, k + j);
+                    wgmma_wait<1>();
+                    release(used[(j - 1) & 1]);
+                    promote(part[(j - 1) & 1], (j - 1) & 1);
+                }
+                wgmma_wait<0>();
+                release(used[(kRun - 1) & 1]);
+                promote(part[(kRun - 1) & 1], (kRun - 1) & 1);
+            }
         } else {
             int previous = -1;
             for (int k = 0; k < n_steps; ++k) {
@@ -134,12 +180,12 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
                 for (int i = 0; i < 4; ++i) wgmma_bf16_n256(acc, matrix_descriptor(x_at + 32 * i), matrix_descriptor(w_at + 32 * i), k > 0 || i > 0);
                 wgmma_commit();
                 wgmma_wait<1>();
-                if (previous >= 0 && (threadIdx.x & 127) == 0) barrier_arrive(empty + previous);
+                if (previous >= 0) release(previous);
                 previous = stage;
                 advance();
             }
             wgmma_wait<0>();
-            if ((threadIdx.x & 127) == 0) barrier_arrive(empty + previous);
+            release(previous);
         }
         // Sixteen rows x 32 columns at a time through shared memory (gated: 16 of gate, 16 of up), so that one copy of the
         // epilogue serves all accumulators and lanes store neighbouring columns.
@@ -168,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
             const int m_first = t.m0 + wg * 64 + warp * 16, n_here = min(16, n_rows - m_first);
             const float *from = mine + (lane & (wide - 1));
             const int64_t at = w.first_column + column;
-            if (!gated && a.softcap <= 0.0f && n_here == 16 && (a.add == nullptr || a.add_format == PK_F32)) {
+            if (a.act == PK_ACT_NONE && a.softcap <= 0.0f && n_here == 16 && (a.add == nullptr || a.add_format == PK_F32)) {
                 // The usual cases, without a decision per element: bf16, or f32 with the residual added.
                 const float f = f0 * a.scale, b = b0 * a.scale;
                 if (a.y_format == PK_BF16 && a.add == nullptr) {
@@ -204,11 +250,18 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
                 if (gated) v = activate(v, a.act) * (from[r * kPitch + 16] * f1 + b1);
                 v *= a.scale;
                 if (a.softcap > 0.0f) v = a.softcap * quick_tanh(v / a.softcap);
-                if (a.add != nullptr) v += load_as_f32(a.add, m * a.add_stride + at, a.add_format);
+                if (a.add != nullptr) {
+                    const float old = load_as_f32(a.add, m * a.add_stride + at, a.add_format);
+                    v = a.act != PK_ACT_NONE && !gated ? activate(old, a.act) * v : v + old;
+                }
                 store_from_f32(a.y, m * a.y_stride + at, a.y_format, v);
             }
         }
     }
+    }
+    // Nobody leaves while another block may still write here.
+    __syncwarp();
+    if constexpr (kCluster > 1) cluster_sync();
 #endif
 }
 
@@ -219,12 +272,21 @@ __global__ void __launch_bounds__(256) quantise_kernel(const void *x, int64_t x_
     const int row = blockIdx.y, lane = threadIdx.x & 31, g = blockIdx.x * 8 + (threadIdx.x >> 5), n_rows = rows_of(info, rows_symbol);
     if (row >= n_rows || n_rows < min_rows || g * 128 >= out_stride) return;
     float v[4], most = 0.0f;
+    const int first = g * 128 + lane * 4;
+    if (((x_stride | k) & 3) == 0 && (reinterpret_cast<uintptr_t>(x) & 15) == 0 && first < k) {
+        if (x_format == PK_BF16) {
+            const uint2 p = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(x) + row * x_stride + first);
+            v[0] = low_f32(p.x); v[1] = high_f32(p.x); v[2] = low_f32(p.y); v[3] = high_f32(p.y);
+        } else {
+            const float4 p = *reinterpret_cast<const float4 *>(static_cast<const float *>(x) + row * x_stride + first);
+            v[0] = p.x; v[1] = p.y; v[2] = p.z; v[3] = p.w;
+        }
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int c = g * 128 + lane * 4 + i;
-        v[i] = c < k ? load_as_f32(x, row * x_stride + c, x_format) : 0.0f;
-        most = fmaxf(most, fabsf(v[i]));
+        for (int i = 0; i < 4; ++i) v[i] = first + i < k ? load_as_f32(x, row * x_stride + first + i, x_format) : 0.0f;
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(v[i]));
     for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
     const float scale = most > 0.0f ? most / 448.0f : 1.0f, inverse = 1.0f / scale;
     uint32_t packed = 0;
@@ -242,10 +304,10 @@ int32_t make_map(const Launch &l, CUtensorMap *map, const void *data, bool fp8, 
     return e == CUDA_SUCCESS ? PK_OK : fail(PK_DEVICE, "gemm: tensor map of %lld x %lld, %lld bytes a row: CUDA driver error %d", (long long)rows, (long long)cols, (long long)row_bytes, static_cast<int>(e));
 }
 
-template <bool kFp8>
+template <bool kFp8, int kCluster>
 int32_t launch_tiles(const Launch &l, GemmArguments a, int64_t max_rows, int64_t x_cols) {
     constexpr int kTileN = kN<kFp8>;
-    const bool gated = a.act != PK_ACT_NONE;
+    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
     const int wide = gated ? kTileN / 2 : kTileN;
     Maps maps;
     if (int32_t e = make_map(l, &maps.x, a.x, kFp8, max_rows, x_cols, a.x_row_bytes, kM)) return e;
@@ -260,9 +322,9 @@ int32_t launch_tiles(const Launch &l, GemmArguments a, int64_t max_rows, int64_t
     }
     if (gated) a.w[1].first_tile = 0;
     a.n_tiles = tiles;
-    const int64_t all = (max_rows + kM - 1) / kM * tiles;
-    const unsigned blocks = static_cast<unsigned>(all < l.ctx->n_processors ? all : l.ctx->n_processors);
-    return launch(l, "gemm_wgmma", gemm_wgmma_kernel<kFp8>, dim3(blocks), dim3(kThreads), kStages<kFp8> * kStageBytes<kFp8> + 1024 + kOutBytes, maps, a);
+    const int64_t all = (max_rows + kM * kCluster - 1) / (kM * kCluster) * tiles, most = l.ctx->n_processors / kCluster;
+    const unsigned blocks = static_cast<unsigned>((all < most ? all : most) * kCluster);
+    return launch(l, "gemm_wgmma", gemm_wgmma_kernel<kFp8, kCluster>, dim3(blocks), dim3(kThreads), kStages<kFp8> * kStageBytes<kFp8> + 1024 + kOutBytes, maps, a);
 }
 
 }  // namespace
@@ -276,7 +338,7 @@ bool has_wgmma(const pk_ctx *ctx) {
 #endif
 }
 
-int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &a, int64_t max_rows) { return launch_tiles<false>(l, a, max_rows, a.k); }
+int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &a, int64_t max_rows) { return launch_tiles<false, 1>(l, a, max_rows, a.k); }
 
 int64_t fp8_scratch(int64_t max_rows, int64_t cols) {
     const int64_t padded = (cols + 127) / 128 * 128;
@@ -293,7 +355,7 @@ int32_t launch_gemm_fp8(const Launch &l, GemmArguments a, int64_t max_rows, int3
     a.x_row_bytes = padded;
     a.x_scale = scales;
     a.x_scale_stride = max_rows;
-    return launch_tiles<true>(l, a, max_rows, padded);
+    return launch_tiles<true, 1>(l, a, max_rows, padded);
 }
 
 }  // namespace pk

@@ -1,17 +1,22 @@
 // The matmul op: checks operands, chooses between the streaming and the tiled kernels, and runs panels of dequantised
 // weights through the tiled one for formats it does not read itself.
 #include <algorithm>
+#include <type_traits>
 
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
 #include "../../include/gemm.cuh"
+#include "../../include/skinny.cuh"
 #include "../../include/stream.cuh"
 
 namespace pk {
 namespace {
 
+// A record with an activation and one weight (made here from one with two formats): y = act(add) * (x W^T).
 constexpr int64_t kPanelBytes = 64 << 20;
-constexpr int64_t kStreamRows = 64;
+constexpr int64_t kStreamRows = 64;   // the streaming kernel takes so many rows where there is no wgmma,
+constexpr int64_t kDotRows = 8;       // so many where there is,
+constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here.
 
 int64_t align256(int64_t n) { return (n + 255) & ~int64_t{255}; }
 
@@ -24,28 +29,20 @@ UnitFacts unit_facts(int32_t format) {
     return {format == PK_FP8_E4M3 || format == PK_FP8_E5M2 ? 128 : 64, 0};
 }
 
-int32_t launch_stream_of(int32_t format, const Launch &l, const StreamShape &s, const StreamArguments &a) {
+// Runs `call` with the format as a constant.
+template <class Call>
+int32_t with_format(int32_t format, Call &&call) {
     switch (format) {
-        case PK_BF16: return launch_stream<PK_BF16>(l, s, a);
-        case PK_F16: return launch_stream<PK_F16>(l, s, a);
-        case PK_FP8_E4M3: return launch_stream<PK_FP8_E4M3>(l, s, a);
-        case PK_FP8_E5M2: return launch_stream<PK_FP8_E5M2>(l, s, a);
-        case PK_Q8_0: return launch_stream<PK_Q8_0>(l, s, a);
-        case PK_Q4_0: return launch_stream<PK_Q4_0>(l, s, a);
-        case PK_Q4_1: return launch_stream<PK_Q4_1>(l, s, a);
-        case PK_Q5_0: return launch_stream<PK_Q5_0>(l, s, a);
-        case PK_Q5_1: return launch_stream<PK_Q5_1>(l, s, a);
-        case PK_Q2_K: return launch_stream<PK_Q2_K>(l, s, a);
-        case PK_Q3_K: return launch_stream<PK_Q3_K>(l, s, a);
-        case PK_Q4_K: return launch_stream<PK_Q4_K>(l, s, a);
-        case PK_Q5_K: return launch_stream<PK_Q5_K>(l, s, a);
-        case PK_Q6_K: return launch_stream<PK_Q6_K>(l, s, a);
-        case PK_IQ4_NL: return launch_stream<PK_IQ4_NL>(l, s, a);
-        case PK_IQ4_XS: return launch_stream<PK_IQ4_XS>(l, s, a);
-        case PK_MXFP4: return launch_stream<PK_MXFP4>(l, s, a);
-        case PK_NVFP4: return launch_stream<PK_NVFP4>(l, s, a);
+#define PK_CASE(F) case F: return call(std::integral_constant<int32_t, F>());
+        PK_CASE(PK_BF16) PK_CASE(PK_F16) PK_CASE(PK_FP8_E4M3) PK_CASE(PK_FP8_E5M2) PK_CASE(PK_Q8_0) PK_CASE(PK_Q4_0) PK_CASE(PK_Q4_1) PK_CASE(PK_Q5_0) PK_CASE(PK_Q5_1)
+        PK_CASE(PK_Q2_K) PK_CASE(PK_Q3_K) PK_CASE(PK_Q4_K) PK_CASE(PK_Q5_K) PK_CASE(PK_Q6_K) PK_CASE(PK_IQ4_NL) PK_CASE(PK_IQ4_XS) PK_CASE(PK_MXFP4) PK_CASE(PK_NVFP4)
+#undef PK_CASE
         default: return fail(PK_UNSUPPORTED, "matmul: no kernel for weight format %d", format);
     }
+}
+
+int32_t launch_stream_of(int32_t format, const Launch &l, const StreamShape &s, const StreamArguments &a) {
+    return with_format(format, [&](auto f) { return launch_stream<decltype(f)::value>(l, s, a); });
 }
 
 // The weights of one record that share a format, as one launch sees them.
@@ -60,7 +57,7 @@ bool is_wide(const pk_tensor &x) { return x.cols % 8 == 0 && x.stride % 16 == 0 
 int64_t add_stride(const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); }
 
 int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int32_t max_rows) {
-    const bool gated = op.act != PK_ACT_NONE;
+    const bool gated = op.act != PK_ACT_NONE && g.n == 2;
     const int32_t format = packed[g.first]->format;
     const UnitFacts facts = unit_facts(format);
     const int64_t n_units = packed[g.first]->padded_cols / facts.unit;
@@ -119,11 +116,59 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     return launch_stream_of(format, l, s, a);
 }
 
+// Rows first_row and at most 127 more, when the step has min_rows to max_rows.
+int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row) {
+    const bool gated = op.act != PK_ACT_NONE && g.n == 2;
+    SkinnyArguments a = {};
+    int64_t column = g.first_column;
+    for (int i = 0; i < g.n; ++i) {
+        const Packed &p = *packed[g.first + i];
+        SkinnyWeight &w = a.w[i];
+        w.data = reinterpret_cast<const uint8_t *>(op.w[g.first + i].data);
+        const float *scales = reinterpret_cast<const float *>(w.data + p.scales);
+        w.row_scale = p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
+        w.block_scale = p.scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
+        w.bias = reinterpret_cast<const float *>(op.bias[g.first + i].data);
+        w.rows = static_cast<int32_t>(p.rows);
+        w.n_tiles16 = static_cast<int32_t>(p.padded_rows / 16);
+        w.first_column = static_cast<int32_t>(column);
+        w.block_stride = static_cast<int32_t>(p.scale_stride);
+        w.scale = p.scale;
+        column += gated ? 0 : p.rows;
+    }
+    const int64_t image = skinny_image_bytes(max_rows - first_row, packed[g.first]->padded_cols), partial = skinny_partial_bytes(l.ctx->n_processors, max_rows - first_row);
+    if (image + partial > l.scratch_bytes) return fail(PK_BAD_ARG, "matmul: %lld rows want %lld bytes of workspace, there are %lld", (long long)max_rows, (long long)(image + partial), (long long)l.scratch_bytes);
+    a.x = reinterpret_cast<const void *>(op.x.data);
+    a.y = reinterpret_cast<void *>(op.y.data);
+    a.add = reinterpret_cast<const void *>(op.add.data);
+    a.info = l.info;
+    a.image = l.scratch;
+    a.partial = reinterpret_cast<float *>(l.scratch + image);
+    a.flags = l.counters;
+    a.x_stride = add_stride(op.x);
+    a.y_stride = add_stride(op.y);
+    a.add_stride = add_stride(op.add);
+    a.rows_symbol = op.x.rows;
+    a.x_format = op.x.format;
+    a.y_format = op.y.format;
+    a.add_format = op.add.format;
+    a.n_w = g.n;
+    a.k = static_cast<int32_t>(op.x.cols);
+    a.min_rows = min_rows;
+    a.max_rows = static_cast<int32_t>(max_rows);
+    a.first_row = first_row;
+    a.act = op.act;
+    a.is_wide = is_wide(op.x);
+    a.scale = op.scale;
+    a.softcap = op.softcap;
+    return with_format(packed[g.first]->format, [&](auto f) { return launch_skinny<decltype(f)::value>(l, a, packed + g.first, max_rows); });
+}
+
 // bf16 operands, on whatever the device does best.
 int32_t launch_gemm(const Launch &l, const GemmArguments &a, int64_t max_rows) { return has_wgmma(l.ctx) ? launch_gemm_wgmma(l, a, max_rows) : launch_gemm_mma(l, a, max_rows); }
 
 int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows) {
-    const bool gated = op.act != PK_ACT_NONE;
+    const bool gated = op.act != PK_ACT_NONE && g.n == 2;
     GemmArguments a = {};
     uint8_t *scratch = l.scratch;
     const int64_t padded = packed[g.first]->padded_cols;
@@ -225,6 +270,30 @@ int n_groups(const pk_op_matmul &op, const Packed *const *packed, Group *groups)
     return n;
 }
 
+// One group of weights: sampled rows can be anything up to the bound, so that each kernel of the ladder looks whether the
+// step is its own.
+int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed) {
+    const int64_t max_rows = bound(l, op.x.rows), small = has_wgmma(l.ctx) ? kDotRows : kStreamRows;
+    int64_t most = has_wgmma(l.ctx) ? kSkinnyRows : kStreamRows;
+    const bool ladder = op.x.rows == PK_ROWS_S;
+    int64_t below = 0;
+    for (int64_t rows : {8, 16, 32, 64, 128}) {
+        if (below >= max_rows || rows > most) break;
+        if (!ladder && max_rows > rows) continue;
+        const int32_t least = static_cast<int32_t>(below + (below > 0)), here = static_cast<int32_t>(std::min(rows, max_rows));
+        if (int32_t status = rows <= small ? run_stream(l, op, g, packed, least, here) : run_skinny(l, op, g, packed, least, here, 0)) return status;
+        below = rows;
+    }
+    if (max_rows > most && most == kSkinnyRows && (ladder || max_rows <= 2 * most) && packed[g.first]->format != PK_BF16) {
+        // Twice through packed weights is still less than unpacking them.
+        const int32_t here = static_cast<int32_t>(std::min(2 * most, max_rows));
+        for (int32_t row : {0, static_cast<int32_t>(most)})
+            if (int32_t status = run_skinny(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, here, row)) return status;
+        most = 2 * most;
+    }
+    return max_rows > most ? run_gemm(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, max_rows) : PK_OK;
+}
+
 }  // namespace
 
 int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
@@ -232,24 +301,18 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
     for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
     Group groups[3];
     const int n = n_groups(op, packed, groups);
-    const int64_t max_rows = bound(l, op.x.rows);
-    for (int i = 0; i < n; ++i) {
-        // Sampled rows can be anything up to the bound: each kernel of the ladder looks whether the step is its own.
-        const bool ladder = op.x.rows == PK_ROWS_S;
-        int32_t below = 0;
-        for (int32_t rows : {8, 16, 32, 64}) {
-            if (below >= max_rows) break;
-            if (ladder || max_rows <= rows) {
-                const int32_t most = static_cast<int32_t>(std::min<int64_t>(rows, max_rows));
-                if (int32_t status = run_stream(l, op, groups[i], packed, below + (below > 0), most)) return status;
-                below = rows;
-                if (max_rows <= rows) break;
-            }
-        }
-        if (max_rows > kStreamRows) {
-            if (int32_t status = run_gemm(l, op, groups[i], packed, ladder ? kStreamRows + 1 : 0, max_rows)) return status;
-        }
+    if (op.act != PK_ACT_NONE && n == 2) {
+        // Gate and up in two formats: gate into y, then up times its activation.
+        pk_op_matmul gate = op, up = op;
+        gate.act = PK_ACT_NONE;
+        gate.scale = 1.0f;
+        up.add = op.y;
+        groups[1].first_column = 0;
+        if (int32_t status = run_group(l, gate, groups[0], packed)) return status;
+        return run_group(l, up, groups[1], packed);
     }
+    for (int i = 0; i < n; ++i)
+        if (int32_t status = run_group(l, op, groups[i], packed)) return status;
     return PK_OK;
 }
 
@@ -262,8 +325,8 @@ int32_t check_matmul(pk_ctx *ctx, const pk_op_matmul &op, int64_t at) {
             return fail(PK_BAD_ARG, "op %lld matmul: w[%d] is %lld x %lld, pk_repack made %lld x %lld", (long long)at, i, (long long)op.w[i].rows,
                         (long long)op.w[i].cols, (long long)packed[i]->rows, (long long)packed[i]->cols);
     }
-    if (op.act != PK_ACT_NONE && packed[0]->format != packed[1]->format)
-        return fail(PK_UNSUPPORTED, "op %lld matmul: gate is format %d and up is format %d; the CUDA pack wants one", (long long)at, packed[0]->format, packed[1]->format);
+    if (op.act != PK_ACT_NONE && packed[0]->format != packed[1]->format && (op.add.data || op.softcap > 0.0f))
+        return fail(PK_UNSUPPORTED, "op %lld matmul: gate is format %d and up is format %d, with add or softcap; the CUDA pack wants one format or neither of both", (long long)at, packed[0]->format, packed[1]->format);
     const pk_tensor *operands[3] = {&op.x, &op.y, &op.add};
     const char *names[3] = {"x", "y", "add"};
     for (int i = 0; i < 3; ++i) {
@@ -278,7 +341,7 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
     const int64_t k = (op.x.cols + 255) / 256 * 256;
     int64_t stream = 0;
     for (int32_t rows : {1, 2, 4, 8, 16, 32, 64}) {
-        if (rows > std::max<int64_t>(8, 2 * max_rows)) break;
+        if (rows > std::max<int64_t>(8, 2 * max_rows) || (rows > kDotRows && has_wgmma(ctx))) break;
         int64_t columns = 0;
         for (int i = 0; i < op.n_w; ++i) columns += (op.w[i].rows + 127) / 128 * 128;
         const int64_t tile_rows = 32 * (rows <= 16 ? 1 : rows <= 32 ? 2 : 4);
@@ -288,6 +351,10 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
             const int64_t items = std::max<int64_t>(static_cast<int64_t>(s.n_slices) * s.n_tiles, 2ll * ctx->n_processors + 2 * s.n_tiles);
             stream = std::max(stream, items * tile_rows * 8 * s.n_tokens8 * 4);
         }
+    }
+    if (has_wgmma(ctx)) {
+        const int64_t width = std::min(max_rows, kSkinnyRows);
+        stream = std::max(stream, skinny_image_bytes(width, k) + skinny_partial_bytes(ctx->n_processors, width));
     }
     if (max_rows <= kStreamRows) return stream;
     int64_t rows = 0;

@@ -1,6 +1,7 @@
 // How a streaming matmul is cut: a pure function of the machine and the shape.
 #include <algorithm>
 
+#include "../../include/skinny.cuh"
 #include "../../include/stream.cuh"
 
 namespace pk {
@@ -33,5 +34,12 @@ StreamShape stream_shape(int32_t n_processors, int32_t max_rows, int64_t total_t
     if (s.n_tokens8 == 1 && group > 0) s.shared_bytes += static_cast<int64_t>(s.units_per_slice) * unit / group * 8 * 4;
     return s;
 }
+
+namespace {
+int64_t skinny_width(int64_t rows) { return rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128; }
+}  // namespace
+
+int64_t skinny_image_bytes(int64_t max_rows, int64_t padded_cols) { return (skinny_width(max_rows) * padded_cols * 2 + 255) / 256 * 256; }
+int64_t skinny_partial_bytes(int32_t n_processors, int64_t max_rows) { return static_cast<int64_t>(n_processors) * 256 * skinny_width(max_rows) * 4; }
 
 }  // namespace pk

@@ -212,7 +212,10 @@ __device__ __forceinline__ void store_output(const StreamArguments &a, const Str
     v *= a.scale;
     if (a.softcap > 0.0f) v = a.softcap * tanhf(v / a.softcap);
     int64_t column = w.first_column + row;
-    if (a.add != nullptr) v += load_as_f32(a.add, n * a.add_stride + column, a.add_format);
+    if (a.add != nullptr) {
+        const float old = load_as_f32(a.add, n * a.add_stride + column, a.add_format);
+        v = a.act != PK_ACT_NONE && a.n_w == 1 ? activate(old, a.act) * v : v + old;
+    }
     store_from_f32(a.y, n * a.y_stride + column, a.y_format, v);
 }
 
@@ -340,7 +343,7 @@ __global__ void __launch_bounds__(kStreamThreads, kNT <= 4 ? 2 : 1) stream_matmu
 
 template <int kFormat, int kNT>
 int32_t launch_groups(const Launch &l, const StreamShape &s, const StreamArguments &a) {
-    auto kernel = a.act != PK_ACT_NONE ? stream_matmul_kernel<kFormat, kNT, true> : stream_matmul_kernel<kFormat, kNT, false>;
+    auto kernel = a.act != PK_ACT_NONE && a.n_w == 2 ? stream_matmul_kernel<kFormat, kNT, true> : stream_matmul_kernel<kFormat, kNT, false>;
     return launch(l, "stream_matmul", kernel, dim3(s.n_blocks), dim3(kStreamThreads), s.shared_bytes, a);
 }
 
@@ -350,9 +353,12 @@ template <int kFormat>
 int32_t launch_stream(const Launch &l, const StreamShape &s, const StreamArguments &a) {
     switch (s.n_tokens8) {
         case 1: return launch_groups<kFormat, 1>(l, s, a);
+#if !defined(PK_WGMMA)  // the skinny kernel takes more rows
         case 2: return launch_groups<kFormat, 2>(l, s, a);
         case 4: return launch_groups<kFormat, 4>(l, s, a);
-        default: return launch_groups<kFormat, 8>(l, s, a);
+        case 8: return launch_groups<kFormat, 8>(l, s, a);
+#endif
+        default: return fail(PK_UNSUPPORTED, "matmul: the streaming kernel is not built for %d rows", 8 * s.n_tokens8);
     }
 }
 
