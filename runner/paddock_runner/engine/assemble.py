@@ -5,10 +5,12 @@ Knows no requests; the loop drives what comes out of here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import log
 from ..blueprint.blueprint import Blueprint
 from ..errors import PackError
 from ..files.view import TensorView
@@ -42,14 +44,34 @@ def build_device(
     assembly: Assembly, blueprint: Blueprint, views: Mapping[str, TensorView], progress: Progress | None = None
 ) -> Device:
     """A device that can step. Raises: PackError, UnsupportedError, FileError; then nothing is left allocated."""
+    begun = time.monotonic()
     device = Device(load_pack(assembly.pack), assembly.ordinal, assembly.n_threads, assembly.max_isa)
+    stages = Stages(device, begun)
     try:
-        program = _build(device, assembly, blueprint, views, progress)
+        weights = load_weights(device, blueprint, views, progress)
+        stages.end("weights")
+        program = _build(device, assembly, blueprint, weights)
+        stages.end("state")
         _load(device, assembly, blueprint, program)
+        stages.end("program")
     except BaseException:
         device.close()
         raise
     return device
+
+
+class Stages:
+    """Says in the log what each stage of the start took: seconds, and bytes of the device's memory."""
+
+    def __init__(self, device: Device, begun: float) -> None:
+        self._device, self._begun, self._free = device, begun, device.facts.free_bytes
+        self.end("open")
+
+    def end(self, name: str) -> None:
+        """The stage is over."""
+        now, free = time.monotonic(), self._device.free_bytes()
+        log.event("start", stage=name, seconds=round(now - self._begun, 3), bytes=self._free - free)
+        self._begun, self._free = now, free
 
 
 def token_buckets(max_step_tokens: int) -> list[int]:
@@ -61,11 +83,8 @@ def token_buckets(max_step_tokens: int) -> list[int]:
     return [b for b in buckets if b < max_step_tokens] + [max_step_tokens]
 
 
-def _build(
-    device: Device, assembly: Assembly, blueprint: Blueprint, views: Mapping[str, TensorView], progress: Progress | None
-) -> Program:
+def _build(device: Device, assembly: Assembly, blueprint: Blueprint, weights: dict[str, Tensor]) -> Program:
     sizes = assembly.sizes
-    weights = load_weights(device, blueprint, views, progress)
     layout = page_layout(blueprint, assembly.kv_format, sizes.page_tokens)
     device.reserve_kv(sizes.n_pages, layout.page_bytes)
     device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))

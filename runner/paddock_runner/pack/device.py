@@ -64,6 +64,12 @@ class Device:
         ints = {k: getattr(raw, k) for k in ("run_ahead", "activation", "n_threads", "n_processors", "memory_bytes", "free_bytes", "granule_bytes")}
         return Facts(**text, **ints, is_host=bool(raw.is_host), is_validated=bool(raw.is_validated), has_drafts=bool(raw.has_drafts))
 
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has taken, now."""
+        raw = abi.pk_facts()
+        self.pack.call("pk_get_facts", self._ctx, ctypes.byref(raw))
+        return int(raw.free_bytes)
+
     # ---- memory ----
 
     def alloc(self, n_bytes: int, name: str, is_pinned: bool = False) -> int:
