@@ -23,7 +23,7 @@ from .blueprint.blueprint import Blueprint
 from .blueprint.names import tensors_by_name
 from .blueprint.read import read_blueprint
 from .config import Config
-from .engine.order import Order, start
+from .engine.order import Order, send, spawn
 from .errors import PackError, PaddockError, UnknownModel, UsageError
 from .files.checkpoint import Checkpoint, open_checkpoint
 from .files.view import TensorView
@@ -166,6 +166,8 @@ def serve(config: Config) -> int:
     _allow_many_files()
     keys, is_new = _keys(config)
     listener = bind(config.host, config.port)
+    channel = Channel.create()
+    process = spawn(channel)
     try:
         opened = open_model(config, path)
         print(f"paddock-runner: {opened.place.why}{opened.place.label}", flush=True)
@@ -175,9 +177,11 @@ def serve(config: Config) -> int:
             print(f"paddock-runner: a new API key was written to {config.key_file}", flush=True)
         for note in opened.blueprint.notes:
             log.warning("note", text=note)
-        return _run(config, opened, listener, Door(keys, tls))
+        send(process, _order(config, opened, channel))
+        return _run(config, opened, listener, Door(keys, tls), Desk(FrontPort(channel)), process)
     finally:
         listener.close()
+        end(process)
 
 
 def _allow_many_files() -> None:
@@ -202,29 +206,28 @@ def _keys(config: Config) -> tuple[tuple[auth.Key, ...], bool]:
     return auth.made_keys(config.key_file)
 
 
-def _run(config: Config, opened: Opened, listener: socket.socket, door: Door) -> int:
-    channel = Channel.create()
-    order = Order(
+def _order(config: Config, opened: Opened, channel: Channel) -> Order:
+    return Order(
         str(config.model_path.absolute()), str(opened.place.pack), channel.text, opened.plan.sizes, opened.plan.kv_format,
         config.gpu, config.threads, config.max_queue, config.log_level, os.getpid(), config.task,
     )  # fmt: skip
-    process = start(order, channel)
-    try:
-        port = FrontPort(channel)
-        tokenizer = load_tokenizer(opened.checkpoint, opened.blueprint.n_vocab)
-        template, sizes = load_template(opened.checkpoint, tokenizer), opened.plan.sizes
-        served = Served(
-            config.model_name, tokenizer, template, AnswerFormat(template.source, tokenizer), _max_tokens(opened),
-            opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, config.steady_prompts, facts=_facts(opened),
-            vectors=_vector_form(opened.blueprint),
-        )  # fmt: skip
-        served.walker.warm()
-        runner = Runner(config, opened, served, Desk(port), process)
-        factory = _loop_factory()
-        with asyncio.Runner(loop_factory=factory) as loop:
-            return loop.run(runner.run(listener, door))
-    finally:
-        end(process)
+
+
+def _run(
+    config: Config, opened: Opened, listener: socket.socket, door: Door, desk: Desk, process: subprocess.Popen[bytes]
+) -> int:
+    tokenizer = load_tokenizer(opened.checkpoint, opened.blueprint.n_vocab)
+    template, sizes = load_template(opened.checkpoint, tokenizer), opened.plan.sizes
+    served = Served(
+        config.model_name, tokenizer, template, AnswerFormat(template.source, tokenizer), _max_tokens(opened),
+        opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, config.steady_prompts, facts=_facts(opened),
+        vectors=_vector_form(opened.blueprint),
+    )  # fmt: skip
+    served.walker.warm()
+    runner = Runner(config, opened, served, desk, process)
+    factory = _loop_factory()
+    with asyncio.Runner(loop_factory=factory) as loop:
+        return loop.run(runner.run(listener, door))
 
 
 def _loop_factory() -> Any:
@@ -347,7 +350,10 @@ class Runner:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """The engine's process ends: by itself in a moment, else by force."""
+    """The engine's process ends: by itself in a moment, else by force. One that never got its order has nothing to finish."""
+    if process.stdin is not None and not process.stdin.closed:
+        process.kill()
+        process.stdin.close()
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None:
             process.send_signal(number)

@@ -28,7 +28,10 @@ PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Loads what standard input orders and serves it. One sentence on standard error when that fails; never a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    words = sys.stdin.buffer.read()
+    if not words:
+        return 0  # the parent found out that it cannot serve
+    order = msgspec.json.decode(words, type=Order)
     die_with(order.parent)
     log.start(order.log_level)
     try:

@@ -29,13 +29,16 @@ class Order(msgspec.Struct, frozen=True):
     task: str = "auto"
 
 
-def start(order: Order, channel: Channel) -> subprocess.Popen[bytes]:
-    """Starts the engine's process."""
-    process = subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, pass_fds=channel.fds)
+def spawn(channel: Channel) -> subprocess.Popen[bytes]:
+    """Starts the engine's process, which imports what it needs and then waits for its order."""
+    return subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, pass_fds=channel.fds)
+
+
+def send(process: subprocess.Popen[bytes], order: Order) -> None:
+    """Tells the engine's process what to do."""
     assert process.stdin is not None
-    with process.stdin as pipe:
-        try:
+    try:
+        with process.stdin as pipe:
             pipe.write(msgspec.json.encode(order))
-        except BrokenPipeError:
-            pass
-    return process
+    except BrokenPipeError:
+        pass
