@@ -77,8 +77,9 @@ def config() -> str:
 
 
 def api() -> str:
-    """Every route, with its handler's first line."""
+    """Every route, with its handler's first line; then the fields and examples of every body."""
     module = importlib.import_module("paddock_runner.front.routes")
+    document = json.loads(importlib.import_module("paddock_runner.front.openapi").description())
     rows = [
         [r.method, f"`{r.path}{'NAME' if r.path.endswith('/') else ''}`", r.vendor, "no" if r.is_open else "yes", (inspect.getdoc(r.handler) or "").split("\n")[0]]
         for r in module.ROUTES
@@ -87,7 +88,42 @@ def api() -> str:
         "# The HTTP API\n\nThe fields are in `/openapi.json` of a running server, generated from the types that read the requests. Unknown fields are "
         "accepted and named in a response header. Errors have the shape that the vendor's SDK expects; see [errors](errors.md).\n\n"
     )
-    return text + table(["method", "path", "error shape", "needs a key", "what it does"], rows)
+    text += table(["method", "path", "error shape", "needs a key", "what it does"], rows)
+    told: dict[str, list[str]] = {}
+    for path, methods in document["paths"].items():
+        body = methods.get("post", {}).get("requestBody")
+        if body is not None:
+            told.setdefault(json.dumps(body["content"]["application/json"]["schema"]), []).append(path)
+    for reference, paths in told.items():
+        text += "\n\n## " + ", ".join(f"POST {path}" for path in paths) + "\n"
+        text += fields_of(json.loads(reference)["$ref"].rsplit("/", 1)[-1], document["components"]["schemas"])
+        for path in paths:
+            for title, example in document["paths"][path]["post"]["requestBody"]["content"]["application/json"].get("examples", {}).items():
+                text += f"\n{title[:1].upper()}{title[1:]}:\n\n```json\n{json.dumps(example['value'], ensure_ascii=False)}\n```\n"
+    return text
+
+
+def fields_of(name: str, schemas: dict[str, Any]) -> str:
+    """A body's description and the table of its fields."""
+    schema = schemas[name]
+    required = schema.get("required", ())
+    rows = [[f"`{key}`", kind_of(kind), "yes" if key in required else ""] for key, kind in schema.get("properties", {}).items()]
+    return f"\n{schema.get('description', '')}\n\n" + table(["field", "what it holds", "required"], rows)
+
+
+def kind_of(schema: dict[str, Any]) -> str:
+    """A field's type in words."""
+    if "$ref" in schema:
+        return str(schema["$ref"].rsplit("/", 1)[-1].rsplit(".", 1)[-1])
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(kind_of(part) for part in schema["anyOf"] if part.get("type") != "null"))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    kind = str(schema.get("type", "anything"))
+    if kind == "array":
+        return f"list of {kind_of(schema.get('items', {}))}"
+    bounds = [f"{word} {schema[key]}" for key, word in (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "to")) if key in schema]
+    return " ".join([kind, *bounds])
 
 
 def cli() -> str:

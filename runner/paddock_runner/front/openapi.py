@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .described import ANSWERS, ERRORS, EXAMPLES, RPC_ERROR, STREAMS
 from .http import ENCODER, Exchange
 
 if TYPE_CHECKING:
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from .service import Front
 
 REFERENCE = "#/components/schemas/{name}"
+ERROR_NAMES = {"openai": "OpenAIError", "anthropic": "AnthropicError", "ollama": "OllamaError"}
+HEADERS = {
+    "x-request-id": {"description": "the request's id, the client's own where it sent one", "schema": {"type": "string"}},
+    "x-paddock-ignored-fields": {"description": "fields of the request without effect, with commas", "schema": {"type": "string"}},
+}
 
 
 async def get_openapi(front: Front, exchange: Exchange) -> None:
@@ -38,6 +44,7 @@ def description() -> bytes:
         ours = version("paddock")
     except PackageNotFoundError:
         ours = "0"
+    errors = {ERROR_NAMES[vendor]: schema for vendor, schema in ERRORS.items()}
     document = {
         "openapi": "3.1.0",
         "info": {
@@ -47,7 +54,7 @@ def description() -> bytes:
         },
         "security": [{"bearer": []}],
         "paths": paths,
-        "components": {"schemas": components, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
+        "components": {"schemas": {**components, **errors}, "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}},
     }
     return ENCODER.encode(document)
 
@@ -61,13 +68,15 @@ def _body_of(route: Route) -> type | None:
 
 def _operation(route: Route, schema: dict[str, Any] | None) -> dict[str, Any]:
     text = (route.handler.__doc__ or route.path).strip().splitlines()[0]
+    shape: dict[str, Any] = {"$ref": REFERENCE.format(name=ERROR_NAMES[route.vendor])}
+    error = {"application/json": {"schema": {"anyOf": [shape, RPC_ERROR]} if route.path == "/mcp" else shape}}
     operation: dict[str, Any] = {
         "summary": text.split(": ", 1)[-1] if ": " in text else text,
-        "operationId": route.handler.__name__,
+        "operationId": "_".join([route.method.lower(), *route.path.strip("/").replace(".", "_").split("/")]),
         "responses": {
-            "200": {"description": "the answer"},
-            "4XX": {"description": "the request is at fault; the body says how"},
-            "5XX": {"description": "the runner is at fault, or cannot serve now; the body says why"},
+            "200": {"description": "the answer", "headers": HEADERS, **_content(route)},
+            "4XX": {"description": "the request is at fault; the body says how", "content": error},
+            "5XX": {"description": "the runner is at fault, or cannot serve now; the body says why", "content": error},
         },
     }
     if route.is_open:
@@ -75,5 +84,18 @@ def _operation(route: Route, schema: dict[str, Any] | None) -> dict[str, Any]:
     if route.path.endswith("/"):
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if schema is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        shown = {title: {"value": body} for title, body in EXAMPLES.get(route.path, {}).items()}
+        told = {"schema": schema, **({"examples": shown} if shown else {})}
+        operation["requestBody"] = {"required": True, "content": {"application/json": told}}
     return operation
+
+
+def _content(route: Route) -> dict[str, Any]:
+    """What a 200 holds; nothing where it is not told."""
+    found: dict[str, Any] = {}
+    if (schema := ANSWERS.get((route.method, route.path))) is not None:
+        found["application/json"] = {"schema": schema}
+    if (stream := STREAMS.get(route.path)) is not None:
+        found.setdefault("application/json", {})
+        found[stream] = {}
+    return {"content": found} if found else {}
