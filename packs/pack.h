@@ -24,6 +24,7 @@ typedef enum pk_format {
     PK_Q8_0 = 8, PK_Q4_0 = 9, PK_Q4_1 = 10, PK_Q5_0 = 11, PK_Q5_1 = 12,
     PK_Q2_K = 13, PK_Q3_K = 14, PK_Q4_K = 15, PK_Q5_K = 16, PK_Q6_K = 17,
     PK_IQ4_NL = 18, PK_IQ4_XS = 19, PK_MXFP4 = 20, PK_NVFP4 = 21,
+    PK_Q4_Z = 22,  /* 32 elements: f16 d, u8 z, a byte of nothing, 4-bit codes q as in q4_0; x = d (q - z) */
     PK_I32 = 32, PK_U8 = 33
 } pk_format;
 

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "57cd7b8599c2b49b"
+#define PK_ABI_DIGEST "4116af71195c9396"

@@ -14,7 +14,7 @@ from paddock_runner.pack import abi
 from paddock_runner.pack.tensor import Tensor
 
 HALVES = {
-    "q8_0": [0], "q4_0": [0], "q4_1": [0, 2], "q5_0": [0], "q5_1": [0, 2], "q2_k": [80, 82], "q3_k": [108],
+    "q8_0": [0], "q4_0": [0], "q4_1": [0, 2], "q4_z": [0], "q5_0": [0], "q5_1": [0, 2], "q2_k": [80, 82], "q3_k": [108],
     "q4_k": [0, 2], "q5_k": [0, 2], "q6_k": [208], "iq4_nl": [0], "iq4_xs": [0],
 }  # fmt: skip
 """Byte offsets of the f16 fields of a block: scale, minimum."""
@@ -66,6 +66,8 @@ def random_bytes(name: str, n_blocks: int, rng: np.random.Generator) -> np.ndarr
         if name in ("q4_1", "q5_1") and i == 1:
             scale = scale * -8
         blocks[:, at : at + 2] = scale.astype("<f2").view(np.uint8).reshape(-1, 2)
+    if name == "q4_z":
+        blocks[:, 2] = rng.integers(0, 17, n_blocks)
     if name == "mxfp4":
         blocks[:, 0] = rng.integers(116, 126, n_blocks)
     if name == "nvfp4":

@@ -196,6 +196,7 @@ Kind kind_of(int32_t format) {
         case PK_Q8_0: return kind<CodecQ8_0>();
         case PK_Q4_0: return kind<CodecQ4_0>();
         case PK_Q4_1: return kind<CodecQ4_1>();
+        case PK_Q4_Z: return kind<CodecQ4_Z>();
         case PK_Q5_0: return kind<CodecQ5_0>();
         case PK_Q5_1: return kind<CodecQ5_1>();
         case PK_Q2_K: return kind<CodecQ2_K>();

@@ -144,6 +144,7 @@ PanelKernel few_panel_amx(int32_t format) {
         case PK_Q8_0: return few_panel<CodecQ8_0>;
         case PK_Q4_0: return few_panel<CodecQ4_0>;
         case PK_Q4_1: return few_panel<CodecQ4_1>;
+        case PK_Q4_Z: return few_panel<CodecQ4_Z>;
         case PK_Q5_0: return few_panel<CodecQ5_0>;
         case PK_Q5_1: return few_panel<CodecQ5_1>;
         case PK_Q2_K: return few_panel<CodecQ2_K>;

@@ -145,6 +145,7 @@ PanelKernel panel_of(int32_t format) {
         case PK_Q8_0: return coded_panel<CodecQ8_0, kRows>;
         case PK_Q4_0: return coded_panel<CodecQ4_0, kRows>;
         case PK_Q4_1: return coded_panel<CodecQ4_1, kRows>;
+        case PK_Q4_Z: return coded_panel<CodecQ4_Z, kRows>;
         case PK_Q5_0: return coded_panel<CodecQ5_0, kRows>;
         case PK_Q5_1: return coded_panel<CodecQ5_1, kRows>;
         case PK_Q2_K: return coded_panel<CodecQ2_K, kRows>;

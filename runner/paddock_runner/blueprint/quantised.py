@@ -15,7 +15,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.fields import Fields
 from ..files.view import Int4, Scales, TensorView
 
-SUPPORTED = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "gptq")
+SUPPORTED = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "gptq", "awq")
 """Values of quantization_config.quant_method."""
 
 CODES = ("weight", "weight_packed", "qweight")
@@ -36,16 +36,17 @@ def require_known_method(checkpoint: Checkpoint) -> None:
     if method not in SUPPORTED:
         raise _refusal(checkpoint, str(method))
     for weights in _weight_settings(config):
-        if weights.get("type") == "int" and (weights.get("num_bits") != 4 or not weights.get("symmetric", True)):
-            kind = "int" if weights.get("symmetric", True) else "asymmetric int"
-            raise _refusal(checkpoint, f"{method} {kind}{weights.get('num_bits', '')}")
-    if method == "gptq" and (config.get("bits") != 4 or not config.get("sym", True)):
-        raise _refusal(checkpoint, f"gptq int{config.get('bits', '')}{'' if config.get('sym', True) else ', asymmetric'}")
+        if weights.get("type") == "int" and weights.get("num_bits") != 4:
+            raise _refusal(checkpoint, f"{method} int{weights.get('num_bits', '')}")
+    if method in ("gptq", "awq") and config.get("bits") != 4:
+        raise _refusal(checkpoint, f"{method} int{config.get('bits', '')}")
+    if method == "awq" and str(config.get("version", "gemm")).lower() != "gemm":
+        raise _refusal(checkpoint, f"awq in the layout {config.get('version')}")
 
 
 def _refusal(checkpoint: Checkpoint, what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{checkpoint.path}: quantization {what:.40} of safetensors is not supported; supported: bf16, f16 and f32, and {', '.join(SUPPORTED)} in fp8, nvfp4, mxfp4 and symmetric int4",
+        f"{checkpoint.path}: quantization {what:.40} of safetensors is not supported; supported: bf16, f16 and f32, and {', '.join(SUPPORTED)} in fp8, nvfp4, mxfp4 and int4",
         what=f"safetensors {what}",
         supported=list(SUPPORTED),
     )
@@ -79,6 +80,7 @@ class Parts:
     stem: str
     by_kind: dict[str, TensorView]
     block: tuple[int, int]
+    config: Mapping[str, Any]
 
     def take(self, *kinds: str) -> TensorView | None:
         """Removes and returns the first of these that is there."""
@@ -94,10 +96,12 @@ def join_scales(ours: Mapping[str, TensorView], checkpoint: Checkpoint) -> dict[
     Raises: FileError naming the tensor whose scales are missing or have the wrong shape; UnsupportedError (integer codes).
     """
     block = block_shape(checkpoint)
+    config = checkpoint.config.get("quantization_config")
+    settings: Mapping[str, Any] = config if isinstance(config, dict) else {}
     groups: dict[str, Parts] = {}
     for name, view in ours.items():
         stem, _, kind = name.rpartition(".")
-        groups.setdefault(stem, Parts(stem, {}, block)).by_kind[kind] = view
+        groups.setdefault(stem, Parts(stem, {}, block, settings)).by_kind[kind] = view
     out: dict[str, TensorView] = {}
     for stem, parts in groups.items():
         for kind in UNUSED:
@@ -141,19 +145,31 @@ def _joined(weight: TensorView, parts: Parts) -> TensorView | None:
 
 
 def _int4(weight: TensorView, parts: Parts) -> TensorView:
-    """4-bit codes in words of 32 bits: along the rows (compressed-tensors), or down the columns (GPTQ)."""
-    is_by_columns = weight.name.endswith("qweight")
-    scale = parts.take("scales" if is_by_columns else "weight_scale")
+    """4-bit codes in words of 32 bits: along the rows (compressed-tensors), down the columns (GPTQ), or eight rows a word (AWQ)."""
+    is_ours = weight.name.endswith("qweight")
+    words = "rows" if not is_ours else "awq" if parts.config.get("quant_method") == "awq" else "columns"
+    scale = parts.take("scales" if is_ours else "weight_scale")
     if scale is None:
         raise _fault(weight, "holds 4-bit codes and has no scales beside it", f"expected a tensor {weight.name.rpartition('.')[0]}.scales or .weight_scale")
     zeros, order = parts.take("qzeros", "weight_zero_point"), parts.take("g_idx", "weight_g_idx")
-    n_words, other = weight.shape if is_by_columns else weight.shape[::-1]
-    rows, cols = other, 8 * n_words
-    shape = scale.shape[::-1] if is_by_columns else scale.shape
-    if scale.format not in FLOATS or len(shape) != 2 or shape[0] != rows or cols % shape[1] or cols // shape[1] % 32:
+    rows, cols = {"rows": (weight.shape[0], 8 * weight.shape[1]), "columns": (weight.shape[1], 8 * weight.shape[0]), "awq": (8 * weight.shape[1], weight.shape[0])}[words]
+    shape = scale.shape[::-1] if is_ours else scale.shape
+    if scale.format not in FLOATS or len(shape) != 2 or shape[0] != rows or not shape[1] or cols % shape[1] or cols // shape[1] % 32:
         raise _fault(scale, f"is {scale.format} {list(scale.shape)}", f"expected one number per 32, 64, 128 ... of {rows} x {cols} elements")
-    int4 = Int4(scale, cols // shape[1], is_by_columns, zeros, 1 if is_by_columns else 0, order)
-    return replace(weight, shape=(rows, cols), format="q4_0", int4=int4)
+    n_groups = shape[1]
+    if zeros is not None:
+        wanted = (n_groups, -(-rows // 8)) if is_ours else (-(-rows // 8), n_groups)
+        if zeros.format != "i32" or zeros.shape != wanted:
+            raise _fault(zeros, f"is {zeros.format} {list(zeros.shape)}", f"expected i32 {list(wanted)}: four bits per group of {cols // n_groups} of {rows} x {cols} elements")
+    elif words == "awq" or parts.config.get("sym") is False:
+        raise _fault(weight, "holds 4-bit codes and has no zero points beside it", f"expected a tensor {weight.name.rpartition('.')[0]}.qzeros")
+    if order is not None and (order.format != "i32" or order.n_elements != cols):
+        raise _fault(order, f"is {order.format} {list(order.shape)}", f"expected the group of each of {cols} columns")
+    is_shuffled = order is not None and bool(parts.config.get("desc_act", words == "rows"))
+    is_symmetric = zeros is None or (words == "columns" and bool(parts.config.get("sym", True)))
+    offset = 1 if words == "columns" and parts.config.get("checkpoint_format", "gptq") != "gptq_v2" else 0
+    int4 = Int4(scale, cols // n_groups, words, zeros, offset, order)
+    return replace(weight, shape=(rows, cols), format="f16" if is_shuffled else "q4_0" if is_symmetric else "q4_z", int4=int4)
 
 
 def _flattened(weight: TensorView) -> TensorView:

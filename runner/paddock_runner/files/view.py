@@ -23,15 +23,18 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """A weight stored as 4-bit codes in 32-bit words (GPTQ, compressed-tensors), symmetric: x = scale (q - 8). The view is in format q4_0.
+    """A weight stored as 4-bit codes in 32-bit words: x = scale (q - zero). The view's format says what becomes of it: q4_0 (every zero is 8),
+    q4_z (any zero), or f16 (columns belong to groups in any order, so no block of neighbours has one scale).
 
-    scale: one factor per `group` columns of a row. is_by_columns: words run down the columns, [K/8, N], and scales are [K/group, N].
-    zeros, order: tensors that must say "8 everywhere" (stored less zero_offset) and "groups in order", where they are there.
+    words: how codes lie in words: "rows" [N, K/8] (compressed-tensors), "columns" [K/8, N] (GPTQ), "awq" [K, N/8] (eight rows a word, in
+    AWQ's order). scale: one factor per `group` columns of a row, [N, K/group] with "rows", [K/group, N] else.
+    zeros: four bits each, eight rows a word, as [N/8, K/group] with "rows", [K/group, N/8] else; stored less zero_offset; None: 8.
+    order: the group of every column, where that is stored.
     """
 
     scale: TensorView
     group: int
-    is_by_columns: bool = False
+    words: str = "rows"
     zeros: TensorView | None = None
     zero_offset: int = 0
     order: TensorView | None = None
@@ -59,7 +62,7 @@ class TensorView:
     format: the Format name ("f32", "q4_k", ...) or "unsupported:<n>" for a type we do not know.
     offset, n_bytes: absolute position in `path`, in bytes. scales: what the stored elements are multiplied with, or None.
     is_log_of_negative: the vector wanted is log(-x) of what is stored.
-    int4: how 4-bit codes become the blocks of format q4_0.
+    int4: how 4-bit codes become what the format says.
     pick: how the weight lies among these bytes, when it is not simply all of them.
     """
 
@@ -78,7 +81,7 @@ class TensorView:
     def weight_bytes(self) -> int:
         """Bytes of the weight itself: those of its view, or of the rows that are picked."""
         if self.int4 is not None:
-            return self.n_elements // 32 * 18
+            return 2 * self.n_elements if self.format == "f16" else self.n_elements // 32 * (18 if self.format == "q4_0" else 20)
         return self.n_bytes // self.pick.period * self.pick.length if self.pick else self.n_bytes
 
     @property

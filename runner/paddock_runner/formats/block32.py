@@ -1,4 +1,4 @@
-"""q8_0, q4_0, q4_1, q5_0, q5_1: blocks of 32 elements with an f16 scale (and, in the _1 kinds, an f16 minimum).
+"""q8_0, q4_0, q4_1, q5_0, q5_1: blocks of 32 elements with an f16 scale (and, in the _1 kinds, an f16 minimum); q4_z, with a zero point.
 
 Source: ggml/src/ggml-common.h, block_q8_0, block_q4_0, block_q4_1, block_q5_0, block_q5_1; decoding as in ggml-quants.c.
 """
@@ -23,6 +23,11 @@ def dequantize_q4_0(blocks: U8) -> F32:
 def dequantize_q4_1(blocks: U8) -> F32:
     """d f16, m f16, q u4[32]: x = d q + m. [n, 20] -> [n, 32]."""
     return half(blocks[:, :2]) * nibbles(blocks[:, 4:]).astype(np.float32) + half(blocks[:, 2:4])
+
+
+def dequantize_q4_z(blocks: U8) -> F32:
+    """d f16, z u8, a byte of nothing, q u4[32]: x = d (q - z); what AWQ and GPTQ store with zero points. [n, 20] -> [n, 32]."""
+    return half(blocks[:, :2]) * (nibbles(blocks[:, 4:]).astype(np.float32) - blocks[:, 2:3].astype(np.float32))
 
 
 def _five_bits(high: U8, low: U8) -> F32:

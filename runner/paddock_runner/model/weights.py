@@ -132,14 +132,9 @@ def read_scales(staging: Staging, view: TensorView) -> ScaleValues | None:
     return ScaleValues(codes, whole)
 
 
-def _q4_0(staging: Staging, view: TensorView) -> NDArray[np.uint8]:
-    """The blocks of a weight that is stored as 4-bit codes. Raises: UnsupportedError, FileError."""
-    assert view.int4 is not None
-    for extra, require in ((view.int4.zeros, int4.require_symmetric), (view.int4.order, int4.require_in_order)):
-        if extra is not None:
-            require(view, np.frombuffer(staging.read(extra), np.uint8))
-    scales = _numbers(staging, view.int4.scale)
-    return int4.blocks(view, np.frombuffer(staging.read(view), np.uint8), scales)
+def _int4(staging: Staging, view: TensorView) -> NDArray[np.uint8]:
+    """What a weight becomes that is stored as 4-bit codes. Raises: UnsupportedError, FileError."""
+    return int4.converted(view, lambda x: np.array(np.frombuffer(staging.read(x), np.uint8)), lambda x: _numbers(staging, x))
 
 
 def _numbers(staging: Staging, view: TensorView) -> NDArray[np.float32]:
@@ -173,7 +168,7 @@ def load_weights(
         for name, view in _in_file_order(views):
             if name in matrices:
                 scales = read_scales(staging, view)
-                data = _q4_0(staging, view) if view.int4 else arranged(view, staging.read(view))
+                data = _int4(staging, view) if view.int4 else arranged(view, staging.read(view))
                 device.repack(source_of(view, data.ctypes.data, scales), places[name], sizes[name])
                 weights[name] = Tensor(places[name], view.shape[0], view.shape[1], table.by_name(view.format).id, 0, abi.PK_PACKED)
             else:

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "57cd7b8599c2b49b"
+DIGEST = "4116af71195c9396"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -34,6 +34,7 @@ PK_IQ4_NL = 18
 PK_IQ4_XS = 19
 PK_MXFP4 = 20
 PK_NVFP4 = 21
+PK_Q4_Z = 22
 PK_I32 = 32
 PK_U8 = 33
 

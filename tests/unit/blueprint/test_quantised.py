@@ -88,7 +88,7 @@ def test_rows_of_a_weight_take_their_scales_with_them():
 @pytest.mark.parametrize(
     "config, said",
     [
-        ({"quant_method": "awq"}, "quantization awq"),
+        ({"quant_method": "aqlm"}, "quantization aqlm"),
         ({"quant_method": "bitsandbytes"}, "quantization bitsandbytes"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}}}, "compressed-tensors int8"),
     ],

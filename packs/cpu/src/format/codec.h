@@ -196,11 +196,11 @@ struct Coded {
     static constexpr Scale kScale = kScaleKind;
     static constexpr bool kTable = kHasTable;
     static constexpr bool kFine = kScale == Scale::kK2 || kScale == Scale::kK16 || kScale == Scale::kE4m3;  // groups of 16
-    static constexpr bool kHasMin = kScale == Scale::kHalfMin || kScale == Scale::kK4 || kScale == Scale::kK2;
+    static constexpr bool kHasMin = kScale == Scale::kHalfMin || kScale == Scale::kHalfZero || kScale == Scale::kK4 || kScale == Scale::kK2;
     static constexpr bool kHasFactor = kScale == Scale::kE4m3;
     static constexpr int kScalesPerGroup = kFine ? 2 : 1;
     static constexpr int kGroupsPerUnit = kScale == Scale::kK2 || kScale == Scale::kK4 || kScale == Scale::kK16 || kScale == Scale::kK32 ? 8 : 1;
-    static constexpr int64_t kUnitBytes = kScale == Scale::kHalf || kScale == Scale::kE4m3 ? 32 : kScale == Scale::kHalfMin ? 64 : kScale == Scale::kE8m0 ? 16
+    static constexpr int64_t kUnitBytes = kScale == Scale::kHalf || kScale == Scale::kE4m3 ? 32 : kScale == Scale::kHalfMin ? 64 : kScale == Scale::kHalfZero ? 48 : kScale == Scale::kE8m0 ? 16
                                           : kScale == Scale::kK16 ? 288 : kScale == Scale::kK32 ? 160 : 320;
 
     static const uint8_t *table() { return kOffset == 128 ? kIq4Table : kE2m1Table; }
@@ -225,6 +225,9 @@ struct Coded {
         if constexpr (kScale == Scale::kHalf || kScale == Scale::kHalfMin) {
             d[0] = v_from_f16(as_words(unit) + lane);
             if constexpr (kHasMin) m[0] = v_from_f16(as_words(unit + 32) + lane);
+        } else if constexpr (kScale == Scale::kHalfZero) {
+            d[0] = v_from_f16(as_words(unit) + lane);
+            m[0] = v_mul(v_sub(v_zero(), d[0]), v_from_u8(unit + 32 + lane));
         } else if constexpr (kScale == Scale::kK4) {
             d[0] = v_mul(v_from_f16(as_words(unit) + lane), v_from_u8(unit + 64 + 16 * sub + lane));
             m[0] = v_mul(v_sub(v_zero(), v_from_f16(as_words(unit + 32) + lane)), v_from_u8(unit + 192 + 16 * sub + lane));
@@ -267,6 +270,7 @@ struct Coded {
 using CodecQ8_0 = Coded<8, 0, Scale::kHalf, 128>;
 using CodecQ4_0 = Coded<4, 0, Scale::kHalf, 8>;
 using CodecQ4_1 = Coded<4, 0, Scale::kHalfMin, 0>;
+using CodecQ4_Z = Coded<4, 0, Scale::kHalfZero, 0>;
 using CodecQ5_0 = Coded<4, 1, Scale::kHalf, 16>;
 using CodecQ5_1 = Coded<4, 1, Scale::kHalfMin, 0>;
 using CodecQ2_K = Coded<2, 0, Scale::kK2, 0>;

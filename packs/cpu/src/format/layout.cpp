@@ -25,6 +25,7 @@ constexpr Layout kLayouts[] = {
     {PK_Q8_0, 8, 0, Scale::kHalf, 32, 32, 128, nullptr, 0},
     {PK_Q4_0, 4, 0, Scale::kHalf, 32, 32, 8, nullptr, 0},
     {PK_Q4_1, 4, 0, Scale::kHalfMin, 32, 64, 0, nullptr, 0},
+    {PK_Q4_Z, 4, 0, Scale::kHalfZero, 32, 48, 0, nullptr, 0},
     {PK_Q5_0, 4, 1, Scale::kHalf, 32, 32, 16, nullptr, 0},
     {PK_Q5_1, 4, 1, Scale::kHalfMin, 32, 64, 0, nullptr, 0},
     {PK_Q2_K, 2, 0, Scale::kK2, 256, 320, 0, nullptr, 0},
@@ -115,7 +116,7 @@ const uint8_t *source_unit(const Layout &layout, const uint8_t *row, int64_t i, 
     switch (layout.format) {
         case PK_Q8_0: return row + 34 * i;
         case PK_Q4_0: case PK_IQ4_NL: return row + 18 * i;
-        case PK_Q4_1: return row + 20 * i;
+        case PK_Q4_1: case PK_Q4_Z: return row + 20 * i;
         case PK_Q5_0: return row + 22 * i;
         case PK_Q5_1: return row + 24 * i;
         case PK_Q2_K: return row + 84 * i;
@@ -141,6 +142,10 @@ void unpack_unit(const Layout &layout, const uint8_t *b, int64_t half, Unit *out
         case PK_Q4_0: case PK_IQ4_NL: add_planes<4, 16>(b + 2, 16, out->code); break;
         case PK_Q4_1:
             out->dmin = load16(b + 2);
+            add_planes<4, 16>(b + 4, 16, out->code);
+            break;
+        case PK_Q4_Z:
+            out->scale[0] = b[2];
             add_planes<4, 16>(b + 4, 16, out->code);
             break;
         case PK_Q5_0:
@@ -206,6 +211,9 @@ void unit_to_f32(const Layout &layout, const Unit &unit, float *out) {
         case Scale::kHalfMin:
             for (int i = 0; i < 32; ++i) out[i] = d * v[i] + dmin;
             break;
+        case Scale::kHalfZero:
+            for (int i = 0; i < 32; ++i) out[i] = d * (v[i] - unit.scale[0]);
+            break;
         case Scale::kK4: case Scale::kK2: {
             bool fine = layout.scale == Scale::kK2;
             int group = fine ? 16 : 32;
@@ -251,6 +259,7 @@ ScaleParts parts_of(Scale scale) {
     switch (scale) {
         case Scale::kHalf: return {true, false, 0, 0};
         case Scale::kHalfMin: return {true, true, 0, 0};
+        case Scale::kHalfZero: return {true, false, 1, 0};
         case Scale::kK4: return {true, true, 8, 8};
         case Scale::kK2: return {true, true, 16, 0};
         case Scale::kK16: return {true, false, 16, 0};

@@ -24,6 +24,7 @@ enum class Scale : int32_t {
     kNone,    // plain formats
     kHalf,    // f16 d                                        x = d v
     kHalfMin, // f16 d, f16 m                                 x = d v + m
+    kHalfZero, // f16 d, u8 z                                 x = d (v - z)
     kK4,      // f16 d, f16 dmin, u8 s[8], u8 m[8]            x = d s v - dmin m, groups of 32
     kK2,      // f16 d, f16 dmin, u8 (s | m << 4)[16]         x = d s v - dmin m, groups of 16
     kK16,     // f16 d, i8 s[16]                              x = d s v, groups of 16
