@@ -183,7 +183,7 @@ def test_fit_refuses_with_numbers_and_with_what_fits(paddock, models_dir):
         again = paddock("fit", str(path), *where, "--json", *(x for pair in asked.items() for x in pair))
         assert again.code == 0, other
     said = paddock("fit", str(path), "--ctx", "8192", *where)
-    assert said.code == 9 and "DOES NOT FIT" in said.out and "these fit: paddock fit" in said.err
+    assert said.code == 9 and "DOES NOT FIT" in said.out and f"these fit:\n    paddock fit {path} --ctx " in said.err
 
 
 def test_fit_says_when_requests_share_their_context_as_the_runner_does(paddock, models_dir):

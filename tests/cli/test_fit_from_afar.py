@@ -86,3 +86,19 @@ def test_answer_says_what_it_was_made_from(paddock, hub):
     assert "in 2 request(s)" in report["notes"][0] and report["device"]["source"] == "told"
     assert all(line["source"] for line in report["plan"]["lines"])
     assert sum(line["bytes"] for line in report["plan"]["lines"]) == report["plan"]["total_bytes"]
+
+
+def test_smaller_quants_of_the_repository_that_fit_are_named_as_commands(paddock, hub):
+    from tests.cli.test_tutorial import qwen3_8b
+    from tests.fakes.hub import Hollow
+
+    small = {"m-Q2_K.gguf": Hollow(b"GGUF", 3_281_728_416), "m-Q3_K_M.gguf": Hollow(b"GGUF", 4_124_162_208), "m-Q8_0.gguf": Hollow(b"GGUF", 8_709_518_112)}
+    hub.add("org/eight", {"m-Q4_K_M.gguf": qwen3_8b(), **small})
+    words = ("fit", "org/eight:Q4_K_M", "--vram", "5GiB", "--arch", "sm_89", "--ctx", "512")
+    done = paddock(*words, "--json")
+    assert done.code == 9
+    found = done.json["reports"][0]["alternatives"]
+    assert [a["ref"] for a in found if a["change"] == "quant"] == ["org/eight:Q3_K_M", "org/eight:Q2_K"]
+    said = paddock(*words).err
+    assert "\n    paddock fit org/eight:Q3_K_M --ctx 512 --arch sm_89 --vram 5GiB\n" in said
+    assert not any(a.server == "data" and "Q3_K" in a.path for a in hub.asked)

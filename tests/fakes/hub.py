@@ -36,10 +36,24 @@ class Asked:
 class Repo:
     """A repository. lfs: names that have a sha256 and live on the data host."""
 
-    files: dict[str, bytes]
+    files: dict[str, bytes | Hollow]
     lfs: set[str]
     commit: str = COMMIT
     licence: str = "mit"
+
+
+class Hollow:
+    """A large file of which only the head exists: what lies behind it reads as zeros. It can be listed and asked for, not verified."""
+
+    def __init__(self, head: bytes, size: int) -> None:
+        self.head, self.size = head, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> bytes:
+        start, stop, _ = part.indices(self.size)
+        return self.head[start:stop] + bytes(max(0, stop - max(start, len(self.head))))
 
 
 @dataclass
@@ -103,7 +117,7 @@ class FakeHub:
         """The data host: another origin."""
         return f"http://127.0.0.1:{self._servers[1].server_port}"
 
-    def add(self, repo: str, files: dict[str, bytes], lfs: set[str] | None = None) -> Repo:
+    def add(self, repo: str, files: dict[str, bytes | Hollow], lfs: set[str] | None = None) -> Repo:
         """Put a repository there; by default every .gguf and .safetensors is a large file."""
         large = {n for n in files if n.endswith((".gguf", ".safetensors"))} if lfs is None else lfs
         self.repos[repo] = Repo(files, large)
@@ -177,10 +191,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         siblings = []
         for name, body in repo.files.items():
-            git = hashlib.sha1(f"blob {len(body)}\0".encode() + body).hexdigest()
+            seen = body.head if isinstance(body, Hollow) else body
+            git = hashlib.sha1(f"blob {len(body)}\0".encode() + seen).hexdigest()
             entry = {"rfilename": name, "size": len(body), "blobId": git}
             if name in repo.lfs:
-                entry["lfs"] = {"sha256": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 134}
+                entry["lfs"] = {"sha256": hashlib.sha256(seen).hexdigest(), "size": len(body), "pointerSize": 134}
             siblings.append(entry)
         body = {"id": found.group(1) if found else "", "sha": repo.commit, "siblings": siblings, "gated": False, "cardData": {"license": repo.licence}}
         self.answer(200, json.dumps(body).encode(), Content_Type="application/json")

@@ -60,12 +60,14 @@ def run(values: Values, ui: Ui) -> int:
     reports = [fit.report(name, checkpoint, w, wish) for w in where]
     for report in reports:
         report.notes = notes + report.notes
+        if report.verdict == "no":
+            report.alternatives += smaller(values.text("model"), report)
     ui.result("fit", {"reports": [r.facts() for r in reports]}, lambda u: human(u, reports, values))
     if any(r.verdict != "no" for r in reports):
         return 0
     if ui.as_json or values.flag("max_ctx") or values.flag("max_batch"):
         return WontFit.exit_code
-    raise wont_fit(reports[0])
+    raise wont_fit(reports[0], values)
 
 
 def opened(word: str, ui: Ui) -> tuple[str, Checkpoint, list[str]]:
@@ -116,11 +118,11 @@ def _one(out: Ui, r: Report) -> None:
     out.line(
         f"{r.name} on {r.where.label}: {gib(device.free_bytes)} of {gib(device.memory_bytes)} GiB free{_holders(r.where)}"
     )
-    rows = [(f"  {line.name}", gib(line.n_bytes), line.source) for line in plan.lines]
+    rows = [(f"  {line.name}", _little(line.n_bytes), line.source) for line in plan.lines]
     rows.append(("  total", gib(plan.total_bytes), ""))
     if plan.peak_bytes > plan.total_bytes:
         rows.append(("  at most, while loading", gib(plan.peak_bytes), "planner"))
-    out.table(("  GiB for", "", "SOURCE"), rows, right=(1,))
+    out.table(("  WHAT FOR", "GiB", "SOURCE"), rows, right=(1,))
     word = {"fits": "FITS", "tight": "FITS, TIGHTLY", "shared": "FITS, SHARING", "no": "DOES NOT FIT"}[r.verdict]
     lack = f"{gib(r.headroom_bytes)} GiB left" if r.headroom_bytes >= 0 else f"{gib(-r.headroom_bytes)} GiB missing"
     out.line(f"{word}: context {plan.sizes.max_ctx_tokens} x {plan.sizes.n_slots}, KV in {plan.kv_format}; {lack}")
@@ -136,6 +138,11 @@ def _one(out: Ui, r: Report) -> None:
         out.line(f"note: {note}")
 
 
+def _little(n_bytes: int) -> str:
+    """GiB; what rounds to nothing says that it is something."""
+    return "<0.01" if 0 < n_bytes < 0.005 * 2**30 else gib(n_bytes)
+
+
 def _holders(where: Where) -> str:
     """Who holds memory on the device."""
     if not where.holders:
@@ -143,18 +150,29 @@ def _holders(where: Where) -> str:
     return " (" + ", ".join(f"{h['name']} pid {h['pid']} holds {gib(h['used_bytes'])}" for h in where.holders[:4]) + ")"
 
 
-def wont_fit(r: Report) -> WontFit:
-    """The refusal, with what to type instead."""
+def wont_fit(r: Report, values: Values | None = None) -> WontFit:
+    """The refusal, with what to type instead: the same question with what has to change."""
     words = {"kv_format": "--kv", "max_batch": "--batch", "max_ctx_tokens": "--ctx"}
-    commands = [
-        " ".join(["paddock fit", r.name, *(f"{words[k]} {v}" for k, v in other.items() if k in words)])
-        for other in r.alternatives
-    ]
-    hint = (
-        "these fit: " + "; ".join(commands)
-        if commands
-        else "no context fits: take a smaller quantization or a larger device"
-    )
+    given = values.found if values else {}
+    asked = {f"--{k}": str(given[k]) for k in ("ctx", "batch", "kv", "device", "arch") if k in given}
+    if "vram" in given:
+        gibs, rest = divmod(int(given["vram"]), 2**30)
+        asked["--vram"] = str(given["vram"]) if rest else f"{gibs}GiB"
+    commands = []
+    for other in r.alternatives:
+        changed = {**asked, **{words[k]: str(v) for k, v in other.items() if k in words}}
+        commands.append(
+            " ".join(
+                [
+                    "paddock fit",
+                    str(other.get("ref", given.get("model", r.name))),
+                    *(f"{k} {v}" for k, v in changed.items()),
+                ]
+            )
+        )
+    hint = "no context fits: take a smaller quantization or a larger device"
+    if commands:
+        hint = "these fit:\n" + "\n".join(f"    {c}" for c in commands)
     facts: dict[str, Any] = {
         "need_bytes": r.plan.peak_bytes,
         "free_bytes": r.where.facts.free_bytes,
@@ -163,6 +181,32 @@ def wont_fit(r: Report) -> WontFit:
     return WontFit(
         f"{r.name} needs {gib(r.plan.peak_bytes)} GiB, {gib(r.where.facts.free_bytes)} are free", hint, **facts
     )
+
+
+def smaller(word: str, r: Report) -> list[dict[str, Any]]:
+    """Other quants of the same repository that fit, the largest first: their files take the place of the weights in the plan.
+
+    Nothing when the model is not from a repository, or the hub does not answer.
+    """
+    from paddock_runner.errors import HubError
+
+    from paddock_manager.store import choose, hub
+    from paddock_manager.store.pull import Shop
+
+    ref = names.parse(word)
+    if not ref.repo or r.plan.group_bytes("weights") == 0:
+        return []
+    shop = Shop(paths.places(), paths.hub_settings())
+    try:
+        with shop.web() as web:
+            files = hub.listing(web, ref.repo, ref.rev, tries=1).files
+    except HubError:
+        return []
+    rest = r.plan.peak_bytes - r.plan.group_bytes("weights")
+    sizes = {q: sum(n for _, n in g) for q, g in choose.gguf_variants([(f.name, f.size_bytes) for f in files]).items()}
+    fitting = [q for q in sorted(sizes, key=lambda q: -sizes[q]) if sizes[q] + rest <= r.where.facts.free_bytes]
+    rows = [{"change": "quant", "ref": f"{ref.repo}:{q}", "need_bytes": sizes[q] + rest} for q in fitting[:3]]
+    return rows if r.plan.group_bytes("weights") > min(sizes.values(), default=0) else []
 
 
 def verdict(name: str, checkpoint: Checkpoint) -> str:
