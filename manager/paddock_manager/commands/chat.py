@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paddock_runner.errors import PaddockError, UsageError
+from paddock_runner.errors import PaddockError, UnsupportedError, UsageError
 
 from paddock_manager.commands import consent
 from paddock_manager.commands.consent import Tools
+from paddock_manager.commands.markdown import Markdown
 from paddock_manager.fleet.client import Chat
 from paddock_manager.fleet.state import Server
 from paddock_manager.ui import Ui
@@ -19,6 +20,7 @@ from paddock_manager.ui import Ui
 HELP = '''/help            this list
 /bye             end (also Ctrl-D)
 /clear           forget the conversation
+/file PATH       put a text file into the next message
 /retry           answer the last message again
 /system TEXT     set the system prompt (without TEXT: show it)
 /set NAME VALUE  temperature, top_p, top_k, seed, max_tokens (without: show all)
@@ -45,7 +47,13 @@ class Session:
     system: str = ""
     tools: Tools | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
+    attached: list[str] = field(default_factory=list)
     last_stats: str = ""
+
+    def asked(self, prompt: str) -> str:
+        """The prompt after the files that were attached to it."""
+        parts, self.attached = [*self.attached, prompt], []
+        return "\n\n".join(parts)
 
     def body(self) -> dict[str, Any]:
         """The request for what comes next in the conversation."""
@@ -59,6 +67,28 @@ class Session:
         made = {"tool_calls": calls} if calls else {}
         self.messages.append({"role": "assistant", "content": request.answer.text, **made})
         return bool(calls) and self.tools is not None
+
+
+def attachment(name: str) -> str:
+    """A file as part of a prompt, with its name.
+
+    Raises: UsageError (it cannot be read), UnsupportedError (it is no text).
+    """
+    path = Path(name).expanduser()
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror or error}", path=str(path)) from None
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UnsupportedError(
+            f"{name} is not a text file, and the models here take text only", "convert it to text first", path=str(path)
+        )
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}"
 
 
 def stats_line(usage: dict[str, Any], first_ms: float, total_ms: float) -> str:
@@ -116,7 +146,7 @@ def read_message() -> str:
 def answer(session: Session, prompt: str, ui: Ui) -> None:
     """One turn: answers until one calls no tool. A stopped answer stays in the conversation as far as it came."""
     n_before = len(session.messages)
-    session.messages.append({"role": "user", "content": prompt})
+    session.messages.append({"role": "user", "content": session.asked(prompt)})
     try:
         for _ in range(MAX_ROUNDS):
             request = Chat(session.server, session.key, session.body())
@@ -135,13 +165,14 @@ def _show_answer(session: Session, request: Chat, ui: Ui) -> bool:
     begun = time.monotonic()
     first: float | None = None
     in_reasoning, is_whole = False, True
+    style = Markdown() if ui.out_color else None
     try:
         for kind, text in request.pieces():
             first = first or time.monotonic()
             if (kind == "reasoning") != in_reasoning:
                 in_reasoning = kind == "reasoning"
                 ui.line("[thinking]" if in_reasoning else "\n[answer]")
-            ui.piece(text)
+            ui.piece(text if in_reasoning or style is None else style.feed(text))
     except KeyboardInterrupt:
         request.close()
         ui.line("")
@@ -150,6 +181,8 @@ def _show_answer(session: Session, request: Chat, ui: Ui) -> bool:
     else:
         if request.answer.text or request.answer.reasoning or not request.answer.calls:
             ui.line()
+    if style is not None:
+        ui.piece(style.end())
     ended = time.monotonic()
     if request.answer.finish_reason == "length":
         ui.say("(cut off: the token limit was reached)")
@@ -168,8 +201,12 @@ def command(session: Session, text: str, ui: Ui) -> bool:
         return True
     if word in ("/help", "/?"):
         ui.line(HELP)
+    elif word == "/file":
+        session.attached.append(attachment(rest))
+        ui.say(f"{rest} goes with the next message")
     elif word == "/clear":
         session.messages.clear()
+        session.attached.clear()
         ui.say("(the conversation is forgotten)")
     elif word == "/retry":
         _retry(session, ui)

@@ -16,6 +16,7 @@ from paddock_runner.errors import Cancelled, UsageError
 from paddock_manager import paths
 from paddock_manager.commands import chat, consent, serve, target
 from paddock_manager.commands.consent import Tools
+from paddock_manager.commands.markdown import Markdown
 from paddock_manager.commands.target import LOAD_OPTIONS, Target
 from paddock_manager.fleet import keys, spawn, state
 from paddock_manager.fleet.client import Chat
@@ -34,6 +35,7 @@ COMMAND = Command(
     ),
     (
         Option("--system", "system prompt", "text", value="TEXT"),
+        Option("--file", "put a text file before the prompt (repeatable)", "path", short="-f", value="FILE", many=True),
         Option("--temperature", "0 is greedy", "float", value="T"),
         Option("--top-p", "keep the likeliest tokens of this probability", "float", value="P"),
         Option("--top-k", "keep so many of the likeliest tokens", "int", value="K"),
@@ -56,6 +58,7 @@ COMMAND = Command(
     (
         'paddock run smollm2-135m "Write one short sentence about the sea."',
         'paddock run smollm2-135m "Summarise:" < notes.txt',
+        'paddock run qwen3-8b -f main.py -f test_main.py "Which case is not tested?"',
         "paddock run qwen3-8b --mcp tools.json",
     ),
 )
@@ -68,10 +71,12 @@ def run(values: Values, ui: Ui) -> int:
     prompt = prompt_of(values)
     if prompt is None and (ui.as_json or not sys.stdin.isatty()):
         raise UsageError("there is no prompt", "give one after the model, or pipe text in")
+    attached = [chat.attachment(name) for name in values.many("file")]
     found = target.find_or_pull(places, values.text("model"), ui)
     settings: dict[str, Any] = {k: values.found[k] for k in SAMPLING if k in values.found}
     with tools_of(values) as tools, server_for(places, found, values, ui) as (server, key):
         session = chat.Session(server, key, found.name, settings, values.text("system"), tools)
+        session.attached = attached
         if prompt is None:
             return chat.repl(session, ui)
         return once(session, prompt, ui, values.flag("stats"))
@@ -97,14 +102,15 @@ def once(session: chat.Session, prompt: str, ui: Ui, with_stats: bool) -> int:
     """Answer one prompt."""
     begun = time.monotonic()
     first: float | None = None
-    session.messages.append({"role": "user", "content": prompt})
+    session.messages.append({"role": "user", "content": session.asked(prompt)})
+    style = Markdown() if ui.out_color else None
     for _ in range(chat.MAX_ROUNDS):
         request = Chat(session.server, session.key, session.body())
         try:
             for kind, text in request.pieces():
                 first = first or time.monotonic()
                 if not ui.as_json and kind == "text":
-                    ui.piece(text)
+                    ui.piece(style.feed(text) if style else text)
         except KeyboardInterrupt:
             request.close()
             if not ui.as_json:
@@ -113,6 +119,8 @@ def once(session: chat.Session, prompt: str, ui: Ui, with_stats: bool) -> int:
         if not session.take(request) or session.tools is None:
             break
         session.messages += [consent.call(session.tools, call, ui) for call in request.answer.calls]
+    if style is not None and not ui.as_json:
+        ui.piece(style.end())
     answer, ended = request.answer, time.monotonic()
     timings = {
         "first_token_ms": round(1000 * ((first or ended) - begun), 1),
