@@ -210,6 +210,7 @@ def _order(config: Config, opened: Opened, channel: Channel) -> Order:
     return Order(
         str(config.model_path.absolute()), str(opened.place.pack), channel.text, opened.plan.sizes, opened.plan.kv_format,
         config.gpu, config.threads, config.max_queue, config.log_level, os.getpid(), config.task,
+        int(config.host_cache_gib * (1 << 30)), int(config.disk_cache_gib * (1 << 30)), str(config.page_folder),
     )  # fmt: skip
 
 

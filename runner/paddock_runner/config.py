@@ -59,6 +59,13 @@ class Config:
     state_cache_gib: float = knob(
         -1.0, "memory for recurrent states that the prefix cache keeps (default, -1: two per request and eight more)", unit="GiB", low=-1
     )
+    host_cache_gib: float = knob(
+        0.0, "host memory for KV pages that the device has no room for, 0 for none", unit="GiB", low=0
+    )
+    disk_cache_gib: float = knob(
+        0.0, "disk space for KV pages, which also outlive a restart, 0 for none", unit="GiB", low=0
+    )
+    cache_dir: Path | None = knob(None, "folder of the KV pages on disk (default: cache/pages under --home)")
     memory_gib: float = knob(0.0, "memory that the model may take in all, 0 for what is free", unit="GiB", low=0)
     threads: int = knob(0, "CPU threads, 0 for one per core that we may use", low=0)
     steady_prompts: bool = knob(
@@ -89,6 +96,11 @@ class Config:
     def key_file(self) -> Path:
         """The file with the keys: --api-key-file, or the one that Paddock makes under its home."""
         return self.api_key_file or self.home_folder / "keys" / "api_key"
+
+    @property
+    def page_folder(self) -> Path:
+        """Where KV pages on disk lie: --cache-dir, or under Paddock's home."""
+        return self.cache_dir or self.home_folder / "cache" / "pages"
 
     @property
     def home_folder(self) -> Path:

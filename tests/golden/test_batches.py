@@ -9,6 +9,7 @@ from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.engine.policy import Policy
+from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.state import StateSizes, state_layout
 from paddock_runner.pack.library import find_pack
@@ -79,5 +80,25 @@ def test_a_second_turn_computes_only_what_is_new_and_answers_what_it_answers_alo
         for n_prompt, prompt, cached, answer in turns:
             assert answer == place.answers([prompt], [11])[0]
             assert cached == 0 if prompt is turns[0][1] else cached >= n_prompt - 3 - 5
+    finally:
+        place.device.close()
+
+
+def test_a_restart_answers_from_pages_on_disk_what_it_answered_before(tmp_path):
+    place = Place("llama")
+    try:
+        config = TierConfig(1 << 20, 1 << 24, tmp_path, ("llama",))
+        prompt, found = list(range(3, 45)), []
+        for _ in range(2):
+            rig = Rig(place.sizes, device=place.device)
+            rig.engine.launched_seq = rig.engine.read_seq = rig.engine.slots.seq = int(place.device.done[0])
+            rig.runner.use_tiers(place.device, config)
+            answer = rig.ask(prompt, 12, temperature=0.0)
+            while answer.end is None:
+                rig.turn()
+            found.append((answer.done.cached_tokens, answer.tokens))
+            rig.close()
+            place.device.fill(place.device.kv_address, 0xFF, N_PAGES * place.device.kv_page_bytes)
+        assert [n for n, _ in found] == [0, 40] and found[0][1] == found[1][1]
     finally:
         place.device.close()

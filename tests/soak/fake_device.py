@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from array import array
 from dataclasses import dataclass
 from struct import Struct
 
@@ -96,6 +97,40 @@ class FakeDevice:
             self.pending.append(copy)
         else:
             copy()
+
+    # ---- places in host memory: a page is its hashes as int64 ----
+
+    def alloc_host_pages(self, n: int) -> None:
+        self.n_host_pages = n
+        self.host = memoryview(bytearray(n * self.page_bytes))
+
+    @property
+    def page_bytes(self) -> int:
+        return 8 * self.sizes.page_tokens
+
+    kv_page_bytes = page_bytes
+
+    @property
+    def page_facts(self) -> tuple[str, ...]:
+        return ("fake",)
+
+    def host_page(self, place: int) -> memoryview:
+        return self.host[place * self.page_bytes : (place + 1) * self.page_bytes]
+
+    def page_out(self, page: int, place: int) -> None:
+        size = self.sizes.page_tokens
+        self._copy(lambda: self.host_page(place).cast("q").__setitem__(slice(0, size), array("q", [self.kv.get((page, i), -1) for i in range(size)])))
+
+    def page_in(self, place: int, page: int) -> None:
+        def copy() -> None:
+            for i, value in enumerate(self.host_page(place).cast("q").tolist()):
+                self.kv[page, i] = value
+
+        self._copy(copy)
+
+    def settle(self) -> None:
+        while self.pending:
+            self.run_one()
 
     def save_state(self, slot: int, place: int) -> None:
         assert 0 <= place < self.sizes.n_snapshots

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from .pages import PagePool
 from .prefix import Node, PrefixTree
 from .states import StatePool
+from .tiers import Tiers, page_keys
 
 
 class Holding:
@@ -60,6 +61,10 @@ class Ledger:
         self._grow = grow
         self.is_shared = is_shared
 
+    def use_tiers(self, tiers: Tiers) -> None:
+        """Pages that are forgotten go to these tiers, and prompts look for their pages there."""
+        self.tree.tiers = tiers
+
     @property
     def n_available(self) -> int:
         """Pages that could be taken: free, without memory yet, or evictable."""
@@ -90,10 +95,44 @@ class Ledger:
             self.tree.unlock(node)
             return None
         self._make_room(need)
+        below = self.below(node, tokens, len(pages), most)
         holding = Holding(node, pages)
         holding.known_pages = max(n_known, holding.known_pages)
         pages += self.pool.take(need)
+        if below and self.tree.tiers is not None:
+            first, size = holding.n_settled, 4 * self.page_tokens
+            self.tree.tiers.bring(below, pages[first : first + len(below)])
+            self.settle(holding, tokens[first * size : (first + len(below)) * size])
+            holding.cached_pages += len(below)
         return holding
+
+    def below(self, node: Node, tokens: bytes, first: int, most: int) -> list[bytes]:
+        """Keys of the pages after the first ones that are in host memory now."""
+        tiers = self.tree.tiers
+        if tiers is None or self.states is not None or first >= most:
+            return []
+        size = 4 * self.page_tokens
+        keys = page_keys(self.tree.before(node), tokens[first * size : most * size], size)
+        return keys[: tiers.find(keys)[0]]
+
+    def fetch(self, tokens: bytes, salt: int, us_of: Callable[[int, int], float]) -> bool:
+        """Asks for pages of this prompt that are on disk, when that is quicker than to compute them. True: they are on their way.
+
+        us_of: microseconds of computing n tokens from a position on.
+        """
+        tiers = self.tree.tiers
+        if tiers is None or self.states is not None:
+            return False
+        most, size = (len(tokens) // 4 - 1) // self.page_tokens, 4 * self.page_tokens
+        node, pages = self.tree.match(tokens, salt, most)
+        before, first = self.tree.before(node), len(pages)
+        self.tree.unlock(node)
+        keys = page_keys(before, tokens[first * size : most * size], size)
+        n_host, n = tiers.find(keys)
+        n_tokens = (n - n_host) * self.page_tokens
+        if n == n_host or tiers.us("disk", n - n_host) > us_of(n_tokens, (first + n_host) * self.page_tokens):
+            return False
+        return tiers.fetch(keys[:n])
 
     def settle(self, holding: Holding, tokens: bytes) -> None:
         """Shares what is computed: `tokens` are those of whole pages after the settled ones."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from .pages import PageFault, PagePool
 from .states import StatePool
+from .tiers import Tiers, page_keys, root_key
 
 MAX_LOOKS = 64
 """Edges that are compared when it is asked where a prompt leaves what is known."""
@@ -23,10 +24,10 @@ MAX_LOOKS = 64
 class Node:
     """The pages of one edge. locks: requests whose path goes through here. used: the clock when it was last let go.
 
-    state: place of the recurrent states after the edge's last token, or -1.
+    keys: of its pages in the tiers, where there are tiers. state: place of the recurrent states after the edge's last token, or -1.
     """
 
-    __slots__ = ("children", "edge", "is_dead", "locks", "pages", "parent", "salt", "state", "used")
+    __slots__ = ("children", "edge", "is_dead", "keys", "locks", "pages", "parent", "salt", "state", "used")
 
     def __init__(self, parent: Node | None, edge: bytes, pages: list[int], salt: int) -> None:
         self.parent = parent
@@ -36,6 +37,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.locks = 0
         self.used = 0
+        self.keys: list[bytes] = []
         self.state = -1
         self.is_dead = False
         """Cut off because its pages are not to be trusted; its pages go when its last lock goes."""
@@ -59,10 +61,13 @@ class PrefixTree:
         "n_nodes",
         "n_pages",
         "states",
+        "tiers",
     )
 
     def __init__(self, page_tokens: int, pool: PagePool, states: StatePool | None = None) -> None:
         self.states = states
+        self.tiers: Tiers | None = None
+        """Where pages go that are forgotten here."""
         self._page_bytes = 4 * page_tokens
         self._pool = pool
         self._roots: dict[int, Node] = {}
@@ -253,15 +258,25 @@ class PrefixTree:
             return node, known
         self.n_pages += len(fresh)
         if not node.children and node.locks == 1 and node.parent is not None and node.state < 0:
+            node.keys += self._keys(node, tokens[at:])
             node.edge += tokens[at:]
             node.pages += fresh
             return node, known
         leaf = Node(node, tokens[at:], fresh, node.salt)
+        leaf.keys = self._keys(node, tokens[at:])
         leaf.locks = 1
         leaf.used = self._clock
         node.children[tokens[at : at + step]] = leaf
         self.n_nodes += 1
         return leaf, known
+
+    def before(self, node: Node) -> bytes:
+        """The key at a node's end."""
+        return node.keys[-1] if node.keys else root_key(node.salt)
+
+    def _keys(self, node: Node, tokens: bytes) -> list[bytes]:
+        """Keys of pages that follow a node."""
+        return page_keys(self.before(node), tokens, self._page_bytes) if self.tiers is not None else []
 
     def _split(self, node: Node, n_pages: int) -> Node:
         """Cuts an edge after n_pages; returns the new upper node. `node` stays the lower one, so that locks on it stay right."""
@@ -269,6 +284,7 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         upper = Node(parent, node.edge[:at], node.pages[:n_pages], node.salt)
+        upper.keys, node.keys = node.keys[:n_pages], node.keys[n_pages:]
         upper.locks, upper.used, upper.is_dead = node.locks, node.used, node.is_dead
         parent.children[upper.edge[: self._page_bytes]] = upper
         node.edge, node.pages, node.parent = node.edge[at:], node.pages[n_pages:], upper
@@ -291,6 +307,9 @@ class PrefixTree:
             n = min(len(node.pages), n_pages - freed)
             freed += n
             self.n_evictable -= n
+            if self.tiers is not None:
+                self.tiers.spill(node.keys[-n:], node.pages[-n:])
+                del node.keys[-n:]
             self._give(node.pages[-n:])
             self._forget_state(node)
             if n < len(node.pages):

@@ -86,6 +86,7 @@ def token_buckets(max_step_tokens: int) -> list[int]:
 def _build(device: Device, assembly: Assembly, blueprint: Blueprint, weights: dict[str, Tensor]) -> Program:
     sizes = assembly.sizes
     layout = page_layout(blueprint, assembly.kv_format, sizes.page_tokens)
+    device.kv_format = KV_FORMATS[assembly.kv_format]
     device.reserve_kv(sizes.n_pages, layout.page_bytes)
     device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))
     device.alloc_snapshots(sizes.n_snapshots)

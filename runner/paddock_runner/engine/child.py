@@ -13,6 +13,7 @@ import msgspec
 from .. import log
 from ..blueprint.names import tensors_by_name
 from ..blueprint.read import read_blueprint
+from ..cache.tiers import file_facts
 from ..errors import PaddockError
 from ..files.checkpoint import open_checkpoint
 from ..wire.channel import Channel
@@ -20,6 +21,7 @@ from .assemble import Assembly, build_device
 from .order import Order
 from .policy import Policy
 from .process import EngineConfig, engine_main
+from .tiering import TierConfig
 
 PR_SET_PDEATHSIG = 1
 """Source: prctl(2)."""
@@ -63,9 +65,15 @@ def _serve(order: Order) -> None:
     assembly = Assembly(Path(order.pack), order.sizes, order.kv_format, order.gpu, order.threads)
     device = build_device(assembly, blueprint, tensors_by_name(checkpoint, blueprint))
     try:
+        tiers = None
+        if order.host_cache_bytes or order.disk_cache_bytes:
+            facts = tuple(file_facts(path) for path in sorted(checkpoint.paths))
+            tiers = TierConfig(order.host_cache_bytes, order.disk_cache_bytes, Path(order.cache_folder), facts)
         policy = Policy(max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts)
         engine_main(
-            EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None), device, [channel]
+            EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None, tiers),
+            device,
+            [channel],
         )
     finally:
         device.close()

@@ -27,6 +27,9 @@ class Order(msgspec.Struct, frozen=True):
     log_level: str
     parent: int
     task: str = "auto"
+    host_cache_bytes: int = 0
+    disk_cache_bytes: int = 0
+    cache_folder: str = ""
 
 
 def spawn(channel: Channel) -> subprocess.Popen[bytes]:

@@ -9,7 +9,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Protocol
 
+from ..cache.tiers import HostPages, Tiers
 from ..errors import PaddockError
 from ..memory.state import StateSizes
 from ..wire.channel import Channel
@@ -18,6 +20,7 @@ from .device import StepDevice
 from .intake import Intake
 from .loop import Engine, freeze
 from .policy import Policy
+from .tiering import TierConfig, TierKeeper
 from .vectors import ReadVectors
 
 OVERFLOW_RETRY_MS = 5
@@ -27,11 +30,28 @@ COLLECT_EVERY = 1000
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the engine process needs to know: sizes of the device state, the scheduler's constants, where vectors are read (if any)."""
+    """What the engine process needs to know: sizes of the device state, the scheduler's constants, where vectors are read (if any),
+    and pages below the device (if any).
+    """
 
     sizes: StateSizes
     policy: Policy = field(default_factory=Policy)
     read_vectors: ReadVectors | None = None
+    tiers: TierConfig | None = None
+
+
+class TierDevice(StepDevice, HostPages, Protocol):
+    """A device whose pages can be copied to host memory. page_facts: what a page's bytes depend on."""
+
+    kv_page_bytes: int
+
+    @property
+    def page_facts(self) -> tuple[str, ...]:
+        """The pack, its build, the machine, the KV format."""
+        ...
+
+    def alloc_host_pages(self, n: int) -> None:
+        """Memory for n places."""
 
 
 class Runner:
@@ -39,6 +59,7 @@ class Runner:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.keeper: TierKeeper | None = None
         self.intake = Intake(engine)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
@@ -50,8 +71,22 @@ class Runner:
         self.intake.is_draining = True
         os.eventfd_write(self._wake_fd, 1)
 
+    def wake(self) -> None:
+        """Ends a sleep of `run`. Safe in another thread."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def use_tiers(self, device: TierDevice, config: TierConfig) -> None:
+        """Pages that are forgotten go to host memory and disk from now on. Raises: Locked, UsageError."""
+        n = config.host_pages(device.kv_page_bytes)
+        if n:
+            device.alloc_host_pages(n)
+            store = config.store(self.engine.sizes, device.kv_page_bytes, device.page_facts)
+            self.keeper = TierKeeper(self.engine, device, Tiers(device, store, self.wake))
+
     def close(self) -> None:
         """Lets go of every front."""
+        if self.keeper is not None:
+            self.keeper.close()
         for port in self.engine.ports:
             port.close()
         os.close(self._wake_fd)
@@ -63,6 +98,8 @@ class Runner:
         if has_read:
             engine.publish()
         self.intake.read()
+        if self.keeper is not None:
+            self.keeper.turn()
         has_launched = engine.launch()
         engine.publish()
         return has_read or has_launched
@@ -103,7 +140,8 @@ class Runner:
             fds = [fd for port in ports for fd in (port.reader.event_fd, port.life_fd)]
             for fd in fds:
                 self._poll.register(fd, select.POLLIN)
-            self._poll.poll(self._timeout_ms(ports))
+            has_more = self.keeper is not None and self.keeper.idle()
+            self._poll.poll(0 if has_more else self._timeout_ms(ports))
             for fd in fds:
                 self._poll.unregister(fd)
             try:
@@ -123,13 +161,15 @@ class Runner:
         return None if due_ns is None else max(0, (due_ns - self.engine.clock()) // 1_000_000 + 1)
 
 
-def engine_main(config: EngineConfig, device: StepDevice, channels: Sequence[Channel]) -> None:
+def engine_main(config: EngineConfig, device: TierDevice, channels: Sequence[Channel]) -> None:
     """Serves these channels with this device until drained or left alone. The device stays open.
 
     SIGTERM drains; SIGINT is the parent's business. Raises: PaddockError when the device fails.
     """
     ports = [EnginePort(channel) for channel in channels]
     runner = Runner(Engine(config.sizes, device, ports, config.policy, read_vectors=config.read_vectors))
+    if config.tiers is not None:
+        runner.use_tiers(device, config.tiers)
 
     def drain(signum: int, frame: FrameType | None) -> None:
         runner.drain()

@@ -82,6 +82,7 @@ def report(engine: Engine) -> dict[str, Any]:
             "loaded": engine.states.n_loaded,
             "evicted": ledger.states.n_evicted if ledger.states is not None else 0,
         },
+        "tiers": tree.tiers.report() if tree.tiers is not None else {},
         "prefix_nodes": tree.n_nodes,
         "in_flight": len(engine.in_flight),
         "run_ahead": engine.run_ahead,

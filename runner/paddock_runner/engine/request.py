@@ -52,6 +52,8 @@ class Request:
         "deadline_ns",
         "done_tokens",
         "end_length",
+        "fetch_until_ns",
+        "fetch_version",
         "first_ns",
         "guess",
         "holding",
@@ -131,6 +133,9 @@ class Request:
         """Number of its (first) admission: larger is newer."""
         self.wait_for: Request | None = None
         self.wait_tokens = 0
+        self.fetch_version = 0
+        self.fetch_until_ns = 0
+        """While it is held: when pages from disk are no longer waited for. -1: they were waited for once."""
         self.n_preempted = 0
         self.queued_ns = self.started_ns = self.first_ns = 0
 

@@ -16,6 +16,8 @@ from .queue import WaitQueue
 from .request import Phase, Request
 from .slots import Chunk, SlotTable
 
+MAX_FETCH_NS = 2_000_000_000
+"""How long pages from disk are waited for before the prompt is computed after all."""
 MAX_LOOKS = 16
 """Waiting requests that are compared with one that starts."""
 
@@ -78,7 +80,7 @@ class Scheduler:
         rows_left = sizes.max_step_rows - n_rows
         us_left = self._budget_us(n_rows, now_ns)
         us_all = us_left
-        self._wake_held()
+        self._wake_held(now_ns)
         if self.queue.is_contested:
             self._charge_decoding()
         chunks: list[Chunk] = []
@@ -189,7 +191,7 @@ class Scheduler:
             head = self.queue.head()
             if head is None or (best_order is not None and best_order <= self._order(head)):
                 break
-            if self._must_hold(head):
+            if self._must_hold(head) or self._fetches(head, now_ns):
                 self.queue.drop(head)
                 self.held.append(head)
                 continue
@@ -259,7 +261,28 @@ class Scheduler:
                 return True
         return False
 
-    def _wake_held(self) -> None:
+    def _fetches(self, request: Request, now_ns: int) -> bool:
+        """Pages of its prompt are on disk and worth waiting for, once."""
+        if self._ledger.tree.tiers is None or request.fetch_until_ns:
+            return False
+        if not self._ledger.fetch(request.tokens, request.salt, self.cost.chunk_us):
+            return False
+        request.fetch_until_ns = now_ns + MAX_FETCH_NS
+        return True
+
+    def _is_fetching(self, request: Request, now_ns: int) -> bool:
+        tiers = self._ledger.tree.tiers
+        if request.fetch_until_ns <= 0 or tiers is None:
+            return False
+        if now_ns < request.fetch_until_ns and tiers.version == request.fetch_version:
+            return True
+        request.fetch_version = tiers.version
+        if now_ns < request.fetch_until_ns and self._ledger.fetch(request.tokens, request.salt, self.cost.chunk_us):
+            return True
+        request.fetch_until_ns = -1
+        return False
+
+    def _wake_held(self, now_ns: int) -> None:
         """Those whose shared prefix is there (or whose computer has left) go back to the queue, at their old place."""
         if not self.held:
             return
@@ -267,7 +290,9 @@ class Scheduler:
         self.held = []
         for request in held:
             other = request.wait_for
-            if other is not None and other.phase == Phase.PREFILL and other.done_tokens < request.wait_tokens:
+            if self._is_fetching(request, now_ns) or (
+                other is not None and other.phase == Phase.PREFILL and other.done_tokens < request.wait_tokens
+            ):
                 self.held.append(request)
             else:
                 request.wait_for = None

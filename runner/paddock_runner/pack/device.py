@@ -49,7 +49,8 @@ class Device:
         self._step = pack.function("pk_step")
         self._wait = pack.function("pk_wait")
         self._copy = pack.function("pk_copy")
-        self._snapshots = 0
+        self._snapshots = self._host_pages = self.n_host_pages = 0
+        self.kv_format = 0
         self.facts = self._read_facts()
         self.allocated: dict[str, int] = {}
         self.kv_bytes = self.kv_page_bytes = 0
@@ -122,6 +123,42 @@ class Device:
         """Copies them back, to whatever slot. Raises: PackError."""
         size = self.state.recurrent_stride
         self.copy(self.state.recurrent + slot * size, self._snapshots + place * size, size)
+
+    # ---- pages in host memory ----
+
+    def alloc_host_pages(self, n: int) -> None:
+        """Pinned memory for n pages."""
+        self.n_host_pages = n
+        if n:
+            self._host_pages = self.alloc(n * self.kv_page_bytes, "page cache", is_pinned=True)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.kv_page_bytes
+
+    @property
+    def page_facts(self) -> tuple[str, ...]:
+        """What a page's bytes depend on besides model and sizes: the pack, its build and what it runs on."""
+        return abi.DIGEST, self.facts.arch, self.facts.build, str(self.kv_format)
+
+    def page_out(self, page: int, place: int) -> None:
+        """Copies a page to a place in host memory, in order with the steps. Raises: PackError."""
+        size = self.kv_page_bytes
+        self.copy(self._host_pages + place * size, self.kv_address + page * size, size)
+
+    def page_in(self, place: int, page: int) -> None:
+        """Copies it back. Raises: PackError."""
+        size = self.kv_page_bytes
+        self.copy(self.kv_address + page * size, self._host_pages + place * size, size)
+
+    def host_page(self, place: int) -> memoryview:
+        """The bytes of a place in host memory."""
+        return _host_view(self._host_pages + place * self.kv_page_bytes, self.kv_page_bytes)
+
+    def settle(self) -> None:
+        """Waits until every copy and step that was given is done. Raises: PackError."""
+        self.read(self.state.length, 4)
 
     def reserve_kv(self, n_pages: int, page_bytes: int) -> int:
         """Reserves the address range of the page pool; no memory yet. Returns its address."""

@@ -1,0 +1,271 @@
+"""Tiers below the device: pages that the prefix tree forgets go to host memory, and from there to disk; they come back when that is cheaper
+than computing them again.
+
+A page is known by its key: a hash of its salt and of all tokens up to its end, so the same key always means the same content. Copies between
+device and host are made by the device in order with the steps. Files are read and written by one thread, which touches only host memory that the
+engine has handed to it; the engine never waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from queue import SimpleQueue
+from threading import Thread
+from time import perf_counter_ns
+from typing import Protocol
+
+from .store import KEY_BYTES, PageStore
+
+FIRST_RATE = {"host": 5e9, "disk": 5e8}
+"""Bytes per second that are believed before anything was measured."""
+MAX_WRITES = 64
+"""Pages that may wait to be written; more are not kept on disk."""
+
+
+def root_key(salt: int) -> bytes:
+    """The key before the first page."""
+    return blake2b(salt.to_bytes(8, "little"), digest_size=KEY_BYTES).digest()
+
+
+def page_keys(before: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
+    """Keys of the whole pages of `tokens` (int32) that follow a page with the key `before`."""
+    keys = []
+    for at in range(0, len(tokens) - page_bytes + 1, page_bytes):
+        before = blake2b(tokens[at : at + page_bytes], digest_size=KEY_BYTES, key=before).digest()
+        keys.append(before)
+    return keys
+
+
+class HostPages(Protocol):
+    """What the tiers need of a device: places in host memory, each as large as a page."""
+
+    @property
+    def n_host_pages(self) -> int:
+        """Places."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        ...
+
+    def page_out(self, page: int, place: int) -> None:
+        """Copies a page of the device to a place, in order with the steps."""
+
+    def page_in(self, place: int, page: int) -> None:
+        """Copies it back."""
+
+    def host_page(self, place: int) -> memoryview:
+        """The place's bytes."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until every copy is made."""
+
+
+class Tiers:
+    """Where forgotten pages are. wake: called by the file thread when a page has come from disk."""
+
+    def __init__(self, device: HostPages, store: PageStore | None, wake: Callable[[], None] = lambda: None) -> None:
+        self._device = device
+        self._store = store
+        self._wake = wake
+        self._free = list(range(device.n_host_pages - 1, -1, -1))
+        self._host: OrderedDict[bytes, int] = OrderedDict()
+        self._busy: dict[bytes, int] = {}
+        """Places that the file thread fills (keys not in _host) or reads (keys in _host)."""
+        self._unwritten: deque[tuple[int, bytes]] = deque()
+        self.seq = 0
+        """The step whose end says that the copies made now have been made: the one that is launched next."""
+        self._jobs: SimpleQueue[tuple[str, bytes, memoryview | bytes] | None] = SimpleQueue()
+        self._done: deque[tuple[str, bytes, bool, int]] = deque()
+        self._n_writing = 0
+        self.rate = dict(FIRST_RATE)
+        self.n_out = self.n_in = self.n_read = self.n_written = self.n_lost = 0
+        """Pages that went to host memory, came back, were read from disk, were written there, and were given up."""
+        self.version = 0
+        """Grows with what the file thread has done."""
+        self._thread = Thread(target=self._work, name="tiers", daemon=True) if store is not None else None
+        if self._thread is not None:
+            self._thread.start()
+
+    # ---- out ----
+
+    def spill(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """The device's pages are about to be forgotten: they go to host memory, as far as there is room that nobody uses."""
+        for key, page in zip(keys, pages, strict=True):
+            if key in self._host:
+                self._host.move_to_end(key)
+            elif key not in self._busy and (self._store is None or key not in self._store):
+                self.copy_out(key, page)
+
+    def copy_out(self, key: bytes, page: int) -> bool:
+        """One page to host memory. False when every place is in use by the file thread."""
+        place = self._take()
+        if place < 0:
+            self.n_lost += 1
+            return False
+        self._device.page_out(page, place)
+        self._host[key] = place
+        self.n_out += 1
+        if self._store is not None:
+            self._unwritten.append((self.seq, key))
+        return True
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        for key in self._host:
+            if key not in self._busy:
+                return self._host.pop(key)
+        return -1
+
+    def write_out(self, done_seq: int) -> None:
+        """Hands pages in host memory to the file thread, whose copies were made before the end of step done_seq."""
+        while self._unwritten and self._n_writing < MAX_WRITES and self._unwritten[0][0] <= done_seq:
+            key = self._unwritten.popleft()[1]
+            place = self._host.get(key)
+            if place is not None and key not in self._busy:
+                self._busy[key] = place
+                self._n_writing += 1
+                self._jobs.put(("write", key, self._device.host_page(place)))
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Something is to be written, or being written."""
+        return bool(self._unwritten or self._n_writing)
+
+    @property
+    def n_unwritten(self) -> int:
+        """Pages that are to be written, or being written."""
+        return len(self._unwritten) + self._n_writing
+
+    def report(self) -> dict[str, int | float]:
+        """Pages by tier, and what went where."""
+        return {
+            "host_places": self._device.n_host_pages, "host": len(self._host), "disk": len(self._store) if self._store is not None else 0,
+            "disk_bytes": self._store.n_bytes if self._store is not None else 0, "spilled": self.n_out, "restored": self.n_in,
+            "read": self.n_read, "written": self.n_written, "lost": self.n_lost, "disk_bytes_per_s": round(self.rate["disk"]),
+        }  # fmt: skip
+
+    def knows(self, key: bytes) -> bool:
+        """The page is on disk, or on its way; without a disk: in host memory."""
+        return key in self._host or (self._store is not None and key in self._store)
+
+    # ---- in ----
+
+    def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """How many of the leading keys are in host memory, and how many in host memory or on disk."""
+        host = n = 0
+        is_host = True
+        for key in keys:
+            if key in self._host:
+                host += is_host
+            elif self._store is not None and (key in self._store or key in self._busy):
+                is_host = False
+            else:
+                break
+            n += 1
+        return host, n
+
+    def fetch(self, keys: Sequence[bytes]) -> bool:
+        """Asks for pages on disk. True while some of them are not in host memory yet and still may come."""
+        is_waiting = is_settled = False
+        for key in keys:
+            if key in self._host:
+                self._host.move_to_end(key)
+            elif key in self._busy:
+                is_waiting = True
+            elif self._store is not None and key in self._store:
+                place = self._take()
+                if place < 0:
+                    break
+                if not is_settled:
+                    self._device.settle()  # a copy out of this place may still be on its way
+                    is_settled = True
+                self._busy[key] = place
+                self._jobs.put(("read", key, self._device.host_page(place)))
+                is_waiting = True
+            else:
+                break
+        return is_waiting
+
+    def bring(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Copies pages in host memory to pages of the device."""
+        for key, page in zip(keys, pages, strict=True):
+            self._host.move_to_end(key)
+            self._device.page_in(self._host[key], page)
+        self.n_in += len(keys)
+
+    def us(self, tier: str, n_pages: int) -> float:
+        """What bringing n_pages from a tier is expected to take."""
+        return n_pages * self._device.page_bytes / self.rate[tier] * 1e6
+
+    # ---- the file thread ----
+
+    def poll(self) -> bool:
+        """Takes in what the file thread has done. True when pages have come or places are free again."""
+        done = self._done
+        has_news = bool(done)
+        while done:
+            kind, key, is_good, ns = done.popleft()
+            self.version += 1
+            place = self._busy.pop(key)
+            if kind == "read":
+                if is_good:
+                    self._host[key] = place
+                    self.n_read += 1
+                    self.rate["disk"] += 0.2 * (self._device.page_bytes / max(ns, 1) * 1e9 - self.rate["disk"])
+                else:
+                    self._free.append(place)
+            else:
+                self._n_writing -= 1
+                self.n_written += is_good
+        return has_news
+
+    def _work(self) -> None:
+        assert self._store is not None
+        while (job := self._jobs.get()) is not None:
+            kind, key, view = job
+            begun = perf_counter_ns()
+            try:
+                if kind == "read":
+                    assert isinstance(view, memoryview)
+                    is_good = self._store.read(key, view)
+                else:
+                    self._store.append(key, view)
+                    is_good = True
+            except OSError:
+                is_good = False
+            self._done.append((kind, key, is_good, perf_counter_ns() - begun))
+            self._wake()
+
+    def close(self) -> None:
+        """Writes what is to be written and lets go of the disk."""
+        if self._thread is not None and self._store is not None:
+            self._device.settle()
+            while self._unwritten:
+                self.write_out(self._unwritten[-1][0])
+                if self._unwritten:
+                    self.poll()
+            self._jobs.put(None)
+            self._thread.join()
+            self.poll()
+            self._store.close()
+            self._thread = None
+
+
+def folder_name(facts: Sequence[str]) -> str:
+    """The name of the store for one model on one kind of device: any change of what a page means gives another name."""
+    return blake2b("\0".join(facts).encode(), digest_size=12).hexdigest()
+
+
+def file_facts(path: os.PathLike[str]) -> str:
+    """What tells one version of a file from another without reading it all."""
+    found = os.stat(path)
+    with open(path, "rb") as file:
+        head = blake2b(file.read(1 << 16), digest_size=12).hexdigest()
+    return f"{found.st_size}:{found.st_mtime_ns}:{head}"

@@ -1,0 +1,140 @@
+"""Pages below the device: what the tree forgets comes back from host memory and disk, also after a restart, and is never wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from paddock_runner.engine.tiering import TierConfig
+
+from tests.soak.fake_device import FakeDevice, alone
+from tests.soak.rig import SIZES, Answer, Rig
+from tests.soak.test_soak import Storm
+
+SMALL = replace(SIZES, n_slots=4, max_ctx_tokens=256, n_pages=80, max_step_tokens=64, max_step_rows=16)
+HOST = 1 << 20
+
+
+def rig_on(folder: Path, disk: bool, run_ahead: int = 0, host: int = HOST) -> Rig:
+    rig = Rig(SMALL, run_ahead=run_ahead)
+    rig.runner.use_tiers(rig.device, TierConfig(host, (1 << 24) * disk, folder, ("model",)))
+    return rig
+
+
+def right(answer: Answer) -> bool:
+    ask = answer.ask
+    return answer.tokens == alone(list(memoryview(ask.prompt)), ask.max_tokens, SMALL.n_vocab, SMALL.max_ctx_tokens, ask.seed, ask.stop)
+
+
+def finish(rig: Rig) -> None:
+    """Turns until all have ended, while the file thread works beside."""
+    while not all(a.end for a in rig.answers.values()):
+        if not rig.turn():
+            rig.engine.device.now_ns += 1_000_000
+        rig.engine.check()
+
+
+def ask(rig: Rig, first: int, n: int = 200, n_tokens: int = 3) -> Answer:
+    answer = rig.ask([(first + i) % 1000 for i in range(n)], n_tokens)
+    finish(rig)
+    assert right(answer)
+    return answer
+
+
+def settle(rig: Rig) -> None:
+    """What can be written is written."""
+    assert rig.runner.keeper is not None
+    while rig.runner.keeper.idle() or rig.runner.keeper.tiers.has_unwritten:
+        rig.runner.keeper.tiers.poll()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_forgotten_pages_come_back_from_host_memory(tmp_path: Path, run_ahead: int) -> None:
+    rig = rig_on(tmp_path, False, run_ahead)
+    ask(rig, 0)
+    ask(rig, 300)
+    again = ask(rig, 0)
+    assert again.done.cached_tokens >= 196 and rig.engine.counters.prefill_tokens <= 200 + 200 + 8
+    tiers = rig.runner.keeper.tiers  # type: ignore[union-attr]
+    assert tiers.report()["restored"] > 10 and not list(tmp_path.iterdir())
+    rig.assert_empty()
+    rig.close()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_restart_comes_back_warm_from_disk(tmp_path: Path, run_ahead: int) -> None:
+    rig = rig_on(tmp_path, True, run_ahead)
+    ask(rig, 0)
+    rig.close()
+    warm = rig_on(tmp_path, True, run_ahead)
+    again = ask(warm, 0)
+    assert again.done.cached_tokens >= 196 and warm.engine.counters.prefill_tokens <= 8
+    assert warm.runner.keeper.tiers.report()["read"] >= 49  # type: ignore[union-attr]
+    warm.close()
+
+
+def test_a_killed_runner_has_kept_what_it_wrote_while_it_was_idle(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, True)
+    ask(rig, 0)
+    settle(rig)
+    rig.runner.keeper.tiers._store.close()  # type: ignore[union-attr]
+    warm = rig_on(tmp_path, True)
+    assert ask(warm, 0).done.cached_tokens >= 196
+    warm.close()
+
+
+def test_another_model_finds_nothing(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, True)
+    ask(rig, 0)
+    rig.close()
+    other = Rig(SMALL)
+    other.runner.use_tiers(other.device, TierConfig(HOST, 1 << 24, tmp_path, ("another model",)))
+    assert ask(other, 0).done.cached_tokens == 0
+    other.close()
+
+
+def test_damaged_pages_are_computed_again(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, True)
+    ask(rig, 0)
+    rig.close()
+    (path,) = tmp_path.glob("*/*.kv")
+    data = bytearray(path.read_bytes())
+    for at in range(64 + 5, len(data), 64 + 32):
+        data[at] ^= 1
+    path.write_bytes(data)
+    again = rig_on(tmp_path, True)
+    assert ask(again, 0).done.cached_tokens == 0
+    again.close()
+
+
+def test_pages_that_are_dearer_to_read_than_to_compute_are_not_waited_for(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, True)
+    ask(rig, 0)
+    rig.close()
+    slow = rig_on(tmp_path, True)
+    slow.runner.keeper.tiers.rate["disk"] = 1.0  # type: ignore[union-attr]
+    assert ask(slow, 0).done.cached_tokens == 0
+    slow.close()
+
+
+def test_other_requests_run_while_pages_come_from_disk(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, True)
+    ask(rig, 0)
+    rig.close()
+    warm = rig_on(tmp_path, True)
+    one, two = warm.ask([i % 1000 for i in range(200)], 3), warm.ask([5, 6, 7], 20)
+    finish(warm)
+    assert right(one) and right(two) and one.done.cached_tokens >= 196
+    warm.close()
+
+
+@pytest.mark.parametrize(("run_ahead", "disk", "n_host"), [(0, False, 40), (2, False, 12), (0, True, 64), (2, True, 64)])
+def test_a_storm_short_of_pages_answers_right_with_tiers(tmp_path: Path, run_ahead: int, disk: bool, n_host: int) -> None:
+    scene = Storm(400 + run_ahead, run_ahead, 40, 1)
+    device: FakeDevice = scene.rig.device
+    scene.rig.runner.use_tiers(device, TierConfig(n_host * device.page_bytes, (1 << 16) * disk, tmp_path, ("m",)))
+    scene.run(120)
+    seen = scene.judge()
+    assert seen["cached"] > 0 and scene.rig.runner.keeper.tiers.report()["restored"] > 0  # type: ignore[union-attr]
+    scene.rig.close()
