@@ -27,3 +27,10 @@ def test_a_hit_has_no_reason_and_shows_no_text(server: Live) -> None:
     server.script.cached_tokens = 2
     header = server.post("/v1/completions", BODY).headers["x-paddock-cache"]
     assert header.startswith("miss=none; cached=2; prompt=") and "text" not in header and json.dumps(header)
+
+
+def test_how_long_a_request_may_wait_is_told_in_a_header(server: Live) -> None:
+    assert server.post("/v1/completions", BODY, headers={"x-queue-timeout-ms": "30000"}).status_code == 200
+    for wrong in ("0", "-5", "soon", "1e3", "99999999999"):
+        answer = server.post("/v1/completions", BODY, headers={"x-queue-timeout-ms": wrong})
+        assert answer.status_code == 400 and "x-queue-timeout-ms" in answer.text

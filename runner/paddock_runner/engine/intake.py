@@ -102,7 +102,7 @@ class Intake:
         counters.prompt_tokens += ask.prompt_tokens
         request = Request(ask, index, engine.clock(), placed[1], placed[0])
         requests[ask.ask_id] = request
-        queue.open(request.client)
+        queue.open(request.client, request.weight)
         loser = queue.push(request, engine.ledger.cached(request.tokens, request.salt))
         if loser is not None:
             engine.refuse(loser, RefusedCode.QUEUE_FULL, queue.n, engine.policy.max_queue)

@@ -17,12 +17,16 @@ KEPT_CLIENTS = 1024
 
 
 class Client:
-    """One client's counter and waiting requests. n_open: waiting and running."""
+    """One client's counter and waiting requests. n_open: waiting and running.
 
-    __slots__ = ("heap", "n_open", "n_waiting", "served_tokens")
+    served_tokens: divided by the client's weight, so that twice the weight is served twice as much.
+    """
+
+    __slots__ = ("heap", "n_open", "n_waiting", "served_tokens", "weight")
 
     def __init__(self) -> None:
-        self.served_tokens = 0
+        self.served_tokens = 0.0
+        self.weight = 1
         self.heap: list[tuple[float, int, Request]] = []
         self.n_waiting = 0
         self.n_open = 0
@@ -54,20 +58,21 @@ class WaitQueue:
         self._deadlines: list[tuple[int, int, Request]] = []
         self._n_pushed = self._n_admitted = 0
         self._n_at_work = 0
-        self._reached = 0
+        self._reached = 0.0
         """The counter of the last client that was at work, for when nobody is."""
         self._admit_us = 1000.0
         self._last_admit_ns = 0
 
     # ---- coming ----
 
-    def open(self, client: int) -> None:
+    def open(self, client: int, weight: int = 1) -> None:
         """A request of this client has come; `close` is called when it has ended."""
         entry = self.clients.get(client)
         if entry is None:
             if len(self.clients) >= KEPT_CLIENTS:
                 self._forget_idle()
             entry = self.clients[client] = Client()
+        entry.weight = weight
         if not entry.n_open:
             lowest = min((c.served_tokens for c in self.clients.values() if c.n_open), default=self._reached)
             entry.served_tokens = max(entry.served_tokens, lowest)
@@ -135,7 +140,7 @@ class WaitQueue:
                 arrivals.popleft()
             return arrivals[0]
         best: Request | None = None
-        best_rank = 0
+        best_rank = 0.0
         bonus = self._policy.priority_tokens
         for client in self.clients.values():
             if client.n_waiting:
@@ -183,14 +188,15 @@ class WaitQueue:
 
     # ---- fairness ----
 
-    def rank(self, request: Request) -> int:
+    def rank(self, request: Request) -> float:
         """Tokens its client has had, less the head start of its priority: the lowest goes first."""
-        rank: int = self.clients[request.client].served_tokens - request.priority * self._policy.priority_tokens
+        rank: float = self.clients[request.client].served_tokens - request.priority * self._policy.priority_tokens
         return rank
 
     def charge(self, client: int, n_tokens: int) -> None:
         """The client has been served n_tokens."""
-        self.clients[client].served_tokens += n_tokens
+        entry = self.clients[client]
+        entry.served_tokens += n_tokens / entry.weight
 
     @property
     def is_contested(self) -> bool:

@@ -84,6 +84,7 @@ class Request:
         "use_mask",
         "wait_for",
         "wait_tokens",
+        "weight",
     )
 
     def __init__(self, ask: AskView, port: int, arrival_ns: int, max_length: int, sampling: bytes) -> None:
@@ -92,6 +93,7 @@ class Request:
         self.client = ask.client
         self.salt = ask.salt
         self.priority = ask.priority
+        self.weight = max(1, ask.weight)
         self.deadline_ns = ask.deadline_ns
         self.arrival_ns = arrival_ns
         self.received_ns = ask.received_ns or arrival_ns

@@ -201,7 +201,7 @@ class Scheduler:
             return head
         return best
 
-    def _order(self, request: Request) -> tuple[int, float]:
+    def _order(self, request: Request) -> tuple[float, float]:
         age = request.arrival_ns / 1e6 * self._policy.ageing_tokens_per_ms
         key = request.key if request.phase == Phase.WAITING else request.remaining_tokens + age
         return self.queue.rank(request), key

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,12 +24,20 @@ HASHED = "sha256:"
 _ANYBODY = 1
 
 
+WEIGHT = "weight="
+MAX_WEIGHT = 1000
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key that is let in: the SHA-256 of it (keys are long and random, so no salt is needed), and what it may do."""
+    """One key that is let in: the SHA-256 of it (keys are long and random, so no salt is needed), what it may do, and its share.
+
+    weight: how many times the share of a client with weight 1 it gets of a busy device.
+    """
 
     digest: bytes
     scope: str = ADMIN
+    weight: int = 1
 
 
 def key_of(text: str, scope: str = ADMIN) -> Key:
@@ -38,7 +46,7 @@ def key_of(text: str, scope: str = ADMIN) -> Key:
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
-    """The keys in a file: a line each, `KEY [SCOPE [NAME]]`. KEY may be its hash, as sha256:HEX; SCOPE is admin or inference.
+    """The keys in a file: a line each, `KEY [SCOPE [NAME]] [weight=N]`. KEY may be its hash, as sha256:HEX; SCOPE is admin or inference.
 
     `#` starts a comment. Raises: FileError when the file cannot be read, holds no key or a line that is none.
     """
@@ -57,24 +65,29 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 
 def _read_line(path: Path, number: int, words: list[str]) -> Key:
+    weight = 1
+    if len(words) > 1 and words[-1].startswith(WEIGHT):
+        text = words.pop().removeprefix(WEIGHT)
+        if not text.isdecimal() or not 1 <= (weight := int(text)) <= MAX_WEIGHT:
+            raise FileError(f"key {number} in {path}: {text[:20]!r} is no weight from 1 to {MAX_WEIGHT}", "weight=2 gives twice the share", path=str(path))
     key, scope = words[0], words[1] if len(words) > 1 else ADMIN
     if scope not in (ADMIN, INFERENCE) or len(words) > 3:
         raise FileError(
             f"key {number} in {path}: {scope[:40]!r} is not a scope",
-            "a line is KEY [admin|inference [NAME]]",
+            "a line is KEY [admin|inference [NAME]] [weight=N]",
             path=str(path),
         )
     if not (key.isascii() and key.isprintable()):
         raise FileError(f"a key in {path} is not plain ASCII, so no HTTP header can carry it", path=str(path))
     if not key.startswith(HASHED):
-        return key_of(key, scope)
+        return replace(key_of(key, scope), weight=weight)
     try:
         digest = bytes.fromhex(key.removeprefix(HASHED))
     except ValueError:
         digest = b""
     if len(digest) != 32:
         raise FileError(f"key {number} in {path} is no SHA-256 in hex", path=str(path))
-    return Key(digest, scope)
+    return Key(digest, scope, weight)
 
 
 def made_keys(path: Path) -> tuple[tuple[Key, ...], bool]:
@@ -153,6 +166,7 @@ class Guard:
                 found |= is_this
                 is_admin |= is_this and key.scope == ADMIN
                 caller = text if is_this else caller
+                exchange.weight = key.weight if is_this else exchange.weight
         if not found:
             what = "a wrong API key was sent" if given else "no API key was sent"
             raise Unauthorized(what, "send the header `Authorization: Bearer KEY`; `paddock key` shows the key")

@@ -34,8 +34,22 @@ class Exchange:
     """
 
     __slots__ = (
-        "_headers", "_receive", "_scope", "_send", "client", "extra", "ignored", "is_complete", "is_started", "log", "method", "path", "received_ns",
-        "request_id", "status",
+        "_headers",
+        "_receive",
+        "_scope",
+        "_send",
+        "client",
+        "extra",
+        "ignored",
+        "is_complete",
+        "is_started",
+        "log",
+        "method",
+        "path",
+        "received_ns",
+        "request_id",
+        "status",
+        "weight",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,6 +63,7 @@ class Exchange:
         self.ignored: list[str] = []
         self.log: dict[str, Any] = {}
         self.client = 0
+        self.weight = 1
         self.status = 0
         self.is_started = False
         self.is_complete = False

@@ -34,6 +34,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 MAX_IGNORED = 32
 CACHE = b"x-paddock-cache"
+QUEUE_TIMEOUT = b"x-queue-timeout-ms"
+MAX_QUEUE_MS = 86_400_000
 SHOWN_CHARACTERS = 80
 
 
@@ -136,13 +138,17 @@ class Shape(Generic[Body]):
 
 
 def caller(exchange: Exchange, key: int, salt: str | None = None) -> Caller:
-    """For whom a turn runs: the key, and within it the session that the client names.
+    """For whom a turn runs: the key, and within it the session that the client names; how long it may wait in the queue.
 
-    Prefixes are shared only within a key, and within a key only among requests of one salt.
+    Prefixes are shared only within a key, and within a key only among requests of one salt. Raises: UsageError.
     """
     session = exchange.header(b"x-session-id")
     client = key ^ _number(session) if session else key
-    return Caller(client, key ^ _number(salt) if salt else key, exchange.received_ns)
+    wait = exchange.header(QUEUE_TIMEOUT)
+    if wait and not (wait.isdecimal() and 0 < int(wait) <= MAX_QUEUE_MS):
+        raise UsageError(f"x-queue-timeout-ms: {wait[:40]!r} is no number from 1 to {MAX_QUEUE_MS}", param="x-queue-timeout-ms")
+    deadline = exchange.received_ns + int(wait) * 1_000_000 if wait else 0
+    return Caller(client, key ^ _number(salt) if salt else key, exchange.received_ns, exchange.weight, deadline)
 
 
 def _number(text: str) -> int:

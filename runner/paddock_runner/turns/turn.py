@@ -61,11 +61,16 @@ class CacheNote:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """For whom a turn runs. client: for fairness. salt: prefixes are shared only among turns of one salt."""
+    """For whom a turn runs. client: for fairness. salt: prefixes are shared only among turns of one salt.
+
+    weight: the client's share, beside those of weight 1. deadline_ns: until when it may wait in the queue, 0: as long as it takes.
+    """
 
     client: int = 0
     salt: int = 0
     received_ns: int = 0
+    weight: int = 1
+    deadline_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +177,7 @@ class Turn:
         ask = self.wish.ask(self.desk.next_id(), prompt, number, self.served.tokenizer.stop_ids)
         caller = self.caller
         ask.client, ask.salt, ask.received_ns = caller.client, caller.salt, caller.received_ns
+        ask.weight, ask.deadline_ns = caller.weight, caller.deadline_ns
         return ask
 
     def cancel(self) -> None:

@@ -141,7 +141,8 @@ class Ask:
     prompt: int32 token ids (any C-contiguous buffer of 4-byte items, or bytes). ask_id: unique in this front's life, not 0.
     client: hash of whom fairness counts (key or session). salt: prefixes are shared only among asks of one salt.
     deadline_ns, received_ns: time.monotonic_ns() clock; 0: none. The ask is refused when it has not started by its deadline.
-    priority: higher goes first among the waiting. max_tokens: 0 means "up to the context"; n_logprobs: -1 none, 0 chosen, k best.
+    weight: its client's share, beside those of weight 1. priority: higher goes first among the waiting.
+    max_tokens: 0 means "up to the context"; n_logprobs: -1 none, 0 chosen, k best.
     `stop` are the client's stop ids, `end` the model's; `ignore_eos` leaves `end` out. Together at most 17.
     use_mask: every token waits for its MaskUpdate (index 0 for the first token).
     """
@@ -151,6 +152,7 @@ class Ask:
     client: int = 0
     salt: int = 0
     priority: int = 0
+    weight: int = 1
     deadline_ns: int = 0
     received_ns: int = 0
     max_tokens: int = 0
@@ -185,7 +187,7 @@ class Ask:
         n_prompt = len(ids) // 4
         head = ASK.pack(
             self.ask_id, self.client, self.salt, self.deadline_ns, self.received_ns,
-            self.priority, n_prompt, self.max_tokens, self.min_tokens, len(self.bias), 0,
+            self.priority, n_prompt, self.max_tokens, self.min_tokens, len(self.bias), self.weight,
         )  # fmt: skip
         sampling = SAMPLING.pack(
             self.temperature, self.top_p, self.min_p, self.typical_p, self.repetition_penalty, self.frequency_penalty,
@@ -213,12 +215,13 @@ class AskView:
         "received_ns",
         "salt",
         "sampling",
+        "weight",
     )
 
     def __init__(self, payload: memoryview) -> None:
         (
             self.ask_id, self.client, self.salt, self.deadline_ns, self.received_ns,
-            self.priority, self.prompt_tokens, self.max_tokens, self.min_tokens, self.n_bias, _,
+            self.priority, self.prompt_tokens, self.max_tokens, self.min_tokens, self.n_bias, self.weight,
         ) = ASK.unpack_from(payload)  # fmt: skip
         at = ASK.size
         self.sampling = bytes(payload[at : at + SAMPLING.size])

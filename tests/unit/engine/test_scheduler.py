@@ -179,6 +179,19 @@ def test_backlogged_clients_get_equal_shares_whatever_their_number_of_requests()
     rig.close()
 
 
+def test_a_client_of_thrice_the_weight_is_served_about_thrice_as_much() -> None:
+    rig = Rig(replace(WIDE, n_slots=4, max_step_rows=8))
+    asks = [rig.ask([i, c, 3, 4, 5], 40, client=c, weight=3 if c == 1 else 1) for i in range(60) for c in (1, 2)]
+    while sum(len(a.tokens) for a in asks) < 2000:
+        rig.turn()
+    served = [sum(len(a.tokens) for a in asks if a.ask.client == c) for c in (1, 2)]
+    assert 2.2 < served[0] / served[1] < 4.0, served
+    for answer in asks:
+        rig.abort(answer)
+    rig.run(check=False)
+    rig.close()
+
+
 def test_priority_starts_first() -> None:
     rig = Rig(replace(WIDE, n_slots=1))
     answers = [rig.ask([k, k + 1], 2, priority=k % 3) for k in range(6)]

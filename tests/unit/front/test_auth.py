@@ -50,3 +50,13 @@ def test_without_a_key_only_loopback_is_served() -> None:
         with pytest.raises(UsageError, match="loopback"):
             check_exposure(host, False)
     assert is_loopback("localhost") and is_loopback("::1") and not is_loopback("localhost.evil.example")
+
+
+def test_a_key_may_carry_a_weight(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("abc weight=4\ndef inference ci weight=2\nghi\n")
+    assert [(k.scope, k.weight) for k in read_keys(file)] == [("admin", 4), ("inference", 2), ("admin", 1)]
+    for wrong in ("0", "-1", "x", "1.5", "100000"):
+        file.write_text(f"abc weight={wrong}\n")
+        with pytest.raises(FileError, match="is no weight"):
+            read_keys(file)
