@@ -394,7 +394,7 @@ typedef struct pk_op_add {
 } pk_op_add;
 
 /* Chooses k of E experts per token: scores of the logits; the k largest of score + bias, lower index first when equal (with groups:
- * only within the n_groups_used of n_groups equal groups whose two largest of score + bias have the largest sum). Weights are the
+ * only within the n_groups_used of n_groups equal groups whose n_group_best largest of score + bias have the largest sum). Weights are the
  * chosen scores (without bias), divided by their sum when is_normalised, times scale. */
 typedef struct pk_op_route {
     int32_t op;
@@ -408,7 +408,7 @@ typedef struct pk_op_route {
     int32_t n_groups;   /* 1: no groups */
     int32_t n_groups_used;
     float scale;
-    int32_t reserved;
+    int32_t n_group_best;  /* 2, or 1: how many of a group's largest make its score */
 } pk_op_route;
 
 /* y = add + scale * sum over the token's k experts e of weight * (down_e(act(gate_e(x)), up_e(x)) + down_bias_e), in the order of

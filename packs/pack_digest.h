@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "4116af71195c9396"
+#define PK_ABI_DIGEST "f2d4610a3c99dbf3"

@@ -314,6 +314,7 @@ class Checker {
         if (int32_t status = range("n_groups", op.n_groups, 1, op.logits.cols)) return status;
         if (int32_t status = equal("experts modulo n_groups", op.logits.cols % op.n_groups, "wanted", 0)) return status;
         if (int32_t status = range("n_groups_used", op.n_groups_used, 1, op.n_groups)) return status;
+        if (int32_t status = range("n_group_best", op.n_group_best, 1, 2)) return status;
         if (int32_t status = range("chosen experts", op.ids.cols, 1, op.logits.cols / op.n_groups * op.n_groups_used)) return status;
         return op.bias.data ? vector("bias", op.bias, op.logits.cols) : PK_OK;
     }

@@ -24,6 +24,10 @@ SMALL_HYBRID = {
     **SMALL, "num_hidden_layers": 3, "head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12, "tie_word_embeddings": False,
 }  # fmt: skip
+SMALL_LATENT = {
+    **SMALL, "num_key_value_heads": 4, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "pad_token_id": 0,
+}  # fmt: skip
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -99,6 +103,13 @@ TINY = {
     "lfm2-moe": dict(
         model_type="lfm2_moe", **{**SMALL, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"], num_experts=6, num_experts_per_tok=2,
         moe_intermediate_size=24, num_dense_layers=1, routed_scaling_factor=1.3,
+    ),
+    "deepseek-v2": dict(
+        model_type="deepseek_v2", **SMALL_LATENT, q_lora_rank=None, n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=1.3,
+    ),
+    "deepseek-v3": dict(
+        model_type="deepseek_v3", **SMALL_LATENT, q_lora_rank=20, n_group=4, topk_group=2, routed_scaling_factor=1.7, norm_topk_prob=True,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7},
     ),
 }  # fmt: skip
 

@@ -41,7 +41,7 @@ void drop_groups(const pk_op_route &op, float *key) {
                 second = key[i];
             }
         }
-        sums[g] = size > 1 ? first + second : first;
+        sums[g] = size > 1 && op.n_group_best > 1 ? first + second : first;
     }
     for (int32_t g = 0; g < op.n_groups; ++g) {
         int32_t better = 0;

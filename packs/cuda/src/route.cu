@@ -12,7 +12,7 @@ struct RouteArguments {
     float *weights;
     const StepInfo *info;
     int64_t logits_stride, ids_stride, weights_stride, rows_symbol;
-    int32_t n_experts, n_chosen, score, is_normalised, n_groups, n_groups_used;
+    int32_t n_experts, n_chosen, score, is_normalised, n_groups, n_groups_used, n_group_best;
     float scale;
 };
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void drop_groups(const RouteArguments &a, float *key,
                 second = v;
             }
         }
-        sums[g] = size > 1 ? first + second : first;
+        sums[g] = size > 1 && a.n_group_best > 1 ? first + second : first;
     }
     __syncwarp();
     for (int g = lane; g < a.n_groups; g += 32) {
@@ -126,6 +126,7 @@ int32_t launch_route(const Launch &l, const pk_op_route &op) {
     a.is_normalised = op.is_normalised;
     a.n_groups = op.n_groups;
     a.n_groups_used = op.n_groups_used;
+    a.n_group_best = op.n_group_best;
     a.scale = op.scale;
     const int64_t bytes = (2 * op.logits.cols + op.n_groups) * 4;
     return launch(l, "route", route_kernel, dim3(static_cast<unsigned>(bound(l, op.logits.rows))), dim3(32), bytes, a);

@@ -28,6 +28,26 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Latent attention (DeepSeek): keys and values of all heads are made of one latent of `rank` numbers, which is what is cached, with
+    rope_width numbers that are rotated. The attention's one key head is [rotated, latent]; its values are the latent.
+
+    nope_width, v_width: of a head as the projections have it. q_rank: width between the query's two projections, 0: one projection.
+    """
+
+    rank: int
+    rope_width: int
+    nope_width: int
+    v_width: int
+    q_rank: int = 0
+
+    @property
+    def q_width(self) -> int:
+        """Of a head's query before its unrotated part is turned into the latent's space."""
+        return self.nope_width + self.rope_width
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """Softmax attention of one layer. window: tokens visible including the own one, 0 for all. scale: multiplies q.k.
 
@@ -47,8 +67,25 @@ class Attention:
     qk_norm: bool = False
     qk_norm_all: bool = False
     sinks: bool = False
+    latent: Latent | None = None
     out_gate: bool = False  # the output is multiplied with the sigmoid of a projection as wide as q
     causal: bool = True
+
+    @property
+    def values_width(self) -> int:
+        """Width of a value head as the cache has it."""
+        return self.v_width or self.head_width
+
+    @property
+    def qkv_width(self) -> int:
+        """Queries, keys and values of a token, as they are made for the cache."""
+        v = 0 if self.latent is not None else self.n_kv_heads * self.values_width
+        return (self.n_heads + self.n_kv_heads) * self.head_width + v
+
+    @property
+    def out_width(self) -> int:
+        """What the last projection reads."""
+        return self.n_heads * (self.latent.v_width if self.latent is not None else self.values_width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +141,8 @@ class Experts:
     """Mixture of experts of one layer; the layer's feed_forward is the shared expert (width 0: none).
 
     width: of one expert. score: "softmax", "sigmoid", or "chosen" (softmax over the chosen ones). is_normalised: chosen scores are
-    divided by their sum, then multiplied with scale. n_groups, n_groups_used: only experts of the best groups may be chosen.
+    divided by their sum, then multiplied with scale. n_groups, n_groups_used: only experts of the best groups may be chosen; a group is
+    as good as the sum of its n_group_best largest scores.
     choice_bias: a bias on scores that decides the choice only; router_bias: on the router's logits; bias: on the experts' products.
     activation: "silu", or "swiglu_clamp" with limit and alpha. shared_gate: the shared expert is weighed by a sigmoid of its own.
     is_interleaved: gate and up rows alternate in a checkpoint that stores them in one matrix.
@@ -118,6 +156,7 @@ class Experts:
     scale: float = 1.0
     n_groups: int = 1
     n_groups_used: int = 1
+    n_group_best: int = 2
     choice_bias: bool = False
     router_bias: bool = False
     bias: bool = False
@@ -201,7 +240,7 @@ class Blueprint:
     position_offset: int = 0
     n_token_types: int = 0
     pooling: Pooling | None = None  # of a model that gives vectors instead of tokens
-    n_draft_layers: int = 0  # of a GGUF: blocks after the model's own that draft tokens, not loaded
+    n_draft_layers: int = 0  # blocks after the model's own that draft tokens, not loaded
     name: str = ""
     notes: tuple[str, ...] = field(default=())  # warnings for people: "the vision tower is not loaded"
 

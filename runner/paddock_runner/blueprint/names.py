@@ -17,6 +17,8 @@ from .encoder import gguf_name as gguf_encoder_name
 from .encoder import hf_name as hf_encoder_name
 from .experts import GGUF_LAYER as GGUF_EXPERTS
 from .experts import expert_shapes, hf_expert_name, split_experts
+from .latent import HF_LAYER as HF_LATENT
+from .latent import latent_shapes, split_latent
 from .pooling import pooling_shapes, pooling_views
 from .quantised import join_scales, rows_of
 
@@ -74,6 +76,8 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
             ours = split_delta(ours, i, layer.delta)
         if layer.attention.out_gate:
             ours = split_gated_q(ours, i, layer.attention)
+        if layer.attention.latent is not None:
+            ours = split_latent(ours, i, layer.attention, layer.attention.latent)
         if layer.experts is not None:
             ours = split_experts(ours, i, layer.experts, blueprint.model_width)
     ours = pooling_views(blueprint, checkpoint, ours)
@@ -140,6 +144,9 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
 def _attention_shapes(want: dict[str, tuple[int, ...]], layer: Layer, at: str, m: int, is_fused: bool) -> None:
     """Adds the tensors of attention."""
     a = layer.attention
+    if a.latent is not None:
+        want.update({at + name: shape for name, shape in latent_shapes(a, a.latent, m).items()})
+        return
     v_width = a.v_width or a.head_width
     rows = {"q": a.n_heads * a.head_width, "k": a.n_kv_heads * a.head_width, "v": a.n_kv_heads * v_width}
     if is_fused:
@@ -239,6 +246,8 @@ def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[s
         stem, _, kind = name.removeprefix(prefix).rpartition(".")
         parts = stem.split(".", 2)
         known = name.startswith(prefix) and parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal()
+        if known and blueprint.n_draft_layers and int(parts[1]) >= blueprint.n_layers:
+            continue
         within = _hf_layer_name(parts[2], kind, layer_names) if known and len(parts) == 3 else None
         if within is not None:
             out[f"layers.{int(parts[1])}.{within}"] = view
@@ -253,6 +262,8 @@ def _hf_layer_name(stem: str, kind: str, layer_names: Mapping[str, str]) -> str 
     """Our name within a layer; None when the tensor has no translation."""
     if stem in layer_names:
         return f"{layer_names[stem]}.{kind}"
+    if stem in HF_LATENT:
+        return f"{HF_LATENT[stem]}.{kind}"
     if stem == "self_attn" and kind == "sinks":
         return "sinks.weight"
     if (whole := f"{stem}.{kind}") in HF_DELTA:

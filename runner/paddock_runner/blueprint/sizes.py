@@ -118,7 +118,7 @@ def hf_sizes(checkpoint: Checkpoint, fields: Fields, tied_default: bool = False,
         f.integers("num_key_value_heads", n_layers, n_heads, high=4096),
         head_width, head_width, f.integers("intermediate_size", n_layers, high=1 << 24),
         f.number("rms_norm_eps", 1e-6), rope_width, theta, scaling,
-        f.flag("tie_word_embeddings", tied_default), checkpoint.path.name,
+        f.flag("tie_word_embeddings", tied_default), checkpoint.path.name, n_draft_layers=f.integer("num_nextn_predict_layers", 0, high=MAX_LAYERS),
     )  # fmt: skip
     return _checked(sizes)
 

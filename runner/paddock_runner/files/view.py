@@ -62,6 +62,7 @@ class TensorView:
     format: the Format name ("f32", "q4_k", ...) or "unsupported:<n>" for a type we do not know.
     offset, n_bytes: absolute position in `path`, in bytes. scales: what the stored elements are multiplied with, or None.
     is_log_of_negative: the vector wanted is log(-x) of what is stored.
+    transposed_of: the weight is that one's values, transposed; offset and n_bytes are those of its own form.
     int4: how 4-bit codes become what the format says.
     pick: how the weight lies among these bytes, when it is not simply all of them.
     """
@@ -75,6 +76,7 @@ class TensorView:
     scales: Scales | None = None
     pick: Pick | None = None
     is_log_of_negative: bool = False
+    transposed_of: TensorView | None = None
     int4: Int4 | None = None
 
     @property

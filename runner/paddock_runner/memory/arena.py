@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..blueprint.blueprint import Attention, Blueprint, Layer
+from ..blueprint.blueprint import Blueprint, Layer
 from .state import aligned
 
 
@@ -34,7 +34,7 @@ class Arena:
 def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activation_bytes: int) -> Arena:
     """Buffers for steps of at most max_step_tokens tokens and max_step_rows sampled rows."""
     m = blueprint.model_width
-    qkv = max(1, *(_qkv_width(layer.attention) for layer in blueprint.layers))
+    qkv = max(1, *(layer.attention.qkv_width for layer in blueprint.layers))
     out = max(_out_width(layer) for layer in blueprint.layers)
     ff = max(1, *(layer.feed_forward.width for layer in blueprint.layers))
     buffers: dict[str, Buffer] = {}
@@ -63,7 +63,13 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
 
 
 def _place_mixers(blueprint: Blueprint, place: Callable[..., int], at: int) -> int:
-    """The gate on attention's output; the inputs of a delta net, and its two numbers a head."""
+    """The parts of latent attention; the gate on attention's output; the inputs of a delta net, and its two numbers a head."""
+    latents = [(x.attention.n_heads, x.attention.latent) for x in blueprint.layers if x.attention.latent is not None]
+    if latents:
+        at = place("latent_q", at, max(n * x.q_width for n, x in latents))
+        at = place("latent_query", at, max(max(x.q_rank, 1) for _, x in latents))
+        at = place("latent_kv", at, max(x.rank + x.rope_width for _, x in latents))
+        at = place("latent_out", at, max(n * x.rank for n, x in latents))
     gates = [x.attention.n_heads * x.attention.head_width for x in blueprint.layers if x.attention.out_gate]
     if gates:
         at = place("attention_gate", at, max(gates))
@@ -94,7 +100,7 @@ def pack_scratch_bytes(
 ) -> int:
     """What a pack's kernels may use beside the arena: converted activations, split-KV partials, sampling. The loader refuses a pack that asks for more."""
     widest = max(blueprint.model_width, *(max(x.feed_forward.width, _mixer_width(x)) for x in blueprint.layers))
-    heads = max(x.attention.n_heads * (x.attention.v_width or x.attention.head_width) for x in blueprint.layers)
+    heads = max(x.attention.n_heads * x.attention.values_width for x in blueprint.layers)
     converted = max(4 * max_step_tokens, 5 * min(max_step_tokens + 16, 528)) * widest
     partials = 4 * (heads + 2 * blueprint.model_width) * (max_step_rows + n_processors) * 16
     sampling = (20 * blueprint.n_vocab + 32 * max_ctx_tokens + 4096) * min(n_processors, max_step_rows)
@@ -115,14 +121,10 @@ def _out_width(layer: Layer) -> int:
     a = layer.attention
     if layer.conv is not None:
         return layer.conv.width
-    return layer.delta.n_values if layer.delta is not None else a.n_heads * (a.v_width or a.head_width)
+    return layer.delta.n_values if layer.delta is not None else a.out_width
 
 
 def _mixer_width(layer: Layer) -> int:
     if layer.conv is not None:
         return 3 * layer.conv.width
-    return layer.delta.n_channels + layer.delta.n_values if layer.delta is not None else _qkv_width(layer.attention)
-
-
-def _qkv_width(a: Attention) -> int:
-    return (a.n_heads + a.n_kv_heads) * a.head_width + a.n_kv_heads * (a.v_width or a.head_width)
+    return layer.delta.n_channels + layer.delta.n_values if layer.delta is not None else layer.attention.qkv_width

@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..files.view import TensorView
 from ..formats.table import packed_bytes
 from .arena import arena, pack_scratch_bytes
-from .kinds import kv_token_bytes
+from .kinds import kv_token_bytes, latent_token_bytes
 from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pinned_arrays, state_layout
 
 MIB = 1 << 20
@@ -256,7 +256,10 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
     )
     attentions = [layer.attention for layer in blueprint.layers]
     token_bytes = sum(
-        kv_token_bytes(a.n_kv_heads, a.head_width, a.v_width or a.head_width, request.kv_format) for a in attentions
+        latent_token_bytes(a.latent.rank, a.latent.rope_width, request.kv_format)
+        if a.latent is not None
+        else kv_token_bytes(a.n_kv_heads, a.head_width, a.values_width, request.kv_format)
+        for a in attentions
     )
     return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes)
 

@@ -94,12 +94,12 @@ class PageLayout:
 
 
 def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageLayout:
-    """One page holds `page_tokens` tokens of every layer: K [K, B, D] then V [K, B, Dv], each aligned to 64 bytes."""
+    """One page holds `page_tokens` tokens of every layer: K [K, B, D] then V [K, B, Dv], each aligned to 64 bytes; latent attention has no V."""
     at, offsets = 0, []
     for layer in blueprint.layers:
         a = layer.attention
         k_bytes = stored_bytes(a.n_kv_heads * page_tokens * a.head_width, kv_format)
-        v_bytes = stored_bytes(a.n_kv_heads * page_tokens * (a.v_width or a.head_width), kv_format)
+        v_bytes = 0 if a.latent is not None else stored_bytes(a.n_kv_heads * page_tokens * a.values_width, kv_format)
         v_at = at + -(-k_bytes // 64) * 64
         offsets.append((at, v_at))
         at = v_at + -(-v_bytes // 64) * 64

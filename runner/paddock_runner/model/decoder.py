@@ -10,6 +10,7 @@ from ..errors import UnsupportedError
 from ..pack.device import Device, f32_tensor
 from ..pack.program import PLAIN, Epilogue, Heads, Program, Rotation, View
 from ..pack.tensor import Tensor
+from .latent import latent_attention
 from .moe import experts, weigh_shared
 from .pooled import pooled_rows
 from .recurrent import delta_net, short_conv
@@ -66,8 +67,10 @@ def _table(site: Site, name: str, blueprint: Blueprint) -> Tensor | None:
 
 def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, site: Site) -> None:
     a, w, at, buffers = layer.attention, site.weights, f"layers.{i}.", site.buffers
-    if layer.delta is not None or layer.conv is not None:
-        if layer.delta is not None:
+    if layer.delta is not None or layer.conv is not None or a.latent is not None:
+        if a.latent is not None:
+            out = latent_attention(program, a, i, site)
+        elif layer.delta is not None:
             out = delta_net(program, layer.delta, i, site, blueprint.norm_eps)
         elif layer.conv is not None:
             out = short_conv(program, layer.conv, i, site)

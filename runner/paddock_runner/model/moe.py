@@ -20,7 +20,7 @@ def experts(program: Program, layer: Layer, at: str, site: Site, residual_scale:
     logits = replace(logits, cols=x.n_experts)
     ids, weights = replace(ids, cols=x.n_used), replace(weights, cols=x.n_used)
     program.matmul(buffers["normed"], [w[at + "router.weight"]], logits, [w.get(at + "router.bias")])
-    choice = Choice(x.score, x.is_normalised, x.scale, x.n_groups, x.n_groups_used)
+    choice = Choice(x.score, x.is_normalised, x.scale, x.n_groups, x.n_groups_used, x.n_group_best)
     program.route(logits, w.get(at + "router_choice.bias"), ids, weights, choice)
     gate, up, down = (w[f"{at}experts.{name}.weight"] for name in ("gate", "up", "down"))
     biases = (w.get(at + "experts.gate.bias"), w.get(at + "experts.up.bias"), w.get(at + "experts.down.bias"))

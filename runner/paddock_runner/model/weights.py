@@ -137,6 +137,20 @@ def _int4(staging: Staging, view: TensorView) -> NDArray[np.uint8]:
     return int4.converted(view, lambda x: np.array(np.frombuffer(staging.read(x), np.uint8)), lambda x: _numbers(staging, x))
 
 
+def _transposed(staging: Staging, view: TensorView) -> NDArray[np.uint8]:
+    """The values of a quantised weight, transposed, as f16. Raises: UnsupportedError (4-bit codes with scales of their own), FileError."""
+    scales = view.scales
+    if view.int4 is not None or (scales is not None and (scales.kind == "group" or scales.whole is not None)):
+        raise UnsupportedError(f"{view.path}: tensor {view.name} would be transposed, which is not supported in {view.format}", what="transposed weight")
+    values = dequantize(view.format, arranged(view, staging.read(view)), view.shape)
+    if scales is not None:
+        factors, (rows, cols) = _numbers(staging, scales.view).reshape(scales.view.shape), view.shape
+        if scales.kind == "block":
+            factors = np.repeat(np.repeat(factors, scales.block[0], 0)[:rows], scales.block[1], 1)[:, :cols]
+        values = values * (factors.reshape(-1, 1) if scales.kind == "row" else factors)
+    return np.ascontiguousarray(values.T).astype("<f2").view(np.uint8).reshape(-1)
+
+
 def _numbers(staging: Staging, view: TensorView) -> NDArray[np.float32]:
     """A tensor of scales as f32; every one a positive number."""
     data = arranged(view, staging.read(view))
@@ -168,7 +182,7 @@ def load_weights(
         for name, view in _in_file_order(views):
             if name in matrices:
                 scales = read_scales(staging, view)
-                data = _int4(staging, view) if view.int4 else arranged(view, staging.read(view))
+                data = _int4(staging, view) if view.int4 else _transposed(staging, view.transposed_of) if view.transposed_of else arranged(view, staging.read(view))
                 device.repack(source_of(view, data.ctypes.data, scales), places[name], sizes[name])
                 weights[name] = Tensor(places[name], view.shape[0], view.shape[1], table.by_name(view.format).id, 0, abi.PK_PACKED)
             else:

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "4116af71195c9396"
+DIGEST = "f2d4610a3c99dbf3"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -429,7 +429,7 @@ class pk_op_route(Structure):
         ("n_groups", c_int32),
         ("n_groups_used", c_int32),
         ("scale", c_float),
-        ("reserved", c_int32),
+        ("n_group_best", c_int32),
     ]
 
 

@@ -124,6 +124,7 @@ class Choice:
     scale: float = 1.0
     n_groups: int = 1
     n_groups_used: int = 1
+    n_group_best: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +316,7 @@ class Program:
             is_normalised=int(choice.is_normalised),
             n_groups=choice.n_groups,
             n_groups_used=choice.n_groups_used,
+            n_group_best=choice.n_group_best,
             scale=choice.scale,
         )
 

@@ -11,6 +11,7 @@ from ..blueprint import Blueprint
 from ..mixture import from_gguf as mixture_from_gguf
 from . import (
     bert,
+    deepseek,
     exaone4,
     gemma2,
     gemma3,
@@ -108,6 +109,7 @@ FAMILIES = (
         qwen35.from_hf,
         "Qwen 3.5 to 3.8, Qwen3-Next",
     ),
+    Family("deepseek", (), ("deepseek_v2", "deepseek_v3"), deepseek.from_gguf, deepseek.from_hf, "DeepSeek V2, V3, R1 (safetensors)"),
     Family("bert", ("bert",), ("bert", "roberta", "xlm-roberta"), bert.from_gguf, bert.from_hf, "MiniLM, bge, e5, cross-encoders"),
     Family("nomic-bert", ("nomic-bert",), ("nomic_bert",), nomic_bert.from_gguf, nomic_bert.from_hf, "Nomic Embed 1, 1.5"),
 )
