@@ -9,6 +9,8 @@ FORGET = 0.98
 PRIOR_WEIGHT = 1e-3
 FLOOR_US_PER_TOKEN = 1e-3
 FIT_EVERY = 8
+ENOUGH = 16
+"""Steps with rows and prefill together, after which those with prefill alone are not learned from."""
 N = 4
 
 
@@ -16,10 +18,11 @@ class CostModel:
     """us = a + b * decode rows + c * prefill tokens + d * (prefill tokens x context before each), all fitted, none negative.
 
     Exponentially forgotten least squares: old steps fade, so that growing contexts and clocks are followed. Plain lists: at this
-    size they are quicker than arrays.
+    size they are quicker than arrays. What a token adds to a step with decode rows is not what it takes in a step of its own: beside rows
+    that wait for memory it may be nearly free. So once there are enough steps of both kinds, only those with decode rows are learned from.
     """
 
-    __slots__ = ("_moment", "_n_fresh", "_normal", "n_seen", "terms")
+    __slots__ = ("_moment", "_n_fresh", "_normal", "n_mixed", "n_seen", "terms")
 
     def __init__(self, guess_us: tuple[float, float, float, float] = (2000.0, 1000.0, 10_000.0, 1000.0)) -> None:
         self._normal = [[PRIOR_WEIGHT * (i == j) for j in range(N)] for i in range(N)]
@@ -27,10 +30,14 @@ class CostModel:
         self.terms = list(guess_us)
         """us for: a step, 16 decode rows, 256 prefill tokens, 256 prefill tokens after 2048 tokens of context."""
         self._n_fresh = 0
-        self.n_seen = 0
+        self.n_seen = self.n_mixed = 0
 
     def see(self, n_decode: int, n_tokens: int, work: float, us: float) -> None:
         """Learns from a finished step. work: sum over prefill tokens of the context before each."""
+        if n_decode and n_tokens:
+            self.n_mixed += 1
+        elif n_tokens and self.n_mixed >= ENOUGH:
+            return
         x = (1.0, n_decode / DECODE_SCALE, n_tokens / TOKEN_SCALE, work / WORK_SCALE)
         moment, prior = self._moment, PRIOR_WEIGHT * (1 - FORGET)
         for i, row in enumerate(self._normal):

@@ -11,13 +11,16 @@ class Policy:
 
     max_queue: int = 1024
     """Requests that may wait. When it is full, the client with the most waiting ones loses."""
-    steady_ratio: float = 1.25
-    """A step with prefill may last this many times a step without, as long as prefill lasts."""
+    steady_ratio: float = 1.2
+    """A step with prefill may last this many times a step without, as long as prefill lasts: gaps stay below 1.25 times."""
     burst_ratio: float = 3.0
     """The same while burst credit is left, or when as many requests wait as decode."""
     burst_ms: float = 250.0
-    """Burst credit: prefill time beyond the steady ratio that decoding streams put up with at once; refills as they decode."""
-    min_chunk_tokens: int = 32
+    """Burst credit: prefill time beyond the steady ratio that decoding streams put up with at once; refills as they decode.
+
+    It is for prompts that fit into it: a long one would only spend it, and be hardly quicker.
+    """
+    min_chunk_tokens: int = 16
     """Prefill goes on with at least this many tokens a step: smaller chunks waste the matrix kernels."""
     share_tokens: int = 64
     """A request waits for another that computes at least this many tokens of its own prefix."""

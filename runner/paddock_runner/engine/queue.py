@@ -95,9 +95,9 @@ class WaitQueue:
         `open` was called for its client. The refused one is no longer in the queue, its client not yet closed.
         """
         policy = self._policy
+        request.uncached_tokens = request.n_tokens - cached_tokens
         request.key = (
-            request.n_tokens
-            - cached_tokens
+            request.uncached_tokens
             + request.arrival_ns / 1e6 * policy.ageing_tokens_per_ms
             - request.priority * policy.priority_tokens
         )

@@ -81,6 +81,7 @@ class Request:
         "slot",
         "started_ns",
         "tokens",
+        "uncached_tokens",
         "use_mask",
         "wait_for",
         "wait_tokens",
@@ -118,6 +119,8 @@ class Request:
         self.done_tokens = 0
         """Tokens whose prefill has been launched or was cached."""
         self.cached_tokens = 0
+        self.uncached_tokens = ask.prompt_tokens
+        """Tokens that were not cached when it came."""
         self.charged_tokens = 0
         """Length up to which the client has been charged."""
         self.end_length = -1

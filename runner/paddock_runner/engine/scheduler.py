@@ -312,9 +312,17 @@ class Scheduler:
         self._credit_ns = now_ns
         self._credit_us = min(policy.burst_ms * 1000, self._credit_us + elapsed_us * steady / policy.steady_ratio)
         ratio = min(policy.burst_ratio, max(policy.steady_ratio, 1 + (self.n_waiting + len(self.prefilling)) / n_rows))
-        if self._credit_us > 0:
+        if self._credit_us > 0 and self._is_short():
             ratio = policy.burst_ratio
         return base * (ratio - 1)
+
+    def _is_short(self) -> bool:
+        """The shortest prompt there is could be computed within the burst credit."""
+        n = min((r.n_tokens - r.cached_tokens for r in self.prefilling), default=1 << 31)
+        head = self.queue.head()
+        if head is not None:
+            n = min(n, head.uncached_tokens)
+        return self.cost.chunk_us(n, 0) <= self._policy.burst_ms * 1000
 
     def _charge_decoding(self) -> None:
         """Charges clients for the answers that grew since the last look."""

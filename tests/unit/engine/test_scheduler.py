@@ -75,6 +75,25 @@ def test_decoding_streams_keep_their_pace_while_a_long_prompt_prefills() -> None
     rig.close()
 
 
+def test_a_prompt_that_is_longer_than_the_burst_credit_does_not_spend_it() -> None:
+    rig = Rig(WIDE, policy=Policy(min_chunk_tokens=4, burst_ms=100.0))
+    watch = Watch(rig)
+    streams = decoding(rig, 12, 1500)
+    rig.ask([(3 * i) % 1000 for i in range(100)], 1)
+    while rig.engine.scheduler.has_prefill or rig.answers[13].end is None:
+        rig.turn()
+    before, base = len(rig.device.rows), STEP_US + 12 * ROW_US
+    long = rig.ask([(7 * i) % 1000 for i in range(1900)], 2)
+    while not long.tokens:
+        rig.turn()
+    steps = watch.step_us(before)
+    assert statistics.median(steps) <= 1.25 * base and statistics.quantiles(steps, n=100)[98] <= 1.5 * base
+    for answer in (*streams, long):
+        rig.abort(answer)
+    rig.run(check=False)
+    rig.close()
+
+
 def test_a_short_prompt_passes_at_once_on_burst_credit() -> None:
     rig = Rig(WIDE)
     streams = decoding(rig, 12, 400)

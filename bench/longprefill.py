@@ -1,0 +1,159 @@
+"""Streams that decode while a long prompt arrives: gaps between their tokens before and meanwhile, and the prompt's time to first token.
+
+Usage: python -m bench.longprefill MODEL [--pack PACK] [--streams 16] [--prompt 4000] [--rounds 3] [--threads N] [--machine NAME]
+The engine runs in this process, without a front: gaps are times between steps that gave every stream a token. Each round measures the prompt
+alone, the streams alone, and both, so that what else the machine does falls on all three. Goals: gap p50 at most 1.25 and p99 at most 1.5 times
+of before, time to first token at most 1.4 times alone. The last two cannot both be had where decoding leaves no arithmetic unused (a CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+from array import array
+from pathlib import Path
+from time import perf_counter
+
+from paddock_runner.blueprint.names import tensors_by_name
+from paddock_runner.blueprint.read import read_blueprint
+from paddock_runner.engine.assemble import Assembly, build_device
+from paddock_runner.engine.loop import Engine, freeze
+from paddock_runner.engine.process import Runner
+from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.memory.plan import PlanRequest, cpu_facts, cuda_facts, state_sizes
+from paddock_runner.pack.library import find_pack
+from paddock_runner.wire.channel import Channel
+from paddock_runner.wire.messages import Ask, Done, StepResult
+from paddock_runner.wire.port import EnginePort, FrontPort
+
+from bench import board
+
+
+class Scene:
+    """One engine on one device, turned by hand."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        checkpoint = open_checkpoint(Path(options.model))
+        blueprint = read_blueprint(checkpoint)
+        pack = Path(options.pack) if options.pack else find_pack("cpu")
+        facts = cuda_facts(132) if "cuda" in pack.name else cpu_facts(os.cpu_count() or 1)
+        ctx = min(blueprint.max_ctx_tokens, options.prompt + 64)
+        request = PlanRequest(ctx, options.streams + 1, facts, n_pages=(options.prompt + 64) // 32 + options.streams * (ctx // 32) + 2)
+        sizes = state_sizes(blueprint, request)
+        self.device = build_device(Assembly(pack, sizes, request.kv_format, n_threads=options.threads), blueprint, tensors_by_name(checkpoint, blueprint))
+        self.n_vocab = blueprint.n_vocab
+        channel = Channel.create()
+        self.front = FrontPort(channel, True)
+        self.engine = Engine(sizes, self.device, [EnginePort(channel, True)])
+        self.runner = Runner(self.engine)
+        self.random = random.Random(1)
+        self.n_asked = 0
+        self.ended: set[int] = set()
+        self.first: dict[int, float] = {}
+        self.counts: dict[int, int] = {}
+
+    def ask(self, n_prompt: int, n_tokens: int) -> int:
+        """One more request; its id."""
+        self.n_asked += 1
+        prompt = array("i", [self.random.randrange(300, self.n_vocab) for _ in range(n_prompt)])
+        self.front.ask(Ask(self.n_asked, prompt, max_tokens=n_tokens, temperature=0.0, client=self.n_asked))
+        return self.n_asked
+
+    def turn(self) -> set[int]:
+        """One turn; who got a token."""
+        if not self.runner.turn() and self.engine.in_flight:
+            self.engine.wait()
+        got: set[int] = set()
+        for event in self.front.poll():
+            if isinstance(event, StepResult):
+                got |= {row[0] for row in event.rows}
+            elif isinstance(event, Done):
+                self.ended.add(event.ask_id)
+        now = perf_counter()
+        for ask_id in got:
+            self.first.setdefault(ask_id, now)
+            self.counts[ask_id] = self.counts.get(ask_id, 0) + 1
+        return got
+
+    def finish(self) -> None:
+        """Ends everything that runs."""
+        for ask_id in range(1, self.n_asked + 1):
+            if ask_id not in self.ended:
+                self.front.abort(ask_id)
+        while self.engine.n_open or self.engine.in_flight:
+            self.turn()
+
+    def first_token_s(self, n_prompt: int) -> float:
+        """Time to the first token of a new prompt."""
+        begun = perf_counter()
+        ask_id = self.ask(n_prompt, 1)
+        while ask_id not in self.first:
+            self.turn()
+        return self.first[ask_id] - begun
+
+    def streams(self, n: int, n_tokens: int) -> list[int]:
+        """n streams that have all begun."""
+        ids = [self.ask(24, n_tokens) for _ in range(n)]
+        while not all(self.counts.get(i, 0) > 4 for i in ids):
+            self.turn()
+        return ids
+
+    def gaps(self, ids: list[int], until: int, n: int) -> list[float]:
+        """Gaps between steps that gave the streams a token, in ms: n of them, or until an ask has its first token."""
+        found: list[float] = []
+        last = perf_counter()
+        while (until not in self.first) if until else len(found) < n:
+            if self.turn() & set(ids):
+                now = perf_counter()
+                found.append(1e3 * (now - last))
+                last = now
+        return found
+
+
+def share(values: list[float], q: float) -> float:
+    """A quantile."""
+    return sorted(values)[min(len(values) - 1, int(q * len(values)))]
+
+
+def main() -> None:
+    """Measures and prints; with --machine writes the board."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--pack", default="")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=4000)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--machine", default="")
+    options = parser.parse_args()
+    scene = Scene(options)
+    freeze()
+    scene.first_token_s(options.prompt // 4)
+    alone, beside, quiet, busy = [], [], list[float](), list[float]()
+    for _ in range(options.rounds):
+        alone.append(scene.first_token_s(options.prompt))
+        ids = scene.streams(options.streams, options.prompt)
+        quiet += scene.gaps(ids, 0, 60)
+        begun = perf_counter()
+        long = scene.ask(options.prompt, 1)
+        busy += scene.gaps(ids, long, 0)
+        beside.append(scene.first[long] - begun)
+        scene.finish()
+    p50, p99 = share(busy, 0.5) / share(quiet, 0.5), share(busy, 0.99) / share(quiet, 0.99)
+    ttft = statistics.median(beside) / statistics.median(alone)
+    sys.stdout.write(
+        f"gaps before p50 {share(quiet, 0.5):.2f} p99 {share(quiet, 0.99):.2f} ms; meanwhile p50 {share(busy, 0.5):.2f} p99 {share(busy, 0.99):.2f} ms "
+        f"({len(busy)} gaps): {p50:.2f}x, {p99:.2f}x; first token alone {statistics.median(alone):.2f} s, beside {statistics.median(beside):.2f} s: {ttft:.2f}x\n"
+    )
+    if options.machine:
+        name = f"{options.machine}.longprefill.{Path(options.model).stem}.{options.streams}x{options.prompt}"
+        rows = [board.row(f"{name}.{k}", [v], "x", "lower") for k, v in (("itl_p50", p50), ("itl_p99", p99), ("ttft", ttft))]
+        board.write(options.machine, "longprefill", rows, load_average=round(os.getloadavg()[0], 2))
+    scene.device.close()
+
+
+if __name__ == "__main__":
+    main()
