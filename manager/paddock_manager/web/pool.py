@@ -1,7 +1,8 @@
 """Which runners live: started when asked for, evicted by bytes when room is needed, stopped when idle. Knows no HTTP.
 
 Invariants: the bytes of all loaded and loading models stay within the budget; a runner with a request in flight is never stopped;
-a model that waits for room gets it after a short grace, since newcomers for loaded models then wait behind it.
+a model that waits for room gets it after a short grace, since requests for loaded models that come later then wait behind it; a model
+that was just loaded serves those who waited for it before it can be evicted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Entry:
     in_flight: int = 0
     last_used: float = 0.0
     is_changing: bool = False
+    is_fresh: bool = False
     failures: int = 0
     not_before: float = 0.0
     error: PaddockError | None = None
@@ -84,9 +86,10 @@ class Pool:
                 name=name,
                 known=list(self.entries),
             )
+        arrived = time.monotonic()
         while True:
             async with self._changed:
-                found = self._try(entry)
+                found = self._try(entry, arrived)
                 if found is not None:
                     return found
                 victim = self._choose(entry)
@@ -95,24 +98,24 @@ class Pool:
                     continue
                 victim.is_changing = True
             if victim is entry:
-                await self._start(entry)
+                await asyncio.shield(self._start(entry))  # goes on for others when this client has gone
             else:
                 self.counts.evictions += 1
                 self.log(f"evicting {victim.launch.name} for {name}")
-                await self._stop(victim)
+                await asyncio.shield(self._stop(victim))
 
-    def _try(self, entry: Entry) -> Server | None:
-        """The server, when it can be used now. Raises: Busy while it backs off."""
+    def _try(self, entry: Entry, arrived: float) -> Server | None:
+        """The server, when a request that arrived then can use it now. Raises: Busy while it backs off."""
         name, now = entry.launch.name, time.monotonic()
         if entry.server is not None and not entry.is_changing and not entry.server.is_alive:
             self.log(f"{name} died; it is started again")
             self.counts.restarts += 1
             spawn.reap(entry.server)
             entry.server = None
-        held_up = any(n != name and now - since > GRACE_S for n, since in self._waiting.items())
+        held_up = any(n != name and arrived - since > GRACE_S for n, since in self._waiting.items())
         if entry.server is not None and not entry.is_changing and not held_up:
             entry.in_flight += 1
-            entry.last_used = now
+            entry.last_used, entry.is_fresh = now, False
             return entry.server
         if entry.server is None and not entry.is_changing and now < entry.not_before:
             wait_ms = int(1000 * (entry.not_before - now)) + 1
@@ -134,7 +137,15 @@ class Pool:
         self._waiting.setdefault(entry.launch.name, time.monotonic())
         if next(iter(self._waiting)) != entry.launch.name or any(e.is_changing for e in self.entries.values()):
             return None
-        idle = [e for e in self.entries.values() if e.server is not None and e.in_flight == 0 and not e.is_changing]
+        now = time.monotonic()
+        idle = [
+            e
+            for e in self.entries.values()
+            if e.server is not None
+            and e.in_flight == 0
+            and not e.is_changing
+            and not (e.is_fresh and now - e.last_used < GRACE_S)
+        ]
         return min(idle, key=lambda e: e.last_used, default=None)
 
     async def _wait(self) -> None:
@@ -159,6 +170,7 @@ class Pool:
         finally:
             async with self._changed:
                 entry.server, entry.is_changing, entry.last_used = server, False, time.monotonic()
+                entry.is_fresh = server is not None
                 self._changed.notify_all()
 
     async def _stop(self, entry: Entry) -> None:
