@@ -1,0 +1,119 @@
+// What the persistent decode kernel is told: a list of phases in device memory, each one step of a layer that every block
+// takes part in, with a barrier of the whole grid behind it.
+#pragma once
+#include <cstdint>
+
+#include "../context.h"
+
+namespace pk::persist {
+
+constexpr int kWarps = 16;                      // that multiply, a ring of weights each
+constexpr int kConsumers = 32 * kWarps;
+constexpr int kProducers = 4;                   // warps that fill the rings, each of kWarps / kProducers of them
+constexpr int kThreads = kConsumers + 32 * kProducers;
+constexpr int kMaxRows = 8;
+
+enum PhaseKind : int32_t { kMatmul = 0, kAttend = 1, kPublish = 2 };
+
+// How x lies in shared memory: what the inner product of a weight format wants.
+enum Staging : int32_t { kStageBf16 = 0, kStageFp8 = 1, kStageNibbles = 2, kStageBytes = 3 };
+
+// Elements of K that a warp takes from the ring at once, and how many bytes of the ring they use.
+__host__ __device__ constexpr int chunk_elements(int32_t format) { return format == PK_BF16 ? 128 : 256; }
+// Row-major formats: 16 rows of 256 bytes, the 16-byte pieces of odd rows moved by 64 bytes, so that eight lanes reach 128
+// different bytes; then 16 bytes of scales.
+constexpr int kRowsScaleAt = 4096;
+__host__ __device__ constexpr int row_piece(int row, int piece) { return row * 256 + ((piece ^ (row & 1) << 2) << 4); }
+__host__ __device__ constexpr int block_chunk_bytes(int32_t format) { return format == PK_Q8_0 ? 2 * 2176 : format == PK_Q4_K ? 2368 : 3360; }
+__host__ __device__ constexpr bool is_rows(int32_t format) { return format == PK_BF16 || format == PK_FP8_E4M3; }
+__host__ __device__ constexpr int slot_bytes(int32_t format) {
+    return ((format == PK_BF16 ? 4096 : format == PK_FP8_E4M3 ? 4112 : block_chunk_bytes(format)) + 127) / 128 * 128;
+}
+
+struct Weight {
+    const uint8_t *data;
+    const float *row_scale, *block_scale, *bias;
+    int64_t row_bytes;
+    int32_t rows, first_tile, n_tiles, first_column;
+    int32_t scale_stride, format;
+    float scale;
+    int32_t n_chunks;  // along K
+};
+
+// An operand. What one phase writes and a later one reads goes from block to block as packets: eight bytes with four of data
+// (an F32 or two BF16) and the number of the phase that wrote them, so that no reader needs another sign of arrival. What was there before the launch is published as packets by its first phase.
+struct Place {
+    uint64_t data;
+    int64_t stride;  // elements, of packets too
+    int32_t format;
+    int32_t source;  // the phase whose packets these are
+    uint64_t packets;
+};
+
+struct Attend {
+    const float *q_norm, *k_norm, *frequency, *sinks;  // or null
+    int64_t k_offset, v_offset;
+    int32_t n_heads, n_kv_heads, head_width, rope_width, rope_layout, window;
+    float magnitude, eps, scale, softcap;
+};
+
+struct Phase {
+    int32_t kind, n_w, is_gated, n_tiles;  // tiles of 16 rows; of one side when gated
+    int32_t shift;                         // which block begins
+    int32_t k, staging, n_parts;           // K is staged in n_parts equal parts
+    int64_t rows_symbol;
+    int32_t is_gathered, act;              // x: the last token of the row that is sampled
+    float scale, softcap, eps;
+    int32_t reserved;
+    Place x, y, add, normed;               // normed: where the normed rows go, or absent; attention: x is the raw q, k, v
+    const float *norm;                     // weights of the norm before the product, or null
+    union {
+        Weight w[3];
+        Attend attend;
+    };
+};
+
+struct Arguments {
+    const Phase *phases;
+    int32_t n_phases, n_slots, slot_bytes, x_bytes, part_bytes, total_bytes;
+    int32_t probe;
+    const StepInfo *info;
+    const int32_t *sample_row, *row_start;
+    const int32_t *row_slot, *row_position, *row_flags, *token_page, *page_table;
+    uint8_t *kv;
+    int64_t page_stride;
+    int32_t page_tokens, slot_pages;
+    uint8_t *partial;   // packets of attention's ranges: [items][8 heads][width] sums, then [8][2] largest logits and sums of weights
+    uint32_t *epochs;   // [0]: phases of all launches before this one; [1]: blocks that have ended
+};
+
+// What a phase may ask about a row of the step.
+struct RowFacts {
+    int32_t position, slot, page, is_dead;
+};
+
+// Offsets in dynamic shared memory.
+struct Layout {
+    int32_t ring, x, part, total, phases, end;
+};
+__host__ __device__ inline Layout layout_of(const Arguments &a) {
+    Layout l;
+    l.ring = 0;
+    l.x = kWarps * a.n_slots * a.slot_bytes;
+    l.part = l.x + a.x_bytes;
+    l.total = l.part + 2 * a.part_bytes;
+    l.phases = l.total + a.total_bytes;
+    l.end = l.phases + 2 * (kProducers + 1) * static_cast<int32_t>((sizeof(Phase) + 127) / 128 * 128);
+    return l;
+}
+
+// x of one part in shared memory: bytes for `rows` rows of k elements.
+__host__ __device__ inline int32_t x_row_bytes(int32_t staging, int32_t k) { return staging <= kStageFp8 ? 2 * k + 64 : 2 * k; }
+__host__ __device__ inline int32_t staged_bytes(int32_t staging, int32_t rows, int32_t k) {
+    return rows * x_row_bytes(staging, k) + (staging <= kStageFp8 ? 0 : rows * (k / 32) * 16);
+}
+
+template <int kRows>
+int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks);
+
+}  // namespace pk::persist

@@ -1,0 +1,56 @@
+// Copies that complete on mbarriers, and packets from block to block.
+#pragma once
+#include "../device.cuh"
+
+namespace pk::persist {
+
+__device__ __forceinline__ void barrier_init(uint32_t at, uint32_t count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory"); }
+__device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t at) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
+__device__ __forceinline__ bool barrier_try(uint32_t at, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done) : "r"(at), "r"(parity) : "memory");
+    return done != 0;
+}
+__device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity) {
+    while (!barrier_try(at, parity)) {
+    }
+}
+__device__ __forceinline__ uint64_t read_once_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+// All consumer threads.
+__device__ __forceinline__ void join_consumers(int n_threads) { asm volatile("bar.sync 1, %0;" ::"r"(n_threads) : "memory"); }
+
+// Completes a phase of the barrier when this thread's copies have arrived; the count stays as it was.
+__device__ __forceinline__ void barrier_follow(uint32_t at) { asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(at) : "memory"); }
+__device__ __forceinline__ void copy16_once(uint32_t to, const void *from, uint64_t policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy) : "memory");
+}
+
+// A packet is one 64-bit access: its data and its epoch arrive together. (x, z): data, (y, w): epochs.
+__device__ __forceinline__ uint4 load_packets2(const void *p) {
+    uint64_t a, b;
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+    return make_uint4(static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b), static_cast<uint32_t>(b >> 32));
+}
+__device__ __forceinline__ uint2 load_packet(const void *p) {
+    uint64_t a;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(a) : "l"(p) : "memory");
+    return make_uint2(static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32));
+}
+__device__ __forceinline__ void store_packet(void *p, uint32_t bits, uint32_t epoch) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(static_cast<uint64_t>(epoch) << 32 | bits) : "memory");
+}
+
+}  // namespace pk::persist
