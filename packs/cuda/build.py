@@ -48,7 +48,7 @@ def nvcc() -> str:
 
 
 def units() -> list[tuple[str, pathlib.Path, list[str]]]:
-    """(object name, source, defines) of every translation unit; those of PER_FORMAT are one unit per weight format, Hopper's attention one per head width."""
+    """(object name, source, defines) of every translation unit; those of PER_FORMAT are one unit per weight format, Hopper's attention one per head width, the persistent kernel one per bound of rows."""
     found = []
     for source in sorted(ROOT.glob("src/**/*.c[up]*")) + sorted(HOST.glob("*.cpp")):
         name = f"{source.parent.name}_{source.stem}"
@@ -56,6 +56,8 @@ def units() -> list[tuple[str, pathlib.Path, list[str]]]:
             found += [(f"{name}_{f.lower()}", source, [f"-D{PER_FORMAT[source.name]}=PK_{f}"]) for f in FORMATS]
         elif source.name == "prefill_wgmma.cu":
             found += [(f"{name}_{w}", source, [f"-DPK_WIDTH={w}"]) for w in (64, 128, 192, 256)]
+        elif source.parent.name == "persist" and source.stem == "kernel":
+            found += [(f"{name}_{n}", source, [f"-DPK_PERSIST_ROWS={n}"]) for n in (1, 2, 4, 8)]
         else:
             found.append((name, source, []))
     return found

@@ -61,8 +61,14 @@ int32_t capture(pk_program &p, const Launch &l, bool with_ends, cudaGraphExec_t 
     cudaStream_t stream = p.ctx->stream;
     if (int32_t e = check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture")) return e;
     int32_t status = PK_OK;
-    for (int64_t i = 0; i < p.records.n() && !status; ++i)
-        if (with_ends || !is_end(p.records[i])) status = launch_record(l, p.records[i]);
+    for (int64_t i = 0; i < p.records.n() && !status; ++i) {
+        if (const persist::Run *run = persist::find_run(p.plans, l, i)) {
+            status = persist::launch_run(l, *run);
+            i = run->last - 1;
+        } else if (with_ends || !is_end(p.records[i])) {
+            status = launch_record(l, p.records[i]);
+        }
+    }
     cudaGraph_t graph = nullptr;
     int32_t ended = check(cudaStreamEndCapture(stream, &graph), "capture");
     if (status || ended) {
@@ -190,6 +196,14 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     std::sort(sizes.begin(), sizes.end());
     sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
     const bool is_step = has_op(p, PK_OP_PREPARE);
+    // A single product in a step is as fast on its own; programs that are run piece by piece may consist of one.
+    for (int32_t rows : {1, 2, 4, 8}) {
+        const int32_t n = std::min(rows, p.state.max_step_tokens);
+        p.plans.emplace_back();
+        if (int32_t e = persist::make_plan(launch_of(p, n, std::min(n, p.state.max_step_rows), true, false), p.records, rows, is_step ? 2 : 1, &p.plans.back())) return e;
+        ctx.n_allocations += p.plans.back().memory != nullptr;
+        ctx.allocated_bytes += p.plans.back().n_bytes;
+    }
     for (int32_t n : sizes) {
         if (n < 1 || n > p.state.max_step_tokens) return fail(PK_BAD_ARG, "load: a bucket of %d tokens, it must be 1 to %d", n, p.state.max_step_tokens);
         pk_program::Bucket bucket;
@@ -215,6 +229,7 @@ void unload_program(pk_program &p) {
         if (b.mixed) cudaGraphExecDestroy(b.mixed);
         if (b.decode) cudaGraphExecDestroy(b.decode);
     }
+    for (auto &plan : p.plans) persist::drop_plan(plan);
     if (p.info) cudaFree(p.info);
     if (p.ring) cudaFreeHost(p.ring);
     if (p.consumed) cudaFreeHost(p.consumed);

@@ -6,6 +6,7 @@
 #include "../../host/program.h"
 #include "../../host/step.h"
 #include "../include/context.h"
+#include "../include/persist/plan.h"
 
 struct pk_program {
     pk_ctx *ctx = nullptr;
@@ -16,6 +17,7 @@ struct pk_program {
         cudaGraphExec_t mixed = nullptr, decode = nullptr;
     };
     std::vector<Bucket> buckets;
+    std::vector<pk::persist::Plan> plans;  // of steps of few rows, fewest first
     pk::StepInfo *info = nullptr;
     uint8_t *ring = nullptr;        // pinned, n_ring blocks of ring_bytes
     uint64_t *consumed = nullptr;   // pinned: blocks that the device has read

@@ -13,11 +13,6 @@
 namespace pk::persist {
 
 constexpr int kStep = 16 * kWarps;  // positions that a block takes at once
-// Shared memory of an item: q, tops and sums, then a scratch of floats (warps x four heads x width).
-__host__ __device__ constexpr int head_bytes(int width) { return 2 * width + 64; }
-constexpr int kTopsAt = 8 * head_bytes(128), kScratchAt = kTopsAt + 2 * kWarps * 8 * 4;
-constexpr int kAttendBytes = kScratchAt + kWarps * 4 * 128 * 4;
-
 __device__ __forceinline__ uint32_t transposed(uint32_t v) {
     uint32_t t;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));

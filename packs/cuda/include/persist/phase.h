@@ -43,7 +43,7 @@ struct Weight {
 // An operand. What one phase writes and a later one reads goes from block to block as packets: eight bytes with four of data
 // (an F32 or two BF16) and the number of the phase that wrote them, so that no reader needs another sign of arrival. What was there before the launch is published as packets by its first phase.
 struct Place {
-    uint64_t data;
+    uint64_t data;   // 0: packets only
     int64_t stride;  // elements, of packets too
     int32_t format;
     int32_t source;  // the phase whose packets these are
@@ -78,7 +78,7 @@ struct Arguments {
     int32_t n_phases, n_slots, slot_bytes, x_bytes, part_bytes, total_bytes;
     int32_t probe;
     const StepInfo *info;
-    const int32_t *sample_row, *row_start;
+    const int32_t *sample_at;
     const int32_t *row_slot, *row_position, *row_flags, *token_page, *page_table;
     uint8_t *kv;
     int64_t page_stride;
@@ -86,6 +86,11 @@ struct Arguments {
     uint8_t *partial;   // packets of attention's ranges: [items][8 heads][width] sums, then [8][2] largest logits and sums of weights
     uint32_t *epochs;   // [0]: phases of all launches before this one; [1]: blocks that have ended
 };
+
+// Shared memory of an item of attention: q, tops and sums, then a scratch of floats (warps x four heads x width).
+__host__ __device__ constexpr int head_bytes(int width) { return 2 * width + 64; }
+constexpr int kTopsAt = 8 * head_bytes(128), kScratchAt = kTopsAt + 2 * kWarps * 8 * 4;
+constexpr int kAttendBytes = kScratchAt + kWarps * 4 * 128 * 4;
 
 // What a phase may ask about a row of the step.
 struct RowFacts {

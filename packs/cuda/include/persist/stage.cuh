@@ -38,7 +38,7 @@ __device__ __forceinline__ void await(const Place &p, int64_t at, uint32_t epoch
 
 // Writes an element to memory and to whoever waits for it. All lanes of a warp call it, with neighbours side by side.
 __device__ __forceinline__ void write_output(const Place &p, int64_t at, float v, bool is_valid, uint32_t epoch) {
-    if (is_valid) store_from_f32(reinterpret_cast<void *>(p.data), at, p.format, v);
+    if (is_valid && p.data) store_from_f32(reinterpret_cast<void *>(p.data), at, p.format, v);
     if (!p.packets) return;
     if (p.format == PK_F32) {
         if (is_valid) store_packet(reinterpret_cast<void *>(p.packets + at * 8), __float_as_uint(v), epoch);

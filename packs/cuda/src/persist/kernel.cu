@@ -7,6 +7,8 @@
 // packets (phase.h): there is no barrier of the grid. A buffer of packets is written again four phases later at the earliest:
 // every phase reads what the one before it wrote, so nobody can be that far ahead of a reader. Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K. One row count bound a
 // translation unit (PK_PERSIST_ROWS). Assumes that all blocks are resident: launched cooperatively.
+#include "../../include/persist/phase.h"
+#ifdef PK_WGMMA
 #include "../../include/persist/attend.cuh"
 #include "../../include/persist/multiply.cuh"
 #include "../../include/persist/stage.cuh"
@@ -249,8 +251,13 @@ __device__ __forceinline__ void run_job(const Phase &phase, const Job &job, Take
 }
 
 template <int kRows>
+__device__ __forceinline__ int rows_in(const Phase &p, const Shared &s) {
+    return min(kRows, p.rows_symbol == PK_ROWS_T ? s.n_tokens : p.rows_symbol == PK_ROWS_S ? s.n_samples : static_cast<int>(p.rows_symbol));
+}
+
+template <int kRows>
 __device__ void matmul_phase(const Phase &phase, const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout, Taker &taker, int at) {
-    const int n_rows = min(kRows, phase.rows_symbol == PK_ROWS_T ? s.n_tokens : phase.rows_symbol == PK_ROWS_S ? s.n_samples : static_cast<int>(phase.rows_symbol));
+    const int n_rows = rows_in<kRows>(phase, s);
     uint8_t *xs = shared + layout.x;
     float *parts = reinterpret_cast<float *>(shared + layout.part), *totals = reinterpret_cast<float *>(shared + layout.total);
     const Range all = range_of(phase);
@@ -307,7 +314,7 @@ __device__ void consume(const Arguments &a, Shared &s, uint8_t *shared, const La
         const Phase &phase = *reinterpret_cast<const Phase *>(phases + (p & 1) * kPhaseStride);
         if (warp == 0 && p + 1 < a.n_phases) coming.ask(a.phases + p + 1, lane);
         if (phase.kind == kPublish) {
-            publish(phase, min(kRows, s.n_tokens), s.base + p + 1);
+            publish(phase, rows_in<kRows>(phase, s), s.base + p + 1);
         } else if (phase.kind == kMatmul) {
             matmul_phase<kRows>(phase, a, s, shared, layout, taker, p);
         } else if (phase.attend.head_width == 128) {
@@ -332,7 +339,7 @@ __device__ __forceinline__ void read_step(const Arguments &a, Shared &s) {
     }
     if (i < n_tokens && a.row_position != nullptr)
         s.rows[i] = {a.row_position[i], a.row_slot[i], a.token_page[i], a.row_flags[i] & PK_ROW_DEAD};
-    if (i < n_samples && a.sample_row != nullptr) s.gather[i] = a.row_start[a.sample_row[i] + 1] - 1;
+    if (i < n_samples && a.sample_at != nullptr) s.gather[i] = a.sample_at[i];
 }
 
 template <int kRows>
@@ -383,6 +390,14 @@ int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks) {
     return check(cudaLaunchKernelEx(&config, persist_kernel<kRows>, a), "persist");
 }
 
-template int32_t launch_rows<PK_PERSIST_ROWS>(const Launch &, const Arguments &, int);
-
 }  // namespace pk::persist
+#else
+namespace pk::persist {
+template <int kRows>
+int32_t launch_rows(const Launch &, const Arguments &, int) {
+    return fail(PK_UNSUPPORTED, "persist: this architecture has no such kernel");
+}
+}  // namespace pk::persist
+#endif
+
+template int32_t pk::persist::launch_rows<PK_PERSIST_ROWS>(const pk::Launch &, const pk::persist::Arguments &, int);

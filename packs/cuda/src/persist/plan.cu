@@ -1,0 +1,426 @@
+// Reads a program's records as phases of the persistent decode kernel. A run is a row of records that are phases, each of
+// which reads what the one before it wrote; any other record ends it and is launched on its own.
+#include "../../include/persist/plan.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "../../include/format/unit.cuh"
+#include "../../include/gemm.cuh"
+
+namespace pk::persist {
+namespace {
+
+constexpr int64_t kSharedBytes = 227 * 1024 - 4096;  // static shared memory is the rest
+constexpr int kBuffers = 8, kReach = 4;              // buffers of packets; how many phases back a phase may read
+constexpr int kTilesOnce = 12;                       // tiles that are added up at once, one row of x
+
+// A phase before it knows where packets lie.
+struct Draft {
+    Phase phase = {};
+    int64_t n_records = 0;
+    pk_tensor x = {}, y = {}, add = {};
+    uint64_t normed = 0;
+};
+
+int64_t element_bytes(const pk_tensor &t) { return t.format == PK_F32 ? 4 : 2; }
+bool is_activation(const pk_tensor &t) {
+    return (t.format == PK_F32 || t.format == PK_BF16) && t.stride % (4 * element_bytes(t)) == 0 && t.data % 16 == 0;
+}
+Place place_of(const pk_tensor &t) { return {t.data, t.data ? t.stride / element_bytes(t) : 0, t.format, 0, 0}; }
+
+bool mentions(const Record &r, uint64_t address) {
+    const uint64_t *words = reinterpret_cast<const uint64_t *>(&r);
+    for (int32_t i = 0; i < r.size / 8; ++i)
+        if (words[i] == address) return true;
+    return false;
+}
+// Nobody reads what was at this address: the next record that names it writes a product there.
+bool is_dead_after(const Records &records, int64_t from, uint64_t address) {
+    for (int64_t i = from; i < records.n(); ++i) {
+        if (!mentions(records[i], address)) continue;
+        if (records[i].op != PK_OP_MATMUL) return false;
+        const auto &op = records[i].as<pk_op_matmul>();
+        return op.y.data == address && op.x.data != address && op.add.data != address;
+    }
+    return true;
+}
+
+int32_t staging_of(int32_t format) {
+    switch (format) {
+        case PK_BF16: return kStageBf16;
+        case PK_FP8_E4M3: return kStageFp8;
+        case PK_Q8_0: return kStageBytes;
+        case PK_Q4_K: case PK_Q6_K: return kStageNibbles;
+        default: return -1;
+    }
+}
+
+bool read_weight(const Launch &l, const pk_op_matmul &op, int i, Weight *w) {
+    const Packed *found = find_packed(l.ctx, op.w[i]);
+    if (found == nullptr || staging_of(found->format) < 0) return false;
+    const Packed &p = *found;
+    if (p.cols % chunk_elements(p.format) || p.padded_cols != p.cols) return false;
+    w->data = reinterpret_cast<const uint8_t *>(op.w[i].data);
+    const float *scales = reinterpret_cast<const float *>(w->data + p.scales);
+    w->row_scale = p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
+    w->block_scale = p.scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
+    if (w->block_scale && (p.scale_stride % 4 || reinterpret_cast<uint64_t>(scales) % 16)) return false;
+    w->bias = reinterpret_cast<const float *>(op.bias[i].data);
+    w->row_bytes = p.row_bytes;
+    w->rows = static_cast<int32_t>(p.rows);
+    w->n_tiles = static_cast<int32_t>((p.rows + 15) / 16);
+    w->scale_stride = static_cast<int32_t>(p.scale_stride);
+    w->format = p.format;
+    w->scale = p.scale;
+    w->n_chunks = static_cast<int32_t>(p.cols / chunk_elements(p.format));
+    return op.w[i].data % 128 == 0;
+}
+
+// A product, after a norm of its x or without one. False: not for this kernel.
+bool read_matmul(const Launch &l, const pk_op_matmul &op, const pk_op_norm *norm, Draft *d) {
+    Phase &p = d->phase;
+    p.kind = kMatmul;
+    p.n_w = op.n_w;
+    p.is_gated = op.act != PK_ACT_NONE;
+    p.act = op.act;
+    p.k = static_cast<int32_t>(op.x.cols);
+    p.rows_symbol = op.x.rows;
+    p.scale = op.scale;
+    p.softcap = op.softcap;
+    p.n_parts = 1;
+    int64_t column = 0;
+    for (int i = 0; i < op.n_w; ++i) {
+        Weight &w = p.w[i];
+        if (!read_weight(l, op, i, &w)) return false;
+        if (i > 0 && staging_of(w.format) != p.staging) return false;
+        if (p.is_gated && i > 0 && (w.format != p.w[0].format || w.rows != p.w[0].rows)) return false;
+        if (column % 2) return false;
+        p.staging = staging_of(w.format);
+        w.first_tile = p.is_gated ? 0 : p.n_tiles;
+        w.first_column = p.is_gated ? 0 : static_cast<int32_t>(column);
+        if (!p.is_gated || i == 0) p.n_tiles += w.n_tiles;
+        column += w.rows;
+    }
+    d->x = op.x;
+    d->y = op.y;
+    d->add = op.add;
+    if (norm != nullptr) {
+        if (norm->kind != PK_NORM_RMS || norm->bias.data || norm->post_w.data || norm->residual.data || norm->out.data != op.x.data || norm->out.stride != op.x.stride) return false;
+        if (norm->out.cols != op.x.cols || norm->x.rows != op.x.rows || norm->out.format != PK_BF16 || norm->w.data % 16 || norm->out.stride % 8 || norm->out.data % 8) return false;
+        d->x = norm->x;
+        d->normed = norm->out.data;
+        p.norm = reinterpret_cast<const float *>(norm->w.data);
+        p.eps = norm->eps;
+        p.normed = place_of(norm->out);
+    }
+    if (bound(l, op.x.rows) > kMaxRows || !is_activation(d->x) || !is_activation(d->y)) return false;
+    return !op.add.data || is_activation(op.add);
+}
+
+// Attention of new tokens, from the raw product on.
+bool read_attention(const Launch &l, const pk_op_qkv &in, const pk_op_attention &op, const Records &records, int64_t next, Draft *d) {
+    const int32_t group = op.n_kv_heads > 0 ? op.n_heads / op.n_kv_heads : 0, width = op.head_width;
+    if (in.parts != PK_PARTS_QKV || op.parts != PK_PARTS_QKV || op.is_bidirectional || in.v_norm.data || in.kv_format != PK_BF16 || op.kv_format != PK_BF16) return false;
+    if ((width != 64 && width != 128) || op.v_width != width || in.head_width != width || in.v_width != width) return false;
+    if (group < 1 || group > 8 || group * op.n_kv_heads != op.n_heads || in.n_heads != op.n_heads || in.n_kv_heads != op.n_kv_heads) return false;
+    if (op.q.data != in.q.data || op.q.stride != in.q.stride || in.k_offset != op.k_offset || in.v_offset != op.v_offset) return false;
+    if ((l.state->kv_page_stride | op.k_offset | op.v_offset) % 16 || in.rope_width > width || in.rope_width % 2) return false;
+    if (!is_activation(in.qkv) || !is_activation(op.out) || !is_dead_after(records, next, op.q.data)) return false;
+    const int64_t items = std::max<int64_t>(l.ctx->n_processors, static_cast<int64_t>(kMaxRows) * op.n_kv_heads);
+    if (items * (8 * width + 16) * 8 > (32 << 20)) return false;
+    d->phase.kind = kAttend;
+    d->phase.rows_symbol = PK_ROWS_T;
+    Attend &a = d->phase.attend;
+    a.q_norm = reinterpret_cast<const float *>(in.q_norm.data);
+    a.k_norm = reinterpret_cast<const float *>(in.k_norm.data);
+    a.frequency = reinterpret_cast<const float *>(in.frequency.data);
+    a.sinks = reinterpret_cast<const float *>(op.sinks.data);
+    a.k_offset = op.k_offset;
+    a.v_offset = op.v_offset;
+    a.n_heads = op.n_heads;
+    a.n_kv_heads = op.n_kv_heads;
+    a.head_width = width;
+    a.rope_width = in.rope_width;
+    a.rope_layout = in.rope_layout;
+    a.window = op.window;
+    a.magnitude = in.rope_magnitude;
+    a.eps = in.eps;
+    a.scale = op.scale;
+    a.softcap = op.softcap;
+    d->x = in.qkv;
+    d->y = op.out;
+    d->n_records = 2;
+    return true;
+}
+
+// The phase that begins with record i.
+bool read_phase(const Launch &l, const Records &records, int64_t i, Draft *d) {
+    const Record &r = records[i];
+    auto op_at = [&](int64_t k) { return k < records.n() ? records[k].op : 0; };
+    if (r.op == PK_OP_MATMUL) {
+        d->n_records = 1;
+        return read_matmul(l, r.as<pk_op_matmul>(), nullptr, d);
+    }
+    if (r.op == PK_OP_NORM && op_at(i + 1) == PK_OP_MATMUL) {
+        d->n_records = 2;
+        return read_matmul(l, records[i + 1].as<pk_op_matmul>(), &r.as<pk_op_norm>(), d);
+    }
+    if (r.op == PK_OP_GATHER && op_at(i + 1) == PK_OP_NORM && op_at(i + 2) == PK_OP_MATMUL) {
+        const auto &gather = r.as<pk_op_gather>();
+        const auto &norm = records[i + 1].as<pk_op_norm>();
+        if (gather.pool != PK_POOL_LAST || norm.x.data != gather.out.data || gather.out.format != gather.x.format || !is_dead_after(records, i + 3, gather.out.data)) return false;
+        d->n_records = 3;
+        if (!read_matmul(l, records[i + 2].as<pk_op_matmul>(), &norm, d)) return false;
+        d->x = gather.x;
+        d->phase.is_gathered = 1;
+        return is_activation(d->x) && gather.x.cols == norm.x.cols;
+    }
+    if (r.op == PK_OP_QKV && op_at(i + 1) == PK_OP_ATTENTION && l.decode_only) return read_attention(l, r.as<pk_op_qkv>(), records[i + 1].as<pk_op_attention>(), records, i + 2, d);
+    return false;
+}
+
+// The phase among [0, n) whose output tensor t is, or lies in; -1: none; -2: one that t cannot be read from as packets.
+int writer_of(const std::vector<Draft> &drafts, int n, const pk_tensor &t) {
+    for (int i = n - 1; i >= 0; --i) {
+        const pk_tensor &y = drafts[i].y;
+        const uint64_t end = y.data + (kMaxRows - 1) * y.stride + y.cols * element_bytes(y), last = t.data + (kMaxRows - 1) * t.stride + t.cols * element_bytes(t);
+        if (end <= t.data || last <= y.data) continue;
+        const int64_t offset = static_cast<int64_t>(t.data - y.data) / element_bytes(y);
+        const bool fits = t.data >= y.data && t.stride == y.stride && t.format == y.format && offset % 4 == 0 && offset + t.cols <= y.cols && t.cols % 4 == 0;
+        return fits ? i : -2;
+    }
+    return -1;
+}
+
+// Elements that a row of a phase's x has.
+int64_t x_cols(const Draft &d) { return d.phase.kind == kMatmul ? d.phase.k : d.x.cols; }
+
+// A run being put together: publishing phases first, then the others.
+struct Building {
+    std::vector<Draft> drafts;
+    std::vector<int> x_from, add_from;  // phases; -1: memory
+
+    // False when the phase cannot follow.
+    bool add(const Draft &d) {
+        const int n = static_cast<int>(drafts.size());
+        pk_tensor x = d.x;
+        x.cols = x_cols(d);
+        const int from = writer_of(drafts, n, x);
+        if (n > 0 ? from != n - 1 : from != -1) return false;
+        int add_source = -1;
+        if (d.add.data) {
+            add_source = writer_of(drafts, n, d.add);
+            if (add_source == -2 || (add_source >= 0 && n - add_source > kReach) || (add_source == -1 && n >= kReach)) return false;
+            if (d.add.data != d.y.data || d.add.stride != d.y.stride || d.add.format != d.y.format) return false;
+        }
+        // Nothing in a phase may be written while others still read it.
+        const uint64_t x_end = x.data + (kMaxRows - 1) * x.stride + x.cols * element_bytes(x), y_end = d.y.data + (kMaxRows - 1) * d.y.stride + d.y.cols * element_bytes(d.y);
+        if (from == -1 && d.y.data < x_end && x.data < y_end) return false;
+        drafts.push_back(d);
+        x_from.push_back(from);
+        add_from.push_back(add_source);
+        return true;
+    }
+};
+
+Draft publisher_of(const pk_tensor &t, int64_t cols, int64_t rows_symbol) {
+    Draft d;
+    d.phase.kind = kPublish;
+    d.phase.k = static_cast<int32_t>(cols);
+    d.phase.rows_symbol = rows_symbol;
+    d.x = d.y = t;
+    d.phase.x = d.phase.y = place_of(t);
+    return d;
+}
+
+// Publishing phases in front, sources as numbers of phases, and which outputs are written to memory or as packets.
+std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet_bytes, int32_t rows) {
+    std::vector<Draft> all;
+    std::vector<int> x_from(b.drafts.size()), add_from(b.drafts.size());
+    const pk_tensor &first = b.drafts[0].x;
+    all.push_back(publisher_of(first, x_cols(b.drafts[0]), b.drafts[0].phase.is_gathered ? PK_ROWS_T : b.drafts[0].phase.rows_symbol));
+    for (size_t i = 0; i < b.drafts.size(); ++i)
+        if (b.drafts[i].add.data && b.add_from[i] < 0) {
+            const bool same = b.drafts[i].add.data == first.data && b.drafts[i].add.stride == first.stride && b.drafts[i].add.format == first.format && b.drafts[i].add.cols <= x_cols(b.drafts[0]);
+            add_from[i] = same ? 0 : static_cast<int>(all.size());
+            if (!same) all.push_back(publisher_of(b.drafts[i].add, b.drafts[i].add.cols, b.drafts[i].phase.rows_symbol));
+        }
+    const int shift = static_cast<int>(all.size());
+    for (size_t i = 0; i < b.drafts.size(); ++i) {
+        x_from[i] = b.x_from[i] < 0 ? 0 : b.x_from[i] + shift;
+        if (b.add_from[i] >= 0) add_from[i] = b.add_from[i] + shift;
+        all.push_back(b.drafts[i]);
+    }
+    packet_bytes->assign(all.size(), 0);
+    auto read = [&](Place *place, const pk_tensor &t, int from) {
+        *place = place_of(t);
+        place->source = from;
+        // For now the distance into the writer's buffer; its address is added later.
+        place->packets = (t.data - all[from].y.data) / element_bytes(t) * (t.format == PK_F32 ? 8 : 4);
+        (*packet_bytes)[from] = rows * all[from].y.stride / element_bytes(t) * (t.format == PK_F32 ? 8 : 4);
+    };
+    for (size_t i = 0; i < b.drafts.size(); ++i) {
+        Draft &d = all[shift + i];
+        read(&d.phase.x, d.x, x_from[i]);
+        if (d.add.data) read(&d.phase.add, d.add, add_from[i]);
+        d.phase.y = place_of(d.y);
+    }
+    std::vector<Phase> phases;
+    for (size_t i = 0; i < all.size(); ++i) {
+        Phase p = all[i].phase;
+        for (size_t j = i + 1; j < all.size(); ++j) {
+            if (all[j].phase.kind != kPublish && all[j].y.data == all[i].y.data) p.y.data = 0;  // the last one to write an address does
+            if (all[j].normed == all[i].normed) p.normed.data = 0;
+        }
+        if (p.kind == kPublish) p.y.data = 0;
+        p.shift = static_cast<int32_t>(i * 37);
+        phases.push_back(p);
+    }
+    return phases;
+}
+
+// Parts of K and slots of the ring that fit together. False: nothing fits.
+bool share_memory(std::vector<Phase> &phases, int32_t rows, int32_t n_blocks, Arguments *a) {
+    bool attends = false;
+    int slot = 128;
+    for (Phase &p : phases) {
+        attends |= p.kind == kAttend;
+        if (p.kind == kMatmul)
+            for (int i = 0; i < p.n_w; ++i) slot = std::max(slot, slot_bytes(p.w[i].format));
+    }
+    a->slot_bytes = slot;
+    a->part_bytes = (rows == 1 ? kTilesOnce : rows == 2 ? 6 : 2) * 1024 * rows;
+    for (int32_t most = 96 << 10; most >= 8 << 10; most -= 4 << 10) {
+        int32_t x = 0, total = 0;
+        bool fits = true;
+        for (Phase &p : phases) {
+            if (p.kind != kMatmul) continue;
+            int parts = 1;
+            auto divides = [&] {
+                for (int i = 0; i < p.n_w; ++i)
+                    if (p.w[i].n_chunks % parts) return false;
+                return true;
+            };
+            while (parts <= p.w[0].n_chunks && (!divides() || staged_bytes(p.staging, rows, p.k / parts) > most)) ++parts;
+            fits &= parts <= p.w[0].n_chunks;
+            p.n_parts = parts;
+            x = std::max(x, staged_bytes(p.staging, rows, p.k / parts));
+            if (parts > 1) total = std::max(total, ((p.n_tiles + n_blocks - 1) / n_blocks + 2) * (p.is_gated ? 2 : 1) * 64 * rows);
+        }
+        if (!fits) return false;
+        if (attends) x = std::max(x, kAttendBytes - 2 * a->part_bytes);
+        a->x_bytes = (x + 127) / 128 * 128;
+        a->total_bytes = (total + 127) / 128 * 128;
+        a->n_slots = 0;
+        a->n_slots = std::min<int32_t>(8, (static_cast<int32_t>(kSharedBytes) - layout_of(*a).end) / (kWarps * slot));
+        if (a->n_slots >= 2) return true;
+    }
+    return false;
+}
+
+}  // namespace
+
+int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t min_phases, Plan *out) {
+    out->rows = rows;
+    if (!has_wgmma(l.ctx)) return PK_OK;
+    struct Made {
+        Run run;
+        std::vector<Phase> phases;
+        std::vector<int64_t> packets;
+    };
+    std::vector<Made> made;
+    for (int64_t i = 0; i < records.n();) {
+        Building b;
+        int64_t next = i;
+        for (; next < records.n();) {
+            Draft d;
+            if (!read_phase(l, records, next, &d) || !b.add(d)) break;
+            next += d.n_records;
+        }
+        if (static_cast<int32_t>(b.drafts.size()) >= min_phases) {
+            Made m;
+            m.run.first = i;
+            m.run.last = next;
+            m.phases = number_phases(b, &m.packets, rows);
+            if (share_memory(m.phases, rows, l.ctx->n_processors, &m.run.arguments)) {
+                made.push_back(m);
+                i = next;
+                continue;
+            }
+        }
+        i = std::max(i + 1, next);
+    }
+    if (made.empty()) return PK_OK;
+    // One piece of memory: epochs, partial sums of attention, buffers of packets, phases. Runs follow each other and share the first three.
+    int64_t buffer = 0, n_phases = 0, partial = 0;
+    for (const Made &m : made) {
+        for (int64_t n : m.packets) buffer = std::max(buffer, (n + 255) / 256 * 256);
+        n_phases += static_cast<int64_t>(m.phases.size());
+        for (const Phase &p : m.phases)
+            if (p.kind == kAttend)
+                partial = std::max(partial, std::max<int64_t>(l.ctx->n_processors, int64_t{rows} * p.attend.n_kv_heads) * (8 * p.attend.head_width + 16) * 8);
+    }
+    const int64_t partial_at = 256, packets_at = partial_at + partial, phases_at = packets_at + kBuffers * buffer;
+    out->n_bytes = phases_at + n_phases * static_cast<int64_t>(sizeof(Phase));
+    if (int32_t e = check(cudaMalloc(&out->memory, out->n_bytes), "load")) return e;
+    uint8_t *memory = static_cast<uint8_t *>(out->memory);
+    if (int32_t e = check(cudaMemsetAsync(memory, 0, phases_at, l.stream), "load")) return e;
+    const pk_state &s = *l.state;
+    uint8_t *to = memory + phases_at;
+    for (Made &m : made) {
+        for (size_t i = 0; i < m.phases.size(); ++i) {
+            Phase &p = m.phases[i];
+            auto address = [&](int phase) { return reinterpret_cast<uint64_t>(memory + packets_at + phase % kBuffers * buffer); };
+            p.shift = p.shift % l.ctx->n_processors;
+            if (p.kind != kPublish) p.x.packets += address(p.x.source);
+            if (p.kind == kMatmul && p.add.data) p.add.packets += address(p.add.source);
+            p.y.packets = m.packets[i] ? address(static_cast<int>(i)) : 0;
+        }
+        Arguments &a = m.run.arguments;
+        a.phases = reinterpret_cast<const Phase *>(to);
+        a.n_phases = static_cast<int32_t>(m.phases.size());
+        a.info = l.info;
+        a.sample_at = reinterpret_cast<const int32_t *>(s.sample_at);
+        a.row_slot = reinterpret_cast<const int32_t *>(s.row_slot);
+        a.row_position = reinterpret_cast<const int32_t *>(s.row_position);
+        a.row_flags = reinterpret_cast<const int32_t *>(s.row_flags);
+        a.token_page = reinterpret_cast<const int32_t *>(s.token_page);
+        a.page_table = reinterpret_cast<const int32_t *>(s.page_table);
+        a.kv = reinterpret_cast<uint8_t *>(s.kv);
+        a.page_stride = s.kv_page_stride;
+        a.page_tokens = s.page_tokens;
+        a.slot_pages = s.slot_pages;
+        a.partial = memory + partial_at;
+        a.epochs = reinterpret_cast<uint32_t *>(memory);
+        const int64_t bytes = static_cast<int64_t>(m.phases.size() * sizeof(Phase));
+        if (int32_t e = check(cudaMemcpyAsync(to, m.phases.data(), bytes, cudaMemcpyHostToDevice, l.stream), "load")) return e;
+        to += bytes;
+        out->runs.push_back(m.run);
+    }
+    return check(cudaStreamSynchronize(l.stream), "load");
+}
+
+void drop_plan(Plan &plan) {
+    if (plan.memory) cudaFree(plan.memory);
+    plan = {};
+}
+
+const Run *find_run(const std::vector<Plan> &plans, const Launch &l, int64_t i) {
+    if (!l.decode_only) return nullptr;
+    for (const Plan &plan : plans) {
+        if (plan.rows < l.max_tokens || plan.rows < l.max_samples) continue;
+        for (const Run &run : plan.runs)
+            if (run.first == i) return &run;
+        return nullptr;
+    }
+    return nullptr;
+}
+
+int32_t launch_run(const Launch &l, const Run &run) {
+    const int32_t rows = std::max(l.max_tokens, l.max_samples);
+    return rows <= 1 ? launch_rows<1>(l, run.arguments, l.ctx->n_processors) : rows <= 2 ? launch_rows<2>(l, run.arguments, l.ctx->n_processors)
+           : rows <= 4   ? launch_rows<4>(l, run.arguments, l.ctx->n_processors) : launch_rows<8>(l, run.arguments, l.ctx->n_processors);
+}
+
+}  // namespace pk::persist

@@ -1,0 +1,120 @@
+"""Whole layers in one program against the same ops one by one: a pack may run several records at once, and must not be seen to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from harness import Bench, from_bf16, to_bf16
+from paddock_runner.memory.state import StateSizes
+from paddock_runner.pack import abi
+from paddock_runner.pack.device import f32_tensor
+from paddock_runner.pack.program import Epilogue, Heads, Program, Rotation, View
+from paddock_runner.pack.tensor import S, T
+from weights import random_weight, scaled_fp8
+
+WIDTH, HIDDEN, VOCABULARY, EPS = 512, 768, 304, 1e-6
+SIZES = StateSizes(8, 640, 16, 8 * 40 + 1, VOCABULARY, 64, 8, 8, 5, 3)
+FORMATS = {
+    "bf16": ("bf16", "bf16"), "fp8_e4m3": ("fp8_e4m3", "bf16"), "q8_0": ("q8_0", "q8_0"), "q4_k": ("q4_k", "q6_k"), "q5_k": ("q5_k", "q5_k"),
+}  # fmt: skip
+"""Of the layers' matrices, and of v, down and the head."""
+ROWS = {
+    1: [(3, 311)],
+    2: [(0, 0), (7, 600)],
+    4: [(1, 17), (2, 255), (5, 256)],
+    8: [(6, 639), (0, 15), (1, 16), (2, 90), (3, 1), (4, 400), (5, 33)],
+}
+"""Slot and position of every row, by the smallest bucket that holds them."""
+
+
+class Layers:
+    """Two layers and a head on a bench: `records` are functions that append one record each."""
+
+    def __init__(self, b: Bench, rng: np.random.Generator, name: str, shape: tuple[int, int, int], window: int = 0) -> None:
+        n_heads, n_kv, width = shape
+        plain, tail = FORMATS[name]
+        self.b, self.heads = b, Heads(n_heads, n_kv, width, width, 256, 256 + n_kv * 16 * width * 2, abi.PK_BF16)
+        n_pages = SIZES.n_pages
+        values = (rng.standard_normal(n_pages * b.page_bytes // 2) * 0.5).astype(np.float32)
+        b.device.write(b.device.kv_address, to_bf16(values).tobytes())
+        b.scatter_pages(rng)
+
+        def weight(kind, rows, cols):
+            made = scaled_fp8(kind, rows, cols, "block", rng) if kind == "fp8_e4m3" else random_weight(kind, rows, cols, rng)
+            return made.upload(b)
+
+        def vector(n):
+            return f32_tensor(b.device, (1 + 0.2 * rng.standard_normal(n)).astype(np.float32).tolist(), "vectors")
+
+        rows = 8
+        self.residual = b.output(rows, WIDTH, T, format=abi.PK_F32)
+        normed, hidden = b.output(rows, WIDTH, T), b.output(rows, HIDDEN, T)
+        qkv, out = b.output(rows, (n_heads + 2 * n_kv) * width, T), b.output(rows, n_heads * width, T)
+        last, last_normed = b.output(rows, WIDTH, S, format=abi.PK_F32), b.output(rows, WIDTH, S)
+        self.logits = b.output(rows, VOCABULARY, S, format=abi.PK_F32)
+        rope = Rotation(f32_tensor(b.device, [1e4 ** (-2 * i / width) for i in range(width // 2)], "vectors"), width, "neox", 1.0)
+        q = qkv.columns(0, n_heads * width)
+        self.records = []
+        add = self.records.append
+        for _ in range(2):
+            norm = vector(WIDTH)
+            add(lambda p, w=norm: p.norm(self.residual, w, normed, EPS))
+            parts = [weight(plain, n_heads * width, WIDTH), weight(plain, n_kv * width, WIDTH), weight(tail if name == "q4_k" else plain, n_kv * width, WIDTH)]
+            add(lambda p, w=parts: p.matmul(normed, w, qkv))
+            norms = (vector(width), vector(width))
+            add(lambda p, w=norms: p.qkv(qkv, q, self.heads, w, rope, EPS))
+            add(lambda p: p.attention(q, out, self.heads, width**-0.5, View(window)))
+            o, bias = weight(plain, WIDTH, n_heads * width), vector(WIDTH)
+            add(lambda p, w=o, c=bias: p.matmul(out, [w], self.residual, [c], Epilogue(add=self.residual, scale=0.25)))
+            norm = vector(WIDTH)
+            add(lambda p, w=norm: p.norm(self.residual, w, normed, EPS))
+            both = [weight(plain, HIDDEN, WIDTH), weight(plain, HIDDEN, WIDTH)]
+            add(lambda p, w=both: p.matmul(normed, w, hidden, after=Epilogue(act="silu")))
+            down = weight(tail if name == "q4_k" else plain, WIDTH, HIDDEN)
+            add(lambda p, w=down: p.matmul(hidden, [w], self.residual, after=Epilogue(add=self.residual, scale=0.25)))
+        norm, head = vector(WIDTH), weight(tail, VOCABULARY, WIDTH)
+        add(lambda p: p.gather(self.residual, last))
+        add(lambda p: p.norm(last, norm, last_normed, EPS))
+        add(lambda p: p.matmul(last_normed, [head], self.logits, after=Epilogue(softcap=30.0)))
+
+    def run(self, start: np.ndarray, n: int, n_samples: int, at_once: bool) -> tuple[np.ndarray, ...]:
+        """Residual, logits and pages (but the scratch page) after all records, from this residual on."""
+        self.b.device.write(self.residual.data, start.astype(np.float32).tobytes())
+        groups = [self.records] if at_once else [[record] for record in self.records]
+        for group in groups:
+            program = Program()
+            for record in group:
+                record(program)
+            self.b.run(program, n, n_samples)
+        raw = np.frombuffer(self.b.device.read(self.b.device.kv_address, SIZES.n_pages * self.b.page_bytes), np.uint16)
+        return self.b.download(self.residual, n), self.b.download(self.logits, n_samples), from_bf16(raw[self.b.page_bytes // 2 :])
+
+
+def check(got: np.ndarray, wanted: np.ndarray, allowed: float) -> None:
+    """Rows are near in norm, and everything is a number."""
+    assert np.isfinite(got).all()
+    error = np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+    assert error.max() <= allowed, f"relative errors {error}"
+
+
+@pytest.mark.parametrize("bucket", list(ROWS))
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_layers_in_one_program_equal_their_ops_one_by_one(bench, rng, level, name, bucket):
+    if level > 1:
+        pytest.skip("levels differ in products, which have tests of their own")
+    b = bench(sizes=SIZES, page_bytes=256 + 2 * 2 * 16 * 64 * 2)
+    if name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {name}")
+    layers = Layers(b, rng, name, (4, 2, 64), window=100 if bucket == 2 else 0)
+    rows = ROWS[bucket]
+    n = b.set_rows([(slot, position, 1) for slot, position in rows], sampled=list(range(0, len(rows), 2)), dead=(1,) if bucket == 8 else ())
+    if bucket == 8:
+        b.set("token_page", [0], at=1)
+    start = rng.standard_normal((n, WIDTH))
+    wanted, again = layers.run(start, n, len(rows[::2]), False), layers.run(start, n, len(rows[::2]), True)
+    for got, other in zip(again[:2], wanted[:2], strict=True):
+        check(got, other, 2e-2)
+    check(again[2], wanted[2], 1e-2)
+    for _ in range(3):
+        for got, other in zip(layers.run(start, n, len(rows[::2]), True), again, strict=True):
+            np.testing.assert_array_equal(got, other)
