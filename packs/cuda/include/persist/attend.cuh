@@ -54,14 +54,13 @@ __device__ __forceinline__ void turn_head(const Attend &t, const float *norm, in
     __syncwarp();
 }
 
-// A head of the raw product into v[width].
-__device__ __forceinline__ void read_head(const Place &p, int64_t from, int width, uint32_t epoch, float *v, int lane) {
-#pragma unroll 1
-    for (int i = 4 * lane; i < width; i += 128) {
+// A head of the raw product (BF16) into v[width].
+__device__ __forceinline__ void read_head(const uint8_t *from, int width, uint32_t epoch, float *v, int lane) {
+    if (4 * lane < width) {
         float f[4];
-        while (!load4(p, from + i, epoch, f)) {
+        while (!load4<false>(from + 16 * lane, epoch, f)) {
         }
-        v[i] = f[0]; v[i + 1] = f[1]; v[i + 2] = f[2]; v[i + 3] = f[3];
+        *reinterpret_cast<float4 *>(v + 4 * lane) = make_float4(f[0], f[1], f[2], f[3]);
     }
     __syncwarp();
 }
@@ -76,7 +75,7 @@ __device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, co
     if (warp >= 10 || (!is_q && item.split + 1 != item.n_splits)) return;
     if (!is_q || warp < group) {
         const int head = is_q ? item.head * group + warp : t.n_heads + (is_v ? t.n_kv_heads : 0) + item.head;
-        read_head(p.x, item.row * p.x.stride + static_cast<int64_t>(head) * kD, kD, epoch, v, lane);
+        read_head(packet_at<false>(p.x.packets, item.row * p.x.stride + static_cast<int64_t>(head) * kD), kD, epoch, v, lane);
         if (!is_v) turn_head(t, is_q ? t.q_norm : t.k_norm, item.position, kD, v, lane);
     }
     bf16 *to = is_q ? reinterpret_cast<bf16 *>(area + warp * head_bytes(kD))
@@ -98,6 +97,8 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Arguments &a,
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
     const int32_t *pages = a.page_table + static_cast<int64_t>(item.slot) * a.slot_pages;
     const uint8_t *q = area + r * head_bytes(kD) + 16 * c;
+    const bool is_capped = t.softcap > 0.0f;
+    const float factor = is_capped ? __fdividef(t.scale, t.softcap) : t.scale * kLog2e;
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) h.o[i][0] = h.o[i][1] = h.o[i][2] = h.o[i][3] = 0.0f;
     h.top[0] = h.top[1] = -INFINITY;
@@ -128,7 +129,9 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Arguments &a,
         for (int j = 0; j < kD / 32; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i) v[i][j] = __ldcg(reinterpret_cast<const uint4 *>(base[i] + t.v_offset + 64 * j));
-        logits2<4>(s, t.scale, t.softcap);
+        // Logits in base 2, capped; without a division here, which would be a call.
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[e] = is_capped ? t.softcap * kLog2e * quick_tanh(s[e] * factor) : s[e] * factor;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             if (at + r + 8 * i >= item.last) s[2 * i] = s[2 * i + 1] = -INFINITY;
@@ -262,31 +265,27 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
     }
 }
 
-// area: kAttendBytes of shared memory. base: phases before this launch; at: this phase.
+// item and area (kAttendBytes): shared memory. base: phases before this launch; at: this phase.
 template <int kD>
-__device__ __noinline__ void attend(const Phase &p, const Arguments &a, const RowFacts *rows, uint8_t *area, int n_rows, uint32_t base, int at) {
+__device__ __noinline__ void attend(const Phase &p, const Arguments &a, const RowFacts *rows, AttendItem &item, uint8_t *area, int n_rows, uint32_t base, int at) {
     const Attend &t = p.attend;
     const int group = t.n_heads / t.n_kv_heads, most = max(1, static_cast<int>(gridDim.x) / max(1, n_rows * t.n_kv_heads)), n_items = n_rows * t.n_kv_heads * most;
-    AttendItem item;
+#pragma unroll 1
     for (int index = blockIdx.x; index < n_items; index += gridDim.x) {
-        item.index = index;
-        item.split = index % most;
-        item.head = index / most % t.n_kv_heads;
-        item.row = index / most / t.n_kv_heads;
-        item.position = rows[item.row].position;
-        item.slot = rows[item.row].slot;
-        item.page = rows[item.row].page;
-        if (rows[item.row].is_dead) {
-            if (item.split == 0)
-                for (int j = threadIdx.x; j < group * kD; j += kConsumers) write_output(p.y, item.row * p.y.stride + static_cast<int64_t>(item.head) * group * kD + j, 0.0f, true, base + at + 1);
+        const int split = index % most, head = index / most % t.n_kv_heads, row = index / most / t.n_kv_heads;
+        const RowFacts facts = rows[row];
+        if (facts.is_dead) {
+            if (split == 0)
+                for (int j = threadIdx.x; j < group * kD; j += kConsumers) write_output(p.y, row * p.y.stride + static_cast<int64_t>(head) * group * kD + j, 0.0f, true, base + at + 1);
             continue;
         }
-        const int first = t.window > 0 ? max(0, item.position - t.window + 1) : 0, n = item.position + 1 - first;
-        const int wanted = min(most, (n + kStep - 1) / kStep), each = ((n + wanted - 1) / wanted + 15) / 16 * 16;
-        item.n_splits = (n + each - 1) / each;
-        if (item.split >= item.n_splits) continue;
-        item.first = first + item.split * each;
-        item.last = min(first + n, item.first + each);
+        const int begin = t.window > 0 ? max(0, facts.position - t.window + 1) : 0, n = facts.position + 1 - begin;
+        const int wanted = min(most, (n + kStep - 1) / kStep), each = ((n + wanted - 1) / wanted + 15) / 16 * 16, n_splits = (n + each - 1) / each;
+        if (split >= n_splits) continue;
+        const int first = begin + split * each;
+        // In shared memory: registers are for keys and values.
+        if (threadIdx.x == 0) item = {row, head, split, n_splits, first, min(begin + n, first + each), facts.position, index, facts.slot, facts.page};
+        join_consumers(kConsumers);
         place_new<kD>(p, a, item, area, base + p.x.source + 1);
         join_consumers(kConsumers);
         HeadSums<kD> sums;

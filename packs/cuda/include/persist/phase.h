@@ -37,7 +37,9 @@ struct Weight {
     int32_t rows, first_tile, n_tiles, first_column;
     int32_t scale_stride, format;
     float scale;
-    int32_t n_chunks;  // along K
+    int32_t n_chunks;     // along K
+    int32_t part_chunks;  // of one part of K
+    int32_t reserved;
 };
 
 // An operand. What one phase writes and a later one reads goes from block to block as packets: eight bytes with four of data
@@ -57,14 +59,15 @@ struct Attend {
     float magnitude, eps, scale, softcap;
 };
 
-struct Phase {
+struct alignas(16) Phase {
     int32_t kind, n_w, is_gated, n_tiles;  // tiles of 16 rows; of one side when gated
     int32_t shift;                         // which block begins
+    int32_t each, more;                    // tiles of a block; so many blocks have one more
     int32_t k, staging, n_parts;           // K is staged in n_parts equal parts
     int64_t rows_symbol;
     int32_t is_gathered, act;              // x: the last token of the row that is sampled
-    float scale, softcap, eps;
-    int32_t reserved;
+    float scale, softcap, eps, inverse_k;
+    int32_t part_k, reserved;              // k / n_parts
     Place x, y, add, normed;               // normed: where the normed rows go, or absent; attention: x is the raw q, k, v
     const float *norm;                     // weights of the norm before the product, or null
     union {
@@ -76,7 +79,9 @@ struct Phase {
 struct Arguments {
     const Phase *phases;
     int32_t n_phases, n_slots, slot_bytes, x_bytes, part_bytes, total_bytes;
-    int32_t probe;
+#ifdef PK_PERSIST_TRACE
+    long long *trace;
+#endif
     const StepInfo *info;
     const int32_t *sample_at;
     const int32_t *row_slot, *row_position, *row_flags, *token_page, *page_table;

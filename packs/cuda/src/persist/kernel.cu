@@ -22,6 +22,7 @@ struct Shared {
     uint64_t full[kWarps][kMaxSlots], empty[kWarps][kMaxSlots];
     float rms[kWarps];
     RowFacts rows[kMaxRows];
+    AttendItem item;
     int gather[kMaxRows];
     int n_tokens, n_samples;
     uint32_t base;
@@ -30,13 +31,16 @@ struct Shared {
 struct Range {
     int begin, end;
 };
+// The tiles of this block: the first `more` blocks of a phase have one more than the others.
 __device__ __forceinline__ Range range_of(const Phase &p) {
-    const uint32_t n = gridDim.x, b = blockIdx.x + p.shift < n ? blockIdx.x + p.shift : blockIdx.x + p.shift - n;
-    return {static_cast<int>(static_cast<uint32_t>(p.n_tiles * b) / n), static_cast<int>(static_cast<uint32_t>(p.n_tiles * (b + 1)) / n)};
+    const int n = gridDim.x, at = blockIdx.x + p.shift, b = at < n ? at : at - n, each = p.each, more = p.more;
+    const int begin = b * each + min(b, more);
+    return {begin, begin + each + (b < more)};
 }
 // The tiles of weight i that belong to this block, counted within the weight.
 __device__ __forceinline__ Range tiles_of(const Range &all, const Weight &w) {
-    return {max(all.begin, w.first_tile) - w.first_tile, min(all.end, w.first_tile + w.n_tiles) - w.first_tile};
+    const int first = w.first_tile;
+    return {max(all.begin, first) - first, min(all.end, first + w.n_tiles) - first};
 }
 
 constexpr int kPhaseVectors = (sizeof(Phase) + 15) / 16, kPhaseStride = (sizeof(Phase) + 127) / 128 * 128;
@@ -109,7 +113,7 @@ __device__ void produce(const Arguments &a, Shared &s, uint8_t *shared, const La
             for (int part = 0; part < phase.n_parts; ++part)
                 for (int i = 0; i < (is_gated ? 1 : phase.n_w); ++i) {
                     const Range tiles = tiles_of(all, phase.w[i]);
-                    const int chunks = phase.w[i].n_chunks / phase.n_parts, n = max(0, tiles.end - tiles.begin) * (is_gated ? 2 : 1) * chunks;
+                    const int chunks = phase.w[i].part_chunks, n = max(0, tiles.end - tiles.begin) * (is_gated ? 2 : 1) * chunks;
                     const bool by_rows = is_rows(phase.w[i].format);
                     for (int round = 0; round < n; round += kWarps) {
 #pragma unroll
@@ -139,13 +143,12 @@ __device__ void produce(const Arguments &a, Shared &s, uint8_t *shared, const La
     wait_async<0>();
 }
 
-// What a consumer warp carries from job to job.
+// What a consumer warp carries from phase to phase.
 struct Taker {
     const uint8_t *ring;
     uint32_t full, empty;
     int n_slots, slot_bytes;
     Slot slot;
-    int probe = 0;
     int flip = 0;  // which of the two halves of the partial sums
 };
 
@@ -154,99 +157,81 @@ __device__ __forceinline__ float finish(const Weight &w, int row, float v) {
     if (w.row_scale != nullptr) v *= __ldg(w.row_scale + row);
     return w.bias != nullptr ? v + __ldg(w.bias + row) : v;
 }
-struct Job {
-    int weight, first_tile, n_tiles, sides, part;  // n_tiles counts both sides
-    float *totals;                                 // of this job, when K comes in parts
-};
-
 __device__ __forceinline__ float gate_of(float v, int32_t act) { return act == PK_ACT_SILU ? __fdividef(v, 1.0f + __expf(-v)) : activate(v, act); }
 
-// Outputs of a group of tiles. Output o of the group: row of x o / 16 % kRows, row o % 16 of tile o / (16 kRows).
-template <int kRows>
+// Tiles of one weight (gate and up by turns) that are added up together.
 struct Group {
-    static constexpr int kTile = 16 * kRows;
-    const Phase &phase;
-    const Weight &w;
-    const float *sums;     // [tiles][warps][kTile]
-    float *kept;           // [tiles][kTile], of earlier parts of K
-    int first_row, n_outputs, n_rows, is_gated, part;
-    uint32_t base, at;
-
-    __device__ int row_of(int o) const { return o % kTile / 16; }
-    __device__ int column_of(int o) const { return first_row + o / kTile * 16 + o % 16; }
-    __device__ bool is_last() const { return part + 1 == phase.n_parts; }
-    __device__ bool is_output(int o) const { return is_last() && o < n_outputs && row_of(o) < n_rows && column_of(o) < w.rows; }
-    __device__ float added(int o) const {
-        return phase.add.packets && is_output(o) ? load_one(phase.add, row_of(o) * phase.add.stride + w.first_column + column_of(o), base + phase.add.source + 1) : 0.0f;
-    }
-    __device__ float total(int tile, int in) const {
-        float v = 0.0f;
-#pragma unroll
-        for (int k = 0; k < kWarps; ++k) v += sums[(tile * kWarps + k) * kTile + in];
-        if (part > 0) v += kept[tile * kTile + in];
-        if (!is_last()) kept[tile * kTile + in] = v;
-        return v;
-    }
-    // early: what this thread's first output is added to.
-    __device__ __noinline__ void write(float early) const {
-        const int lane = threadIdx.x & 31;
-#pragma unroll 1
-        for (int first = threadIdx.x & ~31; first < n_outputs; first += kConsumers) {
-            const int o = first + lane, t = o / kTile, in = o % kTile;
-            float v = 0.0f, up = 0.0f;
-            if (o < n_outputs) {
-                v = total(t << is_gated, in);
-                if (is_gated) up = total(2 * t + 1, in);
-            }
-            if (!is_last()) continue;
-            const bool is_valid = is_output(o);
-            const int row = row_of(o), column = column_of(o);
-            if (is_valid) {
-                v = finish(w, column, v);
-                if (is_gated) v = gate_of(v, phase.act) * finish(phase.w[1], column, up);
-                v *= phase.scale;
-                if (phase.softcap > 0.0f) v = phase.softcap * quick_tanh(__fdividef(v, phase.softcap));
-                v += first < kConsumers ? early : added(o);
-            }
-            write_output(phase.y, row * phase.y.stride + w.first_column + column, v, is_valid, base + at + 1);
-        }
-    }
+    int first, n;       // among the weight's tiles of this block
+    int chunks;         // of a tile, in this part of K
+    int next;           // the next chunk of this warp, counted over all tiles
+    int scale_at;       // -1: no scales of blocks; otherwise scales of a row of blocks before this part
+    int x_row;
+    const uint8_t *xs;
+    float *sums;        // [tiles][warps][16 rows of x's rows]
 };
 
+// This warp's chunks of the group.
 template <int kFormat, int kRows>
-__device__ __forceinline__ void run_job(const Phase &phase, const Job &job, Taker &taker, const uint8_t *xs, float *parts, int part_floats, int n_rows, uint32_t base, int at) {
-    constexpr int kTile = 16 * kRows;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, is_gated = job.sides - 1;
-    const Weight &w = phase.w[job.weight];
-    const int chunks = w.n_chunks / phase.n_parts, most = part_floats / (kWarps * kTile) & ~1;
-    const int x_row = x_row_bytes(phase.staging, phase.k / phase.n_parts);
-    const bool has_block_scale = w.block_scale != nullptr;
+__device__ __forceinline__ void multiply(Group &g, Taker &taker) {
+    const int lane = threadIdx.x & 31;
     Product<kFormat, kRows> product;
-    int i = warp;
+    float *to = g.sums + (threadIdx.x >> 5) * (16 * kRows);
 #pragma unroll 1
-    for (int t0 = 0; t0 < job.n_tiles; t0 += most) {
-        const int n = min(most, job.n_tiles - t0);
-        float *mine = parts + (taker.flip & 1) * part_floats;
-        const Group<kRows> group = {phase, w, mine, job.totals + t0 * kTile, (job.first_tile + (t0 >> is_gated)) * 16, (n >> is_gated) * kTile, n_rows, is_gated, job.part, base, static_cast<uint32_t>(at)};
-        const float early = group.added(threadIdx.x);
+    for (int t = g.first; t < g.first + g.n; ++t, to += kWarps * 16 * kRows) {
+        product.clear();
+        const int begin = t * g.chunks, end = begin + g.chunks;
 #pragma unroll 1
-        for (int t = 0; t < n; ++t) {
-            product.clear();
-#pragma unroll 1
-            for (; i < (t0 + t + 1) * chunks; i += kWarps) {
-                const int chunk = i - (t0 + t) * chunks;
-                barrier_wait(taker.full + 8 * taker.slot.at, taker.slot.parity);
-                const int scale_at = has_block_scale ? (2 * (chunk + job.part * chunks)) & 3 : -1;
-                if (!(taker.probe & 2)) product.add(taker.ring + taker.slot.at * taker.slot_bytes, xs, x_row, chunk, scale_at, lane);
-                __syncwarp();
-                if (lane == 0) barrier_arrive(taker.empty + 8 * taker.slot.at);
-                taker.slot.advance(taker.n_slots);
-            }
-            product.store(mine + (t * kWarps + warp) * kTile, lane);
+        for (; g.next < end; g.next += kWarps) {
+            const int chunk = g.next - begin;
+            barrier_wait(taker.full + 8 * taker.slot.at, taker.slot.parity);
+            product.add(taker.ring + taker.slot.at * taker.slot_bytes, g.xs, g.x_row, chunk, g.scale_at < 0 ? -1 : (g.scale_at + 2 * chunk) & 3, lane);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(taker.empty + 8 * taker.slot.at);
+            taker.slot.advance(taker.n_slots);
         }
-        join_consumers(kConsumers);
-        ++taker.flip;
-        group.write(early);
+        product.store(to, lane);
+    }
+}
+
+// Adds up what the warps left of a group, and writes it when K is complete.
+template <int kRows>
+__device__ __forceinline__ void write_group(const Phase &phase, const Weight &w, const Group &g, int part, int first_row, float *kept, int n_rows, uint2 early, uint32_t base, int at) {
+    constexpr int kTile = 16 * kRows;
+    const int lane = threadIdx.x & 31, is_gated = phase.is_gated, n_outputs = (g.n >> is_gated) * kTile, rows = w.rows, first_column = w.first_column;
+    const bool is_last = part + 1 == phase.n_parts;
+    const Place y = phase.y, add = phase.add;
+    const float scale = phase.scale, softcap = phase.softcap;
+#pragma unroll 1
+    for (int first = threadIdx.x & ~31; first < n_outputs; first += kConsumers) {
+        const int o = first + lane, in = o % kTile, row = in / 16, column = first_row + o / kTile * 16 + o % 16;
+        float v[2] = {0.0f, 0.0f};
+        if (o < n_outputs) {
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                if (side > is_gated) break;
+                const int tile = (o / kTile << is_gated) + side;
+#pragma unroll
+                for (int k = 0; k < kWarps; ++k) v[side] += g.sums[(tile * kWarps + k) * kTile + in];
+                float *mine = kept + (g.first + tile) * kTile + in;
+                if (part > 0) v[side] += *mine;
+                if (!is_last) *mine = v[side];
+            }
+        }
+        if (!is_last) continue;
+        const bool is_valid = o < n_outputs && row < n_rows && column < rows;
+        float out = 0.0f;
+        if (is_valid) {
+            out = finish(w, column, v[0]);
+            if (is_gated) out = gate_of(out, phase.act) * finish(phase.w[1], column, v[1]);
+            out *= scale;
+            if (softcap > 0.0f) out = softcap * quick_tanh(__fdividef(out, softcap));
+            if (add.packets) {
+                const uint32_t epoch = base + add.source + 1;
+                if (first >= kConsumers || early.y != epoch) early = await_packet(added_at(add, row * add.stride + first_column + column), epoch);
+                out += add.format == PK_F32 ? __uint_as_float(early.x) : column & 1 ? high_f32(early.x) : low_f32(early.x);
+            }
+        }
+        write_output(y, row * y.stride + first_column + column, out, is_valid, base + at + 1);
     }
 }
 
@@ -256,39 +241,63 @@ __device__ __forceinline__ int rows_in(const Phase &p, const Shared &s) {
 }
 
 template <int kRows>
-__device__ void matmul_phase(const Phase &phase, const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout, Taker &taker, int at) {
-    const int n_rows = rows_in<kRows>(phase, s);
+__device__ __forceinline__ void matmul_phase(const Phase &phase, const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout, Taker &taker, int at) {
+    constexpr int kTile = 16 * kRows;
+    const int n_rows = rows_in<kRows>(phase, s), warp = threadIdx.x >> 5, n_parts = phase.n_parts, is_gated = phase.is_gated;
     uint8_t *xs = shared + layout.x;
-    float *parts = reinterpret_cast<float *>(shared + layout.part), *totals = reinterpret_cast<float *>(shared + layout.total);
     const Range all = range_of(phase);
     if (all.end <= all.begin) return;
     const uint32_t base = s.base;
-    for (int part = 0; part < phase.n_parts; ++part) {
+#pragma unroll 1
+    for (int part = 0; part < n_parts; ++part) {
         if (part) join_consumers(kConsumers);
         if (phase.staging <= kStageFp8) {
-            if (phase.norm) stage<kRows, false, true>(phase, xs, s.rms, s.gather, part, n_rows, base);
-            else stage<kRows, false, false>(phase, xs, s.rms, s.gather, part, n_rows, base);
+            if (phase.norm) stage<kRows, false, true>(phase, a, at, xs, s.rms, s.gather, part, n_rows, base);
+            else stage<kRows, false, false>(phase, a, at, xs, s.rms, s.gather, part, n_rows, base);
         } else {
-            if (phase.norm) stage<kRows, true, true>(phase, xs, s.rms, s.gather, part, n_rows, base);
-            else stage<kRows, true, false>(phase, xs, s.rms, s.gather, part, n_rows, base);
+            if (phase.norm) stage<kRows, true, true>(phase, a, at, xs, s.rms, s.gather, part, n_rows, base);
+            else stage<kRows, true, false>(phase, a, at, xs, s.rms, s.gather, part, n_rows, base);
         }
         join_consumers(kConsumers);
-        Job job = {0, 0, 0, phase.is_gated ? 2 : 1, part, totals};
-        for (int i = 0; i < (phase.is_gated ? 1 : phase.n_w); ++i) {
-            const Range tiles = tiles_of(all, phase.w[i]);
+        mark(a, at, 3);
+        float *kept = reinterpret_cast<float *>(shared + layout.total);
+#pragma unroll 1
+        for (int i = 0; i < (is_gated ? 1 : phase.n_w); ++i) {
+            const Weight &w = phase.w[i];
+            const Range tiles = tiles_of(all, w);
             if (tiles.end <= tiles.begin) continue;
-            job.weight = i;
-            job.first_tile = tiles.begin;
-            job.n_tiles = (tiles.end - tiles.begin) * job.sides;
-            const int floats = a.part_bytes / 4;
-            switch (phase.w[i].format) {
-                case PK_BF16: run_job<PK_BF16, kRows>(phase, job, taker, xs, parts, floats, n_rows, base, at); break;
-                case PK_FP8_E4M3: run_job<PK_FP8_E4M3, kRows>(phase, job, taker, xs, parts, floats, n_rows, base, at); break;
-                case PK_Q8_0: run_job<PK_Q8_0, kRows>(phase, job, taker, xs, parts, floats, n_rows, base, at); break;
-                case PK_Q4_K: run_job<PK_Q4_K, kRows>(phase, job, taker, xs, parts, floats, n_rows, base, at); break;
-                default: run_job<PK_Q6_K, kRows>(phase, job, taker, xs, parts, floats, n_rows, base, at); break;
+            const int n_tiles = (tiles.end - tiles.begin) << is_gated, format = w.format, most = a.part_bytes / (4 * kWarps * kTile) & ~1;
+            Group g;
+            g.chunks = w.part_chunks;
+            g.next = warp;
+            g.scale_at = w.block_scale != nullptr ? 2 * part * g.chunks : -1;
+            g.x_row = x_row_bytes(phase.staging, phase.part_k);
+            g.xs = xs;
+#pragma unroll 1
+            for (g.first = 0; g.first < n_tiles; g.first += most) {
+                g.n = min(most, n_tiles - g.first);
+                g.sums = reinterpret_cast<float *>(shared + layout.part + (taker.flip & 1) * a.part_bytes);
+                taker.flip ^= 1;
+                const int first_row = (tiles.begin + (g.first >> is_gated)) * 16;
+                // What this thread's output is added to, asked early.
+                uint2 early = {0, 0};
+                if (phase.add.packets && part + 1 == n_parts) {
+                    const int row = threadIdx.x % kTile / 16, column = first_row + threadIdx.x / kTile * 16 + threadIdx.x % 16;
+                    if (threadIdx.x < (g.n >> is_gated) * kTile && row < n_rows && column < w.rows) early = load_packet(added_at(phase.add, row * phase.add.stride + w.first_column + column));
+                }
+                switch (format) {
+                    case PK_BF16: multiply<PK_BF16, kRows>(g, taker); break;
+                    case PK_FP8_E4M3: multiply<PK_FP8_E4M3, kRows>(g, taker); break;
+                    case PK_Q8_0: multiply<PK_Q8_0, kRows>(g, taker); break;
+                    case PK_Q4_K: multiply<PK_Q4_K, kRows>(g, taker); break;
+                    default: multiply<PK_Q6_K, kRows>(g, taker); break;
+                }
+                mark(a, at, 4);
+                join_consumers(kConsumers);
+                mark(a, at, 5);
+                write_group<kRows>(phase, w, g, part, first_row, kept, n_rows, early, base, at);
             }
-            job.totals += job.n_tiles * 16 * kRows;
+            kept += n_tiles * kTile;
         }
     }
 }
@@ -299,30 +308,35 @@ __device__ void consume(const Arguments &a, Shared &s, uint8_t *shared, const La
     uint8_t *phases = shared + layout.phases + 2 * kProducers * kPhaseStride;
     Taker taker;
     taker.n_slots = a.n_slots;
-    taker.probe = a.probe;
     taker.slot_bytes = a.slot_bytes;
     taker.ring = shared + warp * a.n_slots * a.slot_bytes;
     taker.full = shared_address(s.full[warp]);
     taker.empty = shared_address(s.empty[warp]);
-    Coming coming;
-    if (warp == 0) {
-        coming.ask(a.phases, lane);
-        coming.put(phases, lane);
-    }
+    // The next phase's description is asked at the beginning of a phase and there at its end.
+    auto ask = [&](int p) {
+        if (warp == 0)
+            for (int i = lane; i < kPhaseVectors; i += 32) copy16_async(shared_address(phases + (p & 1) * kPhaseStride) + 16 * i, reinterpret_cast<const uint4 *>(a.phases + p) + i, true);
+        commit_async();
+    };
+    ask(0);
+    wait_async<0>();
+#pragma unroll 1
     for (int p = 0; p < a.n_phases; ++p) {
         join_consumers(kConsumers);
+        mark(a, p, 0);
         const Phase &phase = *reinterpret_cast<const Phase *>(phases + (p & 1) * kPhaseStride);
-        if (warp == 0 && p + 1 < a.n_phases) coming.ask(a.phases + p + 1, lane);
+        if (p + 1 < a.n_phases) ask(p + 1);
         if (phase.kind == kPublish) {
             publish(phase, rows_in<kRows>(phase, s), s.base + p + 1);
         } else if (phase.kind == kMatmul) {
             matmul_phase<kRows>(phase, a, s, shared, layout, taker, p);
         } else if (phase.attend.head_width == 128) {
-            attend<128>(phase, a, s.rows, shared + layout.x, s.n_tokens, s.base, p);
+            attend<128>(phase, a, s.rows, s.item, shared + layout.x, s.n_tokens, s.base, p);
         } else {
-            attend<64>(phase, a, s.rows, shared + layout.x, s.n_tokens, s.base, p);
+            attend<64>(phase, a, s.rows, s.item, shared + layout.x, s.n_tokens, s.base, p);
         }
-        if (warp == 0 && p + 1 < a.n_phases) coming.put(phases + ((p + 1) & 1) * kPhaseStride, lane);
+        wait_async<0>();
+        mark(a, p, 6);
     }
 }
 

@@ -106,14 +106,16 @@ bool read_matmul(const Launch &l, const pk_op_matmul &op, const pk_op_norm *norm
     d->y = op.y;
     d->add = op.add;
     if (norm != nullptr) {
-        if (norm->kind != PK_NORM_RMS || norm->bias.data || norm->post_w.data || norm->residual.data || norm->out.data != op.x.data || norm->out.stride != op.x.stride) return false;
+        if (norm->x.format != PK_F32 || norm->kind != PK_NORM_RMS || norm->bias.data || norm->post_w.data || norm->residual.data || norm->out.data != op.x.data || norm->out.stride != op.x.stride) return false;
         if (norm->out.cols != op.x.cols || norm->x.rows != op.x.rows || norm->out.format != PK_BF16 || norm->w.data % 16 || norm->out.stride % 8 || norm->out.data % 8) return false;
         d->x = norm->x;
         d->normed = norm->out.data;
         p.norm = reinterpret_cast<const float *>(norm->w.data);
         p.eps = norm->eps;
+        p.inverse_k = 1.0f / static_cast<float>(op.x.cols);
         p.normed = place_of(norm->out);
     }
+    if (norm == nullptr && op.x.format != PK_BF16) return false;
     if (bound(l, op.x.rows) > kMaxRows || !is_activation(d->x) || !is_activation(d->y)) return false;
     return !op.add.data || is_activation(op.add);
 }
@@ -126,7 +128,7 @@ bool read_attention(const Launch &l, const pk_op_qkv &in, const pk_op_attention 
     if (group < 1 || group > 8 || group * op.n_kv_heads != op.n_heads || in.n_heads != op.n_heads || in.n_kv_heads != op.n_kv_heads) return false;
     if (op.q.data != in.q.data || op.q.stride != in.q.stride || in.k_offset != op.k_offset || in.v_offset != op.v_offset) return false;
     if ((l.state->kv_page_stride | op.k_offset | op.v_offset) % 16 || in.rope_width > width || in.rope_width % 2) return false;
-    if (!is_activation(in.qkv) || !is_activation(op.out) || !is_dead_after(records, next, op.q.data)) return false;
+    if (!is_activation(in.qkv) || in.qkv.format != PK_BF16 || !is_activation(op.out) || !is_dead_after(records, next, op.q.data)) return false;
     const int64_t items = std::max<int64_t>(l.ctx->n_processors, static_cast<int64_t>(kMaxRows) * op.n_kv_heads);
     if (items * (8 * width + 16) * 8 > (32 << 20)) return false;
     d->phase.kind = kAttend;
@@ -305,6 +307,10 @@ bool share_memory(std::vector<Phase> &phases, int32_t rows, int32_t n_blocks, Ar
             while (parts <= p.w[0].n_chunks && (!divides() || staged_bytes(p.staging, rows, p.k / parts) > most)) ++parts;
             fits &= parts <= p.w[0].n_chunks;
             p.n_parts = parts;
+            p.part_k = p.k / parts;
+            for (int i = 0; i < p.n_w; ++i) p.w[i].part_chunks = p.w[i].n_chunks / parts;
+            p.each = p.n_tiles / n_blocks;
+            p.more = p.n_tiles % n_blocks;
             x = std::max(x, staged_bytes(p.staging, rows, p.k / parts));
             if (parts > 1) total = std::max(total, ((p.n_tiles + n_blocks - 1) / n_blocks + 2) * (p.is_gated ? 2 : 1) * 64 * rows);
         }
