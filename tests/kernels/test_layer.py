@@ -113,7 +113,7 @@ def test_layers_in_one_program_equal_their_ops_one_by_one(bench, rng, level, nam
     start = rng.standard_normal((n, WIDTH))
     wanted, again = layers.run(start, n, len(rows[::2]), False), layers.run(start, n, len(rows[::2]), True)
     for got, other in zip(again[:2], wanted[:2], strict=True):
-        check(got, other, 2e-2)
+        check(got, other, 6e-2)
     check(again[2], wanted[2], 1e-2)
     for _ in range(3):
         for got, other in zip(layers.run(start, n, len(rows[::2]), True), again, strict=True):

@@ -197,7 +197,7 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
     const bool is_step = has_op(p, PK_OP_PREPARE);
     // A single product in a step is as fast on its own; programs that are run piece by piece may consist of one.
-    for (int32_t rows : {1, 2, 4, 8}) {
+    for (int32_t rows : {1}) {
         const int32_t n = std::min(rows, p.state.max_step_tokens);
         p.plans.emplace_back();
         if (int32_t e = persist::make_plan(launch_of(p, n, std::min(n, p.state.max_step_rows), true, false), p.records, rows, is_step ? 2 : 1, &p.plans.back())) return e;
