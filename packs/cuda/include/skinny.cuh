@@ -6,6 +6,9 @@
 
 namespace pk {
 
+constexpr int32_t kMaxBlocks = 512;
+constexpr int64_t kSkinnyFlagBytes = 4 * kMaxBlocks * 4;  // the last of the workspace's counters
+
 struct SkinnyWeight {
     const uint8_t *data;
     const float *row_scale;    // [rows] or null
@@ -21,22 +24,20 @@ struct SkinnyWeight {
 
 struct SkinnyArguments {
     SkinnyWeight w[3];
-    const void *x;
+    const void *x;    // bf16, rows of 16-byte multiples
     void *y;
     const void *add;
     const StepInfo *info;
     uint8_t *image;   // x as bf16: [K/64][n][64], swizzled, in the order of the weights' fragments
-    float *partial;   // [blocks][tile]
-    int32_t *flags;   // 2 of the barrier, then one per block; zero between launches
+    float *partial;   // [blocks][2][tile]
+    int32_t *flags;   // 4 x kMaxBlocks, zero before the first launch, then the kernel's own
     int64_t x_stride, y_stride, add_stride;  // elements
     int64_t rows_symbol;
-    int32_t x_format, y_format, add_format;
+    int32_t y_format, add_format;
     int32_t n_w, k, n_units, n_tiles;
     int32_t min_rows, max_rows;  // the launch does nothing for other row counts
     int32_t first_row;           // of x that this launch is about; it takes at most 128
     int32_t act;
-    int32_t is_wide;  // four neighbours of x can be read at once
-    int32_t is_fused;  // the kernel makes the image itself
     float scale, softcap;
 };
 

@@ -57,6 +57,9 @@ __device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec
 // Rows of 128 bytes, swizzled by 128: groups of eight rows are 1024 bytes apart.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t shared) { return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (uint64_t{1} << 16) | ((shared & 0x3ffff) >> 4); }
 
+// Its low word, to which offsets / 16 can be added.
+__device__ __forceinline__ uint32_t matrix_descriptor_low(uint32_t shared) { return (1u << 16) | ((shared & 0x3ffff) >> 4); }
+
 // d[64, 256] (+)= a[64, 16] b[256, 16]^T, bf16, both in shared memory.
 __device__ __forceinline__ void wgmma_bf16_n256(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
     asm volatile(

@@ -23,6 +23,8 @@ constexpr int kRun = 8, kM = 128, kThreads = 384, kGroupM = 16, kPitch = 36, kOu
 template <bool kFp8> constexpr int kN = kFp8 ? 128 : 256;
 template <bool kFp8> constexpr int kStages = kFp8 ? 6 : 4;
 template <bool kFp8> constexpr int kStageBytes = (kM + kN<kFp8>) * 128;
+template <bool kFp8> constexpr int kScaleBytes = kFp8 ? kM * 4 : 0;  // of a stage: one per row of x
+template <bool kFp8> constexpr int kSharedBytes = kStages<kFp8> * (kStageBytes<kFp8> + kScaleBytes<kFp8>) + 1024 + kOutBytes;
 
 struct Maps {
     CUtensorMap x, w[3];
@@ -32,6 +34,75 @@ struct Tile {
     int m0, n0, weight;
 };
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Stores a whole tile's accumulators of rows `row` and row + 8, columns 8j + 2c and the next; false when this is no usual case.
+template <int kTileN>
+__device__ __forceinline__ bool direct_store(const GemmArguments &a, int weight, bool gated, int n0, int row, int c, int n_rows, const float (&acc)[kTileN / 2]) {
+    const GemmWeight &w = a.w[weight];
+    const int wide = gated ? kTileN / 2 : kTileN;
+    if (n0 + wide > w.rows || w.row_scale != nullptr || w.bias != nullptr || a.softcap > 0.0f || ((a.y_stride | w.first_column) & 1) || (reinterpret_cast<uintptr_t>(a.y) & 7)) return false;
+    const int64_t at = row * a.y_stride + w.first_column + n0 + 2 * c;
+    const bool in[2] = {row < n_rows, row + 8 < n_rows};
+    if (gated) {
+        const GemmWeight &u = a.w[1];
+        if (a.act != PK_ACT_SILU || a.add != nullptr || a.y_format != PK_BF16 || u.row_scale != nullptr || u.bias != nullptr) return false;
+        const float f = w.scale, g = u.scale * a.scale;
+        bf16 *y = static_cast<bf16 *>(a.y) + at;
+#pragma unroll
+        for (int j = 0; j < kTileN / 16; ++j)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float v[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float gate = acc[4 * j + 2 * h + e] * f;
+                    v[e] = __fdividef(gate, 1.0f + __expf(-gate)) * acc[4 * (j + kTileN / 16) + 2 * h + e] * g;
+                }
+                if (in[h]) *reinterpret_cast<uint32_t *>(y + 8 * h * a.y_stride + 8 * j) = pack_bf16(v[0], v[1]);
+            }
+        return true;
+    }
+    if (a.act != PK_ACT_NONE) return false;
+    const float f = w.scale * a.scale;
+    if (a.y_format == PK_BF16) {
+        if (a.add != nullptr) return false;
+        bf16 *y = static_cast<bf16 *>(a.y) + at;
+#pragma unroll
+        for (int j = 0; j < kTileN / 8; ++j)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (in[h]) *reinterpret_cast<uint32_t *>(y + 8 * h * a.y_stride + 8 * j) = pack_bf16(acc[4 * j + 2 * h] * f, acc[4 * j + 2 * h + 1] * f);
+        return true;
+    }
+    float *y = static_cast<float *>(a.y) + at;
+    if (a.add == nullptr) {
+#pragma unroll
+        for (int j = 0; j < kTileN / 8; ++j)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (in[h]) *reinterpret_cast<float2 *>(y + 8 * h * a.y_stride + 8 * j) = make_float2(acc[4 * j + 2 * h] * f, acc[4 * j + 2 * h + 1] * f);
+        return true;
+    }
+    if (a.add_format != PK_F32 || (a.add_stride & 1) || (reinterpret_cast<uintptr_t>(a.add) & 7)) return false;
+    const float *add = static_cast<const float *>(a.add) + row * a.add_stride + w.first_column + n0 + 2 * c;
+    constexpr int kFlight = 8;  // loads under way
+#pragma unroll
+    for (int first = 0; first < kTileN / 8; first += kFlight)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float2 old[kFlight];
+#pragma unroll
+            for (int j = 0; j < kFlight; ++j) old[j] = in[h] ? *reinterpret_cast<const float2 *>(add + 8 * h * a.add_stride + 8 * (first + j)) : make_float2(0.0f, 0.0f);
+#pragma unroll
+            for (int j = 0; j < kFlight; ++j) {
+                const float *v = acc + 4 * (first + j) + 2 * h;
+                if (in[h]) *reinterpret_cast<float2 *>(y + 8 * h * a.y_stride + 8 * (first + j)) = make_float2(v[0] * f + old[j].x, v[1] * f + old[j].y);
+            }
+        }
+    return true;
+}
+#endif
+
 template <bool kFp8, int kCluster>
 __global__ void PK_CLUSTER_DIMS(kCluster) __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_constant__ Maps maps, const __grid_constant__ GemmArguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -39,7 +110,8 @@ __global__ void PK_CLUSTER_DIMS(kCluster) __launch_bounds__(kThreads, 1) gemm_wg
     extern __shared__ uint8_t raw[];
     __shared__ uint64_t full[kRing], empty[kRing];
     uint8_t *ring = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
-    float *out_tile = reinterpret_cast<float *>(ring + kRing * kBytes);
+    float *scale_ring = reinterpret_cast<float *>(ring + kRing * kBytes);
+    float *out_tile = scale_ring + kRing * kScaleBytes<kFp8> / 4;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {
             barrier_init(full + i, 1);
@@ -96,7 +168,8 @@ __global__ void PK_CLUSTER_DIMS(kCluster) __launch_bounds__(kThreads, 1) gemm_wg
                 const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
                 for (int k = 0; k < n_steps; ++k) {
                     barrier_wait(empty + stage, phase ^ 1);
-                    barrier_expect(full + stage, kBytes);
+                    barrier_expect(full + stage, kBytes + kScaleBytes<kFp8>);
+                    if constexpr (kFp8) copy_bytes(shared_address(scale_ring + stage * kM), a.x_scale + static_cast<int64_t>(min(k, (a.k - 1) / 128)) * a.x_scale_stride + t.m0, kScaleBytes<kFp8>, full + stage);
                     uint8_t *to = ring + stage * kBytes;
                     copy_box(to, &maps.x, k * kBoxK, t.m0, full + stage);
                     if constexpr (kCluster == 1) {
@@ -112,34 +185,36 @@ __global__ void PK_CLUSTER_DIMS(kCluster) __launch_bounds__(kThreads, 1) gemm_wg
     } else {
     more_registers<232>();
     const int wg = group - 1, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+    const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + kM * 128), x_first = matrix_descriptor_low(shared_address(ring) + wg * 64 * 128);
     for (int index = first_tile; index < n_all; index += stride) {
         const Tile t = tile_of(index);
-        const int row = t.m0 + wg * 64 + warp * 16 + (lane >> 2);
         float acc[kTileN / 2];
         if constexpr (kFp8) {
             float part[2][kTileN / 2];
 #pragma unroll
             for (int i = 0; i < kTileN / 2; ++i) acc[i] = 0.0f;
-            const float *x_scale = a.x_scale + row;
-            const bool has[2] = {row < n_rows, row + 8 < n_rows};
             const GemmWeight &w0 = a.w[t.weight], &w1 = a.w[gated ? 1 : t.weight];
             const float *s0 = w0.block_scale ? w0.block_scale + (t.n0 >> 7) * w0.block_stride : nullptr;
             const float *s1 = w1.block_scale ? w1.block_scale + (t.n0 >> 7) * w1.block_stride : nullptr;
             const int n_scales = (a.k + 127) / 128;
+            // A lane keeps the weights' scales of stage 32 i + lane, and the next ones; read by shuffles, they are there in time.
+            auto scales_of = [&](const float *s, int k) { return s == nullptr ? 1.0f : k + lane < n_scales ? __ldg(s + k + lane) : 0.0f; };
+            float w_now[2] = {}, w_next[2] = {scales_of(s0, 0), gated ? scales_of(s1, 0) : 0.0f};
             float xs[2][2], ws[2][2];
             int used[2];
             auto issue = [&](float(&p)[kTileN / 2], int side, int k) {
-                const bool in = k < n_scales;
-                xs[side][0] = in && has[0] ? __ldg(x_scale + static_cast<int64_t>(k) * a.x_scale_stride) : 0.0f;
-                xs[side][1] = in && has[1] ? __ldg(x_scale + static_cast<int64_t>(k) * a.x_scale_stride + 8) : 0.0f;
-                ws[side][0] = s0 && in ? __ldg(s0 + k) : 1.0f;
-                ws[side][1] = gated ? (s1 && in ? __ldg(s1 + k) : 1.0f) : ws[side][0];
+                ws[side][0] = __shfl_sync(~0u, w_now[0], k & 31);
+                ws[side][1] = gated ? __shfl_sync(~0u, w_now[1], k & 31) : ws[side][0];
                 barrier_wait(full + stage, phase);
-                const uint32_t x_at = shared_address(ring + stage * kBytes) + wg * 64 * 128, w_at = shared_address(ring + stage * kBytes) + kM * 128;
+                // Descriptors differ in the low word only.
+                const uint32_t x_low = x_first + stage * (kBytes / 16), w_low = w_first + stage * (kBytes / 16);
                 wgmma_fence();
 #pragma unroll
-                for (int i = 0; i < 4; ++i) wgmma_e4m3_n128(p, matrix_descriptor(x_at + 32 * i), matrix_descriptor(w_at + 32 * i), i > 0);
+                for (int i = 0; i < 4; ++i) wgmma_e4m3_n128(p, (uint64_t{0x40000040} << 32) | (x_low + 2 * i), (uint64_t{0x40000040} << 32) | (w_low + 2 * i), i > 0);
                 wgmma_commit();
+                const float *scales = scale_ring + stage * kM + wg * 64 + warp * 16 + (lane >> 2);
+                xs[side][0] = scales[0];
+                xs[side][1] = scales[8];
                 used[side] = stage;
                 advance();
             };
@@ -158,6 +233,12 @@ __global__ void PK_CLUSTER_DIMS(kCluster) __launch_bounds__(kThreads, 1) gemm_wg
             // Nothing is under way at the end of a turn: the assembler gives up on accumulators that are read while others of the
             // same loop are written across its back edge.
             for (int k = 0; k < n_steps; k += kRun) {
+                if ((k & 31) == 0) {
+                    w_now[0] = w_next[0];
+                    w_now[1] = w_next[1];
+                    w_next[0] = scales_of(s0, k + 32);
+                    if (gated) w_next[1] = scales_of(s1, k + 32);
+                }
                 issue(part[0], 0, k);
 #pragma unroll
                 for (int j = 1; j < kRun; ++j) {
@@ -174,10 +255,10 @@ __global__ void PK_CLUSTER_DIMS(kCluster) __launch_bounds__(kThreads, 1) gemm_wg
             int previous = -1;
             for (int k = 0; k < n_steps; ++k) {
                 barrier_wait(full + stage, phase);
-                const uint32_t x_at = shared_address(ring + stage * kBytes) + wg * 64 * 128, w_at = shared_address(ring + stage * kBytes) + kM * 128;
+                const uint32_t x_low = x_first + stage * (kBytes / 16), w_low = w_first + stage * (kBytes / 16);
                 wgmma_fence();
 #pragma unroll
-                for (int i = 0; i < 4; ++i) wgmma_bf16_n256(acc, matrix_descriptor(x_at + 32 * i), matrix_descriptor(w_at + 32 * i), k > 0 || i > 0);
+                for (int i = 0; i < 4; ++i) wgmma_bf16_n256(acc, (uint64_t{0x40000040} << 32) | (x_low + 2 * i), (uint64_t{0x40000040} << 32) | (w_low + 2 * i), k > 0 || i > 0);
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (previous >= 0) release(previous);
@@ -187,6 +268,8 @@ __global__ void PK_CLUSTER_DIMS(kCluster) __launch_bounds__(kThreads, 1) gemm_wg
             wgmma_wait<0>();
             release(previous);
         }
+        // The usual cases straight from the registers, two neighbours a store: whole tiles without scales per column or bias.
+        if (direct_store<kTileN>(a, t.weight, gated, t.n0, t.m0 + wg * 64 + warp * 16 + (lane >> 2), lane & 3, n_rows, acc)) continue;
         // Sixteen rows x 32 columns at a time through shared memory (gated: 16 of gate, 16 of up), so that one copy of the
         // epilogue serves all accumulators and lanes store neighbouring columns.
         float *mine = out_tile + (threadIdx.x / 32 - 4) * 16 * kPitch;
@@ -304,6 +387,30 @@ int32_t make_map(const Launch &l, CUtensorMap *map, const void *data, bool fp8, 
     return e == CUDA_SUCCESS ? PK_OK : fail(PK_DEVICE, "gemm: tensor map of %lld x %lld, %lld bytes a row: CUDA driver error %d", (long long)rows, (long long)cols, (long long)row_bytes, static_cast<int>(e));
 }
 
+// Clusters that run at once: the blocks are persistent, one that has to wait for another to end would double the time.
+template <bool kFp8, int kCluster>
+int64_t clusters(const Launch &l) {
+    if (kCluster == 1) return l.ctx->n_processors;
+    static int found = 0;
+    if (found == 0) {
+        auto kernel = gemm_wgmma_kernel<kFp8, kCluster>;
+        cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<kFp8>);
+        cudaLaunchConfig_t config = {};
+        config.gridDim = dim3(l.ctx->n_processors / kCluster * kCluster);
+        config.blockDim = dim3(kThreads);
+        config.dynamicSmemBytes = kSharedBytes<kFp8>;
+        cudaLaunchAttribute attribute[1];
+        attribute[0].id = cudaLaunchAttributeClusterDimension;
+        attribute[0].val.clusterDim = {kCluster, 1, 1};
+        config.attrs = attribute;
+        config.numAttrs = 1;
+        int n = 0;
+        if (cudaOccupancyMaxActiveClusters(&n, kernel, &config) != cudaSuccess || n < 1) n = 1;
+        found = n;
+    }
+    return found;
+}
+
 template <bool kFp8, int kCluster>
 int32_t launch_tiles(const Launch &l, GemmArguments a, int64_t max_rows, int64_t x_cols) {
     constexpr int kTileN = kN<kFp8>;
@@ -322,9 +429,9 @@ int32_t launch_tiles(const Launch &l, GemmArguments a, int64_t max_rows, int64_t
     }
     if (gated) a.w[1].first_tile = 0;
     a.n_tiles = tiles;
-    const int64_t all = (max_rows + kM * kCluster - 1) / (kM * kCluster) * tiles, most = l.ctx->n_processors / kCluster;
+    const int64_t all = (max_rows + kM * kCluster - 1) / (kM * kCluster) * tiles, most = clusters<kFp8, kCluster>(l);
     const unsigned blocks = static_cast<unsigned>((all < most ? all : most) * kCluster);
-    return launch(l, "gemm_wgmma", gemm_wgmma_kernel<kFp8, kCluster>, dim3(blocks), dim3(kThreads), kStages<kFp8> * kStageBytes<kFp8> + 1024 + kOutBytes, maps, a);
+    return launch(l, "gemm_wgmma", gemm_wgmma_kernel<kFp8, kCluster>, dim3(blocks), dim3(kThreads), kSharedBytes<kFp8>, maps, a);
 }
 
 }  // namespace
@@ -340,9 +447,12 @@ bool has_wgmma(const pk_ctx *ctx) {
 
 int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &a, int64_t max_rows) { return launch_tiles<false, 1>(l, a, max_rows, a.k); }
 
+// Scales of one group of 128 columns: whole tiles of rows, so that they can be copied 512 bytes at a time.
+static int64_t scale_stride(int64_t max_rows) { return (max_rows + kM - 1) / kM * kM; }
+
 int64_t fp8_scratch(int64_t max_rows, int64_t cols) {
     const int64_t padded = (cols + 127) / 128 * 128;
-    return (max_rows * padded + 255) / 256 * 256 + padded / 128 * max_rows * 4 + 256;
+    return (max_rows * padded + 255) / 256 * 256 + padded / 128 * scale_stride(max_rows) * 4 + 256;
 }
 
 int32_t launch_gemm_fp8(const Launch &l, GemmArguments a, int64_t max_rows, int32_t x_format) {
@@ -350,11 +460,11 @@ int32_t launch_gemm_fp8(const Launch &l, GemmArguments a, int64_t max_rows, int3
     uint8_t *x = l.scratch;
     float *scales = reinterpret_cast<float *>(l.scratch + (max_rows * padded + 255) / 256 * 256);
     const int64_t stride = a.x_row_bytes / (x_format == PK_F32 ? 4 : 2);
-    if (int32_t e = launch(l, "quantise", quantise_kernel, dim3(static_cast<unsigned>((padded / 128 + 7) / 8), static_cast<unsigned>(max_rows)), dim3(256), 0, a.x, stride, x_format, x, padded, scales, max_rows, a.k, a.info, a.rows_symbol, a.min_rows)) return e;
+    if (int32_t e = launch(l, "quantise", quantise_kernel, dim3(static_cast<unsigned>((padded / 128 + 7) / 8), static_cast<unsigned>(max_rows)), dim3(256), 0, a.x, stride, x_format, x, padded, scales, scale_stride(max_rows), a.k, a.info, a.rows_symbol, a.min_rows)) return e;
     a.x = x;
     a.x_row_bytes = padded;
     a.x_scale = scales;
-    a.x_scale_stride = max_rows;
+    a.x_scale_stride = scale_stride(max_rows);
     return launch_tiles<true, 1>(l, a, max_rows, padded);
 }
 

@@ -84,7 +84,7 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     }
     StreamShape s = stream_shape(l.ctx->n_processors, max_rows, tiles * (tile_rows / 32), n_units, facts.unit, facts.group, gated);
     const int64_t partial = s.n_slices > 1 ? static_cast<int64_t>(s.n_slices) * s.n_tiles * tile_rows * 8 * s.n_tokens8 * 4 : 0;
-    if (partial > l.scratch_bytes || s.n_tiles * 4ll > kCounterBytes)
+    if (partial > l.scratch_bytes || s.n_tiles * 4ll > kCounterBytes - kSkinnyFlagBytes)
         return fail(PK_BAD_ARG, "matmul: partial sums take %lld bytes and %d counters, the workspace has %lld and %lld", (long long)partial, s.n_tiles, (long long)l.scratch_bytes, (long long)(kCounterBytes / 4));
     a.x = reinterpret_cast<const void *>(op.x.data);
     a.y = reinterpret_cast<void *>(op.y.data);
@@ -116,6 +116,22 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     return launch_stream_of(format, l, s, a);
 }
 
+// x as bf16 in scratch, widened with zeros to whole pieces of 16 bytes.
+int32_t narrow_x(const Launch &l, const pk_tensor &x, int64_t max_rows, uint8_t *scratch, pk_tensor *out) {
+    pk_op_copy copy = {};
+    copy.x = x;
+    copy.out = x;
+    copy.out.data = reinterpret_cast<uint64_t>(scratch);
+    copy.out.format = PK_BF16;
+    copy.out.stride = (x.cols + 7) / 8 * 16;
+    if (x.cols % 8)
+        if (int32_t status = check(cudaMemsetAsync(scratch, 0, max_rows * copy.out.stride, l.stream), "matmul")) return status;
+    if (int32_t status = launch_copy(l, copy)) return status;
+    *out = copy.out;
+    out->cols = copy.out.stride / 2;
+    return PK_OK;
+}
+
 // Rows first_row and at most 127 more, when the step has min_rows to max_rows.
 int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2;
@@ -137,28 +153,31 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
         column += gated ? 0 : p.rows;
     }
     const int64_t image = skinny_image_bytes(max_rows - first_row, packed[g.first]->padded_cols), partial = skinny_partial_bytes(l.ctx->n_processors, max_rows - first_row);
-    if (image + partial > l.scratch_bytes) return fail(PK_BAD_ARG, "matmul: %lld rows want %lld bytes of workspace, there are %lld", (long long)max_rows, (long long)(image + partial), (long long)l.scratch_bytes);
-    a.x = reinterpret_cast<const void *>(op.x.data);
+    const int64_t narrowed = align256(max_rows * ((op.x.cols + 7) / 8 * 16));
+    if (image + partial + narrowed > l.scratch_bytes)
+        return fail(PK_BAD_ARG, "matmul: %lld rows want %lld bytes of workspace, there are %lld", (long long)max_rows, (long long)(image + partial + narrowed), (long long)l.scratch_bytes);
+    pk_tensor x = op.x;
+    if (x.format != PK_BF16 || !is_wide(x))
+        if (int32_t status = narrow_x(l, op.x, max_rows, l.scratch + image + partial, &x)) return status;
+    a.x = reinterpret_cast<const void *>(x.data);
     a.y = reinterpret_cast<void *>(op.y.data);
     a.add = reinterpret_cast<const void *>(op.add.data);
     a.info = l.info;
     a.image = l.scratch;
     a.partial = reinterpret_cast<float *>(l.scratch + image);
-    a.flags = l.counters;
-    a.x_stride = add_stride(op.x);
+    a.flags = l.counters + (kCounterBytes - kSkinnyFlagBytes) / 4;
+    a.x_stride = add_stride(x);
     a.y_stride = add_stride(op.y);
     a.add_stride = add_stride(op.add);
     a.rows_symbol = op.x.rows;
-    a.x_format = op.x.format;
     a.y_format = op.y.format;
     a.add_format = op.add.format;
     a.n_w = g.n;
-    a.k = static_cast<int32_t>(op.x.cols);
+    a.k = static_cast<int32_t>(x.cols);
     a.min_rows = min_rows;
     a.max_rows = static_cast<int32_t>(max_rows);
     a.first_row = first_row;
     a.act = op.act;
-    a.is_wide = is_wide(op.x);
     a.scale = op.scale;
     a.softcap = op.softcap;
     return with_format(packed[g.first]->format, [&](auto f) { return launch_skinny<decltype(f)::value>(l, a, packed + g.first, max_rows); });
@@ -177,20 +196,12 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     a.k = static_cast<int32_t>(op.x.cols);
     const bool is_fp8 = packed[g.first]->format == PK_FP8_E4M3 && has_wgmma(l.ctx);
     if (!is_fp8 && (op.x.format != PK_BF16 || !is_wide(op.x))) {
-        // Narrowed, and widened with zeros to whole pieces of 16 bytes.
-        pk_op_copy copy = {};
-        copy.x = op.x;
-        copy.out = op.x;
-        copy.out.data = reinterpret_cast<uint64_t>(scratch);
-        copy.out.format = PK_BF16;
-        copy.out.stride = (op.x.cols + 7) / 8 * 16;
-        if (op.x.cols % 8)
-            if (int32_t status = check(cudaMemsetAsync(scratch, 0, max_rows * copy.out.stride, l.stream), "matmul")) return status;
-        if (int32_t status = launch_copy(l, copy)) return status;
-        a.k = static_cast<int32_t>(copy.out.stride / 2);
+        pk_tensor narrow;
+        if (int32_t status = narrow_x(l, op.x, max_rows, scratch, &narrow)) return status;
+        a.k = static_cast<int32_t>(narrow.cols);
         a.x = scratch;
-        a.x_row_bytes = copy.out.stride;
-        scratch += align256(max_rows * copy.out.stride);
+        a.x_row_bytes = narrow.stride;
+        scratch += align256(max_rows * narrow.stride);
     }
     a.y = reinterpret_cast<void *>(op.y.data);
     a.add = reinterpret_cast<const void *>(op.add.data);
@@ -284,8 +295,8 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const
         if (int32_t status = rows <= small ? run_stream(l, op, g, packed, least, here) : run_skinny(l, op, g, packed, least, here, 0)) return status;
         below = rows;
     }
-    if (max_rows > most && most == kSkinnyRows && (ladder || max_rows <= 2 * most) && packed[g.first]->format != PK_BF16) {
-        // Twice through packed weights is still less than unpacking them.
+    if (max_rows > most && most == kSkinnyRows && (ladder || max_rows <= 2 * most) && packed[g.first]->format != PK_BF16 && packed[g.first]->format != PK_FP8_E4M3) {
+        // Twice through packed weights is still less than unpacking them. BF16 and FP8 are not unpacked.
         const int32_t here = static_cast<int32_t>(std::min(2 * most, max_rows));
         for (int32_t row : {0, static_cast<int32_t>(most)})
             if (int32_t status = run_skinny(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, here, row)) return status;
@@ -354,7 +365,7 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
     }
     if (has_wgmma(ctx)) {
         const int64_t width = std::min(max_rows, kSkinnyRows);
-        stream = std::max(stream, skinny_image_bytes(width, k) + skinny_partial_bytes(ctx->n_processors, width));
+        stream = std::max(stream, skinny_image_bytes(width, k) + skinny_partial_bytes(ctx->n_processors, width) + align256(std::min(max_rows, 2 * kSkinnyRows) * k * 2));
     }
     if (max_rows <= kStreamRows) return stream;
     int64_t rows = 0;

@@ -36,10 +36,10 @@ StreamShape stream_shape(int32_t n_processors, int32_t max_rows, int64_t total_t
 }
 
 namespace {
-int64_t skinny_width(int64_t rows) { return rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128; }
+int64_t skinny_width(int64_t rows) { return rows <= 32 ? 32 : 128; }  // of the formats with the fewest widths
 }  // namespace
 
 int64_t skinny_image_bytes(int64_t max_rows, int64_t padded_cols) { return (skinny_width(max_rows) * padded_cols * 2 + 255) / 256 * 256; }
-int64_t skinny_partial_bytes(int32_t n_processors, int64_t max_rows) { return static_cast<int64_t>(n_processors) * 256 * skinny_width(max_rows) * 4; }
+int64_t skinny_partial_bytes(int32_t n_processors, int64_t max_rows) { return static_cast<int64_t>(n_processors) * 2 * 256 * skinny_width(max_rows) * 4; }
 
 }  // namespace pk

@@ -4,10 +4,11 @@
 // rows of W; the work of all tiles, cut along K into units, is dealt out evenly (stream-K, Osama et al. 2023): every block
 // gets one run of units. It ends in a tile's middle: that tile's first block adds the others' parts, in order. One warp
 // copies weights into a ring (BF16, FP8, F16: boxes of 64 rows x 128 bytes; block formats: whole units), one copies x,
-// warpgroups multiply: BF16 from shared memory, everything else decoded to bf16 in registers. x is first laid out as an
-// image in global memory: per 64 of K, rows of 128 bytes, swizzled, in the order in which a lane holds its weights; every
-// block makes a part and all wait for all, while weights are already on their way. FP8 blocks' scales multiply the
-// accumulators, other scales the weights. With an activation block row 0 of a warpgroup is gate, 1 is up (kT = 2).
+// warpgroups multiply: BF16 from shared memory, everything else decoded to bf16 in registers. x goes to shared memory as rows
+// of 128 bytes per 64 of K, swizzled, in the order in which a lane holds its weights: BF16 with up to 32 rows: two warps of
+// each block bring it there from x itself; otherwise all blocks first make an image of x in global memory. Weights are asked for
+// before the kernels ahead are done (programmatic dependent launch). FP8 blocks' scales multiply the accumulators, other scales
+// the weights. With an activation block row 0 of a warpgroup is gate, 1 is up (kT = 2).
 // One translation unit per format (PK_STREAM_FORMAT). Does not handle: more than 128 rows, blocks that do not all run at once.
 #include "../../include/skinny.cuh"
 
@@ -21,9 +22,6 @@ namespace pk {
 #if defined(PK_WGMMA)
 namespace {
 
-#ifndef PK_SKINNY_TALL
-#define PK_SKINNY_TALL 8192
-#endif
 
 constexpr int kSharedBytes = 232448 - 2048, kPitch = 20, kStagingBytes = 16 * kPitch * 4;
 
@@ -43,6 +41,9 @@ struct Shape {
     static constexpr int kChunks = StageOf<kFormat>::kU / 64;
     // Chunks of x under way; the weights' ring takes what is left.
     static constexpr int kXLeast = kNT >= 128 ? 4 : kChunks + 2;
+    // With few rows and many bytes a weight x is brought by threads that hold kFlight chunks of kItems x 16 elements in registers.
+    static constexpr bool kDirect = kNT <= 32 && kFormat == PK_BF16;
+    static constexpr int kLoaders = 64, kItems = kNT * 4 / kLoaders, kFlight = kNT == 16 ? 6 : 4;
     static constexpr int kWFit = (kLeft - kXLeast * kXBytes) / kWPitch, kWStages = kWFit > 12 ? 12 : kWFit;
     static constexpr int kXStages = (kLeft - kWStages * kWPitch) / kXBytes > 32 ? 32 : (kLeft - kWStages * kWPitch) / kXBytes;
     static constexpr int kBytes = kXStages * kXBytes + kWStages * kWPitch + kEpilogue + 1024;
@@ -55,6 +56,7 @@ __device__ __forceinline__ uint4 shared_load4(uint32_t at) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
     return v;
 }
+__device__ __forceinline__ void shared_store4(uint32_t at, uint4 v) { asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 template <int kWords>
 __device__ __forceinline__ void shared_words(uint32_t *out, uint32_t at) {
     if constexpr (kWords % 4 == 0) {
@@ -75,6 +77,7 @@ __device__ __forceinline__ int load_acquire(const int *p) {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
+__device__ __forceinline__ void store_release(int *p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 template <int kThreads>
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
@@ -85,50 +88,50 @@ __device__ __forceinline__ int rows_here(const SkinnyArguments &a) {
     return n < a.min_rows || n > a.max_rows ? 0 : min(n - a.first_row, kNT);
 }
 
-// Four neighbours of x at (n, k) as two pairs of bf16; zeros beyond x.
-__device__ __forceinline__ uint2 load_x4(const SkinnyArguments &a, int n, int k, int n_rows) {
-    if (n >= n_rows || k >= a.k) return make_uint2(0, 0);
-    const int64_t at = n * a.x_stride + k;
-    if (a.is_wide) {
-        if (a.x_format == PK_BF16) return *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(a.x) + at);
-        const float4 v = *reinterpret_cast<const float4 *>(static_cast<const float *>(a.x) + at);
-        return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
-    }
-    float v[4];
+// Sixteen slots of K of row n: piece q of a block of 64; zeros beyond x.
+template <int kImage>
+__device__ __forceinline__ void load_item(const SkinnyArguments &a, int n, int block, int q, int n_rows, uint2 (&v)[4]) {
+    const bf16 *row = static_cast<const bf16 *>(a.x) + n * a.x_stride;
+    if constexpr (kImage <= 1) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = k + i < a.k ? load_as_f32(a.x, at + i, a.x_format) : 0.0f;
-    return make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+        for (int c = 0; c < 2; ++c) {
+            const int k = block * 64 + 16 * q + 8 * c;
+            uint4 p = make_uint4(0, 0, 0, 0);
+            if (n < n_rows && k < a.k) p = __ldcg(reinterpret_cast<const uint4 *>(row + k));
+            v[2 * c] = make_uint2(p.x, p.y);
+            v[2 * c + 1] = make_uint2(p.z, p.w);
+        }
+    } else {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const int k = kImage == 2 ? (block >> 1) * 128 + 32 * c + 4 * (4 * (block & 1) + q) : block * 64 + 16 * c + 4 * q;
+            v[c] = make_uint2(0, 0);
+            if (n < n_rows && k < a.k) v[c] = __ldcg(reinterpret_cast<const uint2 *>(row + k));
+        }
+    }
+}
+template <int kImage>
+__device__ __forceinline__ void order_item(uint2 (&v)[4], uint4 &low, uint4 &high) {
+    if (kImage == 2) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) v[c] = make_uint2(__byte_perm(v[c].x, v[c].y, 0x5410), __byte_perm(v[c].x, v[c].y, 0x7632));
+    }
+    low = kImage == 0 ? make_uint4(v[0].x, v[0].y, v[1].x, v[1].y) : make_uint4(v[0].x, v[1].x, v[2].x, v[3].x);
+    high = kImage == 0 ? make_uint4(v[2].x, v[2].y, v[3].x, v[3].y) : make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
 }
 
-// Sixteen slots of K of one row of the image a turn.
 template <int kImage, int kNT>
 __device__ __forceinline__ void make_image(const SkinnyArguments &a, int n_blocks64, int n_rows, int first, int stride) {
     for (int i = first; i < n_blocks64 * 4 * kNT; i += stride) {
         const int q = i & 3, n = (i >> 2) % kNT, block = (i >> 2) / kNT;
         uint2 v[4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            int k = block * 64 + 16 * q + 4 * c;
-            if (kImage == 2) k = (block >> 1) * 128 + 32 * c + 4 * (4 * (block & 1) + q);
-            if (kImage == 3) k = block * 64 + 16 * c + 4 * q;
-            v[c] = load_x4(a, n, k, n_rows);
-            if (kImage == 2) v[c] = make_uint2(__byte_perm(v[c].x, v[c].y, 0x5410), __byte_perm(v[c].x, v[c].y, 0x7632));
-        }
+        uint4 low, high;
+        load_item<kImage>(a, n, block, q, n_rows, v);
+        order_item<kImage>(v, low, high);
         uint8_t *row = a.image + (static_cast<int64_t>(block) * kNT + n) * 128;
-        const uint4 low = kImage == 0 ? make_uint4(v[0].x, v[0].y, v[1].x, v[1].y) : make_uint4(v[0].x, v[1].x, v[2].x, v[3].x);
-        const uint4 high = kImage == 0 ? make_uint4(v[2].x, v[2].y, v[3].x, v[3].y) : make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
         *reinterpret_cast<uint4 *>(row + (((2 * q) ^ (n & 7)) << 4)) = low;
         *reinterpret_cast<uint4 *>(row + (((2 * q + 1) ^ (n & 7)) << 4)) = high;
     }
-}
-
-template <int kImage, int kNT>
-__global__ void __launch_bounds__(256) image_kernel(const __grid_constant__ SkinnyArguments a, int n_blocks64) {
-    wait_dependence();
-    release_dependents();
-    const int n_rows = rows_here<kNT>(a);
-    if (n_rows <= 0) return;
-    make_image<kImage, kNT>(a, n_blocks64, n_rows, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -304,89 +307,140 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
             barrier_init(w_empty + i, 4 * kWg);
         }
         for (int i = 0; i < S::kXStages; ++i) {
-            barrier_init(x_full + i, 1);
+            barrier_init(x_full + i, S::kDirect ? S::kLoaders / 32 : 1);
             barrier_init(x_empty + i, 4 * kWg);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    wait_dependence();
     release_dependents();
-    const int n_rows = rows_here<kNT>(a);
-    if (n_rows <= 0) return;
-    const bool gated = kT == 2 && a.act != PK_ACT_NONE && a.n_w == 2;
+    constexpr bool gated = kT == 2;  // the launch sees to it
     const int n_blocks = gridDim.x, me = blockIdx.x;
     const int64_t total = static_cast<int64_t>(a.n_tiles) * a.n_units;
-    auto first_of = [&](int block) { return total * block / n_blocks; };
+    const int n_work = static_cast<int>(min(static_cast<int64_t>(n_blocks), total));  // blocks with units
+    auto first_of = [&](int block) { return block < n_work ? total * block / n_work : total; };
     const int64_t begin = first_of(me), end = first_of(me + 1);
+    // Blocks tell each other by the number of the launch, which each counts for itself; every launch has the same blocks.
+    int *epoch = a.flags + me, *image_flags = a.flags + kMaxBlocks, *part_flags = a.flags + 2 * kMaxBlocks;  // of the first part and of the last
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     auto weight_of = [&](int tile) { return gated ? 0 : a.n_w > 2 && tile >= a.w[2].first_tile ? 2 : a.n_w > 1 && tile >= a.w[1].first_tile ? 1 : 0; };
     // First row of block row t of warpgroup g.
     auto row_of = [&](int tile, int i, int g, int t) { return gated ? tile * 64 * kWg + g * 64 : (tile - a.w[i].first_tile) * S::kM + (g * kT + t) * 64; };
 
     if (warp >= 4 * kWg) {
-    fewer_registers<40>();
-    if (warp == 4 * kWg) {
-        int stage = 0;
-        uint32_t phase = 0;
-        for (int64_t at = begin; at < end; ++at) {
-            const int tile = static_cast<int>(at / a.n_units), u = static_cast<int>(at - static_cast<int64_t>(tile) * a.n_units), i = weight_of(tile);
-            barrier_wait(w_empty + stage, phase ^ 1);
-            if (lane == 0) barrier_expect(w_full + stage, S::kWBytes);
-            __syncwarp();
-            const uint32_t to = w_ring + stage * S::kWPitch;
-            if constexpr (kBlock) {
-                if (lane < 4 * kWg * kT) {
-                    const int q = lane >> 2, t = q % kT;
-                    const SkinnyWeight &w = a.w[gated ? t : i];
-                    const int tile16 = min(row_of(tile, i, q / kT, t) / 16 + (lane & 3), w.n_tiles16 - 1);
-                    copy_bytes(to + lane * Unit<kFormat>::kBytes, w.data + (static_cast<int64_t>(tile16) * a.n_units + u) * Unit<kFormat>::kBytes, Unit<kFormat>::kBytes, w_full + stage);
+        fewer_registers<S::kDirect ? 104 : 40>();
+        if (warp == 4 * kWg) {
+            int stage = 0;
+            uint32_t phase = 0;
+            auto copy_unit = [&](int64_t at) {
+                const int tile = static_cast<int>(at / a.n_units), u = static_cast<int>(at - static_cast<int64_t>(tile) * a.n_units), i = weight_of(tile);
+                barrier_wait(w_empty + stage, phase ^ 1);
+                if (lane == 0) barrier_expect(w_full + stage, S::kWBytes);
+                __syncwarp();
+                const uint32_t to = w_ring + stage * S::kWPitch;
+                if constexpr (kBlock) {
+                    if (lane < 4 * kWg * kT) {
+                        const int q = lane >> 2, t = q % kT;
+                        const SkinnyWeight &w = a.w[gated ? t : i];
+                        const int tile16 = min(row_of(tile, i, q / kT, t) / 16 + (lane & 3), w.n_tiles16 - 1);
+                        copy_bytes(to + lane * Unit<kFormat>::kBytes, w.data + (static_cast<int64_t>(tile16) * a.n_units + u) * Unit<kFormat>::kBytes, Unit<kFormat>::kBytes, w_full + stage);
+                    }
+                } else if (lane < kWg * kT) {
+                    const int t = lane % kT;
+                    copy_box_at(to + lane * 8192, maps.w + (gated ? t : i), u * StageOf<kFormat>::kU, row_of(tile, i, lane / kT, t), w_full + stage);
                 }
-            } else if (lane < kWg * kT) {
-                const int t = lane % kT;
-                copy_box_at(to + lane * 8192, maps.w + (gated ? t : i), u * StageOf<kFormat>::kU, row_of(tile, i, lane / kT, t), w_full + stage);
+                if (++stage == S::kWStages) {
+                    stage = 0;
+                    phase ^= 1;
+                }
+            };
+            // Weights do not depend on the kernels before: the ring is filled while those still run, unless this launch may be idle.
+            int64_t at = begin;
+            if (a.min_rows == 0 && a.first_row == 0)
+                for (; at < end && at < begin + S::kWStages; ++at) copy_unit(at);
+            wait_dependence();
+            if (rows_here<kNT>(a) <= 0) {
+                for (int i = 0; i < at - begin; ++i) barrier_wait(w_full + i, 0);
+                return;
             }
-            if (++stage == S::kWStages) {
-                stage = 0;
-                phase ^= 1;
-            }
+            for (; at < end; ++at) copy_unit(at);
+            return;
         }
-    } else if (warp == 4 * kWg + 1 && lane == 0) {
-        if (a.is_fused) {
-            while (load_acquire(a.flags) < n_blocks) {}
+        const int n_chunks = static_cast<int>(end - begin) * S::kChunks, first_chunk = static_cast<int>(begin % a.n_units) * S::kChunks, per_tile = a.n_units * S::kChunks;
+        wait_dependence();
+        if constexpr (S::kDirect) {
+            if (warp < 4 * kWg + 2) return;
+            const int n_rows = rows_here<kNT>(a), thread = threadIdx.x - kConsumers - 64;
+            if (n_rows <= 0) return;
+            uint2 v[S::kFlight][S::kItems][4];
+            auto load = [&](uint2(&to)[S::kItems][4], int chunk) {
+                const int block = (first_chunk + chunk) % per_tile;
+#pragma unroll
+                for (int i = 0; i < S::kItems; ++i) load_item<StageOf<kFormat>::kImage>(a, (thread >> 2) + 16 * i, block, thread & 3, n_rows, to[i]);
+            };
+#pragma unroll
+            for (int d = 0; d < S::kFlight; ++d)
+                if (d < n_chunks) load(v[d], d);
+            int stage = 0;
+            uint32_t phase = 0;
+            for (int base_chunk = 0; base_chunk < n_chunks; base_chunk += S::kFlight) {
+#pragma unroll
+                for (int d = 0; d < S::kFlight; ++d) {
+                    const int chunk = base_chunk + d;
+                    if (chunk >= n_chunks) break;
+                    barrier_wait(x_empty + stage, phase ^ 1);
+#pragma unroll
+                    for (int i = 0; i < S::kItems; ++i) {
+                        const int n = (thread >> 2) + 16 * i, q = thread & 3;
+                        uint4 low, high;
+                        order_item<StageOf<kFormat>::kImage>(v[d][i], low, high);
+                        const uint32_t row = x_ring + stage * S::kXBytes + n * 128;
+                        shared_store4(row + (((2 * q) ^ (n & 7)) << 4), low);
+                        shared_store4(row + (((2 * q + 1) ^ (n & 7)) << 4), high);
+                    }
+                    fence_async_proxy();
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(x_full + stage);
+                    if (chunk + S::kFlight < n_chunks) load(v[d], chunk + S::kFlight);
+                    if (++stage == S::kXStages) {
+                        stage = 0;
+                        phase ^= 1;
+                    }
+                }
+            }
+        } else {
+            if (warp != 4 * kWg + 1 || rows_here<kNT>(a) <= 0) return;
+            const int now = __ldcg(epoch) + 1;
+            for (int i = lane; i < n_blocks; i += 32)
+                while (load_acquire(image_flags + i) != now) {}
+            __syncwarp();
             asm volatile("fence.proxy.async;" ::: "memory");
-            __threadfence();
-            // The last to have seen all arrivals makes room for the next launch.
-            if (atomicAdd(a.flags + 1, 1) == n_blocks - 1) {
-                a.flags[1] = 0;
-                __threadfence();
-                a.flags[0] = 0;
-            }
-        }
-        int stage = 0;
-        uint32_t phase = 0;
-        for (int64_t at = begin; at < end; ++at) {
-            const int u = static_cast<int>(at % a.n_units);
-            for (int i = 0; i < S::kChunks; ++i) {
+            if (lane != 0) return;
+            int stage = 0;
+            uint32_t phase = 0;
+            for (int chunk = 0; chunk < n_chunks; ++chunk) {
                 barrier_wait(x_empty + stage, phase ^ 1);
                 barrier_expect(x_full + stage, S::kXBytes);
-                copy_bytes(x_ring + stage * S::kXBytes, a.image + static_cast<int64_t>(u * S::kChunks + i) * S::kXBytes, S::kXBytes, x_full + stage);
+                copy_bytes(x_ring + stage * S::kXBytes, a.image + static_cast<int64_t>((first_chunk + chunk) % per_tile) * S::kXBytes, S::kXBytes, x_full + stage);
                 if (++stage == S::kXStages) {
                     stage = 0;
                     phase ^= 1;
                 }
             }
         }
+        return;
     }
-    return;
-    }
-    more_registers<232>();
-    if (a.is_fused) {
+    more_registers<S::kDirect ? 200 : 232>();
+    wait_dependence();
+    const int n_rows = rows_here<kNT>(a);
+    if (n_rows <= 0) return;
+    const int now = __ldcg(epoch) + 1;
+    if constexpr (!S::kDirect) {
         make_image<StageOf<kFormat>::kImage, kNT>(a, a.n_units * S::kChunks, n_rows, me * kConsumers + threadIdx.x, n_blocks * kConsumers);
         __threadfence();
         asm volatile("fence.proxy.async;" ::: "memory");
         consumers_sync<kConsumers>();
-        if (threadIdx.x == 0) atomicAdd(a.flags, 1);
+        if (threadIdx.x == 0) store_release(image_flags + me, now);
     }
     const int g = warp >> 2, in = warp & 3;
     const uint32_t nothing = gridDim.y - 1;  // zero, which the compiler does not know
@@ -397,6 +451,68 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
     auto release = [&](uint64_t *barrier) {
         __syncwarp();
         if (lane == 0) barrier_arrive(barrier);
+    };
+    // What is added to a piece, asked for ahead of its sums.
+    auto load_old = [&](int tile, int g, int in, int chunk, float(&old)[8]) {
+        const SkinnyWeight &w = a.w[weight_of(tile)];
+        const int row = row_of(tile, weight_of(tile), g, 0) + in * 16 + (lane & 15);
+#pragma unroll
+        for (int r = 0; r < 8; ++r) {
+            const int n = chunk * 16 + (lane >> 4) + 2 * r;
+            const int64_t at = n * a.add_stride + w.first_column + row;
+            old[r] = 0.0f;
+            if (a.add != nullptr && n < n_rows && row < w.rows) old[r] = a.add_format == PK_F32 ? static_cast<const float *>(a.add)[at] : __bfloat162float(static_cast<const bf16 *>(a.add)[at]);
+        }
+    };
+    // Stores 16 rows of every block row times 16 rows of x: the sums v of warp `in` of warpgroup `g`, through shared memory, so that
+    // lanes store neighbouring columns.
+    auto write_piece = [&](int tile, int g, int in, int chunk, const float(&v)[kT][8], const float(&old)[8]) {
+        const int i = weight_of(tile);
+        __syncwarp();
+#pragma unroll
+        for (int t = 0; t < kT; ++t)
+#pragma unroll
+            for (int e = 0; e < 8; ++e) staging[t * 16 * kPitch + (8 * (e >> 2) + 2 * (lane & 3) + (e & 1)) * kPitch + (lane >> 2) + 8 * ((e >> 1) & 1)] = v[t][e];
+        __syncwarp();
+        const int n0 = chunk * 16 + (lane >> 4);
+        const SkinnyWeight &w = a.w[i];
+        const int row = row_of(tile, i, g, 0) + in * 16 + (lane & 15);
+        if (row >= w.rows) return;
+        const float f0 = w.scale * (w.row_scale ? w.row_scale[row] : 1.0f), b0 = w.bias ? w.bias[row] : 0.0f;
+        const float *from = staging + (lane >> 4) * kPitch + (lane & 15);
+        const int64_t column = w.first_column + row;
+        if (!gated && a.act == PK_ACT_NONE) {
+#pragma unroll
+            for (int r = 0; r < 8; ++r) {
+                const int n = n0 + 2 * r;
+                float out = (from[2 * r * kPitch] * f0 + b0) * a.scale;
+                if (a.softcap > 0.0f) out = a.softcap * quick_tanh(out / a.softcap);
+                out += old[r];
+                if (n >= n_rows) continue;
+                if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = out;
+                else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(out);
+            }
+            return;
+        }
+        const float f1 = gated ? a.w[1].scale * (a.w[1].row_scale ? a.w[1].row_scale[row] : 1.0f) : 0.0f, b1 = gated && a.w[1].bias ? a.w[1].bias[row] : 0.0f;
+        const float *twin = from + (kT - 1) * 16 * kPitch;
+        if (gated && a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16) {
+#pragma unroll
+            for (int r = 0; r < 8; ++r) {
+                const float gate = from[2 * r * kPitch] * f0 + b0, up = twin[2 * r * kPitch] * f1 + b1;
+                if (n0 + 2 * r < n_rows) static_cast<bf16 *>(a.y)[(n0 + 2 * r) * a.y_stride + column] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * up * a.scale);
+            }
+            return;
+        }
+#pragma unroll 1
+        for (int r = 0; r < 8 && n0 + 2 * r < n_rows; ++r) {
+            const int n = n0 + 2 * r;
+            const float more = a.add != nullptr ? load_as_f32(a.add, n * a.add_stride + column, a.add_format) : 0.0f;
+            const float own = from[2 * r * kPitch] * f0 + b0;
+            float out = activate(gated ? own : more, a.act) * (gated ? twin[2 * r * kPitch] * f1 + b1 : own) * a.scale;
+            if (a.softcap > 0.0f) out = a.softcap * quick_tanh(out / a.softcap);
+            store_from_f32(a.y, n * a.y_stride + column, a.y_format, gated ? out + more : out);
+        }
     };
     float acc[kT][kNT / 2];
     auto hold = [&] {
@@ -519,110 +635,84 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
 #pragma unroll
                 for (int j = 0; j < kNT / 2; ++j) acc[t][j] *= unit_scales[t];
         }
-        if (u0 > 0) {
-            // Not the first block of this tile: hands its part over.
-            float4 *mine = reinterpret_cast<float4 *>(a.partial + static_cast<int64_t>(me) * S::kM * kNT) + threadIdx.x;
+        if (u0 > 0 || u1 < a.n_units) {
+            // A part of a tile: laid down for whoever adds it up.
+            float4 *mine = reinterpret_cast<float4 *>(a.partial + (2 * me + (u0 == 0)) * static_cast<int64_t>(S::kM * kNT)) + threadIdx.x;
 #pragma unroll
             for (int t = 0; t < kT; ++t)
 #pragma unroll
                 for (int j = 0; j < kNT / 8; ++j) __stcg(mine + (t * (kNT / 8) + j) * kConsumers, make_float4(acc[t][4 * j], acc[t][4 * j + 1], acc[t][4 * j + 2], acc[t][4 * j + 3]));
             __threadfence();
             consumers_sync<kConsumers>();
-            if (threadIdx.x == 0) atomicExch(a.flags + 2 + me, 1);
+            if (threadIdx.x == 0) store_release(part_flags + 2 * me + (u0 == 0), now);
             continue;
-        }
-        if (u1 < a.n_units) {
-            const int64_t tile_end = (static_cast<int64_t>(tile) + 1) * a.n_units;
-            for (int other = me + 1; other < n_blocks && first_of(other) < tile_end; ++other) {
-                if (threadIdx.x == 0) {
-                    while (load_acquire(a.flags + 2 + other) == 0) {}
-                    a.flags[2 + other] = 0;
-                }
-                consumers_sync<kConsumers>();
-                const float4 *from = reinterpret_cast<const float4 *>(a.partial + static_cast<int64_t>(other) * S::kM * kNT) + threadIdx.x;
-#pragma unroll
-                for (int t = 0; t < kT; ++t)
-#pragma unroll
-                    for (int j = 0; j < kNT / 8; ++j) {
-                        const float4 v = __ldcg(from + (t * (kNT / 8) + j) * kConsumers);
-                        acc[t][4 * j] += v.x; acc[t][4 * j + 1] += v.y; acc[t][4 * j + 2] += v.z; acc[t][4 * j + 3] += v.w;
-                    }
-            }
         }
         // Sixteen rows of x at a time through shared memory, so that lanes store neighbouring columns and one copy of the code serves all.
 #pragma unroll 1
         for (int chunk = 0; chunk < kNT / 16; ++chunk) {
             if (chunk * 16 >= n_rows) break;
-            __syncwarp();
+            float v[kT][8], old[8];
+            if constexpr (!gated) load_old(tile, g, in, chunk, old);
 #pragma unroll
-            for (int c = 0; c < kNT / 16; ++c) {
-                if (c != chunk) continue;
+            for (int c = 0; c < kNT / 16; ++c)
+                if (c == chunk)
+#pragma unroll
+                    for (int t = 0; t < kT; ++t)
+#pragma unroll
+                        for (int e = 0; e < 8; ++e) v[t][e] = acc[t][8 * c + e];
+            write_piece(tile, g, in, chunk, v, old);
+        }
+    }
+    // The tiles that other blocks share (the first, the last): the blocks of a tile deal its pieces of 16 rows of W (or of both) and 16
+    // of x among their warps, and add the parts in order.
+    int shared_tile[2], owner[2], n_parts[2] = {0, 0};
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+        const int64_t tile64 = which == 0 ? begin / a.n_units : (end - 1) / a.n_units, first = tile64 * a.n_units, last = first + a.n_units;
+        shared_tile[which] = static_cast<int>(tile64);
+        owner[which] = static_cast<int>(first * n_work / total);
+        if (begin >= end || (begin <= first && end >= last) || (which == 1 && tile64 == begin / a.n_units)) continue;
+        while (first_of(owner[which] + 1) <= first) ++owner[which];
+        while (first_of(owner[which]) > first) --owner[which];
+        n_parts[which] = 1;
+        while (owner[which] + n_parts[which] < n_work && first_of(owner[which] + n_parts[which]) < last) ++n_parts[which];
+    }
+    for (int which = 0; which < 2; ++which)
+        for (int i = threadIdx.x; i < n_parts[which]; i += kConsumers)
+            while (load_acquire(part_flags + 2 * (owner[which] + i) + (i == 0)) != now) {}
+    if (n_parts[0] + n_parts[1] > 0) consumers_sync<kConsumers>();
+#pragma unroll 1
+    for (int which = 0; which < 2; ++which) {
+        constexpr int kPieces = kWg * 4 * (kNT / 16);
+        const int tile = shared_tile[which], parts = n_parts[which];
+        if (parts == 0) continue;
+        for (int piece = warp + (me - owner[which]) * 4 * kWg; piece < kPieces; piece += parts * 4 * kWg) {
+            const int pw = piece % (4 * kWg), chunk = piece / (4 * kWg);
+            if (chunk * 16 >= n_rows) break;
+            float v[kT][8] = {}, old[8];
+            if constexpr (!gated) load_old(tile, pw >> 2, pw & 3, chunk, old);
+#pragma unroll 4
+            for (int part = 0; part < parts; ++part) {
+                const float4 *from = reinterpret_cast<const float4 *>(a.partial + (2 * (owner[which] + part) + (part == 0)) * static_cast<int64_t>(S::kM * kNT)) + pw * 32 + lane;
 #pragma unroll
                 for (int t = 0; t < kT; ++t)
 #pragma unroll
-                    for (int q = 0; q < 2; ++q)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e)
-                            staging[t * 16 * kPitch + (8 * q + 2 * (lane & 3) + (e & 1)) * kPitch + (lane >> 2) + 8 * (e >> 1)] = acc[t][8 * c + 4 * q + e];
+                    for (int j = 0; j < 2; ++j) {
+                        const float4 p = __ldcg(from + (t * (kNT / 8) + 2 * chunk + j) * kConsumers);
+                        v[t][4 * j] += p.x; v[t][4 * j + 1] += p.y; v[t][4 * j + 2] += p.z; v[t][4 * j + 3] += p.w;
+                    }
             }
-            __syncwarp();
-            const int n0 = chunk * 16 + (lane >> 4);
-#pragma unroll 1
-            for (int t = 0; t < (gated ? 1 : kT); ++t) {
-                const SkinnyWeight &w = a.w[i];
-                const int row = row_of(tile, i, g, t) + in * 16 + (lane & 15);
-                if (row >= w.rows) continue;
-                const float f0 = w.scale * (w.row_scale ? w.row_scale[row] : 1.0f), b0 = w.bias ? w.bias[row] : 0.0f;
-                const float *from = staging + t * 16 * kPitch + (lane >> 4) * kPitch + (lane & 15);
-                const int64_t column = w.first_column + row;
-                if (!gated) {
-                    float v[8], old[8];
-#pragma unroll
-                    for (int r = 0; r < 8; ++r) {
-                        const int n = n0 + 2 * r;
-                        old[r] = 0.0f;
-                        if (a.add != nullptr && n < n_rows) old[r] = a.add_format == PK_F32 ? static_cast<const float *>(a.add)[n * a.add_stride + column] : __bfloat162float(static_cast<const bf16 *>(a.add)[n * a.add_stride + column]);
-                    }
-#pragma unroll
-                    for (int r = 0; r < 8; ++r) {
-                        v[r] = (from[2 * r * kPitch] * f0 + b0) * a.scale;
-                        if (a.softcap > 0.0f) v[r] = a.softcap * quick_tanh(v[r] / a.softcap);
-                        v[r] = a.act != PK_ACT_NONE ? activate(old[r], a.act) * v[r] : v[r] + old[r];
-                        const int n = n0 + 2 * r;
-                        if (n >= n_rows) continue;
-                        if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = v[r];
-                        else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(v[r]);
-                    }
-                    continue;
-                }
-                const float f1 = a.w[1].scale * (a.w[1].row_scale ? a.w[1].row_scale[row] : 1.0f), b1 = a.w[1].bias ? a.w[1].bias[row] : 0.0f;
-                const float *twin = from + (kT - 1) * 16 * kPitch;
-                if (a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16) {
-#pragma unroll
-                    for (int r = 0; r < 8; ++r) {
-                        const float gate = from[2 * r * kPitch] * f0 + b0, up = twin[2 * r * kPitch] * f1 + b1;
-                        if (n0 + 2 * r < n_rows) static_cast<bf16 *>(a.y)[(n0 + 2 * r) * a.y_stride + column] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * up * a.scale);
-                    }
-                    continue;
-                }
-#pragma unroll 1
-                for (int r = 0; r < 8 && n0 + 2 * r < n_rows; ++r) {
-                    const int n = n0 + 2 * r;
-                    float v = activate(from[2 * r * kPitch] * f0 + b0, a.act) * (twin[2 * r * kPitch] * f1 + b1) * a.scale;
-                    if (a.softcap > 0.0f) v = a.softcap * quick_tanh(v / a.softcap);
-                    if (a.add != nullptr) v += load_as_f32(a.add, n * a.add_stride + column, a.add_format);
-                    store_from_f32(a.y, n * a.y_stride + column, a.y_format, v);
-                }
-            }
+            write_piece(tile, pw >> 2, pw & 3, chunk, v, old);
         }
     }
+    if (threadIdx.x == 0) *epoch = now;
 #endif
 }
 
 template <int kFormat, int kNT, int kWg, int kT>
 int32_t launch_shape(const Launch &l, SkinnyArguments a, const Packed *const *packed) {
     using S = Shape<kFormat, kNT, kWg, kT>;
-    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
+    constexpr bool gated = kT == 2;
     SkinnyMaps maps = {};
     a.n_units = static_cast<int32_t>(packed[0]->padded_cols / StageOf<kFormat>::kU);
     a.n_tiles = 0;
@@ -640,26 +730,23 @@ int32_t launch_shape(const Launch &l, SkinnyArguments a, const Packed *const *pa
             if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of weight %d: CUDA driver error %d", i, static_cast<int>(e));
         }
     }
-    const int64_t total = static_cast<int64_t>(a.n_tiles) * a.n_units;
-    const unsigned blocks = static_cast<unsigned>(total < l.ctx->n_processors ? total : l.ctx->n_processors);
-    if (!a.is_fused)
-        if (int32_t e = launch(l, "image", image_kernel<StageOf<kFormat>::kImage, kNT>, dim3(132), dim3(256), 0, a, a.n_units * S::kChunks)) return e;
-    return launch(l, "skinny", skinny_kernel<kFormat, kNT, kWg, kT>, dim3(blocks), dim3(S::kThreads), S::kBytes, maps, a);
+    if (l.ctx->n_processors > kMaxBlocks) return fail(PK_UNSUPPORTED, "matmul: %d multiprocessors; the CUDA pack counts up to %d", l.ctx->n_processors, kMaxBlocks);
+    Launch own = l;
+    own.overlap = true;
+    return launch(own, "skinny", skinny_kernel<kFormat, kNT, kWg, kT>, dim3(l.ctx->n_processors), dim3(S::kThreads), S::kBytes, maps, a);
 }
 
 // Moves x, y and add to the first row of the launch.
 void move_rows(SkinnyArguments &a) {
     auto at = [&](const void *p, int64_t stride, int32_t format) { return p ? static_cast<const uint8_t *>(p) + a.first_row * stride * (format == PK_F32 ? 4 : 2) : nullptr; };
-    a.x = at(a.x, a.x_stride, a.x_format);
+    a.x = at(a.x, a.x_stride, PK_BF16);
     a.y = const_cast<uint8_t *>(at(a.y, a.y_stride, a.y_format));
     a.add = at(a.add, a.add_stride, a.add_format);
 }
 
 template <int kFormat, int kNT>
 int32_t launch_width(const Launch &l, const SkinnyArguments &a, const Packed *const *packed) {
-    int64_t rows = 0;
-    for (int i = 0; i < a.n_w; ++i) rows += a.w[i].rows;
-    if ((a.act != PK_ACT_NONE && a.n_w == 2) || rows > PK_SKINNY_TALL) return launch_shape<kFormat, kNT, 2, 2>(l, a, packed);
+    if (a.act != PK_ACT_NONE && a.n_w == 2) return launch_shape<kFormat, kNT, 2, 2>(l, a, packed);
     return launch_shape<kFormat, kNT, 2, 1>(l, a, packed);
 }
 
@@ -667,16 +754,18 @@ int32_t launch_width(const Launch &l, const SkinnyArguments &a, const Packed *co
 
 template <int kFormat>
 int32_t launch_skinny(const Launch &l, SkinnyArguments a, const Packed *const *packed, int64_t max_rows) {
-#ifdef PK_NT
-    return launch_width<kFormat, PK_NT>(l, a, packed);
-#else
     move_rows(a);
     max_rows -= a.first_row;
-    if (max_rows <= 16) return launch_width<kFormat, 16>(l, a, packed);
+    // Seldom formats have half the widths: an instance takes seconds to compile.
+    constexpr bool kAll = kFormat == PK_BF16 || kFormat == PK_FP8_E4M3 || kFormat == PK_Q8_0 || kFormat == PK_Q4_K || kFormat == PK_Q6_K;
+    if constexpr (kAll) {
+        if (max_rows <= 16) return launch_width<kFormat, 16>(l, a, packed);
+    }
     if (max_rows <= 32) return launch_width<kFormat, 32>(l, a, packed);
-    if (max_rows <= 64) return launch_width<kFormat, 64>(l, a, packed);
+    if constexpr (kAll) {
+        if (max_rows <= 64) return launch_width<kFormat, 64>(l, a, packed);
+    }
     return launch_width<kFormat, 128>(l, a, packed);
-#endif
 }
 
 #else
