@@ -136,7 +136,7 @@ def open_model(config: Config, path: Path) -> Opened:
         ctx = min(ctx, blueprint.max_ctx_tokens)
     kv_format = "" if config.kv_format == "auto" else config.kv_format
     request = PlanRequest(ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens, state_cache_bytes=_state_cache(config))
-    answer = solver(blueprint, views, place.facts.free_bytes)
+    answer = solver(blueprint, views, place.facts.free_bytes, place.facts.kind)
     return Opened(checkpoint, blueprint, views, _plan(answer, request), place)
 
 

@@ -107,7 +107,7 @@ def report(name: str, checkpoint: Checkpoint, where: Where, wish: Wish) -> Repor
     """
     blueprint = read_blueprint(checkpoint)
     request = request_of(blueprint, where, wish)
-    answer = solver(blueprint, tensors_by_name(checkpoint, blueprint), where.facts.free_bytes)
+    answer = solver(blueprint, tensors_by_name(checkpoint, blueprint), where.facts.free_bytes, where.facts.kind)
     plan, verdict = _verdict(answer, request)
     head = where.facts.free_bytes - plan.peak_bytes
     ctx, batch = answer.largest_ctx_tokens(request), answer.largest_batch(request)

@@ -2,6 +2,8 @@
 // the device. Block formats become tiles (include/format/unit.cuh), plain ones stay row-major with padded rows.
 #include <algorithm>
 #include <cstring>
+#include <thread>
+#include <vector>
 
 #include "../include/device.cuh"
 #include "../include/format/rows.cuh"
@@ -243,6 +245,17 @@ int32_t describe(const pk_source &s, Packed *out) {
     return PK_OK;
 }
 
+// One thread copies at a fraction of the speed of the memory and of PCIe.
+static void copy_in_parts(void *to, const uint8_t *from, int64_t n_bytes) {
+    constexpr int64_t kPart = 4 << 20;
+    const int64_t n_parts = std::min<int64_t>(8, (n_bytes + kPart - 1) / kPart), part = n_parts ? (n_bytes + n_parts - 1) / n_parts : 0;
+    auto copy = [&](int64_t at) { std::memcpy(static_cast<uint8_t *>(to) + at, from + at, std::min(part, n_bytes - at)); };
+    std::vector<std::thread> threads;
+    for (int64_t at = part; at < n_bytes; at += part) threads.emplace_back(copy, at);
+    if (n_bytes > 0) copy(0);
+    for (std::thread &t : threads) t.join();
+}
+
 int32_t repack(pk_ctx *ctx, const pk_source &s, uint64_t device, const Packed &p, RepackBuffers &buffers) {
     const bool grouped = s.scales == PK_SCALES_GROUP, is_block = is_block_format(p.format);
     const Block block = block_of(s.format);
@@ -256,7 +269,7 @@ int32_t repack(pk_ctx *ctx, const pk_source &s, uint64_t device, const Packed &p
         const int i = turn & 1;
         const int64_t n = std::min(most, s.rows - row);
         if (int32_t e = check(cudaEventSynchronize(buffers.free[i]), "repack")) return e;
-        std::memcpy(buffers.host[i], reinterpret_cast<const uint8_t *>(s.data) + row * source_row, n * source_row);
+        copy_in_parts(buffers.host[i], reinterpret_cast<const uint8_t *>(s.data) + row * source_row, n * source_row);
         if (grouped) std::memcpy(static_cast<uint8_t *>(buffers.host[i]) + n * source_row, reinterpret_cast<const uint8_t *>(s.scale_data) + row * scale_row, n * scale_row);
         if (!is_block && s.format != PK_F32) {
             if (int32_t e = check(cudaMemcpy2DAsync(out + row * p.row_bytes, p.row_bytes, buffers.host[i], source_row, source_row, n, cudaMemcpyHostToDevice, ctx->stream), "repack")) return e;

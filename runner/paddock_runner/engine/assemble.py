@@ -15,7 +15,7 @@ from ..blueprint.blueprint import Blueprint
 from ..errors import PackError
 from ..files.view import TensorView
 from ..memory.arena import Arena, arena, pack_scratch_bytes
-from ..memory.state import StateSizes, device_arrays, page_layout, pinned_arrays, state_layout
+from ..memory.state import StateSizes, device_arrays, page_layout, pinned_arrays, state_layout, token_buckets
 from ..model.decoder import rotations, trace
 from ..model.site import Site
 from ..model.weights import Progress, load_weights
@@ -72,15 +72,6 @@ class Stages:
         now, free = time.monotonic(), self._device.free_bytes()
         log.event("start", stage=name, seconds=round(now - self._begun, 3), bytes=self._free - free)
         self._begun, self._free = now, free
-
-
-def token_buckets(max_step_tokens: int) -> list[int]:
-    """Token counts for which launches are prepared: powers of two up to 8, then steps of half an octave."""
-    buckets, n = [1, 2, 4, 8], 16
-    while n < max_step_tokens:
-        buckets += [n, n + n // 2]
-        n *= 2
-    return [b for b in buckets if b < max_step_tokens] + [max_step_tokens]
 
 
 def _build(device: Device, assembly: Assembly, blueprint: Blueprint, weights: dict[str, Tensor]) -> Program:

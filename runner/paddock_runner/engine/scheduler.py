@@ -311,10 +311,8 @@ class Scheduler:
         elapsed_us = min(now_ns - self._credit_ns, 1_000_000_000) / 1000
         self._credit_ns = now_ns
         self._credit_us = min(policy.burst_ms * 1000, self._credit_us + elapsed_us * steady / policy.steady_ratio)
-        ratio = min(policy.burst_ratio, max(policy.steady_ratio, 1 + (self.n_waiting + len(self.prefilling)) / n_rows))
-        if self._credit_us > 0 and self._is_short():
-            ratio = policy.burst_ratio
-        return base * (ratio - 1)
+        is_burst = self.n_waiting + len(self.prefilling) >= 2 or (self._credit_us > 0 and self._is_short())
+        return max(base * (policy.burst_ratio - 1), 1000 * policy.burst_step_ms - base) if is_burst else base * steady
 
     def _is_short(self) -> bool:
         """The shortest prompt there is could be computed within the burst credit."""

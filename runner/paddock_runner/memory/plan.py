@@ -12,17 +12,20 @@ from typing import Any
 from ..blueprint.blueprint import Blueprint
 from ..errors import UsageError
 from ..files.view import TensorView
+from ..formats import cuda
 from ..formats.table import packed_bytes
 from .arena import arena, pack_scratch_bytes
 from .kinds import kv_token_bytes, latent_token_bytes
-from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pinned_arrays, state_layout
+from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pinned_arrays, state_layout, token_buckets
 
 MIB = 1 << 20
 CPU_GRANULE_BYTES = 2 * MIB
 CUDA_GRANULE_BYTES = 32 * MIB
 ENGINE_PROCESS_BYTES = 45 * MIB
-CUDA_CONTEXT_BYTES_PER_PROCESSOR = 3 * MIB
-"""Of the driver, for each multiprocessor: 107 MiB on 34 of them, 555 MiB on 188 (llama.cpp PR 23604)."""
+CUDA_CONTEXT_BYTES_PER_PROCESSOR = 3 * MIB + 832 * 1024
+"""Of the driver and the pack's code, for each multiprocessor: 485 MiB on an H200's 132 (driver 580)."""
+GRAPH_BYTES_PER_LAYER = 42 * 1024
+"""Of one launch graph, for each layer. Measured on an H200: 1.45 MB for 36 layers."""
 
 STATE_CACHE_SHARE = 10
 """Where nobody chose, snapshots of recurrent states take at most one part in so many of the free memory."""
@@ -82,7 +85,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlanLine:
-    """One cost. group: "weights", "vectors", "kv", "state", "snapshots", "pinned", "activations", "scratch" (the allocator's names) or "process".
+    """One cost. group: "weights", "vectors", "kv", "state", "snapshots", "pinned", "activations", "scratch" (the allocator's names), "graphs" or "process".
 
     source: "header" (from the file), "planner" (a formula that the allocator shares), "table" (measured once, elsewhere).
     """
@@ -145,7 +148,7 @@ def plan(blueprint: Blueprint, tensors: Mapping[str, TensorView], request: PlanR
 
     Raises: UsageError (context over the model's, no slots, a pool below one context), UnsupportedError (a format).
     """
-    return complete(blueprint, weight_lines(blueprint, tensors), largest_tensor_bytes(tensors), request)
+    return complete(blueprint, weight_lines(blueprint, tensors, request.device.kind), largest_tensor_bytes(tensors), request)
 
 
 def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
@@ -198,13 +201,17 @@ def _snapshots(request: PlanRequest, state_bytes: int) -> int:
     return asked // state_bytes
 
 
-def weight_lines(blueprint: Blueprint, tensors: Mapping[str, TensorView]) -> tuple[PlanLine, ...]:
-    """Weights as the pack holds them: one line per format of matrices, one for all vectors."""
+def weight_lines(blueprint: Blueprint, tensors: Mapping[str, TensorView], kind: str = "cpu") -> tuple[PlanLine, ...]:
+    """Weights as the pack of that kind ("cpu" or "cuda") holds them: one line per format of matrices, one for all vectors."""
     matrices: dict[str, int] = {}
     vectors = 0
     for name, view in tensors.items():
         if len(view.shape) == 2 and name.endswith(".weight"):
-            n_bytes = aligned(packed_bytes(view.format, view.shape[0], view.shape[1]))
+            rows, cols = view.shape
+            if kind == "cuda":
+                n_bytes = aligned(cuda.packed_bytes(view.format, rows, cols, view.scales.kind if view.scales else ""))
+            else:
+                n_bytes = aligned(packed_bytes(view.format, rows, cols))
             matrices[view.format] = matrices.get(view.format, 0) + n_bytes
         else:
             vectors += aligned(4 * view.n_elements)
@@ -237,7 +244,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
     scratch = pack_scratch_bytes(
         blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.n_processors, sizes.max_ctx_tokens
     )
-    where = "process" if device.kind == "cpu" else "CUDA context"
+    is_host = device.kind == "cpu"
     lines = (
         *weights,
         PlanLine(
@@ -248,11 +255,12 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
         PlanLine("token histories and page tables", histories, "planner", "state"),
         PlanLine("sampling state and masks", sampling, "planner", "state"),
         PlanLine("step rows", rest, "planner", "state"),
-        PlanLine("results", sum(aligned(n) for n in pinned.values()), "planner", "pinned"),
+        *([PlanLine("results", sum(aligned(n) for n in pinned.values()), "planner", "pinned")] if is_host else []),
         PlanLine("activations", activations.n_bytes - logits, "planner", "activations"),
         PlanLine("vectors" if blueprint.pooling else "logits", logits, "planner", "activations"),
         PlanLine("kernel scratch", scratch, "planner", "scratch"),
-        PlanLine(where, device.process_bytes, "table", "process"),
+        *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes), "table", "graphs")]),
+        PlanLine("process" if is_host else "CUDA context", device.process_bytes, "table", "process"),
     )
     attentions = [layer.attention for layer in blueprint.layers]
     token_bytes = sum(
@@ -261,7 +269,14 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
         else kv_token_bytes(a.n_kv_heads, a.head_width, a.values_width, request.kv_format)
         for a in attentions
     )
-    return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes)
+    return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes if is_host else 0)
+
+
+def graph_bytes(blueprint: Blueprint, sizes: StateSizes) -> int:
+    """What the driver takes for the launch graphs of a GPU: one of mixed steps for every bucket, one of decode where all rows fit."""
+    buckets = token_buckets(sizes.max_step_tokens)
+    n_graphs = len(buckets) + sum(n <= sizes.max_step_rows for n in buckets)
+    return n_graphs * blueprint.n_layers * GRAPH_BYTES_PER_LAYER
 
 
 def with_pages(request: PlanRequest, n_pages: int | None) -> PlanRequest:

@@ -71,9 +71,9 @@ class Solver:
         return found
 
 
-def solver(blueprint: Blueprint, tensors: Mapping[str, TensorView], free_bytes: int) -> Solver:
-    """A solver for these tensors and that many bytes."""
-    return Solver(blueprint, weight_lines(blueprint, tensors), largest_tensor_bytes(tensors), free_bytes)
+def solver(blueprint: Blueprint, tensors: Mapping[str, TensorView], free_bytes: int, kind: str = "cpu") -> Solver:
+    """A solver for these tensors and that many bytes of a device of that kind ("cpu" or "cuda")."""
+    return Solver(blueprint, weight_lines(blueprint, tensors, kind), largest_tensor_bytes(tensors), free_bytes)
 
 
 def require_fit(answer: Solver, request: PlanRequest) -> MemoryPlan:

@@ -93,6 +93,15 @@ class PageLayout:
     page_bytes: int
 
 
+def token_buckets(max_step_tokens: int) -> list[int]:
+    """Token counts for which launches are prepared: powers of two up to 8, then steps of half an octave."""
+    buckets, n = [1, 2, 4, 8], 16
+    while n < max_step_tokens:
+        buckets += [n, n + n // 2]
+        n *= 2
+    return [b for b in buckets if b < max_step_tokens] + [max_step_tokens]
+
+
 def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageLayout:
     """One page holds `page_tokens` tokens of every layer: K [K, B, D] then V [K, B, Dv], each aligned to 64 bytes; latent attention has no V."""
     at, offsets = 0, []

@@ -56,7 +56,7 @@ def test_a_prompt_alone_is_prefilled_in_the_largest_steps() -> None:
 
 
 def test_decoding_streams_keep_their_pace_while_a_long_prompt_prefills() -> None:
-    rig = Rig(WIDE, policy=Policy(min_chunk_tokens=4, burst_ms=20.0))
+    rig = Rig(WIDE, policy=Policy(min_chunk_tokens=4, burst_ms=20.0, burst_step_ms=0.0))
     watch = Watch(rig)
     streams = decoding(rig, 12, 1500)
     base = STEP_US + 12 * ROW_US
@@ -110,7 +110,7 @@ def test_a_short_prompt_passes_at_once_on_burst_credit() -> None:
 
 def test_many_waiting_get_more_time_than_one() -> None:
     def share(n_waiting: int) -> float:
-        rig = Rig(WIDE, policy=Policy(min_chunk_tokens=4, burst_ms=0.0))
+        rig = Rig(WIDE, policy=Policy(min_chunk_tokens=4, burst_ms=0.0, burst_step_ms=0.0))
         watch = Watch(rig)
         streams = decoding(rig, 4, 1000)
         before = len(rig.device.rows)
