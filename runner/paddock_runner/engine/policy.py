@@ -15,8 +15,8 @@ class Policy:
     """A step with prefill may last this many times a step without, as long as prefill lasts: gaps stay below 1.25 times."""
     burst_ratio: float = 3.0
     """The same while burst credit is left, or when two prompts or more are to be read: a queue must drain faster than it fills."""
-    burst_step_ms: float = 16.0
-    """Such a step may last this long in any case: on a quick device a multiple of very little starves prompts, and nobody sees 60 Hz."""
+    burst_step_ms: float = 12.0
+    """Such a step may last this long in any case: on a quick device a multiple of very little starves prompts, and nobody sees 80 Hz."""
     burst_ms: float = 250.0
     """Burst credit: prefill time beyond the steady ratio that decoding streams put up with at once; refills as they decode.
 
