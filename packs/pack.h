@@ -125,16 +125,19 @@ typedef struct pk_top {
     float logprob;
 } pk_top;
 
-/* Row flags. In pk_row.flags: SAMPLE and DRAFT. In pk_result.flags: the others. */
+/* Row flags. In pk_row.flags: SAMPLE, DRAFT and SCORE. In pk_result.flags: SCORE again, and the others. */
 #define PK_ROW_SAMPLE 1   /* draw a token after the last token of this row */
 #define PK_ROW_STOP 2     /* the token is a stop token: the slot is dead now */
 #define PK_ROW_LENGTH 4   /* max_length reached: the slot is dead now */
 #define PK_ROW_DEAD 8     /* the slot was dead before this step: no token, nothing changed */
 #define PK_ROW_NAN 16     /* the logits held a NaN: no token, the slot is dead now */
 #define PK_ROW_DRAFT 32   /* with SAMPLE: draw after every token of this row; its tokens but the first are guesses */
+#define PK_ROW_SCORE 64   /* with SAMPLE and DRAFT: nothing is drawn; what follows each token in the slot's text is rated */
 
 /* A draft row: its guesses were written by pk_text. It goes on as long as what is drawn is what was guessed next, and has one result per
- * token; those after the last token drawn have token -1. Such rows come after all others, and publish no best tokens. */
+ * token; those after the last token drawn have token -1. Such rows come after all others, and publish no best tokens.
+ * A score row takes the token that stands next in the slot's text, whatever it is, n_tokens times: logprobs and best tokens are those of
+ * the raw logits, stop tokens and max_length do not count. Its last successor must have been written too. */
 
 /* Addresses and sizes of the state. Page 0 is the scratch page: dead rows and padding write there.
  * A slot's history: tokens[slot][0..length) have their KV computed; tokens[slot][length] is the next input.
@@ -175,7 +178,7 @@ typedef struct pk_state {
     uint64_t workspace;       /* scratch of the pack: workspace_bytes, asked with pk_workspace_bytes */
     int64_t workspace_bytes;
     uint64_t results;         /* host-visible pk_result [n_results, max_step_rows], row order of the step */
-    uint64_t top;             /* host-visible pk_top [n_results, max_step_rows, max_top] */
+    uint64_t top;             /* host-visible pk_top [n_results, max_step_rows, max_top], by result */
     uint64_t done;            /* host-visible u64: seq of the last finished step */
     uint64_t recurrent;       /* [n_slots] of recurrent_stride bytes: what recurrent layers remember of a slot; 0 without such layers */
     int64_t recurrent_stride; /* bytes */

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "f2d4610a3c99dbf3"
+#define PK_ABI_DIGEST "7acb9b20c95d5ad4"

@@ -43,6 +43,7 @@ int32_t check_rows(const Step &in, const pk_state &s) {
             return fail(PK_BAD_ARG, "step: row %d has %d tokens, it must be 1 to %d", i, row.n_tokens, s.max_step_tokens);
         tokens += row.n_tokens;
         bool is_draft = row.flags & PK_ROW_DRAFT;
+        if ((row.flags & PK_ROW_SCORE) && !is_draft) return fail(PK_BAD_ARG, "step: row %d rates tokens and is no draft row (flags %d)", i, row.flags);
         if (is_draft && !(row.flags & PK_ROW_SAMPLE)) return fail(PK_BAD_ARG, "step: row %d is a draft that draws nothing (flags %d)", i, row.flags);
         if (drafts && !is_draft) return fail(PK_BAD_ARG, "step: row %d comes after a draft row and is none", i);
         drafts = is_draft;

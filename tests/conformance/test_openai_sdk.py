@@ -142,6 +142,20 @@ def test_completion_echo_puts_the_prompt_first(client: openai.OpenAI) -> None:
     assert nothing.choices[0].text == "the " and nothing.usage.completion_tokens == 0
 
 
+def test_echo_with_logprobs_rates_the_prompt_too(server: Live) -> None:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as client:
+        answer = client.completions.create(model=MODEL, prompt=["the thing", "ab"], echo=True, logprobs=1, max_tokens=2, n=2, extra_body={"prompt_logprobs": 2})
+    for choice, text in zip(answer.choices, ["the thing", "the thing", "ab", "ab"], strict=True):
+        ids = server.tokenizer.encode(text)
+        probs = choice.logprobs
+        assert choice.text.startswith(text) and probs is not None and "".join(probs.tokens or ()) == choice.text
+        assert probs.token_logprobs is not None and probs.token_logprobs[: len(ids)] == [None, *(-0.25 * i for i in range(1, len(ids)))]
+        assert probs.text_offset is not None and choice.text[probs.text_offset[len(ids)] :] == "".join((probs.tokens or [])[len(ids) :])
+        assert all(top is None or len(top) <= 1 for top in probs.top_logprobs or ())
+        listed = choice.prompt_logprobs  # type: ignore[attr-defined]
+        assert listed[0] is None and [str(i) in entry for i, entry in zip(ids[1:], listed[1:], strict=True)] == [True] * (len(ids) - 1)
+
+
 def test_completion_logprobs_have_offsets_into_the_text(client: openai.OpenAI) -> None:
     choice = client.completions.create(model=MODEL, prompt="x", logprobs=2, max_tokens=100).choices[0]
     found = choice.logprobs

@@ -66,6 +66,27 @@ def test_streamed_held_answer_equals_the_whole_one(client: httpx.Client) -> None
     assert whole["finish_reason"] == "stop" and "".join(parts) == whole["text"] and whole["text"].count(",") == 3
 
 
+def test_a_prompts_log_probabilities_are_those_of_its_tokens_as_they_were_drawn(client: httpx.Client) -> None:
+    ids = client.post("/tokenize", json={"prompt": "The capital of France is the city of"}).json()["tokens"]
+    drawn = client.post("/v1/completions", json={"prompt": ids, "max_tokens": 40, "temperature": 0, "logprobs": 2, "ignore_eos": True}).json()["choices"][0]
+    text = client.post("/tokenize", json={"prompt": drawn["text"], "add_special_tokens": False}).json()["tokens"]
+    assert len(text) == 40, "the answer is not tokenized as it was drawn"
+    whole = {"prompt": [*ids, *text], "echo": True, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": 0}
+    rated = client.post("/v1/completions", json=whole).json()
+    (choice,) = rated["choices"]
+    found = choice["logprobs"]
+    assert choice["text"].endswith(drawn["text"]) and rated["usage"]["completion_tokens"] == 0 and found["token_logprobs"][0] is None
+    assert len(found["tokens"]) == len(ids) + 40 == len(choice["prompt_logprobs"]) and found["tokens"][len(ids) :] == drawn["logprobs"]["tokens"]
+    wanted = drawn["logprobs"]["token_logprobs"]
+    assert max(abs(a - b) for a, b in zip(found["token_logprobs"][len(ids) :], wanted, strict=True)) < 0.02
+    best = [next(iter(top)) for top in found["top_logprobs"][len(ids) :]]
+    assert best == found["tokens"][len(ids) :], "the greedy tokens are the best ones"
+    assert all(str(t) in entry and entry[str(t)]["rank"] == 1 for t, entry in zip(text, choice["prompt_logprobs"][len(ids) :], strict=True))
+    chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "prompt_logprobs": 0, "max_tokens": 2, "n": 2}).json()
+    assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"] and len(chat["choices"]) == 2
+    assert client.post("/v1/completions", json=whole).json()["choices"][0]["logprobs"] == found
+
+
 def test_held_and_free_answers_run_side_by_side(client: httpx.Client) -> None:
     def one(i: int) -> str:
         wants = {"guided_choice": ["alpha beta gamma", "delta epsilon"]} if i % 2 else {}

@@ -51,6 +51,8 @@ class Script:
     refusal: m.Refused | None = None
     error: m.ErrorCode = m.ErrorCode.NONE
     cached_tokens: int = 0
+    miss: m.Miss = m.Miss.NONE
+    known_tokens: int = 0
     cache: set[bytes] = field(default_factory=set)
     draw: Callable[[bytes], int] | None = None
     """Draws a token under a mask: then asks with masks wait for theirs, as with the real engine."""
@@ -170,6 +172,16 @@ class FakeEngine(threading.Thread):
             running.cached_tokens = cached
             running.is_masked = bool(fields[14]) and script.draw is not None
             self.port.send(m.Kind.STARTED, m.Started(view.ask_id, cached, len(prompt), 1000, -1, script.miss, script.known_tokens).encode())
+
+            if view.is_scored:
+                self._score(slot, prompt, max(0, fields[12]))
+
+    def _score(self, slot: int, prompt: list[int], n_top: int) -> None:
+        """The prompt's tokens but the first, each as likely as its place says."""
+        rows = [m.ROW.pack(slot, token, m.ROW_SCORE, i + 1, -0.25 * i, n_top) for i, token in enumerate(prompt) if i]
+        tops = [m.TOP.pack((token + k) % 256, -0.25 * i - k) for i, token in enumerate(prompt) if i for k in range(n_top)]
+        self._seq += 1
+        self.port.send_rows(self._seq, N_SLOTS, memoryview(b"".join(rows)), b"".join(tops))
 
     def _refuse(self, refused: m.Refused) -> None:
         self.port.send(m.Kind.REFUSED, refused.encode())

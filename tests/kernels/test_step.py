@@ -172,6 +172,24 @@ def test_a_guess_ends_with_its_stop_token_and_rows_before_it_keep_their_places(b
         m.step(2, rows=[(0, 1, DRAFT), (3, 1, 1)])
 
 
+def test_a_score_row_rates_the_text_as_it_stands(bench):
+    m = Machine(bench)
+    a, c = m.start(0, [1]), m.start(2, [5, 9, 10, 3], DRAFT | abi.PK_ROW_SCORE, n_logprobs=2, stop=(9,), max_length=3, temperature=1.0, bias=[(9, 50.0)], repetition_penalty=2.0)
+    c["rows"] = [(2, 3, DRAFT | abi.PK_ROW_SCORE)]
+    found = m.step(4, **{k: a[k] + c[k] for k in a})
+    assert found["token"].tolist() == [2, 9, 10, 3] and found["flags"].tolist() == [0] + [abi.PK_ROW_SCORE] * 3
+    assert found["length"].tolist() == [2, 2, 3, 4] and found["n_top"].tolist() == [0, 2, 2, 2]
+    total = np.log(np.exp(4.0) + (V - 1) * np.exp(-3.0))
+    np.testing.assert_allclose(found["logprob"][1:], [-3 - total, 4 - total, -3 - total], atol=1e-5)
+    top = np.frombuffer(bytes(m.b.device.top), [("token", "<i4"), ("logprob", "<f4")]).reshape(3, 4, 3)[m.seq % 3]
+    assert top["token"][1:, 0].tolist() == [6, 10, 11] and abs(top["logprob"][2, 0] - (4 - total)) < 1e-5
+    assert m.b.get("length", 4).tolist()[2] == 3 and m.b.get("alive", 4).tolist()[2] == 1
+    assert m.b.get("tokens", 4, at=2 * 33).tolist() == [5, 9, 10, 3]
+    assert m.step(rows=[(2, 1, 1)])["flags"].tolist() == [abi.PK_ROW_LENGTH | abi.PK_ROW_STOP]
+    with pytest.raises(PackError, match="rates tokens and is no draft row"):
+        m.step(rows=[(0, 1, abi.PK_ROW_SCORE | abi.PK_ROW_SAMPLE)])
+
+
 def test_a_copy_is_made_in_order_with_the_steps(bench):
     m = Machine(bench)
     address = m.b.device.alloc(16, "spare")

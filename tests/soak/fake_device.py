@@ -215,6 +215,9 @@ class FakeDevice:
     def results_of(self, slot: int, n: int, flags: int) -> list[tuple[int, int, int, int]]:
         if not flags & abi.PK_ROW_DRAFT:
             return [self.row(slot, n, flags)]
+        if flags & abi.PK_ROW_SCORE:
+            rated = [self.row(slot, 1, 0) for _ in range(n)]
+            return [(slot, self.tokens[slot][length] if state == 0 else -1, state or abi.PK_ROW_SCORE, length + (state == 0)) for _, _, state, length in rated]
         guesses = self.tokens[slot][self.length[slot] + 1 : self.length[slot] + n]
         assert min(guesses, default=0) >= 0 or not self.alive[slot]
         out: list[tuple[int, int, int, int]] = []

@@ -87,22 +87,42 @@ class Row {
 
     void sample() {
         if (numbers<int32_t>(state_.row_flags)[row_] & PK_ROW_DEAD) return publish(-1, PK_ROW_DEAD, 0);
-        penalise();
-        const pk_bias *bias = numbers<pk_bias>(state_.bias) + int64_t{slot_} * state_.max_bias;
-        for (int32_t i = 0; i < p_->n_bias; ++i) logits_[bias[i].token] += bias[i].value;
-        for (int32_t i = 0; i < p_->n_stop && length_ < p_->min_length; ++i)
-            if (p_->stop[i] >= 0 && p_->stop[i] < n_) logits_[p_->stop[i]] = -INFINITY;
+        bool is_scored = numbers<int32_t>(state_.row_flags)[row_] & PK_ROW_SCORE;
+        if (!is_scored) adjust();
         int64_t words = (n_ + 31) / 32;
-        top_ = run_.kernels.largest(logits_, n_, p_->use_mask ? numbers<uint32_t>(state_.mask) + slot_ * words : nullptr);
+        top_ = run_.kernels.largest(logits_, n_, p_->use_mask && !is_scored ? numbers<uint32_t>(state_.mask) + slot_ * words : nullptr);
         if (top_.is_bad) return publish(-1, PK_ROW_NAN, 0);
         double log_sum = p_->n_logprobs >= 0 ? std::log(run_.kernels.sum_exp(logits_, n_, top_.value, 1.0f, -INFINITY)) : 0;
         int32_t n_best = p_->n_logprobs > 0 ? best(log_sum) : 0;
-        int32_t token = draw();
+        int32_t token = is_scored ? successor() : draw();
         logprob_ = p_->n_logprobs >= 0 ? static_cast<float>(logits_[token] - top_.value - log_sum) : 0;
         publish(token, 0, n_best);
     }
 
    private:
+    void adjust() {
+        penalise();
+        const pk_bias *bias = numbers<pk_bias>(state_.bias) + int64_t{slot_} * state_.max_bias;
+        for (int32_t i = 0; i < p_->n_bias; ++i) logits_[bias[i].token] += bias[i].value;
+        for (int32_t i = 0; i < p_->n_stop && length_ < p_->min_length; ++i)
+            if (p_->stop[i] >= 0 && p_->stop[i] < n_) logits_[p_->stop[i]] = -INFINITY;
+    }
+
+    // The token that stands next in the slot's text.
+    int32_t successor() const {
+        int32_t token = numbers<int32_t>(state_.tokens)[slot_ * (int64_t{state_.max_ctx_tokens} + 1) + length_];
+        return token < 0 || token >= n_ ? 0 : token;
+    }
+
+    // Where the result of this draw stands in the step's block: draft rows come last and have one result per token.
+    int64_t result() const {
+        const int32_t *flags = numbers<int32_t>(state_.row_flags), *start = numbers<int32_t>(state_.row_start);
+        if (!(flags[row_] & PK_ROW_DRAFT)) return row_;
+        int32_t first = row_;
+        while (first > 0 && (flags[first - 1] & PK_ROW_DRAFT)) --first;
+        return first + numbers<int32_t>(state_.sample_at)[s_] - start[first];
+    }
+
     void publish(int32_t token, int32_t flags, int32_t n_best) {
         numbers<int32_t>(state_.sample_token)[s_] = token;
         numbers<int32_t>(state_.sample_flags)[s_] = flags | n_best << 16;
@@ -174,7 +194,7 @@ class Row {
         int64_t n = select_largest(std::min(p_->n_logprobs, state_.max_top));
         std::sort(scratch_.indices, scratch_.indices + n, by_logit());
         int64_t block = run_.step ? static_cast<int64_t>(run_.step->head->seq % state_.n_results) : 0;
-        pk_top *out = numbers<pk_top>(state_.top) + (block * state_.max_step_rows + row_) * state_.max_top;
+        pk_top *out = numbers<pk_top>(state_.top) + (block * state_.max_step_rows + result()) * state_.max_top;
         for (int64_t i = 0; i < n; ++i) {
             int32_t token = scratch_.indices[i];
             out[i] = {token, static_cast<float>(logits_[token] - top_.value - log_sum)};

@@ -63,12 +63,13 @@ void lay_draws(const Run &run, int32_t r, int32_t start, int32_t n, int32_t flag
 }
 
 // The token of draw `at` goes into the slot, which has `length` tokens before it.
-pk_result take_draw(const pk_state &s, int32_t slot, int32_t length, int32_t at) {
+pk_result take_draw(const pk_state &s, int32_t slot, int32_t length, int32_t at, bool is_scored = false) {
     int32_t token = numbers<int32_t>(s.sample_token)[at], drawn = numbers<int32_t>(s.sample_flags)[at];
     if (drawn & PK_ROW_NAN) {
         numbers<int32_t>(s.alive)[slot] = 0;
         return {slot, -1, PK_ROW_NAN, length, 0, 0};
     }
+    if (is_scored) return {slot, token, PK_ROW_SCORE, length + 1, numbers<float>(s.sample_logprob)[at], drawn >> 16};
     numbers<int32_t>(s.tokens)[slot * (int64_t{s.max_ctx_tokens} + 1) + length] = token;
     const pk_sampling &p = numbers<pk_sampling>(s.sampling)[slot];
     int32_t out = 0;
@@ -79,20 +80,21 @@ pk_result take_draw(const pk_state &s, int32_t slot, int32_t length, int32_t at)
     return {slot, token, out, length + 1, numbers<float>(s.sample_logprob)[at], drawn >> 16};
 }
 
-// A row of guesses: one result per token, until what is drawn is not what was guessed.
+// A row of guesses: one result per token, until what is drawn is not what was guessed. In a score row all are taken.
 pk_result *finish_draft(const Run &run, int32_t r, int32_t &sample, pk_result *out) {
     const pk_state &s = run.state;
     int32_t slot = numbers<int32_t>(s.row_slot)[r], n = numbers<int32_t>(s.row_start)[r + 1] - numbers<int32_t>(s.row_start)[r];
     int32_t &length = numbers<int32_t>(s.length)[slot];
     const int32_t *tokens = numbers<int32_t>(s.tokens) + slot * (int64_t{s.max_ctx_tokens} + 1);
     bool is_dead = numbers<int32_t>(s.row_flags)[r] & PK_ROW_DEAD, goes_on = !is_dead;
+    bool is_scored = numbers<int32_t>(s.row_flags)[r] & PK_ROW_SCORE;
     for (int32_t i = 0; i < n; ++i, ++out) {
         *out = {slot, -1, is_dead ? PK_ROW_DEAD : 0, length, 0, 0};
         if (!goes_on) continue;
         int32_t guess = i + 1 < n ? tokens[length + 1] : -1;
-        *out = take_draw(s, slot, ++length, sample + i);
-        out->n_top = 0;
-        goes_on = !out->flags && out->token == guess;
+        *out = take_draw(s, slot, ++length, sample + i, is_scored);
+        if (!is_scored) out->n_top = 0;
+        goes_on = is_scored ? !(out->flags & PK_ROW_NAN) : !out->flags && out->token == guess;
     }
     sample += n;
     return out;
@@ -123,7 +125,7 @@ int32_t run_prepare(Run &run) {
         if (is_alive && (length[row.slot] < 0 || length[row.slot] + row.n_tokens > s.max_ctx_tokens))
             return fail(PK_BAD_ARG, "step %llu: row %d ends at position %lld of slot %d, the context has %d", (unsigned long long)run.step->head->seq, r,
                         (long long)length[row.slot] + row.n_tokens, row.slot, s.max_ctx_tokens);
-        lay_row(run, r, row.slot, start, row.n_tokens, row.flags & (PK_ROW_SAMPLE | PK_ROW_DRAFT), is_alive);
+        lay_row(run, r, row.slot, start, row.n_tokens, row.flags & (PK_ROW_SAMPLE | PK_ROW_DRAFT | PK_ROW_SCORE), is_alive);
         lay_draws(run, r, start, row.n_tokens, row.flags, sample);
         start += row.n_tokens;
     }

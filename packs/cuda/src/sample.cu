@@ -54,7 +54,7 @@ __device__ double uniform(uint64_t seed, int64_t position) {
 
 struct RowFacts {
     int row, slot, length;
-    bool is_dead;
+    bool is_dead, is_scored;
     const pk_sampling *p;
 };
 __device__ RowFacts row_facts(const SampleArguments &a, int s) {
@@ -63,8 +63,18 @@ __device__ RowFacts row_facts(const SampleArguments &a, int s) {
     f.slot = at<int32_t>(a.s.row_slot)[f.row];
     f.length = at<int32_t>(a.s.row_position)[f.row] + at<int32_t>(a.s.sample_at)[s] - at<int32_t>(a.s.row_start)[f.row] + 1;
     f.is_dead = at<int32_t>(a.s.row_flags)[f.row] & PK_ROW_DEAD;
+    f.is_scored = at<int32_t>(a.s.row_flags)[f.row] & PK_ROW_SCORE;
     f.p = at<pk_sampling>(a.s.sampling) + f.slot;
     return f;
+}
+
+// Where the result of draw `s` stands in the step's block: draft rows come last and have one result per token.
+__device__ int result_of(const SampleArguments &a, const RowFacts &f, int s) {
+    const int32_t *flags = at<int32_t>(a.s.row_flags);
+    if (!(flags[f.row] & PK_ROW_DRAFT)) return f.row;
+    int first = f.row;
+    while (first > 0 && (flags[first - 1] & PK_ROW_DRAFT)) --first;
+    return first + at<int32_t>(a.s.sample_at)[s] - at<int32_t>(a.s.row_start)[first];
 }
 
 // Shared memory: two bits per token (seen anywhere, seen in the output).
@@ -74,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) adjust_kernel(const __grid_constant_
     release_dependents();
     if (static_cast<int>(blockIdx.x) >= a.info->n_samples) return;
     const RowFacts f = row_facts(a, blockIdx.x);
-    if (f.is_dead) return;
+    if (f.is_dead || f.is_scored) return;
     const pk_sampling &p = *f.p;
     float *logits = a.logits + blockIdx.x * a.stride;
     const float repetition = p.repetition_penalty, frequency = p.frequency_penalty, presence = p.presence_penalty;
@@ -307,7 +317,7 @@ __global__ void __launch_bounds__(kThreads) pick_kernel(const __grid_constant__ 
         for (int i = 0; i < kParts; ++i) sum += parts[i].sum * exp(static_cast<double>(parts[i].largest) - top);
         log_sum = log(sum);
         const int wanted = min(min(p.n_logprobs, a.s.max_top), a.n);
-        pk_top *out = at<pk_top>(a.s.top) + (static_cast<int64_t>(a.info->seq % a.s.n_results) * a.s.max_step_rows + f.row) * a.s.max_top;
+        pk_top *out = at<pk_top>(a.s.top) + (static_cast<int64_t>(a.info->seq % a.s.n_results) * a.s.max_step_rows + result_of(a, f, s)) * a.s.max_top;
         float bound = INFINITY;
         int bound_index = -1;
         for (; n_best < wanted; ++n_best) {
@@ -325,7 +335,10 @@ __global__ void __launch_bounds__(kThreads) pick_kernel(const __grid_constant__ 
         }
     }
     int token = top_index;
-    if (p.temperature > kGreedyTemperature && p.top_k != 1) {
+    if (f.is_scored) {
+        token = at<int32_t>(a.s.tokens)[f.slot * (static_cast<int64_t>(a.s.max_ctx_tokens) + 1) + f.length];
+        if (token < 0 || token >= a.n) token = 0;
+    } else if (p.temperature > kGreedyTemperature && p.top_k != 1) {
         const double u = uniform(p.seed, f.length), factor = 1.0 / p.temperature;
         const bool has_top_k = p.top_k > 0 && p.top_k < a.n;
         if (!has_top_k && p.top_p >= 1.0f && p.min_p <= 0.0f && p.typical_p >= 1.0f) {

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
             at<int32_t>(s.row_slot)[r] = row.slot;
             at<int32_t>(s.row_start)[r + 1] = end;
             at<int32_t>(s.row_position)[r] = is_alive ? length : 0;
-            at<int32_t>(s.row_flags)[r] = (row.flags & (PK_ROW_SAMPLE | PK_ROW_DRAFT)) | (is_alive ? 0 : PK_ROW_DEAD);
+            at<int32_t>(s.row_flags)[r] = (row.flags & (PK_ROW_SAMPLE | PK_ROW_DRAFT | PK_ROW_SCORE)) | (is_alive ? 0 : PK_ROW_DEAD);
             for (int i = 1; i <= n_draws; ++i) {
                 at<int32_t>(s.sample_row)[sample - i] = r;
                 at<int32_t>(s.sample_at)[sample - i] = end - i;
@@ -161,9 +161,10 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
 }
 
 // The token of draw `i` goes into the slot, which has `length` tokens before it.
-__device__ __forceinline__ pk_result take_draw(const pk_state &s, int slot, int length, int i) {
+__device__ __forceinline__ pk_result take_draw(const pk_state &s, int slot, int length, int i, bool is_scored = false) {
     const int drawn = at<int32_t>(s.sample_flags)[i], token = at<int32_t>(s.sample_token)[i];
     pk_result out = {slot, -1, PK_ROW_NAN, length, 0.0f, 0};
+    if (is_scored && !(drawn & PK_ROW_NAN)) return {slot, token, PK_ROW_SCORE, length + 1, at<float>(s.sample_logprob)[i], drawn >> 16};
     if (!(drawn & PK_ROW_NAN)) {
         at<int32_t>(s.tokens)[slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1) + length] = token;
         const pk_sampling &p = at<pk_sampling>(s.sampling)[slot];
@@ -198,16 +199,17 @@ __global__ void __launch_bounds__(kThreads) commit_kernel(const __grid_constant_
             int length = at<int32_t>(s.length)[slot];
             pk_result *out = results + result - n_results;
             if (flags & PK_ROW_DRAFT) {
-                // One result per token, until what is drawn is not what was guessed.
+                // One result per token, until what is drawn is not what was guessed; in a score row all are taken.
                 const int32_t *tokens = at<int32_t>(s.tokens) + slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1);
+                const bool is_scored = flags & PK_ROW_SCORE;
                 bool goes_on = !is_dead;
                 for (int i = 0; i < n; ++i) {
                     pk_result one = {slot, -1, is_dead ? PK_ROW_DEAD : 0, length, 0.0f, 0};
                     if (goes_on) {
                         const int guess = i + 1 < n ? tokens[length + 1] : -1;
-                        one = take_draw(s, slot, ++length, end - n + i);
-                        one.n_top = 0;
-                        goes_on = !one.flags && one.token == guess;
+                        one = take_draw(s, slot, ++length, end - n + i, is_scored);
+                        if (!is_scored) one.n_top = 0;
+                        goes_on = is_scored ? !(one.flags & PK_ROW_NAN) : !one.flags && one.token == guess;
                     }
                     out[i] = one;
                 }

@@ -17,7 +17,7 @@ from ..cache.pages import PageFault, PagePool
 from ..cache.states import StatePool
 from ..errors import PackError, UsageError
 from ..memory.state import StateSizes
-from ..pack.abi import PK_ROW_LENGTH, PK_ROW_NAN, PK_ROW_STOP
+from ..pack.abi import PK_ROW_LENGTH, PK_ROW_NAN, PK_ROW_SCORE, PK_ROW_STOP
 from ..wire.messages import BIND, Done, ErrorCode, Kind, Reason, Refused, RefusedCode, Started
 from ..wire.port import EnginePort
 from .cost import chunk_work
@@ -215,6 +215,7 @@ class Engine:
 
     def _row_event(self, slot: int, token: int, flags: int, length: int) -> None:
         request = self.slots.request_of[slot]
+        self.counters.output_tokens -= flags == PK_ROW_SCORE
         if request is None or not flags & (PK_ROW_STOP | PK_ROW_LENGTH | PK_ROW_NAN) or request.end_length >= 0:
             return
         request.end_length = length
@@ -346,7 +347,7 @@ class Engine:
         step.seq = self.launched_seq
         n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, singles, drafts)
         step.n_decode, step.n_prefill = n_decode, n_tokens - n_decode
-        step.is_plain = not drafts and (len(chunks) < 2 or _draws_come_first(chunks))
+        step.is_plain = step.n_samples <= n_decode + len(chunks) and not drafts and (len(chunks) < 2 or _draws_come_first(chunks))
         step.drafts = drafts
         step.has_top = slots.n_top > 0
         step.has_singles = bool(singles or drafts)

@@ -59,6 +59,7 @@ class Request:
         "holding",
         "is_poisoned",
         "is_queued",
+        "is_scored",
         "kept",
         "key",
         "marks",
@@ -113,6 +114,8 @@ class Request:
         """The repetition penalty looks at the whole prompt, cached or not."""
         self.masks: dict[int, bytes] = {}
         """Masks that have come, by output index."""
+        self.is_scored = bool(ask.is_scored)
+        """The prompt's tokens are rated while it is computed, which has still to be done."""
         self.phase = Phase.WAITING
         self.slot = -1
         self.holding: Holding | None = None
@@ -149,6 +152,11 @@ class Request:
         """Tokens of prefill not yet launched."""
         remaining: int = self.n_tokens - self.done_tokens
         return remaining
+
+    @property
+    def unscored_tokens(self) -> int:
+        """Tokens of the prompt whose successors have still to be rated."""
+        return max(0, self.prompt_tokens - 1 - self.done_tokens) if self.is_scored else 0
 
     def move(self, phase: Phase) -> None:
         """Raises: IllegalMove."""

@@ -92,12 +92,13 @@ class Scheduler:
             if request is None:
                 break
             skipped.add(request.slot)
-            n = self._chunk_tokens(request, tokens_left, us_left)
+            unscored = request.unscored_tokens
+            n = self._chunk_tokens(request, min(tokens_left, rows_left, unscored) if unscored else tokens_left, us_left)
             if n <= 0:
                 continue
             us_left -= self.cost.chunk_us(n, request.done_tokens)
             tokens_left -= n
-            rows_left -= 1
+            rows_left -= n if unscored else 1
             chunks.append((request, n, self._advance(request, n)))
         if us_all != math.inf:
             self._credit_us -= max(0.0, us_all - us_left)
@@ -131,6 +132,7 @@ class Scheduler:
             self._save(request, n)
         if request.done_tokens < request.n_tokens:
             return False
+        request.is_scored = False
         self.prefilling.remove(request)
         request.move(Phase.DECODE)
         return True

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..memory.state import StateSizes
-from ..pack.abi import PK_ROW_DRAFT, PK_ROW_SAMPLE
+from ..pack.abi import PK_ROW_DRAFT, PK_ROW_SAMPLE, PK_ROW_SCORE
 from .request import Request
 
 HEAD = Struct("<Qiiiiiiii")
 NEW_SLOT = ROW = Struct("<iiii")
 NEW_SLOT_BYTES = 152
 AHEAD_TOKENS = 256
+SCORE = PK_ROW_SAMPLE | PK_ROW_DRAFT | PK_ROW_SCORE
 Chunk = tuple[Request, int, bool]
 """A request, how many tokens of its prefill, and whether the row draws a token."""
 
@@ -291,7 +292,7 @@ class SlotTable:
     def compose(
         self, seq: int, chunks: Sequence[Chunk], singles: Sequence[int], drafts: Sequence[tuple[int, int]] = ()
     ) -> tuple[int, int, int]:
-        """Writes the input block: standing decode rows, then `singles` (slots), then prefill chunks, then rows of guesses.
+        """Writes the input block: standing decode rows, then `singles` (slots), then prefill chunks, those that are rated last, then guesses.
 
         drafts: (slot, tokens). Returns tokens, results and draws of the step.
         """
@@ -315,14 +316,18 @@ class SlotTable:
             n_rows += 1
             n_tokens += 1
             n_samples += 1
+        scored: list[tuple[int, int, int]] = []
         for request, n, samples in chunks:
+            if request.is_scored and request.done_tokens < request.prompt_tokens:
+                scored.append((request.slot, n, SCORE))
+                continue
             pack(rows, size * n_rows, request.slot, n, PK_ROW_SAMPLE if samples else 0, 0)
             n_rows += 1
             n_tokens += n
             n_samples += samples
         n_results = n_rows
-        for slot, n in drafts:
-            pack(rows, size * n_rows, slot, n, PK_ROW_SAMPLE | PK_ROW_DRAFT, 0)
+        for slot, n, flags in (*scored, *((slot, n, PK_ROW_SAMPLE | PK_ROW_DRAFT) for slot, n in drafts)):
+            pack(rows, size * n_rows, slot, n, flags, 0)
             n_rows += 1
             n_tokens += n
             n_samples += n

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "f2d4610a3c99dbf3"
+DIGEST = "7acb9b20c95d5ad4"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -154,6 +154,7 @@ PK_ROW_LENGTH = 4
 PK_ROW_DEAD = 8
 PK_ROW_NAN = 16
 PK_ROW_DRAFT = 32
+PK_ROW_SCORE = 64
 
 
 class pk_state(Structure):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..errors import Cancelled, PaddockError, ShuttingDown
 from ..text.events import CallStart, Event, Text, Thought
 from ..text.stream import TextStream
-from ..wire.messages import ROW_LENGTH, ROW_NAN, ROW_STOP, Done, Reason, Refused, Started
+from ..wire.messages import ROW_LENGTH, ROW_NAN, ROW_SCORE, ROW_STOP, Done, Reason, Refused, Started
 
 if TYPE_CHECKING:
     from .constrain import Walk
@@ -48,7 +48,7 @@ class Choice:
 
     __slots__ = (
         "_begun", "_is_resumed", "_is_thinking", "_max_reasoning", "_probs", "_reader", "_sink", "_sizes", "_text", "ask_id", "cached_tokens", "end", "index", "is_cached_known",
-        "n_calls", "output_tokens", "prompt", "reasoning_tokens", "shown_bytes", "tokens", "turn", "walk",
+        "n_calls", "output_tokens", "prompt", "prompt_probs", "reasoning_tokens", "shown_bytes", "tokens", "turn", "walk",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +62,8 @@ class Choice:
         self.output_tokens = self.reasoning_tokens = self.cached_tokens = self.n_calls = 0
         self.end: End | None = None
         self.walk: Walk | None = None
+        self.prompt_probs: list[Prob] = []
+        """Of the prompt's tokens but the first, when they were asked for; all of them again when the ask had to make way."""
         self._max_reasoning = turn.wish.max_reasoning if turn.reasoning_end and reader is not None else -1
         self._is_resumed = self._is_thinking = False
         self.tokens: array[int] | None = array("i") if self._max_reasoning >= 0 else None
@@ -69,6 +71,9 @@ class Choice:
 
     def take(self, token: int, flags: int, logprob: float, top: Top) -> None:
         """One token from the engine."""
+        if flags & ROW_SCORE:
+            self.prompt_probs.append((token, logprob, top[: self.turn.wish.n_prompt_logprobs]))
+            return
         self.output_tokens += 1
         if self.output_tokens == 1:
             self.turn.on_first_token()
@@ -89,7 +94,7 @@ class Choice:
         except IndexError:  # a row of the embedding that the tokenizer has no text for
             text = ""
         if self._probs is not None:
-            self._probs.append((self._begun, (token, logprob, top)))
+            self._probs.append((self._begun, (token, logprob, top[: self.turn.wish.n_logprobs])))
             self._begun += self.turn.shown_bytes(token)
         if text:
             if self._reader is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,8 @@ class Turn:
         caller = self.caller
         ask.client, ask.salt, ask.received_ns = caller.client, caller.salt, caller.received_ns
         ask.weight, ask.deadline_ns = caller.weight, caller.deadline_ns
+        if ask.is_scored:
+            ask.salt = secrets.randbits(63)  # what is cached is not computed, and so cannot be rated
         return ask
 
     def cancel(self) -> None:
@@ -236,6 +239,11 @@ class Turn:
             sum(c.output_tokens for c in self.choices),
             sum(c.reasoning_tokens for c in self.choices),
         )
+
+    def prompt_probs(self, prompt: int) -> list[Prob]:
+        """Log-probabilities of a prompt's tokens but the first; [] when they were not asked for."""
+        n = len(self.prompts[prompt]) - 1
+        return self.choices[prompt * self.wish.n].prompt_probs[-n:] if n else []
 
     def shown_bytes(self, token: int) -> int:
         """Bytes of text that a token stands for; 0 for one that is left out."""

@@ -21,7 +21,7 @@ class Wish:
     """Sampling parameters and limits of one turn. max_tokens 0: up to the context. seed None: a random one for each choice.
 
     n_logprobs: -1 none, 0 the chosen token's, k the best k too. bias: (token id, value) pairs. max_reasoning: tokens of reasoning after
-    which it is ended, -1: any number.
+    which it is ended, -1: any number. n_prompt_logprobs: as n_logprobs, of the prompt's tokens (but the first).
     """
 
     n: int = 1
@@ -43,6 +43,7 @@ class Wish:
     bias: tuple[tuple[int, float], ...] = ()
     priority: int = 0
     max_reasoning: int = -1
+    n_prompt_logprobs: int = -1
     shows_special: bool = False
     includes_stop: bool = False
 
@@ -50,11 +51,9 @@ class Wish:
         """Raises: UsageError (facts: param) for what this model or this engine cannot do."""
         if not 1 <= self.n <= MAX_CHOICES:
             raise _wrong("n", f"n is {self.n}, 1 to {MAX_CHOICES} are possible")
-        if self.n_logprobs > served.max_top:
-            raise _wrong(
-                "top_logprobs",
-                f"{self.n_logprobs} log-probabilities per token were asked for, the limit is {served.max_top}",
-            )
+        for what, n in (("top_logprobs", self.n_logprobs), ("prompt_logprobs", self.n_prompt_logprobs)):
+            if n > served.max_top:
+                raise _wrong(what, f"{n} log-probabilities per token were asked for, the limit is {served.max_top}")
         if len(self.bias) > served.max_bias:
             raise _wrong("logit_bias", f"logit_bias has {len(self.bias)} entries, the limit is {served.max_bias}")
         for token, value in self.bias:
@@ -87,11 +86,13 @@ class Wish:
     def ask(self, ask_id: int, prompt: array[int], number: int, end: tuple[int, ...]) -> Ask:
         """The ask of choice `number` (0 is the first)."""
         seed = secrets.randbits(63) if self.seed is None else self.seed + number
+        is_scored = self.n_prompt_logprobs >= 0 and number == 0
+        n_logprobs = max(self.n_logprobs, self.n_prompt_logprobs) if is_scored else self.n_logprobs
         return Ask(
             ask_id, memoryview(prompt), priority=self.priority, max_tokens=self.max_tokens, min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos, temperature=self.temperature, top_p=self.top_p, min_p=self.min_p,
             typical_p=self.typical_p, repetition_penalty=self.repetition_penalty, frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty, top_k=self.top_k, seed=seed, n_logprobs=self.n_logprobs,
+            presence_penalty=self.presence_penalty, top_k=self.top_k, seed=seed, n_logprobs=n_logprobs, is_scored=is_scored,
             stop=self.stop_ids, end=end, bias=self.bias,
         )  # fmt: skip
 

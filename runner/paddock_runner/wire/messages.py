@@ -108,13 +108,14 @@ ROW_STOP = 2
 ROW_LENGTH = 4
 ROW_DEAD = 8
 ROW_NAN = 16
+ROW_SCORE = 64
 """Row flags, as PK_ROW_* in pack.h."""
 
 MAX_STOP = 17
 SAMPLING = Struct("<7fiQ7i17i")
 """pk_sampling of pack.h: temperature, top_p, min_p, typical_p, repetition, frequency, presence; top_k; seed;
 prompt_length, min_length, max_length, n_logprobs, n_bias, use_mask, n_stop; stop[17]."""
-ASK = Struct("<QQQQQiiiiii")
+ASK = Struct("<QQQQQiiiiiiii")
 BIAS = Struct("<if")
 ABORT = Struct("<Q")
 MASK = Struct("<Qii")
@@ -145,6 +146,8 @@ class Ask:
     max_tokens: 0 means "up to the context"; n_logprobs: -1 none, 0 chosen, k best.
     `stop` are the client's stop ids, `end` the model's; `ignore_eos` leaves `end` out. Together at most 17.
     use_mask: every token waits for its MaskUpdate (index 0 for the first token).
+    is_scored: the prompt's tokens but the first come as rows too, with flag ROW_SCORE and their logprobs, before the answer; all of them
+    again when the ask had to make way. Nothing of the prompt is taken from the cache then.
     """
 
     ask_id: int
@@ -159,6 +162,7 @@ class Ask:
     min_tokens: int = 0
     ignore_eos: bool = False
     use_mask: bool = False
+    is_scored: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -188,6 +192,7 @@ class Ask:
         head = ASK.pack(
             self.ask_id, self.client, self.salt, self.deadline_ns, self.received_ns,
             self.priority, n_prompt, self.max_tokens, self.min_tokens, len(self.bias), self.weight,
+            int(self.is_scored), 0,
         )  # fmt: skip
         sampling = SAMPLING.pack(
             self.temperature, self.top_p, self.min_p, self.typical_p, self.repetition_penalty, self.frequency_penalty,
@@ -206,6 +211,7 @@ class AskView:
         "bias",
         "client",
         "deadline_ns",
+        "is_scored",
         "max_tokens",
         "min_tokens",
         "n_bias",
@@ -222,6 +228,7 @@ class AskView:
         (
             self.ask_id, self.client, self.salt, self.deadline_ns, self.received_ns,
             self.priority, self.prompt_tokens, self.max_tokens, self.min_tokens, self.n_bias, self.weight,
+            self.is_scored, _,
         ) = ASK.unpack_from(payload)  # fmt: skip
         at = ASK.size
         self.sampling = bytes(payload[at : at + SAMPLING.size])

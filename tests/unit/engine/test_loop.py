@@ -10,7 +10,7 @@ from paddock_runner.engine.loop import Engine
 from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.report import device_us
 from paddock_runner.errors import PackError, UsageError
-from paddock_runner.wire.messages import ErrorCode, MaskUpdate, Miss, Reason, RefusedCode
+from paddock_runner.wire.messages import ROW_SCORE, ErrorCode, MaskUpdate, Miss, Reason, RefusedCode
 
 from tests.soak.fake_device import FakeDevice, alone
 from tests.soak.rig import SIZES, Answer, Rig, ended_well
@@ -256,6 +256,21 @@ def test_a_step_waits_for_missing_masks_as_long_as_their_share_of_it_takes() -> 
     rig.fronts[0].masks([MaskUpdate(1, 2, mask), MaskUpdate(2, 2, mask), MaskUpdate(3, 1, mask)])
     turns(rig, 6)
     assert [len(a.tokens) for a in asks] == [3, 3, 2]
+    rig.close()
+
+
+def test_the_prompts_tokens_are_rated_in_order_and_the_answer_is_the_same(run_ahead: int) -> None:
+    rig = Rig(run_ahead=run_ahead)
+    prompt = list(range(100, 130))
+    cached, plain = rig.ask(prompt, 5), rig.ask([7, 8, 9], 12)
+    rig.run()
+    scored, other, single = rig.ask(prompt, 5, is_scored=True, n_logprobs=2, salt=5), rig.ask([7, 8, 9], 12), rig.ask([3], 4, is_scored=True)
+    rig.run()
+    assert scored.tokens[:29] == prompt[1:] and scored.flags[:29] == [ROW_SCORE] * 29 and scored.tokens[29:] == cached.tokens
+    assert all(top[0][0] == token for top, token in zip(scored.tops, scored.tokens, strict=True))
+    assert other.tokens == plain.tokens and len(single.tokens) == 4 and ROW_SCORE not in single.flags
+    assert rig.engine.counters.output_tokens == 5 + 12 + 5 + 12 + 4
+    rig.assert_empty()
     rig.close()
 
 

@@ -16,7 +16,7 @@ from ..service import Front, Shape, caller, run_stream, run_turn
 from ..sse import EventStream
 from .chunks import FINISH, ChatChunks, Head, call_id
 from .fields import ChatMessage, ChatRequest, refuse, usage_json
-from .probs import chat_entries
+from .probs import chat_entries, prompt_entries
 from .structured import held_chat
 
 SHAPE = Shape(ChatRequest)
@@ -31,6 +31,7 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     front.require_ready()
     front.require_model(body.model)
     _check(body)
+    body.check_prompt_logprobs()
     exchange.ignored += _without_effect(front, body)
     if body.tools and body.tool_choice != "none":
         front.require_tools()
@@ -58,7 +59,8 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     turn = Turn(front.desk, front.served, [prompt], wish, collector, whose, reading)
     await run_turn(front, exchange, turn)
     choices = [_choice(front, i, answer, head.has_probs) for i, answer in enumerate(collector.answers)]
-    await exchange.answer_json({**head.fields("chat.completion"), "choices": choices, "usage": usage_json(turn.usage)})
+    more = {"prompt_logprobs": prompt_entries(front.served.tokenizer, prompt, turn.prompt_probs(0))} if wish.n_prompt_logprobs >= 0 else {}
+    await exchange.answer_json({**head.fields("chat.completion"), "choices": choices, "usage": usage_json(turn.usage), **more})
 
 
 def _max_tokens(body: ChatRequest) -> int:

@@ -6,6 +6,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from ...turns.collect import Answer, Collector
@@ -16,7 +17,7 @@ from ..sse import EventStream
 from .chunks import FINISH, Head, TextChunks
 from .fields import CompletionRequest, refuse, usage_json
 from .fill import Fill
-from .probs import text_logprobs
+from .probs import echoed, prompt_entries, text_logprobs
 from .structured import held_text
 
 SHAPE = Shape(CompletionRequest)
@@ -44,8 +45,10 @@ async def post_completions(front: Front, exchange: Exchange) -> None:
         "cmpl-" + secrets.token_hex(12), int(time.time()), front.served.name, n, body.wants_usage, n_logprobs >= 0
     )
     echo = _echoes(front, body, prompts, wish.n)
-    if max_tokens == 0:
-        choices = [_choice(front, i, Answer(texts=[text]), 0, False) for i, text in enumerate(echo)]
+    if body.echo and body.logprobs is not None:
+        wish.n_prompt_logprobs = max(wish.n_prompt_logprobs, n_logprobs)
+    if max_tokens == 0 and wish.n_prompt_logprobs < 0:
+        choices = [_choice(front, i, Answer(texts=[text]), None) for i, text in enumerate(echo)]
         usage = {
             "prompt_tokens": sum(map(len, prompts)),
             "completion_tokens": 0,
@@ -67,20 +70,52 @@ async def post_completions(front: Front, exchange: Exchange) -> None:
         await stream.finish()
         return
     collector = Collector(n)
-    for answer, text in zip(collector.answers, echo, strict=False):
-        answer.texts.append(text)
+    if max_tokens == 0:
+        wish.max_tokens = 1  # the engine draws at least one; it is left out
     turn = Turn(front.desk, front.served, prompts, wish, collector, whose, reading)
     await run_turn(front, exchange, turn)
-    offsets = [len(text) for text in echo] or [0] * n
-    choices = [_choice(front, i, a, offsets[i], head.has_probs) for i, a in enumerate(collector.answers)]
-    await exchange.answer_json({**head.fields("text_completion"), "choices": choices, "usage": usage_json(turn.usage)})
+    usage = usage_json(turn.usage)
+    if max_tokens == 0:
+        collector = Collector(n)
+        usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+    shown = _Shown(front, body, turn, echo)
+    choices = [shown.choice(i, a) for i, a in enumerate(collector.answers)]
+    await exchange.answer_json({**head.fields("text_completion"), "choices": choices, "usage": usage})
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """How the answers of a turn are shown. echo: the text of each one's prompt, () when it is not wanted."""
+
+    front: Front
+    body: CompletionRequest
+    turn: Turn
+    echo: Sequence[str]
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """One answer with its prompt before it, and the log-probabilities that were asked for."""
+        tokenizer, prompt = self.front.served.tokenizer, index // self.turn.wish.n
+        ids, rated = self.turn.prompts[prompt], self.turn.prompt_probs(prompt)
+        probs: dict[str, Any] | None = None
+        if self.body.logprobs is not None and self.echo:
+            before = echoed(ids, rated, self.body.logprobs, tokenizer.is_special(ids[0]) and not self.echo[index].startswith(tokenizer.decode(ids[:1], False)))
+            probs = text_logprobs(tokenizer, [*before, *answer.probs], 0)
+        elif self.body.logprobs is not None:
+            probs = text_logprobs(tokenizer, answer.probs, 0)
+        if self.echo:
+            answer.texts.insert(0, self.echo[index])
+        found = _choice(self.front, index, answer, probs)
+        if self.body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_entries(tokenizer, ids, rated)
+        return found
 
 
 def _check(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refuse("best_of", "best_of is supported only where it equals n")
-    if body.echo and body.logprobs is not None:
-        raise refuse("logprobs", "log-probabilities of the prompt are not supported: leave out echo or logprobs")
+    if body.echo and body.logprobs is not None and body.stream:
+        raise refuse("echo", "a prompt comes with its log-probabilities in whole answers only: leave out echo, logprobs or stream")
+    body.check_prompt_logprobs()
     if body.max_tokens == 0 and (not body.echo or body.stream):
         raise refuse("max_tokens", "max_tokens is 0, at least 1 is needed (0 only with echo, unstreamed)")
 
@@ -117,8 +152,7 @@ def _echoes(front: Front, body: CompletionRequest, prompts: Sequence[array[int]]
     return [text for text in texts for _ in range(n)]
 
 
-def _choice(front: Front, index: int, answer: Answer, offset: int, has_probs: bool) -> dict[str, Any]:
-    probs = text_logprobs(front.served.tokenizer, answer.probs, offset) if has_probs else None
+def _choice(front: Front, index: int, answer: Answer, probs: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "index": index, "text": answer.text, "logprobs": probs, "finish_reason": FINISH[answer.end.reason],
         "stop_reason": answer.end.stop,

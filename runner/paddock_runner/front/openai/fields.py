@@ -55,6 +55,7 @@ class Generation(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[int, float] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     cache_salt: str | None = None
     user: str | None = None
@@ -75,8 +76,13 @@ class Generation(msgspec.Struct, kw_only=True):
             frequency_penalty=_or(self.frequency_penalty, 0.0), presence_penalty=_or(self.presence_penalty, 0.0),
             seed=self.seed, n_logprobs=n_logprobs, stop=stop, stop_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos), bias=tuple((self.logit_bias or {}).items()), priority=_or(self.priority, 0),
-            shows_special=self.skip_special_tokens is False, includes_stop=bool(self.include_stop_str_in_output),
+            n_prompt_logprobs=_or(self.prompt_logprobs, -1), shows_special=self.skip_special_tokens is False, includes_stop=bool(self.include_stop_str_in_output),
         )  # fmt: skip
+
+    def check_prompt_logprobs(self) -> None:
+        """Raises: UsageError for a stream, which has no place for them."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise refuse("prompt_logprobs", "prompt_logprobs come with whole answers only: leave out stream")
 
     @property
     def wants_usage(self) -> bool:

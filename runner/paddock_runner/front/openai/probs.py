@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...text.tokenizer import Tokenizer
-from ...turns.choice import Prob
+from ...turns.choice import Prob, Top
 
 _decoder = codecs.getincrementaldecoder("utf-8")
 LOWEST = -9999.0
@@ -34,7 +34,30 @@ def piece_of(tokenizer: Tokenizer, token: int) -> bytes:
     return tokenizer.pieces[token] if token < tokenizer.n_vocab else b""
 
 
-def text_logprobs(tokenizer: Tokenizer, probs: Sequence[Prob], offset: int) -> dict[str, Any]:
+def prompt_entries(tokenizer: Tokenizer, prompt: Sequence[int], probs: Sequence[Prob]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: null for the first token; of the others their own and the best, by id. rank: null beyond the best."""
+    out: list[dict[str, Any] | None] = [None] if prompt else []
+    for token, value, top in probs:
+        entries = {t: _ranked(tokenizer, t, v, i) for i, (t, v) in enumerate(top, 1)}
+        entries.setdefault(token, _ranked(tokenizer, token, value, None))
+        out.append({str(t): entry for t, entry in entries.items()})
+    return out
+
+
+def _ranked(tokenizer: Tokenizer, token: int, value: float, rank: int | None) -> dict[str, Any]:
+    text = piece_of(tokenizer, token).decode("utf-8", "replace")
+    return {"logprob": max(value, LOWEST), "rank": rank, "decoded_token": text}
+
+
+def echoed(prompt: Sequence[int], probs: Sequence[Prob], n_best: int, has_added: bool) -> list[Prob | tuple[int, None, Top]]:
+    """A prompt's tokens as `text_logprobs` takes them. has_added: its first token is not in the text that the client sent."""
+    rated = [(token, value, top[:n_best]) for token, value, top in probs]
+    return [*rated] if has_added else [(prompt[0], None, ()), *rated]
+
+
+def text_logprobs(
+    tokenizer: Tokenizer, probs: Sequence[Prob | tuple[int, None, Top]], offset: int
+) -> dict[str, Any]:
     """`logprobs` of completions. offset: characters of text before the first token."""
     tokens: list[str] = []
     offsets: list[int] = []
@@ -47,7 +70,7 @@ def text_logprobs(tokenizer: Tokenizer, probs: Sequence[Prob], offset: int) -> d
         offset += len(characters.decode(piece))
         best = {piece_of(tokenizer, t).decode("utf-8", "replace"): max(v, LOWEST) for t, v in reversed(top)}
         tops.append(dict(reversed(best.items())) if top else None)
-    values = [max(value, LOWEST) for _, value, _ in probs]
+    values = [None if value is None else max(value, LOWEST) for _, value, _ in probs]
     has_tops = any(top is not None for top in tops)
     return {
         "tokens": tokens,
