@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test pack pack-cuda abi bench docs size clean
+.PHONY: setup check test pack pack-cuda abi bench twin docs size clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,9 @@ test: setup
 bench: setup
 	$(BIN)/python -m bench.kernels
 	$(BIN)/python -m bench.control
+
+twin:
+	mkdir -p build && $(CXX) -std=c++20 -O2 -shared -fPIC -o build/twin.so bench/twin/replay.cpp
 
 docs: setup
 	$(BIN)/python packs/bindgen.py

@@ -2,6 +2,7 @@
 
 Usage: python -m bench.load --url http://127.0.0.1:11660 [--concurrency 8] [--requests 32] [--in 128] [--out 128] [--api chat|completions|ids]
                             [--key KEY] [--vocab 32000] [--seed 1] [--shared 0] [--cell NAME --machine NAME]
+       python -m bench.load --cells FILE [--only NAME ...] --url URL --machine NAME
 Every request asks for exactly --out tokens (ignore_eos). `ids`: random token ids, exactly --in of them. --shared: that many first tokens (or
 words) are the same in all prompts. TTFT: from sending to the first token-bearing event; ITL: gaps between such events of one request.
 Tokens are the server's usage figures. With --cell the figures become rows MACHINE.load.CELL.* of a board.
@@ -16,8 +17,10 @@ import random
 import statistics
 import sys
 import time
+import tomllib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -157,7 +160,40 @@ def main() -> int:
     add("--timeout", type=float, default=600)
     add("--cell", default="")
     add("--machine", default="cpu2")
+    add("--cells", default="", help="TOML file with cells to run one after the other")
+    add("--only", nargs="*", default=[], help="names of the cells to run")
     a = parser.parse_args()
+    if not a.cells:
+        return measure(a)
+    found = read_cells(Path(a.cells))
+    wrong = 0
+    for cell in found:
+        if a.only and cell["name"] not in a.only:
+            continue
+        fields = {"api": "ids", "n_in": cell["in"], "n_out": cell["out"], "out": cell["out"], "cell": cell["name"]}
+        fields |= {k: cell[k] for k in ("concurrency", "requests", "shared", "api") if k in cell}
+        wrong |= measure(argparse.Namespace(**{**vars(a), **fields}))
+    return wrong
+
+
+ROOT_CELLS = Path(__file__).resolve().parent / "cells"
+CELL_FIELDS = {"name": str, "in": int, "out": int, "concurrency": int, "requests": int}
+
+
+def read_cells(path: Path) -> list[dict[str, Any]]:
+    """The cells of a file. Raises: SystemExit naming the cell and field that is missing or of the wrong kind."""
+    cells = tomllib.loads(path.read_text())["cell"]
+    for i, cell in enumerate(cells):
+        for name, kind in CELL_FIELDS.items():
+            if not isinstance(cell.get(name), kind):
+                raise SystemExit(f"{path}: cell {i + 1} needs {name} ({kind.__name__})")
+        if unknown := set(cell) - {*CELL_FIELDS, "shared", "api"}:
+            raise SystemExit(f"{path}: cell {i + 1} has unknown fields {', '.join(sorted(unknown))}")
+    return list(cells)
+
+
+def measure(a: argparse.Namespace) -> int:
+    """Runs one cell; prints one JSON object; 1 when a request failed."""
     results, wall = asyncio.run(run(a))
     figures = summary(results, wall)
     sys.stdout.write(json.dumps(figures) + "\n")

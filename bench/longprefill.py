@@ -31,6 +31,8 @@ from paddock_runner.wire.port import EnginePort, FrontPort
 
 from bench import board
 
+STREAM_TOKENS = 4096
+
 
 class Scene:
     """One engine on one device, turned by hand."""
@@ -41,7 +43,7 @@ class Scene:
         pack = Path(options.pack) if options.pack else find_pack("cpu")
         facts = cuda_facts(132) if "cuda" in pack.name else cpu_facts(os.cpu_count() or 1)
         ctx = min(blueprint.max_ctx_tokens, options.prompt + 64)
-        request = PlanRequest(ctx, options.streams + 1, facts, n_pages=(options.prompt + 64) // 32 + options.streams * (ctx // 32) + 2)
+        request = PlanRequest(ctx, options.streams + 1, facts, n_pages=ctx // 32 + options.streams * (min(ctx, STREAM_TOKENS) // 32) + 2)
         sizes = state_sizes(blueprint, request)
         self.device = build_device(Assembly(pack, sizes, request.kv_format, n_threads=options.threads), blueprint, tensors_by_name(checkpoint, blueprint))
         self.n_vocab = blueprint.n_vocab
@@ -118,6 +120,28 @@ def share(values: list[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
 
 
+def measure(scene: Scene, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Rounds of the prompt alone, the streams alone, and both; ratios of gaps (p50, p99) and of the time to the first token."""
+    scene.first_token_s(options.prompt // 4)
+    alone, beside, quiet, busy = [], [], list[float](), list[float]()
+    for _ in range(options.rounds):
+        alone.append(scene.first_token_s(options.prompt))
+        ids = scene.streams(options.streams, min(options.prompt, STREAM_TOKENS) - 32)
+        quiet += scene.gaps(ids, 0, 60)
+        begun = perf_counter()
+        long = scene.ask(options.prompt, 1)
+        busy += scene.gaps(ids, long, 0)
+        beside.append(scene.first[long] - begun)
+        scene.finish()
+    p50, p99 = share(busy, 0.5) / share(quiet, 0.5), share(busy, 0.99) / share(quiet, 0.99)
+    ttft = statistics.median(beside) / statistics.median(alone)
+    sys.stdout.write(
+        f"gaps before p50 {share(quiet, 0.5):.2f} p99 {share(quiet, 0.99):.2f} ms; meanwhile p50 {share(busy, 0.5):.2f} p99 {share(busy, 0.99):.2f} ms "
+        f"({len(busy)} gaps): {p50:.2f}x, {p99:.2f}x; first token alone {statistics.median(alone):.2f} s, beside {statistics.median(beside):.2f} s: {ttft:.2f}x\n"
+    )
+    return p50, p99, ttft
+
+
 def main() -> None:
     """Measures and prints; with --machine writes the board."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,23 +155,7 @@ def main() -> None:
     options = parser.parse_args()
     scene = Scene(options)
     freeze()
-    scene.first_token_s(options.prompt // 4)
-    alone, beside, quiet, busy = [], [], list[float](), list[float]()
-    for _ in range(options.rounds):
-        alone.append(scene.first_token_s(options.prompt))
-        ids = scene.streams(options.streams, options.prompt)
-        quiet += scene.gaps(ids, 0, 60)
-        begun = perf_counter()
-        long = scene.ask(options.prompt, 1)
-        busy += scene.gaps(ids, long, 0)
-        beside.append(scene.first[long] - begun)
-        scene.finish()
-    p50, p99 = share(busy, 0.5) / share(quiet, 0.5), share(busy, 0.99) / share(quiet, 0.99)
-    ttft = statistics.median(beside) / statistics.median(alone)
-    sys.stdout.write(
-        f"gaps before p50 {share(quiet, 0.5):.2f} p99 {share(quiet, 0.99):.2f} ms; meanwhile p50 {share(busy, 0.5):.2f} p99 {share(busy, 0.99):.2f} ms "
-        f"({len(busy)} gaps): {p50:.2f}x, {p99:.2f}x; first token alone {statistics.median(alone):.2f} s, beside {statistics.median(beside):.2f} s: {ttft:.2f}x\n"
-    )
+    p50, p99, ttft = measure(scene, options)
     if options.machine:
         name = f"{options.machine}.longprefill.{Path(options.model).stem}.{options.streams}x{options.prompt}"
         rows = [board.row(f"{name}.{k}", [v], "x", "lower") for k, v in (("itl_p50", p50), ("itl_p99", p99), ("ttft", ttft))]

@@ -26,7 +26,7 @@ class Scheduler:
     """Decides one step at a time. `on_start` hears of every request that gets a slot, before its first chunk."""
 
     __slots__ = (
-        "_credit_ns", "_credit_us", "_is_stuck", "_ledger", "_n_started", "_policy", "_slots", "cost", "held", "on_start", "preempted",
+        "_carry_us", "_credit_ns", "_credit_us", "_is_stuck", "_ledger", "_n_started", "_policy", "_slots", "cost", "held", "on_start", "preempted",
         "prefilling", "queue", "saves",
     )  # fmt: skip
 
@@ -50,6 +50,8 @@ class Scheduler:
         self._n_started = 0
         self._credit_us = policy.burst_ms * 1000
         self._credit_ns = 0
+        self._carry_us = 0.0
+        """Time for prefill that was too little for a chunk, and is added to the next step's."""
 
     @property
     def has_prefill(self) -> bool:
@@ -78,7 +80,13 @@ class Scheduler:
         sizes = self._slots.sizes
         tokens_left = sizes.max_step_tokens - n_rows
         rows_left = sizes.max_step_rows - n_rows
-        us_left = self._budget_us(n_rows, now_ns)
+        us_left = self._budget_us(n_rows, now_ns) + self._carry_us
+        self._carry_us = 0.0
+        if us_left != math.inf:
+            at = self.prefilling[0].done_tokens if self.prefilling else 0
+            if self.cost.tokens_for(us_left, at) < self._policy.min_chunk_tokens:
+                self._carry_us = us_left
+                return []
         us_all = us_left
         self._wake_held(now_ns)
         if self.queue.is_contested:
