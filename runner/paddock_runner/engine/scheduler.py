@@ -18,6 +18,8 @@ from .slots import Chunk, SlotTable
 
 MAX_FETCH_NS = 2_000_000_000
 """How long pages from disk are waited for before the prompt is computed after all."""
+MAX_SAVED = 8
+"""Steps in a row that may go without prefill, so that there is time for a chunk afterwards."""
 MAX_LOOKS = 16
 """Waiting requests that are compared with one that starts."""
 
@@ -26,7 +28,7 @@ class Scheduler:
     """Decides one step at a time. `on_start` hears of every request that gets a slot, before its first chunk."""
 
     __slots__ = (
-        "_carry_us", "_credit_ns", "_credit_us", "_is_stuck", "_ledger", "_n_started", "_policy", "_slots", "cost", "held", "on_start", "preempted",
+        "_carry_us", "_credit_ns", "_credit_us", "_is_stuck", "_ledger", "_n_saved", "_n_started", "_policy", "_slots", "cost", "held", "on_start", "preempted",
         "prefilling", "queue", "saves",
     )  # fmt: skip
 
@@ -50,6 +52,7 @@ class Scheduler:
         self._n_started = 0
         self._credit_us = policy.burst_ms * 1000
         self._credit_ns = 0
+        self._n_saved = 0
         self._carry_us = 0.0
         """Time for prefill that was too little for a chunk, and is added to the next step's."""
 
@@ -84,9 +87,11 @@ class Scheduler:
         self._carry_us = 0.0
         if us_left != math.inf:
             at = self.prefilling[0].done_tokens if self.prefilling else 0
-            if self.cost.tokens_for(us_left, at) < self._policy.min_chunk_tokens:
+            if self._n_saved < MAX_SAVED and self.cost.tokens_for(us_left, at) < self._policy.min_chunk_tokens:
                 self._carry_us = us_left
+                self._n_saved += 1
                 return []
+            self._n_saved = 0
         us_all = us_left
         self._wake_held(now_ns)
         if self.queue.is_contested:
