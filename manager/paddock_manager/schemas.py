@@ -52,7 +52,15 @@ SHAPES: dict[str, Shape] = {
         "notes?": [str], "unsupported_tensors?": [{"name": str, "format": str}],
         "tensors?": [{"name": str, "shape": [int], "format": str, "offset": int, "n_bytes": int}],
     },
-    "fit": {"reports": [REPORT]},
+    "fit": {
+        "reports?": [REPORT],
+        "history?": [
+            {
+                "model": str, "device": str, "max_ctx_tokens": int, "max_batch": int, "planned_bytes": int, "measured_bytes": int,
+                "at": float, "is_over": bool,
+            }
+        ],
+    },
     "run": {
         "model": str, "ref": str, "answer": str, "reasoning": str, "finish_reason": str, "usage": {},
         "timings": {"first_token_ms": float, "total_ms": float},

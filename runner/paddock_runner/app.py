@@ -310,6 +310,7 @@ class Runner:
         facts = {
             "pid": os.getpid(), "host": config.host, "port": port, "model": self._served.name,
             "max_ctx_tokens": self._served.max_ctx_tokens, "max_batch": sizes.n_slots, "device": self._opened.place.facts.kind,
+            "memory_bytes": self._opened.plan.total_bytes,
         }  # fmt: skip
         if config.state_file is not None:
             write_atomically(config.state_file, msgspec.json.encode(facts) + b"\n")

@@ -46,6 +46,8 @@ def test_served_model_answers_and_takes_what_fit_said(paddock, model):
     assert first.code == 0 and first.json["usage"]["completion_tokens"] <= 8 and first.json["answer"]
     again = paddock("run", model, "Name a colour.", "--temperature", "0", "--max-tokens", "8", "--json")
     assert again.json["answer"] and again.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    past = paddock("fit", "small", "--history", "--json").json["history"]
+    assert len(past) == 1 and past[0]["planned_bytes"] == plan["total_bytes"] and 0.3 < past[0]["measured_bytes"] / plan["total_bytes"] < 1.5
     assert paddock("stop", "small").code == 0
 
 

@@ -12,7 +12,7 @@ from paddock_runner.errors import PaddockError
 
 from paddock_manager import paths
 from paddock_manager.commands.serve import DEFAULT_PORT
-from paddock_manager.fit import gpus, packs
+from paddock_manager.fit import gpus, history, packs
 from paddock_manager.fleet import keys, state
 from paddock_manager.options import Command, Option, Values
 from paddock_manager.store import index
@@ -41,7 +41,16 @@ class Finding:
 def run(values: Values, ui: Ui) -> int:
     """Run the checks."""
     places = paths.places()
-    found = [*_python(), *_disk(places), *_models(places), *_devices(), *_packs(), *_servers(places), *_key(places)]
+    found = [
+        *_python(),
+        *_disk(places),
+        *_models(places),
+        *_devices(),
+        *_packs(),
+        *_plans(places),
+        *_servers(places),
+        *_key(places),
+    ]
     if values.flag("net"):
         found += _hub()
     worst = "wrong" if any(f.state == "wrong" for f in found) else "ok"
@@ -117,6 +126,19 @@ def _devices() -> Iterator[Finding]:
         wrong, fix = packs.trouble(gpu, packs.packs())
         says += (f" ({held})" if held else "") + (f": {wrong}" if wrong else "")
         yield Finding(f"gpu {gpu.index}", "wrong" if wrong else "ok", says, fix)
+
+
+def _plans(places: paths.Places) -> Iterator[Finding]:
+    """Did runners take more than was planned?"""
+    found = [r for r in history.runs(places) if r.measured_bytes]
+    over = [r for r in found if r.is_over]
+    if over:
+        worst = max(over, key=lambda r: r.measured_bytes / r.planned_bytes)
+        says = f"{len(over)} of {len(found)} runs took more than planned, {worst.model} {size(worst.measured_bytes - worst.planned_bytes)} more"
+        yield Finding("plans", "warn", says, "paddock fit --history; leave that much free, and report it")
+    elif found:
+        most = max(r.measured_bytes / r.planned_bytes for r in found)
+        yield Finding("plans", "ok", f"{len(found)} runs were measured, none over its plan, at most {most:.1%} of it")
 
 
 def _packs() -> Iterator[Finding]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-from paddock_runner.errors import PaddockError, WontFit
+from paddock_runner.errors import PaddockError, UsageError, WontFit
 from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
 
 from paddock_manager import paths, settings
 from paddock_manager.catalog import catalog, names
 from paddock_manager.commands import target
-from paddock_manager.fit import fit
+from paddock_manager.fit import fit, history
 from paddock_manager.fit.fit import Report, Where
-from paddock_manager.options import Argument, Command, Option, Values
+from paddock_manager.options import Argument, Command, Option, Values, usage
 from paddock_manager.store import index
-from paddock_manager.ui import Ui, gib
+from paddock_manager.ui import Ui, ago, gib
 
 COMMAND = Command(
     "fit",
     "Say whether a model fits, with which context and batch, and what would fit instead.",
     (
         Argument(
-            "model", "a model that is here, a path, a URL, or one on the hub (only its header is read)", kind="model"
+            "model",
+            "a model that is here, a path, a URL, or one on the hub (only its header is read)",
+            required=False,
+            kind="model",
         ),
     ),
     (
@@ -32,6 +36,7 @@ COMMAND = Command(
         Option("--threads", "CPU threads", "int", value="N"),
         Option("--vram", "a device with so much memory that is not here, as 24GiB", "size", value="SIZE"),
         Option("--arch", "its architecture (default sm_90)", "text", value="sm_NN"),
+        Option("--history", "planned against measured, of every runner that was started here"),
         Option("--max-ctx", "print the largest context that fits, and nothing else"),
         Option("--max-batch", "print the largest batch that fits, and nothing else"),
     ),
@@ -45,6 +50,10 @@ COMMAND = Command(
 
 def run(values: Values, ui: Ui) -> int:
     """Plan on every device asked about."""
+    if values.flag("history"):
+        return past(values.text("model"), ui)
+    if not values.text("model"):
+        raise UsageError("`paddock fit` needs MODEL", usage(COMMAND))
     name, checkpoint, notes = opened(values.text("model"), ui)
     where = fit.find_where(
         values.text("device"), values.integer("vram"), values.text("arch"), values.integer("threads")
@@ -68,6 +77,39 @@ def run(values: Values, ui: Ui) -> int:
     if ui.as_json or values.flag("max_ctx") or values.flag("max_batch"):
         return WontFit.exit_code
     raise wont_fit(reports[0], values)
+
+
+def past(word: str, ui: Ui) -> int:
+    """What runners were planned to take, and what they took."""
+    found = [r for r in history.runs(paths.places()) if not word or r.model == word]
+    rows = [{**asdict(r), "is_over": r.is_over} for r in found]
+
+    def human(out: Ui) -> None:
+        if not found:
+            out.say("nothing was started yet" + (f" as {word}" if word else ""))
+            return
+        cells = [
+            (
+                r.model,
+                r.device,
+                str(r.max_ctx_tokens),
+                str(r.max_batch),
+                gib(r.planned_bytes),
+                gib(r.measured_bytes),
+                _share(r),
+                ago(r.at),
+            )
+            for r in found
+        ]
+        names = ("MODEL", "DEVICE", "CTX", "BATCH", "PLANNED GiB", "MEASURED GiB", "OF THE PLAN", "STARTED")
+        out.table(names, cells, right=(2, 3, 4, 5, 6))
+
+    ui.result("fit", {"history": rows}, human)
+    return 0
+
+
+def _share(run: history.Run) -> str:
+    return f"{run.measured_bytes / run.planned_bytes:.1%}" if run.measured_bytes and run.planned_bytes else "?"
 
 
 def opened(word: str, ui: Ui) -> tuple[str, Checkpoint, list[str]]:

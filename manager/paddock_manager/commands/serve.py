@@ -11,6 +11,8 @@ from paddock_runner.errors import UsageError
 from paddock_manager import paths, settings
 from paddock_manager.commands import target
 from paddock_manager.commands.target import LOAD_OPTIONS
+from paddock_manager.fit import history
+from paddock_manager.fit.history import Run
 from paddock_manager.fleet import keys, spawn, state
 from paddock_manager.fleet.spawn import Launch
 from paddock_manager.fleet.state import Server
@@ -141,7 +143,12 @@ def started(places: paths.Places, launch: Launch, ui: Ui, timeout_s: float) -> S
             told = True
             ui.say(f"loading {launch.path.name or launch.name} …")
 
-    return spawn.start(places, launch, timeout_s, waiting)
+    server = spawn.start(places, launch, timeout_s, waiting)
+    if server.planned_bytes:
+        took = history.measure(server.pid, server.device)
+        sizes = (server.max_ctx_tokens, server.max_batch)
+        history.note(places, Run(server.model, server.device, *sizes, server.planned_bytes, took, server.started_at))
+    return server
 
 
 def is_loopback(host: str) -> bool:

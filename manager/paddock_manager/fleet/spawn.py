@@ -133,6 +133,7 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
             int(facts["port"]), str(facts.get("device", "")), int(facts.get("max_ctx_tokens", 0)), int(facts.get("max_batch", 0)),
             str(log), round(time.time(), 3), launch.asked, launch.shown,
             launch.tls[0] if launch.tls else "",
+            int(facts.get("memory_bytes", 0)),
         )  # fmt: skip
         state.remember(places, server)
         CHILDREN[process.pid] = process

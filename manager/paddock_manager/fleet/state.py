@@ -20,7 +20,8 @@ from paddock_manager.paths import Places
 class Server:
     """One runner that was started. born: start time of pid in clock ticks. asked: what was asked for, by option name.
 
-    model: what its API calls the model. tls_cert: the certificate that it serves https with, "" for http.
+    model: what its API calls the model. tls_cert: the certificate that it serves https with, "" for http. planned_bytes: what
+    its plan says that it takes, 0 where it does not say.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Server:
     asked: dict[str, Any] = field(default_factory=dict)
     model: str = ""
     tls_cert: str = ""
+    planned_bytes: int = 0
 
     @property
     def url(self) -> str:
