@@ -82,6 +82,12 @@ class TooLarge(UsageError):
     http_status, code = 413, "request_too_large"
 
 
+class SlowBody(UsageError):
+    """The request body did not arrive in time (facts: size_bytes, waited_s)."""
+
+    http_status, code = 408, "request_timeout"
+
+
 class ContextTooLong(UsageError):
     """Prompt and answer do not fit the context (facts: prompt_tokens, max_ctx_tokens, max_tokens)."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import socket
+import threading
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -113,6 +115,24 @@ def test_body_over_the_limit_is_a_413() -> None:
 
         assert server.post(CHAT, content=parts()).status_code == 413
         assert server.post(CHAT, {"messages": ASK}).status_code == 200
+
+
+def test_body_that_comes_too_slowly_is_a_408_and_one_that_comes_steadily_is_not(monkeypatch: pytest.MonkeyPatch, server: Live) -> None:
+    monkeypatch.setattr("paddock_runner.front.http.BODY_GRACE_S", 0.2)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\ncontent-length: 90000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(head.encode() + b"{")
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"request_timeout"' in answer and b"connection: close" in answer.lower()
+    monkeypatch.setattr("paddock_runner.front.http.MIN_BODY_BYTES_PER_S", 1 << 10)
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "metadata": {"a": "x" * 3000}}).encode()
+
+    def parts() -> Iterator[bytes]:
+        for i in range(0, len(body), 500):
+            yield body[i : i + 500]
+            threading.Event().wait(0.05)
+
+    assert server.post(CHAT, content=parts()).status_code == 200
 
 
 def test_foreign_host_and_origin_are_refused_and_allowed_ones_get_their_headers() -> None:

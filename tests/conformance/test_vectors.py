@@ -180,3 +180,22 @@ def test_bad_ranking_requests_are_400_with_the_reason(ranker: Runner, path: str,
 def test_models_list_says_what_the_model_is_for(embedder: Runner, ranker: Runner) -> None:
     tasks = [httpx.get(r.url + "/v1/models").json()["data"][0] for r in (embedder, ranker)]
     assert [(t["task"], t["family"], t["max_model_len"]) for t in tasks] == [("embed", "bert", 64), ("rank", "bert", 64)]
+
+
+def test_mcp_clients_embed_and_rerank(embedder: Runner) -> None:
+    pytest.importorskip("mcp")
+    from paddock_manager.fleet.mcp import Toolbox, ToolServer
+
+    box = Toolbox([ToolServer("paddock", url=embedder.url + "/mcp")])
+    try:
+        text, is_error = box.call("embed", {"texts": ["the capital of france", "a dog"], "input_type": "query"})
+        found = json.loads(text)
+        plain = post(embedder, "/v1/embeddings", {"input": ["the capital of france", "a dog"], "input_type": "query"})[1]
+        assert not is_error and len(found["vectors"]) == 2 and found["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+        np.testing.assert_allclose(found["vectors"], [d["embedding"] for d in plain["data"]], atol=1e-6)
+        told = {"query": "what is the capital", "documents": ["a dog", "the capital of france"]}
+        ranked = json.loads(box.call("rerank", {**told, "top_n": 1})[0])["results"]
+        assert ranked[0]["index"] == post(embedder, "/v1/rerank", told)[1]["results"][0]["index"] and len(ranked) == 1
+        assert box.call("generate", {"prompt": "Hi"})[1] and box.call("rerank", {"query": "x", "documents": []})[1]
+    finally:
+        box.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -10,7 +11,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from ..errors import Cancelled, TooLarge
+from ..errors import Cancelled, SlowBody, TooLarge
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -22,6 +23,9 @@ Application = Callable[[Any, Receive, Send], Awaitable[None]]
 JSON = b"application/json"
 IGNORED = b"x-paddock-ignored-fields"
 SSE = b"text/event-stream; charset=utf-8"
+BODY_GRACE_S = 30.0
+MIN_BODY_BYTES_PER_S = 16 << 10
+"""A body has the grace, and as long more as it would take at this rate."""
 ENCODER = msgspec.json.Encoder()
 _REQUEST_ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 
@@ -82,23 +86,43 @@ class Exchange:
         return dict(parse_qsl(self._scope.get("query_string", b"").decode("latin-1"), max_num_fields=64))
 
     async def body(self, max_bytes: int) -> bytes:
-        """The whole body. Raises: TooLarge as soon as it is, Cancelled when the client left while sending."""
+        """The whole body; where it is refused, the connection is closed behind the answer.
+
+        Raises: TooLarge as soon as it is, SlowBody when it comes too slowly, Cancelled when the client left while sending.
+        """
         said = self.header(b"content-length")
-        if said.isdigit() and int(said) > max_bytes:
-            raise _too_large(int(said), max_bytes)
         parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise Cancelled("the client left before its request was complete")
-            part = message.get("body", b"")
-            size += len(part)
-            if size > max_bytes:
-                raise _too_large(size, max_bytes)
-            parts.append(part)
-            if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+        try:
+            if said.isdigit() and int(said) > max_bytes:
+                raise _too_large(int(said), max_bytes)
+            return await self._parts(parts, max_bytes)
+        except (TooLarge, SlowBody):
+            self.extra.append((b"connection", b"close"))
+            raise
+
+    async def _parts(self, parts: list[bytes], max_bytes: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        begun, size = loop.time(), 0
+        try:
+            async with asyncio.timeout(BODY_GRACE_S) as limit:
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Cancelled("the client left before its request was complete")
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > max_bytes:
+                        raise _too_large(size, max_bytes)
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        return parts[0] if len(parts) == 1 else b"".join(parts)
+                    limit.reschedule(begun + BODY_GRACE_S + size / MIN_BODY_BYTES_PER_S)
+        except TimeoutError:
+            waited_s = loop.time() - begun
+            raise SlowBody(
+                f"only {size} bytes of the request's body came within {waited_s:.0f} s", "send the body in one go",
+                size_bytes=size, waited_s=round(waited_s),
+            ) from None  # fmt: skip
 
     async def until_gone(self) -> None:
         """Returns when the client has left (or the answer is complete). Only after `body`."""

@@ -1,4 +1,4 @@
-"""The tools of the runner's MCP server: generate, count_tokens, fit, list_models. Knows nothing of the protocol."""
+"""The tools of the runner's MCP server: generate, embed, rerank, count_tokens, fit, list_models. Knows nothing of the protocol."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import msgspec
 from ..errors import UsageError
 from ..turns.collect import Collector
 from ..turns.turn import Caller, Reading, Turn
+from ..turns.vectors import vectors
 from ..turns.wish import Wish
 from .held import Held, of_schema
+from .openai.embeddings import finished, prompts_of
+from .rerank import MAX_DOCUMENTS, scores_of
 from .service import Front
 
 MAX_TOKENS = 1024
@@ -35,6 +38,21 @@ class CountTokens(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Arguments of the tool count_tokens."""
 
     text: str
+
+
+class Embed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Arguments of the tool embed: texts, and of what kind they are where the model tells kinds apart ("query", "document")."""
+
+    texts: list[str]
+    input_type: str | None = None
+
+
+class Rerank(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Arguments of the tool rerank."""
+
+    query: str
+    documents: list[str]
+    top_n: int | None = None
 
 
 class Fit(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +78,8 @@ class Tool:
 
 TOOLS = (
     Tool("generate", "Has the served model answer a prompt or a conversation; with json_schema the answer is JSON of that schema.", Generate),
+    Tool("embed", "Turns texts into vectors, where an embedding model is served.", Embed),
+    Tool("rerank", "Orders documents by how well they answer a query, where an embedding or ranking model is served.", Rerank),
     Tool("count_tokens", "Counts the tokens of a text as the served model sees them.", CountTokens),
     Tool("fit", "Tells whether a text and an answer fit the served model's context, how much room is left, and how many such requests run at once.", Fit),
     Tool("list_models", "Lists the served model with its context length and how it is held in memory.", ListModels),
@@ -84,7 +104,19 @@ async def call(front: Front, name: str, arguments: Mapping[str, Any], whose: Cal
         raise UsageError(f"{name}: {error}") from None
     front.require_ready()
     if isinstance(given, Generate):
+        front.require_text()
         return await _generate(front, given, whose)
+    if isinstance(given, Embed):
+        form = front.require_vectors("embed")
+        prompts = await prompts_of(front, form, [*given.texts], given.input_type)
+        rows = finished(form, await vectors(front.desk, prompts, whose), form.width)
+        return {"vectors": rows.tolist(), "width": form.width, "prompt_tokens": sum(map(len, prompts))}
+    if isinstance(given, Rerank):
+        if not 1 <= len(given.documents) <= MAX_DOCUMENTS or (given.top_n or 1) < 1:
+            raise UsageError(f"rerank: send 1 to {MAX_DOCUMENTS} documents, and a top_n of at least 1")
+        scores, n_tokens = await scores_of(front, [(given.query, text) for text in given.documents], None, whose)
+        order = sorted(range(len(scores)), key=lambda i: (-float(scores[i]), i))[: given.top_n]
+        return {"results": [{"index": i, "score": float(scores[i])} for i in order], "prompt_tokens": n_tokens}
     if isinstance(given, CountTokens):
         return {"tokens": len(await front.served.text_prompt(given.text))}
     if isinstance(given, Fit):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -62,7 +61,9 @@ async def post_rerank(front: Front, exchange: Exchange) -> None:
         raise UsageError(f"{len(texts)} documents were sent, 1 to {MAX_DOCUMENTS} are possible", param="documents")
     if body.top_n is not None and body.top_n < 1:
         raise UsageError(f"top_n is {body.top_n}, at least 1 is needed", param="top_n")
-    scores, n_tokens = await _scores(front, exchange, [(body.query, text) for text in texts], body.instruction)
+    pairs = [(body.query, text) for text in texts]
+    scores, n_tokens = await run_alone(exchange, scores_of(front, pairs, body.instruction, caller(exchange, exchange.client)))
+    exchange.log.update(prompt_tokens=n_tokens, inputs=len(texts))
     order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
     wants_text = exchange.path != "/v2/rerank" if body.return_documents is None else body.return_documents
     results = [{"index": i, "relevance_score": float(scores[i]), **({"document": {"text": texts[i]}} if wants_text else {})} for i in order]
@@ -81,32 +82,34 @@ async def post_score(front: Front, exchange: Exchange) -> None:
         first = first * len(second)
     if len(first) != len(second) or not 1 <= len(first) <= MAX_DOCUMENTS:
         raise UsageError(f"text_1 has {len(first)} texts, text_2 has {len(second)}: send one and many, or as many of both, at most {MAX_DOCUMENTS}", param="text_2")
-    scores, n_tokens = await _scores(front, exchange, list(zip(first, second, strict=True)), body.instruction)
+    pairs = list(zip(first, second, strict=True))
+    scores, n_tokens = await run_alone(exchange, scores_of(front, pairs, body.instruction, caller(exchange, exchange.client)))
+    exchange.log.update(prompt_tokens=n_tokens, inputs=len(pairs))
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores.tolist())]
     head = {"id": "score-" + secrets.token_hex(12), "object": "list", "created": int(time.time()), "model": front.served.name}
     await exchange.answer_json({**head, "data": data, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}})
 
 
-async def _scores(front: Front, exchange: Exchange, pairs: Sequence[tuple[str, str]], instruction: str | None) -> tuple[NDArray[np.float64], int]:
-    """A score for every pair, and the tokens that were read."""
-    form, whose = front.require_vectors(), caller(exchange, exchange.client)
+async def scores_of(front: Front, pairs: Sequence[tuple[str, str]], instruction: str | None, whose: Caller) -> tuple[NDArray[np.float64], int]:
+    """A score for every pair, and the tokens that were read. Raises: UsageError, what the engine refuses."""
+    form = front.require_vectors()
     if form.task == "embed":
         if instruction is not None:
             raise UsageError("an embedding model takes no instruction", "leave it out", param="instruction")
-        return await _cosines(front, exchange, form, pairs, whose)
+        return await _cosines(front, form, pairs, whose)
     served = front.served
     prompts = []
     for i, (query, document) in enumerate(pairs):
         ids = await served.run(lambda q=query, d=document: form.pair(served.tokenizer, q, d, instruction), len(query) + len(document))  # type: ignore[misc]
         served.require_input(len(ids), f"query and document {i}")
         prompts.append(ids)
-    rows = (await run_alone(exchange, vectors(front.desk, prompts, whose))).astype(np.float64)
+    rows = (await vectors(front.desk, prompts, whose)).astype(np.float64)
     logits = rows[:, 1] - rows[:, 0] if form.width == 2 else rows[:, 0]
-    return 1 / (1 + np.exp(-logits)), _count(exchange, prompts)
+    return 1 / (1 + np.exp(-logits)), sum(map(len, prompts))
 
 
 async def _cosines(
-    front: Front, exchange: Exchange, form: VectorForm, pairs: Sequence[tuple[str, str]], whose: Caller
+    front: Front, form: VectorForm, pairs: Sequence[tuple[str, str]], whose: Caller
 ) -> tuple[NDArray[np.float64], int]:
     """Every text is embedded once, however many pairs it is in."""
     prefixes = [form.prefix(kind) if kind in form.prompts else "" for kind in ("query", "document")]
@@ -116,13 +119,7 @@ async def _cosines(
         ids = await front.served.text_prompt(text)
         front.served.require_input(len(ids), f"text {i}")
         prompts.append(ids)
-    rows = unit(await run_alone(exchange, vectors(front.desk, prompts, whose))).astype(np.float64)
+    rows = unit(await vectors(front.desk, prompts, whose)).astype(np.float64)
     at = {text: i for i, text in enumerate(texts)}
     found = [rows[at[prefixes[0] + a]] @ rows[at[prefixes[1] + b]] for a, b in pairs]
-    return np.array(found), _count(exchange, prompts)
-
-
-def _count(exchange: Exchange, prompts: Sequence[array[int]]) -> int:
-    n_tokens = sum(map(len, prompts))
-    exchange.log.update(prompt_tokens=n_tokens, inputs=len(prompts))
-    return n_tokens
+    return np.array(found), sum(map(len, prompts))

@@ -45,7 +45,7 @@ async def post_embeddings(front: Front, exchange: Exchange) -> None:
     if body.encoding_format not in (None, "float", "base64"):
         raise refuse("encoding_format", f"encoding_format is {body.encoding_format[:40]!r}, float and base64 are possible")
     width = checked_width(form, body.dimensions)
-    prompts = await _prompts(front, form, body)
+    prompts = await prompts_of(front, form, body.input, body.input_type)
     whose = caller(exchange, exchange.client, body.cache_salt)
     rows = finished(form, await run_alone(exchange, vectors(front.desk, prompts, whose)), width)
     n_tokens = sum(map(len, prompts))
@@ -71,8 +71,10 @@ def finished(form: VectorForm, rows: Rows, width: int) -> Rows:
     return unit(rows) if form.is_normalised else rows
 
 
-async def _prompts(front: Front, form: VectorForm, body: EmbeddingRequest) -> list[array[int]]:
-    given = body.input
+async def prompts_of(
+    front: Front, form: VectorForm, given: str | list[int | str | list[int]], input_type: str | None
+) -> list[array[int]]:
+    """The ids of inputs, behind the model's prompt for their kind. Raises: UsageError naming the input."""
     if isinstance(given, list) and given and all(isinstance(item, int) for item in given):
         given = [cast("list[int]", given)]
     items: Sequence[Any] = given if isinstance(given, list) else [given]
@@ -80,7 +82,7 @@ async def _prompts(front: Front, form: VectorForm, body: EmbeddingRequest) -> li
         raise refuse("input", "token ids and texts are mixed: send a text, ids, a list of texts or a list of lists of ids")
     if not 1 <= len(items) <= MAX_INPUTS:
         raise refuse("input", f"{len(items)} inputs were sent, 1 to {MAX_INPUTS} are possible")
-    prefix, out = form.prefix(body.input_type), []
+    prefix, out = form.prefix(input_type), []
     for i, item in enumerate(items):
         if isinstance(item, str) and not item:
             raise refuse("input", f"input {i} is empty")
