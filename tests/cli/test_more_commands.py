@@ -75,7 +75,7 @@ def test_du_counts_what_is_ours(paddock, model_file):
 
 
 def test_search_finds_the_catalog_and_says_when_the_hub_was_not_asked(paddock, monkeypatch):
-    assert [e["name"] for e in paddock("search", "smollm2", "--local", "--json").json["catalog"]] == ["smollm2-135m", "smollm2-1.7b"]
+    assert [e["name"] for e in paddock("search", "smollm2", "--local", "--json").json["catalog"]] == ["smollm2-135m", "smollm2-1.7b", "smollm2-360m"]
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     done = paddock("search", "smollm2")
     assert done.code == 0 and "the hub was not searched" in done.err and "smollm2-135m" in done.out
