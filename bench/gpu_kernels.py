@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,33 +121,62 @@ def products(pack: Any, limits: dict[str, float], rng: np.random.Generator, only
     return rows
 
 
-def attention(pack: Any, limits: dict[str, float], rng: np.random.Generator, n_rows: int, context: int, n_tokens: int, kv: int = abi.PK_BF16) -> dict[str, Any]:
-    """One attention case of an 8B: 32 heads, 8 KV heads, width 128; n_rows rows of n_tokens after `context` cached ones."""
-    size = 1 if kv == abi.PK_FP8_E4M3 else 2
-    pages = n_rows * -(-(context + n_tokens) // 16) + 1
-    sizes = StateSizes(max(n_rows, 1), -(-(context + n_tokens) // 16) * 16, 16, pages, 100, max(n_rows * n_tokens, 1), max(n_rows, 1), 8, 5, 3)
+@dataclass(frozen=True)
+class Attended:
+    """n_rows rows of n_tokens after `context` cached ones, of which the first `shared` lie in the same pages for all rows."""
+
+    name: str
+    n_rows: int
+    context: int
+    n_tokens: int = 1
+    kv: int = abi.PK_BF16
+    shared: int = 0
+
+
+ATTENDED = [
+    Attended("decode1x1k", 1, 1023),
+    Attended("decode1x32k", 1, 32767),
+    Attended("decode32x4k", 32, 4095),
+    Attended("decode128x1k", 128, 1023),
+    Attended("decode32x4k.fp8", 32, 4095, kv=abi.PK_FP8_E4M3),
+    Attended("prefill2k", 1, 0, 2048),
+    Attended("prefill8k", 1, 0, 8192),
+    Attended("prefill8k.fp8", 1, 0, 8192, kv=abi.PK_FP8_E4M3),
+    Attended("separate32x16k", 32, 16384 + 127),
+    Attended("cascade32x16k", 32, 16384 + 127, shared=16384),
+]
+
+
+def attention(pack: Any, limits: dict[str, float], rng: np.random.Generator, case: Attended) -> dict[str, Any]:
+    """One attention case of an 8B: 32 heads, 8 KV heads, width 128, pages of 16 tokens."""
+    size, n, whole = 1 if case.kv == abi.PK_FP8_E4M3 else 2, case.n_rows, case.context + case.n_tokens
+    slot_pages, common = -(-whole // 16), case.shared // 16
+    pages = n * (slot_pages - common) + common + 1
+    sizes = StateSizes(n, slot_pages * 16, 16, pages, 100, n * case.n_tokens, n, 8, 5, 3)
     b = Bench(pack, page_bytes=2 * 8 * 16 * 128 * size, sizes=sizes)
     block = rng.normal(size=1 << 20).astype(np.float32).view(np.uint32)
     raw = (block >> 16).astype(np.uint16).tobytes() if size == 2 else rng.integers(0, 120, 1 << 21, dtype=np.uint8).tobytes()
     total = pages * b.page_bytes
     for at in range(0, total, len(raw)):
         b.device.write(b.device.kv_address + at, raw[: min(len(raw), total - at)])
-    b.scatter_pages(rng)
-    b.set_rows([(i, context, n_tokens) for i in range(n_rows)])
-    q, _ = b.activations(rng.normal(size=(n_rows * n_tokens, 4096)), T)
-    out = b.output(n_rows * n_tokens, 4096, T)
+    numbers = rng.permutation(np.arange(1, pages))
+    table = np.concatenate([np.tile(numbers[:common], (n, 1)), numbers[common:].reshape(n, -1)], 1)
+    b.set("page_table", table)
+    b.set_rows([(i, case.context, case.n_tokens) for i in range(n)])
+    q, _ = b.activations(rng.normal(size=(n * case.n_tokens, 4096)), T)
+    out = b.output(n * case.n_tokens, 4096, T)
     program = Program()
     for _ in range(4):
-        program.attention(q, out, Heads(32, 8, 128, 128, 0, 8 * 16 * 128 * size, kv), 128**-0.5)
+        program.attention(q, out, Heads(32, 8, 128, 128, 0, 8 * 16 * 128 * size, case.kv), 128**-0.5)
     b.load(program)
-    us = wall(b, n_rows * n_tokens, 0, 1e-6) * 1e3 / 4
-    n_bytes = n_rows * (context + n_tokens) * 2 * 8 * 128 * size
-    flops = 4 * 32 * 128 * n_rows * sum(context + i + 1 for i in range(n_tokens))
+    us = wall(b, n * case.n_tokens, 0, 1e-6) * 1e3 / 4
+    n_bytes = (n * (whole - case.shared) + case.shared) * 2 * 8 * 128 * size
+    flops = 4 * 32 * 128 * n * sum(case.context + i + 1 for i in range(case.n_tokens))
     b.close()
     floor = max(n_bytes / limits["read_gbs"] * 1e-3, flops / limits["bf16_tflops"] * 1e-6)
-    name = f"h200.attn.{n_rows}x{context}+{n_tokens}.{'fp8' if size == 1 else 'bf16'}"
-    sys.stdout.write(f"{name:32} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s of floor {floor / us:5.2f}\n")
-    return {"id": name, "us": us, "gbs": n_bytes / us * 1e-3, "tflops": flops / us * 1e-6, "of_limit": floor / us}
+    sys.stdout.write(f"{case.name:20} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s of floor {floor / us:5.2f}\n")
+    sys.stdout.flush()
+    return {"id": f"h200.attn.{case.name}", "us": us, "gbs": n_bytes / us * 1e-3, "tflops": flops / us * 1e-6, "of_limit": floor / us}
 
 
 def main() -> None:
@@ -161,12 +191,11 @@ def main() -> None:
     sys.stdout.write(f"limits {limits}\n")
     rows = []
     if not options.only or "attn" in options.only:
-        for case in ((1, 1024, 1), (1, 32768, 1), (32, 4096, 1), (128, 1024, 1), (1, 0, 2048), (1, 0, 8192)):
-            rows.append(attention(pack, limits, rng, *case))
-        rows.append(attention(pack, limits, rng, 32, 4096, 1, abi.PK_FP8_E4M3))
+        rows += [attention(pack, limits, rng, case) for case in ATTENDED]
         q, k, v = (torch.randn(1, 32, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         ms = events(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), 5)
         sys.stdout.write(f"torch sdpa 8k causal {ms * 1e3:.1f} us {2 * 32 * 128 * 8192 * 8192 / ms / 1e9:.1f} TF/s\n")
+        next(row for row in rows if row["id"] == "h200.attn.prefill8k")["sdpa_us"] = ms * 1e3
     only = [w for w in options.only if w != "attn"]
     if not options.only or only:
         rows += products(pack, limits, rng, only)

@@ -26,8 +26,9 @@ FORMATS = (
     "BF16", "F16", "FP8_E4M3", "FP8_E5M2", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4",
 )  # fmt: skip
+PER_WIDTH = {"decode.cu": (64, 96, 128, 192, 256), "prefill_wgmma.cu": (64, 128, 192, 256)}
 PER_FORMAT = {"stream.cu": "PK_STREAM_FORMAT", "skinny.cu": "PK_STREAM_FORMAT", "product.cu": "PK_EXPERT_FORMAT"}
-HOT = ("stream_matmul", "skinny", "gemm", "attention")
+HOT = ("stream_matmul", "skinny", "gemm", "attention_decode_kernelILi64E", "attention_decode_kernelILi128E", "attention_prefill", "attention_wgmma")
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for")
 USED = re.compile(r"Used (\d+) registers")
 SPILL = re.compile(r"(\d+) bytes spill stores")
@@ -48,14 +49,14 @@ def nvcc() -> str:
 
 
 def units() -> list[tuple[str, pathlib.Path, list[str]]]:
-    """(object name, source, defines) of every translation unit; those of PER_FORMAT are one unit per weight format, Hopper's attention one per head width, the persistent kernel one per bound of rows."""
+    """(object name, source, defines) of every translation unit; those of PER_FORMAT are one unit per weight format, attention one per head width, the persistent kernel one per bound of rows."""
     found = []
     for source in sorted(ROOT.glob("src/**/*.c[up]*")) + sorted(HOST.glob("*.cpp")):
         name = f"{source.parent.name}_{source.stem}"
         if source.name in PER_FORMAT:
             found += [(f"{name}_{f.lower()}", source, [f"-D{PER_FORMAT[source.name]}=PK_{f}"]) for f in FORMATS]
-        elif source.name == "prefill_wgmma.cu":
-            found += [(f"{name}_{w}", source, [f"-DPK_WIDTH={w}"]) for w in (64, 128, 192, 256)]
+        elif source.name in PER_WIDTH:
+            found += [(f"{name}_{w}", source, [f"-DPK_WIDTH={w}"]) for w in PER_WIDTH[source.name]]
         elif source.parent.name == "persist" and source.stem == "kernel":
             found += [(f"{name}_{n}", source, [f"-DPK_PERSIST_ROWS={n}"]) for n in (1, 2, 4, 8)]
         else:

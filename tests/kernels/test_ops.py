@@ -300,6 +300,39 @@ def test_attention_equals_numpy(bench, rng, case, level):
         at += n
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_rows_that_begin_with_the_same_pages_get_their_own_answers(bench, rng, level, width):
+    """Two groups of rows that share 304 and 256 positions, one row alone and one that is too short to share; a chunk beside them."""
+    rows = ((0, 500, 1), (1, 310, 1), (2, 305, 1), (3, 600, 1), (4, 257, 1), (5, 40, 9))
+    shares = {1: (0, 304), 2: (0, 304), 4: (3, 256)}
+    case = Attention(8, 2, width, width, rows, kv_format=abi.PK_BF16, has_sinks=True)
+    b, heads = attention_bench(bench, case)
+    b.scatter_pages(rng)
+    table = b.get("page_table", 6 * b.sizes.slot_pages).reshape(6, -1).copy()
+    K, D = case.n_kv_heads, width
+    k, v = ([rounded(rng.normal(size=(p + n, K, D)), abi.PK_BF16) for _, p, n in rows] for _ in range(2))
+    for slot, (other, common) in shares.items():
+        table[slot, : common // 16] = table[other, : common // 16]
+        k[slot][:common], v[slot][:common] = k[other][:common], v[other][:common]
+    b.set("page_table", table)
+    for i, (slot, p, n) in enumerate(rows):
+        for at in range(shares.get(slot, (0, 0))[1], p + n, 256):
+            piece = slice(at, min(p + n, at + 256))
+            store(b, heads, [(slot, at, piece.stop - at)], k[i][piece], v[i][piece], rng)
+    n_tokens = b.set_rows(list(rows))
+    q, q64 = b.activations(rng.normal(size=(n_tokens, 8 * D)) * 2, T)
+    out = b.output(n_tokens, 8 * D, T)
+    sinks64 = rounded(rng.normal(size=8) * 2, abi.PK_F32)
+    program = Program()
+    program.attention(q, out, heads, D**-0.5, sinks=b.upload(sinks64, abi.PK_F32))
+    b.run(program, n_tokens)
+    got, at = b.download(out, n_tokens).reshape(n_tokens, 8, D), 0
+    for i, (_, p, n) in enumerate(rows):
+        wanted = attend(q64[at : at + n].reshape(n, 8, D), k[i], v[i], p, case, D**-0.5, sinks64)
+        close(got[at : at + n], wanted, b.activation, 50 if level == 3 else 10)
+        at += n
+
+
 def test_dead_rows_read_no_pages_and_give_zeros(bench, rng):
     case = Attention(4, 2, 64, 64, ((0, 3, 1), (1, 0, 9), (2, 5, 1)))
     b, heads = attention_bench(bench, case)

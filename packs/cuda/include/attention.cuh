@@ -4,6 +4,10 @@
 
 namespace pk {
 
+struct ShareHead;
+struct ShareRow;
+struct ShareGroup;
+
 struct AttentionArguments {
     const void *q;
     void *out;
@@ -11,12 +15,20 @@ struct AttentionArguments {
     const StepInfo *info;
     const int32_t *row_slot, *row_start, *row_position, *row_flags, *token_row, *page_table;
     const uint8_t *kv;
-    float *partial;     // [items][16][v_width], then [items][16][2]: largest logit (base 2) and sum
+    float *partial;     // per slot [16][width] of O, then [16][2]: largest logit (base 2) and sum
     int32_t *counters;  // zero between launches
     int64_t q_stride, out_stride, page_stride, k_offset, v_offset;
     int32_t q_format, out_format, kv_format;
-    int32_t n_heads, n_kv_heads, head_width, v_width, window, page_tokens, page_shift, slot_pages, max_rows, max_items, is_bidirectional;
+    int32_t n_heads, n_kv_heads, head_width, v_width, window, page_tokens, page_shift, slot_pages, max_rows, is_bidirectional;
     float scale, softcap;
+    // Shared prefixes (attention_share.cuh), or null: what rows share, and the partial sums of it: rows of the padded width, largest logit and sum.
+    const ShareHead *share_head;
+    const ShareRow *share_rows;
+    const ShareGroup *share_groups;
+    const int32_t *share_members;
+    float *share_part;
+    float2 *share_ml;
+    int32_t share_width;
 };
 
 constexpr float kLog2e = 1.4426950408889634f;

@@ -9,9 +9,11 @@ namespace pk {
 
 struct TileItem {
     const int32_t *pages;
+    const int32_t *members;  // rows whose pairs these are, one token each; null: the pairs of one row
     int head, first_pair, n_pairs, start, position;
     int kv_first, kv_end;    // positions that some pair of the tile sees
     int row_first, row_end;  // positions that some token of the row sees: outside, pages may hold anything
+    int part;                // with members: where the partial sums go
 };
 
 // Running sums of tiles per row into `ends`; returns their number. Called by all kThreads threads of the block.
@@ -40,7 +42,7 @@ __device__ __forceinline__ TileItem find_tile(const AttentionArguments &a, const
         const int mid = (low + high) >> 1;
         if (ends[mid] > of_all) high = mid; else low = mid + 1;
     }
-    TileItem item;
+    TileItem item = {};
     item.head = index % a.n_kv_heads;
     item.first_pair = (of_all - (low ? ends[low - 1] : 0)) * kPairs;
     item.start = a.row_start[low];

@@ -98,6 +98,8 @@ struct Launch {
     int32_t *counters = nullptr;  // zero between launches
     uint8_t *scratch = nullptr;
     int64_t scratch_bytes = 0;
+    uint8_t *share = nullptr;  // what rows begin with the same pages; null: nobody asks
+    int32_t share_heads = 0, share_kv_heads = 0;  // of the op that asked
 };
 
 // Behind the count of consumed inputs lie begin and end of the last PK_TIMES steps.
@@ -168,6 +170,12 @@ int64_t attention_scratch(const pk_ctx *ctx, const pk_op_attention &op, int64_t 
 int64_t experts_scratch(const pk_ctx *ctx, const pk_op_experts &op, int64_t max_rows);
 int64_t mamba_scratch(const pk_op_mamba &op, int64_t max_tokens);
 int64_t delta_scratch(const pk_ctx *ctx, const pk_op_delta &op, int64_t max_tokens);
+// Shared prefixes: memory of what is known of a step's rows, whether a state's rows can share, and finding it out for ops like this.
+int64_t share_bytes(const pk_state &state);
+bool can_share(const pk_state &state);
+int32_t share_least();  // positions
+bool uses_share(const pk_ctx *ctx, const pk_op_attention &op);
+int32_t launch_share(const Launch &l, const pk_op_attention &op);
 int64_t sample_scratch(const pk_op_sample &op, int64_t max_rows);
 
 // PK_OK when the current device runs this build's kernels.

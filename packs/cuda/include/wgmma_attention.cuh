@@ -17,10 +17,14 @@ __device__ __forceinline__ void settle(float (&d)[kN]) {
     for (int i = 0; i < kN; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// An operand in blocks of 1024 bytes: rows of k contiguous (scores), or columns contiguous (values).
+// An operand in blocks of 1024 bytes: rows of k contiguous (scores), or columns contiguous (values). The low word is asked
+// for once a tile and made uniform, so that a step of it costs one addition.
+__device__ __forceinline__ uint32_t block_base(uint32_t shared) { return __shfl_sync(~0u, (64u << 16) | ((shared & 0x3ffff) >> 4), 0); }
 template <int kPanels>
-__device__ __forceinline__ uint64_t block_descriptor(uint32_t shared) {
-    return (uint64_t{1} << 62) | (static_cast<uint64_t>(kPanels * 64) << 32) | (uint64_t{64} << 16) | ((shared & 0x3ffff) >> 4);
+__device__ __forceinline__ uint64_t block_descriptor(uint32_t base, int bytes) {
+    uint64_t d;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(base + (bytes >> 4)), "n"((1 << 30) | (kPanels * 64)));
+    return d;
 }
 
 #define PK_R8(a, b, c, d, e, f, g, h) "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
@@ -47,21 +51,22 @@ PK_SCORES(wgmma_scores_bf16, "m64n128k16", "bf16", 64, PK_R64, PK_D64, 64, 65, 6
 PK_SCORES(wgmma_scores_f16, "m64n64k16", "f16", 32, PK_R32, PK_D32(0), 32, 33, 34)
 PK_SCORES(wgmma_scores_f16, "m64n128k16", "f16", 64, PK_R64, PK_D64, 64, 65, 66)
 
-// d[64, n] += a[64, 16] b[16, n].
-#define PK_VALUES(name, shape, type, n, registers, outputs, a0_at, a1_at, a2_at, a3_at, b_at)                                                                             \
-    __device__ __forceinline__ void name(float (&d)[n], const uint32_t (&a)[4], uint64_t b) {                                                                              \
-        asm volatile("wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" registers "}, {%" #a0_at ", %" #a1_at ", %" #a2_at ", %" #a3_at "}, %" #b_at ", 1, 1, 1, 1;\n" \
+// d[64, n] (+)= a[64, 16] b[16, n].
+#define PK_VALUES(name, shape, type, n, registers, outputs, a0_at, a1_at, a2_at, a3_at, b_at, p_at)                                                                         \
+    __device__ __forceinline__ void name(float (&d)[n], const uint32_t (&a)[4], uint64_t b, int accumulate) {                                                              \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_at ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" registers "}, {%" #a0_at ", %" #a1_at     \
+                     ", %" #a2_at ", %" #a3_at "}, %" #b_at ", p, 1, 1, 1;\n}\n"                                                                                             \
                      : outputs                                                                                                                                             \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                                                                \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                                                               \
     }
-PK_VALUES(wgmma_values_bf16, "m64n64k16", "bf16", 32, PK_R32, PK_D32(0), 32, 33, 34, 35, 36)
-PK_VALUES(wgmma_values_bf16, "m64n128k16", "bf16", 64, PK_R64, PK_D64, 64, 65, 66, 67, 68)
-PK_VALUES(wgmma_values_bf16, "m64n192k16", "bf16", 96, PK_R96, PK_D96, 96, 97, 98, 99, 100)
-PK_VALUES(wgmma_values_bf16, "m64n256k16", "bf16", 128, PK_R128, PK_D128, 128, 129, 130, 131, 132)
-PK_VALUES(wgmma_values_f16, "m64n64k16", "f16", 32, PK_R32, PK_D32(0), 32, 33, 34, 35, 36)
-PK_VALUES(wgmma_values_f16, "m64n128k16", "f16", 64, PK_R64, PK_D64, 64, 65, 66, 67, 68)
-PK_VALUES(wgmma_values_f16, "m64n192k16", "f16", 96, PK_R96, PK_D96, 96, 97, 98, 99, 100)
-PK_VALUES(wgmma_values_f16, "m64n256k16", "f16", 128, PK_R128, PK_D128, 128, 129, 130, 131, 132)
+PK_VALUES(wgmma_values_bf16, "m64n64k16", "bf16", 32, PK_R32, PK_D32(0), 32, 33, 34, 35, 36, 37)
+PK_VALUES(wgmma_values_bf16, "m64n128k16", "bf16", 64, PK_R64, PK_D64, 64, 65, 66, 67, 68, 69)
+PK_VALUES(wgmma_values_bf16, "m64n192k16", "bf16", 96, PK_R96, PK_D96, 96, 97, 98, 99, 100, 101)
+PK_VALUES(wgmma_values_bf16, "m64n256k16", "bf16", 128, PK_R128, PK_D128, 128, 129, 130, 131, 132, 133)
+PK_VALUES(wgmma_values_f16, "m64n64k16", "f16", 32, PK_R32, PK_D32(0), 32, 33, 34, 35, 36, 37)
+PK_VALUES(wgmma_values_f16, "m64n128k16", "f16", 64, PK_R64, PK_D64, 64, 65, 66, 67, 68, 69)
+PK_VALUES(wgmma_values_f16, "m64n192k16", "f16", 96, PK_R96, PK_D96, 96, 97, 98, 99, 100, 101)
+PK_VALUES(wgmma_values_f16, "m64n256k16", "f16", 128, PK_R128, PK_D128, 128, 129, 130, 131, 132, 133)
 
 #undef PK_R8
 #undef PK_R32

@@ -34,7 +34,8 @@ int32_t launch_record(const Launch &l, const Record &record) {
     }
 }
 
-Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool decode_only, bool overlap) {
+// `shares`: rows may begin with the same pages.
+Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool decode_only, bool overlap, bool shares) {
     Launch l;
     l.ctx = p.ctx;
     l.stream = p.ctx->stream;
@@ -49,8 +50,14 @@ Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool de
     l.decode_only = decode_only;
     l.overlap = overlap;
     l.counters = reinterpret_cast<int32_t *>(p.state.workspace);
-    l.scratch = reinterpret_cast<uint8_t *>(p.state.workspace + kCounterBytes);
-    l.scratch_bytes = p.state.workspace_bytes - kCounterBytes;
+    l.scratch = reinterpret_cast<uint8_t *>(p.state.workspace + kCounterBytes + share_bytes(p.state));
+    l.scratch_bytes = p.state.workspace_bytes - kCounterBytes - share_bytes(p.state);
+    if (shares && p.shared_rows.record() >= 0) {
+        const auto &op = p.records[p.shared_rows.record()].as<pk_op_attention>();
+        l.share = reinterpret_cast<uint8_t *>(p.state.workspace + kCounterBytes);
+        l.share_heads = op.n_heads;
+        l.share_kv_heads = op.n_kv_heads;
+    }
     return l;
 }
 
@@ -62,7 +69,10 @@ int32_t capture(pk_program &p, const Launch &l, bool with_ends, cudaGraphExec_t 
     if (int32_t e = check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture")) return e;
     int32_t status = PK_OK;
     for (int64_t i = 0; i < p.records.n() && !status; ++i) {
-        if (const persist::Run *run = persist::find_run(p.plans, l, i)) {
+        if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
+        if (status) break;
+        const persist::Run *run = l.share ? nullptr : persist::find_run(p.plans, l, i);
+        if (run) {
             status = persist::launch_run(l, *run);
             i = run->last - 1;
         } else if (with_ends || !is_end(p.records[i])) {
@@ -152,7 +162,7 @@ int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_stat
         if (r.op == PK_OP_SAMPLE) n = sample_scratch(r.as<pk_op_sample>(), state.max_step_rows);
         most = std::max(most, n);
     }
-    return kCounterBytes + (most + 255) / 256 * 256;
+    return kCounterBytes + share_bytes(state) + (most + 255) / 256 * 256;
 }
 
 int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state) {
@@ -191,7 +201,8 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     std::memset(consumed, 0, kConsumedBytes);
     ctx.n_allocations += 3;
     ctx.allocated_bytes += kRing * kRingBytes + kConsumedBytes + static_cast<int64_t>(sizeof(StepInfo));
-    if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(p.state.workspace), 0, kCounterBytes, ctx.stream), "load")) return e;
+    p.shared_rows.open(ctx, p.records, p.state);
+    if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(p.state.workspace), 0, kCounterBytes + share_bytes(p.state), ctx.stream), "load")) return e;
     std::vector<int32_t> sizes(buckets, buckets + (buckets ? n_buckets : 0));
     std::sort(sizes.begin(), sizes.end());
     sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
@@ -200,7 +211,7 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     for (int32_t rows : {1}) {
         const int32_t n = std::min(rows, p.state.max_step_tokens);
         p.plans.emplace_back();
-        if (int32_t e = persist::make_plan(launch_of(p, n, std::min(n, p.state.max_step_rows), true, false), p.records, rows, is_step ? 2 : 1, &p.plans.back())) return e;
+        if (int32_t e = persist::make_plan(launch_of(p, n, std::min(n, p.state.max_step_rows), true, false, false), p.records, rows, is_step ? 2 : 1, &p.plans.back())) return e;
         ctx.n_allocations += p.plans.back().memory != nullptr;
         ctx.allocated_bytes += p.plans.back().n_bytes;
     }
@@ -210,12 +221,12 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
         bucket.n_tokens = n;
         const int32_t samples = std::min(n, p.state.max_step_rows);
         if (is_step) {
-            if (int32_t e = capture(p, launch_of(p, n, samples, false, p.overlap), true, &bucket.mixed)) return e;
-            if (n <= p.state.max_step_rows) {
-                if (int32_t e = capture(p, launch_of(p, n, samples, true, p.overlap), true, &bucket.decode)) {
-                    cudaGraphExecDestroy(bucket.mixed);
-                    return e;
-                }
+            int32_t e = capture(p, launch_of(p, n, samples, false, p.overlap, n > 2), true, &bucket.mixed);
+            if (!e && n <= p.state.max_step_rows) e = capture(p, launch_of(p, n, samples, true, p.overlap, false), true, &bucket.decode);
+            if (!e && n <= p.state.max_step_rows && n >= 2 && p.shared_rows.record() >= 0) e = capture(p, launch_of(p, n, samples, true, p.overlap, true), true, &bucket.shared);
+            if (e) {
+                p.buckets.push_back(bucket);
+                return e;
             }
         }
         p.buckets.push_back(bucket);
@@ -228,6 +239,7 @@ void unload_program(pk_program &p) {
     for (auto &b : p.buckets) {
         if (b.mixed) cudaGraphExecDestroy(b.mixed);
         if (b.decode) cudaGraphExecDestroy(b.decode);
+        if (b.shared) cudaGraphExecDestroy(b.shared);
     }
     for (auto &plan : p.plans) persist::drop_plan(plan);
     if (p.info) cudaFree(p.info);
@@ -256,7 +268,9 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
     std::memcpy(p.ring + p.n_begun % kRing * p.ring_bytes, input, bytes);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const bool decode = bucket->decode && input->n_rows == input->n_tokens;
-    if (int32_t e = check(cudaGraphLaunch(decode ? bucket->decode : bucket->mixed, p.ctx->stream), "step")) return e;
+    p.shared_rows.write(step);
+    const bool shared = decode && bucket->shared && p.shared_rows.any(step);
+    if (int32_t e = check(cudaGraphLaunch(shared ? bucket->shared : decode ? bucket->decode : bucket->mixed, p.ctx->stream), "step")) return e;
     if (p.n_begun++ == 0) p.first_seq = input->seq;
     p.ctx->n_steps += 1;
     return PK_OK;
@@ -320,16 +334,20 @@ int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t 
     const int32_t max_tokens = std::max(n_tokens, 1), max_samples = std::max(n_samples, 1);
     const bool decode_only = n_rows == n_tokens;
     cudaStream_t stream = p.ctx->stream;
+    bool shares = false;
+    if (int32_t e = p.shared_rows.any_on_device(s, n_rows, &shares)) return e;
     if (us == nullptr) {
         cudaGraphExec_t graph = nullptr;
-        if (int32_t e = capture(p, launch_of(p, max_tokens, max_samples, decode_only, p.overlap), false, &graph)) return e;
+        if (int32_t e = capture(p, launch_of(p, max_tokens, max_samples, decode_only, p.overlap, shares), false, &graph)) return e;
         int32_t status = PK_OK;
         for (int32_t i = 0; i < n_repeats && !status; ++i) status = check(cudaGraphLaunch(graph, stream), "run");
         const int32_t ended = check(cudaStreamSynchronize(stream), "run");
         cudaGraphExecDestroy(graph);
         return status ? status : ended;
     }
-    const Launch l = launch_of(p, max_tokens, max_samples, decode_only, false);
+    const Launch l = launch_of(p, max_tokens, max_samples, decode_only, false, shares);
+    if (l.share)
+        if (int32_t e = launch_share(l, p.records[p.shared_rows.record()].as<pk_op_attention>())) return e;
     const int64_t n = p.records.n();
     std::vector<float> times(n * n_repeats);
     cudaEvent_t begin, end;

@@ -7,6 +7,7 @@
 #include "../../host/step.h"
 #include "../include/context.h"
 #include "../include/persist/plan.h"
+#include "../include/share.h"
 
 struct pk_program {
     pk_ctx *ctx = nullptr;
@@ -14,7 +15,7 @@ struct pk_program {
     pk::Records records;
     struct Bucket {
         int32_t n_tokens = 0;
-        cudaGraphExec_t mixed = nullptr, decode = nullptr;
+        cudaGraphExec_t mixed = nullptr, decode = nullptr, shared = nullptr;  // shared: as decode, with prefixes that rows share
     };
     std::vector<Bucket> buckets;
     std::vector<pk::persist::Plan> plans;  // of steps of few rows, fewest first
@@ -25,6 +26,7 @@ struct pk_program {
     uint64_t n_begun = 0;
     uint64_t first_seq = 0;
     bool overlap = false;
+    pk::SharedRows shared_rows;
 };
 
 namespace pk {

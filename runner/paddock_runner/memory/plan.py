@@ -273,9 +273,10 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
 
 
 def graph_bytes(blueprint: Blueprint, sizes: StateSizes) -> int:
-    """What the driver takes for the launch graphs of a GPU: one of mixed steps for every bucket, one of decode where all rows fit."""
+    """What the driver takes for the launch graphs of a GPU: one of mixed steps for every bucket, one of decode where all rows fit, and one of
+    decode with shared prefixes where there are two rows to share."""
     buckets = token_buckets(sizes.max_step_tokens)
-    n_graphs = len(buckets) + sum(n <= sizes.max_step_rows for n in buckets)
+    n_graphs = len(buckets) + sum((n <= sizes.max_step_rows) + (2 <= n <= sizes.max_step_rows) for n in buckets)
     return n_graphs * blueprint.n_layers * GRAPH_BYTES_PER_LAYER
 
 

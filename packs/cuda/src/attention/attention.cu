@@ -1,10 +1,11 @@
 // The attention op: checks, scratch, and which kernels a launch needs.
 #include <algorithm>
 
-#include "../../include/attention.cuh"
+#include "../../include/attention_share.cuh"
 
 namespace pk {
 
+template <int kD>
 int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a);
 int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a);
 template <int kD>
@@ -14,9 +15,34 @@ int32_t launch_attention_plain(const Launch &l, const AttentionArguments &a);
 
 namespace {
 
-int64_t max_items(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) {
-    const int64_t group = op.n_heads / op.n_kv_heads;
-    return 4ll * ctx->n_processors + 2 * max_rows * op.n_kv_heads * ((group + 15) / 16);
+// Two partial sums a block of the decode kernel: its first and its last segment.
+int64_t max_parts(const pk_ctx *ctx) { return 4ll * ctx->n_processors; }
+
+int64_t padded_width(const pk_op_attention &op) {
+    const int64_t width = std::max(op.head_width, op.v_width);
+    return width <= 64 ? 64 : width <= 128 ? 128 : width <= 192 ? 192 : 256;
+}
+
+int32_t launch_few(const Launch &l, const pk_op_attention &op, const AttentionArguments &a) {
+    const int width = std::max(op.head_width, op.v_width);
+    if (width <= 64) return launch_attention_decode<64>(l, a);
+    if (width <= 96) return launch_attention_decode<96>(l, a);
+    if (width <= 128) return launch_attention_decode<128>(l, a);
+    return width <= 192 ? launch_attention_decode<192>(l, a) : launch_attention_decode<256>(l, a);
+}
+
+int32_t launch_many(const Launch &l, const pk_op_attention &op, const AttentionArguments &a) {
+    switch (padded_width(op)) {
+        case 64: return launch_attention_wgmma<64>(l, a);
+        case 128: return launch_attention_wgmma<128>(l, a);
+        case 192: return launch_attention_wgmma<192>(l, a);
+        default: return launch_attention_wgmma<256>(l, a);
+    }
+}
+
+bool needs_plain(const pk_op_attention &op) {
+    const int64_t piece = op.kv_format == PK_FP8_E4M3 ? 16 : 8, bytes = op.kv_format == PK_F32 ? 4 : op.kv_format == PK_FP8_E4M3 ? 1 : 2;
+    return op.is_bidirectional || op.head_width % piece || op.v_width % piece || (op.k_offset | op.v_offset) % (piece * bytes);
 }
 
 }  // namespace
@@ -28,8 +54,14 @@ int32_t check_attention(const pk_op_attention &op, int64_t at) {
     return PK_OK;
 }
 
+// Rows of partial sums of shared prefixes, at most: share.cu fills the device once.
+static int64_t shared_rows(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) { return max_rows * op.n_heads + 2ll * ctx->n_processors * 128; }
+
+bool uses_share(const pk_ctx *ctx, const pk_op_attention &op) { return has_wgmma(ctx) && op.window == 0 && !op.is_bidirectional && op.parts != PK_PARTS_LATENT && !needs_plain(op); }
+
 int64_t attention_scratch(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) {
-    return max_items(ctx, op, max_rows) * (16 * op.v_width + 32) * 4;
+    const int64_t parts = max_parts(ctx) * (16 * 256 + 32) * 4;
+    return parts + (uses_share(ctx, op) ? shared_rows(ctx, op, max_rows) * (padded_width(op) + 2) * 4 : 0);
 }
 
 int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
@@ -65,23 +97,29 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     a.slot_pages = s.slot_pages;
     a.page_shift = (s.page_tokens & (s.page_tokens - 1)) == 0 ? __builtin_ctz(s.page_tokens) : -1;
     a.max_rows = s.max_step_rows;
-    a.max_items = static_cast<int32_t>(max_items(l.ctx, op, s.max_step_rows));
     a.scale = op.scale;
     a.softcap = op.softcap;
     a.is_bidirectional = op.is_bidirectional;
-    if (a.max_items * 4ll > kCounterBytes) return fail(PK_UNSUPPORTED, "attention: %d work items; the CUDA pack counts up to %lld", a.max_items, (long long)(kCounterBytes / 4));
     const int group = op.n_heads / op.n_kv_heads;
-    const int64_t kv_bytes = op.kv_format == PK_F32 ? 4 : op.kv_format == PK_FP8_E4M3 ? 1 : 2;
-    // Pieces of eight elements must be whole and aligned for the tensor core kernels.
-    if (op.is_bidirectional || op.head_width % 8 || op.v_width % 8 || (s.kv_page_stride | op.k_offset | op.v_offset) % (8 * kv_bytes)) return launch_attention_plain(l, a);
-    if (int32_t status = launch_attention_decode(l, a)) return status;
+    // Pieces of 16 bytes must be whole and aligned for the tensor core kernels.
+    if (needs_plain(op) || s.kv_page_stride % (op.kv_format == PK_F32 ? 32 : 16)) return launch_attention_plain(l, a);
+    if (l.share != nullptr && uses_share(l.ctx, op) && op.n_heads == l.share_heads && op.n_kv_heads == l.share_kv_heads) {
+        const Share share = share_of(s, l.share);
+        AttentionArguments shared = a;
+        shared.share_head = share.head;
+        shared.share_groups = share.groups;
+        shared.share_members = share.members;
+        shared.share_part = a.share_part = a.partial + max_parts(l.ctx) * (16 * 256 + 32);
+        shared.share_ml = a.share_ml = reinterpret_cast<float2 *>(a.share_part + shared_rows(l.ctx, op, s.max_step_rows) * padded_width(op));
+        a.share_rows = share.rows;
+        a.share_width = static_cast<int32_t>(padded_width(op));
+        if (int32_t status = launch_many(l, op, shared)) return status;
+    }
+    if (int32_t status = launch_few(l, op, a)) return status;
     // A bucket in which every row must be the decode kernel's needs no second launch.
     if (l.decode_only || l.max_tokens * group <= 16 || l.max_tokens == 1) return PK_OK;
     if (!has_wgmma(l.ctx)) return launch_attention_prefill(l, a);
-    const int width = std::max(op.head_width, op.v_width);
-    if (width <= 64) return launch_attention_wgmma<64>(l, a);
-    if (width <= 128) return launch_attention_wgmma<128>(l, a);
-    return width <= 192 ? launch_attention_wgmma<192>(l, a) : launch_attention_wgmma<256>(l, a);
+    return launch_many(l, op, a);
 }
 
 }  // namespace pk

@@ -1,341 +1,303 @@
 // Paged attention for rows of few tokens: out[t, h] = softmax(scale q.k) v over the pages, KV read once per KV head.
 //
-// An item is (row, KV head, tile of 16 (token, head) pairs, range of positions); each block derives the list from the row
-// lengths in device memory, so that ranges are equal whatever the lengths. Four warps take groups of 16 positions in turn,
-// each with a cp.async ring of its own, S and O in mma registers, and join in shared memory. Rows cut into several ranges
-// leave partial sums; the last block to arrive joins them in range order. Grid: persistent. KV: BF16 (cp.async), F16, F32,
-// FP8 (converted on the way). Does not handle: rows that is_decode_row() leaves to prefill.
-#include "../../include/attention.cuh"
+// Work is counted in groups of 16 or 32 positions, in the order row, KV head, tile of 16 (token, head) pairs. Every block takes an
+// equal run of groups (StreamK), so that a run holds parts of few (row, head, tile)s; a part is a segment. Four warps take
+// the groups of a segment in turn, each with a ring of its own that runs on into the next segment: one tensor copy a page
+// and operand on Hopper where pages allow it, else cp.async; bytes land as they are stored and FP8 becomes f16 in registers.
+// S and O are mma fragments; the warps join in shared memory. A segment that does not hold its whole (row, head, tile) leaves
+// partial sums; the last block to arrive joins them in order, and with them what the row shares with others (share.cu,
+// prefill_wgmma.cu): then only the positions after that are read here. Grid: persistent. KV: BF16, F16, FP8 (raw), F32 (converted).
+// Does not handle: rows that is_decode_row() leaves to prefill.
+#include "../../include/attention_ring.cuh"
 
 namespace pk {
 namespace {
 
-constexpr int kThreads = 128, kWarps = 4, kTokens = 16, kStages = 3, kMinRange = 128, kMostSplits = 256;
+using namespace ring;
 
-struct Item {
-    int row, head, tile, split, n_splits, first, last, group_at;
-};
-
-// Items per row, as a running sum in shared memory: the schedule of this launch.
-struct Schedule {
-    int n_items, range;
-};
-
-__device__ __forceinline__ int visible(const AttentionArguments &a, int r, int *tiles, int *first) {
-    const int n = a.row_start[r + 1] - a.row_start[r], group = a.n_heads / a.n_kv_heads, position = a.row_position[r];
-    *tiles = (n * group + 15) / 16;
-    *first = a.window > 0 ? max(0, position - a.window + 1) : 0;
-    if (!is_decode_row(n, group) || (a.row_flags[r] & PK_ROW_DEAD)) return 0;
-    return position + n - *first;
+// Writes four neighbours of an output row, or as many as the head has.
+__device__ __forceinline__ void store4(const AttentionArguments &a, int64_t to, int n, float4 v) {
+    if (n >= 4 && a.out_format == PK_BF16 && ((a.out_stride | a.v_width) & 3) == 0 && reinterpret_cast<uintptr_t>(a.out) % 8 == 0) {
+        *reinterpret_cast<uint2 *>(static_cast<bf16 *>(a.out) + to) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+        return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < min(n, 4); ++i) store_from_f32(a.out, to + i, a.out_format, i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w);
 }
 
-__device__ Schedule build_schedule(const AttentionArguments &a, int *ends, int *warps) {
-    const int n_rows = a.info->n_rows;
-    int work = 0;  // in units of 16 positions
-    for (int r = threadIdx.x; r < n_rows; r += kThreads) {
-        int tiles, first;
-        const int n = visible(a, r, &tiles, &first);
-        work += (n + 15) / 16 * tiles;
-    }
-    const int scan = block_scan(work, warps);
-    __shared__ int total;
-    if (threadIdx.x == kThreads - 1) total = scan;
-    __syncthreads();
-    const int64_t positions = static_cast<int64_t>(total) * 16 * a.n_kv_heads;
-    // One round of blocks when a few rows must fill the device, else two; every row may add one item by rounding up.
-    const int64_t blocks = gridDim.x, heads = static_cast<int64_t>(n_rows) * a.n_kv_heads;
-    const int64_t items = 2 * heads <= blocks ? blocks - heads : 2 * blocks > heads + blocks / 2 ? 2 * blocks - heads / 2 : 2 * blocks;
-    const int range = max(max(kMinRange, (a.slot_pages * a.page_tokens + kMostSplits - 1) / kMostSplits), static_cast<int>((positions + items - 1) / items));
-    int carried = 0;
-    for (int base = 0; base < n_rows; base += kThreads) {
-        const int r = base + threadIdx.x;
-        int tiles = 0, first, items = 0;
-        if (r < n_rows) {
-            const int n = visible(a, r, &tiles, &first);
-            items = (n + range - 1) / range * tiles * a.n_kv_heads;
-        }
-        const int end = block_scan(items, warps) + carried;
-        if (r < n_rows) ends[r] = end;
-        __syncthreads();
-        if (threadIdx.x == kThreads - 1) total = end;
-        __syncthreads();
-        carried = total;
-        __syncthreads();
-    }
-    return {carried, range};
-}
-
-__device__ Item find_item(const AttentionArguments &a, const int *ends, const Schedule &s, int i) {
-    int low = 0, high = a.info->n_rows - 1;
-    while (low < high) {
-        const int mid = (low + high) >> 1;
-        if (ends[mid] > i) high = mid; else low = mid + 1;
-    }
-    Item item;
-    int tiles, first;
-    const int n = visible(a, low, &tiles, &first), local = i - (low ? ends[low - 1] : 0);
-    item.row = low;
-    item.n_splits = (n + s.range - 1) / s.range;
-    item.split = local % item.n_splits;
-    item.tile = local / item.n_splits % tiles;
-    item.head = local / item.n_splits / tiles;
-    const int per = ((n + item.n_splits - 1) / item.n_splits + 15) / 16 * 16;
-    item.first = min(first + n, first + item.split * per);
-    item.last = min(first + n, item.first + per);
-    item.group_at = i - item.split;
-    return item;
-}
-
-template <int kD>
-__device__ void write_row(const AttentionArguments &a, const Item &item, int pair, int d, float o, float sum, float top) {
-    const int group = a.n_heads / a.n_kv_heads, token = a.row_start[item.row] + pair / group, head = item.head * group + pair % group;
+// The end of a pair's sum: the sink joins, the row is written.
+__device__ __forceinline__ void finish4(const AttentionArguments &a, const Segment &s, int row, int d, float4 v, float sum, float top) {
+    const int group = a.n_heads / a.n_kv_heads, pair = s.pair + row, head = s.head * group + pair % group;
+    float f = 1.0f;
     if (a.sinks != nullptr) {
         const float sink = a.sinks[head] * kLog2e, joint = fmaxf(top, sink);
-        o *= power2(top - joint);
-        sum = sum * power2(top - joint) + power2(sink - joint);
+        f = power2(top - joint);
+        sum = sum * f + power2(sink - joint);
     }
-    store_from_f32(a.out, token * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.out_format, sum > 0.0f ? o / sum : 0.0f);
+    f = sum > 0.0f ? f / sum : 0.0f;
+    store4(a, static_cast<int64_t>(s.start + pair / group) * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.v_width - d, make_float4(v.x * f, v.y * f, v.z * f, v.w * f));
 }
 
-template <int kD, bool kCopy>
-__global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ int warps[kWarps];
+// Partial sums of a slot: [16][kD] of O, then [16][2] of largest logit and sum.
+template <int kD>
+__device__ __forceinline__ float *part_of(const AttentionArguments &a, int slot) { return a.partial + static_cast<int64_t>(slot) * (16 * kD + 32); }
+
+// Joins what the blocks of a (row, head, tile) left.
+template <int kD>
+__device__ void join_parts(const AttentionArguments &a, const Segment &s, int rows_here) {
+    for (int j = threadIdx.x; j < rows_here * (kD / 4); j += kThreads) {
+        const int row = j / (kD / 4), d = j % (kD / 4) * 4;
+        auto slot = [&](int b) { return b == s.block_first ? 2 * b + 1 : 2 * b; };
+        float top = -INFINITY, sum = 0.0f;
+        float4 v = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+        for (int b = s.block_first; b <= s.block_last; ++b) top = fmaxf(top, __ldcg(part_of<kD>(a, slot(b)) + 16 * kD + 2 * row));
+        const float base = top == -INFINITY ? 0.0f : top;
+#pragma unroll 8
+        for (int b = s.block_first; b <= s.block_last; ++b) {
+            const float *part = part_of<kD>(a, slot(b));
+            const float2 ml = __ldcg(reinterpret_cast<const float2 *>(part + 16 * kD + 2 * row));
+            const float4 x = __ldcg(reinterpret_cast<const float4 *>(part + row * kD + d));
+            const float f = power2(ml.x - base);
+            sum += f * ml.y;
+            v.x += f * x.x; v.y += f * x.y; v.z += f * x.z; v.w += f * x.w;
+        }
+        if (s.share.tokens > 0) {
+            const int64_t first = s.share.part + static_cast<int64_t>(s.head) * s.share.stride + row, step = static_cast<int64_t>(a.n_kv_heads) * s.share.stride;
+            float most = top;
+#pragma unroll 8
+            for (int i = 0; i < s.share.n_pieces; ++i) most = fmaxf(most, a.share_ml[first + i * step].x);
+            const float fade = power2(top - most);
+            top = most;
+            sum *= fade;
+            v = make_float4(v.x * fade, v.y * fade, v.z * fade, v.w * fade);
+#pragma unroll 8
+            for (int i = 0; i < s.share.n_pieces; ++i) {
+                const float2 ml = a.share_ml[first + i * step];
+                const float4 x = *reinterpret_cast<const float4 *>(a.share_part + (first + i * step) * a.share_width + d);
+                const float f = power2(ml.x - most);
+                sum += f * ml.y;
+                v.x += f * x.x; v.y += f * x.y; v.z += f * x.z; v.w += f * x.w;
+            }
+        }
+        if (d < a.v_width) finish4(a, s, row, d, v, sum, top);
+    }
+}
+
+template <int kD, int kKind, bool kTensor>
+__global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps) {
+    extern __shared__ uint8_t raw[];
+    uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+    constexpr int kStages = kRingStages<kD, kKind>, kSize = kGroup<kD, kKind>;
+    __shared__ uint64_t full[kWarps][kStages];
+    __shared__ int warps[kWarps + 1];
     __shared__ int is_last;
     __shared__ float merge_top[kWarps][16], merge_sum[kWarps][16];
-    constexpr int kStageBytes = 2 * kTokens * kRowBytes<kD>, kWarpBytes = kStages * kStageBytes;
-    int *ends = reinterpret_cast<int *>(shared + kWarps * kWarpBytes);
+    float(*merge)[kMergeBytes<kD> / 4] = reinterpret_cast<float(*)[kMergeBytes<kD> / 4]>(shared + kWarps * kWarpBytes<kD, kKind>);
+    int *ends = reinterpret_cast<int *>(merge + kWarps);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = a.n_heads / a.n_kv_heads;
+    if (threadIdx.x < kWarps * kStages) ring_init(&full[0][0] + threadIdx.x, kTensor ? 1 : 32);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if constexpr (kTensor) fence_async_proxy();
+#endif
     wait_dependence();
     release_dependents();
-    clear_dead_rows(a);
-    const Schedule schedule = build_schedule(a, ends, warps);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = a.n_heads / a.n_kv_heads;
-    uint8_t *ring = shared + warp * kWarpBytes;
-    const uint32_t ring_at = shared_address(ring);
-    const int k_pieces = a.head_width / 8, v_pieces = a.v_width / 8;
-
-    for (int index = blockIdx.x; index < schedule.n_items; index += gridDim.x) {
-        const Item item = find_item(a, ends, schedule, index);
-        const int start = a.row_start[item.row], n_pairs = (a.row_start[item.row + 1] - start) * group, position = a.row_position[item.row];
-        const int32_t *pages = a.page_table + static_cast<int64_t>(a.row_slot[item.row]) * a.slot_pages;
-        // This lane's two rows of the tile.
-        int pair[2], limit[2];
-        uint32_t q[kD / 16][4];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            pair[h] = item.tile * 16 + (lane >> 2) + 8 * h;
-            limit[h] = pair[h] < n_pairs ? position + pair[h] / group : -1;
-        }
-#pragma unroll
-        for (int k = 0; k < kD / 16; ++k)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int h = e & 1, column = 16 * k + 2 * (lane & 3) + 8 * (e >> 1);
-                q[k][e] = 0;
-                if (limit[h] >= 0 && column < a.head_width) {
-                    const int64_t from = static_cast<int64_t>(start + pair[h] / group) * a.q_stride + (item.head * group + pair[h] % group) * a.head_width + column;
-                    q[k][e] = load_q_pair(a, from);
-                }
-            }
-        float o[kD / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
-
-        auto fetch = [&](int n) {  // the n-th group of 16 positions of this warp
-            const int first = item.first + (n * kWarps + warp) * kTokens;
-            if (first < item.last) {
-                const int mine = first + (lane & 15), p = min(mine, item.last - 1);
-                const int64_t page = static_cast<int64_t>(pages[page_of(a, p)]) * a.page_stride;
-                const int in = item.head * a.page_tokens + p - page_of(a, p) * a.page_tokens;
-                const uint32_t at = ring_at + n % kStages * kStageBytes;
-                uint8_t *to = ring + n % kStages * kStageBytes;
-                constexpr int kPieces = kD / 8, kPer = kTokens * kPieces / 32;
-#pragma unroll
-                for (int part = 0; part < 2; ++part)
-#pragma unroll
-                    for (int j = 0; j < kPer; ++j) {
-                        const int i = j * 32 + lane, token = i / kPieces, piece = i % kPieces;
-                        const int64_t page_at = __shfl_sync(~0u, page, token);
-                        const int in_page = __shfl_sync(~0u, in, token);
-                        const int pieces = part ? v_pieces : k_pieces, width = part ? a.v_width : a.head_width;
-                        const bool ok = first + token < item.last && piece < pieces;
-                        const uint8_t *base = a.kv + page_at + (part ? a.v_offset : a.k_offset);
-                        const int64_t element = static_cast<int64_t>(in_page) * width + (ok ? piece * 8 : 0);
-                        const uint32_t offset = part * kTokens * kRowBytes<kD> + piece_offset<kD>(token, piece);
-                        if constexpr (kCopy) {
-                            copy16_async(at + offset, base + element * 2, ok);
-                        } else {
-                            *reinterpret_cast<uint4 *>(to + offset) = ok ? load_kv8(base, element, a.kv_format) : make_uint4(0, 0, 0, 0);
-                        }
-                    }
-            }
-            commit_async();
-        };
-        const int n_groups = max(0, (item.last - item.first - warp * kTokens + kWarps * kTokens - 1) / (kWarps * kTokens));
-        // One copy of fetch in the code: this kernel is short of instruction cache, not of branches.
-#pragma unroll 1
-        for (int n = 1 - kStages; n < n_groups; ++n) {
-            if (n >= 0) {
-                wait_async<kStages - 2>();
-                __syncwarp();
-            }
-            fetch(n + kStages - 1);
-            if (n < 0) continue;
-            const uint32_t k_at = ring_at + n % kStages * kStageBytes, v_at = k_at + kTokens * kRowBytes<kD>;
-            float s[2][4] = {};
-#pragma unroll
-            for (int k = 0; k < kD / 16; ++k) {
-                uint32_t b[4];
-                load_matrix4(b, k_at + piece_offset<kD>((lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
-                mma_bf16(s[0], q[k][0], q[k][1], q[k][2], q[k][3], b[0], b[1]);
-                mma_bf16(s[1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
-            }
-            const int first = item.first + (n * kWarps + warp) * kTokens;
-            logits2<8>(&s[0][0], a.scale, a.softcap);
+    const int total = build_schedule<kSize>(a, ends, warps);
+    const int per = max(kLeast / kSize, (total + static_cast<int>(gridDim.x) * kWarps - 1) / (static_cast<int>(gridDim.x) * kWarps) * kWarps);
+    int at = min(total, static_cast<int>(blockIdx.x) * per);
+    const int until = min(total, at + per);
+    if (at < until) {
+        Warp<kD, kKind, kTensor> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, warp};
+        Segment s = find_segment<kSize>(a, ends, at, until, per), next = s;
+        w.fetch_until(s, s, false, kStages);
+        const bool plain = a.softcap <= 0.0f && a.scale > 0.0f;
+        const float c = plain ? a.scale * kLog2e : 1.0f;
+        for (;;) {
+            at += s.n_groups;
+            const bool has_next = at < until;
+            // This lane's two rows of the tile.
+            int limit[2];
+            uint32_t q[kD / 16][4];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                float most = -INFINITY;
+                const int pair = s.pair + (lane >> 2) + 8 * h;
+                limit[h] = pair < s.n_pairs ? s.position + pair / group : -1;
+            }
+            w.load_q(s, q, reinterpret_cast<uint8_t *>(merge) + warp * kMergeBytes<kD>);
+            if (has_next) next = find_segment<kSize>(a, ends, at, until, per);
+            float o[kD / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+            const int n_mine = w.n_mine(s);
+#pragma unroll 1
+            for (int n = 0; n < n_mine; ++n) {
+                const int first = w.first_of(s, n);
+                const uint32_t k_at = shared_address(w.wait(s, first));
+                constexpr int kTiles = kSize / 8;
+                float x[kTiles][4];
+                w.scores(x, q, k_at);
+                if (!plain) logits2<4 * kTiles>(&x[0][0], a.scale, a.softcap);
+                if (first + kSize - 1 > s.position || a.window > 0 || first < s.first) {
 #pragma unroll
-                for (int t = 0; t < 2; ++t)
+                    for (int h = 0; h < 2; ++h)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int p = first + t * 8 + 2 * (lane & 3) + e;
-                        const bool ok = p < item.last && p <= limit[h] && (a.window == 0 || p > limit[h] - a.window);
-                        float &x = s[t][2 * h + e];
-                        x = ok ? x : -INFINITY;
-                        most = fmaxf(most, x);
+                        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) {
+                                const int p = first + t * 8 + 2 * (lane & 3) + e;
+                                if (p > limit[h] || p < s.first || (a.window > 0 && p <= limit[h] - a.window)) x[t][2 * h + e] = -INFINITY;
+                            }
+                }
+                bool grew = false;
+                float fade[2];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float most = fmaxf(x[0][2 * h], x[0][2 * h + 1]);
+#pragma unroll
+                    for (int t = 1; t < kTiles; ++t) most = fmaxf(most, fmaxf(x[t][2 * h], x[t][2 * h + 1]));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * c;
+                    const float now = fmaxf(top[h], most), base = now == -INFINITY ? 0.0f : now;
+                    grew |= now > top[h];
+                    fade[h] = power2(top[h] - base);
+                    top[h] = now;
+                    float part = 0.0f;
+#pragma unroll
+                    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            float &y = x[t][2 * h + e];
+                            y = power2(fmaf(y, c, -base));
+                            part += y;
+                        }
+                    sum[h] = sum[h] * fade[h] + part;
+                }
+                if (__any_sync(~0u, grew)) {
+#pragma unroll
+                    for (int d = 0; d < kD / 8; ++d)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) o[d][e] *= fade[e >> 1];
+                }
+                uint32_t p[kSize / 16][4];
+#pragma unroll
+                for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) p[t >> 1][2 * (t & 1) + h] = pack2<kHalfMath<kKind>>(x[t][2 * h], x[t][2 * h + 1]);
+                w.values(o, p, k_at + Warp<kD, kKind, kTensor>::kBytes);
+                __syncwarp();
+                w.fetch_until(s, next, has_next, n + 1 + kStages);
+            }
+            w.fetch_until(s, next, has_next, n_mine + kStages);
+            // Join the warps, kMergeRows rows at a time.
+            const int rows_here = min(16, s.n_pairs - s.pair);
+            const bool is_alone = s.block_first == s.block_last, is_whole = is_alone && s.share.tokens == 0;
+            float *part = part_of<kD>(a, 2 * blockIdx.x + (s.is_first ? 1 : 0));
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
+                sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+                if ((lane & 3) == 0) {
+                    merge_top[warp][(lane >> 2) + 8 * h] = top[h];
+                    merge_sum[warp][(lane >> 2) + 8 * h] = sum[h];
+                }
+            }
+#pragma unroll 1
+            for (int first = 0; first < rows_here; first += kMergeRows) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int row = (lane >> 2) + 8 * h - first;
+                    if (row >= 0 && row < kMergeRows) {
+#pragma unroll
+                        for (int d = 0; d < kD / 8; ++d)
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) merge[warp][row * kD + o_column<kKind>(d, e)] = o[d][2 * h + e];
                     }
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-                const float next = fmaxf(top[h], most), base = next == -INFINITY ? 0.0f : next, fade = power2(top[h] - base);
-                float part = 0.0f;
+                }
+                __syncthreads();
+                for (int j = threadIdx.x; j < min(kMergeRows, rows_here - first) * (kD / 4); j += kThreads) {
+                    const int in = j / (kD / 4), row = first + in, d = j % (kD / 4) * 4;
+                    float most = -INFINITY, all = 0.0f;
+                    float4 v = make_float4(0, 0, 0, 0);
 #pragma unroll
-                for (int t = 0; t < 2; ++t)
+                    for (int i = 0; i < kWarps; ++i) most = fmaxf(most, merge_top[i][row]);
+                    const float base = most == -INFINITY ? 0.0f : most;
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        float &x = s[t][2 * h + e];
-                        x = power2(x - base);
-                        part += x;
+                    for (int i = 0; i < kWarps; ++i) {
+                        const float f = power2(merge_top[i][row] - base);
+                        const float4 y = *reinterpret_cast<const float4 *>(&merge[i][in * kD + d]);
+                        all += f * merge_sum[i][row];
+                        v.x += f * y.x; v.y += f * y.y; v.z += f * y.z; v.w += f * y.w;
                     }
-                sum[h] = sum[h] * fade + part;
-                top[h] = next;
-#pragma unroll
-                for (int d = 0; d < kD / 8; ++d) {
-                    o[d][2 * h] *= fade;
-                    o[d][2 * h + 1] *= fade;
-                }
-            }
-            const uint32_t p0 = pack_bf16(s[0][0], s[0][1]), p1 = pack_bf16(s[0][2], s[0][3]), p2 = pack_bf16(s[1][0], s[1][1]), p3 = pack_bf16(s[1][2], s[1][3]);
-#pragma unroll
-            for (int d = 0; d < kD / 16; ++d) {
-                uint32_t b[4];
-                load_matrix4_transposed(b, v_at + piece_offset<kD>((lane & 7) + ((lane >> 3) & 1) * 8, 2 * d + (lane >> 4)));
-                mma_bf16(o[2 * d], p0, p1, p2, p3, b[0], b[1]);
-                mma_bf16(o[2 * d + 1], p0, p1, p2, p3, b[2], b[3]);
-            }
-            __syncwarp();
-        }
-        wait_async<0>();
-        // Join the warps: each leaves its O in its own ring.
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
-            sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-            if ((lane & 3) == 0) {
-                merge_top[warp][(lane >> 2) + 8 * h] = top[h];
-                merge_sum[warp][(lane >> 2) + 8 * h] = sum[h];
-            }
-        }
-        float *mine = reinterpret_cast<float *>(ring);
-        __syncwarp();
-#pragma unroll
-        for (int d = 0; d < kD / 8; ++d)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) mine[((lane >> 2) + 8 * (e >> 1)) * kD + d * 8 + 2 * (lane & 3) + (e & 1)] = o[d][e];
-        __syncthreads();
-        float *part_o = a.partial + static_cast<int64_t>(index) * 16 * a.v_width;
-        float *part_ml = a.partial + static_cast<int64_t>(a.max_items) * 16 * a.v_width + index * 32;
-        const int rows_here = min(16, n_pairs - item.tile * 16);
-        for (int j = threadIdx.x; j < rows_here * a.v_width; j += kThreads) {
-            const int row = j / a.v_width, d = j % a.v_width;
-            float most = -INFINITY, total = 0.0f, value = 0.0f;
-            for (int w = 0; w < kWarps; ++w) most = fmaxf(most, merge_top[w][row]);
-            for (int w = 0; w < kWarps; ++w) {
-                const float f = merge_top[w][row] == -INFINITY ? 0.0f : power2(merge_top[w][row] - most);
-                total += f * merge_sum[w][row];
-                value += f * reinterpret_cast<const float *>(shared + w * kWarpBytes)[row * kD + d];
-            }
-            const int pair_row = item.tile * 16 + row;
-            if (item.n_splits == 1) {
-                write_row<kD>(a, item, pair_row, d, value, total, most);
-            } else {
-                __stcg(part_o + j, value);
-                if (d == 0) {
-                    __stcg(part_ml + 2 * row, most);
-                    __stcg(part_ml + 2 * row + 1, total);
-                }
-            }
-        }
-        if (item.n_splits > 1) {
-            __threadfence();
-            __syncthreads();
-            if (threadIdx.x == 0) is_last = atomicAdd(a.counters + item.group_at, 1) == item.n_splits - 1;
-            __syncthreads();
-            if (is_last) {
-                __threadfence();
-                if (threadIdx.x == 0) a.counters[item.group_at] = 0;
-                // Weights of the splits first (in the rings, which are idle), then all rows of a column side by side.
-                const float *all_o = a.partial + static_cast<int64_t>(item.group_at) * 16 * a.v_width;
-                const float *all_ml = a.partial + static_cast<int64_t>(a.max_items) * 16 * a.v_width + item.group_at * 32;
-                float *weight = reinterpret_cast<float *>(shared);
-                const int n_splits = min(item.n_splits, kMostSplits);
-                for (int j = threadIdx.x; j < n_splits * 16; j += kThreads) weight[j] = __ldcg(all_ml + (j >> 4) * 32 + 2 * (j & 15));
-                __syncthreads();
-                if (threadIdx.x < 16) {
-                    float most = -INFINITY;
-                    for (int k = 0; k < n_splits; ++k) most = fmaxf(most, weight[k * 16 + threadIdx.x]);
-                    merge_top[0][threadIdx.x] = most;
+                    if (is_whole) {
+                        if (d < a.v_width) finish4(a, s, row, d, v, all, most);
+                    } else {
+                        __stcg(reinterpret_cast<float4 *>(part + row * kD + d), v);
+                        if (d == 0) __stcg(reinterpret_cast<float2 *>(part + 16 * kD + 2 * row), make_float2(most, all));
+                    }
                 }
                 __syncthreads();
-                for (int j = threadIdx.x; j < n_splits * 16; j += kThreads) {
-                    const float f = weight[j] == -INFINITY ? 0.0f : power2(weight[j] - merge_top[0][j & 15]);
-                    weight[j] = f;
-                    weight[kMostSplits * 16 + j] = f * __ldcg(all_ml + (j >> 4) * 32 + 2 * (j & 15) + 1);
-                }
-                __syncthreads();
-                if (threadIdx.x < 16) {
-                    float sum_all = 0.0f;
-                    for (int k = 0; k < n_splits; ++k) sum_all += weight[kMostSplits * 16 + k * 16 + threadIdx.x];
-                    merge_sum[0][threadIdx.x] = sum_all;
-                }
-                __syncthreads();
-                for (int j = threadIdx.x; j < rows_here * a.v_width; j += kThreads) {
-                    const int row = j / a.v_width;
-                    float value = 0.0f;
-#pragma unroll 8
-                    for (int k = 0; k < n_splits; ++k) value += weight[k * 16 + row] * __ldcg(all_o + static_cast<int64_t>(k) * 16 * a.v_width + j);
-                    write_row<kD>(a, item, item.tile * 16 + row, j % a.v_width, value, merge_sum[0][row], merge_top[0][row]);
-                }
             }
+            if (is_alone && !is_whole) {
+                join_parts<kD>(a, s, rows_here);
+            } else if (!is_whole) {
+                if (threadIdx.x == 0) {
+                    __threadfence();
+                    is_last = atomicAdd(a.counters + s.block_first, 1) == s.block_last - s.block_first;
+                    if (is_last) a.counters[s.block_first] = 0;
+                    __threadfence();
+                }
+                __syncthreads();
+                if (is_last) join_parts<kD>(a, s, rows_here);
+            }
+            if (!has_next) break;
+            w.issued -= n_mine;
+            w.page_at -= n_mine;
+            s = next;
         }
-        __syncthreads();
     }
+    clear_dead_rows(a);
 }
 
-template <int kD>
-int32_t launch_width(const Launch &l, const AttentionArguments &a, int n_blocks) {
-    const int64_t bytes = kWarps * kStages * 2 * kTokens * kRowBytes<kD> + a.max_rows * 4;
-    return a.kv_format == PK_BF16 ? launch(l, "attention decode", attention_decode_kernel<kD, true>, dim3(n_blocks), dim3(kThreads), bytes, a)
-                                  : launch(l, "attention decode", attention_decode_kernel<kD, false>, dim3(n_blocks), dim3(kThreads), bytes, a);
+#if defined(PK_WGMMA)
+
+template <int kD, int kKind>
+bool make_maps(const Launch &l, const AttentionArguments &a, Maps *maps) {
+    constexpr int kRow = kD << kShift<kKind>;
+    if (kKind == kF32 || kRow % 128 || a.head_width != kD || a.v_width != kD || a.page_shift < 4) return false;
+    const auto type = kKind == kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : kKind == kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const cuuint64_t size[5] = {128u >> kShift<kKind>, 8, kRow / 128, static_cast<cuuint64_t>(a.n_kv_heads) * a.page_tokens / 8, 1u << 30};
+    const cuuint64_t stride[4] = {kRow, 128, 8 * kRow, static_cast<cuuint64_t>(a.page_stride)};
+    const cuuint32_t box[5] = {128u >> kShift<kKind>, 8, kRow / 128, 2, 1}, step[5] = {1, 1, 1, 1, 1};
+    for (int part = 0; part < 2; ++part)
+        if (l.ctx->driver.encode_tiled(part ? &maps->v : &maps->k, type, 5, const_cast<uint8_t *>(a.kv) + (part ? a.v_offset : a.k_offset), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
+            return false;
+    return true;
+}
+
+#endif
+
+template <int kD, int kKind>
+int32_t launch_kind(const Launch &l, const AttentionArguments &a) {
+    const dim3 grid(l.ctx->n_processors * (kD <= 128 ? 2 : 1)), block(kThreads);
+    const int64_t bytes = 1024 + kWarps * kWarpBytes<kD, kKind> + kWarps * kMergeBytes<kD> + a.max_rows * 4;
+    Maps maps = {};
+#if defined(PK_WGMMA)
+    if constexpr (kKind != kF32)
+        if (make_maps<kD, kKind>(l, a, &maps)) return launch(l, "attention decode", attention_decode_kernel<kD, kKind, true>, grid, block, bytes, a, maps);
+#endif
+    return launch(l, "attention decode", attention_decode_kernel<kD, kKind, false>, grid, block, bytes, a, maps);
 }
 
 }  // namespace
 
+template <int kD>
 int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a) {
-    const int width = a.head_width > a.v_width ? a.head_width : a.v_width, blocks = l.ctx->n_processors * (width <= 128 ? 2 : 1);
-    if (width <= 64) return launch_width<64>(l, a, blocks);
-    if (width <= 96) return launch_width<96>(l, a, blocks);
-    if (width <= 128) return launch_width<128>(l, a, blocks);
-    if (width <= 192) return launch_width<192>(l, a, blocks);
-    return launch_width<256>(l, a, blocks);
+    switch (a.kv_format) {
+        case PK_BF16: return launch_kind<kD, kBf16>(l, a);
+        case PK_F16: return launch_kind<kD, kF16>(l, a);
+        case PK_FP8_E4M3: return launch_kind<kD, kFp8>(l, a);
+        default: return launch_kind<kD, kF32>(l, a);
+    }
 }
+template int32_t launch_attention_decode<PK_WIDTH>(const Launch &l, const AttentionArguments &a);
 
 }  // namespace pk

@@ -1,0 +1,404 @@
+// The producer side of Hopper's prefill attention (prefill_wgmma.cu): where things lie in shared memory, the work items, and the
+// warps that bring Q, K and V.
+//
+// K and V come as boxes of pages by tensor copies where the pages allow it, else by 128 threads that convert. Blocks of 8 rows x
+// 64 columns, swizzled by 128 bytes, those of a group of eight rows one after the other.
+#pragma once
+#include "attention_share.cuh"
+#include "attention_tiles.cuh"
+#include "wgmma_attention.cuh"
+
+namespace pk {
+namespace hopper {
+
+constexpr int kThreads = 384, kPairs = 128, kStages = 2, kItems = 8;  // items known: those ahead, and the one whose rows are being stored
+constexpr float kSlack = 8.0f;
+template <int kD>
+constexpr int kTile = kD <= 128 ? 128 : 64;
+template <int kD>
+constexpr int kQBuffers = kD <= 128 ? 2 : 1;
+
+struct Maps {
+    CUtensorMap k, v;
+};
+
+// Offset of a piece of eight elements: blocks of 8 rows x 64 columns, swizzled.
+template <int kD>
+__device__ __forceinline__ uint32_t block_offset(int row, int piece) {
+    return (row >> 3) * (kD / 64 * 1024) + (piece >> 3) * 1024 + (row & 7) * 128 + (((piece ^ row) & 7) << 4);
+}
+
+template <int kD>
+constexpr int kQBytes = kPairs * kD * 2;
+template <int kD>
+constexpr int kPartBytes = kTile<kD> * kD * 2;
+template <int kD>
+constexpr int kRingAt = kQBuffers<kD> * kQBytes<kD>;
+template <int kD>
+constexpr int kStageAt = kRingAt<kD> + 2 * kStages * kPartBytes<kD>;  // 2 kB a consumer warp
+template <int kD>
+constexpr int kEndsAt = kStageAt<kD> + 8 * 2048;
+
+struct Barriers {
+    uint64_t q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], edge, item_full[kItems];
+};
+
+// A position in a ring of n buffers: which one, and the parity of its use.
+template <int kN>
+struct Turn {
+    int at = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++at == kN) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+__device__ __forceinline__ int nth_item(int n) { return n * gridDim.x + ((n & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+
+// The first position of an item's tiles, and their number. Pages are not cut by tiles.
+template <int kD>
+__device__ __forceinline__ int first_of_tiles(const AttentionArguments &a, const TileItem &item) {
+    const int whole = min(a.page_tokens, kTile<kD>);
+    return a.page_shift >= 0 ? item.kv_first & ~(whole - 1) : item.kv_first;
+}
+
+template <bool kHalf>
+__device__ __forceinline__ uint32_t pack2(float x, float y) {
+    if constexpr (kHalf) {
+        const __half2 v = __floats2half2_rn(x, y);
+        return *reinterpret_cast<const uint32_t *>(&v);
+    } else {
+        return pack_bf16(x, y);
+    }
+}
+
+template <bool kHalf>
+__device__ __forceinline__ uint4 to_math(uint4 v) {  // eight bf16
+    if constexpr (kHalf)
+        return make_uint4(pack2<true>(low_f32(v.x), high_f32(v.x)), pack2<true>(low_f32(v.y), high_f32(v.y)), pack2<true>(low_f32(v.z), high_f32(v.z)), pack2<true>(low_f32(v.w), high_f32(v.w)));
+    else
+        return v;
+}
+
+// Items of shared prefixes: (group, KV head, tile of pairs, piece of the positions). Their number; running sums into `ends`.
+__device__ __forceinline__ int schedule_shared(const AttentionArguments &a, int *ends, int *warps, int *total) {
+    int n_items = 0;
+    const int n_groups = a.share_head->n_groups;
+    for (int base = 0; base < n_groups; base += kThreads) {
+        const int g = base + threadIdx.x;
+        const int end = block_scan(g < n_groups ? (a.share_groups[g].pairs + kPairs - 1) / kPairs * a.n_kv_heads * a.share_groups[g].n_pieces : 0, warps) + n_items;
+        if (g < n_groups) ends[g] = end;
+        __syncthreads();
+        if (threadIdx.x == kThreads - 1) *total = end;
+        __syncthreads();
+        n_items = *total;
+        __syncthreads();
+    }
+    return n_items;
+}
+
+__device__ __forceinline__ TileItem find_shared(const AttentionArguments &a, const int *ends, int index) {
+    int low = 0;
+    while (ends[low] <= index) ++low;
+    const ShareGroup g = a.share_groups[low];
+    const int local = index - (low ? ends[low - 1] : 0), piece = local % g.n_pieces, rest = local / g.n_pieces;
+    TileItem item = {};
+    item.members = a.share_members + g.first;
+    item.pages = a.page_table + static_cast<int64_t>(a.row_slot[item.members[0]]) * a.slot_pages;
+    item.head = rest % a.n_kv_heads;
+    item.first_pair = rest / a.n_kv_heads * kPairs;
+    item.n_pairs = g.pairs;
+    item.kv_first = piece * g.length;
+    item.kv_end = min(g.tokens, item.kv_first + g.length);
+    item.row_end = g.tokens;
+    item.part = g.part + (piece * a.n_kv_heads + item.head) * g.pairs;
+    return item;
+}
+
+__device__ __forceinline__ TileItem find_item(const AttentionArguments &a, const int *ends, int n_tiles, int index) {
+    return a.share_head != nullptr ? find_shared(a, ends, index) : find_tile<kPairs>(a, ends, n_tiles, index);
+}
+__device__ __forceinline__ int n_items_of(const AttentionArguments &a, int n_tiles) { return a.share_head != nullptr ? n_tiles : n_tiles * a.n_kv_heads; }
+
+// Where a pair's row of q (or of out) begins; -1 outside the item.
+__device__ __forceinline__ int64_t row_of_pair(const AttentionArguments &a, const TileItem &item, int pair, int64_t stride, int width) {
+    if (pair >= item.n_pairs) return -1;
+    const int group = a.n_heads / a.n_kv_heads, in = pair / group, token = item.members ? a.row_start[item.members[in]] : item.start + in;
+    return static_cast<int64_t>(token) * stride + static_cast<int64_t>(item.head * group + pair - in * group) * width;
+}
+
+// Q of an item into a buffer, by kWarps warps of which this is warp `w`: 32 rows at a time, whose places the lanes find
+// together. Loads must be in flight together (one after the other they take longer than a short item): none is behind a branch.
+template <int kD, bool kHalf, int kWarps>
+__device__ __forceinline__ void load_q(const AttentionArguments &a, const TileItem &item, uint8_t *to, int w) {
+    constexpr int kPieces = kD / 8, kBatch = 4;
+    const int lane = threadIdx.x & 31;
+    const bool wide = a.q_format == PK_BF16 && a.q_stride % 8 == 0 && a.head_width % 8 == 0 && reinterpret_cast<uintptr_t>(a.q) % 16 == 0;
+    const bf16 *q = static_cast<const bf16 *>(a.q);
+#pragma unroll 1
+    for (int first = w * 32; first < kPairs; first += kWarps * 32) {
+        const int64_t mine = row_of_pair(a, item, item.first_pair + first + lane, a.q_stride, a.head_width);
+        auto place = [&](int j, int *row, int *piece) -> int64_t {  // of the j-th piece of this lane: where it is, or -1
+            const int i = j * 32 + lane;
+            *row = i / kPieces;
+            *piece = i % kPieces;
+            const int64_t begin = __shfl_sync(~0u, mine, *row);
+            return begin >= 0 && *piece * 8 < a.head_width ? begin + *piece * 8 : -1;
+        };
+        int row, piece;
+        if (!wide) {
+#pragma unroll 1
+            for (int j = 0; j < kPieces; ++j) {
+                const int64_t from = place(j, &row, &piece);
+                uint32_t *words = reinterpret_cast<uint32_t *>(to + block_offset<kD>(first + row, piece));
+#pragma unroll 1
+                for (int e = 0; e < 4; ++e) {
+                    const uint32_t v = from >= 0 ? load_q_pair(a, from + 2 * e) : 0;
+                    words[e] = kHalf ? pack2<true>(low_f32(v), high_f32(v)) : v;
+                }
+            }
+        } else if constexpr (kHalf) {
+#pragma unroll 1
+            for (int j = 0; j < kPieces; j += kBatch) {
+                uint4 v[kBatch];
+#pragma unroll
+                for (int b = 0; b < kBatch; ++b) {
+                    const int64_t from = place(j + b, &row, &piece);
+                    v[b] = *reinterpret_cast<const uint4 *>(q + (from >= 0 ? from : 0));
+                    if (from < 0) v[b] = make_uint4(0, 0, 0, 0);
+                }
+#pragma unroll
+                for (int b = 0; b < kBatch; ++b) *reinterpret_cast<uint4 *>(to + block_offset<kD>(first + ((j + b) * 32 + lane) / kPieces, ((j + b) * 32 + lane) % kPieces)) = to_math<true>(v[b]);
+            }
+        } else {
+#pragma unroll 4
+            for (int j = 0; j < kPieces; ++j) {
+                const int64_t from = place(j, &row, &piece);
+                copy16_async(shared_address(to) + block_offset<kD>(first + row, piece), q + (from >= 0 ? from : 0), from >= 0);
+            }
+        }
+    }
+    commit_async();
+    wait_async<0>();
+}
+
+// Sixteen e4m3 as f16.
+__device__ __forceinline__ void widen(uint4 w, uint4 (&out)[2]) {
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+    uint32_t h[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const __half2_raw v = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(words[i >> 1] >> (16 * (i & 1)) & 0xffff), __NV_E4M3);
+        h[i] = *reinterpret_cast<const uint32_t *>(&v);
+    }
+    out[0] = make_uint4(h[0], h[1], h[2], h[3]);
+    out[1] = make_uint4(h[4], h[5], h[6], h[7]);
+}
+
+// One tile of K or V by 128 threads that convert (F32, FP8) or copy (the others). Positions outside [row_first, kv_end) become
+// zeros; their loads go to a position inside. Batches of loads are in flight together.
+template <int kD, bool kHalf>
+__device__ void load_tile(const AttentionArguments &a, const TileItem &item, int first, bool is_v, uint8_t *to, int i) {
+    constexpr int kPieces = kD / 8, kPer = kTile<kD> * kPieces / 128;
+    const int width = is_v ? a.v_width : a.head_width;
+    const uint8_t *base = a.kv + (is_v ? a.v_offset : a.k_offset);
+    auto find = [&](int row, int64_t *element) -> const uint8_t * {  // the page of a row, and the first element of the row in it
+        const int p = min(max(first + row, item.row_first), item.kv_end - 1), page = page_of(a, p);
+        *element = (static_cast<int64_t>(item.head) * a.page_tokens + p - page * a.page_tokens) * width;
+        return base + static_cast<int64_t>(item.pages[page]) * a.page_stride;
+    };
+    auto inside = [&](int row) { return first + row >= item.row_first && first + row < item.kv_end; };
+    int64_t element;
+    if (a.kv_format == PK_FP8_E4M3) {
+        constexpr int kWide = kD / 16, kLoads = kTile<kD> * kWide / 128, kBatch = kLoads % 4 ? 3 : 4;
+#pragma unroll 1
+        for (int j = 0; j < kLoads; j += kBatch) {
+            uint4 v[kBatch];
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+                const int k = (j + b) * 128 + i, row = k / kWide, piece = k % kWide;
+                const uint8_t *page = find(row, &element);
+                v[b] = *reinterpret_cast<const uint4 *>(page + element + (piece * 16 < width ? piece * 16 : 0));
+                if (!inside(row) || piece * 16 >= width) v[b] = make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+                const int k = (j + b) * 128 + i, row = k / kWide, piece = k % kWide;
+                uint4 w[2];
+                widen(v[b], w);
+                if constexpr (kHalf) {
+                    *reinterpret_cast<uint4 *>(to + block_offset<kD>(row, 2 * piece)) = w[0];
+                    *reinterpret_cast<uint4 *>(to + block_offset<kD>(row, 2 * piece + 1)) = w[1];
+                }
+            }
+        }
+    } else if (a.kv_format == PK_F32) {
+        constexpr int kBatch = kPer % 4 ? 2 : 4;
+#pragma unroll 1
+        for (int j = 0; j < kPer; j += kBatch) {
+            float4 v[kBatch][2];
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+                const int k = (j + b) * 128 + i, row = k / kPieces, piece = k % kPieces;
+                const float4 *from = reinterpret_cast<const float4 *>(find(row, &element));
+                from += (element + (piece * 8 < width ? piece * 8 : 0)) / 4;
+                v[b][0] = from[0];
+                v[b][1] = from[1];
+            }
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+                const int k = (j + b) * 128 + i, row = k / kPieces, piece = k % kPieces;
+                uint4 w = make_uint4(pack_bf16(v[b][0].x, v[b][0].y), pack_bf16(v[b][0].z, v[b][0].w), pack_bf16(v[b][1].x, v[b][1].y), pack_bf16(v[b][1].z, v[b][1].w));
+                if (!inside(row) || piece * 8 >= width) w = make_uint4(0, 0, 0, 0);
+                *reinterpret_cast<uint4 *>(to + block_offset<kD>(row, piece)) = w;
+            }
+        }
+    } else {
+#pragma unroll 4
+        for (int j = 0; j < kPer; ++j) {
+            const int k = j * 128 + i, row = k / kPieces, piece = k % kPieces;
+            const bool ok = inside(row) && piece * 8 < width;
+            const uint8_t *page = find(row, &element);
+            copy16_async(shared_address(to) + block_offset<kD>(row, piece), page + (element + (ok ? piece * 8 : 0)) * 2, ok);
+        }
+        commit_async();
+        wait_async<0>();
+    }
+}
+
+template <int kD, bool kHalf>
+__device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, const int *ends, Barriers &b, TileItem *items, int n_tiles) {
+    Turn<kQBuffers<kD>> q;
+    Turn<kStages> k, v;
+    const int tid = threadIdx.x;
+    for (int n = 0, index; (index = nth_item(n)) < n_items_of(a, n_tiles); ++n) {
+        const TileItem item = find_item(a, ends, n_tiles, index);
+        const int first = first_of_tiles<kD>(a, item), n_steps = (item.kv_end - first + kTile<kD> - 1) / kTile<kD>;
+        barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
+        if (tid == 0) items[n % kItems] = item;
+        load_q<kD, kHalf, 4>(a, item, shared + q.at * kQBytes<kD>, tid >> 5);
+        fence_async_proxy();
+        barrier_arrive(&b.q_full[q.at]);
+        q.next();
+        for (int step = 0; step <= n_steps; ++step) {
+            if (step < n_steps) {
+                barrier_wait(&b.k_empty[k.at], k.parity ^ 1);
+                load_tile<kD, kHalf>(a, item, first + (n_steps - 1 - step) * kTile<kD>, false, shared + kRingAt<kD> + k.at * kPartBytes<kD>, tid);
+                fence_async_proxy();
+                barrier_arrive(&b.k_full[k.at]);
+                k.next();
+            }
+            if (step > 0) {
+                barrier_wait(&b.v_empty[v.at], v.parity ^ 1);
+                load_tile<kD, kHalf>(a, item, first + (n_steps - step) * kTile<kD>, true, shared + kRingAt<kD> + (kStages + v.at) * kPartBytes<kD>, tid);
+                fence_async_proxy();
+                barrier_arrive(&b.v_full[v.at]);
+                v.next();
+            }
+        }
+    }
+}
+
+// Warp 0: boxes of pages, K of a tile and then V of the tile before it, over the borders of items. A lane a page; page numbers are
+// asked for one tile ahead.
+template <int kD>
+__device__ void produce_copied(const AttentionArguments &a, const Maps &maps, uint8_t *shared, Barriers &b, const TileItem *items, int n_items) {
+    constexpr int kT = kTile<kD>;
+    Turn<kStages> k, v;
+    uint32_t edge = 0;
+    const int lane = threadIdx.x, rows = min(a.page_tokens, kT), n_boxes = kT / rows;
+    const uint32_t ring = shared_address(shared) + kRingAt<kD>;
+    int n = 0, step = 0, n_steps, first, head, page;
+    auto page_at = [&](const TileItem &item, int at) {  // of this lane's box in the tile that begins at `at`
+        const int low = item.row_first >> a.page_shift, high = (item.row_end - 1) >> a.page_shift;
+        return lane < n_boxes ? item.pages[min(max((at + lane * rows) >> a.page_shift, low), high)] : 0;
+    };
+    auto open = [&] {  // the n-th item, and the page of its first tile
+        barrier_wait(&b.item_full[n % kItems], (n / kItems) & 1);
+        const TileItem &item = items[n % kItems];
+        first = first_of_tiles<kD>(a, item);
+        n_steps = (item.kv_end - first + kT - 1) / kT;
+        head = item.head * a.page_tokens;
+        page = page_at(item, first + (n_steps - 1) * kT);
+    };
+    auto box = [&](int tile, int head_row, int number, const CUtensorMap *map, uint32_t to, uint64_t *barrier) {
+        if (lane == 0) barrier_expect(barrier, kPartBytes<kD>);
+        __syncwarp();
+        if (lane < n_boxes) copy_page(to + lane * rows * kD * 2, map, (head_row + ((tile + lane * rows) & (a.page_tokens - 1))) >> 3, number, barrier);
+    };
+    if (n_items == 0) return;
+    open();
+    int tile_before = -1, head_before = 0, page_before = 0, low_before = 0, high_before = 0;
+#pragma unroll 1
+    for (;;) {
+        const bool more = n < n_items;
+        const int tile = first + (n_steps - 1 - step) * kT;
+        if (more) {
+            barrier_wait(&b.k_empty[k.at], k.parity ^ 1);
+            box(tile, head, page, &maps.k, ring + k.at * kPartBytes<kD>, &b.k_full[k.at]);
+            k.next();
+        }
+        if (tile_before >= 0) {
+            // Unwritten values may be no numbers, which no weight of zero cancels: they become zeros.
+            const bool is_edge = tile_before < low_before || tile_before + kT > high_before;
+            uint64_t *barrier = is_edge ? &b.edge : &b.v_full[v.at];
+            const int v_at = (kStages + v.at) * kPartBytes<kD>;
+            barrier_wait(&b.v_empty[v.at], v.parity ^ 1);
+            box(tile_before, head_before, page_before, &maps.v, ring + v_at, barrier);
+            if (is_edge) {
+                barrier_wait(barrier, edge);
+                edge ^= 1;
+#pragma unroll 1
+                for (int r = 0; r < kT; ++r) {
+                    if (tile_before + r >= low_before && tile_before + r < high_before) continue;
+                    if (lane < kD / 8) *reinterpret_cast<uint4 *>(shared + kRingAt<kD> + v_at + block_offset<kD>(r, lane)) = make_uint4(0, 0, 0, 0);
+                }
+                fence_async_proxy();
+                __syncwarp();
+                if (lane == 0) barrier_arrive(&b.v_full[v.at]);
+            }
+            v.next();
+        }
+        if (!more) return;
+        const TileItem &item = items[n % kItems];
+        tile_before = tile;
+        head_before = head;
+        page_before = page;
+        low_before = item.row_first;
+        high_before = item.row_end;
+        if (++step < n_steps) {
+            page = page_at(item, tile - kT);
+        } else {
+            step = 0;
+            if (++n < n_items) open();
+        }
+    }
+}
+
+// Warps 1 to 3 beside produce_copied.
+template <int kD, bool kHalf>
+__device__ void produce_q(const AttentionArguments &a, uint8_t *shared, const int *ends, Barriers &b, TileItem *items, int n_tiles) {
+    Turn<kQBuffers<kD>> q;
+    for (int n = 0, index; (index = nth_item(n)) < n_items_of(a, n_tiles); ++n) {
+        const TileItem item = find_item(a, ends, n_tiles, index);
+        if (threadIdx.x == 32) {
+            items[n % kItems] = item;
+            barrier_arrive(&b.item_full[n % kItems]);
+        }
+        barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
+        load_q<kD, kHalf, 3>(a, item, shared + q.at * kQBytes<kD>, (threadIdx.x >> 5) - 1);
+        fence_async_proxy();
+        barrier_arrive(&b.q_full[q.at]);
+        q.next();
+    }
+}
+
+#endif
+
+}  // namespace hopper
+}  // namespace pk

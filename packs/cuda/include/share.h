@@ -1,0 +1,31 @@
+// The host's side of shared prefixes: which op asks, and whether rows of a step share pages at all.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "../../host/program.h"
+#include "../../host/step.h"
+#include "context.h"
+
+namespace pk {
+
+// Knows, of every slot, the page at the end of the shortest prefix that is worth sharing: two rows with the same one share it.
+// Steps whose rows share nothing run graphs without the launches that shared prefixes need.
+class SharedRows {
+  public:
+    // The first record that reads shared prefixes; -1 when none can. Others take part when their heads are as many.
+    void open(const pk_ctx &ctx, const Records &records, const pk_state &state);
+    int64_t record() const { return record_; }
+    void write(const Step &step);  // page writes of a step
+    bool any(const Step &step);    // do two rows of the step share?
+    // The same for the rows that lie on the device. Waits for it.
+    int32_t any_on_device(const pk_state &state, int32_t n_rows, bool *out);
+
+  private:
+    bool has_twins();
+    int64_t record_ = -1;
+    int32_t index_ = 0;
+    std::vector<int32_t> page_, found_;
+};
+
+}  // namespace pk
