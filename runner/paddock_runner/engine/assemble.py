@@ -25,6 +25,8 @@ from ..pack.library import load_pack
 from ..pack.program import Program
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
 
+START_TOKENS = 1024
+"""Tokens of every slot that have pages from the start on a GPU."""
 KV_FORMATS = {"f32": abi.PK_F32, "f16": abi.PK_F16, "bf16": abi.PK_BF16, "fp8": abi.PK_FP8_E4M3}
 
 
@@ -119,7 +121,8 @@ def _load(device: Device, assembly: Assembly, blueprint: Blueprint, program: Pro
         )
     scratch = device.alloc(planned, "scratch")
     device.load(program, token_buckets(sizes.max_step_tokens), (scratch, planned))
-    device.grow_pages(1)
+    # Attaching memory takes a GPU's driver a moment: the first prompts of every slot find it there.
+    device.grow_pages(1 if device.facts.is_host else min(sizes.n_pages, 1 + sizes.n_slots * START_TOKENS // sizes.page_tokens))
 
 
 def _scalars(sizes: StateSizes, page_bytes: int) -> dict[str, int]:
