@@ -24,6 +24,8 @@ from paddock_manager.store.part import PartFile, PartHash
 from paddock_manager.store.web import Transient, Web
 
 SYNC_S = 1.0
+SLOW_PART_S = 1.0
+"""A part that takes longer lets one more connection work: those that are faster need no company."""
 MIN_PART_BYTES, MAX_PART_BYTES = 4 << 20, 64 << 20
 
 
@@ -207,6 +209,7 @@ class Download:
                     return
                 index = self._todo.pop(0)
                 self._busy += 1
+            begun = time.monotonic()
             try:
                 self._one_part(index)
             except BaseException as error:  # handed to the thread that waits for us
@@ -214,7 +217,8 @@ class Download:
             finally:
                 with self._done:
                     self._busy -= 1
-                    self._allowed = min(self._allowed + 1, self.limits.connections)
+                    if time.monotonic() - begun > SLOW_PART_S:
+                        self._allowed = min(self._allowed + 1, self.limits.connections)
                     self._done.notify_all()
 
     def _one_part(self, index: int) -> None:

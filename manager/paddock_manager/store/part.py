@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paddock_runner.errors import DiskFull, FileError
 
-CHUNK_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 20
 
 
 class PartHash:
