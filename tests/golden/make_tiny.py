@@ -24,6 +24,7 @@ SMALL_HYBRID = {
     **SMALL, "num_hidden_layers": 3, "head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12, "tie_word_embeddings": False,
 }  # fmt: skip
+SMALL_MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 8}
 SMALL_LATENT = {
     **SMALL, "num_key_value_heads": 4, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16,
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1, "pad_token_id": 0,
@@ -103,6 +104,15 @@ TINY = {
     "lfm2-moe": dict(
         model_type="lfm2_moe", **{**SMALL, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"], num_experts=6, num_experts_per_tok=2,
         moe_intermediate_size=24, num_dense_layers=1, routed_scaling_factor=1.3,
+    ),
+    "granite-hybrid": dict(
+        model_type="granitemoehybrid", **{**SMALL, "num_hidden_layers": 3}, **SMALL_MAMBA, num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=24,
+        layer_types=["mamba", "attention", "mamba"], position_embedding_type="nope", tie_word_embeddings=True, pad_token_id=0,
+        embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2,
+    ),
+    "granite-hybrid-dense": dict(
+        model_type="granitemoehybrid", **SMALL, **SMALL_MAMBA, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=40, layer_types=["mamba", "attention"],
+        position_embedding_type="rope", tie_word_embeddings=True, pad_token_id=0, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2,
     ),
     "deepseek-v2": dict(
         model_type="deepseek_v2", **SMALL_LATENT, q_lora_rank=None, n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=1.3,

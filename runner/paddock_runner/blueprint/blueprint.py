@@ -137,6 +137,34 @@ class ShortConv:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba:
+    """Mamba 2 of one layer: a state of state_width x head_width per head, after a convolution over x, B and C.
+
+    n_norms: parts that the output norm treats apart. step: the least and the largest time step.
+    """
+
+    n_heads: int
+    head_width: int
+    n_groups: int
+    state_width: int
+    conv_width: int
+    n_norms: int = 1
+    conv_bias: bool = True
+    bias: bool = False
+    step: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def n_values(self) -> int:
+        """Width of the layer's values."""
+        return self.n_heads * self.head_width
+
+    @property
+    def n_channels(self) -> int:
+        """Width of x, B and C together: what is convolved."""
+        return self.n_values + 2 * self.n_groups * self.state_width
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Mixture of experts of one layer; the layer's feed_forward is the shared expert (width 0: none).
 
@@ -169,8 +197,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block. pre_norms: norms on what the branches read; post_norms: norms on what they give, before it joins the residual.
+    """One block: a mixer (attention, or what kind says) and a feed-forward; kind "none" has no mixer, width 0 without experts no feed-forward.
 
+    pre_norms: norms on what the branches read; post_norms: norms on what they give, before it joins the residual.
     residual_norms: norms on the residual itself, after each branch has joined it (BERT).
     """
 
@@ -183,6 +212,12 @@ class Layer:
     experts: Experts | None = None
     delta: Delta | None = None  # of layers of kind "delta"; their attention is NO_ATTENTION
     conv: ShortConv | None = None  # of layers of kind "conv"; likewise
+    mamba: Mamba | None = None  # of layers of kind "mamba"; likewise
+
+    @property
+    def has_feed_forward(self) -> bool:
+        """True unless the block is a mixer alone."""
+        return self.feed_forward.width > 0 or self.experts is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +282,7 @@ class Blueprint:
     @property
     def has_states(self) -> bool:
         """True when some layer remembers a sequence otherwise than by keys and values: its pages alone cannot continue it."""
-        return any(layer.delta is not None or layer.conv is not None for layer in self.layers)
+        return any(layer.delta is not None or layer.conv is not None or layer.mamba is not None for layer in self.layers)
 
     @property
     def is_causal(self) -> bool:

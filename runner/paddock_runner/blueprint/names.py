@@ -19,6 +19,7 @@ from .experts import GGUF_LAYER as GGUF_EXPERTS
 from .experts import expert_shapes, hf_expert_name, split_experts
 from .latent import HF_LAYER as HF_LATENT
 from .latent import latent_shapes, split_latent
+from .mamba import mamba_name, mamba_shapes, split_mamba
 from .pooling import pooling_shapes, pooling_views
 from .quantised import join_scales, rows_of
 
@@ -76,6 +77,8 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
             ours = split_delta(ours, i, layer.delta)
         if layer.attention.out_gate:
             ours = split_gated_q(ours, i, layer.attention)
+        if layer.mamba is not None:
+            ours = split_mamba(ours, i, layer.mamba)
         if layer.attention.latent is not None:
             ours = split_latent(ours, i, layer.attention, layer.attention.latent)
         if layer.experts is not None:
@@ -123,15 +126,18 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
             want.update({at + name: shape for name, shape in delta_shapes(layer.delta, m, i in fused_layers).items()})
         elif layer.conv is not None:
             want.update({at + name: shape for name, shape in conv_shapes(layer.conv, m).items()})
-        else:
+        elif layer.mamba is not None:
+            want.update({at + name: shape for name, shape in mamba_shapes(layer.mamba, m).items()})
+        elif layer.kind != "none":
             _attention_shapes(want, layer, at, m, i in fused_layers)
         if ff:
             want.update({f"{at}{name}.weight": (ff, m) for name in ("gate", "up")[0 if layer.feed_forward.is_gated else 1 :]})
             want[at + "down.weight"] = (m, ff)
         if layer.experts is not None:
             want.update({at + name: shape for name, shape in expert_shapes(layer, layer.experts, m).items()})
-        norms = ["attn_norm", "ffn_norm"] if layer.pre_norms else []
-        norms += ["attn_post_norm", "ffn_post_norm"] if layer.post_norms or layer.residual_norms else []
+        parts = [name for name, is_there in (("attn", layer.kind != "none"), ("ffn", layer.has_feed_forward)) if is_there]
+        norms = [f"{name}_norm" for name in parts] if layer.pre_norms else []
+        norms += [f"{name}_post_norm" for name in parts] if layer.post_norms or layer.residual_norms else []
         want.update({f"{at}{name}.weight": (m,) for name in norms})
         if layer.feed_forward.bias:
             want.update({at + "gate.bias": (ff,)} if layer.feed_forward.is_gated else {})
@@ -262,6 +268,9 @@ def _hf_layer_name(stem: str, kind: str, layer_names: Mapping[str, str]) -> str 
     """Our name within a layer; None when the tensor has no translation."""
     if stem in layer_names:
         return f"{layer_names[stem]}.{kind}"
+    root, _, within = stem.partition(".")
+    if root == "mamba" and (found := mamba_name(within, kind)):
+        return found
     if stem in HF_LATENT:
         return f"{HF_LATENT[stem]}.{kind}"
     if stem == "self_attn" and kind == "sinks":

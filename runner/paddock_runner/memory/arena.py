@@ -76,6 +76,10 @@ def _place_mixers(blueprint: Blueprint, place: Callable[..., int], at: int) -> i
     convs = [x.conv for x in blueprint.layers if x.conv is not None]
     if convs:
         at = place("conv_mixed", at, max(3 * x.width for x in convs))
+    mambas = [x.mamba for x in blueprint.layers if x.mamba is not None]
+    if mambas:
+        at = place("mamba_mixed", at, max(x.n_channels + x.n_values for x in mambas))
+        at = place("mamba_steps", at, max(x.n_heads for x in mambas), is_f32=True)
     deltas = [x.delta for x in blueprint.layers if x.delta is not None]
     if deltas:
         at = place("delta_mixed", at, max(x.n_channels + x.n_values for x in deltas))
@@ -121,10 +125,14 @@ def _out_width(layer: Layer) -> int:
     a = layer.attention
     if layer.conv is not None:
         return layer.conv.width
+    if layer.mamba is not None:
+        return layer.mamba.n_values
     return layer.delta.n_values if layer.delta is not None else a.out_width
 
 
 def _mixer_width(layer: Layer) -> int:
     if layer.conv is not None:
         return 3 * layer.conv.width
+    if layer.mamba is not None:
+        return layer.mamba.n_channels + layer.mamba.n_values
     return layer.delta.n_channels + layer.delta.n_values if layer.delta is not None else layer.attention.qkv_width

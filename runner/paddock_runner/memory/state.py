@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..blueprint.blueprint import Blueprint
-from .kinds import delta_net_bytes, short_conv_bytes, stored_bytes
+from .kinds import delta_net_bytes, mamba2_bytes, short_conv_bytes, stored_bytes
 
 KV_BYTES = {name: stored_bytes(1, name) for name in ("f32", "f16", "bf16", "fp8")}
 ALIGN_BYTES = 256
@@ -124,7 +124,7 @@ class StateLayout:
 
 
 def state_layout(blueprint: Blueprint) -> StateLayout:
-    """f32 states of every layer of kind delta or conv, each part aligned to 256 bytes."""
+    """f32 states of every layer of kind delta, conv or mamba, each part aligned to 256 bytes."""
     at = 0
     offsets: list[tuple[int, int] | None] = []
     for layer in blueprint.layers:
@@ -133,10 +133,14 @@ def state_layout(blueprint: Blueprint) -> StateLayout:
             offsets.append((at, at))
             at += aligned(short_conv_bytes(layer.conv.width, layer.conv.conv_width).tail)
             continue
-        if x is None:
+        if layer.mamba is not None:
+            y = layer.mamba
+            need = mamba2_bytes(y.n_heads, y.head_width, y.state_width, y.n_groups, y.conv_width)
+        elif x is not None:
+            need = delta_net_bytes(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width)
+        else:
             offsets.append(None)
             continue
-        need = delta_net_bytes(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width)
         tail = at + aligned(need.state)
         offsets.append((at, tail))
         at = tail + aligned(need.tail)

@@ -13,7 +13,7 @@ from ..pack.tensor import Tensor
 from .latent import latent_attention
 from .moe import experts, weigh_shared
 from .pooled import pooled_rows
-from .recurrent import delta_net, short_conv
+from .recurrent import delta_net, mamba, short_conv
 from .site import Site, norm
 
 
@@ -41,22 +41,36 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
     program.embed(weights["embed.weight"], buffers["residual"], blueprint.embed_scale, added, blueprint.position_offset)
     if blueprint.embed_norm:
         norm(program, blueprint, site, "embed_norm", buffers["residual"], buffers["residual"])
-    _read(program, blueprint, "layers.0.attn_norm", site)
+    _read(program, blueprint, _norms(blueprint)[0], site)
+    norms, n_done = _norms(blueprint), 0
     for i, layer in enumerate(blueprint.layers):
-        if layer.kind not in ("attention", "delta", "conv"):
+        if layer.kind not in ("attention", "delta", "conv", "mamba", "none"):
             raise UnsupportedError(
                 f"layer {i} of {blueprint.family} is a {layer.kind} layer, which the decoder does not know"
             )
         at = f"layers.{i}."
-        _attention(program, blueprint, layer, i, site)
-        _join(program, blueprint, layer, at + "attn_post_norm", at + "ffn_norm", site)
-        _feed_forward(program, blueprint, layer, at, site)
-        _join(program, blueprint, layer, at + "ffn_post_norm", f"layers.{i + 1}.attn_norm", site, i + 1 == blueprint.n_layers)
+        if layer.kind != "none":
+            _attention(program, blueprint, layer, i, site)
+            n_done += 1
+            _join(program, blueprint, layer, at + "attn_post_norm", norms[n_done], site, n_done + 1 == len(norms))
+        if layer.has_feed_forward:
+            _feed_forward(program, blueprint, layer, at, site)
+            n_done += 1
+            _join(program, blueprint, layer, at + "ffn_post_norm", norms[n_done], site, n_done + 1 == len(norms))
     if blueprint.pooling is not None:
         pooled_rows(program, blueprint, site)
     else:
         _head(program, blueprint, site)
     return program
+
+
+def _norms(blueprint: Blueprint) -> list[str]:
+    """Names of the norms before every branch, in order; at the end one that does not exist."""
+    found = []
+    for i, layer in enumerate(blueprint.layers):
+        found += [f"layers.{i}.attn_norm"] if layer.kind != "none" else []
+        found += [f"layers.{i}.ffn_norm"] if layer.has_feed_forward else []
+    return [*found, "end"]
 
 
 def _table(site: Site, name: str, blueprint: Blueprint) -> Tensor | None:
@@ -67,13 +81,15 @@ def _table(site: Site, name: str, blueprint: Blueprint) -> Tensor | None:
 
 def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, site: Site) -> None:
     a, w, at, buffers = layer.attention, site.weights, f"layers.{i}.", site.buffers
-    if layer.delta is not None or layer.conv is not None or a.latent is not None:
+    if layer.kind != "attention" or a.latent is not None:
         if a.latent is not None:
             out = latent_attention(program, a, i, site)
         elif layer.delta is not None:
             out = delta_net(program, layer.delta, i, site, blueprint.norm_eps)
         elif layer.conv is not None:
             out = short_conv(program, layer.conv, i, site)
+        elif layer.mamba is not None:
+            out = mamba(program, layer.mamba, i, site, blueprint.norm_eps)
         _project(program, layer, out, w[at + "o.weight"], w.get(at + "o.bias"), site, blueprint.residual_scale)
         return
     v_width = a.v_width or a.head_width

@@ -1,12 +1,12 @@
-"""Layers with states in the forward pass, up to their last product: gated delta net, gated short convolution."""
+"""Layers with states in the forward pass, up to their last product: gated delta net, gated short convolution, Mamba 2."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..blueprint.blueprint import Delta, ShortConv
+from ..blueprint.blueprint import Delta, Mamba, ShortConv
 from ..errors import UnsupportedError
-from ..pack.program import DeltaShape, DeltaWeights, Program
+from ..pack.program import DeltaShape, DeltaWeights, MambaShape, MambaWeights, Program
 from ..pack.tensor import Tensor
 from .site import Site
 
@@ -41,4 +41,23 @@ def short_conv(program: Program, x: ShortConv, i: int, site: Site) -> Tensor:
     mixed, out = replace(buffers["conv_mixed"], cols=3 * x.width), replace(buffers["attention_out"], cols=x.width)
     program.matmul(buffers["normed"], [w[at + "conv_in.weight"]], mixed, [w.get(at + "conv_in.bias")])
     program.conv(mixed, (w[at + "conv.weight"], w.get(at + "conv.bias")), out, x.conv_width, offsets[1])
+    return out
+
+
+def mamba(program: Program, x: Mamba, i: int, site: Site, eps: float) -> Tensor:
+    """The layer's output before its last projection, [T, H*P]."""
+    w, at, buffers = site.weights, f"layers.{i}.", site.buffers
+    offsets = site.state_offsets[i]
+    if offsets is None:
+        raise UnsupportedError(f"layer {i} has no recurrent state")
+    mixed = replace(buffers["mamba_mixed"], cols=x.n_values + x.n_channels)
+    z, xbc = mixed.columns(0, x.n_values), mixed.columns(x.n_values, x.n_channels)
+    dt, out = replace(buffers["mamba_steps"], cols=x.n_heads), replace(buffers["attention_out"], cols=x.n_values)
+    for name, part in (("z", z), ("xbc", xbc), ("dt", dt)):
+        program.matmul(buffers["normed"], [w[f"{at}mamba_{name}.weight"]], part, [w.get(f"{at}mamba_{name}.bias")])
+    weights = MambaWeights(
+        w[at + "mamba_conv.weight"], w.get(at + "mamba_conv.bias"), *(w[f"{at}mamba_{name}.weight"] for name in ("a_log", "dt_bias", "d", "scale"))
+    )
+    shape = MambaShape(x.n_heads, x.head_width, x.n_groups, x.state_width, x.conv_width, x.n_norms, *offsets, *x.step)
+    program.mamba((xbc, z, dt), weights, out, shape, eps)
     return out

@@ -59,7 +59,7 @@ FAMILIES = (
         ("granite", "granitemoehybrid"),
         granite.from_gguf,
         granite.from_hf,
-        "Granite 3, Granite 4 (dense)",
+        "Granite 3, Granite 4 (also with Mamba layers and experts, from safetensors)",
     ),
     Family("phi3", ("phi3",), ("phi3",), phi3.from_gguf, phi3.from_hf, "Phi 3, Phi 3.5, Phi 4"),
     Family("olmo2", ("olmo2",), ("olmo2", "olmo3"), olmo2.from_gguf, olmo2.from_hf, "OLMo 2, OLMo 3"),

@@ -1,6 +1,6 @@
 """granite: IBM Granite 3 and 4, dense. The llama graph with four multipliers.
 
-Granite 4 dense models call themselves granitemoehybrid with attention in every layer and no experts.
+Granite 4 calls itself granitemoehybrid; with Mamba layers or experts it is read by granite_moe.
 Source: https://github.com/huggingface/transformers, models/granite/modeling_granite.py; GGUF keys as in llama.cpp, models/granite.cpp.
 """
 
@@ -14,6 +14,7 @@ from ...files.fields import Fields
 from ..blueprint import Blueprint, Layer
 from ..layers import attention_of, blueprint_of, gated, stack
 from ..sizes import Sizes, gguf_sizes, hf_sizes
+from . import granite_moe
 
 
 def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
@@ -33,6 +34,9 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     """From config.json with model_type granite, or a granitemoehybrid that is dense. Raises: FileError, UnsupportedError."""
     config.choice("hidden_act", "silu", ("silu",))
     if config.text("model_type", "granite") == "granitemoehybrid":
+        kinds = config.get("layer_types") or config.get("layers_block_type") or []
+        if config.integer("num_local_experts", 0) or any(k not in ("attention", "full_attention") for k in kinds):
+            return granite_moe.from_hf(checkpoint, config)
         config = _dense_hybrid(config)
     if config.flag("mlp_bias", False):
         raise UnsupportedError(
@@ -54,14 +58,7 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
 
 
 def _dense_hybrid(config: Fields) -> Fields:
-    """The fields as granite spells them. Raises: UnsupportedError when there are experts or Mamba layers."""
-    kinds = config.get("layer_types") or config.get("layers_block_type") or []
-    others = sorted({k for k in kinds if k not in ("attention", "full_attention")})
-    if others or config.integer("num_local_experts", 0) > 0:
-        what = f"{others[0]} layers" if others else "experts"
-        raise UnsupportedError(
-            f"{config.where}: granitemoehybrid with {what} is not supported; dense attention models are", what=what
-        )
+    """The fields as granite spells them."""
     values = {k: v for k, v in config.items() if k not in ("layer_types", "layers_block_type")}
     values["intermediate_size"] = config.integer("shared_intermediate_size", low=1)
     return Fields(values, config.where, config.noun, config.prefix)

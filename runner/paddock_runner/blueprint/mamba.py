@@ -1,0 +1,71 @@
+"""Tensors of Mamba 2 layers: their names and shapes, and the one projection taken apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ..files.fields import Fields
+from ..files.view import TensorView
+from .blueprint import Mamba
+from .quantised import rows_of
+
+PARTS = {
+    "in_proj": "mamba_in", "conv1d": "mamba_conv", "norm": "mamba_scale", "out_proj": "o", "A_log": "mamba_a_log.weight", "D": "mamba_d.weight",
+    "dt_bias": "mamba_dt_bias.weight",
+}  # fmt: skip
+"""Stems, and whole names where the last word is no kind of tensor. mamba_scale is the output norm's weight."""
+
+
+MAMBA_KINDS = ("mamba", "linear_attention")
+"""Words for a layer of this kind in layer_types."""
+
+
+def step_limits(config: Fields) -> tuple[float, float]:
+    """The least and the largest time step. Raises: FileError."""
+    value = config.get("time_step_limit")
+    if value is None:
+        return 0.0, math.inf
+    found = [math.inf if x in (math.inf, {"__float__": "Infinity"}) else x for x in value] if isinstance(value, list) else []
+    if len(found) != 2 or not all(isinstance(x, (int, float)) and x >= 0 for x in found) or found[0] > found[1]:
+        raise config.error("time_step_limit", "is no pair of a least and a largest time step")
+    return float(found[0]), float(found[1])
+
+
+def mamba_name(stem: str, kind: str) -> str | None:
+    """Our name within a Mamba layer for what follows its module's name; None when it is not one of its own."""
+    if not stem:
+        return PARTS.get(kind)
+    return f"{PARTS[stem]}.{kind}" if stem in PARTS else None
+
+
+def mamba_shapes(x: Mamba, model_width: int) -> dict[str, tuple[int, ...]]:
+    """Our name within the layer -> shape."""
+    want: dict[str, tuple[int, ...]] = {f"mamba_{name}.weight": (n, model_width) for name, n in _rows(x).items()}
+    want |= {"mamba_conv.weight": (x.n_channels, 1, x.conv_width), "mamba_scale.weight": (x.n_values,), "o.weight": (model_width, x.n_values)}
+    want |= {f"mamba_{name}.weight": (x.n_heads,) for name in ("a_log", "d", "dt_bias")}
+    if x.conv_bias:
+        want["mamba_conv.bias"] = (x.n_channels,)
+    if x.bias:
+        want |= {f"mamba_{name}.bias": (n,) for name, n in _rows(x).items()}
+        want["o.bias"] = (model_width,)
+    return want
+
+
+def _rows(x: Mamba) -> dict[str, int]:
+    return {"z": x.n_values, "xbc": x.n_channels, "dt": x.n_heads}
+
+
+def split_mamba(ours: Mapping[str, TensorView], i: int, x: Mamba) -> dict[str, TensorView]:
+    """The tensors, the projection of layer i (rows of z, then of x, B and C, then of dt) taken apart."""
+    out, at = dict(ours), f"layers.{i}."
+    for kind in ("weight", "bias"):
+        view = out.get(f"{at}mamba_in.{kind}")
+        if view is None or view.shape[0] != sum(_rows(x).values()):
+            continue
+        del out[f"{at}mamba_in.{kind}"]
+        first = 0
+        for name, n in _rows(x).items():
+            out[f"{at}mamba_{name}.{kind}"] = rows_of(view, first, n)
+            first += n
+    return out
