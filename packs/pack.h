@@ -49,7 +49,7 @@ typedef enum pk_op {
     PK_OP_MAMBA = 18     /* Mamba 2: convolution, state update, gate, output norm */
 } pk_op;
 
-/* RELU2 (gate only): max(x, 0)^2. SWIGLU_CLAMP (experts only): with g = min(gate, limit), u = min(max(up, -limit), limit): g * sigmoid(alpha * g) * (u + 1). */
+/* RELU2 (gate, and experts without a gate): max(x, 0)^2. SWIGLU_CLAMP (experts only): with g = min(gate, limit), u = min(max(up, -limit), limit): g * sigmoid(alpha * g) * (u + 1). */
 typedef enum pk_act { PK_ACT_NONE = 0, PK_ACT_SILU = 1, PK_ACT_GELU_TANH = 2, PK_ACT_GELU_ERF = 3, PK_ACT_SWIGLU_CLAMP = 4, PK_ACT_RELU2 = 5 } pk_act;
 
 /* Which rows GATHER takes of a sequence: its last one, its first one, or the mean of all (of this step). */
@@ -422,7 +422,7 @@ typedef struct pk_op_experts {
     pk_tensor x;          /* [T,M] */
     pk_tensor ids;        /* [T,k] i32 */
     pk_tensor weights;    /* [T,k] f32 */
-    pk_tensor gate;       /* E of [F,M] */
+    pk_tensor gate;       /* E of [F,M]; absent with RELU2: down_e(act(up_e(x))) */
     pk_tensor up;         /* E of [F,M] */
     pk_tensor down;       /* E of [M,F] */
     pk_tensor gate_bias;  /* [1,E*F] f32 or absent */

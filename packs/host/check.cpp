@@ -333,14 +333,16 @@ class Checker {
         if (int32_t status = choices(op.ids, op.weights)) return status;
         if (int32_t status = same_rows("x", op.x, "ids", op.ids)) return status;
         if (int32_t status = range("n_experts", op.n_experts, op.ids.cols, 4096)) return status;
-        if (int32_t status = range("act", op.act, PK_ACT_SILU, PK_ACT_SWIGLU_CLAMP)) return status;
-        if (int32_t status = expert_weight("gate", op.gate, op.gate.rows, op.x.cols)) return status;
-        if (int32_t status = expert_weight("up", op.up, op.gate.rows, op.x.cols)) return status;
-        if (int32_t status = expert_weight("down", op.down, op.x.cols, op.gate.rows)) return status;
+        if (int32_t status = range("act", op.act, PK_ACT_SILU, PK_ACT_RELU2)) return status;
+        if (op.act == PK_ACT_RELU2 && (op.gate.data || op.gate_bias.data)) return fail(PK_BAD_ARG, "op %lld (%s): experts with relu2 have no gate", (Long)index_, name_);
+        if (op.act != PK_ACT_RELU2)
+            if (int32_t status = expert_weight("gate", op.gate, op.up.rows, op.x.cols)) return status;
+        if (int32_t status = expert_weight("up", op.up, op.up.rows, op.x.cols)) return status;
+        if (int32_t status = expert_weight("down", op.down, op.x.cols, op.up.rows)) return status;
         if (op.gate_bias.data)
-            if (int32_t status = vector("gate_bias", op.gate_bias, op.gate.rows * op.n_experts)) return status;
+            if (int32_t status = vector("gate_bias", op.gate_bias, op.up.rows * op.n_experts)) return status;
         if (op.up_bias.data)
-            if (int32_t status = vector("up_bias", op.up_bias, op.gate.rows * op.n_experts)) return status;
+            if (int32_t status = vector("up_bias", op.up_bias, op.up.rows * op.n_experts)) return status;
         if (op.down_bias.data)
             if (int32_t status = vector("down_bias", op.down_bias, op.x.cols * op.n_experts)) return status;
         if (int32_t status = rows("y", op.y)) return status;

@@ -114,6 +114,11 @@ TINY = {
         model_type="granitemoehybrid", **SMALL, **SMALL_MAMBA, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=40, layer_types=["mamba", "attention"],
         position_embedding_type="rope", tie_word_embeddings=True, pad_token_id=0, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2,
     ),
+    "nemotron-h": dict(
+        model_type="nemotron_h", **{k: v for k, v in SMALL.items() if k != "num_hidden_layers"}, layers_block_type=["mamba", "mlp", "attention", "moe", "mamba"], head_dim=16,
+        mamba_num_heads=6, mamba_head_dim=16, n_groups=2, ssm_state_size=12, conv_kernel=4, chunk_size=8, time_step_min=0.3, n_routed_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=24, moe_shared_expert_intermediate_size=40, n_group=2, topk_group=1, routed_scaling_factor=1.4,
+    ),
     "deepseek-v2": dict(
         model_type="deepseek_v2", **SMALL_LATENT, q_lora_rank=None, n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=1.3,
     ),

@@ -81,13 +81,17 @@ pk_tensor dense(uint64_t data, int64_t cols) { return {data, PK_ROWS_T, cols, co
 
 pk_op_matmul first_product(const pk_op_experts &op, uint64_t x, uint64_t hidden, int64_t e) {
     pk_op_matmul m{};
-    int64_t width = op.gate.rows;
+    int64_t width = op.up.rows;
     bool is_clamped = op.act == PK_ACT_SWIGLU_CLAMP;
     m.op = PK_OP_MATMUL, m.size = sizeof m, m.n_w = 2, m.act = is_clamped ? PK_ACT_NONE : op.act, m.scale = 1;
     m.x = dense(x, op.x.cols);
     m.y = dense(hidden, is_clamped ? 2 * width : width);
     const pk_tensor *weights[] = {&op.gate, &op.up}, *biases[] = {&op.gate_bias, &op.up_bias};
-    for (int i = 0; i < 2; ++i) {
+    if (op.act == PK_ACT_RELU2) {
+        m.n_w = 1, m.act = PK_ACT_NONE;
+        weights[0] = &op.up, biases[0] = &op.up_bias;
+    }
+    for (int i = 0; i < m.n_w; ++i) {
         m.w[i] = *weights[i];
         m.w[i].data += e * weights[i]->stride;
         if (biases[i]->data) m.bias[i] = {biases[i]->data + e * width * 4, 1, width, width * 4, PK_F32, PK_ROWS};
@@ -97,7 +101,7 @@ pk_op_matmul first_product(const pk_op_experts &op, uint64_t x, uint64_t hidden,
 
 pk_op_matmul second_product(const pk_op_experts &op, uint64_t hidden, uint64_t out, int64_t e) {
     pk_op_matmul m{};
-    int64_t width = op.gate.rows, cols = op.y.cols;
+    int64_t width = op.up.rows, cols = op.y.cols;
     m.op = PK_OP_MATMUL, m.size = sizeof m, m.n_w = 1, m.act = PK_ACT_NONE, m.scale = 1;
     m.x = dense(hidden, width);
     if (op.act == PK_ACT_SWIGLU_CLAMP) m.x.stride = 2 * width * 4;
@@ -120,7 +124,7 @@ Scratch scratch_of(const Context &context, const pk_op_experts &op, int64_t n_ro
     s.rows = take(pairs * 4);
     s.factors = take(pairs * 4);
     s.x = take(n_rows * op.x.cols * 4);
-    s.hidden = take(n_rows * op.gate.rows * 4 * (op.act == PK_ACT_SWIGLU_CLAMP ? 2 : 1));
+    s.hidden = take(n_rows * op.up.rows * 4 * (op.act == PK_ACT_SWIGLU_CLAMP ? 2 : 1));
     s.out = take(n_rows * op.y.cols * 4);
     s.matmul = at;
     int64_t first = matmul_workspace_bytes(context, first_product(op, 0, 0, 0), n_rows), second = matmul_workspace_bytes(context, second_product(op, 0, 0, 0), n_rows);
@@ -150,7 +154,7 @@ void sort_pairs(const pk_op_experts &op, int64_t n_rows, int32_t *starts, int32_
 }
 
 void clamp_row(const pk_op_experts &op, float *hidden) {
-    int64_t width = op.gate.rows;
+    int64_t width = op.up.rows;
     for (int64_t j = 0; j < width; ++j) {
         float gate = std::min(hidden[j], op.limit), up = std::min(std::max(hidden[width + j], -op.limit), op.limit);
         hidden[j] = gate / (1.0f + std::exp(-op.alpha * gate)) * (up + 1.0f);
@@ -181,7 +185,7 @@ void run_route(Run &run, const pk_op_route &op) {
 }
 
 void run_experts(Run &run, const pk_op_experts &op) {
-    int64_t n_rows = resolve_rows(op.x.rows, run.n_tokens, run.n_samples), cols = op.x.cols, width = op.gate.rows;
+    int64_t n_rows = resolve_rows(op.x.rows, run.n_tokens, run.n_samples), cols = op.x.cols, width = op.up.rows;
     Scratch s = scratch_of(run.context, op, n_rows);
     auto *starts = reinterpret_cast<int32_t *>(run.shared + s.starts), *rows = reinterpret_cast<int32_t *>(run.shared + s.rows);
     auto *factors = reinterpret_cast<float *>(run.shared + s.factors);
@@ -201,6 +205,10 @@ void run_experts(Run &run, const pk_op_experts &op) {
         if (op.act == PK_ACT_SWIGLU_CLAMP)
             by_rows(n, [&](int64_t begin, int64_t end, int32_t) {
                 for (int64_t i = begin; i < end; ++i) clamp_row(op, hidden + i * 2 * width);
+            });
+        if (op.act == PK_ACT_RELU2)
+            by_rows(n, [&](int64_t begin, int64_t end, int32_t) {
+                for (int64_t i = begin * width; i < end * width; ++i) hidden[i] = hidden[i] > 0 ? hidden[i] * hidden[i] : 0.0f;
             });
         matmul(run.context, second_product(op, address(hidden), address(out), e), n, run.shared + s.matmul);
         by_rows(n, [&](int64_t begin, int64_t end, int32_t) {

@@ -169,6 +169,7 @@ int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state
     for (int64_t i = 0; i < records.n(); ++i) {
         const Record &r = records[i];
         int32_t status = PK_OK;
+        if (r.op == PK_OP_EXPERTS && r.as<pk_op_experts>().act == PK_ACT_RELU2) return fail(PK_UNSUPPORTED, "op %lld (experts): the CUDA pack has no experts without a gate yet", (long long)i);
         if (r.op == PK_OP_EXPERTS) status = check_experts(ctx, r.as<pk_op_experts>(), i);
         if (r.op == PK_OP_MAMBA) status = check_mamba(r.as<pk_op_mamba>(), i);
         if (r.op == PK_OP_DELTA) status = check_delta(r.as<pk_op_delta>(), state, i);

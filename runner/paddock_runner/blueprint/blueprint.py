@@ -172,7 +172,7 @@ class Experts:
     divided by their sum, then multiplied with scale. n_groups, n_groups_used: only experts of the best groups may be chosen; a group is
     as good as the sum of its n_group_best largest scores.
     choice_bias: a bias on scores that decides the choice only; router_bias: on the router's logits; bias: on the experts' products.
-    activation: "silu", or "swiglu_clamp" with limit and alpha. shared_gate: the shared expert is weighed by a sigmoid of its own.
+    activation: "silu", "swiglu_clamp" with limit and alpha, or (not is_gated) "relu2". shared_gate: the shared expert is weighed by a sigmoid of its own.
     is_interleaved: gate and up rows alternate in a checkpoint that stores them in one matrix.
     """
 
@@ -193,6 +193,7 @@ class Experts:
     alpha: float = 0.0
     shared_gate: bool = False
     is_interleaved: bool = False
+    is_gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)

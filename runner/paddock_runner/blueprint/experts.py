@@ -13,7 +13,7 @@ from .quantised import rows_of
 ONE = re.compile(r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 ONE_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 STACKS = {
-    "gate_up_proj": ("experts.gate_up", "weight"), "down_proj": ("experts.down", "weight"),
+    "gate_up_proj": ("experts.gate_up", "weight"), "up_proj": ("experts.up", "weight"), "down_proj": ("experts.down", "weight"),
     "gate_up_proj_blocks": ("experts.gate_up", "weight_packed"), "down_proj_blocks": ("experts.down", "weight_packed"),
     "gate_up_proj_scales": ("experts.gate_up", "weight_scale"), "down_proj_scales": ("experts.down", "weight_scale"),
     "gate_up_proj_bias": ("experts.gate_up", "bias"), "down_proj_bias": ("experts.down", "bias"),
@@ -50,7 +50,7 @@ def expert_shapes(layer: Layer, experts: Experts, model_width: int) -> dict[str,
         want["router.bias"] = (n,)
     if experts.choice_bias:
         want["router_choice.bias"] = (n,)
-    for name, shape in (("gate", (f, m)), ("up", (f, m)), ("down", (m, f))):
+    for name, shape in (("gate", (f, m)), ("up", (f, m)), ("down", (m, f)))[0 if experts.is_gated else 1 :]:
         want.update({f"experts.{name}.{e}.weight": shape for e in range(n)})
         if experts.bias:
             want[f"experts.{name}.bias"] = (n, shape[0])

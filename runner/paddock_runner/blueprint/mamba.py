@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..files.fields import Fields
 from ..files.view import TensorView
-from .blueprint import Mamba
+from .blueprint import Blueprint, Mamba
 from .quantised import rows_of
 
 PARTS = {
@@ -69,3 +69,20 @@ def split_mamba(ours: Mapping[str, TensorView], i: int, x: Mamba) -> dict[str, T
             out[f"{at}mamba_{name}.{kind}"] = rows_of(view, first, n)
             first += n
     return out
+
+
+def nemotron_name(name: str, blueprint: Blueprint) -> str:
+    """A tensor of Nemotron-H, whose blocks call every part `mixer`, by the name that other models have for it."""
+    for prefix in ("backbone.", "model."):
+        if name.startswith(prefix):
+            name = "model." + name.removeprefix(prefix)
+    name = name.replace("model.embeddings.", "model.embed_tokens.").replace("model.norm_f.", "model.norm.")
+    parts = name.split(".")
+    if parts[:2] != ["model", "layers"] or len(parts) < 5 or not parts[2].isdecimal() or int(parts[2]) >= blueprint.n_layers:
+        return name
+    layer = blueprint.layers[int(parts[2])]
+    if parts[3] == "norm":
+        parts[3] = "post_attention_layernorm" if layer.kind == "none" else "input_layernorm"
+    elif parts[3] == "mixer":
+        parts[3] = "mamba" if layer.mamba is not None else "self_attn" if layer.kind == "attention" else "mlp"
+    return ".".join(parts)

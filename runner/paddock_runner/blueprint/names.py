@@ -19,7 +19,7 @@ from .experts import GGUF_LAYER as GGUF_EXPERTS
 from .experts import expert_shapes, hf_expert_name, split_experts
 from .latent import HF_LAYER as HF_LATENT
 from .latent import latent_shapes, split_latent
-from .mamba import mamba_name, mamba_shapes, split_mamba
+from .mamba import mamba_name, mamba_shapes, nemotron_name, split_mamba
 from .pooling import pooling_shapes, pooling_views
 from .quantised import join_scales, rows_of
 
@@ -238,6 +238,9 @@ def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[s
     layer_names = {**HF_LAYER, **HF_POST_NORMS} if blueprint.layers[0].post_norms else HF_LAYER
     if blueprint.family == "lfm2":
         layer_names = {**HF_LAYER, **HF_CONV}
+    if blueprint.family == "nemotron-h":
+        tensors = {nemotron_name(name, blueprint): view for name, view in tensors.items()}
+        prefix = "model."
     out: dict[str, TensorView] = {}
     for name, view in tensors.items():
         if name.startswith(HF_OTHER_PARTS) or name.endswith(".rotary_emb.inv_freq"):

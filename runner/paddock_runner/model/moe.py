@@ -22,7 +22,8 @@ def experts(program: Program, layer: Layer, at: str, site: Site, residual_scale:
     program.matmul(buffers["normed"], [w[at + "router.weight"]], logits, [w.get(at + "router.bias")])
     choice = Choice(x.score, x.is_normalised, x.scale, x.n_groups, x.n_groups_used, x.n_group_best)
     program.route(logits, w.get(at + "router_choice.bias"), ids, weights, choice)
-    gate, up, down = (w[f"{at}experts.{name}.weight"] for name in ("gate", "up", "down"))
+    up, down = (w[f"{at}experts.{name}.weight"] for name in ("up", "down"))
+    gate = w[at + "experts.gate.weight"] if x.is_gated else None
     biases = (w.get(at + "experts.gate.bias"), w.get(at + "experts.up.bias"), w.get(at + "experts.down.bias"))
     stacks = Stacks(gate, up, down, x.n_experts, biases, x.activation, x.limit, x.alpha)
     if layer.post_norms:

@@ -131,10 +131,10 @@ class Choice:
 class Stacks:
     """Expert matrices on the device: the first of each stack, with the bytes to the next as stride; biases [1, E*F], [1, E*M] or None.
 
-    activation: "silu", "gelu_tanh", "swiglu_clamp" (with limit and alpha).
+    activation: "silu", "gelu_tanh", "swiglu_clamp" (with limit and alpha), or "relu2" (without gates).
     """
 
-    gate: Tensor
+    gate: Tensor | None
     up: Tensor
     down: Tensor
     n_experts: int
@@ -322,8 +322,8 @@ class Program:
 
     def experts(self, x: Tensor, chosen: tuple[Tensor, Tensor], stacks: Stacks, y: Tensor, after: Epilogue = PLAIN) -> None:
         """y[T,M] = add + scale * sum of the chosen experts' feed-forwards of x[T,M]. chosen: ids, weights. See pk_op_experts."""
-        _same("experts", "x width", x.cols, "gate columns", stacks.gate.cols)
-        _same("experts", "gate rows", stacks.gate.rows, "down columns", stacks.down.cols)
+        _same("experts", "x width", x.cols, "up columns", stacks.up.cols)
+        _same("experts", "up rows", stacks.up.rows, "down columns", stacks.down.cols)
         _same("experts", "y width", y.cols, "down rows", stacks.down.rows)
         tensors = {"x": x, "ids": chosen[0], "weights": chosen[1], "gate": stacks.gate, "up": stacks.up, "down": stacks.down, "y": y, "add": after.add}
         tensors.update(zip(("gate_bias", "up_bias", "down_bias"), stacks.biases, strict=True))

@@ -23,6 +23,7 @@ from . import (
     llama,
     ministral,
     mixtral,
+    nemotron_h,
     nomic_bert,
     olmo2,
     olmoe,
@@ -110,6 +111,7 @@ FAMILIES = (
         "Qwen 3.5 to 3.8, Qwen3-Next",
     ),
     Family("deepseek", (), ("deepseek_v2", "deepseek_v3"), deepseek.from_gguf, deepseek.from_hf, "DeepSeek V2, V3, R1 (safetensors)"),
+    Family("nemotron-h", (), ("nemotron_h",), nemotron_h.from_gguf, nemotron_h.from_hf, "Nemotron-H, Nemotron 3 Nano (safetensors)"),
     Family("bert", ("bert",), ("bert", "roberta", "xlm-roberta"), bert.from_gguf, bert.from_hf, "MiniLM, bge, e5, cross-encoders"),
     Family("nomic-bert", ("nomic-bert",), ("nomic_bert",), nomic_bert.from_gguf, nomic_bert.from_hf, "Nomic Embed 1, 1.5"),
 )
