@@ -75,6 +75,6 @@ def test_aiperf_counts_the_tokens_that_the_server_counts(runner: Runner, models_
 
 def test_aiperf_runs_its_embeddings_path_and_counts_the_same_inputs(models_dir: Path, tmp_path: Path) -> None:
     with served(models_dir, tmp_path, "--task", "embed") as found:
-        rows = profile(found.url, models_dir, tmp_path / "out", "embeddings")
+        rows = profile(found.url, models_dir, tmp_path / "aiperf", "embeddings")
         assert len(rows) == N_REQUESTS and {row["input_sequence_length"]["value"] for row in rows} == {N_IN}
         assert counters(found.url)["prompt_tokens"] == N_REQUESTS * N_IN

@@ -21,6 +21,8 @@ Headers = list[tuple[bytes, bytes]]
 Application = Callable[[Any, Receive, Send], Awaitable[None]]
 
 JSON = b"application/json"
+WRITE = "paddock.write"
+"""In a request's scope: see Exchange.write_now."""
 IGNORED = b"x-paddock-ignored-fields"
 SSE = b"text/event-stream; charset=utf-8"
 BODY_GRACE_S = 30.0
@@ -54,11 +56,14 @@ class Exchange:
         "request_id",
         "status",
         "weight",
+        "write_now",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.received_ns = time.monotonic_ns()
         self._scope, self._receive, self._send = scope, receive, send
+        self.write_now: Callable[[bytes], bool] | None = scope.get(WRITE) if scope["method"] != "HEAD" else None
+        """Writes a part of a started answer at once; False where `send_part` has to. Only a server has it."""
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self._headers: dict[bytes, bytes] = dict(scope["headers"])

@@ -7,13 +7,15 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..errors import FileError, UsageError
+from .http import WRITE
 from .routes import Application
 from .service import Front
 
@@ -98,6 +100,8 @@ class Protocol(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.scope[WRITE] = partial(_write, self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         """The request is complete; what comes next is another's head."""
@@ -116,6 +120,17 @@ class Protocol(HttpToolsProtocol):
         self._head_timer = None
         if self.transport is not None and not self.transport.is_closing():
             self.transport.close()
+
+
+def _write(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """Writes a part of an answer that is under way, without a coroutine and a message for each token.
+
+    False: nothing was written, because the client does not read or has left, or the answer is not chunked; `send` knows what to do then.
+    """
+    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 class _Uvicorn(uvicorn.Server):

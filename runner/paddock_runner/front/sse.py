@@ -44,7 +44,9 @@ class EventStream:
                 return
         data = b"".join(self._parts)
         self._parts.clear()
-        self._drive(self._exchange.send_part(data))
+        write = self._exchange.write_now
+        if write is None or not write(data):
+            self._drive(self._exchange.send_part(data))
 
     def tick(self) -> None:
         """Called at intervals: a stream that was silent since the last call gets a comment."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..errors import Cancelled, PaddockError, ShuttingDown
 from ..text.events import CallStart, Event, Text, Thought
 from ..text.stream import TextStream
-from ..wire.messages import ROW_LENGTH, ROW_NAN, ROW_SCORE, ROW_STOP, Done, Reason, Refused, Started
+from ..wire.messages import ROW_NAN, ROW_SCORE, ROW_STOP, Done, Reason, Refused, Started
 
 if TYPE_CHECKING:
     from .constrain import Walk
@@ -21,6 +21,7 @@ Top = tuple[tuple[int, float], ...]
 Prob = tuple[int, float, Top]
 """(token id, log-probability, the best (id, log-probability) pairs)."""
 NO_PROBS: tuple[Prob, ...] = ()
+RARE = ROW_STOP | ROW_NAN | ROW_SCORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +72,14 @@ class Choice:
 
     def take(self, token: int, flags: int, logprob: float, top: Top) -> None:
         """One token from the engine."""
-        if flags & ROW_SCORE:
-            self.prompt_probs.append((token, logprob, top[: self.turn.wish.n_prompt_logprobs]))
+        if flags & RARE:
+            self._take_rare(token, flags, logprob, top)
             return
         self.output_tokens += 1
         if self.output_tokens == 1:
             self.turn.on_first_token()
-        if flags & (ROW_STOP | ROW_NAN):
-            return
-        if self.walk is not None and not flags & ROW_LENGTH:
+        if self.walk is not None and not flags:
             self.walk.take(token)
-        self._show(token, logprob, top)
-        if self.tokens is not None and self.end is None:
-            self.tokens.append(token)
-            if self._is_thinking and 0 <= self._max_reasoning <= self.reasoning_tokens and not flags & ROW_LENGTH:
-                self._end_reasoning()
-
-    def _show(self, token: int, logprob: float, top: Top) -> None:
-        """A token becomes text, and whatever that tells."""
         try:
             text = self._text.push(token)
         except IndexError:  # a row of the embedding that the tokenizer has no text for
@@ -104,31 +95,40 @@ class Choice:
         if self._text.matched is not None:
             self.turn.desk.abort(self.ask_id)
             self._finish("stop", self._text.matched)
+        elif self.tokens is not None:
+            self.tokens.append(token)
+            if self._is_thinking and 0 <= self._max_reasoning <= self.reasoning_tokens and not flags:
+                self._end_reasoning(self.tokens)
 
-    def _end_reasoning(self) -> None:
+    def _take_rare(self, token: int, flags: int, logprob: float, top: Top) -> None:
+        """A token of the prompt that was rated, or one that ends the answer and is not shown."""
+        if flags & ROW_SCORE:
+            self.prompt_probs.append((token, logprob, top[: self.turn.wish.n_prompt_logprobs]))
+            return
+        self.output_tokens += 1
+        if self.output_tokens == 1:
+            self.turn.on_first_token()
+
+    def _end_reasoning(self, tokens: array[int]) -> None:
         """The reasoning has had its tokens: what ends it is put in, and the model goes on from there.
 
         An answer that waits for masks gets it by these; another is asked for anew, with the answer so far as a part of the prompt.
         """
-        closing, self._max_reasoning = self.turn.reasoning_end, -1
+        closing, self._max_reasoning, self.tokens = self.turn.reasoning_end, -1, None
         if self.walk is not None:
-            self.walk.forced, self.tokens = closing, None
+            self.walk.forced = closing
             return
         for token in closing:
-            self.output_tokens += 1
-            self._show(token, 0.0, ())
+            if self.end is None:
+                self.take(token, 0, 0.0, ())
         if self.end is not None:
             return
-        assert self.tokens is not None
-        self.tokens.extend(closing)
         self.turn.desk.abort(self.ask_id)
         self._is_resumed = True
-        left = self.turn.wish.max_tokens - self.output_tokens
-        if self.turn.wish.max_tokens and left < 1:
+        if self.turn.wish.max_tokens and self.output_tokens >= self.turn.wish.max_tokens:
             self._finish("length", None)
-            return
-        self.turn.resume(self, self.tokens)
-        self.tokens = None
+        else:
+            self.turn.resume(self, tokens + array("i", closing))
 
     def on_started(self, event: Started) -> None:
         """The engine began with the prompt."""
