@@ -17,7 +17,7 @@ MODEL: Shape = {
 }  # fmt: skip
 SERVER: Shape = {
     "name": str, "ref": str, "path": str, "pid": int, "url": str, "host": str, "port": int, "device": str, "max_ctx_tokens": int,
-    "max_batch": int, "started_at": float, "log": str,
+    "max_batch": int, "planned_bytes": int, "started_at": float, "log": str,
 }  # fmt: skip
 PLAN: Shape = {
     "lines": [{"name": str, "bytes": int, "source": str, "group": str}], "total_bytes": int, "peak_bytes": int, "max_ctx_tokens": int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,15 +66,29 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def fake_runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runners are the fake one; all are stopped at the end."""
-    monkeypatch.setattr(spawn, "RUNNER", (sys.executable, str(FAKE_RUNNER)))
+def stopped() -> Iterator[None]:
+    """No server outlives its test."""
     home = places()
     yield
     for server in state.servers(home):
-        spawn.stop(home, server, 5.0)
+        spawn.stop(home, server, 10.0)
     while spawn.CHILDREN:
-        spawn.CHILDREN.popitem()[1].wait(5.0)
+        spawn.CHILDREN.popitem()[1].wait(10.0)
+
+
+@pytest.fixture
+def fake_runner(monkeypatch: pytest.MonkeyPatch, stopped: None) -> None:
+    """Runners are the fake one; all are stopped at the end."""
+    monkeypatch.setattr(spawn, "RUNNER", (sys.executable, str(FAKE_RUNNER)))
+
+
+@pytest.fixture(scope="session")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate that signs itself, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=paddock.test"]
+    subprocess.run([*words, "-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")], check=True, capture_output=True)
+    return str(folder / "cert.pem"), str(folder / "key.pem")
 
 
 def tiny_gguf(arch: str = "llama", context: int = 128) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import ssl
 import stat
-import subprocess
 import urllib.error
 import urllib.request
 
@@ -16,15 +15,6 @@ from paddock_manager.paths import places
 from tests.cli.conftest import tiny_gguf
 
 pytestmark = pytest.mark.usefixtures("fake_runner")
-
-
-@pytest.fixture(scope="session")
-def tls(tmp_path_factory):
-    """A certificate that signs itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=paddock.test"]
-    subprocess.run([*words, "-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")], check=True, capture_output=True)
-    return str(folder / "cert.pem"), str(folder / "key.pem")
 
 
 def get(server, key, path="/v1/models", context=None):

@@ -26,7 +26,7 @@ def test_serve_waits_until_it_is_ready_and_ps_stop_know_it(paddock, model_file):
     assert (server["name"], server["max_ctx_tokens"], server["max_batch"], server["device"]) == ("mine.Q4_0", 512, 3, "cpu")
     listed = paddock("ps", "--json").json["servers"]
     assert [(s["pid"], s["state"], s["url"]) for s in listed] == [(server["pid"], "ready", server["url"])]
-    assert paddock("ps").out.splitlines()[0].split() == ["NAME", "PID", "DEVICE", "CTX", "BATCH", "STATE", "STARTED", "URL"]
+    assert paddock("ps").out.splitlines()[0].split() == ["NAME", "PID", "DEVICE", "CTX", "BATCH", "MEMORY", "STATE", "STARTED", "URL"]
     stopped = paddock("stop", "mine.Q4_0")
     assert stopped.code == 0 and stopped.out == f"stopped mine.Q4_0 (pid {server['pid']})\n"
     assert paddock("ps", "--json").json["servers"] == []

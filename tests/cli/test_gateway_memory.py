@@ -9,21 +9,12 @@ import urllib.request
 
 import psutil
 import pytest
-from paddock_manager.fleet import spawn, state
+from paddock_manager.fleet import state
 from paddock_manager.paths import places
 
 from tests import tiny_gguf
 
-
-@pytest.fixture(autouse=True)
-def stopped():
-    """No server outlives its test."""
-    home = places()
-    yield
-    for server in state.servers(home):
-        spawn.stop(home, server, 10.0)
-    while spawn.CHILDREN:
-        spawn.CHILDREN.popitem()[1].wait(10.0)
+pytestmark = pytest.mark.usefixtures("stopped")
 
 
 def ask(server, key, model):

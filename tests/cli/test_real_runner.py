@@ -8,27 +8,16 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from paddock_manager.fleet import spawn, state
+from paddock_manager.fleet import state
 from paddock_manager.paths import places
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("stopped")]
 
 
 @pytest.fixture
 def model(models_dir: Path) -> str:
     """The small model, used where it lies."""
     return str(models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf")
-
-
-@pytest.fixture(autouse=True)
-def stopped():
-    """No server outlives its test."""
-    home = places()
-    yield
-    for server in state.servers(home):
-        spawn.stop(home, server, 10.0)
-    while spawn.CHILDREN:
-        spawn.CHILDREN.popitem()[1].wait(10.0)
 
 
 def test_served_model_answers_and_takes_what_fit_said(paddock, model):
@@ -93,13 +82,10 @@ def test_truncated_file_is_exit_7_from_every_command(paddock, model, tmp_path):
         assert "cut.gguf" in done.err and "Traceback" not in done.err
 
 
-def test_https_by_the_runner_itself(paddock, model, tmp_path):
+def test_https_by_the_runner_itself(paddock, model, tls):
     import ssl
-    import subprocess
 
-    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
-    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=x"]
-    subprocess.run([*words, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    cert, key = tls
     assert paddock("serve", model, "--port", "0", "--ctx", "256", "--tls-cert", key, "--tls-key", key).code == 7
     done = paddock("serve", model, "--port", "0", "--ctx", "256", "--batch", "1", "--device", "cpu", "--tls-cert", cert, "--tls-key", key, "--json")
     assert done.code == 0, done.err

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from paddock_runner.errors import PaddockError
 
@@ -17,6 +19,9 @@ from paddock_manager.fleet import keys, state
 from paddock_manager.options import Command, Option, Values
 from paddock_manager.store import index
 from paddock_manager.ui import Ui, size
+
+if TYPE_CHECKING:
+    from paddock_manager.store.web import Web
 
 COMMAND = Command(
     "doctor",
@@ -195,14 +200,35 @@ def _hub() -> list[Finding]:
         return [Finding("hub", "warn", "HF_HUB_OFFLINE is set: nothing is asked", "unset it")]
     with Web(settings.endpoint, settings.token, Timing(5.0, 10.0)) as web:
         trouble = hub.reachable(web)
+        data = [] if trouble else _data_hosts(web)
     token = "with a token" if settings.token else "without a token"
     if trouble is None:
-        return [Finding("hub", "ok", f"{settings.endpoint} answers ({token})")]
+        return [Finding("hub", "ok", f"{settings.endpoint} answers ({token})"), *data]
     return [
         Finding(
             "hub",
             "wrong",
             f"{settings.endpoint}: {trouble.message}",
             "check proxy variables and certificates, or set HF_ENDPOINT to a mirror",
+        )
+    ]
+
+
+def _data_hosts(web: Web) -> list[Finding]:
+    """The hosts that the bytes of a small model of the catalog come from: often not the hub's own."""
+    from paddock_manager.catalog import catalog
+    from paddock_manager.store import hub
+
+    source = catalog.entries()["smollm2-135m"].sources[0]
+    trouble = hub.data_host(web, source.repo, source.rev, source.file)
+    others = ", ".join(sorted(web.hosts - {urlsplit(web.endpoint).netloc})) or "the hub itself"
+    if trouble is None:
+        return [Finding("data", "ok", f"bytes come from {others}, which answers")]
+    return [
+        Finding(
+            "data",
+            "wrong",
+            trouble.message,
+            f"let {others} through the proxy or firewall, or set HF_ENDPOINT to a mirror",
         )
     ]

@@ -9,7 +9,7 @@ from paddock_manager.commands.serve import facts
 from paddock_manager.fleet import client, state, watch
 from paddock_manager.fleet.state import Server
 from paddock_manager.options import Command, Values
-from paddock_manager.ui import Ui, ago, plain
+from paddock_manager.ui import Ui, ago, plain, size
 
 COMMAND = Command(
     "ps",
@@ -54,6 +54,7 @@ def run(values: Values, ui: Ui) -> int:
                 r["device"],
                 str(r["max_ctx_tokens"] or "?"),
                 str(r["max_batch"] or "?"),
+                size(r["planned_bytes"]) if r["planned_bytes"] else "?",
                 r["state"],
                 ago(r["started_at"]),
                 r["url"],
@@ -66,7 +67,9 @@ def run(values: Values, ui: Ui) -> int:
                 out.say(
                     f"{r['name']} was started again {r['restarts']} time(s); it ended {r['ended']}: {plain(last[0])}"
                 )
-        out.table(("NAME", "PID", "DEVICE", "CTX", "BATCH", "STATE", "STARTED", "URL"), cells, right=(1, 3, 4))
+        out.table(
+            ("NAME", "PID", "DEVICE", "CTX", "BATCH", "MEMORY", "STATE", "STARTED", "URL"), cells, right=(1, 3, 4, 5)
+        )
 
     ui.result("ps", {"servers": rows}, human)
     return 0

@@ -182,6 +182,7 @@ def facts(server: Server) -> dict[str, Any]:
         "device": server.device,
         "max_ctx_tokens": server.max_ctx_tokens,
         "max_batch": server.max_batch,
+        "planned_bytes": server.planned_bytes,
         "started_at": server.started_at,
         "log": server.log,
     }

@@ -135,6 +135,15 @@ def reachable(web: Web) -> PaddockError | None:
         return error
 
 
+def data_host(web: Web, repo: str, commit: str, name: str) -> PaddockError | None:
+    """Does the host answer that a file's bytes come from? Its name is in web.hosts then. None when it does."""
+    try:
+        with web.get(file_url(web, repo, commit, name), {"Range": "bytes=0-0"}) as response:
+            return None if response.status_code in (200, 206) else web.status_error(response, f"{repo}/{name}")
+    except PaddockError as error:
+        return error
+
+
 def search(web: Web, words: str, limit: int) -> list[dict[str, Any]]:
     """Repositories with GGUF files whose name holds the words: repo, downloads, likes. Raises: HubError."""
     url = f"{web.endpoint}/api/models?search={quote(words, safe='')}&filter=gguf&sort=downloads&direction=-1&limit={limit}"

@@ -27,6 +27,7 @@ from paddock_runner.errors import (
 
 from paddock_manager.fleet.client import Unreachable
 from paddock_manager.fleet.keys import Ring
+from paddock_manager.fleet.spawn import RunnerDied
 from paddock_manager.fleet.state import Server
 from paddock_manager.web.pool import Pool
 
@@ -266,12 +267,15 @@ async def _answer(send: Send, status: int, body: dict[str, Any], extra: tuple[tu
 async def _problem(send: Send, error: PaddockError) -> None:
     """An error in the shape that OpenAI's clients read."""
     kind = "invalid_request_error" if error.http_status < 500 else "server_error"
+    hint = (
+        "" if isinstance(error, RunnerDied) else error.hint
+    )  # it quotes the log, which is for the owner of this machine
     wait = error.facts.get("retry_after_ms")
     extra = ((b"retry-after", str(max(1, int(wait) // 1000)).encode()),) if wait else ()
     await _answer(
         send,
         error.http_status,
-        {"error": {"message": error.message, "type": kind, "param": None, "code": error.code, "hint": error.hint}},
+        {"error": {"message": error.message, "type": kind, "param": None, "code": error.code, "hint": hint}},
         extra,
     )
 
