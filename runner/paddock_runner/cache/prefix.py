@@ -17,8 +17,8 @@ from .pages import PageFault, PagePool
 from .states import StatePool
 from .tiers import Tiers, page_keys, root_key
 
-MAX_LOOKS = 64
-"""Edges that are compared when it is asked where a prompt leaves what is known."""
+MAX_LOOKS = 4
+"""Edges, the newest, that are compared when it is asked where a prompt leaves what is known."""
 
 
 class Node:
@@ -175,7 +175,7 @@ class PrefixTree:
         node, at = self._roots.get(salt), 0
         while node is not None and at < len(tokens):
             found = node.children.get(tokens[at : at + self._page_bytes])
-            edges = [found.edge] if found is not None else [c.edge for c in islice(node.children.values(), MAX_LOOKS)]
+            edges = [found.edge] if found is not None else [c.edge for c in islice(reversed(node.children.values()), MAX_LOOKS)]
             n = max((first_difference(edge, tokens, at, min(len(edge), len(tokens) - at)) for edge in edges), default=0)
             at += n
             if found is None or n < len(found.edge):
