@@ -92,6 +92,7 @@ SHAPES: dict[str, Shape] = {
                 "errors": int, "error": str,
             }
         ],
+        "quality?": [{"kv": str, "perplexity": float, "delta": float, "tokens": int}],
     },
     "launch": {"env": {}, "command": [str], "server": SERVER},
     "config": {"settings": [{"key": str, "value": (int, str), "origin": str, "default": (int, str), "about": str}], "file": str},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -124,6 +125,14 @@ def test_launch_prints_the_environment_and_starts_programs_with_it(paddock, mode
     assert paddock("launch", "claude", "m").code == 0
     assert (tmp_path / "saw").read_text() == f"{server['url']}m"
     assert paddock("launch", "nothing", "m").code == 2
+
+
+@pytest.mark.usefixtures("fake_runner")
+def test_bench_quality_compares_a_kv_format_with_the_baseline(paddock, model_file):
+    same = paddock("bench", str(model_file), "--quality", "--json")
+    assert same.code == 0 and [r["kv"] for r in same.json["quality"]] == ["bf16"] and same.json["quality"][0]["perplexity"] == round(math.e, 5)
+    worse = paddock("bench", str(model_file), "--quality", "--kv", "fp8", "--json")
+    assert worse.code == 1 and [r["kv"] for r in worse.json["quality"]] == ["bf16", "fp8"] and worse.json["quality"][1]["delta"] > 0.6
 
 
 @pytest.mark.usefixtures("fake_runner")

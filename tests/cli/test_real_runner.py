@@ -94,3 +94,10 @@ def test_https_by_the_runner_itself(paddock, model, tls):
     with urllib.request.urlopen(done.json["server"]["url"] + "/health", context=context) as answer:
         assert answer.status == 200
     assert paddock("run", model, "Say hello.", "--temperature", "0", "--max-tokens", "4").out.strip()
+
+
+def test_bench_quality_tells_the_perplexity_of_the_fixed_text(paddock, model):
+    done = paddock("bench", model, "--quality", "--kv", "f16", "--device", "cpu", "--json")
+    assert done.code == 0, done.err
+    base, f16 = done.json["quality"]
+    assert 5 < base["perplexity"] < 40 and abs(f16["delta"]) < 0.01 and base["tokens"] > 500

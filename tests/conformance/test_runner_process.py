@@ -172,6 +172,30 @@ def test_engine_does_not_outlive_a_front_that_was_killed(tmp_path: Path, model: 
         assert until(runner.is_gone, 10)
 
 
+def test_a_killed_runner_comes_back_with_its_pages_from_disk(tmp_path: Path, model: Path) -> None:
+    body = {"model": "tiny", "prompt": "once upon a time there was " * 6, "max_tokens": 4, "temperature": 0}
+    keys = tmp_path / "keys"
+    keys.write_text("the-key-of-both\n")
+    flags = ("--disk-cache-gib", "0.01", "--cache-dir", str(tmp_path / "pages"), "--api-key-file", str(keys))
+    headers = {"authorization": "Bearer the-key-of-both"}
+    answers, cached = [], []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        with running(folder, model, *flags) as r:
+            answer = httpx.post(f"{r.url}/v1/completions", json=body, headers=headers, timeout=60).json()
+            answers.append(answer["choices"][0]["text"])
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+            def is_kept(r: Runner = r) -> bool:
+                tiers = httpx.get(f"{r.url}/v1/paddock/state", headers=headers, timeout=60).json()["engine"]["tiers"]
+                return bool(tiers["disk"] and tiers["disk"] >= tiers["host"])
+
+            assert until(is_kept)
+            for child in r.children:
+                child.kill()
+    assert cached[0] == 0 and cached[1] >= 32 and answers[0] == answers[1]
+
+
 def test_faults_at_start_are_one_sentence_and_an_exit_code(tmp_path: Path, model: Path) -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     cut = tmp_path / "cut.gguf"

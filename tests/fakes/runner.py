@@ -83,6 +83,11 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.is_allowed():
             return
+        if self.path == "/v1/completions":
+            worse = 0.5 if self.flags.get("--kv-dtype") == "fp8" else 0.0
+            entries = [None, *({str(i): {"logprob": -1.0 - worse, "rank": None, "decoded_token": "x"}} for i in range(9))]
+            self.reply(200, {"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]})
+            return
         text = asked["messages"][-1]["content"]
         if text == "too long":
             self.reply(400, {"error": {"message": "the prompt has 9 tokens, the context 8", "code": "context_length_exceeded"}})

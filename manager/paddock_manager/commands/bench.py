@@ -15,11 +15,13 @@ from paddock_manager import paths
 from paddock_manager.commands import run as run_command
 from paddock_manager.commands import target
 from paddock_manager.commands.target import LOAD_OPTIONS
+from paddock_manager.fleet import quality
 from paddock_manager.fleet.client import Chat
 from paddock_manager.fleet.state import Server
 from paddock_manager.options import Argument, Command, Option, Values
 from paddock_manager.ui import Ui
 
+BASELINE = "bf16"
 COMMAND = Command(
     "bench",
     "Measure a model as clients see it: first token, tokens in between, throughput.",
@@ -29,6 +31,7 @@ COMMAND = Command(
         Option("--prompt-tokens", "length of the prompt, about (default 256)", "int", value="N"),
         Option("--tokens", "tokens to generate (default 64)", "int", value="N"),
         Option("--rounds", "requests of each stream (default 2)", "int", value="N"),
+        Option("--quality", "tell how well the model foretells a fixed text, beside a KV cache in bf16, instead of how fast it is", "flag"),
         *LOAD_OPTIONS,
     ),
     "Every prompt is different, so that no prefix is cached. Figures are medians.",
@@ -46,7 +49,9 @@ class Sample:
 
 
 def run(values: Values, ui: Ui) -> int:
-    """Measure at every number of streams."""
+    """Measure at every number of streams, or how good the answers can be."""
+    if values.flag("quality"):
+        return run_quality(values, ui)
     try:
         streams = [int(w) for w in (values.text("streams") or "1,2,4,8").split(",")]
     except ValueError:
@@ -86,6 +91,34 @@ def run(values: Values, ui: Ui) -> int:
 
     ui.result("bench", {**facts, "rows": rows}, human)
     return 1 if any(r["errors"] for r in rows) else 0
+
+
+def run_quality(values: Values, ui: Ui) -> int:
+    """Perplexity of the fixed text with the KV format that was asked for, and with the baseline's; 1 when it is clearly worse."""
+    places = paths.places()
+    found = target.find_or_pull(places, values.text("model"), ui)
+    asked = values.text("kv") or BASELINE
+    values.found.setdefault("ctx", 2048)
+    values.found.setdefault("batch", 1)
+    rows: list[dict[str, Any]] = []
+    for kv in dict.fromkeys((BASELINE, asked)):
+        values.found["kv"] = kv
+        ui.say(f"KV in {kv} …")
+        with run_command.server_for(places, found, values, ui) as (server, key):
+            result, device = quality.measure(server, key), server.device
+        first = rows[0]["perplexity"] if rows else result.perplexity
+        rows.append({"kv": kv, "perplexity": round(result.perplexity, 5), "delta": round(result.perplexity / first - 1, 6), "tokens": result.tokens})
+    is_good = rows[-1]["delta"] <= quality.LIMIT
+
+    def human(out: Ui) -> None:
+        cells = [(r["kv"], f"{r['perplexity']:.4f}", f"{100 * r['delta']:+.3f} %") for r in rows]
+        out.table(("KV", "PERPLEXITY", "AGAINST " + BASELINE.upper()), cells, right=(1, 2))
+        if not is_good:
+            out.say(f"KV in {asked} makes this model more than {100 * quality.LIMIT:g} % worse on this text")
+
+    facts = {"model": found.name, "device": device, "prompt_tokens": rows[0]["tokens"], "tokens": 1, "rows": []}
+    ui.result("bench", {**facts, "quality": rows}, human)
+    return 0 if is_good else 1
 
 
 class Load:

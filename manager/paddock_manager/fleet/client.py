@@ -90,7 +90,7 @@ class Chat:
                 url=server.url,
             ) from None
         if self._response.status != 200:
-            trouble = _error_of(self._response.status, self._response.read(1 << 20))
+            trouble = error_of(self._response.status, self._response.read(1 << 20))
             self._connection.close()
             raise trouble
 
@@ -127,7 +127,7 @@ class Chat:
         except ValueError:
             raise FileError(f"{self.server.url} sent an event that is not JSON") from None
         if "error" in event:
-            raise _error_of(int(event["error"].get("status", 500) or 500), data)
+            raise error_of(int(event["error"].get("status", 500) or 500), data)
         self.answer.model = event.get("model") or self.answer.model
         self.answer.usage = event.get("usage") or self.answer.usage
         for choice in event.get("choices", []):
@@ -170,7 +170,7 @@ class Chat:
         )
 
 
-def _error_of(status: int, raw: bytes) -> PaddockError:
+def error_of(status: int, raw: bytes) -> PaddockError:
     """The runner's error body as the error it was."""
     try:
         body = json.loads(raw)["error"]
