@@ -122,7 +122,9 @@ def _load(device: Device, assembly: Assembly, blueprint: Blueprint, program: Pro
     scratch = device.alloc(planned, "scratch")
     device.load(program, token_buckets(sizes.max_step_tokens), (scratch, planned))
     # Attaching memory takes a GPU's driver a moment: the first prompts of every slot find it there.
-    device.grow_pages(1 if device.facts.is_host else min(sizes.n_pages, 1 + sizes.n_slots * START_TOKENS // sizes.page_tokens))
+    device.grow_pages(
+        1 if device.facts.is_host else min(sizes.n_pages, 1 + sizes.n_slots * START_TOKENS // sizes.page_tokens)
+    )
 
 
 def _scalars(sizes: StateSizes, page_bytes: int) -> dict[str, int]:

@@ -17,11 +17,14 @@ from .request import Phase, Request
 if TYPE_CHECKING:
     from .loop import Engine, Step
 
+FADE = 0.99
+"""What is believed of the cost of guesses fades with each look, so that it is measured again some day."""
+
 
 class Drafter:
     """Who is guessed for, and with how many tokens."""
 
-    __slots__ = ("_engine", "_turn", "accepted", "drafted", "is_on", "requests")
+    __slots__ = ("_engine", "_extra_us", "_turn", "accepted", "drafted", "is_on", "requests")
 
     def __init__(self, engine: Engine, is_on: bool) -> None:
         self._engine = engine
@@ -29,6 +32,8 @@ class Drafter:
         self.requests: list[Request] = []
         """Those without a standing row, because they are guessed for."""
         self.drafted = self.accepted = self._turn = 0
+        self._extra_us = 0.0
+        """What guesses add to a step, as measured; 0 while that is not known."""
 
     def may_guess(self, request: Request) -> bool:
         """Masks and best tokens need one token at a time."""
@@ -46,8 +51,9 @@ class Drafter:
         cost = self._engine.scheduler.cost
         base = cost.decode_us(n_rows)
         gap = self._engine.policy.draft_gap_us if self._engine.run_ahead else 0.0
+        extra = max(cost.chunk_us(n, 0) + gap, self._extra_us)
         expected = rate * (1 - rate**n) / (1 - rate) if rate < 1 else n
-        return (n_rows + expected) / n_rows * base / (base + cost.chunk_us(n, 0) + gap)
+        return (n_rows + expected) / n_rows * base / (base + extra)
 
     def best(self, rate: float, n_rows: int) -> tuple[float, int]:
         """The number of guesses that is worth most, and what it is worth."""
@@ -70,6 +76,7 @@ class Drafter:
             return
         n_known = engine.given_tokens(request) + request.prompt_tokens
         request.guess.next_probe = n_known + most
+        self._extra_us *= FADE
         if n_known - most <= request.prompt_tokens:
             return
         text = slots.tokens_of(request, max(0, n_known - WINDOW_TOKENS), n_known)
@@ -117,6 +124,11 @@ class Drafter:
                 request.guess.see(0, 1)
             found.append((slot, 1 + len(guess) // 4))
         return found
+
+    def see(self, n_rows: int, us: float) -> None:
+        """Learns from a step with guesses. The cost model does not: what they add is not what prefill adds."""
+        extra = max(0.0, us - self._engine.scheduler.cost.decode_us(n_rows))
+        self._extra_us += 0.1 * (extra - self._extra_us) if self._extra_us else extra
 
     def launched(self, rows: list[tuple[int, int]], seq: int) -> None:
         """A step with these rows has been given."""

@@ -29,7 +29,7 @@ from .policy import Policy
 from .report import miss_of
 from .request import Phase, Request
 from .scheduler import Scheduler
-from .slots import Chunk, SlotTable
+from .slots import Chunk, SlotTable, draws_come_first
 from .states import StateKeeper
 from .vectors import ReadVectors, send_vectors
 
@@ -196,7 +196,9 @@ class Engine:
                 request.first_ns = request.first_ns or now
             step.firsts = None
         self.last_took_ns = now - max(step.launched_ns, self.last_done_ns)
-        if seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or seq < SEE_FIRST:
+        if any(n > 1 for _, n in step.drafts):
+            self.drafter.see(step.n_decode, self.last_took_ns / 1000)
+        elif seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or seq < SEE_FIRST:
             self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self.last_took_ns / 1000)
         self.last_done_ns = now
         if is_eventful:
@@ -347,7 +349,9 @@ class Engine:
         step.seq = self.launched_seq
         n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, singles, drafts)
         step.n_decode, step.n_prefill = n_decode, n_tokens - n_decode
-        step.is_plain = step.n_samples <= n_decode + len(chunks) and not drafts and (len(chunks) < 2 or _draws_come_first(chunks))
+        step.is_plain = (
+            step.n_samples <= n_decode + len(chunks) and not drafts and (len(chunks) < 2 or draws_come_first(chunks))
+        )
         step.drafts = drafts
         step.has_top = slots.n_top > 0
         step.has_singles = bool(singles or drafts)
@@ -483,12 +487,6 @@ class Engine:
         n_held = sum(r is not None for r in self.slots.request_of)
         if n_held + self.slots.n_free != self.sizes.n_slots:
             raise PageFault(f"{n_held} slots are held and {self.slots.n_free} free of {self.sizes.n_slots}", pages=[])
-
-
-def _draws_come_first(chunks: Sequence[Chunk]) -> bool:
-    """The rows that draw a token come before those that do not, so that a slice finds them."""
-    n = sum(samples for _, _, samples in chunks)
-    return all(samples for _, _, samples in chunks[:n])
 
 
 def freeze() -> None:

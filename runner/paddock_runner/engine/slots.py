@@ -382,3 +382,9 @@ class SlotTable:
         if self._n_payload:
             self._payload.clear()
             self._n_payload = 0
+
+
+def draws_come_first(chunks: Sequence[Chunk]) -> bool:
+    """The rows that draw a token come before those that do not, so that a slice finds them."""
+    n = sum(samples for _, _, samples in chunks)
+    return all(samples for _, _, samples in chunks[:n])
