@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -220,3 +221,23 @@ def test_faults_at_start_are_one_sentence_and_an_exit_code(tmp_path: Path, model
         assert said.startswith("paddock-runner: error: ") and words in said and said.count("\n") == 1, said
         assert not (tmp_path / "state.json").exists()
     taken.close()
+
+
+def test_512_idle_connections_cost_nothing_measurable(runner: Runner) -> None:
+    process = psutil.Process(runner.process.pid)
+
+    def spent(seconds: float) -> float:
+        """Processor seconds that the front takes meanwhile."""
+        before = sum(process.cpu_times()[:2])
+        threading.Event().wait(seconds)
+        return sum(process.cpu_times()[:2]) - before
+
+    clients = [socket.create_connection(("127.0.0.1", runner.facts["port"])) for _ in range(512)]
+    try:
+        for client in clients:
+            client.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert all(client.recv(4096).startswith(b"HTTP/1.1 200") for client in clients)
+        assert spent(1.0) < 0.05
+    finally:
+        for client in clients:
+            client.close()

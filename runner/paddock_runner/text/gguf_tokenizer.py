@@ -296,19 +296,25 @@ def score_merges(known: Mapping[str, int], scores: Sequence[float]) -> list[tupl
     Of equal scores the longer union comes first and then the longer left half: that is the order in which merging from the
     left meets them.
     """
-    ranked: list[tuple[float, int, int, str, str]] = []
-    for text, i in known.items():
-        n = len(text)
-        if not 2 <= n <= _SPM_LONGEST:
+    unions = [(-scores[i], -len(text), text) for text, i in known.items() if 2 <= len(text) <= _SPM_LONGEST]
+    unions.sort()
+    merges: list[tuple[str, str]] = []
+    n_done, is_known = 0, known.__contains__
+    while n_done < len(unions):
+        score, less, text = unions[n_done]
+        n_done += 1
+        cuts = range(-less - 1, 0, -1)
+        if n_done == len(unions) or unions[n_done][1] != less or unions[n_done][0] != score:
+            for cut in cuts:
+                if is_known(left := text[:cut]) and is_known(right := text[cut:]):
+                    merges.append((left, right))
             continue
-        score = -scores[i]
-        ranked.extend(
-            (score, -n, -cut, text[:cut], text[cut:])
-            for cut in range(1, n)
-            if text[:cut] in known and text[cut:] in known
-        )
-    ranked.sort()
-    return [(left, right) for _, _, _, left, right in ranked]
+        alike = [text]
+        while n_done < len(unions) and unions[n_done][:2] == (score, less):
+            alike.append(unions[n_done][2])
+            n_done += 1
+        merges += ((t[:cut], t[cut:]) for cut in cuts for t in alike if is_known(t[:cut]) and is_known(t[cut:]))
+    return merges
 
 
 def _unigram_parts(vocab: _Vocab) -> TokenizerParts:
