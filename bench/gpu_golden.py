@@ -1,15 +1,17 @@
 """The tiny golden checkpoints of every family through a GPU pack, against transformers' f32 logits.
 
 Usage: python -m bench.gpu_golden PACK [FOLDER] [--only NAME ...]. One line per family: the largest and the median distance of the best
-tokens' log-probabilities, token by token, in small chunks and in one chunk. Exits 1 when a family is outside LIMIT.
+tokens' log-probabilities, token by token, in small chunks and in one chunk. Exits 1 when a family is outside what bf16 explains.
 
-Weights and activations are bf16 here and f32 there: each product loses 2^-9 of its operands, a model of a few layers a few times that,
-and a router whose scores nearly tie may choose another expert; so the median counts, and the largest at a wider limit.
+Weights and activations are bf16 here and f32 there. tests/golden/bf16.json holds how far transformers itself is off in bf16 (median and
+largest distance per family; tests/golden/make_bf16.py): a family passes when its median is no larger and its largest distance within half as
+much again. Where a router's scores nearly tie, another expert may be chosen: that is what the largest distances of mixtures show.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from pathlib import Path
@@ -27,8 +29,8 @@ from tests.golden.teacher import Teacher
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"token by token": (1, 16), "small chunks": (23, 5), "one chunk": (30, 64)}
-LIMIT, FAR = 0.05, 0.5
-"""Of the median and of the largest distance, in nats."""
+FAR = 1.5
+"""How much larger than in bf16.json the largest distance may be."""
 
 
 def open_device(pack: Path, folder: Path) -> Device:
@@ -57,7 +59,7 @@ def distances(device: Device, golden: Path, n_prompt: int, chunk: int) -> list[f
 
 def family(pack: Path, folder: Path) -> bool:
     """Runs one checkpoint in every mode and tells. False when it is outside the limits."""
-    told, is_good = [], True
+    told, is_good, (limit, far) = [], True, json.loads((ROOT / "tests/golden/bf16.json").read_text()).get(folder.name, (0.05, 0.2))
     for name, (n_prompt, chunk) in MODES.items():
         try:
             device = open_device(pack, folder)
@@ -67,14 +69,14 @@ def family(pack: Path, folder: Path) -> bool:
         try:
             found = distances(device, folder / "golden.npz", n_prompt, chunk)
             middle, most = statistics.median(found), max(found)
-            is_good = is_good and middle <= LIMIT and most <= FAR
+            is_good = is_good and middle <= limit and most <= FAR * far
             told.append(f"{name} {middle:.4f} (max {most:.4f})")
         except (PaddockError, AssertionError) as error:
             is_good = False
             told.append(f"{name}: {error!r}")
         finally:
             device.close()
-    sys.stdout.write(f"{'ok  ' if is_good else 'FAIL'}  {folder.name:18} {', '.join(told)}\n")
+    sys.stdout.write(f"{'ok  ' if is_good else 'FAIL'}  {folder.name:18} {', '.join(told)}; transformers {limit} ({far})\n")
     sys.stdout.flush()
     return is_good
 

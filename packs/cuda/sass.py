@@ -21,8 +21,8 @@ import build
 
 MATRIX = re.compile(r"\b(HMMA|HGMMA|QGMMA|IMMA|IGMMA|QMMA|OMMA|UTC\w*MMA)(?:\.[\w.]+)?")
 ANYWHERE = {
-    "stream_matmul": "HMMA", "gemm_mma": "HMMA", "attention_prefill_kernel": "HMMA", "expert_stream": "HMMA", "expert_tiles": "HMMA", "delta_chunk": "HMMA",
-    "delta_scan": "HMMA",
+    "stream_matmul": "HMMA", "gemm_mma": "HMMA", "attention_prefill_kernel": "HMMA", "expert_stream_kernel": "HMMA", "expert_tiles_kernel": "HMMA", "delta_chunk_kernel": "HMMA",
+    "delta_scan_kernel": "HMMA",
 }  # fmt: skip
 HOPPER = {"gemm_wgmma": "HGMMA|QGMMA", "attention_wgmma": "HGMMA"}
 WHOLE = {"sm_90a": ("HGMMA", "QGMMA")}

@@ -73,7 +73,7 @@ def main() -> None:
     for arch in build.ARCHS if "all" in options.archs else options.archs:
         library = options.packs / f"libpaddock_cuda_{arch.replace('_', '')}.so"
         if not options.built:
-            library = build.build(arch, options.packs, options.jobs, False, True)
+            library = build.build(arch, options.packs, options.jobs, False, arch in build.VALIDATED)
         if not library.exists():
             raise SystemExit(f"{library} is not built")
         print(make_wheel(library, options.out))

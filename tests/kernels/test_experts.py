@@ -170,6 +170,29 @@ def test_experts_of_every_format_equal_numpy(bench, rng, kind):
         assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else 2e-2), (n, error)
 
 
+@pytest.mark.parametrize("favour", [0, 40])
+def test_many_choices_reach_their_experts(bench, rng, favour):
+    """Thousands of pairs, even and lopsided; one token names an expert that is not there."""
+    b, m, f, n_experts, k, n = bench(), 64, 32, 16, 8, 250
+    x, x64 = b.activations(rng.normal(size=(n, m)) * 0.3, T)
+    parts = [[random_weight("bf16", *shape, rng) for _ in range(n_experts)] for shape in ((f, m), (f, m), (m, f))]
+    stacks = Stacks(*(stack_of(b, part) for part in parts), n_experts, (None, None, None), "silu", 0.0, 0.0)
+    ids64 = np.argsort(rng.random((n, n_experts)) - favour * (np.arange(n_experts) < 8), 1)[:, :k]
+    ids64[3, 2] = n_experts
+    factors64 = rounded(rng.random((n, k)) + 0.1, abi.PK_F32)
+    y = b.output(n, m, T, 0, abi.PK_F32)
+    program = Program()
+    program.experts(x, (b.upload(ids64, abi.PK_I32, T), b.upload(factors64, abi.PK_F32, T)), stacks, y)
+    b.run(program, n)
+    want = np.zeros((n, m))
+    for e in range(n_experts):
+        gate, up, down = (part[e].values.astype(np.float64) for part in parts)
+        out = (act(x64 @ gate.T, "silu") * (x64 @ up.T)) @ down.T
+        want += (factors64 * (ids64 == e)).sum(1)[:, None] * out
+    error = np.linalg.norm(b.download(y, n) - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else 2e-2), error
+
+
 @pytest.mark.parametrize("cols", [1, 33])
 def test_sigmoid_gates_rows_or_elements(bench, rng, cols):
     b = bench()

@@ -1,0 +1,49 @@
+"""Writes bf16.json: how far transformers in bf16 is from its own f32 logits on the tiny checkpoints, per family.
+
+Usage: python tests/golden/make_bf16.py (torch and transformers; a tool, never imported by the product). Per position the largest difference of
+log-probability among the twenty best tokens, token by token over the golden ids; of these the median and the largest.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis, in f64."""
+    x = x.astype(np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def distances(folder: Path) -> list[float]:
+    """Of every position of a family's golden."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    data = np.load(folder / "golden.npz")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    with torch.no_grad():
+        got = log_softmax(model(torch.tensor([data["ids"].tolist()])).logits[0].float().numpy())
+    want = log_softmax(data["logits"])
+    return [max(abs(want[t][i] - got[t][i]) for i in np.argsort(-got[t])[:20]) for t in range(len(want))]
+
+
+def main() -> None:
+    """Writes the file."""
+    found = {}
+    for golden in sorted((HERE / "tiny").glob("*/golden.npz")):
+        off = distances(golden.parent)
+        found[golden.parent.name] = [round(statistics.median(off), 4), round(max(off), 4)]
+    lines = ",\n".join(f' "{name}": {json.dumps(pair)}' for name, pair in found.items())
+    (HERE / "bf16.json").write_text(f"{{\n{lines}\n}}\n")
+
+
+if __name__ == "__main__":
+    main()
