@@ -24,24 +24,41 @@ struct AttendItem {
     int64_t page;  // where the new token goes
 };
 
-// A head of the new token: normed (norm may be null) and rotated, into v[width] by one warp.
-__device__ __forceinline__ void turn_head(const Attend &t, const float *norm, int position, int width, float *v, int lane) {
-    float s = 0.0f;
-#pragma unroll 1
-    for (int i = lane; i < width; i += 32) s += v[i] * v[i];
-    if (norm != nullptr) {
-        const float r = rsqrtf(warp_sum(s) / width + t.eps);
-#pragma unroll 1
-        for (int i = lane; i < width; i += 32) v[i] *= r * __ldg(norm + i);
+// What a lane needs of a head's norm and rotation, asked before the head is there: each load in a row with others costs a
+// trip to L2 behind the weights.
+template <int kD>
+struct Turn {
+    float norm[kD / 32], frequency[kD / 64];
+    __device__ __forceinline__ void ask(const Attend &t, const float *weights, int lane) {
+#pragma unroll
+        for (int k = 0; k < kD / 32; ++k) norm[k] = weights != nullptr ? __uint_as_float(load_stream1(weights + lane + 32 * k)) : 1.0f;
+#pragma unroll
+        for (int k = 0; k < kD / 64; ++k)
+            frequency[k] = t.frequency != nullptr && lane + 32 * k < t.rope_width / 2 ? __uint_as_float(load_stream1(t.frequency + lane + 32 * k)) : 0.0f;
+    }
+};
+
+// A head of the new token: normed (when has_norm) and rotated, in v[kD], by one warp.
+template <int kD>
+__device__ __forceinline__ void turn_head(const Attend &t, const Turn<kD> &turn, bool has_norm, int position, float *v, int lane) {
+    if (has_norm) {
+        float s = 0.0f;
+#pragma unroll
+        for (int k = 0; k < kD / 32; ++k) s += v[lane + 32 * k] * v[lane + 32 * k];
+        const float r = rsqrtf(warp_sum(s) * (1.0f / kD) + t.eps);
+#pragma unroll
+        for (int k = 0; k < kD / 32; ++k) v[lane + 32 * k] *= r * turn.norm[k];
     }
     __syncwarp();
     if (t.frequency != nullptr) {
         const int half = t.rope_width / 2;
-#pragma unroll 1
-        for (int i = lane; i < half; i += 32) {
+#pragma unroll
+        for (int k = 0; k < kD / 64; ++k) {
+            const int i = lane + 32 * k;
+            if (i >= half) continue;
             const int x = t.rope_layout ? 2 * i : i, y = t.rope_layout ? 2 * i + 1 : i + half;
             // Whole turns go away in double: angles reach the length of the context.
-            const double angle = static_cast<float>(position) * __ldg(t.frequency + i);
+            const double angle = static_cast<float>(position) * turn.frequency[k];
             float sine, cosine;
             __sincosf(static_cast<float>(angle - rint(angle * 0.15915494309189535) * 6.283185307179586), &sine, &cosine);
             sine *= t.magnitude;
@@ -75,8 +92,11 @@ __device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, co
     if (warp >= 10 || (!is_q && item.split + 1 != item.n_splits)) return;
     if (!is_q || warp < group) {
         const int head = is_q ? item.head * group + warp : t.n_heads + (is_v ? t.n_kv_heads : 0) + item.head;
+        const float *norm = is_q ? t.q_norm : t.k_norm;
+        Turn<kD> turn;
+        if (!is_v) turn.ask(t, norm, lane);
         read_head(packet_at<false>(p.x.packets, item.row * p.x.stride + static_cast<int64_t>(head) * kD), kD, epoch, v, lane);
-        if (!is_v) turn_head(t, is_q ? t.q_norm : t.k_norm, item.position, kD, v, lane);
+        if (!is_v) turn_head<kD>(t, turn, norm != nullptr, item.position, v, lane);
     }
     bf16 *to = is_q ? reinterpret_cast<bf16 *>(area + warp * head_bytes(kD))
                     : reinterpret_cast<bf16 *>(a.kv + item.page * a.page_stride + (is_v ? t.v_offset : t.k_offset)) + (static_cast<int64_t>(item.head) * a.page_tokens + item.position % a.page_tokens) * kD;

@@ -45,7 +45,14 @@ __device__ __forceinline__ const uint8_t *added_at(const Place &p, int64_t at) {
 
 // Writes an element to memory and to whoever waits for it. All lanes of a warp call it, with neighbours side by side.
 __device__ __forceinline__ void write_output(const Place p, int64_t at, float v, bool is_valid, uint32_t epoch) {
-    if (is_valid && p.data) store_from_f32(reinterpret_cast<void *>(p.data), at, p.format, v);
+    // Two formats only: code that is not there does not have to be fetched, which costs a trip to L2 behind the weights.
+    if (is_valid && p.data) {
+        if (p.format == PK_F32) {
+            reinterpret_cast<float *>(p.data)[at] = v;
+        } else {
+            reinterpret_cast<bf16 *>(p.data)[at] = __float2bfloat16(v);
+        }
+    }
     if (!p.packets) return;
     if (p.format == PK_F32) {
         if (is_valid) store_packet(reinterpret_cast<void *>(p.packets + at * 8), __float_as_uint(v), epoch);
