@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from paddock_manager.catalog import catalog, names
 from paddock_manager.store.choose import choose, gguf_variants, quant_of
+from paddock_runner.blueprint.families import FAMILIES
 from paddock_runner.errors import AmbiguousModel, UnknownModel, UnsupportedError, UsageError
 
 
@@ -112,6 +113,19 @@ def test_repository_without_weights_that_we_read_is_unsupported():
         choose("o/r", sized("pytorch_model.bin", "config.json"), "")
     with pytest.raises(UnsupportedError):
         choose("o/r", sized("vae/x.safetensors"), "")
+
+
+def test_catalog_names_families_that_are_supported_in_the_form_it_names():
+    """A short name must not lead to a download that cannot be run. Without a quantization the repository is a safetensors folder."""
+    entries = catalog.entries()
+    assert len(entries) >= 60
+    gguf, hf = ({name for family in FAMILIES for name in getattr(family, kind)} for kind in ("gguf", "hf"))
+    for name, entry in entries.items():
+        written = {entry.family, entry.family.replace("_", "-")}
+        is_gguf = bool(entry.quant)
+        assert written & (gguf | hf | {family.name for family in FAMILIES}), name
+        if is_gguf:
+            assert entry.family not in ("lfm2", "deepseek_v2", "deepseek_v3", "nemotron_h", "granitemoehybrid"), name
 
 
 def test_catalog_entries_are_sound():
