@@ -13,7 +13,7 @@ Shape = Any
 MODEL: Shape = {
     "name": str, "ref": str, "repo": str, "quant": str, "state": str, "size_bytes": int, "done_bytes": int, "path": str, "is_added": bool,
     "source": str, "commit": str, "licence": str, "pulled_at": float, "family?": (str, None), "format?": (str, None), "n_params?": int,
-    "max_ctx_tokens?": (int, None), "template_sha256?": (str, None), "role?": str, "kind?": str, "problem?": str,
+    "max_ctx_tokens?": (int, None), "template_sha256?": (str, None), "role?": str, "kind?": str, "task?": str, "problem?": str,
 }  # fmt: skip
 SERVER: Shape = {
     "name": str, "ref": str, "path": str, "pid": int, "url": str, "host": str, "port": int, "device": str, "max_ctx_tokens": int,

@@ -10,6 +10,7 @@ from paddock_manager.store import index
 from paddock_manager.store.record import Model
 from paddock_manager.ui import Ui, ago, count, plain, size
 
+GIVES = {"generate": "text", "embed": "vectors (embeddings)", "rank": "scores (reranking)"}
 COMMAND = Command(
     "show",
     "Say what a model is: files, origin, licence, sizes.",
@@ -95,6 +96,7 @@ def human(out: Ui, model: Model, with_files: bool) -> None:
         ("family", str(head.get("family") or "unknown architecture")),
         ("format", f"{head.get('format') or '?'} ({head.get('kind') or '?'})"),
         ("parameters", count(head["n_params"]) if head.get("n_params") else "?"),
+        ("gives", GIVES.get(str(head.get("task")), "text")),
         ("context", f"{head['max_ctx_tokens']} tokens" if head.get("max_ctx_tokens") else "?"),
         ("chat template", f"sha256 {head['template_sha256'][:16]}" if head.get("template_sha256") else "none"),
         ("size", size(model.size_bytes) + f" in {len(model.files)} file(s)"),

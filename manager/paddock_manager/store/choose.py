@@ -20,6 +20,10 @@ SIDE_FILES = {
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja", "preprocessor_config.json",
     "processor_config.json", "model.safetensors.index.json", "tekken.json",
 }  # fmt: skip
+SENTENCE_FILES = re.compile(
+    r"modules\.json|config_sentence_transformers\.json|sentence_bert_config\.json|\d+_(?:Pooling|Dense|LogitScore)/config\.json|\d+_Dense/model\.safetensors"
+)
+"""What sentence-transformers puts beside a model: which vectors it gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,6 @@ def _safetensors(repo: str, files: list[tuple[str, int]]) -> Choice:
         for n in names
         if n.endswith((".bin", ".pth", ".pt", ".h5", ".msgpack", ".gguf", ".onnx"))
     ]
-    skipped += [(n, "a second copy of the weights") for n in names if "/" in n and n.endswith(".safetensors")]
-    side = [n for n in names if n in SIDE_FILES]
+    side = [n for n in names if n in SIDE_FILES or SENTENCE_FILES.fullmatch(n)]
+    skipped += [(n, "a second copy of the weights") for n in names if "/" in n and n.endswith(".safetensors") and n not in side]
     return Choice("", tuple(side + kept), True, tuple(skipped))

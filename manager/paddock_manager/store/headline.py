@@ -9,6 +9,7 @@ from typing import Any
 
 from paddock_runner.errors import FileError, PaddockError
 from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
+from paddock_runner.files.sentence import purpose
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """family, format (the one that holds most bytes), n_params, max_ctx_tokens, template_sha256, role; None where unknown."""
+    """family, format (the one that holds most bytes), n_params, max_ctx_tokens, template_sha256, role, task; None where unknown."""
     bytes_of: Counter[str] = Counter()
     for view in checkpoint.tensors.values():
         bytes_of[view.format] += view.n_bytes
@@ -33,7 +34,16 @@ def of(checkpoint: Checkpoint) -> dict[str, Any]:
         "template_sha256": hashlib.sha256(template.encode("utf-8", "replace")).hexdigest() if template else None,
         "role": checkpoint.role,
         "kind": checkpoint.kind,
+        "task": task(checkpoint),
     }
+
+
+def task(checkpoint: Checkpoint) -> str:
+    """What the model is for, as far as its files say: "generate", "embed" or "rank"."""
+    try:
+        return purpose(checkpoint) or "generate"
+    except PaddockError:
+        return "generate"
 
 
 def family(checkpoint: Checkpoint) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..errors import FileError, UnsupportedError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint
-from ..files.sentence import SentenceModules, read_modules
+from ..files.sentence import SentenceModules, purpose, read_modules
 from ..files.view import TensorView
 from .blueprint import Blueprint, Dense, Pooling
 from .quantised import rows_of
@@ -31,7 +31,7 @@ def with_pooling(blueprint: Blueprint, checkpoint: Checkpoint, task: str = "auto
     if task not in TASKS:
         raise UsageError(f"task {task!r} is not one of {', '.join(TASKS)}")
     modules = read_modules(checkpoint.path) if checkpoint.kind == "safetensors" and checkpoint.path.is_dir() else None
-    wanted = _task(blueprint, checkpoint, modules) if task == "auto" else task
+    wanted = (purpose(checkpoint) or "generate") if task == "auto" else task
     if wanted == "generate":
         if not blueprint.is_causal or not blueprint.has_out_norm:
             raise UsageError(f"{checkpoint.path}: {blueprint.family} is an encoder and generates no text", "leave --task out")
@@ -46,17 +46,6 @@ def with_pooling(blueprint: Blueprint, checkpoint: Checkpoint, task: str = "auto
 def _classifies(checkpoint: Checkpoint) -> bool:
     names = checkpoint.config.get("architectures")
     return isinstance(names, list) and any(isinstance(n, str) and n.endswith("ForSequenceClassification") for n in names)
-
-
-def _task(blueprint: Blueprint, checkpoint: Checkpoint, modules: SentenceModules | None) -> str:
-    """What the checkpoint is for, as far as its files say."""
-    if _classifies(checkpoint) or (modules is not None and modules.answers is not None) or _gguf_pool(checkpoint) == 4:
-        return "rank"
-    if modules is not None and modules.pool:
-        return "embed"
-    if not blueprint.is_causal or not blueprint.has_out_norm or _gguf_pool(checkpoint) in GGUF_POOLS:
-        return "embed"
-    return "generate"
 
 
 def _gguf_pool(checkpoint: Checkpoint) -> int:

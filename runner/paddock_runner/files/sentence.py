@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import FileError, UnsupportedError
+from .checkpoint import Checkpoint
 from .fields import Fields
 from .folder import MAX_JSON_BYTES, read_json
 
@@ -17,6 +18,26 @@ POOLS = {
 }  # fmt: skip
 POOL_NAMES = {"cls": "first", "mean": "mean", "lasttoken": "last"}
 ACTIVATIONS = {"Identity": "none", "Tanh": "tanh", "GELU": "gelu_erf"}
+
+
+ENCODERS = ("bert", "roberta", "xlm-roberta", "nomic_bert")
+"""Values of model_type whose models write no text."""
+
+
+def purpose(checkpoint: Checkpoint) -> str:
+    """What a checkpoint is for as far as its files say: "embed", "rank", or "" for nothing but text. Raises: FileError, UnsupportedError."""
+    if checkpoint.kind == "gguf":
+        arch = checkpoint.metadata.get("general.architecture")
+        kind = checkpoint.fields.integer(f"{arch}.pooling_type", 0)
+        return "rank" if kind == 4 else "embed" if kind in (1, 2, 3) or arch in ("bert", "nomic-bert") else ""
+    names = checkpoint.config.get("architectures")
+    if isinstance(names, list) and any(isinstance(n, str) and n.endswith("ForSequenceClassification") for n in names):
+        return "rank"
+    modules = read_modules(checkpoint.path) if checkpoint.path.is_dir() else None
+    if modules is not None and (modules.pool or modules.answers):
+        return "rank" if modules.answers else "embed"
+    is_encoder = checkpoint.config.get("model_type") in ENCODERS or checkpoint.config.get("use_bidirectional_attention") is True
+    return "embed" if is_encoder else ""
 
 
 @dataclass(frozen=True, slots=True)
