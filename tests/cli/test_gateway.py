@@ -186,3 +186,20 @@ def test_what_does_not_fit_the_budget_is_refused_at_the_start(paddock, models_di
     path = str(models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf")
     done = paddock("serve", path, "--on-demand", "--port", "0", "--budget", "100MiB", "--device", "cpu")
     assert done.code == 9 and "the budget is 0.10" in done.err
+
+
+def test_client_that_hangs_up_while_its_model_loads_leaves_a_runner_that_the_next_one_uses(paddock, models, tmp_path):
+    import socket
+
+    slow = tmp_path / "slowstart.gguf"
+    slow.write_bytes(tiny_gguf())
+    server = serve(paddock, [str(slow), models[0]], "--budget", "200")
+    body = json.dumps({"model": "slowstart", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server['key']}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server["port"])) as client:
+        client.sendall(head.encode() + body)
+    wait_for(lambda: loaded() == {"slowstart"})
+    pid = next(s.pid for s in state.servers(places()) if s.name == "slowstart")
+    assert call(server, "slowstart")[0] == 200
+    assert [s.pid for s in state.servers(places()) if s.name == "slowstart"] == [pid]
+    assert "Traceback" not in "\n".join(paddock("logs", server["name"], "--json").json["lines"])

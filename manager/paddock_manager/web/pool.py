@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,11 +98,11 @@ class Pool:
                     continue
                 victim.is_changing = True
             if victim is entry:
-                await asyncio.shield(self._start(entry))  # goes on for others when this client has gone
+                await _to_its_end(self._start(entry))
             else:
                 self.counts.evictions += 1
                 self.log(f"evicting {victim.launch.name} for {name}")
-                await asyncio.shield(self._stop(victim))
+                await _to_its_end(self._stop(victim))
 
     def _try(self, entry: Entry, arrived: float) -> Server | None:
         """The server, when a request that arrived then can use it now. Raises: Busy while it backs off."""
@@ -220,6 +220,13 @@ class Pool:
             }
             for name, e in self.entries.items()
         ]
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for work that goes on for others when this client has gone."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda t: t.cancelled() or t.exception())  # its trouble is kept in the entry
+    await asyncio.shield(task)
 
 
 @dataclass(slots=True)
