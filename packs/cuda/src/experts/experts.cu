@@ -128,6 +128,21 @@ __global__ void __launch_bounds__(256) expert_combine_kernel(const __grid_consta
 // How pk_repack of this pack stores a format.
 int32_t stored_format(int32_t format) { return format == PK_F32 ? PK_BF16 : format; }
 
+// How many of a block's eight warps split K: the fewest rounds of units, waves of blocks counted. rows_each: rows of a warp.
+int32_t warps_over_k(const pk_ctx &ctx, int64_t n_items, const pk_tensor &w, int64_t rows_each) {
+    const int64_t unit = unit_of(stored_format(w.format)).unit, n_units = (w.cols + unit - 1) / unit, slots = 2 * ctx.n_processors;
+    int32_t best = 8;
+    int64_t least = INT64_MAX;
+    for (int32_t n : {8, 4, 2, 1}) {
+        const int64_t rows = rows_each * (8 / n), blocks = n_items * ((w.rows + rows - 1) / rows), rounds = (n_units + n - 1) / n * ((blocks + slots - 1) / slots);
+        if (rounds < least) {
+            least = rounds;
+            best = n;
+        }
+    }
+    return best;
+}
+
 // The shape of a launch for up to n_rows tokens, and where its parts lie in the scratch.
 struct Plan {
     bool is_stream = false, is_lone = false;
@@ -161,12 +176,12 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
         for (int i = 0; i < 3; ++i) {
             const ExpertUnit unit = unit_of(stored_format(stacks[i]->format));
             while (p.item_pairs > 1 && stream_shared(stacks[i]->cols, unit, p.item_pairs, &p.x_row_bytes[i]) > kStreamShared) p.item_pairs /= 2;
-            p.warps_k[i] = 8;
-            while (p.warps_k[i] > 1 && 2 * p.warps_k[i] > (stacks[i]->cols + unit.unit - 1) / unit.unit) p.warps_k[i] /= 2;
         }
         for (int i = 0; i < 3; ++i) p.shared_bytes[i] = stream_shared(stacks[i]->cols, unit_of(stored_format(stacks[i]->format)), p.item_pairs, &p.x_row_bytes[i]);
     }
     p.max_items = static_cast<int32_t>(p.is_lone ? k : std::min(p.pairs, op.n_experts + p.pairs / p.item_pairs));
+    const bool is_one = stored_format(op.gate.format) == stored_format(op.up.format);
+    for (int i = 0; i < 3 && p.is_stream; ++i) p.warps_k[i] = warps_over_k(ctx, p.max_items, *stacks[i], i < 2 && is_one ? 16 : 32);
     p.hidden_cols = round_up(op.gate.rows, 8);
     const bool is_whole = p.is_stream || p.pairs * cols * 4 <= panel_bytes;
     p.out_format = is_whole ? PK_F32 : PK_BF16;
