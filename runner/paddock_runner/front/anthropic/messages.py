@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from ...turns.collect import Answer, Collector
-from ...turns.turn import Turn
+from ...turns.collect import Answer
 from ...turns.wish import Wish
 from ..held import Held, callable_schemas, of_schema
 from ..http import Exchange
-from ..service import Front, Shape, caller, run_stream, run_turn
+from ..service import Front, Shape
 from ..sse import EventStream
+from ..work import Work
 from .events import Events, signature, stop_of, tool_id
 from .fields import Conversation, MessagesRequest, left_out, messages_of, refuse, tools_of, usage_json
 
@@ -35,7 +35,7 @@ async def post_messages(front: Front, exchange: Exchange) -> None:
         max_reasoning=_budget(body),
     )  # fmt: skip
     reading = await held_of(body, schemas).reading(front, exchange, wish, text)
-    whose = caller(exchange, exchange.client)
+    work = Work(front, exchange, [prompt], wish, reading)
     message: dict[str, Any] = {
         "id": "msg_" + secrets.token_hex(12), "type": "message", "role": "assistant", "model": body.model or front.served.name,
         "content": [], "stop_reason": None, "stop_sequence": None,
@@ -43,15 +43,10 @@ async def post_messages(front: Front, exchange: Exchange) -> None:
     if body.stream:
         stream = EventStream(exchange)
         events = Events(stream, message)
-        events.turn = Turn(front.desk, front.served, [prompt], wish, events, whose, reading)
-        await run_stream(front, exchange, events.turn, stream)
-        events.close()
-        await stream.finish()
+        events.turn = work.turn(events)
+        await work.stream(stream, events.turn, events.close)
         return
-    collector = Collector(1)
-    turn = Turn(front.desk, front.served, [prompt], wish, collector, whose, reading)
-    await run_turn(front, exchange, turn)
-    (answer,) = collector.answers
+    turn, (answer,) = await work.collect()
     await exchange.answer_json(
         {**message, "content": _blocks(answer), **stop_of(answer.end), "usage": usage_json(turn.usage)}
     )

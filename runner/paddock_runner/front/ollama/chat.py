@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-from ...turns.collect import Collector
-from ...turns.turn import PLAIN, Reading, Turn
+from ...turns.turn import PLAIN, Reading
 from ...turns.wish import Wish
 from ..held import Held
 from ..http import Exchange
 from ..openai.fields import refuse
 from ..openai.fill import Fill
-from ..service import Front, Shape, caller, run_stream, run_turn
+from ..service import Front, Shape
 from ..sse import EventStream
+from ..work import Work
 from .fields import Generation, OllamaChat, OllamaGenerate, messages_of, now, plain_name
 from .lines import Lines, as_message, as_response, last, tool_calls
 from .lines import Shape as Part
@@ -105,19 +105,14 @@ async def _answer(
     front: Front, exchange: Exchange, body: Generation, work: tuple[array[int], Wish, Reading], shape: Part
 ) -> None:
     prompt, wish, reading = work
-    whose, model = caller(exchange, exchange.client), body.model or front.served.name
+    model, todo = body.model or front.served.name, Work(front, exchange, [prompt], wish, reading)
     if body.stream is not False:
         stream = EventStream(exchange, NDJSON)
         lines = Lines(stream, model, shape)
-        lines.turn = Turn(front.desk, front.served, [prompt], wish, lines, whose, reading)
-        await run_stream(front, exchange, lines.turn, stream)
-        lines.close()
-        await stream.finish()
+        lines.turn = todo.turn(lines)
+        await todo.stream(stream, lines.turn, lines.close)
         return
-    collector = Collector(1)
-    turn = Turn(front.desk, front.served, [prompt], wish, collector, whose, reading)
-    await run_turn(front, exchange, turn)
-    (answer,) = collector.answers
+    turn, (answer,) = await todo.collect()
     part: dict[str, Any] = {"text": answer.text}
     if answer.reasoning:
         part["thinking"] = answer.reasoning

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from ...turns.collect import Answer, Collector
-from ...turns.turn import Turn
+from ...turns.collect import Answer
 from ..http import Exchange
-from ..service import Front, Shape, caller, run_stream, run_turn
+from ..service import Front, Shape
 from ..sse import EventStream
+from ..work import Work
 from .chunks import FINISH, ChatChunks, Head, call_id
 from .fields import ChatMessage, ChatRequest, refuse, usage_json
 from .probs import chat_entries, prompt_entries
@@ -41,8 +41,8 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     wish = body.wish(_max_tokens(body), n_logprobs)
     wish.max_reasoning = body.max_reasoning
-    whose = caller(exchange, exchange.client, body.cache_salt)
     reading = await wants.reading(front, exchange, wish, text)
+    work = Work(front, exchange, [prompt], wish, reading, body.cache_salt)
     head = Head(
         "chatcmpl-" + secrets.token_hex(12), int(time.time()), front.served.name, wish.n,
         body.wants_usage, n_logprobs >= 0,
@@ -50,15 +50,11 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     if body.stream:
         stream = EventStream(exchange)
         chunks = ChatChunks(stream, head, front.served.tokenizer)
-        turn = Turn(front.desk, front.served, [prompt], wish, chunks, whose, reading)
-        await run_stream(front, exchange, turn, stream)
-        chunks.close(turn.usage)
-        await stream.finish()
+        turn = work.turn(chunks)
+        await work.stream(stream, turn, lambda: chunks.close(turn.usage))
         return
-    collector = Collector(wish.n)
-    turn = Turn(front.desk, front.served, [prompt], wish, collector, whose, reading)
-    await run_turn(front, exchange, turn)
-    choices = [_choice(front, i, answer, head.has_probs) for i, answer in enumerate(collector.answers)]
+    turn, answers = await work.collect()
+    choices = [_choice(front, i, answer, head.has_probs) for i, answer in enumerate(answers)]
     more = {"prompt_logprobs": prompt_entries(front.served.tokenizer, prompt, turn.prompt_probs(0))} if wish.n_prompt_logprobs >= 0 else {}
     await exchange.answer_json({**head.fields("chat.completion"), "choices": choices, "usage": usage_json(turn.usage), **more})
 

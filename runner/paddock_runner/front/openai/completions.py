@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ...turns.collect import Answer, Collector
+from ...turns.choice import End
+from ...turns.collect import Answer
 from ...turns.turn import PLAIN, Reading, Turn
 from ..http import Exchange
-from ..service import Front, Shape, caller, run_stream, run_turn
+from ..service import Front, Shape
 from ..sse import EventStream
+from ..work import Work
 from .chunks import FINISH, Head, TextChunks
 from .fields import CompletionRequest, refuse, usage_json
 from .fill import Fill
@@ -56,30 +58,26 @@ async def post_completions(front: Front, exchange: Exchange) -> None:
         }
         await exchange.answer_json({**head.fields("text_completion"), "choices": choices, "usage": usage})
         return
-    whose = caller(exchange, exchange.client, body.cache_salt)
     reading = PLAIN
     wants = held_text(body, body.response_format)
     if not wants.is_free:
         reading = Reading(guide=await wants.guide(front, wish, "", len(prompts)))
+    work = Work(front, exchange, prompts, wish, reading, body.cache_salt)
     if body.stream:
         stream = EventStream(exchange)
         chunks = TextChunks(stream, head, front.served.tokenizer, echo)
-        turn = Turn(front.desk, front.served, prompts, wish, chunks, whose, reading)
-        await run_stream(front, exchange, turn, stream)
-        chunks.close(turn.usage)
-        await stream.finish()
+        turn = work.turn(chunks)
+        await work.stream(stream, turn, lambda: chunks.close(turn.usage))
         return
-    collector = Collector(n)
     if max_tokens == 0:
         wish.max_tokens = 1  # the engine draws at least one; it is left out
-    turn = Turn(front.desk, front.served, prompts, wish, collector, whose, reading)
-    await run_turn(front, exchange, turn)
+    turn, answers = await work.collect()
     usage = usage_json(turn.usage)
     if max_tokens == 0:
-        collector = Collector(n)
+        answers = [Answer(end=End("length")) for _ in answers]
         usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
     shown = _Shown(front, body, turn, echo)
-    choices = [shown.choice(i, a) for i, a in enumerate(collector.answers)]
+    choices = [shown.choice(i, a) for i, a in enumerate(answers)]
     await exchange.answer_json({**head.fields("text_completion"), "choices": choices, "usage": usage})
 
 
