@@ -642,7 +642,6 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
             for (int t = 0; t < kT; ++t)
 #pragma unroll
                 for (int j = 0; j < kNT / 8; ++j) __stcg(mine + (t * (kNT / 8) + j) * kConsumers, make_float4(acc[t][4 * j], acc[t][4 * j + 1], acc[t][4 * j + 2], acc[t][4 * j + 3]));
-            __threadfence();
             consumers_sync<kConsumers>();
             if (threadIdx.x == 0) store_release(part_flags + 2 * me + (u0 == 0), now);
             continue;
