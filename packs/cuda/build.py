@@ -27,6 +27,8 @@ FORMATS = (
     "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4",
 )  # fmt: skip
 PER_WIDTH = {"decode.cu": (64, 96, 128, 192, 256), "prefill_wgmma.cu": (64, 128, 192, 256)}
+PERSIST_ROWS = (1,)
+"""Bounds of rows that the persistent decode kernel is built for: those it was seen to win at."""
 PER_FORMAT = {"stream.cu": "PK_STREAM_FORMAT", "skinny.cu": "PK_STREAM_FORMAT", "product.cu": "PK_EXPERT_FORMAT"}
 HOT = re.compile(r"stream_matmul|skinny|gemm|attention_decode_kernelILi(64|128)E|attention_prefill|attention_wgmma_kernelILi\d+ELb[01]ELb0E")
 """Kernels that may not spill. Attention with a cap on its scores, and decode of heads wider than 128, do (LOG.md, entries 9 and 10)."""
@@ -59,7 +61,7 @@ def units() -> list[tuple[str, pathlib.Path, list[str]]]:
         elif source.name in PER_WIDTH:
             found += [(f"{name}_{w}", source, [f"-DPK_WIDTH={w}"]) for w in PER_WIDTH[source.name]]
         elif source.parent.name == "persist" and source.stem == "kernel":
-            found += [(f"{name}_{n}", source, [f"-DPK_PERSIST_ROWS={n}"]) for n in (1, 2, 4, 8)]
+            found += [(f"{name}_{n}", source, [f"-DPK_PERSIST_ROWS={n}"]) for n in PERSIST_ROWS]
         else:
             found.append((name, source, []))
     return found

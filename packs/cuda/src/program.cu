@@ -209,13 +209,10 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
     const bool is_step = has_op(p, PK_OP_PREPARE);
     // A single product in a step is as fast on its own; programs that are run piece by piece may consist of one.
-    for (int32_t rows : {1}) {
-        const int32_t n = std::min(rows, p.state.max_step_tokens);
-        p.plans.emplace_back();
-        if (int32_t e = persist::make_plan(launch_of(p, n, std::min(n, p.state.max_step_rows), true, false, false), p.records, rows, is_step ? 2 : 1, &p.plans.back())) return e;
-        ctx.n_allocations += p.plans.back().memory != nullptr;
-        ctx.allocated_bytes += p.plans.back().n_bytes;
-    }
+    p.plans.emplace_back();
+    if (int32_t e = persist::make_plan(launch_of(p, 1, 1, true, false, false), p.records, 1, is_step ? 2 : 1, &p.plans.back())) return e;
+    ctx.n_allocations += p.plans.back().memory != nullptr;
+    ctx.allocated_bytes += p.plans.back().n_bytes;
     for (int32_t n : sizes) {
         if (n < 1 || n > p.state.max_step_tokens) return fail(PK_BAD_ARG, "load: a bucket of %d tokens, it must be 1 to %d", n, p.state.max_step_tokens);
         pk_program::Bucket bucket;

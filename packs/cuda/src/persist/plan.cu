@@ -423,10 +423,6 @@ const Run *find_run(const std::vector<Plan> &plans, const Launch &l, int64_t i) 
     return nullptr;
 }
 
-int32_t launch_run(const Launch &l, const Run &run) {
-    const int32_t rows = std::max(l.max_tokens, l.max_samples);
-    return rows <= 1 ? launch_rows<1>(l, run.arguments, l.ctx->n_processors) : rows <= 2 ? launch_rows<2>(l, run.arguments, l.ctx->n_processors)
-           : rows <= 4   ? launch_rows<4>(l, run.arguments, l.ctx->n_processors) : launch_rows<8>(l, run.arguments, l.ctx->n_processors);
-}
+int32_t launch_run(const Launch &l, const Run &run) { return launch_rows<1>(l, run.arguments, l.ctx->n_processors); }
 
 }  // namespace pk::persist
