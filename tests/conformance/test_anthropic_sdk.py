@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 
 import anthropic
 import httpx
+import pydantic
 import pytest
 from paddock_runner.wire.messages import ErrorCode
 
-from tests.conformance.live import KEY, MODEL, Live
+from tests.conformance.live import KEY, MODEL, Live, live
 
 ASK = [{"role": "user", "content": "Hi"}]
 TOOL = {"name": "weather", "description": "d", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
@@ -156,3 +158,33 @@ def test_empty_answer_has_an_empty_text_block(server: Live) -> None:
     server.say("")
     events = events_of(server, {})
     assert [e["content_block"] for e in events if e["type"] == "content_block_start"] == [{"type": "text", "text": ""}]
+
+
+def test_an_answer_that_the_client_began_goes_on_behind_it(server: Live, client: anthropic.Anthropic) -> None:
+    server.say('"a": 1}')
+    answer = client.messages.create(model=MODEL, max_tokens=50, messages=[*ASK, {"role": "assistant", "content": "{"}])
+    assert answer.content[0].text == '"a": 1}'
+    prompt = server.tokenizer.decode(memoryview(server.engine.asked[-1].prompt).cast("i").tolist(), skip_special=False)
+    assert prompt.endswith("<|im_start|>assistant\n{")
+
+
+def test_parsed_messages_are_of_the_wanted_type(server: Live, client: anthropic.Anthropic) -> None:
+    pytest.importorskip("llguidance")
+
+    class Person(pydantic.BaseModel):
+        name: str
+        age: int
+
+    server.say('{"name": "Ada", "age": 36}')
+    answer = client.messages.parse(model=MODEL, max_tokens=100, messages=ASK, output_format=Person)
+    assert answer.parsed_output == Person(name="Ada", age=36)
+
+
+def test_a_history_of_ten_thousand_messages_is_answered() -> None:
+    with live(max_body_bytes=8 << 20) as server:
+        server.front.served.max_ctx_tokens = 1 << 20
+        history = [{"role": ("user", "assistant")[i % 2], "content": f"m{i}"} for i in range(9_999)]
+        begun = time.monotonic()
+        answer = server.post("/v1/messages", {"model": MODEL, "max_tokens": 5, "messages": history}, timeout=60)
+        assert answer.status_code == 200 and answer.json()["usage"]["input_tokens"] > 40_000, answer.text[:300]
+        assert time.monotonic() - begun < 20

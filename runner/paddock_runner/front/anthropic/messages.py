@@ -76,7 +76,11 @@ async def prompt_of(
             exchange.ignored.append("thinking.type")
     if effort is not None and not template.thinking_options(None, str(effort)):
         exchange.ignored.append("output_config.effort")
-    prompt, text = await front.served.chat_prompt(messages_of(body), tools or None, {"options": options})
+    messages = messages_of(body)
+    last = messages[-1]
+    goes_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last  # the client began the answer
+    how = {"options": options, "continue_final": goes_on, "add_generation_prompt": not goes_on}
+    prompt, text = await front.served.chat_prompt(messages, tools or None, how)
     return prompt, text, {t["function"]["name"]: t["function"]["parameters"] for t in tools}
 
 
