@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
+from .. import log
 from ..cache.tiers import HostPages, Tiers
 from ..errors import PaddockError
 from ..memory.state import StateSizes
@@ -76,7 +77,13 @@ class Runner:
         os.eventfd_write(self._wake_fd, 1)
 
     def use_tiers(self, device: TierDevice, config: TierConfig) -> None:
-        """Pages that are forgotten go to host memory and disk from now on. Raises: Locked, UsageError."""
+        """Pages that are forgotten go to host memory and disk from now on. Raises: Locked, UsageError.
+
+        Says so when they cannot: pages of a model with recurrent layers are of no use without its states.
+        """
+        if self.engine.sizes.recurrent_bytes or not self.engine.ledger.is_shared:
+            log.warning("note", text="--host-cache-gib and --disk-cache-gib have no effect for this model: its pages alone cannot be gone on from")
+            return
         n = config.host_pages(device.kv_page_bytes)
         if n:
             device.alloc_host_pages(n)

@@ -138,3 +138,10 @@ def test_a_storm_short_of_pages_answers_right_with_tiers(tmp_path: Path, run_ahe
     seen = scene.judge()
     assert seen["cached"] > 0 and scene.rig.runner.keeper.tiers.report()["restored"] > 0  # type: ignore[union-attr]
     scene.rig.close()
+
+
+def test_a_model_whose_pages_are_of_no_use_alone_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(replace(SMALL, recurrent_bytes=64, n_snapshots=4))
+    rig.runner.use_tiers(rig.device, TierConfig(HOST, 1 << 24, tmp_path, ("model",)))
+    assert rig.runner.keeper is None and not list(tmp_path.iterdir()) and "have no effect for this model" in caplog.text
+    rig.close()
