@@ -108,7 +108,7 @@ def check_promises(on: Features, script: list[tuple]) -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(drafts, "look_up", model.oracle), mock.patch.object(loop, "CONSIDER_EVERY", 1):
         device = FakeDevice(sizes, on.run_ahead, seed=len(script), n_attached=10)
         rig = Rig(sizes, policy=POLICY, device=device)
-        rig.engine.drafter.is_on &= on.guesses
+        rig.engine.drafter.is_on = on.guesses and not on.n_snapshots
         if on.tiers:
             disk = (1 << 15) * (on.tiers == "disk")
             rig.runner.use_tiers(device, TierConfig(30 * device.page_bytes, disk, Path(folder), ("m",)))

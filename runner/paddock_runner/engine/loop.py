@@ -111,7 +111,9 @@ class Engine:
         """Open requests by ask id, one dictionary per port."""
         self.masked: list[Request] = []
         """Decoding requests whose every token waits for its mask."""
-        self.drafter = Drafter(self, device.facts.has_drafts and not sizes.recurrent_bytes)
+        self.drafter = Drafter(
+            self, device.facts.has_drafts and not sizes.recurrent_bytes and self.policy.may_guess(self.run_ahead)
+        )
         self.in_flight: deque[Step] = deque()
         self.launched_seq = self.read_seq = 0
         self.retiring: deque[tuple[int, Request]] = deque()

@@ -42,7 +42,13 @@ class Policy:
     """Nobody is guessed for while more requests than this decode: a step is full anyway."""
     draft_gain: float = 1.1
     """Guessing begins when it is expected to be worth so many times a step without."""
+    drafts_ahead: bool = False
+    """Guess on devices with run-ahead, too. Off: whether it pays there has not been measured."""
     draft_gap_us: float = 100.0
     """What it costs a step of a device with run-ahead that the next one cannot be enqueued before it has been read."""
     device_timeout_s: float = 120.0
     """A step that takes longer has hung."""
+
+    def may_guess(self, run_ahead: int) -> bool:
+        """Whether tokens may be guessed on a device with that run-ahead."""
+        return self.drafts_ahead or not run_ahead

@@ -82,7 +82,10 @@ class Runner:
         Says so when they cannot: pages of a model with recurrent layers are of no use without its states.
         """
         if self.engine.sizes.recurrent_bytes or not self.engine.ledger.is_shared:
-            log.warning("note", text="--host-cache-gib and --disk-cache-gib have no effect for this model: its pages alone cannot be gone on from")
+            log.warning(
+                "note",
+                text="--host-cache-gib and --disk-cache-gib have no effect for this model: its pages alone cannot be gone on from",
+            )
             return
         n = config.host_pages(device.kv_page_bytes)
         if n:
