@@ -53,7 +53,7 @@ def test_front_page_lists_every_command(paddock):
         (["fit", "x", "--ctx"], 2, "--ctx needs a value"),
         (["fit", "x", "--ctx", "many"], 2, "--ctx takes a whole number, not 'many'"),
         (["fit", "x", "--kv", "q4"], 2, "--kv is one of bf16, f16, f32, fp8, not 'q4'"),
-        (["ls", "extra"], 2, "does not know what to do with 'extra'"),
+        (["du", "extra"], 2, "does not know what to do with 'extra'"),
         (["ls", "--json=1"], 2, "--json takes no value"),
         (["show", "nothing"], 3, "no model 'nothing' is here"),
         (["show", "./nothing.gguf"], 3, "there is no such file"),

@@ -162,3 +162,12 @@ def test_difference_of_two_templates(paddock, repo, model_file, tmp_path):
     assert "-{{ messages }}" in done.json["diff"] and "+{{ MESSAGES }}" in done.json["diff"]
     assert "same" in paddock("show", str(model_file), "--diff", REF).err  # the other side by its header, on the hub
     assert paddock("ls", "--json").json["models"] == []
+
+
+def test_ls_takes_words_and_unknown_names_are_answered_with_those_that_begin_so(paddock, repo, model_file):
+    paddock("add", str(model_file))
+    pull(paddock, REF)
+    assert [m["name"] for m in paddock("ls", "tiny", "--json").json["models"]] == [REF]
+    assert [m["name"] for m in paddock("ls", "MINE", "q4", "--json").json["models"]] == ["mine.q4_0"]
+    assert "no model here is called sea; `paddock search sea`" in paddock("ls", "sea").err
+    assert "it has qwen3-0.6b, qwen3-1.7b, qwen3-4b" in paddock("pull", "qwen3").err

@@ -61,8 +61,11 @@ def find(short: str) -> Entry | None:
 
 
 def near(short: str) -> list[str]:
-    """Names that look alike."""
+    """Names that begin so, else that look alike."""
     names = list(entries())
+    begun = [n for n in names if n.startswith(short.lower())]
+    if begun:
+        return begun[:6]
     import difflib
 
     close = difflib.get_close_matches(short.lower(), names, 3, 0.8)

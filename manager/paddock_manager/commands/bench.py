@@ -31,7 +31,11 @@ COMMAND = Command(
         Option("--prompt-tokens", "length of the prompt, about (default 256)", "int", value="N"),
         Option("--tokens", "tokens to generate (default 64)", "int", value="N"),
         Option("--rounds", "requests of each stream (default 2)", "int", value="N"),
-        Option("--quality", "tell how well the model foretells a fixed text, beside a KV cache in bf16, instead of how fast it is", "flag"),
+        Option(
+            "--quality",
+            "tell how well the model foretells a fixed text, beside a KV cache in bf16, instead of how fast it is",
+            "flag",
+        ),
         *LOAD_OPTIONS,
     ),
     "Every prompt is different, so that no prefix is cached. Figures are medians.",
@@ -107,7 +111,14 @@ def run_quality(values: Values, ui: Ui) -> int:
         with run_command.server_for(places, found, values, ui) as (server, key):
             result, device = quality.measure(server, key), server.device
         first = rows[0]["perplexity"] if rows else result.perplexity
-        rows.append({"kv": kv, "perplexity": round(result.perplexity, 5), "delta": round(result.perplexity / first - 1, 6), "tokens": result.tokens})
+        rows.append(
+            {
+                "kv": kv,
+                "perplexity": round(result.perplexity, 5),
+                "delta": round(result.perplexity / first - 1, 6),
+                "tokens": result.tokens,
+            }
+        )
     is_good = rows[-1]["delta"] <= quality.LIMIT
 
     def human(out: Ui) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paddock_runner.errors import PaddockError, UsageError
 
 from paddock_manager import paths
-from paddock_manager.options import Command, Option, Values
+from paddock_manager.options import Argument, Command, Option, Values
 from paddock_manager.store import index
 from paddock_manager.store.record import Model
 from paddock_manager.ui import Ui, ago, count, size
@@ -13,7 +13,7 @@ from paddock_manager.ui import Ui, ago, count, size
 COMMAND = Command(
     "ls",
     "List the models that are here.",
-    (),
+    (Argument("words", "only models whose name holds all of these", required=False, many=True),),
     (
         Option("--remote", "list what a hub repository (or catalog name) offers", "text", value="REF"),
         Option("--elsewhere", "list what other programs keep on this machine; `paddock add` uses it in place"),
@@ -32,7 +32,8 @@ def run(values: Values, ui: Ui) -> int:
     if values.text("remote"):
         return remote(values.text("remote"), places, ui)
     problems: list[PaddockError] = []
-    found = index.models(places, problems)
+    words = [w.lower() for w in values.many("words")]
+    found = [m for m in index.models(places, problems) if all(w in f"{m.name} {m.ref}".lower() for w in words)]
     for problem in problems:
         ui.warn(problem.message)
 
@@ -40,6 +41,8 @@ def run(values: Values, ui: Ui) -> int:
         if values.flag("names"):
             for model in found:
                 out.line(model.ref if values.flag("full") else model.name)
+        elif not found and words:
+            out.say(f"no model here is called {' '.join(words)}; `paddock search {' '.join(words)}` looks further")
         elif not found:
             out.say(f"no models in {places.home}; `paddock pull smollm2-135m` fetches a small one")
         else:

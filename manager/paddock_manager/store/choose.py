@@ -158,5 +158,7 @@ def _safetensors(repo: str, files: list[tuple[str, int]]) -> Choice:
         if n.endswith((".bin", ".pth", ".pt", ".h5", ".msgpack", ".gguf", ".onnx"))
     ]
     side = [n for n in names if n in SIDE_FILES or SENTENCE_FILES.fullmatch(n)]
-    skipped += [(n, "a second copy of the weights") for n in names if "/" in n and n.endswith(".safetensors") and n not in side]
+    skipped += [
+        (n, "a second copy of the weights") for n in names if "/" in n and n.endswith(".safetensors") and n not in side
+    ]
     return Choice("", tuple(side + kept), True, tuple(skipped))

@@ -88,7 +88,7 @@ class Shop:
         entry = catalog.find(ref.short) if ref.short else None
         if ref.short and entry is None:
             near = catalog.near(ref.short)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = f"it has {', '.join(near)}; " if near else ""
             raise UnknownModel(
                 f"the catalog has no model {ref.short!r}",
                 f"{hint}repositories are named org/repo",
