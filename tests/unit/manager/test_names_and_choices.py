@@ -136,3 +136,10 @@ def test_catalog_entries_are_sound():
             names.check_repo(source.repo)
             assert not source.package or (source.version and source.member and len(source.sha256) == 64 and source.size_bytes)
     assert [bool(s.package) for s in catalog.find("SmolLM2-135M").sources] == [False, True]
+
+
+def test_what_sentence_transformers_puts_beside_a_model_comes_along():
+    names = ["config.json", "model.safetensors", "tokenizer.json", "modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "onnx/model.onnx", "openvino/x.safetensors"]
+    chosen = choose("o/r", sized(*names), "")
+    assert set(chosen.names) == set(names[:7])
+    assert {name for name, _ in chosen.skipped} == {"onnx/model.onnx", "openvino/x.safetensors"}
