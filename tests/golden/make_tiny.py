@@ -119,6 +119,9 @@ TINY = {
         mamba_num_heads=6, mamba_head_dim=16, n_groups=2, ssm_state_size=12, conv_kernel=4, chunk_size=8, time_step_min=0.3, n_routed_experts=6, num_experts_per_tok=2,
         moe_intermediate_size=24, moe_shared_expert_intermediate_size=40, n_group=2, topk_group=1, routed_scaling_factor=1.4,
     ),
+    "ernie4.5": dict(model_type="ernie4_5", **SMALL, head_dim=16, tie_word_embeddings=True, use_bias=True),
+    "seed-oss": dict(model_type="seed_oss", **SMALL, head_dim=16, attention_out_bias=True),
+    "arcee": dict(model_type="arcee", **SMALL, head_dim=16),
     "deepseek-v2": dict(
         model_type="deepseek_v2", **SMALL_LATENT, q_lora_rank=None, n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=1.3,
     ),

@@ -21,6 +21,7 @@ from . import (
     granite_moe,
     lfm2,
     llama,
+    llama_kin,
     ministral,
     mixtral,
     nemotron_h,
@@ -112,6 +113,7 @@ FAMILIES = (
     ),
     Family("deepseek", (), ("deepseek_v2", "deepseek_v3"), deepseek.from_gguf, deepseek.from_hf, "DeepSeek V2, V3, R1 (safetensors)"),
     Family("nemotron-h", (), ("nemotron_h",), nemotron_h.from_gguf, nemotron_h.from_hf, "Nemotron-H, Nemotron 3 Nano (safetensors)"),
+    Family("llama-kin", (), ("ernie4_5", "seed_oss", "arcee"), llama_kin.from_gguf, llama_kin.from_hf, "ERNIE 4.5 (dense), Seed-OSS, AFM (safetensors)"),
     Family("bert", ("bert",), ("bert", "roberta", "xlm-roberta"), bert.from_gguf, bert.from_hf, "MiniLM, bge, e5, cross-encoders"),
     Family("nomic-bert", ("nomic-bert",), ("nomic_bert",), nomic_bert.from_gguf, nomic_bert.from_hf, "Nomic Embed 1, 1.5"),
 )
