@@ -48,7 +48,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/messages": [
         {
             "model": MODEL, "max_tokens": 5, "system": [{"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}}], "stop_sequences": ["zz"], "temperature": 0.5, "top_p": 0.5, "top_k": 3,
-            "tools": [{"name": "look", "description": "d", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "auto"}, "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "tools": [{"name": "look", "description": "d", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "auto"}, "thinking": {"type": "enabled", "budget_tokens": 4},
             "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": "s"}, {"type": "text", "text": "a"}, {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "x"}}]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "r"}], "is_error": False}]}],
         },
         {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}], "stream": True, "metadata": {"user_id": "u"}},
