@@ -160,7 +160,7 @@ def test_experts_of_every_format_equal_numpy(bench, rng, kind):
 
     parts = [[random(part, *shape) for _ in range(n_experts)] for part, shape in zip(names, ((f, m), (f, m), (m, f)), strict=True)]
     stacks = Stacks(*(stack_of(b, part) for part in parts), n_experts, (None, None, None), "silu", 0.0, 0.0)
-    for n in (1, 2, 7, 40, 150):
+    for n in (1, 7, 150):
         x, x64 = b.activations(rng.normal(size=(n, m)) * 0.2, T, 8)
         ids64 = np.array([rng.permutation(n_experts)[:k] for _ in range(n)])
         factors64 = rounded(rng.random((n, k)) + 0.1, abi.PK_F32)
