@@ -18,7 +18,7 @@ class Letters:
 
     def encode(self, text, add_special=True, parse_special=True):
         self.asked.append((add_special, parse_special))
-        return array("i", text.encode())
+        return array("i", list(text.encode()))
 
     def encode_pair(self, first, second):
         return PairEnds(((1, 0),), ((2, 0), (2, 1)), ((2, 1),)).joined(self.encode(first), self.encode(second))
