@@ -161,11 +161,11 @@ def main() -> None:
         "pid": os.getpid(), "host": flags["--host"], "port": server.server_port, "model": flags["--name"],
         "max_ctx_tokens": int(flags.get("--max-ctx", 4096)), "max_batch": int(flags.get("--max-batch", 8)), "device": "cpu",
     }  # fmt: skip
+    sys.stderr.write(f"ready on {server.server_port}\n")
+    sys.stderr.flush()
     path = Path(flags["--state-file"])
     path.with_suffix(".part").write_text(json.dumps(state))
     os.replace(path.with_suffix(".part"), path)
-    sys.stderr.write(f"ready on {server.server_port}\n")
-    sys.stderr.flush()
     server.serve_forever()
 
 
