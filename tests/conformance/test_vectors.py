@@ -192,7 +192,7 @@ def test_mcp_clients_embed_and_rerank(embedder: Runner) -> None:
         found = json.loads(text)
         plain = post(embedder, "/v1/embeddings", {"input": ["the capital of france", "a dog"], "input_type": "query"})[1]
         assert not is_error and len(found["vectors"]) == 2 and found["prompt_tokens"] == plain["usage"]["prompt_tokens"]
-        np.testing.assert_allclose(found["vectors"], [d["embedding"] for d in plain["data"]], atol=1e-6)
+        np.testing.assert_allclose(found["vectors"], [d["embedding"] for d in plain["data"]], atol=1e-4)
         told = {"query": "what is the capital", "documents": ["a dog", "the capital of france"]}
         ranked = json.loads(box.call("rerank", {**told, "top_n": 1})[0])["results"]
         assert ranked[0]["index"] == post(embedder, "/v1/rerank", told)[1]["results"][0]["index"] and len(ranked) == 1
