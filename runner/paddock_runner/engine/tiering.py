@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from ..cache.tiers import HostPages, Tiers, folder_name
 from ..memory.state import StateSizes
 from .loop import Engine
 
+WRITE_WAIT_S = 0.0005
 STAGING_PAGES = 64
 """Places in host memory that files are read into and written from, where no more were asked for."""
 
@@ -69,6 +71,9 @@ class TierKeeper:
                 [pair for node in engine.ledger.tree.nodes() for pair in zip(node.keys, node.pages, strict=True)]
             )
         room = self._device.n_host_pages // 2 - tiers.n_unwritten
+        if room <= 0:  # one page more would push out one that is not written yet
+            self._flush()
+            return False
         for key, page in self._todo:
             if not tiers.knows(key):
                 tiers.copy_out(key, page)
@@ -88,6 +93,7 @@ class TierKeeper:
 
     def close(self) -> None:
         """Keeps what can be kept, and lets go of the disk."""
-        while self.idle():
-            pass
+        while self.idle() or self.tiers.has_unwritten:
+            if not self.tiers.poll():
+                time.sleep(WRITE_WAIT_S)
         self.tiers.close()
