@@ -26,8 +26,9 @@ def packs() -> list[Pack]:
     """All packs that are installed here."""
     import paddock_runner
 
-    root = Path(paddock_runner.__file__).parent
-    return [_look(p) for p in sorted(root.rglob("*.so")) if "pack" in p.name or "pack" in p.parent.name]
+    # An editable install has the sources in one folder and what was built in another.
+    folders = dict.fromkeys(Path(p) / "_packs" for p in paddock_runner.__path__)
+    return [_look(p) for folder in folders for p in sorted(folder.glob("libpaddock_*.so"))]
 
 
 def _look(path: Path) -> Pack:

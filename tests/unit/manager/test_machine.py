@@ -171,3 +171,13 @@ def test_gpu_without_its_pack_or_with_an_old_driver_is_told_what_to_do():
     assert packs.trouble(gpu("sm_86", "580.65"), installed)[1] == "pip install paddock-cuda-sm86"
     assert packs.trouble(gpu("sm_75", "580.65"), installed)[1] == "--device cpu serves on the CPU"
     assert packs.trouble(gpu("sm_90", "570.86"), installed)[1] == "update the driver"
+
+
+def test_packs_are_found_in_every_folder_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import paddock_runner
+
+    for name in ("sources", "built"):
+        (tmp_path / name / "_packs").mkdir(parents=True)
+    (tmp_path / "built/_packs/libpaddock_cpu.so").write_bytes(b"a pack")
+    monkeypatch.setattr(paddock_runner, "__path__", [str(tmp_path / "sources"), str(tmp_path / "built")])
+    assert [p.name for p in packs.packs()] == ["libpaddock_cpu.so"]
