@@ -12,6 +12,8 @@ import msgspec
 
 from .errors import PackError
 
+PACKS = Path(__file__).resolve().parent / "_packs"
+
 
 class Manifest(msgspec.Struct, frozen=True):
     """What is known of a pack's file without opening it. arch: "sm_90a"; abi: the digest of its pack.h."""
@@ -33,6 +35,15 @@ class Manifest(msgspec.Struct, frozen=True):
     def doubt(self) -> str:
         """Why the pack is to be used with care; empty when its tests have passed on this architecture."""
         return "" if self.is_validated else f"UNVALIDATED: its tests have never run on {self.arch}"
+
+
+def pack_folders() -> list[Path]:
+    """Where packs lie: beside the package (wheel and editable install) and in installed pack wheels."""
+    import paddock_runner
+
+    # An editable install has the sources in one folder and what was built in another.
+    folders = [PACKS, *(Path(p) / "_packs" for p in paddock_runner.__path__)]
+    return [f for f in dict.fromkeys(folders) if f.is_dir()]
 
 
 def wheel_name(arch: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from paddock_runner.pack.library import pack_folders
+from paddock_runner.manifest import pack_folders
 
 from tests.conformance.agents import REQUESTS, Request
 from tests.conformance.response_checker import check as check_response

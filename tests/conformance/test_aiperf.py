@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from paddock_runner.pack.library import pack_folders
+from paddock_runner.manifest import pack_folders
 
 from tests.conformance.test_runner_process import Runner, running
 from tests.conftest import OUTSIDE

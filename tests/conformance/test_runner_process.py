@@ -18,7 +18,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from paddock_runner.pack.library import pack_folders
+from paddock_runner.manifest import pack_folders
 
 from tests import tiny_gguf
 

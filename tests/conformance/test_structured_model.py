@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import jsonschema
 import pytest
-from paddock_runner.pack.library import pack_folders
+from paddock_runner.manifest import pack_folders
 
 from tests.conformance.random_schemas import schema
 from tests.conformance.test_runner_process import running

@@ -13,8 +13,8 @@ from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.manifest import pack_folders
 from paddock_runner.memory.state import StateSizes
-from paddock_runner.pack.library import pack_folders
 from paddock_runner.text.load import load_tokenizer
 from paddock_runner.wire.messages import Done, Reason
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paddock_runner import hardware
 from paddock_runner.errors import PaddockError
-from paddock_runner.manifest import verify, wheel_name
+from paddock_runner.manifest import pack_folders, verify, wheel_name
 
 from paddock_manager.fit.gpus import Gpu
 
@@ -24,11 +24,7 @@ class Pack:
 
 def packs() -> list[Pack]:
     """All packs that are installed here."""
-    import paddock_runner
-
-    # An editable install has the sources in one folder and what was built in another.
-    folders = dict.fromkeys(Path(p) / "_packs" for p in paddock_runner.__path__)
-    return [_look(p) for folder in folders for p in sorted(folder.glob("libpaddock_*.so"))]
+    return [_look(p) for folder in pack_folders() for p in sorted(folder.glob("libpaddock_*.so"))]
 
 
 def _look(path: Path) -> Pack:

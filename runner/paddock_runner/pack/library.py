@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PackError, UnsupportedError
-from ..manifest import Manifest, verify
+from ..manifest import PACKS, Manifest, pack_folders, verify
 from . import abi
-
-PACKS = Path(__file__).resolve().parent.parent / "_packs"
 
 
 class Pack:
@@ -43,16 +41,6 @@ class Pack:
         if status == abi.PK_UNSUPPORTED:
             return UnsupportedError(sentence, f"kernel pack {self.path.name}")
         return PackError(sentence, f"kernel pack {self.path.name}, {name}, status {status}")
-
-
-def pack_folders() -> list[Path]:
-    """Where packs lie: beside the package (wheel and editable install) and in installed pack wheels."""
-    from importlib import resources
-
-    root = resources.files("paddock_runner")
-    paths = getattr(root, "_paths", None) or [root]
-    folders = [PACKS, *(Path(str(p)) / "_packs" for p in paths)]
-    return [f for f in dict.fromkeys(folders) if f.is_dir()]
 
 
 def find_pack(kind: str) -> Path:

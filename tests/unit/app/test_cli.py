@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from paddock_runner.cli import main
-from paddock_runner.pack.library import pack_folders
+from paddock_runner.manifest import pack_folders
 
 from tests import tiny_gguf
 

@@ -175,9 +175,11 @@ def test_gpu_without_its_pack_or_with_an_old_driver_is_told_what_to_do():
 
 def test_packs_are_found_in_every_folder_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import paddock_runner
+    from paddock_runner import manifest
 
     for name in ("sources", "built"):
         (tmp_path / name / "_packs").mkdir(parents=True)
     (tmp_path / "built/_packs/libpaddock_cpu.so").write_bytes(b"a pack")
+    monkeypatch.setattr(manifest, "PACKS", tmp_path / "sources/_packs")
     monkeypatch.setattr(paddock_runner, "__path__", [str(tmp_path / "sources"), str(tmp_path / "built")])
     assert [p.name for p in packs.packs()] == ["libpaddock_cpu.so"]
