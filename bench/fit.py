@@ -10,14 +10,13 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import httpx
 
 from bench import board
 from bench.models import MODELS
+from bench.served import runner
 
 
 def peak_bytes(pid: int) -> int:
@@ -50,24 +49,12 @@ def planned(model: Path, ctx: int, batch: int) -> dict:
 
 def measured(model: Path, ctx: int, batch: int) -> tuple[int, int]:
     """(peak of the engine process, peak of the front process) after every page was used."""
-    with tempfile.TemporaryDirectory() as folder:
-        state = Path(folder) / "state.json"
-        command = ["paddock-runner", "--model", str(model), "--max-ctx", str(ctx), "--max-batch", str(batch), "--device", "cpu", "--port", "0", "--no-auth", "--state-file", str(state)]
-        process = subprocess.Popen([str(Path(sys.executable).parent / command[0]), *command[1:]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            while not state.exists():
-                if process.poll() is not None:
-                    raise SystemExit(f"the runner ended with {process.returncode}")
-                time.sleep(0.1)
-            port = json.loads(state.read_text())["port"]
-            prompts = [[100 + (i * 7919 + j * 31) % 9000 for j in range(ctx - 2)] for i in range(batch)]
-            body = {"model": model.stem, "prompt": prompts, "max_tokens": 2, "ignore_eos": True}
-            httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=600).raise_for_status()
-            peaks = [peak_bytes(pid) for pid in children(process.pid)]
-            return max(peaks), peak_bytes(process.pid)
-        finally:
-            process.terminate()
-            process.wait(60)
+    with runner(model, "--max-ctx", str(ctx), "--max-batch", str(batch), "--device", "cpu") as (url, process):
+        prompts = [[100 + (i * 7919 + j * 31) % 9000 for j in range(ctx - 2)] for i in range(batch)]
+        body = {"model": model.stem, "prompt": prompts, "max_tokens": 2, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=600).raise_for_status()
+        peaks = [peak_bytes(pid) for pid in children(process.pid)]
+        return max(peaks), peak_bytes(process.pid)
 
 
 def main() -> None:

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.served import runner
+
 PROMPTS = [
     "The capital of France is", "def fibonacci(n):\n", "Once upon a time there was a small dragon who", "1, 1, 2, 3, 5, 8,",
     "Water boils at", "List three uses of a paper clip:\n1.", "SELECT name FROM users WHERE", "Dear Sir or Madam,\n",
@@ -27,29 +24,16 @@ PROMPTS = [
 
 def answers(model: Path, device: str, pack: str) -> list[dict[str, Any]]:
     """Tokens and log-probabilities of 48 greedy tokens for every prompt, one request after the other."""
-    env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "runner"), str(ROOT / "manager"), env.get("PYTHONPATH", "")]))
-    with tempfile.TemporaryDirectory() as folder:
-        state = Path(folder) / "state.json"
-        words = ["--device", device, *(["--kernel-pack", pack] if pack else []), "--port", "0", "--no-auth", "--state-file", str(state), "--max-ctx", "2048", "--max-batch", "8", "--name", "m"]
-        process = subprocess.Popen([sys.executable, "-m", "paddock_runner", "--model", str(model), *words], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            while not state.exists():
-                if process.poll() is not None:
-                    raise SystemExit(f"the runner ended with {process.returncode}")
-                time.sleep(0.05)
-            port = json.loads(state.read_text())["port"]
-            found = []
-            for prompt in PROMPTS:
-                body = {"model": "m", "prompt": prompt, "max_tokens": 48, "temperature": 0, "logprobs": 2, "return_token_ids": True}
-                request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
-                with urllib.request.urlopen(request, timeout=120) as answer:
-                    choice = json.load(answer)["choices"][0]
-                found.append({"text": choice["text"], "tokens": choice["logprobs"]["tokens"], "top": choice["logprobs"]["top_logprobs"]})
-            return found
-        finally:
-            process.terminate()
-            process.wait(30)
+    words = ["--device", device, *(["--kernel-pack", pack] if pack else []), "--max-ctx", "2048", "--max-batch", "8", "--name", "m"]
+    found = []
+    with runner(model, *words) as (url, _):
+        for prompt in PROMPTS:
+            body = {"model": "m", "prompt": prompt, "max_tokens": 48, "temperature": 0, "logprobs": 2, "return_token_ids": True}
+            request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                choice = json.load(answer)["choices"][0]
+            found.append({"text": choice["text"], "tokens": choice["logprobs"]["tokens"], "top": choice["logprobs"]["top_logprobs"]})
+    return found
 
 
 def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> int:

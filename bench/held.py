@@ -11,42 +11,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from bench import board
+from bench.served import runner
 
 ROOT = Path(__file__).resolve().parent.parent
 ITEM = {"type": "object", "properties": {"name": {"type": "string", "minLength": 8}, "n": {"type": "integer"}}, "required": ["name", "n"], "additionalProperties": False}
 SCHEMA = {"type": "object", "properties": {"items": {"type": "array", "minItems": 60, "items": ITEM}}, "required": ["items"], "additionalProperties": False}
-
-
-@contextmanager
-def runner(model: str, *flags: str) -> Iterator[str]:
-    """A runner of the model on a free port, for the time of a with block; gives its URL."""
-    with tempfile.TemporaryDirectory(prefix="paddock-held-") as folder:
-        state, out = Path(folder) / "state.json", Path(folder) / "out"
-        command = [sys.executable, "-m", "paddock_runner", "--model", model, "--port", "0", "--no-auth", "--state-file", str(state), *flags]
-        with out.open("w") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ))
-        try:
-            while not state.exists():
-                if process.poll() is not None:
-                    raise RuntimeError(out.read_text()[-2000:])
-                time.sleep(0.05)
-            yield f"http://127.0.0.1:{json.loads(state.read_text())['port']}"
-        finally:
-            process.terminate()
-            process.wait(20)
 
 
 async def rate(url: str, n_streams: int, n_tokens: int, more: dict[str, Any]) -> float:
@@ -83,7 +60,7 @@ def main() -> None:
     wishes: dict[str, dict[str, Any]] = {"free": {"ignore_eos": True}, "held": {"guided_json": SCHEMA}}
     rates: dict[str, list[float]] = {name: [] for name in wishes}
     fill: dict[str, list[float]] = {name: [] for name in wishes}
-    with runner(a.model, "--max-ctx", "2048") as url:
+    with runner(a.model, "--max-ctx", "2048") as (url, _):
         for more in wishes.values():
             asyncio.run(rate(url, a.streams, 8, more))
         for _ in range(a.rounds):

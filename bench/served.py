@@ -1,0 +1,33 @@
+"""A runner for the time of a measurement."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@contextmanager
+def runner(model: Path | str, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A runner of the model on a free port, for the time of a with block: its URL and its process. Raises: RuntimeError with its last words."""
+    with tempfile.TemporaryDirectory(prefix="paddock-bench-") as folder:
+        state, out = Path(folder) / "state.json", Path(folder) / "log"
+        command = [sys.executable, "-m", "paddock_runner", "--model", str(Path(model).resolve()), "--port", "0", "--no-auth", "--state-file", str(state), *flags]
+        with out.open("w") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while not state.exists():
+                if process.poll() is not None:
+                    raise RuntimeError(f"the runner ended with {process.returncode}: {out.read_text()[-2000:]}")
+                time.sleep(0.05)
+            yield f"http://127.0.0.1:{json.loads(state.read_text())['port']}", process
+        finally:
+            process.terminate()
+            process.wait(60)
