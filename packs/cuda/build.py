@@ -19,7 +19,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent
 HOST = ROOT.parent / "host"
-PACKS = ROOT.parent.parent / "runner/paddock_runner/_packs"
+REPOSITORY = ROOT.parent.parent
+PACKS = REPOSITORY / "runner/paddock_runner/_packs"
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
 VALIDATED = ("sm_90a",)
 FORMATS = (
@@ -30,7 +31,9 @@ PER_WIDTH = {"decode.cu": (64, 96, 128, 192, 256), "prefill_wgmma.cu": (64, 128,
 PERSIST_ROWS = (1,)
 """Bounds of rows that the persistent decode kernel is built for: those it was seen to win at."""
 PER_FORMAT = {"stream.cu": "PK_STREAM_FORMAT", "skinny.cu": "PK_STREAM_FORMAT", "product.cu": "PK_EXPERT_FORMAT"}
-HOT = re.compile(r"stream_matmul|skinny|gemm|attention_decode_kernelILi(64|128)E|attention_prefill|attention_wgmma_kernelILi\d+ELb[01]ELb0E")
+HOT = re.compile(
+    r"stream_matmul|skinny|gemm|attention_decode_kernelILi(64|128)E|attention_prefill|attention_wgmma_kernelILi\d+ELb[01]ELb0E"
+)
 """Kernels that may not spill. Attention with a cap on its scores, and decode of heads wider than 128, do (LOG.md, entries 9 and 10)."""
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for")
 USED = re.compile(r"Used (\d+) registers")
@@ -89,33 +92,47 @@ def stamp() -> str:
     return digest.hexdigest()[:12]
 
 
-def headers() -> str:
-    """A digest of everything that any unit may include."""
+def digest_of(paths: list[str]) -> str:
+    """A digest of files, named relative to the repository so that objects may be moved between checkouts; "" when one is gone."""
     digest = hashlib.sha256()
-    for path in sorted([*ROOT.rglob("*.cuh"), *ROOT.rglob("*.h"), *HOST.glob("*.h"), ROOT.parent / "pack.h"]):
+    for name in paths:
+        path = REPOSITORY / name
+        if not path.exists():
+            return ""
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
+def included(depfile: pathlib.Path) -> list[str]:
+    """The repository's own files that a unit was made of, from the compiler's list of them (make's syntax)."""
+    words = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    paths = {pathlib.Path(os.path.normpath(w)) for w in words}
+    return sorted(str(p.relative_to(REPOSITORY)) for p in paths if p.is_relative_to(REPOSITORY))
+
+
 def compile_unit(
-    compiler: str, arch_flags: list[str], unit: tuple[str, pathlib.Path, list[str]], folder: pathlib.Path, common: str
+    compiler: str, arch_flags: list[str], unit: tuple[str, pathlib.Path, list[str]], folder: pathlib.Path
 ) -> tuple[pathlib.Path, str]:
-    """Compiles one unit unless its object is fresh. Returns the object and ptxas' report."""
+    """Compiles one unit unless its object was made of the same flags and files. Returns the object and ptxas' report."""
     name, source, defines = unit
     if source.stem != "api":
         arch_flags = [f for f in arch_flags if not f.startswith("-DPK_BUILD")]
-    key = hashlib.sha256((common + source.read_text() + repr(arch_flags) + repr(defines)).encode()).hexdigest()
-    target, log, mark = folder / f"{name}.o", folder / f"{name}.log", folder / f"{name}.key"
-    if target.exists() and mark.exists() and mark.read_text() == key:
-        return target, log.read_text()
+    target, log, mark, depfile = (folder / f"{name}.{end}" for end in ("o", "log", "key", "d"))
+    facts = {"flags": [*arch_flags, *defines]}
+    if target.exists() and mark.exists():
+        seen = json.loads(mark.read_text())
+        if seen["flags"] == facts["flags"] and digest_of(seen["files"]) == seen["digest"]:
+            return target, log.read_text()
     mark.unlink(missing_ok=True)
     result = subprocess.run(
-        [compiler, *arch_flags, *defines, "-c", str(source), "-o", str(target)], capture_output=True, text=True
-    )
+        [compiler, *arch_flags, *defines, "-MD", "-MF", str(depfile), "-c", str(source), "-o", str(target)],
+        capture_output=True, text=True,
+    )  # fmt: skip
     if result.returncode:
         raise SystemExit(f"{source}: {result.stderr}")
     log.write_text(result.stderr)
-    mark.write_text(key)
+    files = included(depfile)
+    mark.write_text(json.dumps({**facts, "files": files, "digest": digest_of(files)}))
     return target, result.stderr
 
 
@@ -148,11 +165,11 @@ def build(arch: str, out: pathlib.Path, jobs: int, as_ptx: bool, is_strict: bool
     """Builds one architecture's library. Raises: SystemExit when a unit does not compile or a hot kernel spills."""
     compiler, identity = nvcc(), stamp()
     name = arch.replace("_", "") + ("_ptx" if as_ptx else "")
-    folder = ROOT.parent.parent / "build" / "cuda" / name
+    folder = REPOSITORY / "build" / "cuda" / name
     folder.mkdir(parents=True, exist_ok=True)
-    arch_flags, common = flags(arch, as_ptx, identity), headers()
+    arch_flags = flags(arch, as_ptx, identity)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        done = list(pool.map(lambda unit: compile_unit(compiler, arch_flags, unit, folder, common), units()))
+        done = list(pool.map(lambda unit: compile_unit(compiler, arch_flags, unit, folder), units()))
     kernels = [k for _, report in done for k in resources(report)]
     spills = [k for k in kernels if k[2]]
     out.mkdir(parents=True, exist_ok=True)
@@ -195,7 +212,11 @@ def main() -> None:
         action="store_true",
         help="PTX instead of machine code: lets a newer device run an older architecture's paths",
     )
-    parser.add_argument("--lenient", action="store_true", help="spills are reported but do not fail (they fail on validated architectures only)")
+    parser.add_argument(
+        "--lenient",
+        action="store_true",
+        help="spills are reported but do not fail (they fail on validated architectures only)",
+    )
     parser.add_argument("--out", type=pathlib.Path, default=PACKS)
     options = parser.parse_args()
     wanted = ARCHS if "all" in options.archs else options.archs
