@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "7acb9b20c95d5ad4"
+#define PK_ABI_DIGEST "971d39dd6bbe1bbf"

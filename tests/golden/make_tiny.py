@@ -119,6 +119,19 @@ TINY = {
         mamba_num_heads=6, mamba_head_dim=16, n_groups=2, ssm_state_size=12, conv_kernel=4, chunk_size=8, time_step_min=0.3, n_routed_experts=6, num_experts_per_tok=2,
         moe_intermediate_size=24, moe_shared_expert_intermediate_size=40, n_group=2, topk_group=1, routed_scaling_factor=1.4,
     ),
+    "laguna": dict(
+        model_type="laguna", **{**SMALL, "num_hidden_layers": 3}, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40,
+        sliding_window=8, layer_types=["full_attention", "sliding_attention", "sliding_attention"], num_attention_heads_per_layer=[4, 6, 2], moe_routed_scaling_factor=1.7,
+        moe_router_logit_softcapping=2.0,
+    ),
+    "laguna-by-element": dict(
+        model_type="laguna", **{**SMALL, "intermediate_size": 24}, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24,
+        gating="per-element", attention_bias=True, mlp_layer_types=["sparse", "dense"],
+        rope_parameters={
+            "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+    ),
     "ernie4.5": dict(model_type="ernie4_5", **SMALL, head_dim=16, tie_word_embeddings=True, use_bias=True),
     "seed-oss": dict(model_type="seed_oss", **SMALL, head_dim=16, attention_out_bias=True),
     "arcee": dict(model_type="arcee", **SMALL, head_dim=16),

@@ -36,7 +36,7 @@ using Clock = std::chrono::steady_clock;
 
 uint64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
-bool has_op(int32_t op) { return op == PK_OP_ROUTE || op == PK_OP_EXPERTS || op == PK_OP_SIGMOID || op == PK_OP_DELTA || op == PK_OP_CONV || op == PK_OP_MAMBA; }
+bool has_op(int32_t op) { return (op >= PK_OP_ROUTE && op <= PK_OP_MAMBA) || has_rare_op(op); }
 bool is_kv(int32_t format) { return format == PK_F32 || format == PK_F16 || format == PK_BF16; }
 bool is_copy(int32_t format) { return is_kv(format) || format == PK_I32 || format == PK_U8; }
 bool is_table(int32_t format) {
@@ -150,7 +150,8 @@ int32_t run_record(Run &run, const Record &record) {
         case PK_OP_DELTA: run_delta(run, record.as<pk_op_delta>()); break;
         case PK_OP_MAMBA: run_mamba(run, record.as<pk_op_mamba>()); break;
         case PK_OP_SIGMOID: run_sigmoid(run, record.as<pk_op_sigmoid>()); break;
-        default: run_add(run, record.as<pk_op_add>()); break;
+        case PK_OP_ADD: run_add(run, record.as<pk_op_add>()); break;
+        default: run_rare(run, record); break;
     }
     return PK_OK;
 }

@@ -62,6 +62,10 @@ void run_delta(Run &run, const pk_op_delta &op);
 void run_mamba(Run &run, const pk_op_mamba &op);
 void run_sigmoid(Run &run, const pk_op_sigmoid &op);
 
+// The ops of rare.h: whether there is one of that number, and one record of it.
+bool has_rare_op(int32_t op);
+void run_rare(Run &run, const Record &record);
+
 // Applies the step input and builds the row and token arrays. PK_BAD_ARG when a row would pass the context's end.
 int32_t run_prepare(Run &run);
 // Without a step input: n_samples rows (at least one) of equal length on dead slots, so that a program can be timed.

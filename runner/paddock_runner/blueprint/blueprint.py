@@ -52,6 +52,7 @@ class Attention:
     """Softmax attention of one layer. window: tokens visible including the own one, 0 for all. scale: multiplies q.k.
 
     qk_norm: norms on q and k, one per head; qk_norm_all: one over all heads together.
+    out_gate: the output is multiplied with the sigmoid (gate_act: or "softplus") of a projection as wide as the queries, or one number a head.
     """
 
     n_heads: int
@@ -68,7 +69,9 @@ class Attention:
     qk_norm_all: bool = False
     sinks: bool = False
     latent: Latent | None = None
-    out_gate: bool = False  # the output is multiplied with the sigmoid of a projection as wide as q
+    out_gate: bool = False
+    gate_act: str = "sigmoid"
+    gate_by_head: bool = False
     causal: bool = True
 
     @property
@@ -81,6 +84,11 @@ class Attention:
         """Queries, keys and values of a token, as they are made for the cache."""
         v = 0 if self.latent is not None else self.n_kv_heads * self.values_width
         return (self.n_heads + self.n_kv_heads) * self.head_width + v
+
+    @property
+    def gate_width(self) -> int:
+        """Numbers of the output's gate; 0 without one."""
+        return 0 if not self.out_gate else self.n_heads if self.gate_by_head else self.n_heads * self.head_width
 
     @property
     def out_width(self) -> int:
@@ -173,7 +181,7 @@ class Experts:
     as good as the sum of its n_group_best largest scores.
     choice_bias: a bias on scores that decides the choice only; router_bias: on the router's logits; bias: on the experts' products.
     activation: "silu", "swiglu_clamp" with limit and alpha, or (not is_gated) "relu2". shared_gate: the shared expert is weighed by a sigmoid of its own.
-    is_interleaved: gate and up rows alternate in a checkpoint that stores them in one matrix.
+    is_interleaved: gate and up rows alternate in a checkpoint that stores them in one matrix. router_softcap: caps the router's logits.
     """
 
     n_experts: int
@@ -194,6 +202,7 @@ class Experts:
     shared_gate: bool = False
     is_interleaved: bool = False
     is_gated: bool = True
+    router_softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ GGUF_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sh
 HF = {"embed_tokens": "embed", "norm": "out_norm", "embedding_norm": "out_norm"}
 HF_LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v",
-    "self_attn.qkv_proj": "qkv", "self_attn.o_proj": "o", "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm",
+    "self_attn.qkv_proj": "qkv", "self_attn.o_proj": "o", "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm", "self_attn.g_proj": "q_gate",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.gate_up_proj": "gate_up",
     "mlp.down_proj": "down", "shared_mlp.input_linear": "gate_up", "shared_mlp.output_linear": "down",
 }  # fmt: skip
@@ -162,7 +162,7 @@ def _attention_shapes(want: dict[str, tuple[int, ...]], layer: Layer, at: str, m
         if a.qkv_bias:
             want[f"{at}{name}.bias"] = (n,)
     if a.out_gate:
-        want[at + "q_gate.weight"] = (a.n_heads * a.head_width, m)
+        want[at + "q_gate.weight"] = (a.gate_width, m)
     want[at + "o.weight"] = (m, a.n_heads * v_width)
     if a.qk_norm or a.qk_norm_all:
         heads = (a.n_heads, a.n_kv_heads) if a.qk_norm_all else (1, 1)

@@ -70,7 +70,7 @@ def _place_mixers(blueprint: Blueprint, place: Callable[..., int], at: int) -> i
         at = place("latent_query", at, max(max(x.q_rank, 1) for _, x in latents))
         at = place("latent_kv", at, max(x.rank + x.rope_width for _, x in latents))
         at = place("latent_out", at, max(n * x.rank for n, x in latents))
-    gates = [x.attention.n_heads * x.attention.head_width for x in blueprint.layers if x.attention.out_gate]
+    gates = [x.attention.gate_width for x in blueprint.layers if x.attention.out_gate]
     if gates:
         at = place("attention_gate", at, max(gates))
     convs = [x.conv for x in blueprint.layers if x.conv is not None]

@@ -108,9 +108,9 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
     out = _narrow(buffers["attention_out"], a.n_heads * v_width)
     program.attention(q, out, heads, a.scale, View(a.window, not a.causal), a.softcap, w[at + "sinks.weight"] if a.sinks else None)
     if a.out_gate:
-        gate = _narrow(buffers["attention_gate"], a.n_heads * a.head_width)
+        gate = _narrow(buffers["attention_gate"], a.gate_width)
         program.matmul(buffers["normed"], [w[at + "q_gate.weight"]], gate)
-        program.sigmoid(out, gate, out)
+        (program.softplus if a.gate_act == "softplus" else program.sigmoid)(out, gate, out)
     _project(program, layer, out, w[at + "o.weight"], w.get(at + "o.bias"), site, blueprint.residual_scale)
 
 

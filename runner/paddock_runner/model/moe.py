@@ -19,7 +19,7 @@ def experts(program: Program, layer: Layer, at: str, site: Site, residual_scale:
     logits, ids, weights = (buffers[n] for n in ("router", "expert_ids", "expert_weights"))
     logits = replace(logits, cols=x.n_experts)
     ids, weights = replace(ids, cols=x.n_used), replace(weights, cols=x.n_used)
-    program.matmul(buffers["normed"], [w[at + "router.weight"]], logits, [w.get(at + "router.bias")])
+    program.matmul(buffers["normed"], [w[at + "router.weight"]], logits, [w.get(at + "router.bias")], Epilogue(softcap=x.router_softcap))
     choice = Choice(x.score, x.is_normalised, x.scale, x.n_groups, x.n_groups_used, x.n_group_best)
     program.route(logits, w.get(at + "router_choice.bias"), ids, weights, choice)
     up, down = (w[f"{at}experts.{name}.weight"] for name in ("up", "down"))

@@ -1,8 +1,8 @@
-"""Generated from packs/pack.h by packs/bindgen.py. Do not edit."""
+"""Generated from packs/pack.h and packs/rare.h by packs/bindgen.py. Do not edit."""
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "7acb9b20c95d5ad4"
+DIGEST = "971d39dd6bbe1bbf"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -601,6 +601,19 @@ class pk_counters(Structure):
 # enum pk_memory
 PK_MEMORY_DEVICE = 0
 PK_MEMORY_PINNED = 1
+
+# enum pk_rare_op
+PK_OP_SOFTPLUS = 64
+
+
+class pk_op_softplus(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("g", pk_tensor),
+        ("out", pk_tensor),
+    ]
 
 
 PROTOTYPES = {

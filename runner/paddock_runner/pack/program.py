@@ -343,6 +343,11 @@ class Program:
         self._add(abi.pk_op_sigmoid, abi.PK_OP_SIGMOID, {"x": x, "g": g, "out": out})
 
 
+    def softplus(self, x: Tensor, g: Tensor, out: Tensor) -> None:
+        """out = x * softplus(g); each of g's columns counts for equally many neighbours of x."""
+        _same("softplus", "x width modulo g width", x.cols % g.cols, "wanted", 0)
+        self._add(abi.pk_op_softplus, abi.PK_OP_SOFTPLUS, {"x": x, "g": g, "out": out})
+
     def delta(self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], weights: DeltaWeights, out: Tensor, shape: DeltaShape, eps: float) -> None:
         """out[T,H*Dv] of qkv[T,C], z[T,H*Dv], b[T,H], a[T,H]. See pk_op_delta. Source: Yang et al. 2024, eq. 10."""
         qkv, z, b, a = inputs

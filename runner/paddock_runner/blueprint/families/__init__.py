@@ -19,6 +19,7 @@ from . import (
     gpt_oss,
     granite,
     granite_moe,
+    laguna,
     lfm2,
     llama,
     llama_kin,
@@ -102,6 +103,7 @@ FAMILIES = (
     ),
     Family("glm4-moe", ("glm4moe",), ("glm4_moe",), mixture_from_gguf, glm4_moe.from_hf, "GLM 4.5, 4.6, 4.7"),
     Family("gpt-oss", ("gpt-oss",), ("gpt_oss",), gpt_oss.from_gguf, gpt_oss.from_hf, "gpt-oss 20B, 120B"),
+    Family("laguna", (), ("laguna",), laguna.from_gguf, laguna.from_hf, "Laguna XS, S"),
     Family("lfm2", (), ("lfm2", "lfm2_moe"), mixture_from_gguf, lfm2.from_hf, "LFM2 (safetensors)"),
     Family(
         "qwen35",

@@ -1,0 +1,153 @@
+// What the checks of records share. Each check returns PK_OK, or the status of a sentence that was stored.
+#pragma once
+#include <cinttypes>
+#include <cstdio>
+#include <initializer_list>
+
+#include "error.h"
+#include "format.h"
+#include "program.h"
+
+namespace pk {
+
+inline const char *rows_text(int64_t rows, char (&out)[24]) {
+    if (rows == PK_ROWS_T) return "T";
+    if (rows == PK_ROWS_S) return "S";
+    std::snprintf(out, sizeof out, "%" PRId64, rows);
+    return out;
+}
+
+// Of one record.
+class Checks {
+   public:
+    Checks(int64_t index, const Record &record, const pk_state &state, const Support &support)
+        : index_(index), record_(record), name_(op_name(record.op)), state_(state), support_(support) {}
+
+   protected:
+    using Long = long long;
+
+    int32_t equal(const char *a, int64_t x, const char *b, int64_t y) const {
+        if (x == y) return PK_OK;
+        return fail(PK_BAD_ARG, "op %lld (%s): %s is %lld, %s is %lld", (Long)index_, name_, a, (Long)x, b, (Long)y);
+    }
+
+    int32_t range(const char *what, int64_t value, int64_t low, int64_t high) const {
+        if (value >= low && value <= high) return PK_OK;
+        return fail(PK_BAD_ARG, "op %lld (%s): %s is %lld, it must be %lld to %lld", (Long)index_, name_, what, (Long)value, (Long)low, (Long)high);
+    }
+
+    int32_t unsupported(const char *operand, int32_t format) const {
+        return fail(PK_UNSUPPORTED, "op %lld (%s): the %s pack has no kernel for %s in format %s", (Long)index_, name_, support_.pack, operand,
+                    format_name(format));
+    }
+
+    // Rows of plain elements, at an address, aligned to the element.
+    int32_t rows(const char *operand, const pk_tensor &t) const {
+        const Format *format = find_format(t.format);
+        if (!format) return unsupported(operand, t.format);
+        if (!t.data) return fail(PK_BAD_ARG, "op %lld (%s): %s is absent", (Long)index_, name_, operand);
+        if (t.layout != PK_ROWS) return fail(PK_BAD_ARG, "op %lld (%s): %s must lie in rows, its layout is %d", (Long)index_, name_, operand, t.layout);
+        if (t.rows < PK_ROWS_S || t.cols < 1)
+            return fail(PK_BAD_ARG, "op %lld (%s): %s has %lld rows and %lld columns", (Long)index_, name_, operand, (Long)t.rows, (Long)t.cols);
+        int64_t bytes = row_bytes(*format, t.cols);
+        if (bytes < 0)
+            return fail(PK_BAD_ARG, "op %lld (%s): %s has %lld columns, the block of %s has %d", (Long)index_, name_, operand, (Long)t.cols, format->name,
+                        format->block_elements);
+        if (t.stride < bytes && t.rows != 1)
+            return fail(PK_BAD_ARG, "op %lld (%s): rows of %s have %lld bytes, the stride is %lld", (Long)index_, name_, operand, (Long)bytes, (Long)t.stride);
+        int64_t element = format->block_elements == 1 ? format->block_bytes : 1;
+        if (t.data % element || (t.rows != 1 && t.stride % element))
+            return fail(PK_BAD_ARG, "op %lld (%s): %s at %#llx, stride %lld, is not aligned to %lld bytes", (Long)index_, name_, operand, (Long)t.data,
+                        (Long)t.stride, (Long)element);
+        return PK_OK;
+    }
+
+    // An activation: [T or S or n, cols] in the pack's activation format or F32 (the residual stream, logits).
+    int32_t activation(const char *operand, const pk_tensor &t) const {
+        if (int32_t status = rows(operand, t)) return status;
+        return t.format == support_.activation || t.format == PK_F32 ? PK_OK : unsupported(operand, t.format);
+    }
+
+    int32_t same_rows(const char *a, const pk_tensor &x, const char *b, const pk_tensor &y) const {
+        if (x.rows == y.rows) return PK_OK;
+        char first[24], second[24];
+        return fail(PK_BAD_ARG, "op %lld (%s): %s has %s rows, %s has %s", (Long)index_, name_, a, rows_text(x.rows, first), b, rows_text(y.rows, second));
+    }
+
+    int32_t symbol(const char *operand, const pk_tensor &t, int64_t wanted) const {
+        if (t.rows == wanted) return PK_OK;
+        char first[24], second[24];
+        return fail(PK_BAD_ARG, "op %lld (%s): %s has %s rows, it must have %s", (Long)index_, name_, operand, rows_text(t.rows, first),
+                    rows_text(wanted, second));
+    }
+
+    // A second activation of the same shape.
+    int32_t like(const char *a, const pk_tensor &x, const char *b, const pk_tensor &y) const {
+        if (int32_t status = activation(b, y)) return status;
+        if (int32_t status = same_rows(a, x, b, y)) return status;
+        if (x.cols == y.cols) return PK_OK;
+        return fail(PK_BAD_ARG, "op %lld (%s): %s has %lld columns, %s has %lld", (Long)index_, name_, a, (Long)x.cols, b, (Long)y.cols);
+    }
+
+    // A [1, n] f32 vector.
+    int32_t vector(const char *operand, const pk_tensor &t, int64_t n) const {
+        if (int32_t status = rows(operand, t)) return status;
+        if (t.format != PK_F32) return unsupported(operand, t.format);
+        if (int32_t status = equal("rows of a vector", t.rows, "wanted", 1)) return status;
+        return equal(operand, t.cols, "its wanted width", n);
+    }
+
+    // Rows of f32 that are added to an activation of that width.
+    int32_t addends(const char *operand, const pk_tensor &t, int64_t n) const {
+        if (int32_t status = rows(operand, t)) return status;
+        if (t.format != PK_F32) return unsupported(operand, t.format);
+        if (int32_t status = range(operand, t.rows, 1, INT32_MAX)) return status;
+        return equal(operand, t.cols, "its wanted width", n);
+    }
+
+    // Rows of 4-byte numbers of one format.
+    int32_t table(const char *operand, const pk_tensor &t, int32_t format) const {
+        if (int32_t status = rows(operand, t)) return status;
+        return t.format == format ? PK_OK : unsupported(operand, t.format);
+    }
+
+    // A part of a slot's recurrent state.
+    int32_t part(const char *what, int64_t offset, int64_t bytes) const {
+        if (offset >= 0 && offset % 64 == 0 && offset + bytes <= state_.recurrent_stride) return PK_OK;
+        return fail(PK_BAD_ARG, "op %lld (%s): %s lies at bytes %lld to %lld of a slot's recurrent state of %lld", (Long)index_, name_, what, (Long)offset,
+                    (Long)(offset + bytes), (Long)state_.recurrent_stride);
+    }
+
+    // An operand and the columns it must have.
+    struct Wanted {
+        const char *name;
+        const pk_tensor &tensor;
+        int64_t width;
+    };
+
+    int32_t activations(std::initializer_list<Wanted> list, bool is_table) const {
+        for (const Wanted &x : list) {
+            if (int32_t status = is_table ? table(x.name, x.tensor, PK_F32) : activation(x.name, x.tensor)) return status;
+            if (int32_t status = symbol(x.name, x.tensor, PK_ROWS_T)) return status;
+            if (int32_t status = equal(x.name, x.tensor.cols, "its wanted width", x.width)) return status;
+        }
+        return PK_OK;
+    }
+
+    int32_t vectors(std::initializer_list<Wanted> list) const {
+        for (const Wanted &x : list)
+            if (int32_t status = vector(x.name, x.tensor, x.width)) return status;
+        return PK_OK;
+    }
+
+    int64_t index_;
+    const Record &record_;
+    const char *name_;
+    const pk_state &state_;
+    const Support &support_;
+};
+
+// The records of rare.h. PK_OK for any other op.
+int32_t check_rare(int64_t index, const Record &record, const pk_state &state, const Support &support);
+
+}  // namespace pk

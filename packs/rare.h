@@ -1,0 +1,21 @@
+/* rare.h - the part of the kernel pack ABI that few families need. It belongs to pack.h: one digest covers both, and a pack may have
+ * none of these ops (it says so when a program is loaded). They stand apart so that a new one does not make every unit of every pack stale.
+ */
+#ifndef PK_RARE_H
+#define PK_RARE_H
+#include "pack.h"
+
+typedef enum pk_rare_op {
+    PK_OP_SOFTPLUS = 64  /* x times the softplus of another operand */
+} pk_rare_op;
+
+/* out = x * softplus(g), softplus(v) = log(1 + exp(v)); g has n columns, each of which counts for N / n neighbours of x. */
+typedef struct pk_op_softplus {
+    int32_t op;
+    int32_t size;
+    pk_tensor x;    /* [T,N] */
+    pk_tensor g;    /* [T,n] */
+    pk_tensor out;  /* as x; may be x */
+} pk_op_softplus;
+
+#endif
