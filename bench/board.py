@@ -42,16 +42,21 @@ def processor() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
+def document(machine: str, rows: list[dict[str, Any]], commit: str = "", **context: Any) -> dict[str, Any]:
+    """A board: the rows, and how they came about. commit: where this tree is no git checkout."""
+    if not commit:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    command = "python -m bench." + Path(sys.argv[0]).stem + "".join(f" {Path(a).name if os.sep in a else a}" for a in sys.argv[1:])
+    date = datetime.date.today().isoformat()
+    return {"machine": machine, "date": date, "commit": commit, "command": command, "context": {"cpu": processor(), **context}, "rows": rows}
+
+
 def write(machine: str, topic: str, rows: list[dict[str, Any]], **context: Any) -> Path:
     """Writes the board and prints it as a short table. Rows of the same id in the same file are replaced."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    date = datetime.date.today().isoformat()
-    path = ROOT / "bench/results" / machine / f"{date}-{topic}.json"
+    path = ROOT / "bench/results" / machine / f"{datetime.date.today().isoformat()}-{topic}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [] if not path.exists() else [r for r in json.loads(path.read_text())["rows"] if r["id"] not in {x["id"] for x in rows}]
-    command = "python -m bench." + Path(sys.argv[0]).stem + "".join(f" {Path(a).name if os.sep in a else a}" for a in sys.argv[1:])
-    board = {"machine": machine, "date": date, "commit": commit, "command": command, "context": {"cpu": processor(), **context}, "rows": kept + rows}
-    path.write_text(json.dumps(board, indent=1) + "\n")
+    path.write_text(json.dumps(document(machine, kept + rows, **context), indent=1) + "\n")
     for r in rows:
         extra = "".join(f"  {k} {r[k]}" for k in ("of_limit", "vs_peer", "spread") if k in r)
         sys.stdout.write(f"{r['id']:44} {r['value']:12.3f} {r['unit']:10}{extra}\n")
