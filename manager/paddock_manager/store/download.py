@@ -1,7 +1,8 @@
 """Downloads one file in ranged parts, in parallel, with a journal; the final name appears only after the hash was right.
 
 A part counts when it is written and journalled, so a killed download loses the parts in flight and nothing else. Syncing and hashing
-go on beside the transfer; after a power cut, parts that were not synced are checked before they count.
+go on beside the transfer, and beside each other at its end; after a power cut, parts that were not synced are checked before they count.
+Few connections begin: where they are fast, more would only take the processor from the hash that must be done after them.
 Each answer to a range is checked (206, Content-Range, validator); a server without ranges is read as one stream.
 """
 
@@ -23,7 +24,10 @@ from paddock_manager.store.journal import Found, Identity, Journal
 from paddock_manager.store.part import PartFile, PartHash
 from paddock_manager.store.web import Transient, Web
 
-SYNC_S = 1.0
+SYNC_S, SYNC_BYTES = 1.0, 64 << 20
+"""Finished parts are synced when so much time has passed, or so many bytes have gathered."""
+SYNC_CHECK_S = 0.1
+FIRST_CONNECTIONS = 2
 SLOW_PART_S = 1.0
 """A part that takes longer lets one more connection work: those that are faster need no company."""
 MIN_PART_BYTES, MAX_PART_BYTES = 4 << 20, 64 << 20
@@ -86,7 +90,7 @@ class Download:
         self._todo: list[int] = []
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._allowed = min(4, limits.connections)
+        self._allowed = min(FIRST_CONNECTIONS, limits.connections)
         self._busy = 0
         self._no_ranges = False
         self._pace = Pace(limits.rate_bytes_per_s)
@@ -161,8 +165,9 @@ class Download:
         except BaseException:
             self._stop.set()
             raise
-        self._end_syncer()
+        self._fetched.set()
         if self._no_ranges and self._error is None:
+            self._end_syncer()
             self._stream()
         if self._error is not None:
             raise self._error
@@ -173,16 +178,22 @@ class Download:
         self._syncer.start()
 
     def _end_syncer(self) -> None:
+        """Returns when everything finished is synced."""
         if self._syncer is not None:
             self._fetched.set()
             self._syncer.join()
 
     def _keep_synced(self) -> None:
-        """Sync what was finished, now and then, while the transfer goes on."""
-        while not self._fetched.wait(SYNC_S):
+        """Sync what was finished while the transfer goes on, and the rest when it is over."""
+        synced_at = time.monotonic()
+        is_over = False
+        while not is_over:
+            is_over = self._fetched.wait(SYNC_CHECK_S)
             with self._lock:
                 n_listed = len(self.journal.parts)
-            if n_listed == self.journal.n_synced:
+            n_new = n_listed - self.journal.n_synced
+            is_due = n_new * self.identity.part_bytes >= SYNC_BYTES or time.monotonic() - synced_at >= SYNC_S
+            if not n_new or not (is_due or is_over):
                 continue
             try:
                 self.file.sync()
@@ -191,6 +202,7 @@ class Download:
             except BaseException as error:  # handed to the thread that waits for us
                 self._fail(error)
                 return
+            synced_at = time.monotonic()
 
     def _fail(self, error: BaseException) -> None:
         """The first failure ends the others."""
@@ -209,7 +221,6 @@ class Download:
                     return
                 index = self._todo.pop(0)
                 self._busy += 1
-            begun = time.monotonic()
             try:
                 self._one_part(index)
             except BaseException as error:  # handed to the thread that waits for us
@@ -217,18 +228,17 @@ class Download:
             finally:
                 with self._done:
                     self._busy -= 1
-                    if time.monotonic() - begun > SLOW_PART_S:
-                        self._allowed = min(self._allowed + 1, self.limits.connections)
                     self._done.notify_all()
 
     def _one_part(self, index: int) -> None:
         """One part, continued where a broken connection left it; passing trouble is tried again with growing pauses."""
         start, length = self.identity.part(index)
         got, failures, digest = 0, 0, PartHash()
+        company = Company(self._let_more_work)
         while got < length:
             before = got
             try:
-                got += self._range(start + got, length - got, digest)
+                got += self._range(start + got, length - got, digest, company)
             except Transient as error:
                 got = before + int(error.facts.get("got_bytes", 0))
                 failures = 1 if got > before else failures + 1
@@ -244,7 +254,13 @@ class Download:
             if not self._stop.is_set():
                 self.journal.finish(index, digest.hexdigest())
 
-    def _range(self, start: int, length: int, digest: PartHash) -> int:
+    def _let_more_work(self) -> None:
+        """One more connection at a time."""
+        with self._done:
+            self._allowed = min(self._allowed + 1, self.limits.connections)
+            self._done.notify_all()
+
+    def _range(self, start: int, length: int, digest: PartHash, company: Company) -> int:
         """One ranged request; returns the bytes written.
 
         Raises: Transient (got_bytes: how many were good) to try again; HubError.
@@ -264,6 +280,7 @@ class Download:
                     got += len(piece)
                     self._move(len(piece))
                     self._pace.spend(len(piece), self._stop)
+                    company.call()
                     if self._stop.is_set():
                         raise Transient("stopped", got_bytes=got)
             except httpx.HTTPError as error:
@@ -380,6 +397,7 @@ class Download:
 
     def _suspect(self) -> None:
         """After a wrong hash: drop the parts whose bytes on disk differ from what was received, or all of them."""
+        self._end_syncer()
         known = self.journal.parts
         bad = [i for i in known if self.file.part_hash(*self.identity.part(i)) != known[i]]
         bad = bad or list(self.journal.parts)
@@ -401,12 +419,28 @@ class Download:
         )
 
     def _finish(self, target: Path, sha256: str) -> Fetched:
-        """Its final name, durably."""
+        """Its final name, durably. Raises: DiskFull."""
+        self._end_syncer()
+        if self._error is not None:
+            raise self._error
         hashes = [self.journal.parts[i] for i in range(self.identity.n_parts)]
         self.file.move_to(target)
         self.journal.close()
         self.journal.path.unlink(missing_ok=True)
         return Fetched(sha256, self.identity.part_bytes, hashes)
+
+
+class Company:
+    """Calls once, when a part has taken longer than a fast connection takes."""
+
+    def __init__(self, more: Callable[[], None]):
+        self._more, self._due_at = more, time.monotonic() + SLOW_PART_S
+
+    def call(self) -> None:
+        """To be asked now and then."""
+        if time.monotonic() > self._due_at:
+            self._due_at = float("inf")
+            self._more()
 
 
 class Pace:

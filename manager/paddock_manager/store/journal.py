@@ -68,7 +68,7 @@ class Journal:
     def finish(self, index: int, digest: str) -> None:
         """A part's bytes were written."""
         self.parts[index] = digest
-        self._append({"part": index, "crc32": digest})
+        self._append({"part": index, "sum64": digest})
 
     def synced(self, n_parts: int) -> None:
         """The first n_parts that were listed are on disk."""
@@ -132,7 +132,7 @@ def load(part: Path) -> Found | None:
             if "synced" in body:
                 n_synced = int(body["synced"])
                 continue
-            index, digest = int(body["part"]), str(body["crc32"])
+            index, digest = int(body["part"]), str(body["sum64"])
         except (ValueError, KeyError, TypeError):
             continue
         if 0 <= index < identity.n_parts:

@@ -244,7 +244,7 @@ class Shop:
                 part = index.part_path(folder, file.name)
                 got = Download(web, remote, part, self.limits, moved).run(folder / file.name)
                 digests[file.name] = got.sha256
-                body = {"layout": 1, "part_bytes": got.part_bytes, "crc32": got.part_hashes}
+                body = {"layout": 1, "part_bytes": got.part_bytes, "sum64": got.part_hashes}
                 write_json(folder / HIDDEN / "hashes" / f"{file.name}.json", body)
         model.files = [
             StoredFile(f.name, f.size_bytes, f.sha256 or digests.get(f.name, ""), f.git_sha1) for f in model.files

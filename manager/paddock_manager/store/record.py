@@ -1,7 +1,7 @@
 """What we remember of a model beside its files: one small JSON per repository folder, written whole or not at all.
 
 models/ORG/REPO/.paddock/record.json   {"layout": 1, "repo": …, "variants": {QUANT: {…}}}
-models/ORG/REPO/.paddock/hashes/FILE   {"part_bytes": …, "crc32": [one per part]}
+models/ORG/REPO/.paddock/hashes/FILE   {"part_bytes": …, "sum64": [one per part]}
 added/NAME.json                        one variant, with the folder it lies in
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 
@@ -21,7 +21,7 @@ Origin = tuple[str, str, int]
 class Transport(httpx.BaseTransport):
     """Keeps connections of finished answers for the next request to the same origin. Safe to use from several threads."""
 
-    def __init__(self, context: ssl.SSLContext, connect_s: float, stall_s: float, max_idle: int):
+    def __init__(self, context: Callable[[], ssl.SSLContext], connect_s: float, stall_s: float, max_idle: int):
         self._context, self._connect_s, self._stall_s, self._max_idle = context, connect_s, stall_s, max_idle
         self._idle: dict[Origin, list[Connection]] = {}
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class Transport(httpx.BaseTransport):
         scheme, host, port = origin
         if scheme == "https":
             connection: Connection = http.client.HTTPSConnection(
-                host, port, timeout=self._connect_s, context=self._context
+                host, port, timeout=self._connect_s, context=self._context()
             )
         else:
             connection = http.client.HTTPConnection(host, port, timeout=self._connect_s)

@@ -75,7 +75,7 @@ def part_hashes(folder: Path, file: StoredFile) -> tuple[int, list[str]]:
     body = read_json(folder / HIDDEN / "hashes" / f"{file.name}.json")
     if body is None:
         return 0, []
-    hashes, part_bytes = body.get("crc32"), body.get("part_bytes")
+    hashes, part_bytes = body.get("sum64"), body.get("part_bytes")
     if not isinstance(part_bytes, int) or part_bytes <= 0 or not isinstance(hashes, list):
         return 0, []
     return part_bytes, [str(h) for h in hashes]

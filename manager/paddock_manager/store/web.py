@@ -5,6 +5,7 @@ A request may be redirected to another host for the data; the token never goes a
 
 from __future__ import annotations
 
+import functools
 import ssl
 import threading
 import urllib.request
@@ -45,15 +46,15 @@ class Web:
         self._origin = origin(self.endpoint)
         self._token = token
         timing = timing or Timing()
-        certificates = _certificates()
         has_proxy = any(k in ("http", "https", "all") for k in urllib.request.getproxies())
+        way: dict[str, Any] = {"verify": certificates()} if has_proxy else {}
+        way = way or {"transport": Transport(certificates, timing.connect_s, timing.stall_s, connections)}
         self._client = httpx.Client(
             follow_redirects=False,
             timeout=httpx.Timeout(timing.stall_s, connect=timing.connect_s, pool=None),
             limits=httpx.Limits(max_connections=connections + 4, max_keepalive_connections=connections),
             headers={"User-Agent": "paddock/0.1", "Accept-Encoding": "identity"},
-            verify=certificates,
-            transport=None if has_proxy else Transport(certificates, timing.connect_s, timing.stall_s, connections),
+            **way,
         )
         self._lock = threading.Lock()
         self.hosts: set[str] = set()
@@ -170,8 +171,9 @@ def origin(url: str) -> tuple[str, str, int]:
     return parts.scheme, (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _certificates() -> ssl.SSLContext:
-    """The system's certificates, and certifi's where the system has none."""
+@functools.cache
+def certificates() -> ssl.SSLContext:
+    """The system's certificates, and certifi's where the system has none. Read once, when the first https host is met."""
     context = ssl.create_default_context()
     if not context.cert_store_stats()["x509_ca"]:
         import certifi
