@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "971d39dd6bbe1bbf"
+#define PK_ABI_DIGEST "f011910e29c9a15c"

@@ -12,6 +12,7 @@ class RareChecker : Checks {
     int32_t check() const {
         switch (record_.op) {
             case PK_OP_SOFTPLUS: return softplus(record_.as<pk_op_softplus>());
+            case PK_OP_WEIGH: return weigh(record_.as<pk_op_weigh>());
             default: return PK_OK;
         }
     }
@@ -23,6 +24,19 @@ class RareChecker : Checks {
         if (int32_t status = same_rows("x", op.x, "g", op.g)) return status;
         if (int32_t status = equal("x width modulo g width", op.x.cols % op.g.cols, "wanted", 0)) return status;
         return like("x", op.x, "out", op.out);
+    }
+
+    int32_t weigh(const pk_op_weigh &op) const {
+        if (int32_t status = table("ids", op.ids, PK_I32)) return status;
+        if (int32_t status = table("weights", op.weights, PK_F32)) return status;
+        if (int32_t status = same_rows("ids", op.ids, "weights", op.weights)) return status;
+        if (int32_t status = equal("ids width", op.ids.cols, "weights width", op.weights.cols)) return status;
+        if (!op.logits.data && !op.scales.data) return fail(PK_BAD_ARG, "op %lld (%s): both logits and scales are absent", (Long)index_, name_);
+        if (op.scales.data)
+            if (int32_t status = vector("scales", op.scales, op.logits.data ? op.logits.cols : op.scales.cols)) return status;
+        if (!op.logits.data) return PK_OK;
+        if (int32_t status = table("logits", op.logits, PK_F32)) return status;
+        return same_rows("ids", op.ids, "logits", op.logits);
     }
 };
 

@@ -26,7 +26,7 @@ constexpr Known kKnown[] = {
     {PK_OP_ROUTE, sizeof(pk_op_route), "route"},       {PK_OP_EXPERTS, sizeof(pk_op_experts), "experts"},
     {PK_OP_SIGMOID, sizeof(pk_op_sigmoid), "sigmoid"}, {PK_OP_DELTA, sizeof(pk_op_delta), "delta"},
     {PK_OP_CONV, sizeof(pk_op_conv), "conv"},       {PK_OP_MAMBA, sizeof(pk_op_mamba), "mamba"},
-    {PK_OP_SOFTPLUS, sizeof(pk_op_softplus), "softplus"},
+    {PK_OP_SOFTPLUS, sizeof(pk_op_softplus), "softplus"}, {PK_OP_WEIGH, sizeof(pk_op_weigh), "weigh"},
 };
 
 const Known *find(int32_t op) {

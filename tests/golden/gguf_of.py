@@ -19,9 +19,10 @@ ARCHS = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "granite": "granite", "phi3": "phi3", "olmo2": "olmo2", "olmo3": "olmo2", "smollm3": "smollm3", "exaone4": "exaone4", "ministral3": "mistral3",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "granitemoe": "granitemoe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss",
-    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
+    "gemma4_text": "gemma4", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
 }  # fmt: skip
 """model_type -> general.architecture."""
+GEMMA4_SCALES = {"layer_scalar": "layer_output_scale.weight", "scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
 
 INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
 NUMBERS = {
@@ -87,6 +88,8 @@ def _write_keys(writer: Any, arch: str, c: dict[str, Any]) -> None:
         writer.add_sliding_window(c["sliding_window"])
     if "sliding_attention" in c.get("layer_types", []) and "full_attention" in c["layer_types"]:
         writer.add_sliding_window_pattern([k == "sliding_attention" for k in c["layer_types"]])
+    if arch == "gemma4":
+        _write_gemma4(writer, c)
     if "linear_num_key_heads" in c:
         writer.add_ssm_conv_kernel(c["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(c["linear_key_head_dim"])
@@ -109,6 +112,28 @@ def _write_keys(writer: Any, arch: str, c: dict[str, Any]) -> None:
         writer.add_float32(f"{arch}.attention.temperature_scale", rope["llama_4_scaling_beta"])
 
 
+def _write_gemma4(writer: Any, c: dict[str, Any]) -> None:
+    """What full layers and shared ones have of their own. gguf-py's writer refuses a key twice: those of before are taken back."""
+    own = next(iter(c["per_layer_config"].values()))
+    is_local = [k == "sliding_attention" for k in c["layer_types"]]
+    n, shared, width = c["num_hidden_layers"], c["num_kv_shared_layers"], own["head_dim"]
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count", "attention.head_count_kv", "feed_forward_length"):
+        writer.kv_data[0].pop(f"gemma4.{key}")
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_key_length_swa(c["head_dim"])
+    writer.add_value_length_swa(c["head_dim"])
+    writer.add_rope_dimension_count(width)
+    writer.add_rope_dimension_count_swa(c["head_dim"])
+    writer.add_rope_freq_base_swa(c["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(c["hidden_size_per_layer_input"])
+    writer.add_head_count_kv([c["num_key_value_heads"] if local else own.get("num_key_value_heads", c["num_key_value_heads"]) for local in is_local])
+    writer.add_feed_forward_length([c["intermediate_size"] * (2 if c["use_double_wide_mlp"] and i >= n - shared else 1) for i in range(n)])
+    if c["enable_moe_block"]:
+        writer.add_expert_used_count(c["top_k_experts"])
+
+
 def _tensors(folder: Path, arch: str, c: dict[str, Any]) -> dict[str, np.ndarray]:
     """Tensors by GGUF name."""
     kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch)
@@ -118,7 +143,12 @@ def _tensors(folder: Path, arch: str, c: dict[str, Any]) -> dict[str, np.ndarray
         if name.endswith(".sinks"):
             out[f"{names.get_name(name)}.weight"] = values
             continue
+        if arch == "gemma4" and name.split(".")[-1] in GEMMA4_SCALES:
+            out[f"blk.{name.split('.')[2]}.{GEMMA4_SCALES[name.split('.')[-1]]}"] = values
+            continue
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if theirs is not None and name.endswith(("gate_up_proj", "down_proj")):
+            theirs += ".weight"
         assert theirs is not None, name
         if arch in INTERLEAVED and ".attn_q." in theirs:
             values = permuted(values, c["num_attention_heads"])
@@ -126,10 +156,14 @@ def _tensors(folder: Path, arch: str, c: dict[str, Any]) -> dict[str, np.ndarray
             values = permuted(values, c["num_key_value_heads"])
         if arch in ("qwen35", "qwen35moe", "qwen3next") and name.endswith("norm.weight") and ".linear_attn." not in name:
             values = values + 1
-        if arch.startswith("gemma") and theirs.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3") and theirs.endswith("norm.weight"):
             values = values + 1
         out[theirs] = values
     rope = c["rope_parameters"]
+    if arch == "gemma4":
+        n = next(iter(c["per_layer_config"].values()))["head_dim"] // 2
+        turned = int(n * rope["full_attention"]["partial_rotary_factor"])
+        out["rope_freqs.weight"] = np.array([1.0] * turned + [1e30] * (n - turned))
     for key in ("short_factor", "long_factor"):
         if key in rope:
             out[f"rope_factors_{key[:-7]}.weight"] = np.array(rope[key])

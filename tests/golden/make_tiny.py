@@ -53,6 +53,15 @@ TINY = {
     "gemma2": dict(
         model_type="gemma2", **COMMON, head_dim=32, sliding_window=8, query_pre_attn_scalar=24, attn_logit_softcapping=20.0, final_logit_softcapping=15.0,
     ),
+    "gemma4": dict(
+        model_type="gemma4_text", **{**SMALL, "num_hidden_layers": 6}, head_dim=16, global_head_dim=32, sliding_window=8, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=128, num_kv_shared_layers=3, use_double_wide_mlp=True, final_logit_softcapping=15.0,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    ),
+    "gemma4-moe": dict(
+        model_type="gemma4_text", **SMALL, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=8, hidden_size_per_layer_input=0,
+        enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24, layer_types=["sliding_attention", "full_attention"],
+    ),
     "granite": dict(model_type="granite", **COMMON, tie_word_embeddings=True, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2),
     "phi3": dict(model_type="phi3", **COMMON, tie_word_embeddings=False, pad_token_id=0, sliding_window=None),
     "olmo2": dict(model_type="olmo2", **COMMON, tie_word_embeddings=False),
@@ -177,11 +186,15 @@ def randomise(model: torch.nn.Module) -> None:
         noise = torch.randn(p.shape, generator=generator)
         if "norm" in name and p.ndim == 1:
             p.data = p.data + 0.2 * noise
+        elif name.endswith(("router.scale", "per_expert_scale")):
+            p.data = 1.0 + 0.3 * noise
         else:
             p.data = noise * (0.5 if p.ndim == 1 else p.shape[-1] ** -0.5 * 1.5)
     for name, b in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             b.data = 0.3 * torch.randn(b.shape, generator=generator)
+        if name.endswith("layer_scalar"):
+            b.data = 0.6 + 0.3 * torch.rand(b.shape, generator=generator)
 
 
 def make(name: str) -> None:

@@ -56,7 +56,7 @@ class Place:
         return [x.tokens for x in found]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "olmo2", "qwen3-moe", "gpt-oss", "qwen3.5", "qwen3-next", "lfm2", "deepseek-v3", "granite-hybrid", "nemotron-h", "laguna"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-moe", "olmo2", "qwen3-moe", "gpt-oss", "qwen3.5", "qwen3-next", "lfm2", "deepseek-v3", "granite-hybrid", "nemotron-h", "laguna"])
 def test_answers_do_not_depend_on_what_else_is_in_the_batch(name):
     place = Place(name)
     try:
@@ -72,7 +72,7 @@ def test_answers_do_not_depend_on_what_else_is_in_the_batch(name):
         place.device.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3.5", "qwen3-next", "lfm2", "deepseek-v3", "granite-hybrid", "nemotron-h", "laguna"])
+@pytest.mark.parametrize("name", ["llama", "gemma4", "qwen3.5", "qwen3-next", "lfm2", "deepseek-v3", "granite-hybrid", "nemotron-h", "laguna"])
 def test_a_second_turn_computes_only_what_is_new_and_answers_what_it_answers_alone(name):
     place = Place(name)
     try:

@@ -51,7 +51,9 @@ class Latent:
 class Attention:
     """Softmax attention of one layer. window: tokens visible including the own one, 0 for all. scale: multiplies q.k.
 
-    qk_norm: norms on q and k, one per head; qk_norm_all: one over all heads together.
+    qk_norm: norms on q and k, one per head; qk_norm_all: one over all heads together; unit_qk_norm: qk_norm has no weights.
+    v_norm: likewise on v, without weights. values_are_keys: v is what k is before its norm and rope. kv_from: number of the layer whose
+    keys and values these queries read, where this one has none of its own.
     out_gate: the output is multiplied with the sigmoid (gate_act: or "softplus") of a projection as wide as the queries, or one number a head.
     """
 
@@ -73,6 +75,10 @@ class Attention:
     gate_act: str = "sigmoid"
     gate_by_head: bool = False
     causal: bool = True
+    unit_qk_norm: bool = False
+    v_norm: bool = False
+    values_are_keys: bool = False
+    kv_from: int | None = None
 
     @property
     def values_width(self) -> int:
@@ -82,6 +88,8 @@ class Attention:
     @property
     def qkv_width(self) -> int:
         """Queries, keys and values of a token, as they are made for the cache."""
+        if self.kv_from is not None:
+            return self.n_heads * self.head_width
         v = 0 if self.latent is not None else self.n_kv_heads * self.values_width
         return (self.n_heads + self.n_kv_heads) * self.head_width + v
 
@@ -182,6 +190,9 @@ class Experts:
     choice_bias: a bias on scores that decides the choice only; router_bias: on the router's logits; bias: on the experts' products.
     activation: "silu", "swiglu_clamp" with limit and alpha, or (not is_gated) "relu2". shared_gate: the shared expert is weighed by a sigmoid of its own.
     is_interleaved: gate and up rows alternate in a checkpoint that stores them in one matrix. router_softcap: caps the router's logits.
+    is_beside: experts and the layer's feed-forward read the residual and give their parts through norms of their own (Gemma 4); the router
+    reads it through a norm too, and what it makes of that is multiplied with router_scale. has_scales: a factor for each expert's output.
+    choice_by_logit: the choice is by logit plus bias, not by score plus bias.
     """
 
     n_experts: int
@@ -203,6 +214,10 @@ class Experts:
     is_interleaved: bool = False
     is_gated: bool = True
     router_softcap: float = 0.0
+    is_beside: bool = False
+    router_scale: float = 1.0
+    has_scales: bool = False
+    choice_by_logit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +225,7 @@ class Layer:
     """One block: a mixer (attention, or what kind says) and a feed-forward; kind "none" has no mixer, width 0 without experts no feed-forward.
 
     pre_norms: norms on what the branches read; post_norms: norms on what they give, before it joins the residual.
-    residual_norms: norms on the residual itself, after each branch has joined it (BERT).
+    residual_norms: norms on the residual itself, after each branch has joined it (BERT). out_scale: multiplies the residual at the end.
     """
 
     attention: Attention
@@ -219,6 +234,7 @@ class Layer:
     post_norms: bool = False
     pre_norms: bool = True
     residual_norms: bool = False
+    out_scale: float = 1.0
     experts: Experts | None = None
     delta: Delta | None = None  # of layers of kind "delta"; their attention is NO_ATTENTION
     conv: ShortConv | None = None  # of layers of kind "conv"; likewise
@@ -263,6 +279,8 @@ class Blueprint:
 
     norm: kind of its norms, "rms" or "layer"; norm_bias: these have biases. n_positions: rows of learned positions, the first
     position_offset of which no token has. n_token_types: kinds of tokens; a token of kind k has the id token + k * n_vocab.
+    input_width: of what every layer is told of the token once more (Gemma 4); 0: nothing. unit_embed_norm: embed_norm has no weights.
+    post_norm_eps: of norms after branches; 0: as the others. out_norm_offset: of the last norm, in place of norm_offset.
     """
 
     family: str
@@ -280,7 +298,11 @@ class Blueprint:
     norm: str = "rms"
     norm_bias: bool = False
     embed_norm: bool = False
+    unit_embed_norm: bool = False
     has_out_norm: bool = True
+    out_norm_offset: float | None = None
+    post_norm_eps: float = 0.0
+    input_width: int = 0
     n_positions: int = 0
     position_offset: int = 0
     n_token_types: int = 0

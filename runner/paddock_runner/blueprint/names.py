@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..errors import FileError, UnsupportedError
 from ..files.checkpoint import Checkpoint
 from ..files.view import TensorView
+from . import gemma4
 from .blueprint import Blueprint, Layer
 from .conv import HF_LAYER as HF_CONV
 from .conv import conv_shapes
@@ -22,8 +23,9 @@ from .latent import latent_shapes, split_latent
 from .mamba import mamba_name, mamba_shapes, nemotron_name, split_mamba
 from .pooling import pooling_shapes, pooling_views
 from .quantised import join_scales, rows_of
+from .unit import unit_norms
 
-GGUF = {"token_embd": "embed", "output_norm": "out_norm", "output": "head"}
+GGUF = {"token_embd": "embed", "output_norm": "out_norm", "output": "head", **gemma4.GGUF}
 GGUF_LAYER = {
     "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_qkv": "qkv", "attn_output": "o",
     "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "post_attention_norm": "attn_post_norm", "attn_sinks": "sinks",
@@ -32,7 +34,7 @@ GGUF_LAYER = {
 GGUF_NAMES = {**GGUF_LAYER, **GGUF_EXPERTS}
 GGUF_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-HF = {"embed_tokens": "embed", "norm": "out_norm", "embedding_norm": "out_norm"}
+HF = {"embed_tokens": "embed", "norm": "out_norm", "embedding_norm": "out_norm", **gemma4.HF}
 HF_LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v",
     "self_attn.qkv_proj": "qkv", "self_attn.o_proj": "o", "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm", "self_attn.g_proj": "q_gate",
@@ -52,6 +54,10 @@ HF_OTHER_PARTS = (
     "audio_tower.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
+    "model.audio_tower.",
+    "model.embed_vision.",
+    "model.embed_audio.",
+    "model.vision_embedder.",
     "vision_model.",
     "visual.",
     "model.visual.",
@@ -135,6 +141,7 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
             want[at + "down.weight"] = (m, ff)
         if layer.experts is not None:
             want.update({at + name: shape for name, shape in expert_shapes(layer, layer.experts, m).items()})
+            want.update({at + name: shape for name, shape in gemma4.beside_shapes(layer.experts, m).items()})
         parts = [name for name, is_there in (("attn", layer.kind != "none"), ("ffn", layer.has_feed_forward)) if is_there]
         norms = [f"{name}_norm" for name in parts] if layer.pre_norms else []
         norms += [f"{name}_post_norm" for name in parts] if layer.post_norms or layer.residual_norms else []
@@ -142,9 +149,11 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
         if layer.feed_forward.bias:
             want.update({at + "gate.bias": (ff,)} if layer.feed_forward.is_gated else {})
             want.update({at + "up.bias": (ff,), at + "down.bias": (m,)})
+    want.update(gemma4.input_shapes(blueprint))
     if blueprint.norm_bias:
         want.update({name.removesuffix("weight") + "bias": shape for name, shape in want.items() if name.endswith("norm.weight")})
-    return want
+    units = unit_norms(blueprint)
+    return {name: shape for name, shape in want.items() if name not in units}
 
 
 def _attention_shapes(want: dict[str, tuple[int, ...]], layer: Layer, at: str, m: int, is_fused: bool) -> None:
@@ -157,6 +166,10 @@ def _attention_shapes(want: dict[str, tuple[int, ...]], layer: Layer, at: str, m
     rows = {"q": a.n_heads * a.head_width, "k": a.n_kv_heads * a.head_width, "v": a.n_kv_heads * v_width}
     if is_fused:
         rows = {"qkv": sum(rows.values())}
+    if a.values_are_keys:
+        del rows["v"]
+    if a.kv_from is not None:
+        rows = {"q": rows["q"]}
     for name, n in rows.items():
         want[f"{at}{name}.weight"] = (n, m)
         if a.qkv_bias:
@@ -166,7 +179,8 @@ def _attention_shapes(want: dict[str, tuple[int, ...]], layer: Layer, at: str, m
     want[at + "o.weight"] = (m, a.n_heads * v_width)
     if a.qk_norm or a.qk_norm_all:
         heads = (a.n_heads, a.n_kv_heads) if a.qk_norm_all else (1, 1)
-        want.update({f"{at}{name}.weight": (a.head_width * n,) for name, n in zip(("q_norm", "k_norm"), heads, strict=True)})
+        names = ("q_norm",) if a.kv_from is not None else ("q_norm", "k_norm")
+        want.update({f"{at}{name}.weight": (a.head_width * n,) for name, n in zip(names, heads, strict=False)})
     if a.out_bias:
         want[at + "o.bias"] = (m,)
     if a.sinks:
@@ -218,13 +232,16 @@ def _gguf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict
         stem, _, kind = name.rpartition(".")
         if root != "blk" or not number.isdecimal():
             out[f"{GGUF[stem]}.{kind}" if stem in GGUF else name] = view
+        elif int(number) < blueprint.n_layers and gemma4.is_left_out(within, blueprint, int(number)):
+            continue
         elif int(number) < blueprint.n_layers or not blueprint.n_draft_layers:
             is_delta = int(number) < blueprint.n_layers and blueprint.layers[int(number)].delta is not None
             if is_delta and within == "ssm_a":
                 out[f"layers.{int(number)}.delta_a_log.weight"] = replace(view, is_log_of_negative=True)
                 continue
             part, _, kind = within.rpartition(".")
-            ours = (gguf_delta_name(part, kind) if is_delta else None) or (f"{layer_names[part]}.{kind}" if part in layer_names else None)
+            ours = gguf_delta_name(part, kind) if is_delta else gemma4.gguf_name(within) if blueprint.family == "gemma4" else None
+            ours = ours or (f"{layer_names[part]}.{kind}" if part in layer_names else None)
             out[f"layers.{int(number)}.{ours}" if ours else name] = view
     return out
 
@@ -257,6 +274,8 @@ def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[s
         known = name.startswith(prefix) and parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal()
         if known and blueprint.n_draft_layers and int(parts[1]) >= blueprint.n_layers:
             continue
+        if known and int(parts[1]) < blueprint.n_layers and gemma4.is_left_out(".".join((*parts[2:], kind)), blueprint, int(parts[1])):
+            continue
         within = _hf_layer_name(parts[2], kind, layer_names) if known and len(parts) == 3 else None
         if within is not None:
             out[f"layers.{int(parts[1])}.{within}"] = view
@@ -282,4 +301,4 @@ def _hf_layer_name(stem: str, kind: str, layer_names: Mapping[str, str]) -> str 
         return HF_DELTA[whole]
     if stem in HF_DELTA:
         return f"{HF_DELTA[stem]}.{kind}"
-    return hf_expert_name(stem, kind)
+    return hf_expert_name(stem, kind) or gemma4.hf_name(f"{stem}.{kind}")

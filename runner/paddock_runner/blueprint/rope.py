@@ -83,6 +83,12 @@ def longrope_magnitude(factor: float, original_ctx_tokens: int) -> float:
     return math.sqrt(1 + math.log(factor) / math.log(original_ctx_tokens)) if factor > 1 else 1.0
 
 
+def proportional_factors(width: int, n_turned: int, factor: float = 1.0) -> tuple[float, ...]:
+    """The first n_turned pairs of the whole width turn by its frequencies, the others stand still. Source: transformers, "proportional" rope."""
+    n = width // 2
+    return () if n_turned >= n and factor == 1.0 else (factor,) * n_turned + (math.inf,) * (n - n_turned)
+
+
 def refuse(kind: str, where: str) -> UnsupportedError:
     """The refusal of a scaling recipe."""
     return UnsupportedError(

@@ -188,7 +188,7 @@ def _stored_factors(checkpoint: Checkpoint, name: str, rope_width: int) -> tuple
         values = struct.unpack(f"<{view.n_elements}f", checkpoint.read(view))
     except UnsupportedError:
         return (), ("rope factors are in a tensor that was not read",)
-    if not all(0 < v < 1e6 for v in values):
+    if not all(0 < v < 1e31 for v in values):
         raise FileError(
             f"{view.path}: tensor {name} holds {min(values)} to {max(values)}, expected positive divisors",
             path=str(view.path),

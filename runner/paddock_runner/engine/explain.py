@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..blueprint.blueprint import Blueprint
+from ..blueprint.unit import unit_norms
 from ..files.view import TensorView
 from ..memory.arena import arena
 from ..memory.state import KV_BYTES, StateSizes, page_layout, state_layout
@@ -97,6 +98,7 @@ def _site(
         else:
             weights[name] = Tensor(address, 1, view.n_elements, abi.PK_F32)
     weights |= stacks(weights, {name: _STEP for name in weights})
+    weights |= {name: Tensor(1, 1, n, abi.PK_F32) for name, n in unit_norms(blueprint).items()}
     plan, base = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, 2), (len(views) + 2) * _STEP
     buffers = {
         name: Tensor(

@@ -46,9 +46,12 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
 
     at = place("residual", 0, m, is_f32=True)
     at = place("normed", at, m)
+    if blueprint.input_width:
+        at = place("layer_inputs", at, blueprint.n_layers * blueprint.input_width)
     shared = place("branch", at, m)
     ends = [_place_mixers(blueprint, place, place("attention_out", place("qkv", shared, qkv), out))]
     ends.append(_place_experts(blueprint, place, place("feed_forward", shared, ff)))
+    ends.append(_place_inputs(blueprint, place, shared))
     at = place("last", shared, m, is_sampled=True, is_f32=True)
     if blueprint.pooling is not None:
         at = place("pooled", at, m, is_sampled=True)
@@ -87,6 +90,15 @@ def _place_mixers(blueprint: Blueprint, place: Callable[..., int], at: int) -> i
     return at
 
 
+def _place_inputs(blueprint: Blueprint, place: Callable[..., int], at: int) -> int:
+    """The projection of the embedding for every layer's input, and a layer's small branch."""
+    width = blueprint.input_width
+    if not width:
+        return at
+    projected = place("input_projected", at, blueprint.n_layers * width)
+    return max(projected, place("input_hidden", place("input_pair", at, 2 * width), width))
+
+
 def _place_experts(blueprint: Blueprint, place: Callable[..., int], at: int) -> int:
     """The router's logits, the chosen experts and their weights, and the shared expert's gate."""
     experts = [layer.experts for layer in blueprint.layers if layer.experts is not None]
@@ -96,6 +108,8 @@ def _place_experts(blueprint: Blueprint, place: Callable[..., int], at: int) -> 
     at = place("router", at, max(x.n_experts for x in experts), is_f32=True)
     at = place("expert_ids", at, n_used, is_i32=True)
     at = place("expert_weights", at, n_used, is_f32=True)
+    if any(x.is_beside for x in experts):
+        at = place("experts_out", at, blueprint.model_width)
     return place("shared_gate", at, 1)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..blueprint.blueprint import Blueprint
+from ..blueprint.unit import unit_norms
 from ..errors import UsageError
 from ..files.view import TensorView
 from ..formats import cuda
@@ -217,6 +218,7 @@ def weight_lines(blueprint: Blueprint, tensors: Mapping[str, TensorView], kind: 
             vectors += aligned(4 * view.n_elements)
     ropes = {layer.attention.rope for layer in blueprint.layers}
     vectors += sum(aligned(4 * (rope.width // 2)) for rope in ropes if rope is not None)
+    vectors += sum(aligned(4 * n) for n in set(unit_norms(blueprint).values()))
     lines = [
         PlanLine(f"weights {name}", n, "header", "weights") for name, n in sorted(matrices.items(), key=lambda x: -x[1])
     ]
@@ -262,7 +264,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
         *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes), "table", "graphs")]),
         PlanLine("process" if is_host else "CUDA context", device.process_bytes, "table", "process"),
     )
-    attentions = [layer.attention for layer in blueprint.layers]
+    attentions = [layer.attention for layer in blueprint.layers if layer.attention.kv_from is None]
     token_bytes = sum(
         latent_token_bytes(a.latent.rank, a.latent.rope_width, request.kv_format)
         if a.latent is not None

@@ -103,10 +103,15 @@ def token_buckets(max_step_tokens: int) -> list[int]:
 
 
 def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageLayout:
-    """One page holds `page_tokens` tokens of every layer: K [K, B, D] then V [K, B, Dv], each aligned to 64 bytes; latent attention has no V."""
-    at, offsets = 0, []
+    """One page holds `page_tokens` tokens of every layer: K [K, B, D] then V [K, B, Dv], each aligned to 64 bytes; latent attention has no V, and a layer
+    that reads another's keys and values lies where that one does."""
+    at = 0
+    offsets: list[tuple[int, int]] = []
     for layer in blueprint.layers:
         a = layer.attention
+        if a.kv_from is not None:
+            offsets.append(offsets[a.kv_from])
+            continue
         k_bytes = stored_bytes(a.n_kv_heads * page_tokens * a.head_width, kv_format)
         v_bytes = 0 if a.latent is not None else stored_bytes(a.n_kv_heads * page_tokens * a.values_width, kv_format)
         v_at = at + -(-k_bytes // 64) * 64

@@ -5,13 +5,17 @@ embed -> layers (attention, feed-forward) -> norm -> head -> sample. Knows no fa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..blueprint.blueprint import Blueprint, Layer, Rope
 from ..errors import UnsupportedError
+from ..pack import abi
 from ..pack.device import Device, f32_tensor
 from ..pack.program import PLAIN, Epilogue, Heads, Program, Rotation, View
 from ..pack.tensor import Tensor
+from .inputs import input_branch, layer_inputs
 from .latent import latent_attention
-from .moe import experts, weigh_shared
+from .moe import experts, experts_beside, weigh_shared
 from .pooled import pooled_rows
 from .recurrent import delta_net, mamba, short_conv
 from .site import Site, norm
@@ -41,6 +45,8 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
     program.embed(weights["embed.weight"], buffers["residual"], blueprint.embed_scale, added, blueprint.position_offset)
     if blueprint.embed_norm:
         norm(program, blueprint, site, "embed_norm", buffers["residual"], buffers["residual"])
+    if blueprint.input_width:
+        layer_inputs(program, blueprint, site)
     _read(program, blueprint, _norms(blueprint)[0], site)
     norms, n_done = _norms(blueprint), 0
     for i, layer in enumerate(blueprint.layers):
@@ -57,6 +63,10 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
             _feed_forward(program, blueprint, layer, at, site)
             n_done += 1
             _join(program, blueprint, layer, at + "ffn_post_norm", norms[n_done], site, n_done + 1 == len(norms))
+        if blueprint.input_width:
+            input_branch(program, blueprint, i, site)
+            n_done += 1
+            _join(program, blueprint, layer, at + "input_post_norm", norms[n_done], site, n_done + 1 == len(norms))
     if blueprint.pooling is not None:
         pooled_rows(program, blueprint, site)
     else:
@@ -70,6 +80,7 @@ def _norms(blueprint: Blueprint) -> list[str]:
     for i, layer in enumerate(blueprint.layers):
         found += [f"layers.{i}.attn_norm"] if layer.kind != "none" else []
         found += [f"layers.{i}.ffn_norm"] if layer.has_feed_forward else []
+        found += [f"layers.{i}.input_norm"] if blueprint.input_width else []
     return [*found, "end"]
 
 
@@ -92,20 +103,24 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
             out = mamba(program, layer.mamba, i, site, blueprint.norm_eps)
         _project(program, layer, out, w[at + "o.weight"], w.get(at + "o.bias"), site, blueprint.residual_scale)
         return
-    v_width = a.v_width or a.head_width
-    width = (a.n_heads + a.n_kv_heads) * a.head_width + a.n_kv_heads * v_width
-    qkv = _narrow(buffers["qkv"], width)
-    parts = [at + "qkv"] if at + "qkv.weight" in w else [at + "q", at + "k", at + "v"]
+    qkv = _narrow(buffers["qkv"], a.qkv_width)
+    parts = [at + "qkv"] if at + "qkv.weight" in w else [at + "q", at + "k", at + "k" if a.values_are_keys else at + "v"]
+    if a.kv_from is not None:
+        parts = [at + "q"]
     program.matmul(buffers["normed"], [w[p + ".weight"] for p in parts], qkv, [w.get(p + ".bias") for p in parts])
-    heads = Heads(a.n_heads, a.n_kv_heads, a.head_width, v_width, *site.kv_offsets[i], site.kv_format)
+    heads = Heads(
+        a.n_heads, a.n_kv_heads, a.head_width, a.values_width, *site.kv_offsets[i], site.kv_format,
+        abi.PK_PARTS_QKV if a.kv_from is None else abi.PK_PARTS_Q,
+    )  # fmt: skip
     q = qkv.columns(0, a.n_heads * a.head_width)
     if a.qk_norm_all:
         k = qkv.columns(q.cols, a.n_kv_heads * a.head_width)
         for part, name in ((q, "q_norm.weight"), (k, "k_norm.weight")):
             program.norm(part, w[at + name], part, blueprint.norm_eps)
-    norms = (w[at + "q_norm.weight"], w[at + "k_norm.weight"]) if a.qk_norm else (None, None)
+    norms = [w.get(f"{at}{name}_norm.weight") if has else None for name, has in (("q", a.qk_norm), ("k", a.qk_norm), ("v", a.v_norm))]
     program.qkv(qkv, q, heads, norms, site.rotations[a.rope] if a.rope else None, blueprint.norm_eps)
-    out = _narrow(buffers["attention_out"], a.n_heads * v_width)
+    heads = replace(heads, parts=abi.PK_PARTS_QKV)
+    out = _narrow(buffers["attention_out"], a.n_heads * a.values_width)
     program.attention(q, out, heads, a.scale, View(a.window, not a.causal), a.softcap, w[at + "sinks.weight"] if a.sinks else None)
     if a.out_gate:
         gate = _narrow(buffers["attention_gate"], a.gate_width)
@@ -116,8 +131,9 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
 
 def _feed_forward(program: Program, blueprint: Blueprint, layer: Layer, at: str, site: Site) -> None:
     f, w, buffers = layer.feed_forward, site.weights, site.buffers
-    is_added = layer.experts is not None
-    if layer.experts is not None:
+    x = layer.experts
+    is_added = x is not None and not x.is_beside
+    if is_added:
         experts(program, layer, at, site, blueprint.residual_scale)
         if not f.width:
             return
@@ -128,11 +144,13 @@ def _feed_forward(program: Program, blueprint: Blueprint, layer: Layer, at: str,
     else:
         program.matmul(buffers["normed"], [w[at + "up.weight"]], hidden, biases[1:])
         program.gate(hidden, hidden, f.activation)
-    if layer.experts is not None and layer.experts.shared_gate:
+    if x is not None and x.shared_gate:
         weigh_shared(program, hidden, at, site)
     _project(
         program, layer, hidden, w[at + "down.weight"], w.get(at + "down.bias"), site, blueprint.residual_scale, is_added
     )
+    if x is not None and x.is_beside:
+        experts_beside(program, x, at, site, blueprint.norm_eps)
 
 
 def _project(
@@ -180,7 +198,17 @@ def _join(
         return
     residual, normed, branch = site.buffers["residual"], site.buffers["normed"], site.buffers["branch"]
     out = normed if following is not None else None
-    program.norm(branch, following, out, blueprint.norm_eps, residual, site.weights[post + ".weight"], blueprint.residual_scale)
+    post_eps, w = blueprint.post_norm_eps or blueprint.norm_eps, site.weights[post + ".weight"]
+    is_end = layer.out_scale != 1.0 and post.endswith(".input_post_norm" if blueprint.input_width else ".ffn_post_norm")
+    if post_eps == blueprint.norm_eps and not is_end:
+        program.norm(branch, following, out, post_eps, residual, w, blueprint.residual_scale)
+    else:
+        program.norm(branch, None, None, post_eps, residual, w, blueprint.residual_scale)
+        if is_end:
+            # residual + residual * (scale - 1): the norm's own sum, so that it costs no pass of its own.
+            program.norm(residual, following, out, blueprint.norm_eps, residual, None, layer.out_scale - 1.0)
+        elif out is not None:
+            program.norm(residual, following, out, blueprint.norm_eps)
     if following is None and not is_last:
         program.copy(residual, normed)
 

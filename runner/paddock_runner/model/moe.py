@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..blueprint.blueprint import Layer
+from ..blueprint.blueprint import Experts, Layer
 from ..errors import UnsupportedError
 from ..pack.program import Choice, Epilogue, Program, Stacks
 from ..pack.tensor import Tensor
@@ -13,24 +13,49 @@ from .site import Site
 
 def experts(program: Program, layer: Layer, at: str, site: Site, residual_scale: float) -> None:
     """The chosen experts' feed-forward of the normed residual, onto the residual or (with post norms) into the branch buffer."""
-    x, w, buffers = layer.experts, site.weights, site.buffers
+    x, buffers = layer.experts, site.buffers
     if x is None:
         raise UnsupportedError(f"{at}experts is no layer with experts")
+    chosen, stacks = _chosen(program, x, at, site), _stacks(x, at, site)
+    if layer.post_norms:
+        program.experts(buffers["normed"], chosen, stacks, buffers["branch"])
+    else:
+        residual = buffers["residual"]
+        program.experts(buffers["normed"], chosen, stacks, residual, Epilogue(add=residual, scale=residual_scale))
+
+
+def experts_beside(program: Program, x: Experts, at: str, site: Site, eps: float) -> None:
+    """The branch buffer, which holds a feed-forward's output, becomes norm of it + norm of what the experts make of the residual (Gemma 4)."""
+    w, buffers = site.weights, site.buffers
+    residual, normed, branch, out = (buffers[n] for n in ("residual", "normed", "branch", "experts_out"))
+    program.norm(branch, w[at + "dense_post_norm.weight"], branch, eps)
+    program.norm(residual, w[at + "router_norm.weight"], normed, eps)
+    chosen = _chosen(program, x, at, site)
+    program.norm(residual, w[at + "experts_norm.weight"], normed, eps)
+    program.experts(normed, chosen, _stacks(x, at, site), out)
+    program.norm(out, None, None, eps, branch, w[at + "experts_post_norm.weight"])
+
+
+def _chosen(program: Program, x: Experts, at: str, site: Site) -> tuple[Tensor, Tensor]:
+    """Ids and weights of the experts that the router picks for what is in `normed`."""
+    w, buffers = site.weights, site.buffers
     logits, ids, weights = (buffers[n] for n in ("router", "expert_ids", "expert_weights"))
     logits = replace(logits, cols=x.n_experts)
     ids, weights = replace(ids, cols=x.n_used), replace(weights, cols=x.n_used)
-    program.matmul(buffers["normed"], [w[at + "router.weight"]], logits, [w.get(at + "router.bias")], Epilogue(softcap=x.router_softcap))
-    choice = Choice(x.score, x.is_normalised, x.scale, x.n_groups, x.n_groups_used, x.n_group_best)
+    program.matmul(buffers["normed"], [w[at + "router.weight"]], logits, [w.get(at + "router.bias")], Epilogue(scale=x.router_scale, softcap=x.router_softcap))
+    choice = Choice("chosen" if x.choice_by_logit else x.score, x.is_normalised, x.scale, x.n_groups, x.n_groups_used, x.n_group_best)
     program.route(logits, w.get(at + "router_choice.bias"), ids, weights, choice)
+    if x.choice_by_logit or x.has_scales:
+        program.weigh((ids, weights), logits if x.choice_by_logit else None, w.get(at + "expert_scales.weight"), x.is_normalised)
+    return ids, weights
+
+
+def _stacks(x: Experts, at: str, site: Site) -> Stacks:
+    w = site.weights
     up, down = (w[f"{at}experts.{name}.weight"] for name in ("up", "down"))
     gate = w[at + "experts.gate.weight"] if x.is_gated else None
     biases = (w.get(at + "experts.gate.bias"), w.get(at + "experts.up.bias"), w.get(at + "experts.down.bias"))
-    stacks = Stacks(gate, up, down, x.n_experts, biases, x.activation, x.limit, x.alpha)
-    if layer.post_norms:
-        program.experts(buffers["normed"], (ids, weights), stacks, buffers["branch"])
-    else:
-        residual = buffers["residual"]
-        program.experts(buffers["normed"], (ids, weights), stacks, residual, Epilogue(add=residual, scale=residual_scale))
+    return Stacks(gate, up, down, x.n_experts, biases, x.activation, x.limit, x.alpha)
 
 
 def weigh_shared(program: Program, hidden: Tensor, at: str, site: Site) -> None:

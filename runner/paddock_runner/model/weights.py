@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..blueprint.blueprint import Blueprint
+from ..blueprint.unit import unit_norms
 from ..errors import FileError, UnsupportedError
 from ..files.view import TensorView
 from ..formats import table
 from ..formats.reference import dequantize
 from ..pack import abi
-from ..pack.device import Device, aligned
+from ..pack.device import Device, aligned, f32_tensor
 from ..pack.tensor import Tensor
 from . import int4
 
@@ -187,6 +188,8 @@ def load_weights(
                 weights[name] = Tensor(places[name], view.shape[0], view.shape[1], table.by_name(view.format).id, 0, abi.PK_PACKED)
             else:
                 offset = blueprint.norm_offset if "norm" in name else 0.0
+                if name == "out_norm.weight" and blueprint.out_norm_offset is not None:
+                    offset = blueprint.out_norm_offset
                 data = arranged(view, staging.read(view))
                 weights[name] = _vector(device, view, data, offset)
             done += view.n_bytes
@@ -195,7 +198,14 @@ def load_weights(
                 progress(done, total)
     finally:
         staging.close()
-    return {**weights, **stacks(weights, sizes)}
+    return {**weights, **ones(device, blueprint), **stacks(weights, sizes)}
+
+
+def ones(device: Device, blueprint: Blueprint) -> dict[str, Tensor]:
+    """What norms without weights are multiplied with: one vector of ones for each width."""
+    names = unit_norms(blueprint)
+    vectors = {n: f32_tensor(device, [1.0] * n, "vectors") for n in sorted(set(names.values()))}
+    return {name: vectors[n] for name, n in names.items()}
 
 
 def arranged(view: TensorView, data: memoryview) -> NDArray[np.uint8]:

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "971d39dd6bbe1bbf"
+DIGEST = "f011910e29c9a15c"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -604,6 +604,7 @@ PK_MEMORY_PINNED = 1
 
 # enum pk_rare_op
 PK_OP_SOFTPLUS = 64
+PK_OP_WEIGH = 65
 
 
 class pk_op_softplus(Structure):
@@ -613,6 +614,19 @@ class pk_op_softplus(Structure):
         ("x", pk_tensor),
         ("g", pk_tensor),
         ("out", pk_tensor),
+    ]
+
+
+class pk_op_weigh(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("ids", pk_tensor),
+        ("weights", pk_tensor),
+        ("logits", pk_tensor),
+        ("scales", pk_tensor),
+        ("is_normalised", c_int32),
+        ("reserved", c_int32),
     ]
 
 

@@ -348,6 +348,11 @@ class Program:
         _same("softplus", "x width modulo g width", x.cols % g.cols, "wanted", 0)
         self._add(abi.pk_op_softplus, abi.PK_OP_SOFTPLUS, {"x": x, "g": g, "out": out})
 
+    def weigh(self, chosen: tuple[Tensor, Tensor], logits: Tensor | None, scales: Tensor | None, is_normalised: bool = False) -> None:
+        """weights = (sigmoid of the chosen experts' logits, or weights) * their scales, in place. chosen: ids and weights [T,k]; scales [1,E]."""
+        tensors = {"ids": chosen[0], "weights": chosen[1], "logits": logits, "scales": scales}
+        self._add(abi.pk_op_weigh, abi.PK_OP_WEIGH, tensors, is_normalised=int(is_normalised))
+
     def delta(self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], weights: DeltaWeights, out: Tensor, shape: DeltaShape, eps: float) -> None:
         """out[T,H*Dv] of qkv[T,C], z[T,H*Dv], b[T,H], a[T,H]. See pk_op_delta. Source: Yang et al. 2024, eq. 10."""
         qkv, z, b, a = inputs

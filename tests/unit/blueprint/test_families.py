@@ -180,7 +180,7 @@ def test_other_activation_is_refused_by_name():
         hf_read({**HF, "hidden_act": "relu"})
 
 
-@pytest.mark.parametrize("arch, near", [("qwen3moes", "qwen3moe"), ("lama", "llama"), ("gemma4", "gemma3"), ("mamba", ""), ("x" * 500, "")])
+@pytest.mark.parametrize("arch, near", [("qwen3moes", "qwen3moe"), ("lama", "llama"), ("gemma4n", "gemma4"), ("mamba", ""), ("x" * 500, "")])
 def test_unknown_architecture_names_the_nearest_and_the_list(arch, near):
     with pytest.raises(UnsupportedError) as caught:
         gguf_read({**LLAMA, "general.architecture": arch})

@@ -15,6 +15,7 @@ from . import (
     exaone4,
     gemma2,
     gemma3,
+    gemma4,
     glm4_moe,
     gpt_oss,
     granite,
@@ -56,6 +57,14 @@ FAMILIES = (
     Family("qwen3", ("qwen3",), ("qwen3",), qwen3.from_gguf, qwen3.from_hf, "Qwen 3"),
     Family("gemma2", ("gemma2",), ("gemma2",), gemma2.from_gguf, gemma2.from_hf, "Gemma 2"),
     Family("gemma3", ("gemma3",), ("gemma3_text", "gemma3"), gemma3.from_gguf, gemma3.from_hf, "Gemma 3, EmbeddingGemma"),
+    Family(
+        "gemma4",
+        ("gemma4",),
+        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+        gemma4.from_gguf,
+        gemma4.from_hf,
+        "Gemma 4: E2B, E4B, 12B, 31B, 26B-A4B",
+    ),
     Family(
         "granite",
         ("granite",),
