@@ -19,6 +19,8 @@ from paddock_runner.wire.port import EnginePort, FrontPort
 from tests.soak.fake_device import FakeDevice
 
 SIZES = StateSizes(n_slots=4, max_ctx_tokens=64, page_tokens=4, n_pages=65, n_vocab=1000, max_step_tokens=32, max_step_rows=8, max_bias=4, max_top=3, n_results=6)
+AT_ONCE = Policy(lead_ms=0.0, gather_ms=0.0)
+"""Nothing waits for what may come: steps are launched in the turn in which they can be."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Rig:
         self.sizes = sizes
         self.channels = [Channel.create(1 << 20, 1 << 20) for _ in range(n_fronts)]
         self.fronts = [FrontPort(c, True) for c in self.channels]
-        self.engine = Engine(sizes, self.device, [EnginePort(c, True) for c in self.channels], policy, getattr(self.device, "clock", monotonic_ns), read_vectors)
+        self.engine = Engine(sizes, self.device, [EnginePort(c, True) for c in self.channels], policy or AT_ONCE, getattr(self.device, "clock", monotonic_ns), read_vectors)
         self.runner = Runner(self.engine)
         self.answers: dict[int, Answer] = {}
         self.states: list[State] = []
@@ -74,6 +76,9 @@ class Rig:
         moved = self.runner.turn()
         if not moved and self.engine.in_flight:
             self.engine.wait()
+            moved = True
+        elif not moved and self.engine.hold_until_ns:
+            self.device.now_ns = max(self.device.now_ns, self.engine.hold_until_ns)
             moved = True
         for front in self.fronts:
             if not front.is_dead:

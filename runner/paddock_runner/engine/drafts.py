@@ -15,7 +15,8 @@ from .guess import WINDOW_TOKENS, common, look_up
 from .request import Phase, Request
 
 if TYPE_CHECKING:
-    from .loop import Engine, Step
+    from .loop import Engine
+    from .step import Step
 
 FADE = 0.99
 """What is believed of the cost of guesses fades with each look, so that it is measured again some day."""

@@ -31,6 +31,8 @@ from .request import Phase, Request
 from .scheduler import Scheduler
 from .slots import Chunk, SlotTable, draws_come_first
 from .states import StateKeeper
+from .step import Step
+from .timing import hold_until_ns, waits_for_company
 from .vectors import ReadVectors, send_vectors
 
 WAIT_US = 100_000
@@ -41,35 +43,6 @@ CONSIDER_EVERY = 4
 """Steps between two looks at whether guessing tokens would pay."""
 GROW_PAGES = 64
 RESULT_BYTES, TOP_BYTES = 24, 8
-
-
-class Step:
-    """A launched step, until its results are read."""
-
-    __slots__ = (
-        "done_ns",
-        "drafts",
-        "firsts",
-        "has_singles",
-        "has_top",
-        "is_plain",
-        "launched_ns",
-        "n_decode",
-        "n_prefill",
-        "n_rows",
-        "n_samples",
-        "seq",
-        "work",
-    )
-
-    def __init__(self) -> None:
-        self.seq = self.n_rows = self.n_samples = self.n_decode = self.n_prefill = 0
-        self.work = 0.0
-        self.launched_ns = self.done_ns = 0
-        self.has_top = self.has_singles = False
-        self.is_plain = True
-        self.drafts: Sequence[tuple[int, int]] = ()
-        self.firsts: list[Request] | None = None
 
 
 class Engine:
@@ -127,6 +100,8 @@ class Engine:
         self._cells = np.zeros(sizes.max_step_rows, np.int32 if is_small else np.int64)
         self._last_block = self._blocks[0][:0]
         self.last_done_ns = self.last_took_ns = 0
+        self.hold_until_ns = 0
+        """When the next step may be launched; 0: at once."""
         self.gather_until_ns = 0
         """When a step is launched without the masks that are missing; 0 while none are waited for."""
         self._must_drain = False
@@ -340,7 +315,10 @@ class Engine:
         drafts = drafter.rows(has_prefill) if drafter.requests else ()
         n_decode = len(slots.decode) + len(singles) + len(drafts)
         now = self.clock()
-        chunks = scheduler.plan(n_decode, now) if has_prefill else ()
+        self.hold_until_ns = hold_until_ns(self, now) if has_prefill or n_in_flight else 0
+        if self.hold_until_ns:
+            return False
+        chunks = scheduler.plan(n_decode, now) if has_prefill and not waits_for_company(self, now) else ()
         if not n_decode and not chunks:
             return False
         for request, _, samples in chunks:
@@ -351,6 +329,7 @@ class Engine:
         step.seq = self.launched_seq
         n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, singles, drafts)
         step.n_decode, step.n_prefill = n_decode, n_tokens - n_decode
+        scheduler.pace.n_gaps += n_decode
         step.is_plain = (
             step.n_samples <= n_decode + len(chunks) and not drafts and (len(chunks) < 2 or draws_come_first(chunks))
         )
@@ -359,6 +338,7 @@ class Engine:
         step.has_singles = bool(singles or drafts)
         step.done_ns = 0
         step.work = 0.0
+        step.price_us = scheduler.cost.decode_us(n_decode)
         step.launched_ns = now
         self.in_flight.append(step)
         self.device.step(slots.address)
@@ -380,6 +360,7 @@ class Engine:
         firsts = []
         for request, n, samples in chunks:
             step.work += chunk_work(n, request.done_tokens - n)
+            step.price_us += self.scheduler.cost.chunk_us(n, request.done_tokens - n)
             if samples:
                 firsts.append(request)
                 self.slots.join(request, request.n_tokens, not request.use_mask)
@@ -459,8 +440,11 @@ class Engine:
     # ---- the whole ----
 
     def wait(self) -> None:
-        """Waits for the oldest step in flight. Raises: PackError when it hangs."""
+        """Waits for the oldest step in flight, or until the next may be launched. Raises: PackError when it hangs."""
         oldest = self.in_flight[0]
+        if self.hold_until_ns and not self.is_full:
+            self.device.wait(oldest.seq, max(1, (self.hold_until_ns - self.clock()) // 1000))
+            return
         limit = oldest.launched_ns + int(self.policy.device_timeout_s * 1e9)
         while not self.device.wait(oldest.seq, WAIT_US):
             if self.clock() > limit:

@@ -22,6 +22,18 @@ class Policy:
 
     It is for prompts that fit into it: a long one would only spend it, and be hardly quicker.
     """
+    lead_ms: float = 1.0
+    """A step is launched that long before the one before it is expected to end, while someone may still come; 0: at once."""
+    gather_ms: float = 12.0
+    """Prompts that come together wait that long at most for more of them, on devices with run-ahead, ..."""
+    quiet_ms: float = 0.6
+    """... and no longer than this after the last that came."""
+    long_gaps: float = 64.0
+    """Gaps between tokens of streams that may be long (without limit), to begin with: prompts that come together are then read at once. Where nobody decodes, they are anyway."""
+    long_gap_share: float = 0.009
+    """One part of a stream's gaps may be long: below one in a hundred."""
+    split_tokens: int = 2048
+    """Prompts of fewer tokens in all are read in one step: more tokens keep the matrix units no busier."""
     min_chunk_tokens: int = 16
     """Prefill goes on with at least this many tokens a step: smaller chunks waste the matrix kernels."""
     share_tokens: int = 64

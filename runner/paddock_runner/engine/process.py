@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -25,6 +26,8 @@ from .tiering import TierConfig, TierKeeper
 from .vectors import ReadVectors
 
 OVERFLOW_RETRY_MS = 5
+GATHER_S = 0.0001
+"""How often it is looked for more prompts while a burst comes in."""
 COLLECT_EVERY = 1000
 """Ended requests between two collections of garbage, which happen only while nothing runs."""
 
@@ -124,6 +127,9 @@ class Runner:
                     engine.wait()
                     continue
                 if has_moved:
+                    continue
+                if engine.hold_until_ns:
+                    time.sleep(GATHER_S)
                     continue
                 if not engine.n_open and (intake.is_draining or all(port.is_closed for port in engine.ports)):
                     engine.publish()

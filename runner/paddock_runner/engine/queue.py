@@ -46,7 +46,9 @@ class WaitQueue:
         "_policy",
         "_reached",
         "clients",
+        "last_arrival_ns",
         "n",
+        "uncached_tokens",
     )
 
     def __init__(self, policy: Policy) -> None:
@@ -54,6 +56,9 @@ class WaitQueue:
         self.clients: dict[int, Client] = {}
         self.n = 0
         """Requests that wait here."""
+        self.last_arrival_ns = 0
+        self.uncached_tokens = 0
+        """Their tokens that were not cached when they came."""
         self._arrivals: deque[Request] = deque()
         self._deadlines: list[tuple[int, int, Request]] = []
         self._n_pushed = self._n_admitted = 0
@@ -110,8 +115,14 @@ class WaitQueue:
             loser = max((entry for entry in heaviest.heap if entry[2].is_queued), key=lambda e: e[:2])[2]
             self.drop(loser)
         self._arrivals.append(request)
+        self.last_arrival_ns = request.arrival_ns
         self._enter(request)
         return loser
+
+    @property
+    def first_arrival_ns(self) -> int:
+        """When the one came that has waited longest; 0: nobody waits."""
+        return next((r.arrival_ns for r in self._arrivals if r.is_queued), 0)
 
     def put_back(self, request: Request) -> None:
         """A request that was dropped, but neither started nor ended, waits again at its old place."""
@@ -124,6 +135,7 @@ class WaitQueue:
         heapq.heappush(client.heap, (request.key, self._n_pushed, request))
         client.n_waiting += 1
         self.n += 1
+        self.uncached_tokens += request.uncached_tokens
         request.is_queued = True
         if request.deadline_ns:
             heapq.heappush(self._deadlines, (request.deadline_ns, self._n_pushed, request))
@@ -167,6 +179,7 @@ class WaitQueue:
             request.is_queued = False
             self.clients[request.client].n_waiting -= 1
             self.n -= 1
+            self.uncached_tokens -= request.uncached_tokens
             if not self.n:
                 self._arrivals.clear()
             elif len(self._arrivals) > 64 + 4 * self.n:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ..cache.ledger import Ledger
 from ..cache.prefix import Node, first_difference
 from .cost import CostModel
+from .pace import Pace
 from .policy import Policy
 from .queue import WaitQueue
 from .request import Phase, Request
@@ -18,8 +19,8 @@ from .slots import Chunk, SlotTable
 
 MAX_FETCH_NS = 2_000_000_000
 """How long pages from disk are waited for before the prompt is computed after all."""
-MAX_SAVED = 8
-"""Steps in a row that may go without prefill, so that there is time for a chunk afterwards."""
+MAX_LONG_STEPS = 2
+"""Prompts that could be read in so many of the largest steps may hold up those who decode: a longer queue takes a while anyway."""
 MAX_LOOKS = 16
 """Waiting requests that are compared with one that starts."""
 
@@ -28,8 +29,7 @@ class Scheduler:
     """Decides one step at a time. `on_start` hears of every request that gets a slot, before its first chunk."""
 
     __slots__ = (
-        "_carry_us", "_credit_ns", "_credit_us", "_is_stuck", "_ledger", "_n_saved", "_n_started", "_policy", "_slots", "cost", "held", "on_start", "preempted",
-        "prefilling", "queue", "saves",
+        "_is_stuck", "_ledger", "_n_started", "_policy", "_slots", "cost", "held", "on_start", "pace", "preempted", "prefilling", "queue", "saves",
     )  # fmt: skip
 
     def __init__(
@@ -41,6 +41,7 @@ class Scheduler:
         self.on_start = on_start
         self.queue = WaitQueue(policy)
         self.cost = CostModel()
+        self.pace = Pace(policy, self.cost)
         self.prefilling: list[Request] = []
         self.held: list[Request] = []
         """Taken from the queue, waiting until another has computed what they share."""
@@ -50,11 +51,6 @@ class Scheduler:
         """States to be saved when the planned step has run: whose slot's, the node that ends there, and the place. The loop empties it."""
         self._is_stuck = False
         self._n_started = 0
-        self._credit_us = policy.burst_ms * 1000
-        self._credit_ns = 0
-        self._n_saved = 0
-        self._carry_us = 0.0
-        """Time for prefill that was too little for a chunk, and is added to the next step's."""
 
     @property
     def has_prefill(self) -> bool:
@@ -83,15 +79,9 @@ class Scheduler:
         sizes = self._slots.sizes
         tokens_left = sizes.max_step_tokens - n_rows
         rows_left = sizes.max_step_rows - n_rows
-        us_left = self._budget_us(n_rows, now_ns) + self._carry_us
-        self._carry_us = 0.0
-        if us_left != math.inf:
-            at = self.prefilling[0].done_tokens if self.prefilling else 0
-            if self._n_saved < MAX_SAVED and self.cost.tokens_for(us_left, at) < self._policy.min_chunk_tokens:
-                self._carry_us = us_left
-                self._n_saved += 1
-                return []
-            self._n_saved = 0
+        us_left, part = self._budget(n_rows, tokens_left, now_ns)
+        if us_left != math.inf and self.pace.saves_up(us_left, self.prefilling[0].done_tokens if self.prefilling else 0):
+            return []
         us_all = us_left
         self._wake_held(now_ns)
         if self.queue.is_contested:
@@ -113,8 +103,11 @@ class Scheduler:
             tokens_left -= n
             rows_left -= n if unscored else 1
             chunks.append((request, n, self._advance(request, n)))
+            part -= n
+            if part <= 0:
+                break
         if us_all != math.inf:
-            self._credit_us -= max(0.0, us_all - us_left)
+            self.pace.spent(us_all - us_left)
         return chunks
 
     def _chunk_tokens(self, request: Request, tokens_left: int, us_left: float) -> int:
@@ -316,26 +309,24 @@ class Scheduler:
 
     # ---- time ----
 
-    def _budget_us(self, n_rows: int, now_ns: int) -> float:
-        """Time that prefill may add to this step: all of it when nobody decodes."""
-        policy = self._policy
-        if not n_rows:
-            return math.inf
-        base = self.cost.decode_us(n_rows)
-        steady = policy.steady_ratio - 1
-        elapsed_us = min(now_ns - self._credit_ns, 1_000_000_000) / 1000
-        self._credit_ns = now_ns
-        self._credit_us = min(policy.burst_ms * 1000, self._credit_us + elapsed_us * steady / policy.steady_ratio)
-        is_burst = self.n_waiting + len(self.prefilling) >= 2 or (self._credit_us > 0 and self._is_short())
-        return max(base * (policy.burst_ratio - 1), 1000 * policy.burst_step_ms - base) if is_burst else base * steady
+    def _budget(self, n_rows: int, tokens_left: int, now_ns: int) -> tuple[float, int]:
+        """Time that prefill may add to this step, and tokens after which no other prompt is taken."""
+        n_running = sum(r.remaining_tokens for r in self.prefilling)
+        n_tokens, n_prompts = n_running + self.queue.uncached_tokens, self.n_waiting + len(self.prefilling)
+        part = self.pace.first_part(n_tokens)
+        us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest()) if n_rows else math.inf
+        is_large = us != math.inf and n_prompts >= 2 and self.cost.chunk_us(min(n_tokens, part), 0) > us
+        if is_large and n_tokens <= MAX_LONG_STEPS * tokens_left:
+            n_step = min(n_tokens, part, tokens_left)
+            if self.pace.may_stall(n_rows, n_prompts * n_step // n_tokens):
+                us = math.inf
+        return us, part if us == math.inf else tokens_left
 
-    def _is_short(self) -> bool:
-        """The shortest prompt there is could be computed within the burst credit."""
+    def _shortest(self) -> int:
+        """Tokens of the shortest prompt there is."""
         n = min((r.n_tokens - r.cached_tokens for r in self.prefilling), default=1 << 31)
         head = self.queue.head()
-        if head is not None:
-            n = min(n, head.uncached_tokens)
-        return self.cost.chunk_us(n, 0) <= self._policy.burst_ms * 1000
+        return n if head is None else min(n, head.uncached_tokens)
 
     def _charge_decoding(self) -> None:
         """Charges clients for the answers that grew since the last look."""

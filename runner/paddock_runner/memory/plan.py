@@ -32,8 +32,8 @@ STATE_CACHE_SHARE = 10
 """Where nobody chose, snapshots of recurrent states take at most one part in so many of the free memory."""
 KV_FORMAT = {"cpu": "f16", "cuda": "bf16"}
 """The KV cache's format where nobody chose one: the one that the device's attention reads without converting."""
-STEP_TOKENS = {"cpu": 512, "cuda": 2048}
-"""Tokens of the largest step where nobody chose: enough to keep the matrix units busy, few enough for a step to stay short."""
+STEP_TOKENS = {"cpu": 512, "cuda": 2560}
+"""Tokens of the largest step where nobody chose: enough to keep the matrix units busy and for more than half of 32 prompts of 128, few enough for a step to stay short."""
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:

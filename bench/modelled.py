@@ -1,0 +1,291 @@
+"""Load cells on a modelled device: the engine and scheduler as they are, steps priced by a table, virtual time. No GPU, seconds a cell.
+
+Usage: python -m bench.modelled [--cost 8b.fp8 8b.bf16] [--cells 128/128c32x128 ...] [--long 65000] [--steps FILE]
+A cell is PROMPT/ANSWERcSTREAMSxREQUESTS in a closed loop. What lies around the engine is a model, too: a client and a front that take a while for each
+request, one after the other (COMING_US), and FRONT_US each way. It answers how a policy behaves, not how fast a machine is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import heapq
+import random
+import statistics
+import sys
+from array import array
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, field
+from struct import Struct
+
+from paddock_runner.engine.loop import Engine
+from paddock_runner.engine.policy import Policy
+from paddock_runner.engine.process import Runner
+from paddock_runner.memory.state import StateSizes
+from paddock_runner.pack.abi import PK_ROW_DEAD, PK_ROW_LENGTH, PK_ROW_SAMPLE
+from paddock_runner.wire.channel import Channel
+from paddock_runner.wire.messages import Ask, Done, StepResult
+from paddock_runner.wire.port import EnginePort, FrontPort
+
+HEAD, NEW, ROW, RESULT = Struct("<Qiiiiiiii"), Struct("<iiii"), Struct("<iiii"), Struct("<iiiifi")
+NEW_BYTES, MAX_LENGTH_AT = 152, 16 + 48
+TURN_US, FRONT_US, COMING_US, AGAIN_US = 60, 300, 350, 900
+"""A turn of the engine; a record's way to or from the client; between two requests of the client; from an answer's end to the next request."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Prices of steps. points: (tokens of the step, ms), straight between them. row_ns: of a decode row per token before it, work_ns: of a prefill
+    token per token before it."""
+
+    points: tuple[tuple[int, float], ...]
+    row_ns: float
+    work_ns: float
+
+    def step_us(self, n_tokens: int, row_context: int, work: float) -> float:
+        """What a step takes."""
+        xs = [x for x, _ in self.points]
+        i = min(max(1, bisect_left(xs, n_tokens)), len(xs) - 1)
+        (x0, y0), (x1, y1) = self.points[i - 1], self.points[i]
+        return 1000 * (y0 + (y1 - y0) * (n_tokens - x0) / (x1 - x0)) + (row_context * self.row_ns + work * self.work_ns) / 1000
+
+
+COSTS = {
+    "8b.fp8": Cost(((1, 3.24), (8, 4.2), (32, 5.6), (128, 8.7), (2048, 40.0), (4096, 81.5)), 34.0, 1.05),
+    "8b.bf16": Cost(((1, 4.57), (8, 5.2), (32, 6.3), (128, 9.3), (2048, 48.2), (4096, 98.0)), 34.0, 1.05),
+}
+"""An H200, Qwen3-8B's shape, from bench/results/h200/2026-11-29-whole.json; between 128 and 2,048 tokens nothing was measured."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of the modelled device."""
+
+    run_ahead: int = 2
+    has_drafts: bool = False
+
+
+class ModelledDevice:
+    """Steps take what `cost` says, one after the other, in virtual time. Every answer has its full length."""
+
+    def __init__(self, sizes: StateSizes, cost: Cost, run_ahead: int = 2) -> None:
+        self.sizes, self.cost, self.facts = sizes, cost, Facts(run_ahead)
+        self.now_ns = self._free_ns = 1_000_000_000
+        self._length, self._max, self._alive = [0] * sizes.n_slots, [0] * sizes.n_slots, [False] * sizes.n_slots
+        self.results = memoryview(bytearray(24 * sizes.n_results * sizes.max_step_rows))
+        self.top = memoryview(bytearray(8))
+        self.done = memoryview(bytearray(8)).cast("Q")
+        self._pending: deque[tuple[int, int, list[tuple[int, int, int, int]], bytes]] = deque()
+        self.steps: list[tuple[int, int, int, int]] = []
+        """Of every step: begin and end in ns, decode rows, prefill tokens."""
+
+    def clock(self) -> int:
+        """Virtual time."""
+        return self.now_ns
+
+    def advance(self, to_ns: int) -> None:
+        """Time passes; steps that end until then are done."""
+        self.now_ns = max(self.now_ns, to_ns)
+        while self._pending and self._pending[0][0] <= self.now_ns:
+            _, seq, rows, new = self._pending.popleft()
+            self._run(seq, rows, new)
+
+    @property
+    def next_end_ns(self) -> int:
+        """When the running step ends; 0: none runs."""
+        return self._pending[0][0] if self._pending else 0
+
+    def step(self, input_address: int) -> None:
+        """Enqueues a step."""
+        seq, n_tokens, n_rows, _, n_new, *_ = HEAD.unpack(ctypes.string_at(input_address, HEAD.size))
+        data = ctypes.string_at(input_address + HEAD.size, NEW_BYTES * n_new + ROW.size * n_rows)
+        new, rows = data[: NEW_BYTES * n_new], list(ROW.iter_unpack(data[NEW_BYTES * n_new :]))
+        length = dict(enumerate(self._length))
+        for _, _, rows_before, new_before in self._pending:
+            length.update({slot: n for slot, n, *_ in NEW.iter_unpack(b"".join(new_before[i : i + 16] for i in range(0, len(new_before), NEW_BYTES)))})
+            for slot, n, *_ in rows_before:
+                length[slot] += n
+        length.update({slot: n for slot, n, *_ in NEW.iter_unpack(b"".join(new[i : i + 16] for i in range(0, len(new), NEW_BYTES)))})
+        context = sum(length[slot] for slot, n, *_ in rows if n == 1)
+        work = sum(n * (length[slot] + n / 2) for slot, n, *_ in rows if n > 1)
+        begin = max(self.now_ns, self._free_ns)
+        self._free_ns = begin + int(1000 * self.cost.step_us(n_tokens, context, work))
+        self._pending.append((self._free_ns, seq, rows, new))
+        n_decode = sum(n == 1 for _, n, *_ in rows)
+        self.steps.append((begin, self._free_ns, n_decode, n_tokens - n_decode))
+
+    def _run(self, seq: int, rows: list[tuple[int, int, int, int]], new: bytes) -> None:
+        for at in range(0, len(new), NEW_BYTES):
+            slot, self._length[slot], *_ = NEW.unpack_from(new, at)
+            self._max[slot] = int.from_bytes(new[at + MAX_LENGTH_AT : at + MAX_LENGTH_AT + 4], "little")
+            self._alive[slot] = True
+        at = 24 * (seq % self.sizes.n_results) * self.sizes.max_step_rows
+        for i, (slot, n, flags, _) in enumerate(rows):
+            token, out = -1, PK_ROW_DEAD
+            if self._alive[slot]:
+                self._length[slot] += n
+                token, out = (7, 0) if flags & PK_ROW_SAMPLE else (-1, 0)
+                if token >= 0 and self._length[slot] + 1 >= self._max[slot]:
+                    out, self._alive[slot] = PK_ROW_LENGTH, False
+            RESULT.pack_into(self.results, at + 24 * i, slot, token, out, self._length[slot] + (token >= 0), 0.0, 0)
+        self.done[0] = seq
+
+    def wait(self, seq: int, timeout_us: int) -> bool:
+        """Time passes until the step is done, or the time is up."""
+        end = next(end for end, at, *_ in self._pending if at == seq) if self.done[0] < seq else self.now_ns
+        self.advance(min(end, self.now_ns + 1000 * timeout_us))
+        return self.done[0] >= seq
+
+    def times(self, n: int) -> list[tuple[int, int]]:
+        """None are kept."""
+        return []
+
+    def save_state(self, slot: int, place: int) -> None:
+        """There are none."""
+
+    def load_state(self, slot: int, place: int) -> None:
+        """There are none."""
+
+    def grow_pages(self, n_pages: int) -> int:
+        """All pages are there."""
+        return self.sizes.n_pages
+
+
+@dataclass
+class Seen:
+    """What a client saw of one request, in ns."""
+
+    sent: int
+    times: list[int] = field(default_factory=list)
+
+
+class Scene:
+    """An engine on a modelled device, and what happens around it, by virtual time."""
+
+    def __init__(self, cost: Cost, n_slots: int = 128, max_step_tokens: int = 0, policy: Policy | None = None, ctx: int = 8448) -> None:
+        from paddock_runner.memory.plan import STEP_TOKENS
+
+        self.sizes = StateSizes(
+            n_slots=n_slots, max_ctx_tokens=-(-ctx // 32) * 32, page_tokens=32, n_pages=n_slots * 300 + 1 + ctx // 32, n_vocab=32000,
+            max_step_tokens=max_step_tokens or STEP_TOKENS["cuda"], max_step_rows=n_slots, max_bias=4, max_top=1,
+        )  # fmt: skip
+        self.device = ModelledDevice(self.sizes, cost)
+        channel = Channel.create()
+        self.front = FrontPort(channel, True)
+        self.engine = Engine(self.sizes, self.device, [EnginePort(channel, True)], policy, self.device.clock)
+        self.runner = Runner(self.engine)
+        self.seen: dict[int, Seen] = {}
+        self.ended: dict[int, int] = {}
+        self._coming: list[tuple[int, int, int, int]] = []
+        self._n_asked = 0
+        self._last_ns = 0
+        self._random = random.Random(1)
+
+    def send(self, at_ns: int, n_prompt: int, n_tokens: int) -> int:
+        """A request leaves the client at about that time; its id."""
+        self._n_asked += 1
+        self._last_ns = at_ns = max(at_ns, self._last_ns + 1000 * COMING_US)
+        heapq.heappush(self._coming, (at_ns + 1000 * FRONT_US, self._n_asked, n_prompt, n_tokens))
+        self.seen[self._n_asked] = Seen(at_ns)
+        return self._n_asked
+
+    def turn(self) -> list[int]:
+        """One turn of the engine; who ended. Time passes by what the turn takes, or to the next thing that happens."""
+        device = self.device
+        while self._coming and self._coming[0][0] <= device.now_ns:
+            _, ask_id, n_prompt, n_tokens = heapq.heappop(self._coming)
+            prompt = array("i", [self._random.randrange(300, 32000) for _ in range(n_prompt)])
+            self.front.ask(Ask(ask_id, prompt, max_tokens=n_tokens, temperature=0.0))
+        begun = device.now_ns
+        has_moved = self.runner.turn()
+        if has_moved:
+            device.advance(device.now_ns + 1000 * TURN_US)
+        if self.engine.in_flight and (self.engine.is_full or not has_moved):
+            self.engine.wait()
+        ended = self._listen()
+        if not has_moved and device.now_ns == begun:
+            events = [t for t in (device.next_end_ns, self._coming[0][0] if self._coming else 0, self.engine.hold_until_ns) if t > begun]
+            device.advance(min(events))
+        return ended
+
+    def _listen(self) -> list[int]:
+        ended = []
+        now = self.device.now_ns + 1000 * FRONT_US
+        for event in self.front.poll():
+            if isinstance(event, StepResult):
+                for row in event.rows:
+                    self.seen[row[0]].times.append(now)
+            elif isinstance(event, Done):
+                self.ended[event.ask_id] = now
+                ended.append(event.ask_id)
+        return ended
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Between the ranks, linearly."""
+    return statistics.quantiles(values, n=1000, method="inclusive")[min(998, max(0, round(share * 1000) - 1))] if len(values) > 1 else (values or [0.0])[0]
+
+
+def run_cell(scene: Scene, n_prompt: int, n_tokens: int, streams: int, requests: int) -> dict[str, float]:
+    """A closed loop; times in ms, tokens per second."""
+    begun = scene.device.now_ns
+    ids = [scene.send(begun, n_prompt, n_tokens) for _ in range(min(streams, requests))]
+    left = requests - len(ids)
+    while not all(i in scene.ended for i in ids):
+        for ask_id in scene.turn():
+            if left:
+                left -= 1
+                ids.append(scene.send(scene.ended[ask_id] + 1000 * AGAIN_US, n_prompt, n_tokens))
+    first = [(scene.seen[i].times[0] - scene.seen[i].sent) / 1e6 for i in ids]
+    gaps = [(b - a) / 1e6 for i in ids for a, b in zip(scene.seen[i].times, scene.seen[i].times[1:], strict=False)]
+    wall = (max(scene.ended[i] for i in ids) - begun) / 1e9
+    busy = sum(min(end, scene.device.now_ns) - begin for begin, end, *_ in scene.device.steps if begin >= begun) / 1e9
+    return {
+        "ttft_p50_ms": percentile(first, 0.5), "ttft_p99_ms": percentile(first, 0.99), "itl_p50_ms": percentile(gaps, 0.5), "itl_p99_ms": percentile(gaps, 0.99),
+        "out_tok_s": requests * n_tokens / wall, "busy": busy / wall,
+    }  # fmt: skip
+
+
+def run_long(cost: Cost, n_prompt: int, streams: int = 16, policy: Policy | None = None) -> dict[str, float]:
+    """Streams that decode while a long prompt arrives: gaps and time to first token as ratios of those alone."""
+    alone = Scene(cost, ctx=max(8448, n_prompt + 64), policy=policy)
+    first = run_cell(alone, n_prompt, 4, 1, 2)["ttft_p50_ms"]
+    scene = Scene(cost, ctx=max(8448, n_prompt + 64), policy=policy)
+    ids = [scene.send(scene.device.now_ns, 128, 7000) for _ in range(streams)]
+    while not all(len(scene.seen[i].times) > 200 for i in ids):
+        scene.turn()
+    begun = scene.device.now_ns
+    long = scene.send(begun, n_prompt, 4)
+    while not scene.seen[long].times:
+        scene.turn()
+    before = [(b - a) / 1e6 for i in ids for a, b in zip(scene.seen[i].times, scene.seen[i].times[1:], strict=False) if b < begun][-100 * streams :]
+    during = [(b - a) / 1e6 for i in ids for a, b in zip(scene.seen[i].times, scene.seen[i].times[1:], strict=False) if a >= begun]
+    ratio = {f"itl_p{round(100 * q)}": percentile(during, q) / percentile(before, q) for q in (0.5, 0.99)}
+    return ratio | {"ttft": (scene.seen[long].times[0] - scene.seen[long].sent) / 1e6 / first, "alone_ms": first}
+
+
+def main() -> None:
+    """Runs the cells and prints a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cost", nargs="*", default=list(COSTS), choices=list(COSTS))
+    parser.add_argument("--cells", nargs="*", default=["128/128c1x8", "128/128c8x32", "128/128c32x96", "128/128c32x128", "128/128c128x256", "2048/128c32x96"])
+    parser.add_argument("--long", type=int, default=65000)
+    parser.add_argument("--max-step-tokens", type=int, default=0)
+    options = parser.parse_args()
+    for name in options.cost:
+        for cell in options.cells:
+            shape, requests = cell.split("x")
+            n_in, rest = shape.split("/")
+            n_out, streams = rest.split("c")
+            scene = Scene(COSTS[name], max_step_tokens=options.max_step_tokens)
+            run_cell(scene, int(n_in), 2, 1, 1)
+            found = run_cell(scene, int(n_in), int(n_out), int(streams), int(requests))
+            ratio = found["ttft_p99_ms"] / found["ttft_p50_ms"]
+            sys.stdout.write(f"{name} {cell}: " + "  ".join(f"{k} {v:.2f}" for k, v in found.items()) + f"  p99/p50 {ratio:.2f}\n")
+        if options.long:
+            sys.stdout.write(f"{name} long: " + "  ".join(f"{k} {v:.2f}" for k, v in run_long(COSTS[name], options.long).items()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""How long a step with prefill may take: what streams that decode put up with, against prompts that wait.
+
+Knows numbers, not requests: the scheduler says who waits, and asks.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .cost import CostModel
+from .policy import Policy
+
+MAX_SAVED = 8
+"""Steps in a row that may go without prefill, so that there is time for a chunk afterwards."""
+SPLIT = 1.8
+"""Prompts that come together are read in two steps, the first with one part in so many of their tokens: more than half of them start early, and the last
+starts no later than it would have, and no later than so many times the first."""
+STARTS_PER_GAP = 2
+"""Streams that may be held up for each prompt that starts in a long step."""
+
+
+class Pace:
+    """Budgets of steps, and what was spent beyond the steady pace."""
+
+    __slots__ = ("_carry_us", "_cost", "_credit_ns", "_credit_us", "_gap_credit", "_gaps_seen", "_n_saved", "_policy", "n_gaps")
+
+    def __init__(self, policy: Policy, cost: CostModel) -> None:
+        self._policy, self._cost = policy, cost
+        self._credit_us = policy.burst_ms * 1000
+        self._credit_ns = 0
+        self._gap_credit = float(policy.long_gaps)
+        self._gaps_seen = 0
+        self.n_gaps = 0
+        """Decode rows launched so far: each ends a gap between two tokens of a stream."""
+        self._n_saved = 0
+        self._carry_us = 0.0
+        """Time for prefill that was too little for a chunk, and is added to the next step's."""
+
+    def budget_us(self, n_rows: int, now_ns: int, is_burst: bool, short_tokens: int) -> float:
+        """Time that prefill may add to a step with n_rows decode rows: all of it when nobody decodes; 0: none in this step.
+
+        is_burst: two prompts or more wait. short_tokens: the length of the shortest prompt.
+        """
+        policy = self._policy
+        if not n_rows:
+            self._carry_us = 0.0
+            return math.inf
+        base = self._cost.decode_us(n_rows)
+        steady = policy.steady_ratio - 1
+        elapsed_us = min(now_ns - self._credit_ns, 1_000_000_000) / 1000
+        self._credit_ns = now_ns
+        self._credit_us = min(policy.burst_ms * 1000, self._credit_us + elapsed_us * steady / policy.steady_ratio)
+        if is_burst or (self._credit_us > 0 and self.is_short(short_tokens)):
+            us = max(base * (policy.burst_ratio - 1), 1000 * policy.burst_step_ms - base)
+        else:
+            us = base * steady
+        return us + self._carry_us
+
+    def saves_up(self, us: float, position: int) -> bool:
+        """Whether the time is too little for a chunk at that position: then it is kept for the next step."""
+        if self._n_saved < MAX_SAVED and self._cost.tokens_for(us, position) < self._policy.min_chunk_tokens:
+            self._carry_us = us
+            self._n_saved += 1
+            return True
+        self._carry_us = 0.0
+        self._n_saved = 0
+        return False
+
+    def is_short(self, n_tokens: int) -> bool:
+        """A prompt of that length could be computed within the burst credit."""
+        return self._cost.chunk_us(n_tokens, 0) <= self._policy.burst_ms * 1000
+
+    def spent(self, us: float) -> None:
+        """Prefill has been planned that takes so long."""
+        self._credit_us -= max(0.0, us)
+
+    def may_stall(self, n_rows: int, n_starting: int) -> bool:
+        """Whether n_rows streams may wait for one long step in which n_starting prompts are read to their end; if so, that is booked."""
+        policy = self._policy
+        self._gap_credit = min(policy.long_gaps, self._gap_credit + policy.long_gap_share * (self.n_gaps - self._gaps_seen))
+        self._gaps_seen = self.n_gaps
+        if n_rows > STARTS_PER_GAP * n_starting or n_rows > self._gap_credit:
+            return False
+        self._gap_credit -= n_rows
+        return True
+
+    def first_part(self, n_tokens: int) -> int:
+        """Tokens after which a step takes no more prompts, when prompts of n_tokens in all wait."""
+        return max(self._policy.split_tokens, math.ceil(n_tokens / SPLIT))

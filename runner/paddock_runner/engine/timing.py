@@ -1,0 +1,50 @@
+"""When a step is launched, and when prompts wait for company: a burst is read at once, where reading it piece by piece would take longer.
+
+What is launched cannot be changed, so a step is launched as late as the device allows while someone may still come: a prompt that comes a moment after
+it would wait for a step more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .loop import Engine
+
+GATHER_SHARE = 0.25
+"""Prompts wait for company for at most this part of the time that it takes to read them."""
+
+
+def hold_until_ns(engine: Engine, now_ns: int) -> int:
+    """Until when the next step is not to be launched; 0: launch it now."""
+    policy = engine.policy
+    if not engine.run_ahead or not engine.slots.n_free or engine.masked:
+        return 0
+    until = 0
+    if engine.in_flight:
+        until = _end_ns(engine) - int(1e6 * policy.lead_ms) if policy.lead_ms else 0
+    elif not engine.slots.decode:
+        until = _gather_until_ns(engine)
+    return until if until > now_ns else 0
+
+
+def waits_for_company(engine: Engine, now_ns: int) -> bool:
+    """Whether those who have come leave this step to the rows that decode, because more are coming."""
+    return engine.run_ahead > 0 and engine.scheduler.queue.n >= 2 and _gather_until_ns(engine) > now_ns
+
+
+def _gather_until_ns(engine: Engine) -> int:
+    """Until when prompts that have not started wait for others: a moment after the last that came; 0: they do not."""
+    policy, scheduler = engine.policy, engine.scheduler
+    queue = scheduler.queue
+    if not policy.gather_ms or not queue.n or scheduler.prefilling or scheduler.held or scheduler.preempted:
+        return 0
+    price_us = scheduler.cost.decode_us(0) + scheduler.cost.chunk_us(queue.uncached_tokens, 0)
+    patience_ns = int(min(1e6 * policy.gather_ms, 1000 * GATHER_SHARE * price_us))
+    return min(queue.last_arrival_ns + int(1e6 * policy.quiet_ms), queue.first_arrival_ns + patience_ns)
+
+
+def _end_ns(engine: Engine) -> int:
+    """When the last step in flight will be done, by the cost model."""
+    first = engine.in_flight[0]
+    return max(first.launched_ns, engine.last_done_ns) + int(1000 * sum(step.price_us for step in engine.in_flight))

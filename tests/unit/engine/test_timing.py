@@ -1,0 +1,104 @@
+"""When steps are launched, and what a burst may cost those who decode."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from paddock_runner.engine.cost import CostModel
+from paddock_runner.engine.pace import Pace
+from paddock_runner.engine.policy import Policy
+
+from tests.soak.fake_device import ROW_US, STEP_US, TOKEN_US
+from tests.soak.rig import SIZES, Rig
+
+WIDE = replace(SIZES, n_slots=16, max_ctx_tokens=2048, n_pages=8193, max_step_tokens=512, max_step_rows=32)
+PATIENT = Policy(lead_ms=0.5, gather_ms=12.0, quiet_ms=0.6)
+
+
+def steady_rig(policy: Policy, n: int = 4) -> Rig:
+    """Streams that decode on a device that runs nothing by chance, its cost learned."""
+    rig = Rig(WIDE, run_ahead=2, policy=policy)
+    rig.device.rng.random = lambda: 1.0  # type: ignore[method-assign]
+    answers = [rig.ask([i, i + 1, i + 2], 500) for i in range(n)]
+    while not all(len(a.tokens) > 40 for a in answers):
+        rig.turn()
+    return rig
+
+
+def test_while_someone_may_come_the_next_step_is_launched_shortly_before_the_last_ends() -> None:
+    rig = steady_rig(PATIENT)
+    engine = rig.engine
+    while len(engine.in_flight) != 1 or not engine.hold_until_ns:
+        rig.turn()
+    expected = engine.in_flight[0].launched_ns + 1000 * (STEP_US + 4 * ROW_US) - 500_000
+    assert abs(engine.hold_until_ns - expected) < 400_000
+    rig.close()
+
+
+def test_without_a_free_slot_steps_are_enqueued_ahead() -> None:
+    rig = steady_rig(PATIENT, n=16)
+    for _ in range(4):
+        rig.runner.turn()
+    assert len(rig.engine.in_flight) == 3 and not rig.engine.hold_until_ns
+    rig.close()
+
+
+def test_a_burst_on_an_idle_device_is_one_step() -> None:
+    rig = Rig(WIDE, run_ahead=2, policy=PATIENT)
+    for k in range(8):
+        rig.ask([100 * k + i for i in range(40)], 4)
+        rig.runner.turn()
+        rig.device.now_ns += 300_000
+    assert not rig.device.last_seq, "while they come, nothing is launched"
+    rig.run(check=False)
+    assert rig.device.rows[0] and len(rig.device.rows[0]) == 8
+    rig.close()
+
+
+def test_a_prompt_alone_on_an_idle_device_waits_for_a_moment_only() -> None:
+    rig = Rig(WIDE, run_ahead=2, policy=PATIENT)
+    rig.ask([1, 2, 3], 4)
+    begun = rig.device.now_ns
+    while not rig.device.last_seq:
+        rig.turn()
+    assert rig.device.now_ns - begun < 1_000_000 + 1000 * (STEP_US + 3 * TOKEN_US)
+    rig.close()
+
+
+def test_a_device_without_run_ahead_waits_for_nobody() -> None:
+    rig = Rig(WIDE, run_ahead=0, policy=PATIENT)
+    rig.ask([1, 2, 3], 4)
+    rig.runner.turn()
+    assert rig.device.last_seq == 1
+    rig.close()
+
+
+@pytest.fixture
+def pace() -> Pace:
+    return Pace(Policy(), CostModel((2000.0, 1000.0, 5000.0, 0.0)))
+
+
+def test_one_gap_in_a_hundred_may_be_long(pace: Pace) -> None:
+    assert pace.may_stall(40, 32) and not pace.may_stall(40, 32), "64 to begin with"
+    pace.n_gaps += 40 * 100
+    assert pace.may_stall(40, 32) and not pace.may_stall(40, 32)
+    granted = 0
+    for _ in range(100):
+        pace.n_gaps += 40 * 10
+        granted += pace.may_stall(40, 32)
+    assert granted <= 10, "a thousand steps, at most one in a hundred of them"
+
+
+def test_few_prompts_do_not_hold_up_many_streams(pace: Pace) -> None:
+    assert not pace.may_stall(20, 1)
+    assert pace.may_stall(20, 10)
+
+
+def test_more_than_half_of_a_burst_is_in_its_first_step(pace: Pace) -> None:
+    assert pace.first_part(1500) == 2048 and pace.first_part(4096) == math.ceil(4096 / 1.8)
+
+
+def test_nobody_decodes_all_the_time_there_is(pace: Pace) -> None:
+    assert pace.budget_us(0, 1, False, 100) == math.inf
