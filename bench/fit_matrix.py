@@ -70,17 +70,18 @@ class Ground:
     free_bytes: int
     n_processors: int
     name: str
+    index: int = 0
 
 
-def ground(kind: str, pack: Path | None) -> Ground:
-    """The device as it is now."""
+def ground(kind: str, pack: Path | None, index: int) -> Ground:
+    """The device as it is now. index: NVML's number of the GPU that is CUDA's first here."""
     if kind == "cpu":
         memory = hardware.memory()
         return Ground(pack or find_pack("cpu"), kind, memory.total_bytes, memory.free_bytes, hardware.n_threads(), "cpu")
     with Nvml() as nvml:
-        gpu = nvml.gpus()[0]
+        gpu = nvml.gpus()[index]
     found = pack or next(find_pack(n) for n in hardware.pack_names(tuple(int(x) for x in (gpu.arch[3:-1], gpu.arch[-1]))))  # type: ignore[arg-type]
-    return Ground(found, kind, gpu.memory_bytes, gpu.free_bytes, gpu.n_processors, gpu.name)
+    return Ground(found, kind, gpu.memory_bytes, gpu.free_bytes, gpu.n_processors, gpu.name, index)
 
 
 def opened(model: str, folder: Path) -> tuple[Blueprint, dict[str, TensorView]]:
@@ -159,12 +160,12 @@ def _skip_copies() -> None:
     Staging.read, Device.repack = small, nothing  # type: ignore[method-assign]
 
 
-def used_bytes(kind: str) -> int:
+def used_bytes(at: Ground) -> int:
     """In use on the GPU, or by this process."""
-    if kind == "cpu":
+    if at.kind == "cpu":
         return measure(os.getpid(), "cpu")
     with Nvml() as nvml:
-        gpu = nvml.gpus()[0]
+        gpu = nvml.gpus()[at.index]
     return gpu.memory_bytes - gpu.free_bytes
 
 
@@ -172,13 +173,13 @@ def child(row: Row, plan: MemoryPlan, blueprint: Blueprint, views: dict[str, Ten
     """What a process of that plan takes. Runs in a process of its own."""
     if not row.copies:
         _skip_copies()
-    before, begun = used_bytes(at.kind), time.monotonic()
+    before, begun = used_bytes(at), time.monotonic()
     device = build_device(Assembly(at.pack, plan.sizes, plan.kv_format), blueprint, views)
-    built, ready = time.monotonic(), used_bytes(at.kind) - before
+    built, ready = time.monotonic(), used_bytes(at) - before
     device.grow_pages(plan.sizes.n_pages)
     grown = time.monotonic()
     Steps(device, plan.sizes.n_pages).work()
-    used = used_bytes(at.kind) - before
+    used = used_bytes(at) - before
     return {"used": used, "ready": ready, "build_s": built - begun, "grow_s": grown - built, "steps_s": time.monotonic() - grown}
 
 
@@ -250,14 +251,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", type=Path)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--gpu", type=int, default=0, help="NVML's number of the GPU that CUDA_VISIBLE_DEVICES shows")
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--ctx", nargs="*", default=["4096", "32768", "max"])
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--file", default="fit.json")
     parser.add_argument("--commit", default="")
     arguments = parser.parse_args()
-    at = ground(arguments.device, arguments.pack.resolve() if arguments.pack else None)
+    at = ground(arguments.device, arguments.pack.resolve() if arguments.pack else None, arguments.gpu)
     sys.stdout.write(f"{at.name}: {at.n_processors} processors, {at.free_bytes / 2**20:.0f} of {at.memory_bytes / 2**20:.0f} MiB free\n")
     sys.stdout.write(f"{'row':34} {'planned':>9} {'used MiB':>9} {'over MiB':>8} {'%':>7}\n")
     begun, rows, left, open_name, model = time.monotonic(), [], [], "", None
@@ -275,7 +278,7 @@ def main() -> int:
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         made = board.document("h200", rows, arguments.commit, gpu=at.name, n_processors=at.n_processors)
-        (arguments.out / "fit.json").write_text(json.dumps(made, indent=1) + "\n")
+        (arguments.out / arguments.file).write_text(json.dumps(made, indent=1) + "\n")
     return 0 if holds == len(rows) else 1
 
 
