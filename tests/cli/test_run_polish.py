@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
-from paddock_manager.commands import chat
+from paddock_manager.commands import files
 from paddock_manager.commands.markdown import BOLD, CODE, DIM, HEADING, RESET, Markdown
 
 pytestmark = pytest.mark.usefixtures("fake_runner")
@@ -42,17 +43,75 @@ def test_plain_words_are_shown_at_once():
 def test_files_go_before_the_prompt_and_say_their_names(paddock, model_file, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("tide ```x``` table\n")
-    assert chat.attachment(str(path)) == "notes.txt:\n````\ntide ```x``` table\n````"
+    assert files.attachment(str(path), "m") == "notes.txt:\n````\ntide ```x``` table\n````"
     done = paddock("run", str(model_file), "-f", str(path), "--file", str(path), "Summarise")
     assert done.code == 0 and done.out.count("notes.txt:") == 2 and done.out.rstrip().endswith("Summarise")
 
 
-def test_file_that_is_no_text_is_exit_12_and_one_that_is_not_there_exit_2(paddock, model_file, tmp_path):
-    path = tmp_path / "sea.png"
-    path.write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
-    done = paddock("run", str(model_file), "-f", str(path), "What is this?")
-    assert done.code == 12 and "text only" in done.err
-    assert paddock("run", str(model_file), "-f", str(tmp_path / "no"), "x").code == 2
+def pdf(text: str) -> bytes:
+    """A PDF of one page that says this."""
+    stream = f"BT /F1 24 Tf 72 700 Td ({text}) Tj ET" if text else ""
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>", "<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R /Resources << /Font << /F1 5 0 R >> >> >>",
+        f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream", "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]  # fmt: skip
+    out, offsets = "%PDF-1.4\n", []
+    for number, body in enumerate(objects, 1):
+        offsets.append(len(out))
+        out += f"{number} 0 obj\n{body}\nendobj\n"
+    table = "".join(f"{at:010} 00000 n \n" for at in offsets)
+    return f"{out}xref\n0 6\n0000000000 65535 f \n{table}trailer\n<< /Size 6 /Root 1 0 R >>\nstartxref\n{len(out)}\n%%EOF\n".encode()
+
+
+KINDS = {
+    "sea.png": (b"\x89PNG\r\n\x1a\n\0\0", "an image"), "sea.jpg": (b"\xff\xd8\xff\xe0\0\x10JFIF", "an image"), "sea.webp": (b"RIFF\0\0\0\0WEBPVP8 ", "an image"),
+    "sea.wav": (b"RIFF\0\0\0\0WAVEfmt ", "a sound"), "sea.mp4": (b"\0\0\0\x18ftypmp42", "a film or image"), "sea.docx": (b"PK\3\4\x14\0", "an archive or office file"),
+    "sea.bin": (b"ab\0c", "a binary file"), "sea.txt": (b"Stra\xdfe am Meer", "in no encoding that can be told"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_file_that_the_model_cannot_read_is_named_for_what_it_is(paddock, model_file, tmp_path, name):
+    data, kind = KINDS[name]
+    (tmp_path / name).write_bytes(data)
+    done = paddock("run", str(model_file), str(tmp_path / name), "What is this?")
+    assert done.code == 12 and f"{name} is {kind}, and {model_file} takes text only" in done.err
+
+
+def test_file_that_is_not_there_and_a_folder_are_exit_2(paddock, model_file, tmp_path):
+    for words, says in ((("-f", str(tmp_path / "no")), "No such file"), ((f"@{tmp_path}/no",), "there is no such file"), ((f"@{tmp_path}",), "is a folder")):
+        done = paddock("run", str(model_file), *words, "x")
+        assert done.code == 2 and says in done.err
+
+
+def test_words_that_are_files_go_before_the_prompt_and_that_is_said(paddock, model_file, tmp_path, monkeypatch):
+    (tmp_path / "main.py").write_text("print(1)\n")
+    (tmp_path / "README").write_text("Read me.\n")
+    monkeypatch.chdir(tmp_path)
+    done = paddock("run", str(model_file), "main.py", "@README", "What", "does README say?")
+    assert done.out == "1: main.py: ``` print(1) ``` README: ``` Read me. ``` What does README say?\n"
+    assert "with the prompt: main.py, README" in done.err
+    assert paddock("run", str(model_file), "Compare @README, @main.py and @alice").out.startswith("1: README: ``` Read me. ``` main.py: ")
+    assert files.split(["3.5", "a/b", "x.y z", "README", "@", "@ b"]) == ([], ["3.5", "a/b", "x.y z", "README", "@", "@ b"])
+
+
+def test_pdf_is_read_page_by_page(paddock, model_file, tmp_path):
+    path = tmp_path / "sea.pdf"
+    path.write_bytes(pdf("The sea is wide."))
+    assert paddock("run", str(model_file), str(path), "So?").out == "1: sea.pdf: ``` [page 1] The sea is wide. ``` So?\n"
+    path.write_bytes(pdf(""))
+    done = paddock("run", str(model_file), str(path), "So?")
+    assert done.code == 12 and "holds no text: its 1 page(s) are pictures" in done.err
+    path.write_bytes(b"%PDF-1.4\nnothing")
+    assert paddock("run", str(model_file), str(path), "So?").code == 7
+
+
+def test_pdf_without_its_reader_says_what_to_install(paddock, model_file, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pypdfium2", None)
+    (tmp_path / "sea.pdf").write_bytes(pdf("x"))
+    done = paddock("run", str(model_file), str(tmp_path / "sea.pdf"), "So?")
+    assert done.code == 12 and 'pip install "paddock[pdf]"' in done.err
 
 
 def test_pipes_get_the_answer_as_it_is(paddock, model_file):
@@ -61,8 +120,6 @@ def test_pipes_get_the_answer_as_it_is(paddock, model_file):
 
 
 def test_terminal_gets_it_styled(paddock, model_file, monkeypatch):
-    import sys
-
     from paddock_manager import paths
 
     monkeypatch.setattr(paths, "may_color", lambda: True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paddock_runner.errors import PaddockError, UnsupportedError, UsageError
+from paddock_runner.errors import PaddockError, UsageError
 
-from paddock_manager.commands import consent
+from paddock_manager.commands import consent, files
 from paddock_manager.commands.consent import Tools
 from paddock_manager.commands.markdown import Markdown
 from paddock_manager.fleet.client import Chat
@@ -20,7 +20,7 @@ from paddock_manager.ui import Ui
 HELP = '''/help            this list
 /bye             end (also Ctrl-D)
 /clear           forget the conversation
-/file PATH       put a text file into the next message
+/file PATH       put a file (text or PDF) into the next message; @PATH in a message does so, too
 /retry           answer the last message again
 /system TEXT     set the system prompt (without TEXT: show it)
 /set NAME VALUE  temperature, top_p, top_k, seed, max_tokens (without: show all)
@@ -51,8 +51,9 @@ class Session:
     last_stats: str = ""
 
     def asked(self, prompt: str) -> str:
-        """The prompt after the files that were attached to it."""
-        parts, self.attached = [*self.attached, prompt], []
+        """The prompt after the files that were attached to it, and those that it names with @. Raises: as files.attachment."""
+        named = [files.attachment(name, self.model) for name in files.mentioned(prompt)]
+        parts, self.attached = [*self.attached, *named, prompt], []
         return "\n\n".join(parts)
 
     def body(self) -> dict[str, Any]:
@@ -67,28 +68,6 @@ class Session:
         made = {"tool_calls": calls} if calls else {}
         self.messages.append({"role": "assistant", "content": request.answer.text, **made})
         return bool(calls) and self.tools is not None
-
-
-def attachment(name: str) -> str:
-    """A file as part of a prompt, with its name.
-
-    Raises: UsageError (it cannot be read), UnsupportedError (it is no text).
-    """
-    path = Path(name).expanduser()
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise UsageError(f"{name}: {error.strerror or error}", path=str(path)) from None
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise UnsupportedError(
-            f"{name} is not a text file, and the models here take text only", "convert it to text first", path=str(path)
-        )
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}"
 
 
 def stats_line(usage: dict[str, Any], first_ms: float, total_ms: float) -> str:
@@ -202,7 +181,7 @@ def command(session: Session, text: str, ui: Ui) -> bool:
     if word in ("/help", "/?"):
         ui.line(HELP)
     elif word == "/file":
-        session.attached.append(attachment(rest))
+        session.attached.append(files.attachment(rest, session.model))
         ui.say(f"{rest} goes with the next message")
     elif word == "/clear":
         session.messages.clear()

@@ -14,7 +14,7 @@ from typing import Any
 from paddock_runner.errors import Cancelled, UsageError
 
 from paddock_manager import paths
-from paddock_manager.commands import chat, consent, serve, target
+from paddock_manager.commands import chat, consent, files, serve, target
 from paddock_manager.commands.consent import Tools
 from paddock_manager.commands.markdown import Markdown
 from paddock_manager.commands.target import LOAD_OPTIONS, Target
@@ -31,11 +31,16 @@ COMMAND = Command(
     "Chat with a model, or answer one prompt.",
     (
         Argument("model", "a model that is here, a path, or a name that can be pulled", kind="model"),
-        Argument("prompt", "answer this and end; - reads it from standard input", required=False, many=True),
+        Argument(
+            "prompt",
+            "answer this and end; - reads it from standard input; @FILE, and a word that is the path of a file, stand for the file",
+            required=False,
+            many=True,
+        ),
     ),
     (
         Option("--system", "system prompt", "text", value="TEXT"),
-        Option("--file", "put a text file before the prompt (repeatable)", "path", short="-f", value="FILE", many=True),
+        Option("--file", "put a file before the prompt: text or PDF", "path", short="-f", value="FILE", many=True),
         Option("--temperature", "0 is greedy", "float", value="T"),
         Option("--top-p", "keep the likeliest tokens of this probability", "float", value="P"),
         Option("--top-k", "keep so many of the likeliest tokens", "int", value="K"),
@@ -58,7 +63,8 @@ COMMAND = Command(
     (
         'paddock run smollm2-135m "Write one short sentence about the sea."',
         'paddock run smollm2-135m "Summarise:" < notes.txt',
-        'paddock run qwen3-8b -f main.py -f test_main.py "Which case is not tested?"',
+        'paddock run qwen3-8b main.py test_main.py "Which case is not tested?"',
+        "paddock run qwen3-8b @README What is this?",
         "paddock run qwen3-8b --mcp tools.json",
     ),
 )
@@ -68,10 +74,13 @@ SAMPLING = ("temperature", "top_p", "top_k", "seed", "max_tokens")
 def run(values: Values, ui: Ui) -> int:
     """One-shot or chat."""
     places = paths.places()
-    prompt = prompt_of(values)
+    named, words = files.split(values.many("prompt"))
+    prompt = prompt_of(words)
     if prompt is None and (ui.as_json or not sys.stdin.isatty()):
         raise UsageError("there is no prompt", "give one after the model, or pipe text in")
-    attached = [chat.attachment(name) for name in values.many("file")]
+    attached = [files.attachment(name, values.text("model")) for name in (*values.many("file"), *named)]
+    if named:
+        ui.say(f"with the prompt: {', '.join(named)}")
     found = target.find_or_pull(places, values.text("model"), ui)
     settings: dict[str, Any] = {k: values.found[k] for k in SAMPLING if k in values.found}
     with tools_of(values) as tools, server_for(places, found, values, ui) as (server, key):
@@ -145,9 +154,8 @@ def once(session: chat.Session, prompt: str, ui: Ui, with_stats: bool) -> int:
     return 0
 
 
-def prompt_of(values: Values) -> str | None:
+def prompt_of(words: list[str]) -> str | None:
     """The prompt from the words and from standard input; None for a chat."""
-    words = values.many("prompt")
     piped = ""
     if words == ["-"]:
         return sys.stdin.read()
