@@ -13,6 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from tests.golden import gguf_mixed
 from tests.golden.arrays import read_safetensors
 
 ARCHS = {
@@ -20,11 +21,13 @@ ARCHS = {
     "granite": "granite", "phi3": "phi3", "olmo2": "olmo2", "olmo3": "olmo2", "smollm3": "smollm3", "exaone4": "exaone4", "ministral3": "mistral3",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "granitemoe": "granitemoe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss",
     "gemma4_text": "gemma4", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
+    "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h_moe", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss", "arcee": "arcee", "laguna": "laguna",
 }  # fmt: skip
 """model_type -> general.architecture."""
 GEMMA4_SCALES = {"layer_scalar": "layer_output_scale.weight", "scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
 
-INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
+INTERLEAVED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3", "arcee")
 NUMBERS = {
     "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "attention_multiplier": "attention.scale",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
@@ -44,12 +47,19 @@ def permuted(w: np.ndarray, n_heads: int) -> np.ndarray:
 
 def convert(folder: Path, target: Path) -> Path:
     """One folder as one GGUF file in f32."""
-    config = json.loads((folder / "config.json").read_text())
-    arch = ARCHS[config["model_type"]]
+    stored = read_safetensors(folder / "model.safetensors")
+    config = gguf_mixed.normalised(json.loads((folder / "config.json").read_text()), stored)
+    arch = "gemma-embedding" if config.get("use_bidirectional_attention") else ARCHS[config["model_type"]]
     writer = gguf.GGUFWriter(target, arch)
     _write_keys(writer, arch, config)
-    for name, values in _tensors(folder, arch, config).items():
+    gguf_mixed.write_keys(writer, arch, config)
+    for name, values in _tensors(gguf_mixed.restored(stored, config), arch, config).items():
         writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+    if arch == "gemma-embedding":
+        writer.add_pooling_type(gguf.PoolingType.MEAN)
+        for name in ("2_Dense", "3_Dense"):
+            dense = read_safetensors(folder / name / "model.safetensors")
+            writer.add_tensor(f"dense_{name[0]}.weight", np.ascontiguousarray(dense["linear.weight"], np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -134,12 +144,19 @@ def _write_gemma4(writer: Any, c: dict[str, Any]) -> None:
         writer.add_expert_used_count(c["top_k_experts"])
 
 
-def _tensors(folder: Path, arch: str, c: dict[str, Any]) -> dict[str, np.ndarray]:
+MAPS = {"laguna": "step35"}
+"""Architectures that gguf-py does not know yet -> one whose tensors have the same names."""
+
+
+def _tensors(stored: dict[str, np.ndarray], arch: str, c: dict[str, Any]) -> dict[str, np.ndarray]:
     """Tensors by GGUF name."""
-    kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch)
+    kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == MAPS.get(arch, arch))
     names = gguf.get_tensor_name_map(kind, c["num_hidden_layers"])
     out: dict[str, np.ndarray] = {}
-    for name, values in _restored(read_safetensors(folder / "model.safetensors"), c).items():
+    for name, values in _restored(stored, c).items():
+        if name.startswith("blk."):
+            out[name] = values
+            continue
         if name.endswith(".sinks"):
             out[f"{names.get_name(name)}.weight"] = values
             continue
@@ -153,10 +170,10 @@ def _tensors(folder: Path, arch: str, c: dict[str, Any]) -> dict[str, np.ndarray
         if arch in INTERLEAVED and ".attn_q." in theirs:
             values = permuted(values, c["num_attention_heads"])
         if arch in INTERLEAVED and ".attn_k." in theirs:
-            values = permuted(values, c["num_key_value_heads"])
+            values = permuted(values, int(np.max(c["num_key_value_heads"])))
         if arch in ("qwen35", "qwen35moe", "qwen3next") and name.endswith("norm.weight") and ".linear_attn." not in name:
             values = values + 1
-        if arch in ("gemma2", "gemma3") and theirs.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3", "gemma-embedding") and theirs.endswith("norm.weight"):
             values = values + 1
         out[theirs] = values
     rope = c["rope_parameters"]

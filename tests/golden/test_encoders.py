@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from paddock_runner.memory.plan import PlanRequest, cpu_facts, plan
 from paddock_runner.pack.library import find_pack
 from paddock_runner.wire.messages import Refused, RefusedCode
 
+from tests.golden.gguf_of import convert
 from tests.golden.test_tiny import LEVELS, TINY
 from tests.soak.rig import Rig
 
@@ -79,6 +81,19 @@ def test_vectors_equal_transformers_alone_and_in_batches(name, level):
         if level == "avx512":
             for prompt, got in zip(prompts, together, strict=False):
                 assert np.array_equal(model.of([prompt])[0], got)
+
+
+def test_embeddinggemma_as_a_gguf_file_gives_the_same_vectors(tmp_path):
+    """Its dense layers have no activation there, nor have the published ones."""
+    folder = shutil.copytree(ENCODERS / "gemma3-both-ways", tmp_path / "folder")
+    for path in folder.glob("*_Dense/config.json"):
+        path.write_text(path.read_text().replace("activation.Tanh", "linear.Identity"))
+    prompts, _ = golden_of("gemma3-both-ways")
+    with Vectors(folder, max_isa=2) as model:
+        want = model.of(prompts)
+    with Vectors(convert(folder, tmp_path / "model.gguf"), max_isa=2) as model:
+        assert model.blueprint.pooling.pool == "mean" and [x.rows for x in model.blueprint.pooling.layers] == [72, 40]
+        np.testing.assert_allclose(model.of(prompts), want, atol=1e-4 * max(1.0, np.abs(want).max()))
 
 
 def test_a_causal_model_is_computed_in_chunks_and_from_a_known_prefix():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..files.view import TensorView
 from .blueprint import ShortConv
 
 HF_LAYER = {
@@ -9,6 +13,16 @@ HF_LAYER = {
     "self_attn.out_proj": "o", "self_attn.q_layernorm": "q_norm", "self_attn.k_layernorm": "k_norm",
     "feed_forward.w1": "gate", "feed_forward.w3": "up", "feed_forward.w2": "down", "feed_forward.gate": "router",
 }  # fmt: skip
+
+
+GGUF_LAYER = {"shortconv.conv": "conv", "shortconv.in_proj": "conv_in", "shortconv.out_proj": "o"}
+
+
+def with_taps(ours: Mapping[str, TensorView], name: str, n_channels: int, conv_width: int) -> dict[str, TensorView]:
+    """The tensors, that convolution's [C, W] (GGUF) as [C, 1, W]."""
+    view = ours.get(name)
+    is_flat = view is not None and view.shape == (n_channels, conv_width)
+    return {**ours, name: replace(view, shape=(n_channels, 1, conv_width))} if view is not None and is_flat else dict(ours)
 
 
 def conv_shapes(x: ShortConv, model_width: int) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,12 @@ HF_LAYER = {
     "self_attn.kv_a_layernorm": "kv_a_norm", "self_attn.kv_b_proj": "kv_b",
 }  # fmt: skip
 
+GGUF_LAYER = {
+    "attn_q_a": "q_a", "attn_q_a_norm": "q_a_norm", "attn_q_b": "q_b", "attn_kv_a_mqa": "kv_a", "attn_kv_a_norm": "kv_a_norm",
+    "attn_kv_b": "kv_b", "attn_k_b": "k_b", "attn_v_b": "v_b",
+}  # fmt: skip
+"""k_b and v_b: kv_b taken apart, one matrix per head: [rank, nope_width] and [v_width, rank]."""
+
 
 def latent_shapes(a: Attention, x: Latent, model_width: int) -> dict[str, tuple[int, ...]]:
     """Our name within the layer -> shape."""
@@ -33,6 +39,12 @@ def split_latent(ours: Mapping[str, TensorView], i: int, a: Attention, x: Latent
     Rows that make keys are transposed: they bring queries into the latent's space. A quantised one is stored as f16 for that.
     """
     out, at = dict(ours), f"layers.{i}."
+    for name, part, n, cols in (("k_b", "latent_k", x.rank, x.nope_width), ("v_b", "latent_v", x.v_width, x.rank)):
+        stack = out.get(f"{at}{name}.weight")
+        if stack is not None and stack.shape == (a.n_heads, n, cols):
+            del out[f"{at}{name}.weight"]
+            flat = replace(stack, shape=(a.n_heads * n, cols))
+            out.update({f"{at}{part}.{h}.weight": rows_of(flat, h * n, n) for h in range(a.n_heads)})
     view = out.get(at + "kv_b.weight")
     each = x.nope_width + x.v_width
     if view is None or view.shape != (a.n_heads * each, x.rank):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..files.fields import Fields
 from ..files.view import TensorView
@@ -37,6 +38,36 @@ def mamba_name(stem: str, kind: str) -> str | None:
     if not stem:
         return PARTS.get(kind)
     return f"{PARTS[stem]}.{kind}" if stem in PARTS else None
+
+
+GGUF_VECTORS = {"ssm_a": "mamba_a_log.weight", "ssm_d": "mamba_d.weight", "ssm_dt.bias": "mamba_dt_bias.weight", "ssm_norm.weight": "mamba_scale.weight"}
+GGUF_LAYER = {
+    "ssm_in.weight": "mamba_in.weight", "ssm_in.bias": "mamba_in.bias", "ssm_conv1d.weight": "mamba_conv.weight", "ssm_conv1d.bias": "mamba_conv.bias",
+    "ssm_out.weight": "o.weight", "ssm_out.bias": "o.bias",
+}  # fmt: skip
+
+
+def gguf_mamba_view(within: str, view: TensorView, x: Mamba) -> tuple[str, TensorView] | None:
+    """Our name within a Mamba layer for a GGUF tensor, and the tensor with its vectors as such (ssm_a holds -exp(A_log)); None: not one of its own."""
+    if within in GGUF_LAYER:
+        return GGUF_LAYER[within], view
+    if within not in GGUF_VECTORS:
+        return None
+    n = x.n_values if within == "ssm_norm.weight" else x.n_heads
+    flat = replace(view, shape=(n,)) if view.n_elements == n else view
+    return GGUF_VECTORS[within], replace(flat, is_log_of_negative=within == "ssm_a")
+
+
+def gguf_mamba(fields: Fields, arch: str, conv_bias: bool, bias: bool = False, least_step: float = 0.0) -> Mamba:
+    """From the keys "<arch>.ssm.*". Raises: FileError."""
+    n_heads, n_values = fields.integer(f"{arch}.ssm.time_step_rank", low=1), fields.integer(f"{arch}.ssm.inner_size", low=1)
+    n_groups = fields.integer(f"{arch}.ssm.group_count", 1, low=1)
+    if n_values % n_heads or n_heads % n_groups:
+        raise fields.error(f"{arch}.ssm.time_step_rank", f"is {n_heads} heads for {n_values} values and {n_groups} groups")
+    return Mamba(
+        n_heads, n_values // n_heads, n_groups, fields.integer(f"{arch}.ssm.state_size", low=1), fields.integer(f"{arch}.ssm.conv_kernel", low=2, high=16),
+        n_groups, conv_bias, bias, (least_step, math.inf),
+    )  # fmt: skip
 
 
 def mamba_shapes(x: Mamba, model_width: int) -> dict[str, tuple[int, ...]]:

@@ -47,33 +47,40 @@ def n_experts_of(config: Fields, default: int) -> int:
     return config.integer("num_local_experts" if "num_local_experts" in config else "num_experts", default, low=1)
 
 
-GGUF_NORMALISED = {"llama": True, "qwen3moe": True, "qwen2moe": False, "olmoe": False, "granitemoe": True}
+GGUF_NORMALISED = {
+    "llama": True, "qwen3moe": True, "qwen2moe": False, "olmoe": False, "granitemoe": True, "granitehybrid": True, "lfm2moe": True, "laguna": True,
+}  # fmt: skip
+GGUF_SCORES = {"lfm2moe": 2, "laguna": 2}
+"""Of files that do not say."""
+
+
+def gguf_experts(checkpoint: Checkpoint, s: Sizes) -> Experts:
+    """Experts from the keys "<arch>.expert_*". Raises: FileError."""
+    f, arch = s.fields, s.arch
+    kind = f.integer(f"{arch}.expert_gating_func", GGUF_SCORES.get(arch, 1))
+    if kind not in SCORES:
+        raise f.error(f"{arch}.expert_gating_func", f"is {kind}, expected 1, 2 or 3")
+    experts = Experts(
+        f.integer(f"{arch}.expert_count", low=1), f.integer(f"{arch}.expert_used_count", low=1),
+        f.integer(f"{arch}.expert_feed_forward_length", s.ff_widths[0], low=1), SCORES[kind],
+        f.flag(f"{arch}.expert_weights_norm", GGUF_NORMALISED.get(arch, False)), f.number(f"{arch}.expert_weights_scale", 1.0) or 1.0,
+        f.integer(f"{arch}.expert_group_count", 1) or 1, f.integer(f"{arch}.expert_group_used_count", 1) or 1,
+        choice_bias=any(name.endswith("exp_probs_b.bias") for name in checkpoint.tensors),
+        shared_gate="blk.0.ffn_gate_inp_shexp.weight" in checkpoint.tensors,
+    )  # fmt: skip
+    return checked_experts(experts, f)
 
 
 def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
     """From the keys of any architecture of this file. Raises: FileError, UnsupportedError."""
     s = gguf_sizes(checkpoint, arch, may_have_experts=True)
     f = s.fields
-    n_experts = f.integer(f"{arch}.expert_count", low=1)
-    width = f.integer(f"{arch}.expert_feed_forward_length", s.ff_widths[0], low=1)
-    score = SCORES.get(f.integer(f"{arch}.expert_gating_func", 1), "")
-    if not score:
-        raise f.error(f"{arch}.expert_gating_func", f"is {f[f'{arch}.expert_gating_func']}, expected 1, 2 or 3")
-    experts = Experts(
-        n_experts, f.integer(f"{arch}.expert_used_count", low=1), width, score,
-        f.flag(f"{arch}.expert_weights_norm", GGUF_NORMALISED.get(arch, False)),
-        f.number(f"{arch}.expert_weights_scale", 1.0) or 1.0,
-        f.integer(f"{arch}.expert_group_count", 1) or 1, f.integer(f"{arch}.expert_group_used_count", 1) or 1,
-        choice_bias=any(name.endswith("exp_probs_b.bias") for name in checkpoint.tensors),
-        shared_gate="blk.0.ffn_gate_inp_shexp.weight" in checkpoint.tensors,
-    )  # fmt: skip
+    experts = gguf_experts(checkpoint, s)
     n_shared = f.integer(f"{arch}.expert_shared_count", 0)
-    shared = f.integer(f"{arch}.expert_shared_feed_forward_length", width * n_shared if arch == "glm4moe" else 0)
+    shared = f.integer(f"{arch}.expert_shared_feed_forward_length", experts.width * n_shared if arch == "glm4moe" else 0)
     first = f.integer(f"{arch}.leading_dense_block_count", 0)
     attention = _gguf_attention(checkpoint, s, arch)
-    layers = with_experts(
-        stack(s, Layer(attention, gated(s))), checked_experts(experts, f), shared, lambda i: i < first
-    )
+    layers = with_experts(stack(s, Layer(attention, gated(s))), experts, shared, lambda i: i < first)
     if arch != "granitemoe":
         return blueprint_of(FAMILY_OF.get(arch, arch), s, layers)
     n = f.number

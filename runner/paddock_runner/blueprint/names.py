@@ -10,28 +10,33 @@ from ..files.checkpoint import Checkpoint
 from ..files.view import TensorView
 from . import gemma4
 from .blueprint import Blueprint, Layer
+from .conv import GGUF_LAYER as GGUF_CONV
 from .conv import HF_LAYER as HF_CONV
-from .conv import conv_shapes
+from .conv import conv_shapes, with_taps
 from .delta import HF_LAYER as HF_DELTA
 from .delta import delta_shapes, gguf_delta_name, split_delta, split_gated_q
 from .encoder import gguf_name as gguf_encoder_name
 from .encoder import hf_name as hf_encoder_name
 from .experts import GGUF_LAYER as GGUF_EXPERTS
 from .experts import expert_shapes, hf_expert_name, split_experts
+from .latent import GGUF_LAYER as GGUF_LATENT
 from .latent import HF_LAYER as HF_LATENT
 from .latent import latent_shapes, split_latent
-from .mamba import mamba_name, mamba_shapes, nemotron_name, split_mamba
+from .mamba import gguf_mamba_view, mamba_name, mamba_shapes, nemotron_name, split_mamba
 from .pooling import pooling_shapes, pooling_views
 from .quantised import join_scales, rows_of
 from .unit import unit_norms
 
-GGUF = {"token_embd": "embed", "output_norm": "out_norm", "output": "head", **gemma4.GGUF}
+GGUF = {
+    "token_embd": "embed", "output_norm": "out_norm", "token_embd_norm": "out_norm", "output": "head", "dense_2": "dense.0", "dense_3": "dense.1",
+    **gemma4.GGUF,
+}  # fmt: skip
 GGUF_LAYER = {
     "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_qkv": "qkv", "attn_output": "o",
-    "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "post_attention_norm": "attn_post_norm", "attn_sinks": "sinks",
+    "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "attn_gate": "q_gate", "post_attention_norm": "attn_post_norm", "attn_sinks": "sinks",
     "ffn_norm": "ffn_norm", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down", "post_ffw_norm": "ffn_post_norm",
 }  # fmt: skip
-GGUF_NAMES = {**GGUF_LAYER, **GGUF_EXPERTS}
+GGUF_NAMES = {**GGUF_LAYER, **GGUF_EXPERTS, **GGUF_CONV, **GGUF_LATENT}
 GGUF_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 HF = {"embed_tokens": "embed", "norm": "out_norm", "embedding_norm": "out_norm", **gemma4.HF}
@@ -83,7 +88,10 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
             ours = split_delta(ours, i, layer.delta)
         if layer.attention.out_gate:
             ours = split_gated_q(ours, i, layer.attention)
+        if layer.conv is not None:
+            ours = with_taps(ours, f"layers.{i}.conv.weight", layer.conv.width, layer.conv.conv_width)
         if layer.mamba is not None:
+            ours = with_taps(ours, f"layers.{i}.mamba_conv.weight", layer.mamba.n_channels, layer.mamba.conv_width)
             ours = split_mamba(ours, i, layer.mamba)
         if layer.attention.latent is not None:
             ours = split_latent(ours, i, layer.attention, layer.attention.latent)
@@ -235,15 +243,24 @@ def _gguf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict
         elif int(number) < blueprint.n_layers and gemma4.is_left_out(within, blueprint, int(number)):
             continue
         elif int(number) < blueprint.n_layers or not blueprint.n_draft_layers:
-            is_delta = int(number) < blueprint.n_layers and blueprint.layers[int(number)].delta is not None
-            if is_delta and within == "ssm_a":
-                out[f"layers.{int(number)}.delta_a_log.weight"] = replace(view, is_log_of_negative=True)
-                continue
-            part, _, kind = within.rpartition(".")
-            ours = gguf_delta_name(part, kind) if is_delta else gemma4.gguf_name(within) if blueprint.family == "gemma4" else None
-            ours = ours or (f"{layer_names[part]}.{kind}" if part in layer_names else None)
+            layer = blueprint.layers[int(number)] if int(number) < blueprint.n_layers else None
+            own = gemma4.gguf_name(within) if blueprint.family == "gemma4" else None
+            ours, view = (own, view) if own else _gguf_layer_name(within, view, layer, layer_names)
             out[f"layers.{int(number)}.{ours}" if ours else name] = view
     return out
+
+
+def _gguf_layer_name(within: str, view: TensorView, layer: Layer | None, layer_names: Mapping[str, str]) -> tuple[str | None, TensorView]:
+    """Our name within a layer (None: no translation), and the tensor in our shape."""
+    if layer is not None and layer.delta is not None and within == "ssm_a":
+        return "delta_a_log.weight", replace(view, is_log_of_negative=True)
+    if layer is not None and layer.mamba is not None and (found := gguf_mamba_view(within, view, layer.mamba)):
+        return found
+    part, _, kind = within.rpartition(".")
+    if layer is not None and layer.kind == "none" and part == "attn_norm":
+        return f"ffn_norm.{kind}", view
+    delta_name = gguf_delta_name(part, kind) if layer is not None and layer.delta is not None else None
+    return delta_name or (f"{layer_names[part]}.{kind}" if part in layer_names else None), view
 
 
 def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[str, TensorView]:

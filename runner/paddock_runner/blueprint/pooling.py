@@ -54,12 +54,18 @@ def _gguf_pool(checkpoint: Checkpoint) -> int:
     return checkpoint.fields.integer(f"{checkpoint.fields.text('general.architecture', '')}.pooling_type", 0)
 
 
+def _gguf_layers(checkpoint: Checkpoint) -> tuple[Dense, ...]:
+    """Dense layers on pooled rows, as wide as their tensors (EmbeddingGemma)."""
+    found = [checkpoint.tensors.get(f"{name}.weight") for name in ("dense_2", "dense_3")] if checkpoint.kind == "gguf" else []
+    return tuple(Dense(view.shape[1], view.shape[0]) for view in found if view is not None and len(view.shape) == 2)
+
+
 def _embedding(blueprint: Blueprint, checkpoint: Checkpoint, modules: SentenceModules | None) -> Blueprint:
     if modules is None or not modules.pool:
         pool = GGUF_POOLS.get(_gguf_pool(checkpoint)) or ("last" if blueprint.is_causal and blueprint.has_out_norm else "mean")
         note = f"nothing says how vectors are pooled: {'the last token' if pool == 'last' else 'the mean'} is taken, and normalised"
         notes = blueprint.notes if _gguf_pool(checkpoint) in GGUF_POOLS else (*blueprint.notes, note)
-        return replace(blueprint, pooling=Pooling("embed", pool, is_normalised=True), notes=notes)
+        return replace(blueprint, pooling=Pooling("embed", pool, _gguf_layers(checkpoint), is_normalised=True), notes=notes)
     layers = tuple(Dense(x.cols, x.rows, x.bias, x.activation) for x in modules.layers)
     width = blueprint.model_width
     for layer, x in zip(layers, modules.layers, strict=True):
@@ -115,7 +121,7 @@ def pooling_views(blueprint: Blueprint, checkpoint: Checkpoint, ours: dict[str, 
     out = {name: view for name, view in ours.items() if not name.startswith("head.")}
     if p.answers is not None and head is not None:
         out.update({f"answers.{i}.weight": rows_of(head, token, 1) for i, token in enumerate(p.answers)})
-    if p.task == "embed" and p.layers:
+    if p.task == "embed" and p.layers and checkpoint.kind == "safetensors":
         modules = read_modules(checkpoint.path)
         for i, layer in enumerate(modules.layers if modules else ()):
             stored = open_checkpoint(layer.path).tensors

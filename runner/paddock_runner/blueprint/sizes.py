@@ -44,8 +44,11 @@ class Sizes:
         return Rope(self.theta, self.rope_width, layout, s.factors, s.magnitude, s.long_factors, s.original_ctx_tokens)
 
 
-def gguf_sizes(checkpoint: Checkpoint, arch: str, may_have_experts: bool = False) -> Sizes:
-    """Sizes from the keys "<arch>.*". Raises: FileError naming the key, UnsupportedError (experts in a dense family)."""
+def gguf_sizes(checkpoint: Checkpoint, arch: str, may_have_experts: bool = False, is_mixed: bool = False) -> Sizes:
+    """Sizes from the keys "<arch>.*". is_mixed: layers may have their own numbers of heads (n_heads is the largest), or lack parts (0).
+
+    Raises: FileError naming the key, UnsupportedError (experts in a dense family).
+    """
     f = checkpoint.fields
     if not may_have_experts and f.integer(f"{arch}.expert_count", 0) > 0:
         raise UnsupportedError(
@@ -59,12 +62,12 @@ def gguf_sizes(checkpoint: Checkpoint, arch: str, may_have_experts: bool = False
     n_layers = n_blocks - n_draft
     width = f.integer(f"{arch}.embedding_length", low=1, high=1 << 20)
     heads = f.integers(f"{arch}.attention.head_count", n_layers, high=4096)
-    if len(set(heads)) != 1:
+    if len(set(heads)) != 1 and not is_mixed:
         raise UnsupportedError(
             f"{checkpoint.path}: {arch} with different numbers of heads per layer is not supported",
             what="heads per layer",
         )
-    n_heads = heads[0]
+    n_heads = max(heads)
     if not n_heads:
         raise f.error(f"{arch}.attention.head_count", "is 0, expected 1 or more")
     head_width = f.integer(f"{arch}.attention.key_length", max(width // n_heads, 2), low=2, high=4096)
@@ -87,7 +90,7 @@ def gguf_sizes(checkpoint: Checkpoint, arch: str, may_have_experts: bool = False
         f.number(f"{arch}.attention.layer_norm_rms_epsilon"), rope_width, theta, scaling,
         "output.weight" not in checkpoint.tensors, f.text("general.name", ""), notes, n_draft,
     )  # fmt: skip
-    return _checked(sizes)
+    return _checked(sizes, is_mixed)
 
 
 def hf_sizes(checkpoint: Checkpoint, fields: Fields, tied_default: bool = False, rope_key: str = "") -> Sizes:
@@ -123,20 +126,20 @@ def hf_sizes(checkpoint: Checkpoint, fields: Fields, tied_default: bool = False,
     return _checked(sizes)
 
 
-def _checked(s: Sizes) -> Sizes:
+def _checked(s: Sizes, is_mixed: bool = False) -> Sizes:
     """Refuses sizes that cannot be: they would only fail later, in a kernel."""
-    if any(n == 0 for n in s.n_kv_heads):
+    if any(n == 0 for n in s.n_kv_heads) and not is_mixed:
         raise UnsupportedError(
             f"{s.fields.where}: layer {s.n_kv_heads.index(0)} has no key-value heads: {s.arch} with layers other than attention is not supported",
             what="layers without attention",
         )
     for i, n in enumerate(s.n_kv_heads):
-        if s.n_heads % n:
+        if not is_mixed and s.n_heads % n:
             raise FileError(
                 f"{s.fields.where}: layer {i} has {s.n_heads} heads and {n} key-value heads, expected a multiple",
                 field="head_count_kv",
             )
-    if any(n == 0 for n in s.ff_widths):
+    if any(n == 0 for n in s.ff_widths) and not is_mixed:
         raise FileError(
             f"{s.fields.where}: layer {s.ff_widths.index(0)} has a feed-forward width of 0", field="feed_forward_length"
         )

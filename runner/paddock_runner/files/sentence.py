@@ -29,7 +29,7 @@ def purpose(checkpoint: Checkpoint) -> str:
     if checkpoint.kind == "gguf":
         arch = checkpoint.metadata.get("general.architecture")
         kind = checkpoint.fields.integer(f"{arch}.pooling_type", 0)
-        return "rank" if kind == 4 else "embed" if kind in (1, 2, 3) or arch in ("bert", "nomic-bert") else ""
+        return "rank" if kind == 4 else "embed" if kind in (1, 2, 3) or arch in ("bert", "nomic-bert", "gemma-embedding") else ""
     names = checkpoint.config.get("architectures")
     if isinstance(names, list) and any(isinstance(n, str) and n.endswith("ForSequenceClassification") for n in names):
         return "rank"

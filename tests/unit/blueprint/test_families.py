@@ -185,7 +185,7 @@ def test_unknown_architecture_names_the_nearest_and_the_list(arch, near):
     with pytest.raises(UnsupportedError) as caught:
         gguf_read({**LLAMA, "general.architecture": arch})
     assert ("the nearest is " + near in str(caught.value)) == bool(near)
-    assert ", granitemoe, llama, " in str(caught.value) and len(str(caught.value)) < 500
+    assert ", granitemoe, " in str(caught.value) and len(str(caught.value)) < 500
 
 
 def test_experts_in_a_dense_family_are_refused():

@@ -5,22 +5,45 @@ Source: https://github.com/huggingface/transformers, models/deepseek_v2 and mode
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from ...errors import UnsupportedError
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import Attention, Blueprint, Experts, Latent, Layer
 from ..layers import blueprint_of, gated, stack
-from ..mixture import checked_experts, with_experts
+from ..mixture import checked_experts, gguf_experts, with_experts
 from ..rope import yarn_magnitude
-from ..sizes import Sizes, hf_sizes
+from ..sizes import Sizes, gguf_sizes, hf_sizes
 
 GROUP_BEST = {"greedy": 2, "group_limited_greedy": 1, "noaux_tc": 2}
 """topk_method -> how many of a group's scores make the group's."""
 
 
 def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
-    """Raises: UnsupportedError."""
-    raise UnsupportedError(f"{checkpoint.path}: {arch} from GGUF is not supported; its safetensors folder is", what=f"{arch} GGUF")
+    """From "deepseek2.*" keys. Files that store whole keys and values (made before latent attention was known there) have no key for
+    the widths of a head. cos and sin are not stretched: all published models have mscale equal to mscale_all_dim.
+
+    Raises: FileError, UnsupportedError.
+    """
+    f = checkpoint.fields
+    rank, q_rank = f.integer(f"{arch}.attention.kv_lora_rank", low=1, high=1 << 16), f.integer(f"{arch}.attention.q_lora_rank", 0, high=1 << 20)
+    rope_width = f.integer(f"{arch}.rope.dimension_count", low=2, high=1024)
+    keys = [f"{arch}.attention.{name}_length" + ("_mla" if f"{arch}.attention.key_length_mla" in f else "") for name in ("key", "value")]
+    q_width, v_width = f.integer(keys[0], low=rope_width + 1, high=4096), f.integer(keys[1], low=1, high=4096)
+    s = gguf_sizes(checkpoint, arch, may_have_experts=True)
+    latent = Latent(rank, rope_width, q_width - rope_width, v_width, q_rank)
+    stretched = 1.0 + f.number(f"{arch}.rope.scaling.yarn_log_multiplier", 0.0) * math.log(max(f.number(f"{arch}.rope.scaling.factor", 1.0), 1.0))
+    rope = replace(s.rope("interleaved"), width=rope_width, magnitude=1.0)
+    attention = Attention(s.n_heads, 1, rank + rope_width, float(q_width) ** -0.5 * stretched**2, rope, rank, latent=latent)
+    layers = tuple(replace(x, attention=attention) for x in stack(s, Layer(attention, gated(s))))
+    if f.integer(f"{arch}.expert_count", 0):
+        experts = gguf_experts(checkpoint, s)
+        experts = replace(experts, n_group_best=2 if experts.score == "sigmoid" else 1)
+        first, n_shared = f.integer(f"{arch}.leading_dense_block_count", 0), f.integer(f"{arch}.expert_shared_count", 0)
+        layers = with_experts(layers, experts, experts.width * n_shared, lambda i: i < first)
+    return blueprint_of("deepseek", s, layers)
 
 
 def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:

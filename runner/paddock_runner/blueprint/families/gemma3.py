@@ -31,7 +31,7 @@ WIDE_LAYERS = 62
 
 
 def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
-    """From "gemma3.*" keys; norm weights hold 1 + w already. Raises: FileError, UnsupportedError."""
+    """From "gemma3.*" or "gemma-embedding.*" keys; norm weights hold 1 + w already. Raises: FileError, UnsupportedError."""
     s = gguf_sizes(checkpoint, arch)
     window = s.fields.integer(f"{arch}.attention.sliding_window", low=1)
     pattern = s.fields.get(f"{arch}.attention.sliding_window_pattern", PERIOD)
@@ -39,9 +39,13 @@ def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
         f"{arch}.attention.scale", (s.model_width / s.n_heads if s.n_layers == WIDE_LAYERS else s.head_width) ** -0.5
     )
     local = Rope(rope_base(s.fields, f"{arch}.rope.freq_base_swa", LOCAL_THETA), s.rope_width)
+    is_encoder = arch == "gemma-embedding"
     layers = _layers(
-        s, _local_layers(s, pattern), window, scale, local, s.fields.number(f"{arch}.attn_logit_softcapping", 0.0)
-    )
+        s, _local_layers(s, pattern), window // 2 + 1 if is_encoder else window, scale, local,
+        s.fields.number(f"{arch}.attn_logit_softcapping", 0.0),
+    )  # fmt: skip
+    if is_encoder:
+        layers = _both_ways(layers)
     return _blueprint(s, layers, s.fields.number(f"{arch}.final_logit_softcapping", 0.0), 0.0)
 
 
@@ -77,8 +81,13 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
         config.number("attn_logit_softcapping", 0.0),
     )
     if is_encoder:
-        layers = tuple(replace(layer, attention=replace(layer.attention, causal=False)) for layer in layers)
+        layers = _both_ways(layers)
     return _blueprint(s, layers, config.number("final_logit_softcapping", 0.0), 1.0)
+
+
+def _both_ways(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """EmbeddingGemma's: every token sees those behind it too."""
+    return tuple(replace(layer, attention=replace(layer.attention, causal=False)) for layer in layers)
 
 
 def _local_layers(s: Sizes, pattern: object) -> list[bool]:

@@ -18,7 +18,9 @@ from . import granite_moe
 
 
 def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
-    """From "granite.*" keys. Raises: FileError, UnsupportedError."""
+    """From "granite.*" or "granitehybrid.*" keys. Raises: FileError, UnsupportedError."""
+    if arch == "granitehybrid":
+        return granite_moe.hybrid_from_gguf(checkpoint, arch)
     s = gguf_sizes(checkpoint, arch)
     n = s.fields.number
     scales = (

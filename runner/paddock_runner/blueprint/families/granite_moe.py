@@ -11,9 +11,31 @@ from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import NO_ATTENTION, Blueprint, Experts, Layer, Mamba
 from ..layers import attention_of, blueprint_of, gated, stack
-from ..mamba import MAMBA_KINDS, step_limits
-from ..mixture import checked_experts, with_experts
-from ..sizes import hf_sizes
+from ..mamba import MAMBA_KINDS, gguf_mamba, step_limits
+from ..mixture import checked_experts, gguf_experts, with_experts
+from ..sizes import gguf_sizes, hf_sizes
+
+
+def hybrid_from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
+    """From "granitehybrid.*" keys: layers without key-value heads are Mamba 2. Raises: FileError, UnsupportedError."""
+    s = gguf_sizes(checkpoint, arch, may_have_experts=True, is_mixed=True)
+    f, n, has = s.fields, s.fields.number, checkpoint.tensors.__contains__
+    attention = replace(attention_of(s, "interleaved"), scale=n(f"{arch}.attention.scale", s.head_width**-0.5))
+    if not f.flag(f"{arch}.rope.scaling.finetuned", True):
+        attention = replace(attention, rope=None)
+    layers = stack(s, Layer(attention, gated(s)))
+    if f.integer(f"{arch}.expert_count", 0):
+        shared = f.integer(f"{arch}.expert_shared_feed_forward_length", 0)
+        layers = with_experts(layers, gguf_experts(checkpoint, s), shared, lambda i: False)
+    kinds = [n == 0 for n in s.n_kv_heads]
+    if any(kinds):
+        first = kinds.index(True)
+        mamba = gguf_mamba(f, arch, has(f"blk.{first}.ssm_conv1d.bias"), has(f"blk.{first}.ssm_in.bias"))
+        layers = tuple(replace(x, kind="mamba", attention=NO_ATTENTION, mamba=mamba) if kind else x for x, kind in zip(layers, kinds, strict=True))
+    return blueprint_of(
+        "granite", s, layers, embed_scale=n(f"{arch}.embedding_scale", 1.0), residual_scale=n(f"{arch}.residual_scale", 1.0),
+        logit_scale=1 / (n(f"{arch}.logit_scale", 1.0) or 1.0),
+    )  # fmt: skip
 
 
 def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:

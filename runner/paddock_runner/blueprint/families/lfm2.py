@@ -11,8 +11,26 @@ from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import NO_ATTENTION, Blueprint, Experts, Layer, ShortConv
 from ..layers import attention_of, blueprint_of, gated, stack
-from ..mixture import checked_experts, with_experts
-from ..sizes import hf_sizes
+from ..mixture import checked_experts, gguf_experts, with_experts
+from ..sizes import gguf_sizes, hf_sizes
+
+
+def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
+    """From "lfm2.*" or "lfm2moe.*" keys: layers without key-value heads are convolutions. Raises: FileError, UnsupportedError."""
+    s = gguf_sizes(checkpoint, arch, may_have_experts=True, is_mixed=True)
+    f = s.fields
+    layers = stack(s, Layer(replace(attention_of(s), qk_norm=True), gated(s)))
+    if f.integer(f"{arch}.expert_count", 0):
+        first = f.integer(f"{arch}.leading_dense_block_count", 0)
+        layers = with_experts(layers, gguf_experts(checkpoint, s), 0, lambda i: i < first)
+    taps = f.integer(f"{arch}.shortconv.l_cache", low=2, high=16)
+    has_bias = any(name.endswith("shortconv.conv.bias") for name in checkpoint.tensors)
+    return blueprint_of("lfm2", s, _mixed(layers, ShortConv(s.model_width, taps, has_bias), [n == 0 for n in s.n_kv_heads]))
+
+
+def _mixed(layers: tuple[Layer, ...], conv: ShortConv, kinds: list[bool]) -> tuple[Layer, ...]:
+    """The layers, those that are convolutions without attention."""
+    return tuple(replace(x, kind="conv", attention=NO_ATTENTION, conv=conv) if is_conv else x for x, is_conv in zip(layers, kinds, strict=True))
 
 
 def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
@@ -32,9 +50,7 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
         first = config.integer("num_dense_layers", 2)
         layers = with_experts(layers, checked_experts(experts, config), 0, lambda i: i < first)
     conv = ShortConv(s.model_width, config.integer("conv_L_cache", 3, low=2, high=16), config.flag("conv_bias", False))
-    kinds = _conv_layers(config, s.n_layers)
-    layers = tuple(replace(x, kind="conv", attention=NO_ATTENTION, conv=conv) if k else x for x, k in zip(layers, kinds, strict=True))
-    return blueprint_of("lfm2", s, layers)
+    return blueprint_of("lfm2", s, _mixed(layers, conv, _conv_layers(config, s.n_layers)))
 
 
 def _width(config: Fields) -> int:

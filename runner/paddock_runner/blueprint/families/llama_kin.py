@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...errors import UnsupportedError
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import Blueprint
-from ..sizes import hf_sizes
+from ..sizes import gguf_sizes, hf_sizes
 from .llama import dense
 
 
 def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
-    """Raises: UnsupportedError."""
-    raise UnsupportedError(f"{checkpoint.path}: {arch} from GGUF is not supported; its safetensors folder is", what=f"{arch} GGUF")
+    """From the keys of ernie4_5, seed_oss or arcee. Raises: FileError, UnsupportedError."""
+    s, has = gguf_sizes(checkpoint, arch), checkpoint.tensors.__contains__
+    layout = "neox" if arch == "seed_oss" else "interleaved"
+    blueprint = dense(s, layout, 0, has("blk.0.attn_q.bias"), has("blk.0.attn_output.bias"), has("blk.0.ffn_down.bias"))
+    return replace(_ungated(blueprint) if arch == "arcee" else blueprint, family=arch)
+
+
+def _ungated(blueprint: Blueprint) -> Blueprint:
+    """With the square of a rectifier instead of a gate."""
+    layers = tuple(replace(x, feed_forward=replace(x.feed_forward, activation="relu2", is_gated=False)) for x in blueprint.layers)
+    return replace(blueprint, layers=layers)
 
 
 def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
@@ -34,6 +42,4 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
         return replace(dense(s, "neox", 0, config.flag("attention_bias", True), config.flag("attention_out_bias", False), config.flag("mlp_bias", False)), family=kind)
     config.choice("hidden_act", "relu2", ("relu2",))
     bias = config.flag("attention_bias", False)
-    blueprint = dense(hf_sizes(checkpoint, config), "neox", 0, bias, bias, config.flag("mlp_bias", False))
-    layers = tuple(replace(x, feed_forward=replace(x.feed_forward, activation="relu2", is_gated=False)) for x in blueprint.layers)
-    return replace(blueprint, family=kind, layers=layers)
+    return replace(_ungated(dense(hf_sizes(checkpoint, config), "neox", 0, bias, bias, config.flag("mlp_bias", False))), family=kind)

@@ -8,23 +8,51 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...errors import UnsupportedError
+from ...errors import FileError, UnsupportedError
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import NO_ATTENTION, Blueprint, Experts, FeedForward, Layer, Mamba
 from ..layers import attention_of, blueprint_of
-from ..mixture import checked_experts
-from ..sizes import hf_sizes
+from ..mamba import gguf_mamba
+from ..mixture import checked_experts, gguf_experts
+from ..sizes import Sizes, gguf_sizes, hf_sizes
 
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of hybrid_override_pattern."""
 KINDS = {"mamba": "mamba", "linear_attention": "mamba", "attention": "attention", "full_attention": "attention", "mlp": "mlp", "moe": "moe"}
 NOTHING = FeedForward(0)
+LEAST_STEP = 0.001
+"""Least time step of configs that name none, and of GGUF files, which do not say. Source: transformers, configuration_nemotron_h.py."""
 
 
 def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
-    """Raises: UnsupportedError."""
-    raise UnsupportedError(f"{checkpoint.path}: {arch} from GGUF is not supported; its safetensors folder is", what=f"{arch} GGUF")
+    """From "nemotron_h.*" or "nemotron_h_moe.*" keys; a block is what its tensors are. Raises: FileError, UnsupportedError."""
+    s = gguf_sizes(checkpoint, arch, may_have_experts=True, is_mixed=True)
+    if any("ffn_latent" in name for name in checkpoint.tensors):
+        raise UnsupportedError(f"{checkpoint.path}: experts in a latent space are not supported", what="moe_latent_size")
+    layers = []
+    for i in range(s.n_layers):
+        layer = _gguf_layer(checkpoint, s, i)
+        if layer is None:
+            raise FileError(f"{checkpoint.path}: block {i} has no tensors of Mamba, attention, experts or a feed-forward", path=str(checkpoint.path), field=f"blk.{i}")
+        layers.append(layer)
+    return blueprint_of("nemotron-h", s, tuple(layers))
+
+
+def _gguf_layer(checkpoint: Checkpoint, s: Sizes, i: int) -> Layer | None:
+    def has(name: str) -> bool:
+        return f"blk.{i}.{name}" in checkpoint.tensors
+
+    f, arch = s.fields, s.arch
+    if has("ssm_in.weight"):
+        return Layer(NO_ATTENTION, NOTHING, "mamba", mamba=gguf_mamba(f, arch, has("ssm_conv1d.bias"), least_step=LEAST_STEP))
+    if has("attn_q.weight"):
+        return Layer(replace(attention_of(s), n_kv_heads=s.n_kv_heads[i], rope=None), NOTHING)
+    if has("ffn_gate_inp.weight"):
+        experts = replace(gguf_experts(checkpoint, s), activation="relu2", is_gated=False)
+        shared = FeedForward(f.integer(f"{arch}.expert_shared_feed_forward_length", 0), "relu2", is_gated=False)
+        return Layer(NO_ATTENTION, shared, "none", experts=experts)
+    return Layer(NO_ATTENTION, FeedForward(s.ff_widths[i], "relu2", is_gated=False), "none") if has("ffn_up.weight") else None
 
 
 def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
@@ -64,7 +92,7 @@ def _mamba(config: Fields) -> Mamba:
     n_groups = config.integer("n_groups", 8, low=1)
     return Mamba(
         config.integer("mamba_num_heads", 128, low=1), config.integer("mamba_head_dim", 64, low=1), n_groups, config.integer("ssm_state_size", 128, low=1),
-        config.integer("conv_kernel", 4, low=2, high=16), n_groups, config.flag("use_conv_bias", True), step=(config.number("time_step_min", 0.001), float("inf")),
+        config.integer("conv_kernel", 4, low=2, high=16), n_groups, config.flag("use_conv_bias", True), step=(config.number("time_step_min", LEAST_STEP), float("inf")),
     )  # fmt: skip
 
 
