@@ -26,7 +26,8 @@ PLAN: Shape = {
 REPORT: Shape = {
     "name": str, "verdict": str, "fits": bool, "plan": PLAN, "headroom_bytes": int, "largest_ctx_tokens": int, "largest_batch": int,
     "model_ctx_tokens": int, "limited_by": str, "alternatives": [{"change": str}], "notes": [str],
-    "device": {"kind": str, "label": str, "memory_bytes": int, "free_bytes": int, "source": str, "holders": [{"pid": int, "name": str, "used_bytes": int}]},
+    "device": {"kind": str, "label": str, "memory_bytes": int, "free_bytes": int, "source": str, "holders": [{"pid": int, "name": str, "used_bytes": int}],
+               "calibration?": ({"gpu": str, "driver": str, "process_bytes": int, "memory_bytes_per_s": float, "host_bytes_per_s": float, "pack": str, "at": float}, None)},
 }  # fmt: skip
 SHAPES: dict[str, Shape] = {
     "error": {"error": {"code": str, "exit_code": int, "message": str, "hint": str, "facts": {}}},

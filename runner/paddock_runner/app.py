@@ -31,6 +31,8 @@ from .front import auth
 from .front.server import Server, bind, check_tls
 from .front.service import Front
 from .manifest import verify, wheel_name
+from .memory import calibration
+from .memory.calibration import Calibration, applied
 from .memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
 from .memory.solve import Solver, require_fit, solver
 from .pack.library import find_pack
@@ -89,6 +91,7 @@ def choose_place(config: Config) -> Place:
             )
         free = min(gpu.memory.free_bytes, limit) if limit else gpu.memory.free_bytes
         facts = cuda_facts(gpu.n_processors, gpu.memory.total_bytes, free, gpu.name)
+        facts = applied(facts, calibration.read(config.home_folder, gpu.name, gpu.driver))
         pack = told or _cuda_pack(gpu)
         manifest = verify(pack)
         return Place(
@@ -138,6 +141,32 @@ def open_model(config: Config, path: Path) -> Opened:
     request = PlanRequest(ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens, state_cache_bytes=_state_cache(config))
     answer = solver(blueprint, views, place.facts.free_bytes, place.facts.kind)
     return Opened(checkpoint, blueprint, views, _plan(answer, request), place)
+
+
+def calibrate(config: Config) -> Calibration:
+    """Measures the GPU that the config names and keeps what was found for this machine's plans. Raises: PackError, UsageError."""
+    from .engine.calibrate import measure
+
+    place = choose_place(config)
+    if place.facts.kind != "cuda":
+        raise UsageError(f"only a GPU is measured, this is {place.label}", "--device cuda --gpu N chooses one")
+    gpu = hardware.gpu(config.gpu)
+
+    def used() -> int:
+        memory = hardware.gpu(config.gpu).memory
+        return memory.total_bytes - memory.free_bytes
+
+    x = measure(place.pack, place.facts, used, config.gpu)
+    found = Calibration(
+        gpu.name, gpu.driver, x.process_bytes, round(x.memory_bytes_per_s), round(x.host_bytes_per_s), x.pack, round(time.time())
+    )
+    if not found.is_sane:
+        raise PackError(
+            f"{gpu.name}: a process without a model seems to take {found.process_bytes} bytes, which cannot be",
+            "does another program take or free memory of the GPU just now? measure again",
+        )
+    calibration.write(config.home_folder, found)
+    return found
 
 
 def _state_cache(config: Config) -> int | None:

@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "print the memory plan of a model",
     "explain": "print the program of a model, op by op",
     "config": "print every setting, its value and where it comes from",
+    "calibrate": "measure a GPU: what a process takes there, how fast memory moves",
 }
 
 
@@ -28,11 +29,11 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Every option, made from the table of knobs."""
     out = _Parser(
-        "paddock-runner", usage="paddock-runner --model FILE|DIR [options]\n       paddock-runner plan|explain MODEL [options] [--json]\n       paddock-runner config [options] [--json]",
+        "paddock-runner", usage="paddock-runner --model FILE|DIR [options]\n       paddock-runner plan|explain MODEL [options] [--json]\n       paddock-runner config|calibrate [options] [--json]",
         description="Serves one model over OpenAI- and Anthropic-compatible APIs.", allow_abbrev=False,
     )  # fmt: skip
     out.add_argument("--version", action="store_true", help="print the version")
-    out.add_argument("--json", action="store_true", help="plan, explain, config: print JSON")
+    out.add_argument("--json", action="store_true", help="plan, explain, config, calibrate: print JSON")
     out.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     for knob in knobs():
         _add(out, knob)
@@ -100,6 +101,8 @@ def _main(arguments: list[str]) -> int:
 
     if command == "serve":
         return app.serve(config)
+    if command == "calibrate":
+        return _print_calibration(app.calibrate(config), as_json)
     if command == "plan":
         return _print_plan(app.open_model(config, config.model_path), as_json)
     return _print_program(app.open_model(config, config.model_path), config, as_json)
@@ -132,6 +135,15 @@ def _print_config(config: Config, as_json: bool) -> int:
             else row["value"]
         )
         print(f"{row['name']:16} {value!s:24} {row['origin']:20} {row['flag']:16} {row['variable']:24} {row['doc']}")
+    return 0
+
+
+def _print_calibration(found: Any, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({name: getattr(found, name) for name in found.__slots__}))
+        return 0
+    rates = f"memory {found.memory_bytes_per_s / 1e9:.0f} GB/s, from the host {found.host_bytes_per_s / 1e9:.1f} GB/s"
+    print(f"{found.gpu}, driver {found.driver}: a process takes {found.process_bytes / 2**20:.0f} MiB; {rates}")
     return 0
 
 

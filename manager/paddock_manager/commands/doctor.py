@@ -14,8 +14,8 @@ from paddock_runner.errors import PaddockError
 
 from paddock_manager import paths
 from paddock_manager.commands.serve import DEFAULT_PORT
-from paddock_manager.fit import gpus, history, packs
-from paddock_manager.fleet import keys, state
+from paddock_manager.fit import calibrate, gpus, history, packs
+from paddock_manager.fleet import keys, spawn, state
 from paddock_manager.options import Command, Option, Values
 from paddock_manager.store import index
 from paddock_manager.ui import Ui, size
@@ -27,7 +27,10 @@ COMMAND = Command(
     "doctor",
     "Check this machine: disk, models, kernel packs, devices, ports; each problem with its fix.",
     (),
-    (Option("--net", "also test the hub: every host that a pull contacts"),),
+    (
+        Option("--net", "also test the hub: every host that a pull contacts"),
+        Option("--gpu", "also measure the GPUs: plans and `paddock fit` use what is found"),
+    ),
     "Exit code 1 when something is wrong; warnings do not count.",
 )
 LOW_DISK_BYTES = 4 << 30
@@ -56,6 +59,8 @@ def run(values: Values, ui: Ui) -> int:
         *_servers(places),
         *_key(places),
     ]
+    if values.flag("gpu"):
+        found += [Finding(x.check, x.state, x.says, x.fix) for x in calibrate.outcomes(places, spawn.RUNNER)]
     if values.flag("net"):
         found += _hub()
     worst = "wrong" if any(f.state == "wrong" for f in found) else "ok"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paddock_runner.blueprint.blueprint import Blueprint
@@ -10,9 +10,12 @@ from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.errors import PackError, UsageError
 from paddock_runner.files.checkpoint import Checkpoint
+from paddock_runner.memory import calibration
+from paddock_runner.memory.calibration import Calibration
 from paddock_runner.memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
 from paddock_runner.memory.solve import Solver, solver
 
+from paddock_manager import paths
 from paddock_manager.fit.gpus import Gpu, Host, gpus, host
 
 DEFAULT_CTX_TOKENS = 32768
@@ -35,12 +38,16 @@ PROCESSORS = {
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A device to fit on. holders: who holds memory there now. source: measured, or told on the command line."""
+    """A device to fit on. holders: who holds memory there now. source: measured, or told on the command line.
+
+    calibration: what `paddock doctor --gpu` found there.
+    """
 
     facts: DeviceFacts
     label: str
     source: str
     holders: tuple[dict[str, Any], ...] = ()
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,7 @@ class Report:
                 "free_bytes": device.free_bytes,
                 "source": self.where.source,
                 "holders": list(self.where.holders),
+                "calibration": asdict(self.where.calibration) if self.where.calibration else None,
             },
             "plan": self.plan.as_json(),
             "headroom_bytes": self.headroom_bytes,
@@ -113,9 +121,16 @@ def report(name: str, checkpoint: Checkpoint, where: Where, wish: Wish) -> Repor
     ctx, batch = answer.largest_ctx_tokens(request), answer.largest_batch(request)
     others = answer.alternatives(request) if verdict in ("no", "shared") else []
     limit = "the model's context" if ctx >= blueprint.max_ctx_tokens else _limited_by(answer, request)
-    return Report(
-        name, where, plan, verdict, head, ctx, batch, blueprint.max_ctx_tokens, limit, others, list(blueprint.notes)
-    )
+    notes = [*blueprint.notes, *_load_note(plan, where.calibration)]
+    return Report(name, where, plan, verdict, head, ctx, batch, blueprint.max_ctx_tokens, limit, others, notes)
+
+
+def _load_note(plan: MemoryPlan, measured: Calibration | None) -> list[str]:
+    """How long the weights take to come, where that was measured."""
+    if measured is None:
+        return []
+    seconds = plan.group_bytes("weights") / measured.host_bytes_per_s
+    return [f"from memory to the GPU its weights take {seconds:.1f} s or more, at {measured.host_bytes_per_s / 1e9:.1f} GB/s as measured"]
 
 
 def _verdict(answer: Solver, request: PlanRequest) -> tuple[MemoryPlan, str]:
@@ -154,7 +169,8 @@ def on_gpu(gpu: Gpu) -> Where:
     """A GPU of this machine, with what is free on it now."""
     holders = tuple({"pid": h.pid, "name": h.name, "used_bytes": h.used_bytes} for h in gpu.holders)
     facts = cuda_facts(gpu.n_processors, gpu.memory_bytes, gpu.free_bytes, gpu.name)
-    return Where(facts, f"{gpu.name} ({gpu.uuid}, {gpu.arch})", "measured", holders)
+    measured = calibration.read(paths.places().home, gpu.name, gpu.driver)
+    return Where(calibration.applied(facts, measured), f"{gpu.name} ({gpu.uuid}, {gpu.arch})", "measured", holders, measured)
 
 
 def on_told(vram_bytes: int, arch: str) -> Where:

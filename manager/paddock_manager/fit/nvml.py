@@ -13,6 +13,11 @@ from paddock_runner import hardware
 
 from paddock_manager.fit.gpus import Gpu, Holder
 
+MEMORY_CLOCK = 2
+"""NVML_CLOCK_MEM."""
+LANE_BYTES_PER_S = 0.985e9
+"""Of PCI Express 3.0; each generation doubles it. Source: PCI Express base specification."""
+
 
 class NvmlTrouble(Exception):
     """NVML is there and refuses. The message is NVML's own."""
@@ -73,6 +78,15 @@ class Nvml:
         """All devices, in PCI bus order. Raises: NvmlTrouble."""
         driver = self._text("nvmlSystemGetDriverVersion")
         return [self._gpu(i, driver) for i in range(self._number("nvmlDeviceGetCount_v2"))]
+
+    def limits(self, index: int) -> tuple[float, float]:
+        """(bytes per second of the device's memory by its clock and bus, of its link by generation and width). Raises: NvmlTrouble."""
+        device, mhz = ctypes.c_void_p(), ctypes.c_uint()
+        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+        self._call("nvmlDeviceGetMaxClockInfo", device, ctypes.c_int(MEMORY_CLOCK), ctypes.byref(mhz))
+        bits = self._number("nvmlDeviceGetMemoryBusWidth", device)
+        generation, lanes = (self._number(f"nvmlDeviceGetMaxPcieLink{x}", device) for x in ("Generation", "Width"))
+        return 2e6 * mhz.value * bits / 8, LANE_BYTES_PER_S * 2.0 ** (generation - 3) * lanes
 
     def _gpu(self, index: int, driver: str) -> Gpu:
         device = ctypes.c_void_p()

@@ -39,7 +39,8 @@ STEP_TOKENS = {"cpu": 512, "cuda": 2560}
 class DeviceFacts:
     """What the plan must know of a device. kind: "cpu" or "cuda". n_processors: threads, or multiprocessors.
 
-    activation_bytes: of one element of an activation. process_bytes: what a process takes on the device before it has a model.
+    activation_bytes: of one element of an activation. process_bytes: what a process takes on the device before it has a model, as
+    process_source says ("table", or "measured" on this machine).
     """
 
     kind: str
@@ -50,6 +51,7 @@ class DeviceFacts:
     memory_bytes: int = 0
     free_bytes: int = 0
     name: str = ""
+    process_source: str = "table"
 
 
 def cpu_facts(n_threads: int, memory_bytes: int = 0, free_bytes: int = 0) -> DeviceFacts:
@@ -88,7 +90,7 @@ class PlanRequest:
 class PlanLine:
     """One cost. group: "weights", "vectors", "kv", "state", "snapshots", "pinned", "activations", "scratch" (the allocator's names), "graphs" or "process".
 
-    source: "header" (from the file), "planner" (a formula that the allocator shares), "table" (measured once, elsewhere).
+    source: "header" (from the file), "planner" (a formula that the allocator shares), "table" (measured once, elsewhere), "measured" (here).
     """
 
     name: str
@@ -262,7 +264,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
         PlanLine("vectors" if blueprint.pooling else "logits", logits, "planner", "activations"),
         PlanLine("kernel scratch", scratch, "planner", "scratch"),
         *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes), "table", "graphs")]),
-        PlanLine("process" if is_host else "CUDA context", device.process_bytes, "table", "process"),
+        PlanLine("process" if is_host else "CUDA context", device.process_bytes, device.process_source, "process"),
     )
     attentions = [layer.attention for layer in blueprint.layers if layer.attention.kv_from is None]
     token_bytes = sum(
