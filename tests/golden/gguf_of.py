@@ -20,17 +20,18 @@ ARCHS = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3_text": "gemma3",
     "granite": "granite", "phi3": "phi3", "olmo2": "olmo2", "olmo3": "olmo2", "smollm3": "smollm3", "exaone4": "exaone4", "ministral3": "mistral3",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "granitemoe": "granitemoe", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss",
-    "gemma4_text": "gemma4", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
+    "gemma4_text": "gemma4", "muse_glimmer": "muse-glimmer", "muse_glimmer_text": "muse-glimmer", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
     "lfm2": "lfm2", "lfm2_moe": "lfm2moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "granitemoehybrid": "granitehybrid",
     "nemotron_h": "nemotron_h_moe", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss", "arcee": "arcee", "laguna": "laguna",
 }  # fmt: skip
 """model_type -> general.architecture."""
 GEMMA4_SCALES = {"layer_scalar": "layer_output_scale.weight", "scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
 
-INTERLEAVED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3", "arcee")
+INTERLEAVED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3", "arcee", "muse-glimmer")
 NUMBERS = {
     "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "attention_multiplier": "attention.scale",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    "output_multiplier": "logit_scale",
     "routed_scaling_factor": "expert_weights_scale",
 }  # fmt: skip
 COUNTS = {
@@ -48,7 +49,8 @@ def permuted(w: np.ndarray, n_heads: int) -> np.ndarray:
 def convert(folder: Path, target: Path) -> Path:
     """One folder as one GGUF file in f32."""
     stored = read_safetensors(folder / "model.safetensors")
-    config = gguf_mixed.normalised(json.loads((folder / "config.json").read_text()), stored)
+    whole = json.loads((folder / "config.json").read_text())
+    config = gguf_mixed.normalised(whole.get("text_config", whole), stored)
     arch = "gemma-embedding" if config.get("use_bidirectional_attention") else ARCHS[config["model_type"]]
     writer = gguf.GGUFWriter(target, arch)
     _write_keys(writer, arch, config)
@@ -144,7 +146,7 @@ def _write_gemma4(writer: Any, c: dict[str, Any]) -> None:
         writer.add_expert_used_count(c["top_k_experts"])
 
 
-MAPS = {"laguna": "step35"}
+MAPS = {"laguna": "step35", "muse-glimmer": "gemma2"}
 """Architectures that gguf-py does not know yet -> one whose tensors have the same names."""
 
 
@@ -160,10 +162,18 @@ def _tensors(stored: dict[str, np.ndarray], arch: str, c: dict[str, Any]) -> dic
         if name.endswith(".sinks"):
             out[f"{names.get_name(name)}.weight"] = values
             continue
+        if arch == "muse-glimmer":
+            name = name.replace("language_model.", "")
+            if "vision" in name:
+                continue
+            if name.endswith("self_attn.gate_proj.weight"):
+                out[f"blk.{name.split('.')[2]}.attn_gate.weight"] = values
+                out |= {f"blk.{name.split('.')[2]}.attn_{x}_norm.weight": np.full(c["head_dim"], f) for x, f in (("q", c["qk_scale_factor"]), ("k", 1.0))}
+                continue
         if arch == "gemma4" and name.split(".")[-1] in GEMMA4_SCALES:
             out[f"blk.{name.split('.')[2]}.{GEMMA4_SCALES[name.split('.')[-1]]}"] = values
             continue
-        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        theirs = "output.weight" if name == "lm_head.weight" else names.get_name(name, try_suffixes=(".weight", ".bias"))
         if theirs is not None and name.endswith(("gate_up_proj", "down_proj")):
             theirs += ".weight"
         assert theirs is not None, name
@@ -173,7 +183,7 @@ def _tensors(stored: dict[str, np.ndarray], arch: str, c: dict[str, Any]) -> dic
             values = permuted(values, int(np.max(c["num_key_value_heads"])))
         if arch in ("qwen35", "qwen35moe", "qwen3next") and name.endswith("norm.weight") and ".linear_attn." not in name:
             values = values + 1
-        if arch in ("gemma2", "gemma3", "gemma-embedding") and theirs.endswith("norm.weight"):
+        if (arch in ("gemma2", "gemma3", "gemma-embedding") and theirs.endswith("norm.weight")) or (arch == "muse-glimmer" and name.endswith("layernorm.weight")):
             values = values + 1
         out[theirs] = values
     rope = c["rope_parameters"]

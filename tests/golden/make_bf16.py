@@ -28,10 +28,11 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 def distances(folder: Path) -> list[float]:
     """Of every position of a family's golden."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     data = np.load(folder / "golden.npz")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    maker = AutoModelForImageTextToText if "vision_config" in (folder / "config.json").read_text() else AutoModelForCausalLM
+    model = maker.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
     with torch.no_grad():
         got = log_softmax(model(torch.tensor([data["ids"].tolist()])).logits[0].float().numpy())
     want = log_softmax(data["logits"])

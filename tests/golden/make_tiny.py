@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 HERE = pathlib.Path(__file__).resolve().parent / "tiny"
 COMMON = dict(vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512)
@@ -61,6 +61,15 @@ TINY = {
     "gemma4-moe": dict(
         model_type="gemma4_text", **SMALL, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=8, hidden_size_per_layer_input=0,
         enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24, layer_types=["sliding_attention", "full_attention"],
+    ),
+    "muse-glimmer": dict(
+        model_type="muse_glimmer", text_config=dict(**{**SMALL, "num_hidden_layers": 3}, head_dim=16, sliding_window=8, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+        vision_config=dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, patch_size=2, pos_emb_height=2, pos_emb_width=2),
+        out_hidden_size=32, projector_hidden_size=8,
+    ),
+    "kolibri": dict(
+        model_type="kolibri1", **{k: v for k, v in SMALL.items() if k != "intermediate_size"}, head_dim=16, sliding_window=8, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=24, layer_types=["sliding_attention", "full_attention"],
     ),
     "granite": dict(model_type="granite", **COMMON, tie_word_embeddings=True, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2),
     "phi3": dict(model_type="phi3", **COMMON, tie_word_embeddings=False, pad_token_id=0, sliding_window=None),
@@ -203,12 +212,13 @@ def make(name: str) -> None:
     settings = dict(TINY[name])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    maker = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
+    model = maker.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     randomise(model)
-    if config.tie_word_embeddings:
+    if config.get_text_config().tie_word_embeddings:
         model.tie_weights()
     stored = quantise_experts(model) if name.endswith("-mxfp4") else None
-    ids = np.random.default_rng(7).integers(0, config.vocab_size, 41)
+    ids = np.random.default_rng(7).integers(0, config.get_text_config().vocab_size, 41)
     with torch.no_grad():
         logits = model(torch.tensor(ids[None])).logits[0].float().numpy()
     folder.mkdir(parents=True, exist_ok=True)

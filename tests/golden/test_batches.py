@@ -56,7 +56,7 @@ class Place:
         return [x.tokens for x in found]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-moe", "olmo2", "qwen3-moe", "gpt-oss", "qwen3.5", "qwen3-next", "lfm2", "deepseek-v3", "granite-hybrid", "nemotron-h", "laguna"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-moe", "muse-glimmer", "kolibri", "olmo2", "qwen3-moe", "gpt-oss", "qwen3.5", "qwen3-next", "lfm2", "deepseek-v3", "granite-hybrid", "nemotron-h", "laguna"])
 def test_answers_do_not_depend_on_what_else_is_in_the_batch(name):
     place = Place(name)
     try:

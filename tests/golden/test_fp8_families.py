@@ -42,7 +42,7 @@ def parts_of(name: str, w: np.ndarray) -> dict[str, np.ndarray]:
     return {f"{stem}.{e}.down_proj.weight": w[e] for e in range(len(w))}
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4-moe"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-moe", "muse-glimmer", "kolibri"])
 def test_answers_are_those_of_the_values_that_codes_stand_for(name, tmp_path):
     source = TINY / name
     config = json.loads((source / "config.json").read_text())

@@ -42,7 +42,7 @@ GGUF_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sh
 HF = {"embed_tokens": "embed", "norm": "out_norm", "embedding_norm": "out_norm", **gemma4.HF}
 HF_LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v",
-    "self_attn.qkv_proj": "qkv", "self_attn.o_proj": "o", "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm", "self_attn.g_proj": "q_gate",
+    "self_attn.qkv_proj": "qkv", "self_attn.o_proj": "o", "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm", "self_attn.g_proj": "q_gate", "self_attn.gate_proj": "q_gate",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.gate_up_proj": "gate_up",
     "mlp.down_proj": "down", "shared_mlp.input_linear": "gate_up", "shared_mlp.output_linear": "down",
 }  # fmt: skip
@@ -51,6 +51,9 @@ HF_POST_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "ffn_post_norm",
 }
+HF_KOLIBRI = {
+    "post_attn_norm": "attn_post_norm", "post_self_attn_layernorm": "attn_post_norm", "post_ffn_norm": "ffn_post_norm", "post_mlp_layernorm": "ffn_post_norm",
+}  # fmt: skip
 HF_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "text_model.model.", "model.", "")
 HF_HEADS = ("lm_head.", "language_model.lm_head.", "model.lm_head.")
 HF_OTHER_PARTS = (
@@ -63,6 +66,8 @@ HF_OTHER_PARTS = (
     "model.embed_vision.",
     "model.embed_audio.",
     "model.vision_embedder.",
+    "model.vision_adapter.",
+    "model.vision_projection.",
     "vision_model.",
     "visual.",
     "model.visual.",
@@ -270,6 +275,8 @@ def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[s
         return {named[name] or name: view for name, view in tensors.items() if named[name] != ""}
     prefix = next((p for p in HF_PREFIXES if p + "embed_tokens.weight" in tensors), "model.")
     layer_names = {**HF_LAYER, **HF_POST_NORMS} if blueprint.layers[0].post_norms else HF_LAYER
+    if blueprint.family == "kolibri":
+        layer_names = {**HF_LAYER, **HF_KOLIBRI}
     if blueprint.family == "lfm2":
         layer_names = {**HF_LAYER, **HF_CONV}
     if blueprint.family == "nemotron-h":

@@ -72,10 +72,11 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     wide, n_kv = _wide_heads(config, s, is_local)
     owners = kv_owners(is_local, config.integer("num_kv_shared_layers", 0), config, "num_kv_shared_layers")
     widths = [n * (2 if owner is not None and config.flag("use_double_wide_mlp", False) else 1) for n, owner in zip(s.ff_widths, owners, strict=True)]
-    width = config.integer("hidden_size_per_layer_input", 256)
+    is_unified = config.get("model_type") == "gemma4_unified_text"
+    width = config.integer("hidden_size_per_layer_input", 0 if is_unified else 256)
     if width and config.integer("vocab_size_per_layer_input", s.n_vocab) != s.n_vocab:
         raise config.error("vocab_size_per_layer_input", f"is {config['vocab_size_per_layer_input']}, expected {s.n_vocab} as the vocabulary")
-    window, is_encoder = config.integer("sliding_window", WINDOW, low=1), config.get("use_bidirectional_attention") == "all"
+    window, is_encoder = config.integer("sliding_window", WINDOW * (2 if is_unified else 1), low=1), config.get("use_bidirectional_attention") == "all"
     keys_too = config.flag("attention_k_eq_v", False)
     parts = Parts(
         is_local, n_kv, (wide, _wide_rope(config, wide)), (s.head_width, _local_rope(config, s)), owners, window // 2 + 1 if is_encoder else window,
@@ -145,5 +146,4 @@ def _wide_rope(config: Fields, width: int) -> Rope:
 def _experts(config: Fields) -> Experts | None:
     if not config.flag("enable_moe_block", False):
         return None
-    n = config.integer
-    return checked_experts(Experts(n("num_experts", low=1), n("top_k_experts", low=1), n("moe_intermediate_size", low=1)), config)
+    return checked_experts(Experts(*(config.integer(k, low=1) for k in ("num_experts", "top_k_experts", "moe_intermediate_size"))), config)
