@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import board
+from bench.start import stage_table, start_stages
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL = re.compile(r"(\d+)/(\d+)c(\d+)")
@@ -132,6 +133,7 @@ def main() -> int:
             started = time.monotonic() - born
             sys.stdout.write(f"{a.name}: ready after {ready:.2f} s, first token after {started:.2f} s {first.get('usage')}\n")
             rows.append(board.row(f"h200.start_s.{a.name}", [started], "s", "lower"))
+            sys.stdout.write(stage_table(start_stages(f"http://127.0.0.1:{port}")))
             after_ready = used_mib()
             rows += cells(port, a.name, a.cells)
             if a.gaps:

@@ -26,7 +26,7 @@ def runner(model: Path | str, *flags: str) -> Iterator[tuple[str, subprocess.Pop
             while not state.exists():
                 if process.poll() is not None:
                     raise RuntimeError(f"the runner ended with {process.returncode}: {out.read_text()[-2000:]}")
-                time.sleep(0.05)
+                time.sleep(0.01)
             yield f"http://127.0.0.1:{json.loads(state.read_text())['port']}", process
         finally:
             process.terminate()

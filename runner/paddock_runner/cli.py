@@ -97,15 +97,18 @@ def _main(arguments: list[str]) -> int:
     config = read_config(found)
     if command == "config":
         return _print_config(config, as_json)
-    from . import app
-
     if command == "serve":
-        return app.serve(config)
+        from .app.start import serve
+
+        return serve(config)
     if command == "calibrate":
-        return _print_calibration(app.calibrate(config), as_json)
-    if command == "plan":
-        return _print_plan(app.open_model(config, config.model_path), as_json)
-    return _print_program(app.open_model(config, config.model_path), config, as_json)
+        from .app.calibrate import calibrate
+
+        return _print_calibration(calibrate(config), as_json)
+    from .app.opening import open_model
+
+    opened = open_model(config, config.model_path)
+    return _print_plan(opened, as_json) if command == "plan" else _print_program(opened, config, as_json)
 
 
 def _version() -> str:

@@ -5,7 +5,6 @@ Knows no requests; the loop drives what comes out of here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,40 +45,39 @@ def build_device(
     assembly: Assembly, blueprint: Blueprint, views: Mapping[str, TensorView], progress: Progress | None = None
 ) -> Device:
     """A device that can step. Raises: PackError, UnsupportedError, FileError; then nothing is left allocated."""
-    begun = time.monotonic()
     device = Device(load_pack(assembly.pack), assembly.ordinal, assembly.n_threads, assembly.max_isa)
-    stages = Stages(device, begun)
     try:
-        weights = load_weights(device, blueprint, views, progress)
-        stages.end("weights")
-        program = _build(device, assembly, blueprint, weights)
-        stages.end("state")
-        _load(device, assembly, blueprint, program)
-        stages.end("program")
+        fill_device(device, assembly.sizes, assembly.kv_format, blueprint, views, progress)
     except BaseException:
         device.close()
         raise
     return device
 
 
-class Stages:
-    """Says in the log what each stage of the start took: seconds, and bytes of the device's memory."""
+def fill_device(
+    device: Device, sizes: StateSizes, kv_format: str, blueprint: Blueprint, views: Mapping[str, TensorView],
+    progress: Progress | None = None, stages: log.Stages | None = None,
+) -> None:  # fmt: skip
+    """Makes an open device able to step. Raises: PackError, UnsupportedError, FileError; then it is of no use but to be closed."""
+    free = device.free_bytes()
 
-    def __init__(self, device: Device, begun: float) -> None:
-        self._device, self._begun, self._free = device, begun, device.facts.free_bytes
-        self.end("open")
+    def end(stage: str) -> None:
+        nonlocal free
+        before, free = free, device.free_bytes()
+        if stages is not None:
+            stages.end(stage, bytes=before - free)
 
-    def end(self, name: str) -> None:
-        """The stage is over."""
-        now, free = time.monotonic(), self._device.free_bytes()
-        log.event("start", stage=name, seconds=round(now - self._begun, 3), bytes=self._free - free)
-        self._begun, self._free = now, free
+    weights = load_weights(device, blueprint, views, progress)
+    end("weights")
+    program = _build(device, sizes, kv_format, blueprint, weights)
+    end("state")
+    _load(device, sizes, blueprint, program)
+    end("program")
 
 
-def _build(device: Device, assembly: Assembly, blueprint: Blueprint, weights: dict[str, Tensor]) -> Program:
-    sizes = assembly.sizes
-    layout = page_layout(blueprint, assembly.kv_format, sizes.page_tokens)
-    device.kv_format = KV_FORMATS[assembly.kv_format]
+def _build(device: Device, sizes: StateSizes, kv_format: str, blueprint: Blueprint, weights: dict[str, Tensor]) -> Program:
+    layout = page_layout(blueprint, kv_format, sizes.page_tokens)
+    device.kv_format = KV_FORMATS[kv_format]
     device.reserve_kv(sizes.n_pages, layout.page_bytes)
     device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))
     device.alloc_snapshots(sizes.n_snapshots)
@@ -90,7 +88,7 @@ def _build(device: Device, assembly: Assembly, blueprint: Blueprint, weights: di
         weights,
         buffers,
         layout.offsets,
-        KV_FORMATS[assembly.kv_format],
+        KV_FORMATS[kv_format],
         rotations(device, blueprint, sizes.max_ctx_tokens),
         state_layout(blueprint).offsets,
     )
@@ -107,8 +105,7 @@ def place(device: Device, plan: Arena, sizes: StateSizes) -> dict[str, Tensor]:
     return found
 
 
-def _load(device: Device, assembly: Assembly, blueprint: Blueprint, program: Program) -> None:
-    sizes = assembly.sizes
+def _load(device: Device, sizes: StateSizes, blueprint: Blueprint, program: Program) -> None:
     need = device.workspace_bytes(program)
     n_processors = device.facts.n_processors
     planned = pack_scratch_bytes(

@@ -1,43 +1,45 @@
-"""The engine as a process of its own: what it does first, how it ends. Dies with its parent, leaves nothing behind."""
+"""The engine as a process of its own: what it does first, how it ends. Dies with its parent, leaves nothing behind.
+
+The device is opened with as few imports as that takes, and while it opens, a thread imports what the order needs.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import msgspec
 
 from .. import log
-from ..blueprint.names import tensors_by_name
-from ..blueprint.read import read_blueprint
-from ..cache.tiers import file_facts
 from ..errors import PaddockError
-from ..files.checkpoint import open_checkpoint
-from ..wire.channel import Channel
-from .assemble import Assembly, build_device
-from .order import Order
-from .policy import Policy
-from .process import EngineConfig, engine_main
-from .tiering import TierConfig
+from ..pack.device import Device
+from ..pack.library import load_pack
+from .order import Opening, Order
 
 PR_SET_PDEATHSIG = 1
 """Source: prctl(2)."""
+REST = "paddock_runner.engine.ordered"
 
 
 def main() -> int:
     """Loads what standard input orders and serves it. One sentence on standard error when that fails; never a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    words = sys.stdin.buffer.read()
+    importing = Thread(target=_import_rest, daemon=True)
+    importing.start()
+    words = sys.stdin.buffer.readline()
     if not words:
         return 0  # the parent found out that it cannot serve
-    order = msgspec.json.decode(words, type=Order)
-    die_with(order.parent)
-    log.start(order.log_level)
+    opening = msgspec.json.decode(words, type=Opening)
+    die_with(opening.parent)
+    log.start(opening.log_level)
     try:
-        _serve(order)
+        return _serve(opening, importing)
     except PaddockError as error:
         sys.stderr.write(f"paddock-runner: error: {error}\n")
         return error.exit_code
@@ -48,7 +50,6 @@ def main() -> int:
         log.debug("fault", trace=repr(fault))
         sys.stderr.write(f"paddock-runner: error: the engine failed: {type(fault).__name__}: {fault}\n")
         return 1
-    return 0
 
 
 def die_with(parent: int) -> None:
@@ -58,25 +59,42 @@ def die_with(parent: int) -> None:
         os._exit(0)
 
 
-def _serve(order: Order) -> None:
-    channel = Channel.parse(order.channel)
-    checkpoint = open_checkpoint(order.model)
-    blueprint = read_blueprint(checkpoint, order.task)
-    assembly = Assembly(Path(order.pack), order.sizes, order.kv_format, order.gpu, order.threads)
-    device = build_device(assembly, blueprint, tensors_by_name(checkpoint, blueprint))
+def _serve(opening: Opening, importing: Thread) -> int:
+    stages = log.Stages(opening.parent, "engine")
+    stages.end("told")
+    device: Device | PaddockError = _open(opening)
+    stages.end("open")
+    words = sys.stdin.buffer.readline()
+    if not words:
+        return 0  # it is the parent that says why
+    if isinstance(device, PaddockError):
+        raise device
+    order = msgspec.json.decode(words, type=Order)
+    stages.end("ordered")
+    stages.speak()
     try:
-        tiers = None
-        if order.host_cache_bytes or order.disk_cache_bytes:
-            facts = tuple(file_facts(path) for path in sorted(checkpoint.paths))
-            tiers = TierConfig(order.host_cache_bytes, order.disk_cache_bytes, Path(order.cache_folder), facts)
-        policy = Policy(max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts)
-        engine_main(
-            EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None, tiers),
-            device,
-            [channel],
-        )
+        importing.join()
+        rest: Any = importlib.import_module(REST)
+        stages.end("imports")
+        rest.serve(order, device, stages)
     finally:
         device.close()
+    return 0
+
+
+def _open(opening: Opening) -> Device | PaddockError:
+    """The device, or why it cannot be opened: said only once it is known that it will be needed."""
+    try:
+        return Device(load_pack(Path(opening.pack)), opening.gpu, opening.threads)
+    except PaddockError as error:
+        return error
+
+
+def _import_rest() -> None:
+    try:
+        importlib.import_module(REST)
+    except Exception:  # it is imported again where it is used, and fails there
+        return
 
 
 if __name__ == "__main__":

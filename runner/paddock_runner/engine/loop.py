@@ -63,6 +63,7 @@ class Engine:
         self.ports = list(ports)
         self.policy = policy or Policy()
         self.read_vectors = read_vectors
+        self.start: Sequence[dict[str, object]] = ()
         # The vectors of a step lie where the next one puts its own.
         self.run_ahead = device.facts.run_ahead if read_vectors is None else 0
         if sizes.n_results < self.run_ahead + 2:

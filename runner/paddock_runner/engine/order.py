@@ -1,47 +1,49 @@
-"""How the engine's process is started and what it is told: light to import, for the process that starts it."""
+"""What the engine's process is told, and how.
+
+It is told twice, a line of JSON on its standard input each time: first which device to open, as soon as that is known, then what
+to load. An end of its input before the second line means that there will be nothing to do.
+"""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import msgspec
 
 from ..memory.state import StateSizes
-from ..wire.channel import Channel
 
-MODULE = "paddock_runner.engine.child"
+
+class Opening(msgspec.Struct, frozen=True):
+    """The device that the engine will run on. parent: the process that it must not outlive."""
+
+    pack: str
+    gpu: int
+    threads: int
+    log_level: str
+    parent: int
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the engine is to do, as JSON on its standard input. parent: the process that it must not outlive."""
+    """What the engine is to load and serve."""
 
     model: str
-    pack: str
     channel: str
     sizes: StateSizes
     kv_format: str
-    gpu: int
-    threads: int
     max_queue: int
-    log_level: str
-    parent: int
     task: str = "auto"
     host_cache_bytes: int = 0
     disk_cache_bytes: int = 0
     cache_folder: str = ""
 
 
-def spawn(channel: Channel) -> subprocess.Popen[bytes]:
-    """Starts the engine's process, which imports what it needs and then waits for its order."""
-    return subprocess.Popen([sys.executable, "-m", MODULE], stdin=subprocess.PIPE, pass_fds=channel.fds)
-
-
-def send(process: subprocess.Popen[bytes], order: Order) -> None:
-    """Tells the engine's process what to do."""
+def send(process: subprocess.Popen[bytes], words: Opening | Order) -> None:
+    """Tells the engine's process something; after the order, nothing more."""
     assert process.stdin is not None
     try:
-        with process.stdin as pipe:
-            pipe.write(msgspec.json.encode(order))
+        process.stdin.write(msgspec.json.encode(words) + b"\n")
+        process.stdin.flush()
+        if isinstance(words, Order):
+            process.stdin.close()
     except BrokenPipeError:
         pass

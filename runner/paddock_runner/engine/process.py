@@ -35,13 +35,14 @@ COLLECT_EVERY = 1000
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What the engine process needs to know: sizes of the device state, the scheduler's constants, where vectors are read (if any),
-    and pages below the device (if any).
+    pages below the device (if any), and what its start took.
     """
 
     sizes: StateSizes
     policy: Policy = field(default_factory=Policy)
     read_vectors: ReadVectors | None = None
     tiers: TierConfig | None = None
+    stages: log.Stages | None = None
 
 
 class TierDevice(StepDevice, HostPages, Protocol):
@@ -193,6 +194,9 @@ def engine_main(config: EngineConfig, device: TierDevice, channels: Sequence[Cha
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, drain)
     freeze()
+    if config.stages is not None:
+        config.stages.end("loop")
+        runner.engine.start = config.stages.rows
     try:
         runner.run()
     finally:

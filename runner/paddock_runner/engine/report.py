@@ -32,7 +32,7 @@ def device_us(times: Sequence[tuple[int, int]]) -> dict[str, float]:
 
 
 def report(engine: Engine) -> dict[str, Any]:
-    """Counters (totals since the start), gauges, pages, the fitted cost model, and one entry per running request.
+    """Counters (totals since the start), gauges, pages, the fitted cost model, what the start took, and one entry per running request.
 
     Page counts leave out the scratch page. Times in microseconds.
     """
@@ -89,6 +89,7 @@ def report(engine: Engine) -> dict[str, Any]:
         "cost_us": dict(
             zip(("step", "decode_rows_16", "prefill_256", "context_2048_256"), scheduler.cost.terms, strict=True)
         ),
+        "start": list(engine.start),
         "device_us": device_us(engine.device.times(MOST_TIMES)),
         "running": [
             {

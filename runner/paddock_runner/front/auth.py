@@ -11,10 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ..errors import FileError, Forbidden, Unauthorized, UsageError
-from .http import Exchange
+
+if TYPE_CHECKING:
+    from .http import Exchange
 
 MAX_KEY_FILE_BYTES = 1 << 20
 LOCAL_NAMES = frozenset({"localhost", "ip6-localhost", "host.docker.internal"})

@@ -32,6 +32,7 @@ async def get_state(front: Front, exchange: Exchange) -> None:
             "open_asks": front.desk.n_open,
             "open_streams": len(front.streams),
             "requests": front.metrics.in_flight,
+            "start": list(front.start),
         },
         "engine": engine,
         "facts": dict(front.served.facts),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..text.vectors import VectorForm
@@ -64,9 +63,9 @@ async def post_rerank(front: Front, exchange: Exchange) -> None:
     pairs = [(body.query, text) for text in texts]
     scores, n_tokens = await run_alone(exchange, scores_of(front, pairs, body.instruction, caller(exchange, exchange.client)))
     exchange.log.update(prompt_tokens=n_tokens, inputs=len(texts))
-    order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     wants_text = exchange.path != "/v2/rerank" if body.return_documents is None else body.return_documents
-    results = [{"index": i, "relevance_score": float(scores[i]), **({"document": {"text": texts[i]}} if wants_text else {})} for i in order]
+    results = [{"index": i, "relevance_score": scores[i], **({"document": {"text": texts[i]}} if wants_text else {})} for i in order]
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
     await exchange.answer_json({"id": "rerank-" + secrets.token_hex(12), "model": front.served.name, "usage": usage, "results": results})
 
@@ -85,12 +84,12 @@ async def post_score(front: Front, exchange: Exchange) -> None:
     pairs = list(zip(first, second, strict=True))
     scores, n_tokens = await run_alone(exchange, scores_of(front, pairs, body.instruction, caller(exchange, exchange.client)))
     exchange.log.update(prompt_tokens=n_tokens, inputs=len(pairs))
-    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores.tolist())]
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
     head = {"id": "score-" + secrets.token_hex(12), "object": "list", "created": int(time.time()), "model": front.served.name}
     await exchange.answer_json({**head, "data": data, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}})
 
 
-async def scores_of(front: Front, pairs: Sequence[tuple[str, str]], instruction: str | None, whose: Caller) -> tuple[NDArray[np.float64], int]:
+async def scores_of(front: Front, pairs: Sequence[tuple[str, str]], instruction: str | None, whose: Caller) -> tuple[list[float], int]:
     """A score for every pair, and the tokens that were read. Raises: UsageError, what the engine refuses."""
     form = front.require_vectors()
     if form.task == "embed":
@@ -103,14 +102,20 @@ async def scores_of(front: Front, pairs: Sequence[tuple[str, str]], instruction:
         ids = await served.run(lambda q=query, d=document: form.pair(served.tokenizer, q, d, instruction), len(query) + len(document))  # type: ignore[misc]
         served.require_input(len(ids), f"query and document {i}")
         prompts.append(ids)
-    rows = (await vectors(front.desk, prompts, whose)).astype(np.float64)
+    rows = (await vectors(front.desk, prompts, whose)).astype("float64")
     logits = rows[:, 1] - rows[:, 0] if form.width == 2 else rows[:, 0]
-    return 1 / (1 + np.exp(-logits)), sum(map(len, prompts))
+    return [_share(x) for x in logits.tolist()], sum(map(len, prompts))
+
+
+def _share(logit: float) -> float:
+    """The logistic function."""
+    small = math.exp(-abs(logit))
+    return (1 if logit >= 0 else small) / (1 + small)
 
 
 async def _cosines(
     front: Front, form: VectorForm, pairs: Sequence[tuple[str, str]], whose: Caller
-) -> tuple[NDArray[np.float64], int]:
+) -> tuple[list[float], int]:
     """Every text is embedded once, however many pairs it is in."""
     prefixes = [form.prefix(kind) if kind in form.prompts else "" for kind in ("query", "document")]
     texts = list(dict.fromkeys(prefix + text for pair in pairs for prefix, text in zip(prefixes, pair, strict=True)))
@@ -119,7 +124,7 @@ async def _cosines(
         ids = await front.served.text_prompt(text)
         front.served.require_input(len(ids), f"text {i}")
         prompts.append(ids)
-    rows = unit(await vectors(front.desk, prompts, whose)).astype(np.float64)
+    rows = unit(await vectors(front.desk, prompts, whose)).astype("float64")
     at = {text: i for i, text in enumerate(texts)}
-    found = [rows[at[prefixes[0] + a]] @ rows[at[prefixes[1] + b]] for a, b in pairs]
-    return np.array(found), sum(map(len, prompts))
+    found = [float(rows[at[prefixes[0] + a]] @ rows[at[prefixes[1] + b]]) for a, b in pairs]
+    return found, sum(map(len, prompts))

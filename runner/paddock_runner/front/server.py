@@ -5,60 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from ..errors import FileError, UsageError
 from .http import WRITE
+from .listen import BACKLOG
 from .routes import Application
 from .service import Front
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0
-BACKLOG = 2048
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound, listening socket. Raises: UsageError when the address cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        hint = "--port 0 takes a free one" if error.errno in (13, 98) else "check --host"
-        reason = "it is in use" if error.errno == 98 else error.strerror or str(error)
-        raise UsageError(f"cannot listen on {host} port {port}: {reason}", hint, host=host, port=port) from None
-    return listener
-
-
-def check_tls(certificate: Path | None, key: Path | None) -> tuple[str, str] | None:
-    """The two files, tried; None without TLS.
-
-    Raises: UsageError when only one is named, FileError when they cannot be used.
-    """
-    if certificate is None and key is None:
-        return None
-    if certificate is None or key is None:
-        raise UsageError("TLS needs both files", "--tls-cert FILE --tls-key FILE")
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-        raise FileError(
-            f"{certificate} and {key} cannot be used for TLS: {str(reason).replace('_', ' ').lower()}",
-            "they are PEM files: the certificate with its chain, and its key without a pass phrase",
-            path=str(certificate),
-        ) from None
-    return str(certificate), str(key)
 
 
 class Protocol(HttpToolsProtocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -41,7 +41,7 @@ SHOWN_CHARACTERS = 80
 
 @dataclass(slots=True)
 class Front:
-    """The front's parts. phase: "loading", "ready", "draining" or "failed"."""
+    """The front's parts. phase: "loading", "ready", "draining" or "failed". start: the stages of the start (log.Stages)."""
 
     served: Served
     desk: Desk
@@ -49,6 +49,7 @@ class Front:
     max_body_bytes: int = 32 << 20
     comment_s: float = 10.0
     phase: str = "loading"
+    start: Sequence[dict[str, Any]] = ()
     metrics: Metrics = field(default_factory=Metrics)
     streams: set[EventStream] = field(default_factory=set)
     stored: Stored = field(default_factory=Stored)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Encoder
 from ..errors import FileError, UnsupportedError
 from .pairs import PairEnds
 from .tokenizer import Tokenizer, TokenizerParts
-from .vocabulary import AddedToken, byte_level_piece, end_ids, end_of_turn_id, fill_ids, sentence_piece
+from .vocabulary import AddedToken, byte_level_piece, end_ids, end_of_turn_id, fill_ids, sentence_pieces
 
 _MAX_BYTES = 256 << 20
 _PROBE_ID = 4_000_000_000
@@ -43,7 +43,7 @@ def tokenizer_from_folder(folder: Path, n_rows: int | None = None) -> Tokenizer:
             supported=["tokenizer.json"],
         )
     configs = [_read(folder / name) if (folder / name).is_file() else {} for name in _FILES]
-    return tokenizer_from_json(_read(path), *configs, n_rows=n_rows, name=str(path))
+    return tokenizer_from_json(_read(path, ("model",)), *configs, n_rows=n_rows, name=str(path))
 
 
 def tokenizer_from_json(
@@ -55,7 +55,7 @@ def tokenizer_from_json(
     n_rows: int | None = None,
     name: str = "tokenizer.json",
 ) -> Tokenizer:
-    """The tokenizer that the parsed files describe. `name` is used in messages.
+    """The tokenizer that the parsed files describe. `name` is used in messages. spec["model"] may be left as JSON (msgspec.Raw).
 
     Raises: FileError when the `tokenizers` library refuses it.
     """
@@ -94,12 +94,22 @@ def tokenizer_from_json(
     return Tokenizer(parts, n_rows)
 
 
-def _read(path: Path) -> dict[str, Any]:
+class _Model(msgspec.Struct):
+    """Of the model in a tokenizer.json, what is needed here; the rest, most of the file, goes to the library as it is."""
+
+    type: str | None = None
+    vocab: dict[str, int] | None = None
+
+
+def _read(path: Path, left: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A JSON object. left: fields that are not taken apart."""
     size = path.stat().st_size
     if size > _MAX_BYTES:
         raise FileError(f"{path} is {size} bytes, more than a tokenizer file can be ({_MAX_BYTES})", path=str(path))
     try:
-        data = msgspec.json.decode(path.read_bytes())
+        data = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw] if left else Any)
+        if left:
+            data = {key: raw if key in left else msgspec.json.decode(raw) for key, raw in data.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path} is not JSON: {error}", path=str(path)) from error
     if not isinstance(data, dict):
@@ -126,7 +136,7 @@ def _encoder(spec: Mapping[str, Any], name: str, keeps_ends: bool = False) -> En
     ends = spec.get("post_processor") if keeps_ends else None
     bare = {**spec, "added_tokens": [], "truncation": None, "padding": None, "post_processor": ends}
     try:
-        encoder = Encoder.from_str(msgspec.json.encode(bare).decode())
+        encoder = Encoder.from_buffer(msgspec.json.encode(bare))
     except Exception as error:  # the library raises its plain Exception for every fault in the file
         raise FileError(f"{name} is refused by the tokenizers library: {error}", path=name) from error
     return encoder
@@ -142,24 +152,47 @@ def _steps(spec: Any, list_key: str) -> list[Mapping[str, Any]]:
 
 
 def _pieces(spec: Mapping[str, Any], encoder: Encoder, added: Iterable[AddedToken]) -> tuple[list[bytes], bool]:
-    texts = {i: t for t, i in encoder.get_vocab(with_added_tokens=False).items()}
-    texts.update((a.id, a.text) for a in added)
-    n_vocab = max(texts) + 1 if texts else 0
-    if n_vocab > 4 * len(texts) + 65536:
-        raise FileError(f"the tokenizer names id {n_vocab - 1}, but holds only {len(texts)} tokens")
+    model_type, vocab = _model(spec.get("model"))
+    ids = encoder.get_vocab(with_added_tokens=False) if vocab is None else vocab
+    n_vocab = max(max(ids.values(), default=-1), max((a.id for a in added), default=-1)) + 1
+    if n_vocab > 4 * len(ids) + 65536:
+        raise FileError(f"the tokenizer names id {n_vocab - 1}, but holds only {len(ids)} tokens")
+    texts = [""] * n_vocab
+    for text, i in ids.items():
+        texts[i] = text
+    for a in added:
+        texts[a.id] = a.text
     steps = {
         s.get("type")
         for s in (*_steps(spec.get("decoder"), "decoders"), *_steps(spec.get("pre_tokenizer"), "pretokenizers"))
     }
-    model = spec.get("model")
-    model_type = model.get("type") if isinstance(model, Mapping) else None
     if model_type == "WordPiece" or "WordPiece" in steps:
         encoder.add_special_tokens([a.text for a in added if a.text])
-        return [_word_piece(texts.get(i, "")) for i in range(n_vocab)], True
+        return list(map(_word_piece, texts)), True
     if "ByteLevel" in steps:
-        return [byte_level_piece(texts.get(i, "")) for i in range(n_vocab)], False
-    has_bytes = "ByteFallback" in steps
-    return [sentence_piece(texts.get(i, ""), has_bytes) for i in range(n_vocab)], False
+        return list(map(byte_level_piece, texts)), False
+    return sentence_pieces(texts, "ByteFallback" in steps), False
+
+
+def _model(model: Any) -> tuple[str | None, dict[str, int] | None]:
+    """Kind of a tokenizer's model, and its vocabulary where that is an object of ids."""
+    if isinstance(model, Mapping):
+        return model.get("type"), None
+    try:
+        found = msgspec.json.decode(model, type=_Model)
+    except (msgspec.DecodeError, TypeError):
+        return _kind(model), None
+    is_whole = found.vocab is not None and min(found.vocab.values(), default=0) >= 0
+    return found.type, found.vocab if is_whole else None
+
+
+def _kind(model: Any) -> str | None:
+    """A unigram model's vocabulary is a list, so its kind is read alone."""
+    try:
+        kind = msgspec.json.decode(model, type=dict[str, msgspec.Raw]).get("type")
+        return None if kind is None else msgspec.json.decode(kind, type=str | None)
+    except (msgspec.DecodeError, TypeError):
+        return None
 
 
 def _word_piece(text: str) -> bytes:

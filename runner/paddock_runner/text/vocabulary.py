@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 # Texts that end a turn or a generation in the families served. A checkpoint often names only one of its own.
@@ -187,15 +188,15 @@ def byte_characters() -> dict[str, int]:
     return table
 
 
-_BYTES = byte_characters()
+_BYTES = codecs.charmap_build("".join(sorted(byte_characters(), key=byte_characters().__getitem__)))
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 def byte_level_piece(text: str) -> bytes:
     """Bytes of a byte-level token; a text that is not spelled in the 256 characters stands for itself."""
     try:
-        return bytes([_BYTES[c] for c in text])
-    except KeyError:
+        return codecs.charmap_encode(text, "strict", _BYTES)[0]
+    except UnicodeEncodeError:
         return text.encode("utf-8", "replace")
 
 
@@ -204,6 +205,22 @@ def sentence_piece(text: str, byte_fallback: bool = True) -> bytes:
     if byte_fallback and len(text) == 6 and (match := _FALLBACK.match(text)):
         return bytes([int(match.group(1), 16)])
     return text.replace("▁", " ").encode("utf-8", "replace")
+
+
+def sentence_pieces(texts: Sequence[str], byte_fallback: bool = True) -> list[bytes]:
+    """`sentence_piece` of many texts."""
+    joined = "".join(texts)
+    if not joined:
+        return [b""] * len(texts)
+    mark = next((m for m in ("\0", "\1", "\2") if m not in joined), "")
+    if not mark:
+        return [sentence_piece(text, byte_fallback) for text in texts]
+    pieces = [text.encode("utf-8", "replace") for text in mark.join(texts).replace("▁", " ").split(mark)]
+    if byte_fallback:
+        for i, piece in enumerate(pieces):
+            if piece[:3] == b"<0x":
+                pieces[i] = sentence_piece(texts[i])
+    return pieces
 
 
 def end_ids(ids: Mapping[str, int], named: Iterable[int | None]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -147,9 +147,9 @@ class Walker:
         self._threads: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def warm(self) -> None:
-        """Begins to build the tokenizer's table, which the first grammar would wait for."""
-        self._compiling.submit(self._warm)
+    def warm(self) -> Future[None]:
+        """Builds the tokenizer's table, which the first grammar would wait for: in a thread, though the interpreter's lock is held meanwhile."""
+        return self._compiling.submit(self._warm)
 
     async def guide(self, make: Callable[[], Constraint], n: int) -> Guide:
         """Walks for n answers. make: gives the constraint; called in a thread.

@@ -1,26 +1,33 @@
-"""Vectors of many inputs: asked for a few at a time, all of them or none."""
+"""Vectors of many inputs: asked for a few at a time, all of them or none.
+
+numpy is imported where it is used: a runner whose model writes text starts without it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from array import array
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import PackError
 from ..wire.messages import Ask
 from .desk import Desk
 from .turn import Caller
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 MAX_OPEN = 64
 """Asks of one request that the engine has at a time: others get their turns."""
-Rows = NDArray[np.float32]
+Rows: TypeAlias = "NDArray[np.float32]"
 
 
 async def vectors(desk: Desk, prompts: Sequence[array[int]], caller: Caller) -> Rows:
     """[n, width] of these prompts, in their order. Raises: PaddockError of the first that failed; the others are ended then."""
+    import numpy as np
+
     gate = asyncio.Semaphore(MAX_OPEN)
 
     async def one(prompt: array[int]) -> Rows:
@@ -43,6 +50,8 @@ async def vectors(desk: Desk, prompts: Sequence[array[int]], caller: Caller) -> 
 
 def unit(rows: Rows, width: int = 0) -> Rows:
     """Rows of length 1; of their first `width` numbers when that is not 0 (matryoshka). Zeros stay zeros."""
+    import numpy as np
+
     kept = rows[:, :width] if width else rows
     length = np.sqrt((kept.astype(np.float64) ** 2).sum(-1, keepdims=True))
     found: Rows = (kept / np.where(length > 0, length, 1)).astype(np.float32)

@@ -6,10 +6,9 @@ EnginePort: records in through `next`, rows and notices out; never blocks on a f
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import Busy, PackError
 from .channel import Channel, End
@@ -34,6 +33,9 @@ from .messages import (
     StepResult,
     Vector,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    import asyncio
 
 Ended = TypeVar("Ended", Done, Refused)
 RETRY_MS = 5

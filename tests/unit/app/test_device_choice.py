@@ -6,7 +6,8 @@ import functools
 import subprocess
 
 import pytest
-from paddock_runner import app, hardware
+from paddock_runner import hardware
+from paddock_runner.app import opening
 from paddock_runner.config import Config
 from paddock_runner.errors import PackError
 from paddock_runner.pack import library
@@ -27,7 +28,7 @@ int nvmlDeviceGetMemoryInfo(void *d, unsigned long long *m) { m[0] = 8ull << 30;
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """place(capability, driver, packs=()): what app.choose_place says with that GPU and those (empty) pack files."""
+    """place(capability, driver, packs=()): what choose_place says with that GPU and those (empty) pack files."""
 
     def choose(major, minor, driver="580.65.06", packs=()):
         (tmp_path / "nvml.c").write_text(DRIVER)
@@ -38,7 +39,7 @@ def place(tmp_path, monkeypatch):
             (tmp_path / name).write_bytes(b"pack")
         monkeypatch.setattr(hardware, "gpu", functools.partial(hardware.gpu, library=str(target)))
         monkeypatch.setattr(library, "pack_folders", lambda: [tmp_path])
-        return app.choose_place(Config(device="cuda"))
+        return opening.choose_place(Config(device="cuda"))
 
     return choose
 

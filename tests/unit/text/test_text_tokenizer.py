@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +13,7 @@ from paddock_runner.text.folder_tokenizer import tokenizer_from_folder, tokenize
 from paddock_runner.text.gguf_tokenizer import tokenizer_from_gguf
 from paddock_runner.text.pretokenizers import KINDS
 from paddock_runner.text.tokenizer import Tokenizer
-from paddock_runner.text.vocabulary import AddedToken, Cutter
+from paddock_runner.text.vocabulary import AddedToken, Cutter, sentence_piece, sentence_pieces
 
 from tests.unit.text.small import byte_level_metadata, merge_by_score, sentence_metadata
 
@@ -251,3 +254,14 @@ def test_rows_of_the_embedding_that_no_token_has_are_empty_text() -> None:
     padded = tokenizer_from_gguf(byte_level_metadata(), n_rows=SMALL.n_vocab + 10)
     assert padded.decode([SMALL.n_vocab + 3]) == "" and padded.n_vocab == SMALL.n_vocab
     assert padded.texts()[SMALL.n_vocab + 9] == ""
+
+
+@given(st.lists(st.one_of(st.sampled_from(["<0x0A>", "<0xff>", "<0xZZ>", "<0x0A>b", "▁the", "\0", "\1", "\2", ""]), st.text(max_size=4)), max_size=20), st.booleans())
+def test_many_pieces_are_what_each_is_alone(texts: list[str], has_bytes: bool) -> None:
+    assert sentence_pieces(texts, has_bytes) == [sentence_piece(text, has_bytes) for text in texts]
+
+
+def test_a_model_left_as_json_is_the_same_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_folder_spec()))
+    one, other = tokenizer_from_folder(tmp_path), tokenizer_from_json(_folder_spec())
+    assert list(one.pieces) == list(other.pieces) and one.encode("hello <|im_start|>") == other.encode("hello <|im_start|>")

@@ -1,0 +1,133 @@
+"""A model's header, read and planned: where it will run, what it will take. Loads nothing, and imports little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import hardware
+from ..blueprint.blueprint import Blueprint
+from ..blueprint.names import tensors_by_name
+from ..blueprint.read import read_blueprint
+from ..config import Config
+from ..errors import PackError, UnknownModel
+from ..files.checkpoint import Checkpoint, open_checkpoint
+from ..files.view import TensorView
+from ..manifest import read_manifest, wheel_name
+from ..memory import calibration
+from ..memory.calibration import applied
+from ..memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
+from ..memory.solve import Solver, require_fit, solver
+from ..pack.library import find_pack
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the model will run: the pack's file, the device's facts, its name for people, why it was chosen, what speaks against it."""
+
+    pack: Path
+    facts: DeviceFacts
+    label: str
+    why: str = ""
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model that was opened and planned: what `plan`, `explain` and `serve` share."""
+
+    checkpoint: Checkpoint
+    blueprint: Blueprint
+    views: dict[str, TensorView]
+    plan: MemoryPlan
+    place: Place
+
+
+def choose_place(config: Config) -> Place:
+    """The device and its pack, as --device and --kernel-pack say. Raises: PackError with a hint."""
+    told = config.kernel_pack
+    kind = config.device
+    if told is not None and not told.exists():
+        raise PackError(f"kernel pack {told} does not exist", "check --kernel-pack")
+    if kind == "auto":
+        kind = (
+            ("cuda" if "cuda" in told.name else "cpu") if told is not None else "cuda" if hardware.has_gpu() else "cpu"
+        )
+    limit = int(config.memory_gib * (1 << 30))
+    if kind == "cuda":
+        gpu = hardware.gpu(config.gpu)
+        if hardware.is_old(gpu.driver):
+            needs = f"kernel packs need {hardware.OLDEST_DRIVER} or newer"
+            raise PackError(
+                f"the NVIDIA driver {gpu.driver} is too old: {needs}",
+                "update the driver; --device cpu serves on the CPU",
+            )
+        free = min(gpu.memory.free_bytes, limit) if limit else gpu.memory.free_bytes
+        facts = cuda_facts(gpu.n_processors, gpu.memory.total_bytes, free, gpu.name)
+        facts = applied(facts, calibration.read(config.home_folder, gpu.name, gpu.driver))
+        pack = told or _cuda_pack(gpu)
+        manifest = read_manifest(pack)  # its hash is compared by who loads it
+        return Place(
+            pack, facts, f"{gpu.name} (GPU {gpu.index}), {pack.name}", doubt=manifest.doubt if manifest else ""
+        )
+    memory = hardware.memory()
+    free = min(memory.free_bytes, limit) if limit else memory.free_bytes
+    threads = config.threads or hardware.n_threads()
+    why = "" if config.device == "cpu" or told is not None else "no NVIDIA GPU here: "
+    return Place(told or find_pack("cpu"), cpu_facts(threads, memory.total_bytes, free), f"CPU, {threads} threads", why)
+
+
+def _cuda_pack(gpu: hardware.Gpu) -> Path:
+    names = hardware.pack_names(gpu.capability)
+    for name in names:
+        try:
+            return find_pack(name)
+        except PackError:
+            continue
+    said = "sm_{}{}".format(*gpu.capability)
+    made = hardware.pack_arch(gpu.capability)
+    if not made:
+        raise PackError(
+            f"there is no kernel pack for {gpu.name} ({said}): they begin at sm_80",
+            "--device cpu serves on the CPU",
+            tried=names,
+        )
+    raise PackError(
+        f"no kernel pack for {gpu.name} ({said}) is installed",
+        f"pip install {wheel_name(made)}; --device cpu serves on the CPU",
+        tried=names,
+    )
+
+
+def open_model(config: Config, path: Path) -> Opened:
+    """Opens a model's header and plans it. Raises: UnknownModel, FileError, UnsupportedError, UsageError, WontFit, PackError."""
+    if not path.exists():
+        raise UnknownModel(f"{path}: there is no such file or folder", "check --model", name=str(path))
+    return plan_model(config, path, choose_place(config))
+
+
+def plan_model(config: Config, path: Path, place: Place) -> Opened:
+    """A model's header, and what the model takes at this place. Raises: FileError, UnsupportedError, UsageError, WontFit."""
+    checkpoint = open_checkpoint(path)
+    blueprint = read_blueprint(checkpoint, config.task)
+    views = tensors_by_name(checkpoint, blueprint)
+    ctx = config.max_ctx_tokens
+    if config.is_default("max_ctx_tokens"):
+        ctx = min(ctx, blueprint.max_ctx_tokens)
+    kv_format = "" if config.kv_format == "auto" else config.kv_format
+    request = PlanRequest(ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens, state_cache_bytes=_state_cache(config))
+    answer = solver(blueprint, views, place.facts.free_bytes, place.facts.kind)
+    return Opened(checkpoint, blueprint, views, _plan(answer, request), place)
+
+
+def _state_cache(config: Config) -> int | None:
+    return None if config.state_cache_gib < 0 else int(config.state_cache_gib * (1 << 30))
+
+
+def _plan(answer: Solver, request: PlanRequest) -> MemoryPlan:
+    """The plan with full contexts for every slot; else with the largest page pool that fits, at least one context."""
+    if not answer.fits(request):
+        pages = answer.most_pages(request)
+        if pages:
+            return require_fit(answer, with_pages(request, pages))
+    return require_fit(answer, request)

@@ -1,0 +1,84 @@
+"""What the engine waits for: the device to open, then the model to load. Everything that can be refused before that is refused here."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+from dataclasses import dataclass
+
+from .. import log
+from ..config import Config
+from ..engine.order import Opening, Order, send
+from ..errors import UsageError
+from ..front import auth
+from ..front.listen import bind, check_tls
+from ..wire.channel import Channel
+from .opening import Opened, choose_place, plan_model
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An engine with its order, and the door that clients will come to: its socket, who is let in, the certificate and key of https."""
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    opened: Opened
+    listener: socket.socket
+    keys: tuple[auth.Key, ...]
+    tls: tuple[str, str] | None
+
+    def close(self) -> None:
+        """Takes no more clients."""
+        self.listener.close()
+
+
+def give(config: Config, channel: Channel, process: subprocess.Popen[bytes], stages: log.Stages) -> Given:
+    """Tells the engine its device, then its model. Raises: PaddockError when the runner cannot serve as it was told to."""
+    auth.check_exposure(config.host, config.auth)
+    if config.state_file is not None and not config.state_file.absolute().parent.is_dir():
+        raise UsageError(f"--state-file: there is no folder {config.state_file.absolute().parent}")
+    place = choose_place(config)
+    send(process, Opening(str(place.pack), config.gpu, config.threads, config.log_level, os.getpid()))
+    stages.end("place")
+    tls = check_tls(config.tls_cert, config.tls_key)
+    _allow_many_files()
+    keys, is_new = _keys(config)
+    listener = bind(config.host, config.port)
+    try:
+        opened = plan_model(config, config.model_path, place)
+    except BaseException:
+        listener.close()
+        raise
+    send(process, _order(config, opened, channel))
+    stages.end("order")
+    print(f"paddock-runner: {place.why}{place.label}", flush=True)
+    if place.doubt:
+        log.warning("pack", file=place.pack.name, text=place.doubt)
+    if is_new:
+        print(f"paddock-runner: a new API key was written to {config.key_file}", flush=True)
+    for note in opened.blueprint.notes:
+        log.warning("note", text=note)
+    return Given(process, channel, opened, listener, keys, tls)
+
+
+def _allow_many_files() -> None:
+    """As many open connections as the system lets us have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _keys(config: Config) -> tuple[tuple[auth.Key, ...], bool]:
+    if not config.auth:
+        return (), False
+    if config.api_key_file is not None:
+        return auth.read_keys(config.api_key_file), False
+    return auth.made_keys(config.key_file)
+
+
+def _order(config: Config, opened: Opened, channel: Channel) -> Order:
+    return Order(
+        str(config.model_path.absolute()), channel.text, opened.plan.sizes, opened.plan.kv_format, config.max_queue, config.task,
+        int(config.host_cache_gib * (1 << 30)), int(config.disk_cache_gib * (1 << 30)), str(config.page_folder),
+    )  # fmt: skip

@@ -1,0 +1,35 @@
+"""What the engine was ordered to do, done: weights and program onto an open device, then the loop until it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .. import log
+from ..blueprint.names import tensors_by_name
+from ..blueprint.read import read_blueprint
+from ..cache.tiers import file_facts
+from ..files.checkpoint import open_checkpoint
+from ..pack.device import Device
+from ..wire.channel import Channel
+from .assemble import fill_device
+from .order import Order
+from .policy import Policy
+from .process import EngineConfig, engine_main
+from .tiering import TierConfig
+
+
+def serve(order: Order, device: Device, stages: log.Stages) -> None:
+    """Loads the model and serves it; the device stays open. Raises: PaddockError."""
+    channel = Channel.parse(order.channel)
+    checkpoint = open_checkpoint(order.model)
+    blueprint = read_blueprint(checkpoint, order.task)
+    views = tensors_by_name(checkpoint, blueprint)
+    stages.end("header")
+    fill_device(device, order.sizes, order.kv_format, blueprint, views, stages=stages)
+    tiers = None
+    if order.host_cache_bytes or order.disk_cache_bytes:
+        facts = tuple(file_facts(path) for path in sorted(checkpoint.paths))
+        tiers = TierConfig(order.host_cache_bytes, order.disk_cache_bytes, Path(order.cache_folder), facts)
+    policy = Policy(max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts)
+    config = EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None, tiers, stages)
+    engine_main(config, device, [channel])
