@@ -156,6 +156,33 @@ def test_gateway_that_was_killed_leaves_runners_that_the_next_one_takes_over(pad
     assert [s.pid for s in state.servers(places()) if s.name == "one"] == [pid]
 
 
+def test_gateway_that_dies_is_started_again_on_its_port_with_its_runners(paddock, models):
+    import os
+    import signal
+
+    import psutil
+
+    server = serve(paddock, models[:2], "--budget", "200")
+    assert call(server, "one")[0] == 200
+    one = next(s.pid for s in state.servers(places()) if s.name == "one")
+    gateway = psutil.Process(server["pid"]).children()[0].pid
+    os.kill(gateway, signal.SIGKILL)
+    wait_for(lambda: (row := paddock("ps", "--json").json["servers"][0])["restarts"] == 1 and row["state"] == "ready")
+    assert call(server, "one") == (200, "1: hi") and call(server, "two")[0] == 200
+    assert [s.pid for s in state.servers(places()) if s.name == "one"] == [one]
+    told = next(r for r in paddock("ps", "--json").json["servers"] if r["name"] == "gateway")
+    assert (told["pid"], told["port"], told["ended"]) == (server["pid"], server["port"], "by signal 9 (SIGKILL)")
+    assert paddock("stop", "gateway", "--json").json["stopped"][0]["killed"] is False and loaded() == set()
+
+
+def test_unit_of_several_models_is_a_gateway_that_systemd_starts_again(paddock, models):
+    text = paddock("serve", *models[:2], "--systemd").out
+    assert "Restart=on-failure" in text and '"--state-file"' in text and '"--port" "11660"' in text and "fleet.watch" not in text
+    plan = text.split('"paddock_manager.web" "')[1].split('"')[0]
+    assert [m["name"] for m in json.loads(Path(plan).read_text())["models"]] == ["one", "two"]
+    assert state.servers(places()) == []
+
+
 @pytest.mark.parametrize(
     "headers, key, status",
     [

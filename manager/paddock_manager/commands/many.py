@@ -36,6 +36,7 @@ class Ask:
     key_file: Path | None
     start_s: float
     tls: tuple[str, ...] = ()
+    is_watched: bool = True
 
 
 def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> Launch:
@@ -52,15 +53,12 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
     budget = values.integer("budget") or where.facts.free_bytes
     models = [_model(f, given, where, budget, ask.name) for f in found]
     idle = values.number("idle")
-    ready = spawn.new_ready_file(places)
     plan = Plan(
         ask.host,
-        ask.port,
         str(ask.key_file) if ask.key_file else "",
         budget,
         DEFAULT_IDLE_S if idle is None else idle,
         ask.start_s,
-        str(ready),
         list(spawn.RUNNER),
         models,
         list(ask.tls),
@@ -70,7 +68,16 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
     command = (sys.executable, "-m", "paddock_manager.web", str(path))
     asked = {"models": names, "budget_bytes": budget}
     return Launch(
-        ask.name, "", Path(), "", ask.host, ask.port, ask.key_file, (), asked, (), command, ready, tls=ask.tls
+        ask.name,
+        "",
+        Path(),
+        host=ask.host,
+        port=ask.port,
+        key_file=ask.key_file,
+        asked=asked,
+        command=command,
+        is_watched=ask.is_watched,
+        tls=ask.tls,
     )
 
 

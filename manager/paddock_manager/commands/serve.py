@@ -69,14 +69,15 @@ def run(values: Values, ui: Ui) -> int:
         ui.warn(f"listening on {host}: anybody who reaches it and has the key can use it; the traffic is not encrypted")
     given = target.asked(values)
     key_file = None if values.flag("no_auth") else keys.server_file(places)
+    is_watched = not values.flag("systemd")  # systemd watches its own units
     if is_gateway:
         from paddock_manager.commands import many
 
-        launch = many.gateway(places, found, many.Ask(name, host, port, key_file, float(timeout_s), tls), values)
+        ask = many.Ask(name, host, port, key_file, float(timeout_s), tls, is_watched)
+        launch = many.gateway(places, found, ask, values)
     else:
         model = found[0]
         flags = target.runner_flags(given)
-        is_watched = not values.flag("systemd")  # systemd watches its own units
         launch = Launch(
             name, model.ref, model.path, "", host, port, key_file, flags, dict(given), is_watched=is_watched, tls=tls
         )

@@ -48,7 +48,7 @@ class Launch:
     """What to start. name: of the server; model: what its API calls the model ("": the same).
 
     flags: the runner's own options, as words, beside those that are set here. runner: the program, (): the one installed here.
-    command: all words, for a program that is no runner and knows its ready_file. is_watched: started again when it dies.
+    command: the first words, for a program that is no runner: --port and --state-file follow. is_watched: started again when it dies.
     tls: certificate and key files.
     """
 
@@ -63,7 +63,6 @@ class Launch:
     asked: dict[str, Any] = field(default_factory=dict)
     runner: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
-    ready_file: Path | None = None
     is_watched: bool = False
     tls: tuple[str, ...] = ()
 
@@ -75,7 +74,7 @@ class Launch:
     def words(self, ready_file: Path) -> list[str]:
         """The command line."""
         if self.command:
-            return list(self.command)
+            return [*self.command, "--port", str(self.port), "--state-file", str(ready_file)]
         out = [
             *(self.runner or RUNNER),
             "--model",
@@ -117,7 +116,7 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
     """
     places.fleet.mkdir(parents=True, exist_ok=True)
     places.logs.mkdir(parents=True, exist_ok=True)
-    ready_file = launch.ready_file or new_ready_file(places)
+    ready_file = new_ready_file(places)
     log = log_path(places, launch.name)
     if log.exists():
         os.replace(log, log.with_suffix(".log.1"))

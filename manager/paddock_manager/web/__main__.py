@@ -1,4 +1,4 @@
-"""The gateway process: `python -m paddock_manager.web PLAN.json`, started by `paddock serve` for several models."""
+"""The gateway process: `python -m paddock_manager.web PLAN.json --port N --state-file FILE`, started by `paddock serve` for several models."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from paddock_manager.web.pool import Entry, Plan, Pool
 def main(words: list[str]) -> int:
     """Serve until SIGTERM. Returns an exit code of the error tree."""
     try:
-        return serve(Plan(**json.loads(Path(words[0]).read_bytes())))
+        plan, _, port, _, ready_file = words
+        return serve(Plan(**json.loads(Path(plan).read_bytes())), int(port), Path(ready_file))
     except PaddockError as error:
         sys.stderr.write(f"paddock gateway: error: {error}\n")
         return error.exit_code
 
 
-def serve(plan: Plan) -> int:
-    """Listen first, so that a port in use is an error before anything is started."""
+def serve(plan: Plan, port: int, ready_file: Path) -> int:
+    """Listen first, so that a port in use is an error before anything is started. ready_file: written when requests are taken."""
     places = paths.places()
     key_file = Path(plan.key_file) if plan.key_file else None
     entries = [
@@ -50,7 +51,7 @@ def serve(plan: Plan) -> int:
     pool = Pool(places, entries, plan.budget_bytes, plan.idle_s, plan.start_s)
     pool.log = lambda text: _say(text)
     pool.adopt()
-    listener = _listen(plan.host, plan.port)
+    listener = _listen(plan.host, port)
     port = listener.getsockname()[1]
     gateway = Gateway(pool, keys.key(places) if key_file else "", keys.Ring(keys.entries(places)))
     tls: dict[str, Any] = {"ssl_certfile": plan.tls[0], "ssl_keyfile": plan.tls[1]} if plan.tls else {}
@@ -70,9 +71,9 @@ def serve(plan: Plan) -> int:
         "max_batch": 0,
         "device": "gateway",
     }
-    part = Path(plan.ready_file).with_suffix(".part")
+    part = ready_file.with_suffix(".part")
     part.write_text(json.dumps(ready))
-    os.replace(part, plan.ready_file)
+    os.replace(part, ready_file)
     _say(f"{len(entries)} models on port {port}")
     uvicorn.Server(config).run(sockets=[listener])
     return 0

@@ -234,12 +234,10 @@ class Plan:
     """What a gateway process is told, as the JSON file that `paddock serve` writes for it."""
 
     host: str
-    port: int
     key_file: str
     budget_bytes: int
     idle_s: float
     start_s: float
-    ready_file: str
     runner: list[str]
     models: list[dict[str, Any]] = field(default_factory=list)
     tls: list[str] = field(default_factory=list)
