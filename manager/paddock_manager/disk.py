@@ -158,6 +158,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return body
 
 
+def tail(log: Path, n_lines: int) -> list[str]:
+    """The last lines of a log; none of one that is not there."""
+    try:
+        with log.open("rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - 64 * 1024 - 400 * n_lines))
+            return f.read().decode("utf-8", "replace").splitlines()[-n_lines:]
+    except OSError:
+        return []
+
+
 def write_json(path: Path, body: dict[str, Any], mode: int = 0o644) -> None:
     """Write under a temporary name, sync, rename: a reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)

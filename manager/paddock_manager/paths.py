@@ -8,6 +8,7 @@ HF_HUB_OFFLINE  1: touch no network                   NO_COLOR, TERM            
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,3 +169,8 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     env.update(extra or {})
     return env
+
+
+def file_word(name: str) -> str:
+    """A name of a server as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]

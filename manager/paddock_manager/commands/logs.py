@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paddock_runner.errors import UnknownModel, UsageError
 
-from paddock_manager import paths
+from paddock_manager import disk, paths
 from paddock_manager.fleet import spawn, state
 from paddock_manager.options import Argument, Command, Option, Values
 from paddock_manager.ui import Ui, plain
@@ -28,7 +28,7 @@ def run(values: Values, ui: Ui) -> int:
     """Print the tail, then follow."""
     name, path = find(values.text("name"))
     wanted = values.integer("lines")
-    lines = spawn.tail(path, 100 if wanted is None else max(0, wanted))
+    lines = disk.tail(path, 100 if wanted is None else max(0, wanted))
     if ui.as_json and values.flag("follow"):
         raise UsageError("--follow and --json do not go together")
 

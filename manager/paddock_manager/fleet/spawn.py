@@ -21,7 +21,7 @@ from typing import Any
 from paddock_runner.errors import Cancelled, PaddockError
 
 from paddock_manager import paths
-from paddock_manager.disk import born, is_same_process, write_json
+from paddock_manager.disk import born, is_same_process, tail, write_json
 from paddock_manager.fleet import client, state, watch
 from paddock_manager.fleet.state import Server
 from paddock_manager.paths import Places
@@ -93,7 +93,7 @@ class Launch:
 
 def log_path(places: Places, name: str) -> Path:
     """A server's log file."""
-    return places.logs / (re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150] + ".log")
+    return places.logs / f"{paths.file_word(name)}.log"
 
 
 def new_ready_file(places: Places) -> Path:
@@ -212,16 +212,6 @@ def died(name: str, code: int, log: Path) -> RunnerDied:
     shown = "\n".join(f"    {x}" for x in lines)
     hint = f"its log, {log}, ends with\n{shown}" if len(lines) > 1 else f"its log is {log}"
     return RunnerDied(message, hint, code, log=str(log), last_lines=lines)
-
-
-def tail(log: Path, n_lines: int) -> list[str]:
-    """The last lines of a log."""
-    try:
-        with log.open("rb") as f:
-            f.seek(max(0, f.seek(0, os.SEEK_END) - 64 * 1024 - 400 * n_lines))
-            return f.read().decode("utf-8", "replace").splitlines()[-n_lines:]
-    except OSError:
-        return []
 
 
 def stop(places: Places, server: Server, timeout_s: float = 15.0) -> bool:

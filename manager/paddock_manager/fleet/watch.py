@@ -9,19 +9,18 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from paddock_manager.disk import read_json, write_json
+from paddock_manager.disk import read_json, tail, write_json
+from paddock_manager.paths import file_word
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 STEADY_S = 60.0
@@ -104,7 +103,7 @@ class Watch:
     def _tell(self, code: int, pause_s: float) -> None:
         """In the log, and in the file that `paddock ps` reads."""
         how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
-        body = {"restarts": self.restarts, "ended": how, "at": round(time.time(), 3), "last_lines": _tail(self.log)}
+        body = {"restarts": self.restarts, "ended": how, "at": round(time.time(), 3), "last_lines": tail(self.log, LOG_LINES)}
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         sys.stderr.write(f"{stamp} paddock: the runner ended {how}; it is started again in {pause_s:g} s\n")
         sys.stderr.flush()
@@ -138,14 +137,6 @@ def _with_port(words: list[str], port: int) -> list[str]:
     return out
 
 
-def _tail(log: Path) -> list[str]:
-    try:
-        with log.open("rb") as f:
-            return [x.rstrip("\n") for x in deque(f.read().decode("utf-8", "replace").splitlines(), LOG_LINES)]
-    except OSError:
-        return []
-
-
 def report_of(fleet: Path, name: str) -> dict[str, Any]:
     """What the watch of a server wrote last; {} when its runner never died."""
     return read_json(report_path(fleet, name)) or {}
@@ -153,7 +144,7 @@ def report_of(fleet: Path, name: str) -> dict[str, Any]:
 
 def report_path(fleet: Path, name: str) -> Path:
     """Where the watch of a server reports."""
-    return fleet / (re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150] + ".watch.json")
+    return fleet / f"{file_word(name)}.watch.json"
 
 
 def main(path: str) -> int:

@@ -39,7 +39,6 @@ class Repository:
     commit: str
     files: tuple[RemoteFile, ...]
     licence: str = ""
-    is_gated: bool = False
 
     def file(self, name: str) -> RemoteFile:
         """One file by name. Raises: KeyError."""
@@ -59,7 +58,7 @@ def listing(web: Web, repo: str, rev: str = "", tries: int = TRIES) -> Repositor
     files = tuple(f for f in (_file(s) for s in body.get("siblings") or []) if f is not None)
     card = body.get("cardData")
     licence = card.get("license", "") if isinstance(card, dict) else ""
-    return Repository(repo, commit, files, licence if isinstance(licence, str) else "", bool(body.get("gated")))
+    return Repository(repo, commit, files, licence if isinstance(licence, str) else "")
 
 
 def file_url(web: Web, repo: str, commit: str, name: str) -> str:

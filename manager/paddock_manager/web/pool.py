@@ -45,23 +45,12 @@ class Entry:
         return self.need_bytes if self.server is not None or self.is_changing else 0
 
 
-@dataclass(slots=True)
-class Counts:
-    """What happened so far."""
-
-    starts: int = 0
-    evictions: int = 0
-    idle_stops: int = 0
-    restarts: int = 0
-
-
 class Pool:
     """The models of one gateway. All methods run on one event loop; starting and stopping run in threads."""
 
     def __init__(self, places: Places, entries: list[Entry], budget_bytes: int, idle_s: float, start_s: float):
         self.places, self.budget_bytes, self.idle_s, self.start_s = places, budget_bytes, idle_s, start_s
         self.entries = {e.launch.name: e for e in entries}
-        self.counts = Counts()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, float] = {}
         self.log: Callable[[str], None] = lambda text: None
@@ -100,7 +89,6 @@ class Pool:
             if victim is entry:
                 await _to_its_end(self._start(entry))
             else:
-                self.counts.evictions += 1
                 self.log(f"evicting {victim.launch.name} for {name}")
                 await _to_its_end(self._stop(victim))
 
@@ -109,7 +97,6 @@ class Pool:
         name, now = entry.launch.name, time.monotonic()
         if entry.server is not None and not entry.is_changing and not entry.server.is_alive:
             self.log(f"{name} died; it is started again")
-            self.counts.restarts += 1
             spawn.reap(entry.server)
             entry.server = None
         held_up = any(n != name and arrived - since > GRACE_S for n, since in self._waiting.items())
@@ -156,7 +143,6 @@ class Pool:
             pass
 
     async def _start(self, entry: Entry) -> None:
-        self.counts.starts += 1
         server: Server | None = None
         try:
             server = await asyncio.to_thread(spawn.start, self.places, entry.launch, self.start_s)
@@ -200,7 +186,6 @@ class Pool:
             for entry in old:
                 entry.is_changing = True
         for entry in old:
-            self.counts.idle_stops += 1
             self.log(f"stopping {entry.launch.name}: idle for {self.idle_s:.0f} s")
             await self._stop(entry)
 
