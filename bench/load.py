@@ -67,10 +67,9 @@ def bears_token(choice: dict[str, Any]) -> bool:
     return bool(choice.get("text") or delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content") or delta.get("tool_calls"))
 
 
-async def one(a: argparse.Namespace, number: int) -> Result:
-    """One request."""
-    rng, parts = random.Random(a.seed * 1_000_003 + number), urlsplit(a.url)
-    shared = random.Random(a.seed)
+def body_of(a: argparse.Namespace, number: int) -> bytes:
+    """The body of a request."""
+    rng, shared = random.Random(a.seed * 1_000_003 + number), random.Random(a.seed)
     body: dict[str, Any] = {"stream": True, "max_tokens": a.out, "temperature": a.temperature, "ignore_eos": True, "stream_options": {"include_usage": True}}
     if a.model:
         body["model"] = a.model
@@ -79,11 +78,18 @@ async def one(a: argparse.Namespace, number: int) -> Result:
     else:
         text = " ".join([shared.choice(WORDS) for _ in range(a.shared)] + [rng.choice(WORDS) for _ in range(max(1, a.n_in - a.shared))])
         body.update({"messages": [{"role": "user", "content": text}]} if a.api == "chat" else {"prompt": text})
+    return json.dumps(body).encode()
+
+
+async def one(a: argparse.Namespace, body: bytes, result: Result | None = None) -> Result:
+    """One request. result: one that is watched while it grows."""
+    parts = urlsplit(a.url)
     path = "/v1/chat/completions" if a.api == "chat" else "/v1/completions"
-    result = Result(time.perf_counter())
+    result = result or Result(0.0)
+    result.sent = time.perf_counter()
     try:
         async with asyncio.timeout(a.timeout):
-            async for data in events(parts.hostname or "127.0.0.1", parts.port or 80, path, json.dumps(body).encode(), a.key):
+            async for data in events(parts.hostname or "127.0.0.1", parts.port or 80, path, body, a.key):
                 now = time.perf_counter()
                 if data == b"[DONE]":
                     break
@@ -104,13 +110,13 @@ async def one(a: argparse.Namespace, number: int) -> Result:
 async def run(a: argparse.Namespace) -> tuple[list[Result], float]:
     """All requests, `concurrency` at a time; results and wall seconds."""
     for i in range(a.warmup):
-        await one(a, -1 - i)
-    numbers = iter(range(a.requests))
+        await one(a, body_of(a, -1 - i))
+    bodies = iter([body_of(a, number) for number in range(a.requests)])
     results: list[Result] = []
 
     async def worker() -> None:
-        for number in numbers:
-            results.append(await one(a, number))
+        for body in bodies:
+            results.append(await one(a, body))
 
     begun = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(min(a.concurrency, a.requests))))

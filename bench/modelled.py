@@ -36,26 +36,47 @@ TURN_US, FRONT_US, COMING_US, AGAIN_US = 60, 300, 350, 900
 
 @dataclass(frozen=True)
 class Cost:
-    """Prices of steps. points: (tokens of the step, ms), straight between them. row_ns: of a decode row per token before it, work_ns: of a prefill
-    token per token before it."""
+    """Prices of steps: (tokens of the step, ms), straight between them. decode: of steps of decode rows; mixed: of those with prefill.
 
-    points: tuple[tuple[int, float], ...]
+    row_ns: of a decode row per token before it. work_ns: of a prefill token per token before it, a chunk counting as least_tokens at least: fewer do not fill the device.
+    """
+
+    decode: tuple[tuple[int, float], ...]
+    mixed: tuple[tuple[int, float], ...]
     row_ns: float
     work_ns: float
+    least_tokens: int
 
-    def step_us(self, n_tokens: int, row_context: int, work: float) -> float:
-        """What a step takes."""
-        xs = [x for x, _ in self.points]
-        i = min(max(1, bisect_left(xs, n_tokens)), len(xs) - 1)
-        (x0, y0), (x1, y1) = self.points[i - 1], self.points[i]
-        return 1000 * (y0 + (y1 - y0) * (n_tokens - x0) / (x1 - x0)) + (row_context * self.row_ns + work * self.work_ns) / 1000
+    def step_us(self, rows: list[tuple[int, int]]) -> float:
+        """What a step takes. rows: tokens, and tokens before them."""
+        n_tokens = sum(n for n, _ in rows)
+        points = self.decode if n_tokens == len(rows) else self.mixed
+        i = min(max(1, bisect_left(points, (n_tokens, 0.0))), len(points) - 1)
+        (x0, y0), (x1, y1) = points[i - 1], points[i]
+        context = sum(before for n, before in rows if n == 1)
+        work = sum(max(n, self.least_tokens if before else 0) * (before + n / 2) for n, before in rows if n > 1)
+        return 1000 * (y0 + (y1 - y0) * (n_tokens - x0) / (x1 - x0)) + (context * self.row_ns + work * self.work_ns) / 1000
+
+    def packed_ms(self, n_tokens: int) -> float:
+        """A step of prompts of 128 tokens alone."""
+        return self.step_us([(128, 0)] * (n_tokens // 128)) / 1000
 
 
 COSTS = {
-    "8b.fp8": Cost(((1, 3.24), (8, 4.2), (32, 5.6), (128, 8.7), (2048, 40.0), (4096, 81.5)), 34.0, 1.05),
-    "8b.bf16": Cost(((1, 4.57), (8, 5.2), (32, 6.3), (128, 9.3), (2048, 48.2), (4096, 98.0)), 34.0, 1.05),
-}
-"""An H200, Qwen3-8B's shape, from bench/results/h200/2026-11-29-whole.json; between 128 and 2,048 tokens nothing was measured."""
+    "8b.fp8": Cost(
+        ((1, 3.6), (2, 4.7), (8, 5.1), (16, 5.4), (32, 5.8), (48, 6.6), (64, 6.8), (96, 8.6), (128, 9.3)),
+        ((2, 6.0), (48, 7.5), (80, 8.9), (256, 8.9), (272, 10.9), (400, 12.1), (512, 12.3), (528, 16.2), (1024, 21.7), (1040, 25.9), (2048, 41.5), (2064, 47.0),
+         (2560, 51.7), (2688, 58.0), (3072, 66.0), (4096, 80.8)),
+        34.0, 1.16, 375,
+    ),
+    "8b.bf16": Cost(
+        ((1, 4.6), (2, 5.8), (8, 6.1), (16, 6.2), (32, 6.4), (48, 7.4), (64, 7.6), (96, 9.2), (128, 9.7)),
+        ((2, 7.4), (48, 8.8), (128, 10.2), (144, 14.8), (256, 14.8), (400, 17.3), (528, 19.2), (1024, 27.2), (1040, 35.3), (2048, 50.5), (2064, 62.0), (2304, 61.8),
+         (2560, 70.0), (3072, 77.0), (4096, 100.0)),
+        34.0, 1.16, 375,
+    ),
+}  # fmt: skip
+"""An H200, Qwen3-8B's shape, by `python -m bench.gpu_steps` on 2026-11-29: products come in tiles of 128 tokens, which the points show."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +123,12 @@ class ModelledDevice:
         data = ctypes.string_at(input_address + HEAD.size, NEW_BYTES * n_new + ROW.size * n_rows)
         new, rows = data[: NEW_BYTES * n_new], list(ROW.iter_unpack(data[NEW_BYTES * n_new :]))
         length = dict(enumerate(self._length))
-        for _, _, rows_before, new_before in self._pending:
-            length.update({slot: n for slot, n, *_ in NEW.iter_unpack(b"".join(new_before[i : i + 16] for i in range(0, len(new_before), NEW_BYTES)))})
+        for _, _, rows_before, new_before in (*self._pending, (0, 0, [], new)):
+            length.update({slot: n for slot, n, *_ in (NEW.unpack_from(new_before, i) for i in range(0, len(new_before), NEW_BYTES))})
             for slot, n, *_ in rows_before:
                 length[slot] += n
-        length.update({slot: n for slot, n, *_ in NEW.iter_unpack(b"".join(new[i : i + 16] for i in range(0, len(new), NEW_BYTES)))})
-        context = sum(length[slot] for slot, n, *_ in rows if n == 1)
-        work = sum(n * (length[slot] + n / 2) for slot, n, *_ in rows if n > 1)
         begin = max(self.now_ns, self._free_ns)
-        self._free_ns = begin + int(1000 * self.cost.step_us(n_tokens, context, work))
+        self._free_ns = begin + int(1000 * self.cost.step_us([(n, length[slot]) for slot, n, *_ in rows]))
         self._pending.append((self._free_ns, seq, rows, new))
         n_decode = sum(n == 1 for _, n, *_ in rows)
         self.steps.append((begin, self._free_ns, n_decode, n_tokens - n_decode))

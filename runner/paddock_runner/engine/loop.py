@@ -79,7 +79,8 @@ class Engine:
         self.states = StateKeeper(self.ledger, device)
         if states is not None:
             self.slots.border_tokens = sizes.page_tokens
-        self.scheduler = Scheduler(self.policy, self.ledger, self.slots, self._started)
+        tile = self.policy.tile_tokens if self.run_ahead else 1
+        self.scheduler = Scheduler(self.policy, self.ledger, self.slots, self._started, tile)
         self.counters = Counters()
         self.requests: list[dict[int, Request]] = [{} for _ in ports]
         """Open requests by ask id, one dictionary per port."""

@@ -15,17 +15,22 @@ MAX_SAVED = 8
 SPLIT = 1.8
 """Prompts that come together are read in two steps, the first with one part in so many of their tokens: more than half of them start early, and the last
 starts no later than it would have, and no later than so many times the first."""
+LONG_STEP_RATIO = 4
+"""Where a chunk that is worth its launch takes longer than a step of decode rows by itself, a step takes one of so many times that, and decode rows alone have the next ones."""
 STARTS_PER_GAP = 2
 """Streams that may be held up for each prompt that starts in a long step."""
 
 
 class Pace:
-    """Budgets of steps, and what was spent beyond the steady pace."""
+    """Budgets of steps, and what was spent beyond the steady pace. quantum: tokens of prefill below which a step gets no cheaper."""
 
-    __slots__ = ("_carry_us", "_cost", "_credit_ns", "_credit_us", "_gap_credit", "_gaps_seen", "_n_saved", "_policy", "n_gaps")
+    __slots__ = (
+        "_carry_us", "_cost", "_credit_ns", "_credit_us", "_gap_credit", "_gaps_seen", "_n_rested", "_n_saved", "_policy", "_quantum", "n_gaps",
+    )  # fmt: skip
 
-    def __init__(self, policy: Policy, cost: CostModel) -> None:
-        self._policy, self._cost = policy, cost
+    def __init__(self, policy: Policy, cost: CostModel, quantum: int = 1) -> None:
+        self._policy, self._cost, self._quantum = policy, cost, quantum
+        self._n_rested = 0
         self._credit_us = policy.burst_ms * 1000
         self._credit_ns = 0
         self._gap_credit = float(policy.long_gaps)
@@ -36,10 +41,10 @@ class Pace:
         self._carry_us = 0.0
         """Time for prefill that was too little for a chunk, and is added to the next step's."""
 
-    def budget_us(self, n_rows: int, now_ns: int, is_burst: bool, short_tokens: int) -> float:
+    def budget_us(self, n_rows: int, now_ns: int, is_burst: bool, short_tokens: int, position: int = 0) -> float:
         """Time that prefill may add to a step with n_rows decode rows: all of it when nobody decodes; 0: none in this step.
 
-        is_burst: two prompts or more wait. short_tokens: the length of the shortest prompt.
+        is_burst: two prompts or more wait. short_tokens: the length of the shortest prompt. position: where the one that goes on stands.
         """
         policy = self._policy
         if not n_rows:
@@ -50,15 +55,23 @@ class Pace:
         elapsed_us = min(now_ns - self._credit_ns, 1_000_000_000) / 1000
         self._credit_ns = now_ns
         self._credit_us = min(policy.burst_ms * 1000, self._credit_us + elapsed_us * steady / policy.steady_ratio)
-        if is_burst or (self._credit_us > 0 and self.is_short(short_tokens)):
+        us, is_short = base * steady, self.is_short(short_tokens)
+        is_too_little = self._quantum > 1 and self._cost.tokens_for(us, position) < self._quantum
+        if is_burst or (is_short and (self._credit_us > 0 or is_too_little)):
             us = max(base * (policy.burst_ratio - 1), 1000 * policy.burst_step_ms - base)
-        else:
-            us = base * steady
+            is_too_little = self._quantum > 1 and self._cost.tokens_for(us, position) < self._quantum
+        if is_too_little and 1000 * policy.long_step_ms >= LONG_STEP_RATIO * base:
+            self._n_rested += 1
+            if self._n_rested <= policy.rest_steps:
+                return 0.0
+            self._n_rested = 0
+            return 1000 * policy.long_step_ms
         return us + self._carry_us
 
     def saves_up(self, us: float, position: int) -> bool:
         """Whether the time is too little for a chunk at that position: then it is kept for the next step."""
-        if self._n_saved < MAX_SAVED and self._cost.tokens_for(us, position) < self._policy.min_chunk_tokens:
+        least = max(self._quantum, self._policy.min_chunk_tokens)
+        if not us or (self._n_saved < MAX_SAVED and self._cost.tokens_for(us, position) < least):
             self._carry_us = us
             self._n_saved += 1
             return True

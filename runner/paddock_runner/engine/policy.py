@@ -34,6 +34,12 @@ class Policy:
     """One part of a stream's gaps may be long: below one in a hundred."""
     split_tokens: int = 2048
     """Prompts of fewer tokens in all are read in one step: more tokens keep the matrix units no busier."""
+    tile_tokens: int = 128
+    """On devices with run-ahead: matrix products come in tiles of so many tokens, and attention over a long context is no cheaper for fewer."""
+    long_step_ms: float = 50.0
+    """There, a prompt for which the steady pace leaves no time gets a chunk that takes so long, ..."""
+    rest_steps: int = 2
+    """... and so many steps of decode rows alone follow: what prefill takes is lost to the streams sooner or later, but most of their gaps stay as they were."""
     min_chunk_tokens: int = 16
     """Prefill goes on with at least this many tokens a step: smaller chunks waste the matrix kernels."""
     share_tokens: int = 64

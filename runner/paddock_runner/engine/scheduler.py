@@ -29,19 +29,20 @@ class Scheduler:
     """Decides one step at a time. `on_start` hears of every request that gets a slot, before its first chunk."""
 
     __slots__ = (
-        "_is_stuck", "_ledger", "_n_started", "_policy", "_slots", "cost", "held", "on_start", "pace", "preempted", "prefilling", "queue", "saves",
+        "_is_stuck", "_ledger", "_n_started", "_policy", "_quantum", "_slots", "cost", "held", "on_start", "pace", "preempted", "prefilling", "queue", "saves",
     )  # fmt: skip
 
     def __init__(
-        self, policy: Policy, ledger: Ledger, slots: SlotTable, on_start: Callable[[Request, int], None]
+        self, policy: Policy, ledger: Ledger, slots: SlotTable, on_start: Callable[[Request, int], None], quantum: int = 1
     ) -> None:
+        self._quantum = quantum
         self._policy = policy
         self._ledger = ledger
         self._slots = slots
         self.on_start = on_start
         self.queue = WaitQueue(policy)
         self.cost = CostModel()
-        self.pace = Pace(policy, self.cost)
+        self.pace = Pace(policy, self.cost, quantum)
         self.prefilling: list[Request] = []
         self.held: list[Request] = []
         """Taken from the queue, waiting until another has computed what they share."""
@@ -96,7 +97,9 @@ class Scheduler:
                 break
             skipped.add(request.slot)
             unscored = request.unscored_tokens
-            n = self._chunk_tokens(request, min(tokens_left, rows_left, unscored) if unscored else tokens_left, us_left)
+            n = self._chunk_tokens(
+                request, min(tokens_left, rows_left, unscored) if unscored else tokens_left, us_left, sizes.max_step_tokens - tokens_left
+            )
             if n <= 0:
                 continue
             us_left -= self.cost.chunk_us(n, request.done_tokens)
@@ -110,8 +113,11 @@ class Scheduler:
             self.pace.spent(us_all - us_left)
         return chunks
 
-    def _chunk_tokens(self, request: Request, tokens_left: int, us_left: float) -> int:
-        """How far this prefill goes in this step; 0: it waits for a mask. Ends at page borders, except at the prompt's end."""
+    def _chunk_tokens(self, request: Request, tokens_left: int, us_left: float, n_before: int) -> int:
+        """How far this prefill goes in this step, which has n_before tokens already; 0: it waits for a mask.
+
+        Ends at page borders, except at the prompt's end, and so that the step's tokens fill the device's tiles.
+        """
         remaining = request.remaining_tokens
         if request.use_mask and request.n_tokens - request.prompt_tokens not in request.masks:
             remaining -= 1
@@ -122,8 +128,10 @@ class Scheduler:
         n = min(remaining, tokens_left)
         if us_left != math.inf:
             affordable = self.cost.tokens_for(us_left, request.done_tokens)
-            n = min(n, max(affordable, self._policy.min_chunk_tokens))
+            n = min(n, max(affordable, self._quantum, self._policy.min_chunk_tokens))
         if n < request.remaining_tokens:
+            to_tile = (n_before + n) // self._quantum * self._quantum - n_before
+            n = to_tile if to_tile > 0 else n
             page_tokens = self._slots.sizes.page_tokens
             to_border = (request.done_tokens + n) // page_tokens * page_tokens - request.done_tokens
             n = to_border if to_border > 0 else n
@@ -314,7 +322,8 @@ class Scheduler:
         n_running = sum(r.remaining_tokens for r in self.prefilling)
         n_tokens, n_prompts = n_running + self.queue.uncached_tokens, self.n_waiting + len(self.prefilling)
         part = self.pace.first_part(n_tokens)
-        us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest()) if n_rows else math.inf
+        position = self.prefilling[0].done_tokens if self.prefilling else 0
+        us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest(), position) if n_rows else math.inf
         is_large = us != math.inf and n_prompts >= 2 and self.cost.chunk_us(min(n_tokens, part), 0) > us
         if is_large and n_tokens <= MAX_LONG_STEPS * tokens_left:
             n_step = min(n_tokens, part, tokens_left)
