@@ -98,7 +98,7 @@ def _site(
         else:
             weights[name] = Tensor(address, 1, view.n_elements, abi.PK_F32)
     weights |= stacks(weights, {name: _STEP for name in weights})
-    weights |= {name: Tensor(1, 1, n, abi.PK_F32) for name, n in unit_norms(blueprint).items()}
+    weights |= {name: Tensor(64, 1, n, abi.PK_F32) for name, n in unit_norms(blueprint).items()}
     plan, base = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, 2), (len(views) + 2) * _STEP
     buffers = {
         name: Tensor(
@@ -110,7 +110,7 @@ def _site(
         for name, b in plan.buffers.items()
     }
     ropes = {x.attention.rope for x in blueprint.layers if x.attention.rope is not None}
-    turns = {r: Rotation(Tensor(1, 1, r.width // 2, abi.PK_F32), r.width, r.layout, r.magnitude) for r in ropes}
+    turns = {r: Rotation(Tensor(64, 1, r.width // 2, abi.PK_F32), r.width, r.layout, r.magnitude) for r in ropes}
     layout = page_layout(blueprint, kv_format, sizes.page_tokens)
     return Site(weights, buffers, layout.offsets, KV_FORMATS[kv_format], turns, state_layout(blueprint).offsets)
 

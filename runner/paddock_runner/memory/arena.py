@@ -123,7 +123,17 @@ def pack_scratch_bytes(
     partials = 4 * (heads + 2 * blueprint.model_width) * (max_step_rows + n_processors) * 16
     sampling = (20 * blueprint.n_vocab + 32 * max_ctx_tokens + 4096) * min(n_processors, max_step_rows)
     experts = max(0, *(_expert_scratch(blueprint, x, max_step_tokens) for x in blueprint.layers), 0)
-    return aligned(experts) + aligned(converted) + aligned(partials) + aligned(sampling) + n_processors * (1 << 20)
+    return aligned(experts) + aligned(converted) + aligned(partials) + aligned(sampling) + n_processors * _attention_scratch(blueprint)
+
+
+def _attention_scratch(blueprint: Blueprint) -> int:
+    """Of one thread: a block of queries with their sums, and a block of keys and values. A mebibyte is enough for heads of up to 256."""
+    most = 1 << 20
+    for a in (x.attention for x in blueprint.layers):
+        width = -(-a.head_width // 64) * 64 + -(-a.values_width // 64) * 64
+        queries = max(256, a.n_heads // max(a.n_kv_heads, 1) + 31)
+        most = max(most, 4 * (queries * (width + 132) + 128 * (width + 128)) + 8192)
+    return most
 
 
 def _expert_scratch(blueprint: Blueprint, layer: Layer, max_step_tokens: int) -> int:

@@ -146,4 +146,5 @@ def _wide_rope(config: Fields, width: int) -> Rope:
 def _experts(config: Fields) -> Experts | None:
     if not config.flag("enable_moe_block", False):
         return None
-    return checked_experts(Experts(*(config.integer(k, low=1) for k in ("num_experts", "top_k_experts", "moe_intermediate_size"))), config)
+    n_experts, n_used, width = (config.integer(k, low=1) for k in ("num_experts", "top_k_experts", "moe_intermediate_size"))
+    return checked_experts(Experts(n_experts, n_used, width), config)
