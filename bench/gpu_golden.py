@@ -1,11 +1,12 @@
 """The tiny golden checkpoints of every family through a GPU pack, against transformers' f32 logits.
 
 Usage: python -m bench.gpu_golden PACK [FOLDER] [--only NAME ...]. One line per family: the largest and the median distance of the best
-tokens' log-probabilities, token by token, in small chunks and in one chunk. Exits 1 when a family is outside what bf16 explains.
+tokens' log-probabilities, token by token, in small chunks and in one chunk; of models that give vectors the largest distance of one. Exits 1 when a
+family is outside what bf16 explains.
 
 Weights and activations are bf16 here and f32 there. tests/golden/bf16.json holds how far transformers itself is off in bf16 (median and
-largest distance per family, over the positions that a mode measures; tests/golden/make_bf16.py): a family passes when its median is no larger
-and its largest distance within half as much again. Where a router's scores nearly tie, another expert may be chosen: that is what the largest distances of mixtures show.
+largest distance per family; tests/golden/make_bf16.py): a family passes when its median is no larger than that over the positions that the
+mode measures, and its largest distance within half as much again of the largest at any position. Where a router's scores nearly tie, another expert may be chosen: that is what the largest distances of mixtures show.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from paddock_runner.memory.state import StateSizes, state_layout
 from paddock_runner.pack.device import Device
 
 from tests.golden.teacher import Teacher
+from tests.golden.vectors import TASKS, Vectors, golden_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"token by token": (1, 16), "small chunks": (23, 5), "one chunk": (30, 64)}
-FAR = 1.5
-"""How much larger than in bf16.json the largest distance may be."""
+FAR, VECTOR = 1.5, 0.04
+"""How much larger than in bf16.json the largest distance may be; the largest relative distance of a vector."""
 
 
 def open_device(pack: Path, folder: Path) -> Device:
@@ -66,7 +68,7 @@ def family(pack: Path, folder: Path) -> bool:
         except PaddockError as error:
             sys.stdout.write(f"FAIL  {folder.name:18} {error}\n")
             return False
-        limit, far = limits.get(str(n_prompt), (0.05, 0.2))
+        limit, far = limits.get(str(n_prompt), (0.05, 0.2))[0], limits.get("1", (0.05, 0.2))[1]
         try:
             found = distances(device, folder / "golden.npz", n_prompt, chunk)
             middle, most = statistics.median(found), max(found)
@@ -82,6 +84,23 @@ def family(pack: Path, folder: Path) -> bool:
     return is_good
 
 
+def vectors(pack: Path, folder: Path) -> bool:
+    """A model that gives vectors, in batches: the largest relative distance of one from transformers' in f32, and the largest of 1 - cosine."""
+    prompts, want = golden_of(folder.name)
+    try:
+        with Vectors(folder, TASKS.get(folder.name, "auto"), kv_format="bf16", pack=pack) as model:
+            found = model.of(prompts)
+    except PaddockError as error:
+        sys.stdout.write(f"FAIL  {folder.name:18} {error}\n")
+        return False
+    far = max(float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1.0 if g.size < 4 else 1e-9)) for g, w in zip(found, want, strict=True))
+    angle = max(1.0 - float(np.dot(g, w) / (np.linalg.norm(g) * np.linalg.norm(w))) for g, w in zip(found, want, strict=True))
+    is_good = far <= VECTOR and angle <= 1e-3
+    sys.stdout.write(f"{'ok  ' if is_good else 'FAIL'}  {folder.name:18} vectors differ by {far:.4f}, 1 - cosine {angle:.1e}\n")
+    sys.stdout.flush()
+    return is_good
+
+
 def main() -> None:
     """Runs the families and exits 1 when one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -91,6 +110,8 @@ def main() -> None:
     options = parser.parse_args()
     folders = sorted(p.parent for p in options.folder.glob("*/golden.npz"))
     good = [family(options.pack, p) for p in folders if not options.only or p.name in options.only]
+    folders = sorted(p.parent for p in (options.folder.parent / "encoders").glob("*/golden.npz"))
+    good += [vectors(options.pack, p) for p in folders if not options.only or p.name in options.only]
     sys.stdout.write(f"{sum(good)} of {len(good)} families\n")
     raise SystemExit(0 if all(good) else 1)
 

@@ -156,7 +156,7 @@ def write_manifest(library: pathlib.Path, arch: str, identity: str) -> None:
     digest = re.search(r'"(\w+)"', (ROOT.parent / "pack_digest.h").read_text())
     facts = {
         "file": library.name, "sha256": hashlib.sha256(library.read_bytes()).hexdigest(), "arch": arch, "build": identity,
-        "abi": digest[1] if digest else "", "is_validated": arch in VALIDATED, "formats": [f.lower() for f in ("F32", *FORMATS)],
+        "abi": digest[1] if digest else "", "is_validated": arch in VALIDATED, "formats": [f.lower() for f in ("F32", *FORMATS, "Q4_Z")],
     }  # fmt: skip
     library.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
 

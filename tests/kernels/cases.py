@@ -153,6 +153,10 @@ ATTENTION = [
     Attention(16, 1, 72, 72, LONG, has_sinks=True, kv_format=abi.PK_F32, page_tokens=64),
     Attention(5, 1, 96, 96, PREFILL, has_sinks=True, softcap=3.0, window=50),
     Attention(3, 3, 1, 1, MIXED, page_tokens=1, kv_format=abi.PK_F32),
+    Attention(8, 2, 512, 512, MIXED, kv_format=abi.PK_BF16),
+    Attention(4, 1, 512, 264, CHUNK, window=70, has_sinks=True),
+    Attention(2, 2, 320, 320, LONG, softcap=8.0, kv_format=abi.PK_BF16, page_tokens=7),
+    Attention(2, 1, 516, 516, MIXED, kv_format=abi.PK_F32),
 ]
 
 

@@ -32,6 +32,9 @@ template <int kD>
 constexpr int kQBytes = kPairs * kD * 2;
 template <int kD>
 constexpr int kPartBytes = kTile<kD> * kD * 2;
+// FP8 comes through a stage of raw bytes: the second buffer of Q, which that producer does without.
+template <int kD>
+constexpr bool kHasStage = kD <= 128 && kTile<kD> * kD * 2 <= kQBytes<kD>;
 template <int kD>
 constexpr int kRingAt = kQBuffers<kD> * kQBytes<kD>;
 template <int kD>
@@ -301,6 +304,75 @@ __device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, 
                 v.next();
             }
         }
+    }
+}
+
+// FP8: bytes of the next operand are on their way into a stage of their own while this one is widened. Every thread widens what it
+// has asked for itself, so that no barrier is needed.
+template <int kD>
+__device__ void produce_widened(const AttentionArguments &a, uint8_t *shared, const int *ends, Barriers &b, TileItem *items, int n_tiles) {
+    constexpr int kT = kTile<kD>, kWide = kD / 16, kLoads = kT * kWide / 128;
+    const int tid = threadIdx.x;
+    uint8_t *stage = shared + kQBytes<kD>;
+    Turn<1> q;
+    Turn<kStages> k, v;
+    int asked = 0;  // operands
+    bool is_v_before = false;
+    auto ask = [&](const TileItem &item, int first, bool is_v) {
+        const int width = is_v ? a.v_width : a.head_width;
+        const uint8_t *base = a.kv + (is_v ? a.v_offset : a.k_offset);
+#pragma unroll 4
+        for (int j = 0; j < kLoads; ++j) {
+            const int i = j * 128 + tid, row = i / kWide, piece = i % kWide, p = min(max(first + row, item.row_first), item.kv_end - 1), page = page_of(a, p);
+            const bool ok = p == first + row && piece * 16 < width;
+            const uint8_t *from = base + static_cast<int64_t>(item.pages[page]) * a.page_stride + (static_cast<int64_t>(item.head) * a.page_tokens + p - page * a.page_tokens) * width;
+            copy16_async(shared_address(stage) + (asked & 1) * kT * kD + i * 16, from + (ok ? piece * 16 : 0), ok);
+        }
+        commit_async();
+        ++asked;
+    };
+    auto widen_before = [&](int turn) {  // the operand asked for before the last one (or the last one, when all copies are waited for)
+        Turn<kStages> &ring = is_v_before ? v : k;
+        barrier_wait(is_v_before ? &b.v_empty[ring.at] : &b.k_empty[ring.at], ring.parity ^ 1);
+        uint8_t *to = shared + kRingAt<kD> + ((is_v_before ? kStages : 0) + ring.at) * kPartBytes<kD>;
+#pragma unroll 2
+        for (int j = 0; j < kLoads; ++j) {
+            const int i = j * 128 + tid;
+            uint4 w[2];
+            widen(*reinterpret_cast<const uint4 *>(stage + (turn & 1) * kT * kD + i * 16), w);
+            *reinterpret_cast<uint4 *>(to + block_offset<kD>(i / kWide, 2 * (i % kWide))) = w[0];
+            *reinterpret_cast<uint4 *>(to + block_offset<kD>(i / kWide, 2 * (i % kWide) + 1)) = w[1];
+        }
+        fence_async_proxy();
+        barrier_arrive(is_v_before ? &b.v_full[ring.at] : &b.k_full[ring.at]);
+        ring.next();
+    };
+    auto next = [&](const TileItem &item, int first, bool is_v) {
+        ask(item, first, is_v);
+        if (asked > 1) {
+            wait_async<1>();
+            widen_before(asked);
+        }
+        is_v_before = is_v;
+    };
+    for (int n = 0, index; (index = nth_item(n)) < n_items_of(a, n_tiles); ++n) {
+        const TileItem item = find_item(a, ends, n_tiles, index);
+        const int first = first_of_tiles<kD>(a, item), n_steps = (item.kv_end - first + kT - 1) / kT;
+        barrier_wait(&b.q_empty[0], q.parity ^ 1);
+        if (tid == 0) items[n % kItems] = item;
+        load_q<kD, true, 4>(a, item, shared, tid >> 5);
+        fence_async_proxy();
+        barrier_arrive(&b.q_full[0]);
+        q.next();
+#pragma unroll 1
+        for (int step = 0; step <= n_steps; ++step) {
+            if (step < n_steps) next(item, first + (n_steps - 1 - step) * kT, false);
+            if (step > 0) next(item, first + (n_steps - step) * kT, true);
+        }
+    }
+    if (asked > 0) {
+        wait_async<0>();
+        widen_before(asked - 1);
     }
 }
 

@@ -13,7 +13,7 @@
 namespace pk {
 namespace ring {
 
-constexpr int kThreads = 128, kWarps = 4, kMergeRows = 4, kLeast = 128;  // positions worth a block
+constexpr int kThreads = 128, kWarps = 4, kLeast = 128;  // positions worth a block
 
 enum Kind { kBf16, kF16, kFp8, kF32 };
 template <int kKind>
@@ -40,9 +40,22 @@ constexpr int kRingStages = kRingBytes<kD> / (2 * kOperandBytes<kD, kKind>) < 8 
 template <int kD, int kKind>
 constexpr int kWarpBytes = kRingStages<kD, kKind> * 2 * kOperandBytes<kD, kKind>;
 
-// Bytes of a warp's part of the join: kMergeRows rows of O; at other times eight rows of q.
+// Rows that the warps join at a time, and bytes of a warp's part of the join.
 template <int kD>
-constexpr int kMergeBytes = kMergeRows * ((kD + 63) / 64 * 64) * 4;
+constexpr int kMergeRows = kD <= 128 ? 4 : 2;
+template <int kD>
+constexpr int kMergeBytes = kMergeRows<kD> * kD * 4;
+
+// The tile's q lies in shared memory: read into registers once a segment, or (wide heads) for every group. Then the next
+// segment's q needs a buffer of its own.
+template <int kD>
+constexpr bool kHoldQ = kD <= 128;
+template <int kD>
+constexpr int kQPieces = (kD + 63) / 64 * 8;
+template <int kD>
+constexpr int kQBytes = 16 * kQPieces<kD> * 16;
+template <int kD>
+constexpr int kQBuffers = kHoldQ<kD> ? 1 : 2;
 
 struct Maps {
     CUtensorMap k, v;
@@ -188,6 +201,46 @@ __device__ __forceinline__ int o_column(int d, int e) {
     return kKind == kFp8 ? (d >> 1) * 16 + 4 * j + 2 * e + (d & 1) : d * 8 + 2 * j + e;
 }
 
+// The block asks for a tile's q (16 rows, pieces of a row permuted by the row); `full` counts every thread once.
+template <int kD>
+__device__ __forceinline__ void ask_q(const AttentionArguments &a, const Segment &s, uint8_t *to, uint64_t *full) {
+    const int group = a.n_heads / a.n_kv_heads;
+    const bool wide = a.q_format == PK_BF16 && a.q_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.q) % 16 == 0;
+#pragma unroll
+    for (int j = 0; j < 16 * kQPieces<kD> / kThreads; ++j) {
+        const int i = j * kThreads + threadIdx.x, row = i / kQPieces<kD>, piece = i % kQPieces<kD>, pair = s.pair + row, token = pair / group;
+        const bool ok = pair < s.n_pairs && piece * 8 < a.head_width;
+        const int64_t from = ok ? static_cast<int64_t>(s.start + token) * a.q_stride + (s.head * group + pair - token * group) * a.head_width + piece * 8 : 0;
+        uint8_t *at = to + row * kQPieces<kD> * 16 + ((piece ^ (row & 7)) << 4);
+        if (wide) {
+            copy16_async(shared_address(at), static_cast<const bf16 *>(a.q) + from, ok);
+        } else {
+#pragma unroll 1
+            for (int e = 0; e < 4; ++e) reinterpret_cast<uint32_t *>(at)[e] = ok ? load_q_pair(a, from + 2 * e) : 0;
+        }
+    }
+    if (wide)
+        ring_arrive_copies(full);
+    else
+        ring_arrive(full);
+}
+
+// The fragment of a k step.
+template <int kD, int kKind>
+__device__ __forceinline__ void read_q(uint32_t (&q)[4], const uint8_t *from, int k) {
+    const int row = (threadIdx.x & 31) >> 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int column = q_column<kKind>(k, e);
+            uint32_t v;  // volatile: else the compiler keeps all of a wide head's q in registers that it does not have
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(from) + (row + 8 * h) * kQPieces<kD> * 16 + (((column >> 3) ^ row) << 4) + (column & 7) * 2));
+            if constexpr (kHalfMath<kKind>) v = pack2<true>(low_f32(v), high_f32(v));
+            q[h + 2 * e] = v;
+        }
+}
+
 template <int kD, int kKind, bool kTensor>
 struct Warp {
     static constexpr int kStages = kRingStages<kD, kKind>, kP = kPanels<kD, kKind>, kBytes = kOperandBytes<kD, kKind>, kSize = kGroup<kD, kKind>;
@@ -196,13 +249,14 @@ struct Warp {
     uint8_t *ring;
     uint64_t *full;
     int lane, warp;
-    int issued = 0, put = 0, take = 0, page = 0, page_at = -1;  // groups asked for of the current segment; ring positions; the page of group page_at
+    int issued = 0, looked = 0, put = 0, take = 0;  // groups asked for, and pages known, from the start of the current segment; ring positions
+    int page = 0, page_after = 0;                   // of the groups `issued` and after it, as far as looked up
     uint32_t put_turn = 0, take_turn = 0;
 
     __device__ __forceinline__ int n_mine(const Segment &s) const { return (s.n_groups - warp + kWarps - 1) / kWarps; }
     __device__ __forceinline__ int first_of(const Segment &s, int n) const { return (s.group + n * kWarps + warp) * kSize; }
 
-    __device__ __forceinline__ void look_page(const int32_t *pages, int first, int low, int high) { page = pages[page_of(a, min(max(first + (lane & (kSize - 1)), low), high - 1))]; }
+    __device__ __forceinline__ int look_page(const int32_t *pages, int first, int low, int high) const { return pages[page_of(a, min(max(first + (lane & (kSize - 1)), low), high - 1))]; }
 
     // Asks for the group of positions that begins at `first`, of a row that sees [low, high); `page` holds its page.
     __device__ __forceinline__ void fetch(int first, int head, int low, int high) {
@@ -251,20 +305,23 @@ struct Warp {
     __device__ __forceinline__ void fetch_until(const Segment &s, const Segment &next, bool has_next, int wanted) {
         const int mine = n_mine(s), both = mine + (has_next ? n_mine(next) : 0);
         wanted = min(wanted, both);
-        auto look = [&] {
-            if (issued < both && page_at != issued) {
-                page_at = issued;
-                const bool here = issued < mine;
-                look_page(here ? s.pages : next.pages, here ? first_of(s, issued) : first_of(next, issued - mine), here ? s.first : next.first, here ? s.end : next.end);
-            }
-        };
-        look();
 #pragma unroll 1
-        while (issued < wanted) {
+        for (;;) {
+            // Pages are known two groups ahead: under load a look takes as long as a group.
+#pragma unroll 1
+            while (looked < min(issued + 2, both)) {
+                const bool here = looked < mine;
+                const int found = look_page(here ? s.pages : next.pages, here ? first_of(s, looked) : first_of(next, looked - mine), here ? s.first : next.first, here ? s.end : next.end);
+                if (looked++ == issued)
+                    page = found;
+                else
+                    page_after = found;
+            }
+            if (issued >= wanted) return;
             const bool here = issued < mine;
             fetch(here ? first_of(s, issued) : first_of(next, issued - mine), here ? s.head : next.head, here ? s.first : next.first, here ? s.end : next.end);
             ++issued;
-            look();
+            page = page_after;
         }
     }
 
@@ -288,83 +345,42 @@ struct Warp {
         return at;
     }
 
-    // Eight rows of the tile's q at a time through shared memory into fragments.
-    __device__ __forceinline__ void load_q(const Segment &s, uint32_t (&q)[kD / 16][4], uint8_t *stage) {
-        constexpr int kPieces = (kD + 63) / 64 * 8, kLoads = 8 * kPieces / 32;
-        const int group = a.n_heads / a.n_kv_heads;
-        const bool wide = a.q_format == PK_BF16 && a.q_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.q) % 16 == 0;
-        uint4 v[2][kLoads];
-        const int my_pair = s.pair + (lane & 15), my_token = my_pair / group;
-        const int64_t mine = my_pair < s.n_pairs ? static_cast<int64_t>(s.start + my_token) * a.q_stride + (s.head * group + my_pair - my_token * group) * a.head_width : -1;
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int j = 0; j < kLoads; ++j) {
-                const int i = j * 32 + lane, piece = i % kPieces;
-                const int64_t from = __shfl_sync(~0u, mine, 8 * h + i / kPieces);
-                v[h][j] = make_uint4(0, 0, 0, 0);
-                if (wide && from >= 0 && piece * 8 < a.head_width) v[h][j] = *reinterpret_cast<const uint4 *>(static_cast<const bf16 *>(a.q) + from + piece * 8);
-            }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int j = 0; j < kLoads; ++j) {
-                const int i = j * 32 + lane, row = i / kPieces, piece = i % kPieces;
-                uint4 x = v[h][j];
-                if constexpr (kHalfMath<kKind>)
-                    x = make_uint4(pack2<true>(low_f32(x.x), high_f32(x.x)), pack2<true>(low_f32(x.y), high_f32(x.y)), pack2<true>(low_f32(x.z), high_f32(x.z)), pack2<true>(low_f32(x.w), high_f32(x.w)));
-                *reinterpret_cast<uint4 *>(stage + row * kPieces * 16 + ((piece ^ row) << 4)) = x;
-            }
-            if (!wide) {
-                __syncwarp();
-#pragma unroll 1
-                for (int i = lane; i < 8 * kPieces * 4; i += 32) {
-                    const int row = i / (kPieces * 4), pair = i % (kPieces * 4);
-                    const int64_t from = __shfl_sync(~0u, mine, 8 * h + row);
-                    uint32_t x = 0;
-                    if (from >= 0 && 2 * pair < a.head_width) x = load_q_pair(a, from + 2 * pair);
-                    if constexpr (kHalfMath<kKind>) x = pack2<true>(low_f32(x), high_f32(x));
-                    *reinterpret_cast<uint32_t *>(stage + row * kPieces * 16 + (((pair >> 2) ^ row) << 4) + (pair & 3) * 4) = x;
-                }
-            }
-            __syncwarp();
-            const int row = lane >> 2;
-#pragma unroll
-            for (int k = 0; k < kD / 16; ++k)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = q_column<kKind>(k, e);
-                    q[k][h + 2 * e] = *reinterpret_cast<const uint32_t *>(stage + row * kPieces * 16 + (((column >> 3) ^ row) << 4) + (column & 7) * 2);
-                }
-            __syncwarp();
-        }
-    }
-
     // s[16 pairs, positions] = q k^T.
-    __device__ __forceinline__ void scores(float (&s)[kSize / 8][4], const uint32_t (&q)[kD / 16][4], uint32_t k_at) {
+    __device__ __forceinline__ void scores(float (&s)[kSize / 8][4], const uint32_t (&held)[kHoldQ<kD> ? kD / 16 : 1][4], const uint8_t *q_at, uint32_t k_at) {
         float more[2][4] = {};
 #pragma unroll
         for (int t = 0; t < kSize / 8; ++t)
 #pragma unroll
             for (int e = 0; e < 4; ++e) s[t][e] = 0.0f;
         const int row = (lane & 7) + ((lane >> 4) << 3), odd = (lane >> 3) & 1;
+        constexpr int kPer = kKind == kFp8 ? 2 : 1;  // k steps of a 16-byte piece
 #pragma unroll
-        for (int k = 0; k < (kKind == kFp8 ? kD / 32 : kD / 16); ++k)
+        for (int k = 0; k < kD / 16 / kPer; ++k) {
+            uint32_t q[kPer][4];
+#pragma unroll
+            for (int i = 0; i < kPer; ++i) {
+                if constexpr (kHoldQ<kD>) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) q[i][e] = held[k * kPer + i][e];
+                } else {
+                    read_q<kD, kKind>(q[i], q_at, k * kPer + i);
+                }
+            }
 #pragma unroll
             for (int u = 0; u < kSize / 16; ++u) {
                 uint32_t b[4];
                 load_matrix4(b, k_at + u * 16 * kP * 128 + block_offset<kP>(row, 2 * k + odd));
-                if constexpr (kKind == kFp8) {
 #pragma unroll
-                    for (int t = 0; t < 2; ++t) {
-                        multiply<true>(s[2 * u + t], q[2 * k], halves(b[2 * t], 0), halves(b[2 * t], 1));
-                        multiply<true>(kSize == 16 ? more[t] : s[2 * u + t], q[2 * k + 1], halves(b[2 * t + 1], 0), halves(b[2 * t + 1], 1));
+                for (int t = 0; t < 2; ++t) {
+                    if constexpr (kKind == kFp8) {
+                        multiply<true>(s[2 * u + t], q[0], halves(b[2 * t], 0), halves(b[2 * t], 1));
+                        multiply<true>(kSize == 16 ? more[t] : s[2 * u + t], q[1], halves(b[2 * t + 1], 0), halves(b[2 * t + 1], 1));
+                    } else {  // chains of few products
+                        multiply<kHalfMath<kKind>>(kSize == 16 && (k & 1) ? more[t] : s[2 * u + t], q[0], b[2 * t], b[2 * t + 1]);
                     }
-                } else {  // chains of few products
-#pragma unroll
-                    for (int t = 0; t < 2; ++t) multiply<kHalfMath<kKind>>(kSize == 16 && (k & 1) ? more[t] : s[2 * u + t], q[k], b[2 * t], b[2 * t + 1]);
                 }
             }
+        }
         if constexpr (kSize == 16) {
 #pragma unroll
             for (int t = 0; t < 2; ++t)

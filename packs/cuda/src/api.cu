@@ -28,13 +28,13 @@ namespace {
 
 constexpr int64_t kRepackBytes = 32 << 20;
 
-bool is_weight(int32_t f) { return f == PK_F32 || f == PK_F16 || f == PK_BF16 || f == PK_FP8_E4M3 || f == PK_FP8_E5M2 || is_block_format(f); }
+bool is_weight(int32_t f) { return f == PK_F32 || f == PK_F16 || f == PK_BF16 || f == PK_FP8_E4M3 || f == PK_FP8_E5M2 || f == PK_Q4_Z || is_block_format(f); }
 bool is_plain(int32_t f) { return f >= PK_F32 && f <= PK_FP8_E5M2; }
 bool is_copy(int32_t f) { return is_plain(f) || f == PK_I32 || f == PK_U8; }
-bool has_op(int32_t op) { return op == PK_OP_ROUTE || op == PK_OP_EXPERTS || op == PK_OP_SIGMOID || op == PK_OP_DELTA || op == PK_OP_CONV || op == PK_OP_MAMBA; }
+bool has_op(int32_t op) { return (op >= PK_OP_ROUTE && op <= PK_OP_MAMBA) || has_rare_op(op); }
 bool is_kv(int32_t f) { return f == PK_F32 || f == PK_F16 || f == PK_BF16 || f == PK_FP8_E4M3; }
 
-constexpr Support kSupport = {"cuda", PK_BF16, is_weight, is_plain, is_kv, is_copy, 256, has_op};
+constexpr Support kSupport = {"cuda", PK_BF16, is_weight, is_plain, is_kv, is_copy, 1024, has_op};
 
 struct FullContext : pk_ctx {
     RepackBuffers repacking;

@@ -270,6 +270,7 @@ __global__ void __launch_bounds__(kThreads, 2) delta_decode_kernel(const __grid_
 }  // namespace
 
 int32_t check_delta(const pk_op_delta &op, const pk_state &state, int64_t at) {
+    if (op.k_width > 256 || op.v_width > 256) return fail(PK_UNSUPPORTED, "op %lld (delta): heads of %d and %d; the CUDA pack takes up to 256", (long long)at, op.k_width, op.v_width);
     if (static_cast<int64_t>(state.max_step_rows) * op.n_k_heads * 4 > kCounterBytes)
         return fail(PK_UNSUPPORTED, "op %lld (delta): %d rows of %d key heads; the CUDA pack counts up to %lld", (long long)at, state.max_step_rows, op.n_k_heads, (long long)(kCounterBytes / 4));
     return PK_OK;

@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "../include/delta.cuh"
+#include "../include/wgmma.cuh"
 
 namespace pk {
 namespace {
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) delta_mix_kernel(const __grid_consta
     const RecurrentRow q = recurrent_row(d.state, chunk.row);
     const int c = blockIdx.y * kWidth + lane * 4;
     const bool is_q = static_cast<int>(blockIdx.y) < d.n_k_heads, is_unit = static_cast<int>(blockIdx.y) < 2 * d.n_k_heads;
-    float conv[4][4], past[4][4];  // channel, tap; tap, channel
+    float conv[4][4];  // channel, tap
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -96,26 +97,25 @@ __global__ void __launch_bounds__(kThreads) delta_mix_kernel(const __grid_consta
 #pragma unroll
         for (int i = 0; i < 4; ++i) v[i] = input_of(d.taps, q, t, c + i);
     };
+    // All inputs of the eight tokens and the three before are on their way at once.
+    float x[11][4];
 #pragma unroll
-    for (int w = 0; w < 3; ++w) read(chunk.first + first - 3 + w, past[w]);
-    float next[4];
-    read(chunk.first + first, next);
-    for (int t = first; t < end; ++t) {
+    for (int w = 0; w < 11; ++w) {
+        x[w][0] = x[w][1] = x[w][2] = x[w][3] = 0.0f;
+        if (first + w - 3 < end) read(chunk.first + first + w - 3, x[w]);
+    }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) past[3][i] = next[i];
-        if (t + 1 < end) read(chunk.first + t + 1, next);
+    for (int t = 0; t < 8; ++t) {
+        if (first + t >= end) continue;
         float v[4], squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float sum = conv[i][0] * past[0][i] + conv[i][1] * past[1][i] + conv[i][2] * past[2][i] + conv[i][3] * past[3][i];
-            v[i] = silu(sum);
+            v[i] = silu(conv[i][0] * x[t][i] + conv[i][1] * x[t + 1][i] + conv[i][2] * x[t + 2][i] + conv[i][3] * x[t + 3][i]);
             squares += v[i] * v[i];
-#pragma unroll
-            for (int w = 0; w < 3; ++w) past[w][i] = past[w + 1][i];
         }
         float by = 1.0f;
         if (is_unit) by = rsqrtf(warp_sum(squares) + 1e-6f) * (is_q ? 0.08838834764831845f : 1.0f);
-        *reinterpret_cast<uint2 *>(a.mixed + static_cast<int64_t>(q.first + chunk.first + t) * d.taps.channels + c) =
+        *reinterpret_cast<uint2 *>(a.mixed + static_cast<int64_t>(q.first + chunk.first + first + t) * d.taps.channels + c) =
             make_uint2(pack_bf16(v[0] * by, v[1] * by), pack_bf16(v[2] * by, v[3] * by));
     }
 }
@@ -161,28 +161,28 @@ __device__ __forceinline__ void copy_wide(uint8_t *tile, const bf16 *from, int64
 // ---- all chunks side by side: U, W, P and G. Grid: slots of the segment, value heads ----
 
 constexpr int kMatrixStride = kChunk + 4;
-constexpr int kPrepareShared = 3 * kWideBytes + 2 * kChunk * kMatrixStride * 4 + 4 * kChunk * 4;
+constexpr int kPrepareShared = 3 * kWideBytes + kChunk * kMatrixStride * 4 + 2 * kChunk * 4;
 
 // Of each pair of diagonal blocks of kSize: the lower left one of `out` becomes A21 T11, or -T22 times that of `right`. A thread makes
 // four neighbours.
-template <int kSize>
+template <int kSize, int kRightStride, int kOutStride>
 __device__ __forceinline__ void multiply_blocks(const float *left, const float *right, float *out, bool is_second) {
     constexpr int kPerPair = kSize * kSize / 4, kPairs = kChunk / (2 * kSize);
     if (threadIdx.x >= kPairs * kPerPair) return;
     const int pair = threadIdx.x / kPerPair, row = threadIdx.x % kPerPair / (kSize / 4), col = threadIdx.x % (kSize / 4) * 4;
     const int top = pair * 2 * kSize, low = top + kSize;
-    const float *l = left + (low + row) * kMatrixStride + (is_second ? low : top), *r = right + (is_second ? low : top) * kMatrixStride + top + col;
+    const float *l = left + (low + row) * kMatrixStride + (is_second ? low : top), *r = right + (is_second ? low : top) * kRightStride + top + col;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int k = 0; k < kSize; ++k) {
         const float x = is_second ? -l[k] : l[k];
-        const float4 y = *reinterpret_cast<const float4 *>(r + k * kMatrixStride);
+        const float4 y = *reinterpret_cast<const float4 *>(r + k * kRightStride);
         sum.x = fmaf(x, y.x, sum.x);
         sum.y = fmaf(x, y.y, sum.y);
         sum.z = fmaf(x, y.z, sum.z);
         sum.w = fmaf(x, y.w, sum.w);
     }
-    *reinterpret_cast<float4 *>(out + (low + row) * kMatrixStride + top + col) = sum;
+    *reinterpret_cast<float4 *>(out + (low + row) * kOutStride + top + col) = sum;
 }
 
 // T = (I + A)^-1 of the unit lower triangle in `a` [64, 68], in place: blocks of 16 by substitution, then doubled. What lies above
@@ -206,17 +206,17 @@ __device__ __forceinline__ void invert(float *a, float *scratch) {
         for (int t = 0; t < 16; ++t) a[(base + t) * kS + base + j] = x[t];
     }
     __syncthreads();
-    multiply_blocks<16>(a, a, scratch, false);
+    multiply_blocks<16, kMatrixStride, kChunk>(a, a, scratch, false);
     __syncthreads();
-    multiply_blocks<16>(a, scratch, a, true);
+    multiply_blocks<16, kChunk, kMatrixStride>(a, scratch, a, true);
     __syncthreads();
-    multiply_blocks<32>(a, a, scratch, false);
+    multiply_blocks<32, kMatrixStride, kChunk>(a, a, scratch, false);
     __syncthreads();
-    multiply_blocks<32>(a, scratch, a, true);
+    multiply_blocks<32, kChunk, kMatrixStride>(a, scratch, a, true);
     __syncthreads();
 }
 
-__global__ void __launch_bounds__(kThreads, 2) delta_chunk_kernel(const __grid_constant__ ChunkArguments a) {
+__global__ void __launch_bounds__(kThreads, 3) delta_chunk_kernel(const __grid_constant__ ChunkArguments a) {
     extern __shared__ __align__(128) uint8_t shared[];
     const DeltaArguments &d = a.delta;
     wait_dependence();
@@ -225,8 +225,9 @@ __global__ void __launch_bounds__(kThreads, 2) delta_chunk_kernel(const __grid_c
     if (chunk.n == 0) return;
     const int h = blockIdx.y, g = key_head_of(d, h), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     uint8_t *qs = shared, *ks = qs + kWideBytes, *vs = ks + kWideBytes;
-    float *matrix = reinterpret_cast<float *>(vs + kWideBytes), *scratch = matrix + kChunk * kMatrixStride;
-    float *decay = scratch + kChunk * kMatrixStride, *beta = decay + kChunk;
+    // The queries are of no use once P is made: their place is scratch, and then T's.
+    float *matrix = reinterpret_cast<float *>(vs + kWideBytes), *scratch = reinterpret_cast<float *>(qs);
+    float *decay = matrix + kChunk * kMatrixStride, *beta = decay + kChunk;
     const int64_t token = d.state.row_start[chunk.row] + chunk.first, item = static_cast<int64_t>(blockIdx.x) * d.n_v_heads + h;
     const bf16 *mixed = a.mixed + token * d.taps.channels;
     copy_wide(qs, mixed + g * kWidth, d.taps.channels, chunk.n);
@@ -283,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, 2) delta_chunk_kernel(const __grid_c
     }
     __syncthreads();
     invert(matrix, scratch);
-    // T diag(beta) and T diag(beta e^G) as bf16 tiles, over the scratch and the queries that are no longer needed.
+    // T diag(beta) and T diag(beta e^G) as bf16 tiles.
     uint8_t *tb = qs, *tg = qs + kNarrowBytes;
     for (int i = tid; i < kChunk * kChunk / 2; i += kThreads) {
         const int t = i >> 5, s = (i & 31) * 2;
@@ -331,6 +332,27 @@ __global__ void __launch_bounds__(kThreads, 2) delta_chunk_kernel(const __grid_c
 constexpr int kScanStage = 3 * kWideBytes + 2 * kNarrowBytes + kChunk * 4;  // W, Q, K; P, U; G
 constexpr int kScanState = 2 * kWidth * 64 * 2;                             // S [128, 64]; D and its decayed copy [64, 64]
 
+// W, Q, K, P, U and G of a chunk (slots from `end` on: nothing), as one group of copies.
+__device__ __forceinline__ void copy_scan_stage(const ChunkArguments &a, const RecurrentRow &q, int base, int slot, int end, int h, int slice, uint8_t *stage) {
+    const DeltaArguments &d = a.delta;
+    const int tid = threadIdx.x, g = key_head_of(d, h);
+    if (slot < end) {
+        const int first = (slot - base) * kChunk, n = min(q.n - first, kChunk);
+        const int64_t item = static_cast<int64_t>(slot - a.first_slot) * d.n_v_heads + h;
+        const bf16 *mixed = a.mixed + static_cast<int64_t>(q.first + first) * d.taps.channels;
+        copy_wide(stage, a.w + item * kChunk * kWidth, kWidth, kChunk);
+        copy_wide(stage + kWideBytes, mixed + g * kWidth, d.taps.channels, n);
+        copy_wide(stage + 2 * kWideBytes, mixed + d.keys + g * kWidth, d.taps.channels, n);
+        for (int i = tid; i < kChunk * 8; i += kThreads) {
+            const int row = i >> 3, piece = i & 7;
+            copy16_async(shared_address(stage) + 3 * kWideBytes + narrow(row, piece), a.p + item * kChunk * kChunk + row * kChunk + piece * 8, true);
+            copy16_async(shared_address(stage) + 3 * kWideBytes + kNarrowBytes + narrow(row, piece), a.u + item * kChunk * kWidth + row * kWidth + slice + piece * 8, true);
+        }
+        if (tid < 16) copy16_async(shared_address(stage) + 3 * kWideBytes + 2 * kNarrowBytes + tid * 16, a.decay + item * kChunk + tid * 4, true);
+    }
+    commit_async();
+}
+
 // kStages 2: the next chunk is copied during this one. One stage fits where a block has 99 KB.
 template <int kStages>
 __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_constant__ ChunkArguments a) {
@@ -344,27 +366,10 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
     if (q.is_dead || q.n <= d.most) return;
     const int base = q.first / kChunk + r, begin = max(a.first_slot, base), end = min(a.first_slot + a.n_slots, base + (q.n + kChunk - 1) / kChunk);
     if (begin >= end) return;
-    const int h = blockIdx.x >> 1, slice = (blockIdx.x & 1) * kSlice, g = key_head_of(d, h), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    const int h = blockIdx.x >> 1, slice = (blockIdx.x & 1) * kSlice, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     uint8_t *ss = shared + kStages * kScanStage, *ds = ss + kWidth * 128, *decayed = ds + kNarrowBytes;
 
-    auto copy_stage = [&](int slot) {
-        if (slot < end) {
-            uint8_t *stage = shared + slot % kStages * kScanStage;
-            const int first = (slot - base) * kChunk, n = min(q.n - first, kChunk);
-            const int64_t item = static_cast<int64_t>(slot - a.first_slot) * d.n_v_heads + h;
-            const bf16 *mixed = a.mixed + static_cast<int64_t>(q.first + first) * d.taps.channels;
-            copy_wide(stage, a.w + item * kChunk * kWidth, kWidth, kChunk);
-            copy_wide(stage + kWideBytes, mixed + g * kWidth, d.taps.channels, n);
-            copy_wide(stage + 2 * kWideBytes, mixed + d.keys + g * kWidth, d.taps.channels, n);
-            for (int i = tid; i < kChunk * 8; i += kThreads) {
-                const int row = i >> 3, piece = i & 7;
-                copy16_async(shared_address(stage) + 3 * kWideBytes + narrow(row, piece), a.p + item * kChunk * kChunk + row * kChunk + piece * 8, true);
-                copy16_async(shared_address(stage) + 3 * kWideBytes + kNarrowBytes + narrow(row, piece), a.u + item * kChunk * kWidth + row * kWidth + slice + piece * 8, true);
-            }
-            if (tid < 16) copy16_async(shared_address(stage) + 3 * kWideBytes + 2 * kNarrowBytes + tid * 16, a.decay + item * kChunk + tid * 4, true);
-        }
-        commit_async();
-    };
+    auto copy_stage = [&](int slot) { copy_scan_stage(a, q, base, slot, end, h, slice, shared + slot % kStages * kScanStage); };
     if constexpr (kStages == 2) copy_stage(begin);
     // The state: a warp holds rows 16 w .. + 15 of S, all 64 columns, as accumulators.
     float *state = reinterpret_cast<float *>(q.memory + d.state_offset) + static_cast<int64_t>(h) * kWidth * kWidth + slice;
@@ -479,7 +484,127 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
         for (int half = 0; half < 2; ++half) *reinterpret_cast<float2 *>(state + (srow + 8 * half) * kWidth + n * 8 + scol) = make_float2(s[n][2 * half], s[n][2 * half + 1]);
 }
 
-// ---- output norm and gate, in place. A warp per head of a token. Grid: chunk slots, value heads ----
+#ifdef PK_WGMMA
+// The same on Hopper: one warpgroup makes D, the other O, both the state; S, D and its decayed copy are B operands with their columns
+// contiguous, W, Q, P and K come as fragments.
+__global__ void __launch_bounds__(kThreads, 1) delta_scan_hopper_kernel(const __grid_constant__ ChunkArguments a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(128) uint8_t dynamic[];
+    const DeltaArguments &d = a.delta;
+    wait_dependence();
+    release_dependents();
+    const int r = blockIdx.y;
+    if (r >= d.info->n_rows) return;
+    const RecurrentRow q = recurrent_row(d.state, r);
+    if (q.is_dead || q.n <= d.most) return;
+    const int base = q.first / kChunk + r, begin = max(a.first_slot, base), end = min(a.first_slot + a.n_slots, base + (q.n + kChunk - 1) / kChunk);
+    if (begin >= end) return;
+    const int h = blockIdx.x >> 1, slice = (blockIdx.x & 1) * kSlice, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const bool makes_o = warp >= 4;
+    uint8_t *ss = dynamic + (-shared_address(dynamic) & 1023), *ds = ss + kWidth * 128, *decayed = ds + kNarrowBytes, *stages = decayed + kNarrowBytes;
+    auto copy_stage = [&](int slot) { copy_scan_stage(a, q, base, slot, end, h, slice, stages + (slot & 1) * kScanStage); };
+    copy_stage(begin);
+    float *state = reinterpret_cast<float *>(q.memory + d.state_offset) + static_cast<int64_t>(h) * kWidth * kWidth + slice;
+    float s[32];
+    const int srow = warp * 16 + (lane >> 2), scol = 2 * (lane & 3), row0 = (warp & 3) * 16, row = row0 + (lane >> 2);
+    const bool is_zero = q.begins && begin == base, is_paired = d.out_format == PK_BF16 && d.out_stride % 2 == 0 && reinterpret_cast<uint64_t>(d.out) % 4 == 0;
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 v = is_zero ? make_float2(0.0f, 0.0f) : *reinterpret_cast<const float2 *>(state + (srow + 8 * half) * kWidth + n * 8 + scol);
+            s[4 * n + 2 * half] = v.x;
+            s[4 * n + 2 * half + 1] = v.y;
+        }
+    for (int slot = begin; slot < end; ++slot) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) *reinterpret_cast<uint32_t *>(ss + narrow(srow + 8 * half, n) + scol * 2) = pack_bf16(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
+        copy_stage(slot + 1);
+        wait_async<1>();
+        fence_async_proxy();
+        __syncthreads();
+        const uint8_t *stage = stages + (slot & 1) * kScanStage;
+        const uint32_t at = shared_address(stage), ks = at + 2 * kWideBytes, ps = at + 3 * kWideBytes;
+        const uint8_t *us = stage + 3 * kWideBytes + kNarrowBytes;
+        const float *decay = reinterpret_cast<const float *>(us + kNarrowBytes);
+        // W S or Q S.
+        float x[32];
+        uint32_t left[8][4];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) load_a<wide>(left[k], at + (makes_o ? kWideBytes : 0), row0, 2 * k);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 8; ++k) wgmma_bf16_registers_n64_transposed(x, left[k][0], left[k][1], left[k][2], left[k][3], matrix_descriptor(shared_address(ss) + k * 2048), k > 0);
+        wgmma_commit();
+        const float last = decay[kChunk - 1], near[2] = {decay[row], decay[row + 8]};
+        const float shrink = __expf(last), by[2] = {makes_o ? __expf(near[0]) : __expf(last - near[0]), makes_o ? __expf(near[1]) : __expf(last - near[1])};
+        uint32_t keys[4][4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) load_a_transposed<wide>(keys[k], ks, 16 * k, warp * 2);
+        wgmma_wait<0>();
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float &low = x[4 * n + 2 * half], &high = x[4 * n + 2 * half + 1];
+                if (makes_o) {
+                    low *= by[half];
+                    high *= by[half];
+                } else {
+                    const uint32_t to = narrow(row + 8 * half, n) + 4 * (lane & 3), u = *reinterpret_cast<const uint32_t *>(us + to);
+                    low = low_f32(u) - low;
+                    high = high_f32(u) - high;
+                    *reinterpret_cast<uint32_t *>(ds + to) = pack_bf16(low, high);
+                    *reinterpret_cast<uint32_t *>(decayed + to) = pack_bf16(low * by[half], high * by[half]);
+                }
+            }
+#pragma unroll
+        for (int i = 0; i < 32; ++i) s[i] *= shrink;
+        fence_async_proxy();
+        __syncthreads();
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) wgmma_bf16_registers_n64_transposed(s, keys[k][0], keys[k][1], keys[k][2], keys[k][3], matrix_descriptor(shared_address(decayed) + k * 2048), 1);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (makes_o) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) load_a<narrow>(left[k], ps, row0, 2 * k);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) wgmma_bf16_registers_n64_transposed(x, left[k][0], left[k][1], left[k][2], left[k][3], matrix_descriptor(shared_address(ds) + k * 2048), 1);
+            wgmma_commit();
+            wgmma_wait<0>();
+            const int first = (slot - base) * kChunk;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int t = first + row + 8 * half;
+                if (t >= q.n) continue;
+                const int64_t out = (q.first + t) * d.out_stride + h * kWidth + slice + scol;
+#pragma unroll
+                for (int n = 0; n < 8; ++n) {
+                    if (is_paired) {
+                        *reinterpret_cast<uint32_t *>(static_cast<bf16 *>(d.out) + out + n * 8) = pack_bf16(x[4 * n + 2 * half], x[4 * n + 2 * half + 1]);
+                    } else {
+                        store_from_f32(d.out, out + n * 8, d.out_format, x[4 * n + 2 * half]);
+                        store_from_f32(d.out, out + n * 8 + 1, d.out_format, x[4 * n + 2 * half + 1]);
+                    }
+                }
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) *reinterpret_cast<float2 *>(state + (srow + 8 * half) * kWidth + n * 8 + scol) = make_float2(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
+#endif
+}
+#endif
+
+// ---- output norm and gate, in place. A warp per head of four tokens. Grid: chunk slots, value heads ----
 
 __global__ void __launch_bounds__(kThreads) delta_finish_kernel(const __grid_constant__ DeltaArguments d) {
     wait_dependence();
@@ -487,17 +612,46 @@ __global__ void __launch_bounds__(kThreads) delta_finish_kernel(const __grid_con
     const Chunk chunk = chunk_of(d, blockIdx.x);
     const int lane = threadIdx.x & 31, h = blockIdx.y;
     const int64_t start = chunk.n ? d.state.row_start[chunk.row] + chunk.first : 0;
-    for (int t = threadIdx.x >> 5; t < chunk.n; t += kThreads / 32) {
-        const int64_t out = (start + t) * d.out_stride + h * kWidth + lane * 4, at = (start + t) * d.z_stride + h * kWidth + lane * 4;
-        float o[4], squares = 0.0f;
+    auto is_wide = [](const void *p, int64_t stride, int32_t format) { return format == PK_BF16 && stride % 4 == 0 && reinterpret_cast<uint64_t>(p) % 8 == 0; };
+    const bool wide = is_wide(d.out, d.out_stride, d.out_format) && is_wide(d.z, d.z_stride, d.z_format);
+    const float4 scale = *reinterpret_cast<const float4 *>(d.scale + lane * 4);
+    constexpr int kEach = 4;  // tokens that a warp has under way
+    for (int first = (threadIdx.x >> 5) * kEach; first < chunk.n; first += kThreads / 32 * kEach) {
+        float o[kEach][4], z[kEach][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            o[i] = load_as_f32(d.out, out + i, d.out_format);
-            squares += o[i] * o[i];
+        for (int t = 0; t < kEach; ++t) {
+            const int64_t token = start + min(first + t, chunk.n - 1), out = token * d.out_stride + h * kWidth + lane * 4, at = token * d.z_stride + h * kWidth + lane * 4;
+            if (wide) {
+                const uint2 a = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(d.out) + out), b = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(d.z) + at);
+                o[t][0] = low_f32(a.x);
+                o[t][1] = high_f32(a.x);
+                o[t][2] = low_f32(a.y);
+                o[t][3] = high_f32(a.y);
+                z[t][0] = low_f32(b.x);
+                z[t][1] = high_f32(b.x);
+                z[t][2] = low_f32(b.y);
+                z[t][3] = high_f32(b.y);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    o[t][i] = load_as_f32(d.out, out + i, d.out_format);
+                    z[t][i] = load_as_f32(d.z, at + i, d.z_format);
+                }
+            }
         }
-        const float by = rsqrtf(warp_sum(squares) / kWidth + d.eps);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) store_from_f32(d.out, out + i, d.out_format, o[i] * by * d.scale[lane * 4 + i] * silu(load_as_f32(d.z, at + i, d.z_format)));
+        for (int t = 0; t < kEach; ++t) {
+            if (first + t >= chunk.n) continue;
+            const int64_t out = (start + first + t) * d.out_stride + h * kWidth + lane * 4;
+            const float by = rsqrtf(warp_sum(o[t][0] * o[t][0] + o[t][1] * o[t][1] + o[t][2] * o[t][2] + o[t][3] * o[t][3]) / kWidth + d.eps);
+            const float v[4] = {o[t][0] * by * scale.x * silu(z[t][0]), o[t][1] * by * scale.y * silu(z[t][1]), o[t][2] * by * scale.z * silu(z[t][2]), o[t][3] * by * scale.w * silu(z[t][3])};
+            if (wide) {
+                *reinterpret_cast<uint2 *>(static_cast<bf16 *>(d.out) + out) = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) store_from_f32(d.out, out + i, d.out_format, v[i]);
+            }
+        }
     }
 }
 
@@ -519,7 +673,7 @@ int32_t launch_delta_chunks(const Launch &l, const pk_op_delta &op, const DeltaA
     a.decay = reinterpret_cast<float *>(l.scratch + s.decay);
     int most_shared = 0;
     if (int32_t e = check(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, l.ctx->device), "delta")) return e;
-    const int stages = most_shared >= 2 * kScanStage + kScanState ? 2 : 1;
+    const int stages = most_shared >= 2 * kScanStage + kScanState + 1024 ? 2 : 1;
     const unsigned rows = static_cast<unsigned>(max_rows_of(l)), slots = static_cast<unsigned>(l.max_tokens / kChunk) + rows, heads = op.n_v_heads;
     if (int32_t e = launch(l, "delta_mix", delta_mix_kernel, dim3(slots, 2 * op.n_k_heads + heads), dim3(kThreads), 0, a)) return e;
     if (int32_t e = launch_tails(l, delta.taps, delta.most)) return e;
@@ -527,7 +681,11 @@ int32_t launch_delta_chunks(const Launch &l, const pk_op_delta &op, const DeltaA
         a.first_slot = static_cast<int32_t>(first);
         a.n_slots = static_cast<int32_t>(std::min<int64_t>(s.segment, slots - first));
         if (int32_t e = launch(l, "delta_chunk", delta_chunk_kernel, dim3(a.n_slots, heads), dim3(kThreads), kPrepareShared, a)) return e;
-        if (int32_t e = launch(l, "delta_scan", stages == 2 ? delta_scan_kernel<2> : delta_scan_kernel<1>, dim3(2 * heads, rows), dim3(kThreads), stages * kScanStage + kScanState, a)) return e;
+        auto scan = stages == 2 ? delta_scan_kernel<2> : delta_scan_kernel<1>;
+#ifdef PK_WGMMA
+        scan = delta_scan_hopper_kernel;
+#endif
+        if (int32_t e = launch(l, "delta_scan", scan, dim3(2 * heads, rows), dim3(kThreads), stages * kScanStage + kScanState + 1024, a)) return e;
     }
     return launch(l, "delta_finish", delta_finish_kernel, dim3(slots, heads), dim3(kThreads), 0, delta);
 }

@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
     release_dependents();
     const int row = blockIdx.x;
     if (row >= rows_of(a.info, a.rows_symbol)) return;
-    const bool wide = (a.cols & 7) == 0 && (a.x.stride & 7) == 0 && (a.residual.stride & 7) == 0 && (a.out.stride & 7) == 0;
+    const bool wide = (a.cols & 7) == 0 && (a.x.stride & 7) == 0 && (a.residual.stride & 7) == 0 && (a.out.stride & 7) == 0 &&
+                      ((reinterpret_cast<uintptr_t>(a.x.p) | reinterpret_cast<uintptr_t>(a.residual.p) | reinterpret_cast<uintptr_t>(a.out.p)) & 15) == 0;
     float v[kMost / 8][8];
     auto each = [&](auto &&call) {
 #pragma unroll
@@ -117,9 +118,9 @@ struct QkvArguments {
     float magnitude, eps;
 };
 
-// A warp per head of a token: heads, then K heads, then V heads. Up to 512 elements a head. Grid: tokens x groups of 4 heads.
+// A warp per head of a token: heads, then K heads, then V heads. Grid: tokens x groups of 4 heads. Shared: 4 heads.
 __global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArguments a) {
-    __shared__ float heads[4][512];
+    extern __shared__ float heads[];
     wait_dependence();
     release_dependents();
     const int t = blockIdx.x, lane = threadIdx.x & 31, h = blockIdx.y * 4 + (threadIdx.x >> 5);
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArg
     const int width = is_v ? a.v_width : a.head_width;
     int64_t from = t * a.qkv.stride + static_cast<int64_t>(h) * a.head_width;
     if (is_v) from = t * a.qkv.stride + static_cast<int64_t>(a.n_heads + a.n_kv_heads) * a.head_width + static_cast<int64_t>(h - a.n_heads - a.n_kv_heads) * a.v_width;
-    float *v = heads[threadIdx.x >> 5];
+    float *v = heads + (threadIdx.x >> 5) * max(a.head_width, a.v_width);
     float s = 0.0f;
     for (int i = lane; i < width; i += 32) {
         v[i] = load_as_f32(a.qkv.p, from + i, a.qkv.format);
@@ -302,9 +303,8 @@ int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
     a.kv_format = op.kv_format;
     a.magnitude = op.rope_magnitude;
     a.eps = op.eps;
-    if (op.head_width > 512 || op.v_width > 512) return fail(PK_UNSUPPORTED, "qkv: heads of %d; the CUDA pack takes up to 512", std::max(op.head_width, op.v_width));
     const int heads = op.n_heads + a.n_parts * op.n_kv_heads;
-    return launch(l, "qkv", qkv_kernel, dim3(static_cast<unsigned>(bound(l, op.qkv.rows)), (heads + 3) / 4), dim3(128), 0, a);
+    return launch(l, "qkv", qkv_kernel, dim3(static_cast<unsigned>(bound(l, op.qkv.rows)), (heads + 3) / 4), dim3(128), 16 * std::max(op.head_width, op.v_width), a);
 }
 
 int32_t launch_gate(const Launch &l, const pk_op_gate &op) {

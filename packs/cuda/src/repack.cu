@@ -28,7 +28,7 @@ __host__ __device__ constexpr Block block_of(int32_t format) {
         case PK_FP8_E4M3: case PK_FP8_E5M2: return {1, 1};
         case PK_Q8_0: return {34, 32};
         case PK_Q4_0: case PK_IQ4_NL: return {18, 32};
-        case PK_Q4_1: return {20, 32};
+        case PK_Q4_1: case PK_Q4_Z: return {20, 32};
         case PK_Q5_0: return {22, 32};
         case PK_Q5_1: return {24, 32};
         case PK_Q2_K: return {84, 256};
@@ -65,6 +65,9 @@ __device__ uint32_t code_of(const uint8_t *b, int k) {
     return 0;
 }
 
+// Of a block of Q4_Z as a code of Q5_0.
+__device__ __forceinline__ uint32_t zeroed_code(const uint8_t *b, int k) { return nibble(b[4 + (k & 15)], k >> 4) + 16 - b[2]; }
+
 // Scale and minimum of group j of the 12 packed bytes of q4_k and q5_k.
 __device__ __forceinline__ uint32_t six_bits(const uint8_t *p, int j, bool minimum) {
     const uint8_t *first = p + (minimum ? 4 : 0);
@@ -77,7 +80,8 @@ template <int F>
 __device__ void write_scales(const RepackArguments &a, int64_t row, int64_t k0, int n, uint8_t *scale, uint8_t *factor) {
     using U = Unit<F>;
     constexpr Block kBlock = block_of(F);
-    const uint8_t *b = a.source + row * a.row_bytes + k0 / kBlock.elements * kBlock.bytes;
+    const int64_t block_bytes = a.block_bytes ? a.block_bytes : kBlock.bytes;
+    const uint8_t *b = a.source + row * a.row_bytes + k0 / kBlock.elements * block_bytes;
     if constexpr (F == PK_MXFP4 || F == PK_NVFP4) {
         for (int g = 0; g < U::kGroups; ++g) {
             uint8_t s = 0;
@@ -91,7 +95,7 @@ __device__ void write_scales(const RepackArguments &a, int64_t row, int64_t k0, 
     } else if constexpr (U::kU == 128) {
         for (int g = 0; g < 4; ++g) {
             const bool in = g * 32 < n;
-            const uint8_t *p = b + g * kBlock.bytes;
+            const uint8_t *p = b + g * block_bytes;
             if constexpr (U::kScale == Scale::kHalf) {
                 scale[2 * g] = in ? p[0] : 0;
                 scale[2 * g + 1] = in ? p[1] : 0;
@@ -138,6 +142,7 @@ __global__ void __launch_bounds__(32) repack_kernel(const __grid_constant__ Repa
                 uint32_t v = U::kOwnZero;
                 if (row < a.n_rows && k < a.cols) {
                     if (a.group_scales != nullptr) v = nibble(a.source[row * a.row_bytes + k / 2], k & 1);
+                    else if (F == PK_Q5_0 && a.block_bytes) v = zeroed_code(a.source + row * a.row_bytes + k / 32 * a.block_bytes, static_cast<int>(k % 32));
                     else v = code_of<F>(a.source + row * a.row_bytes + k / kBlock.elements * kBlock.bytes, static_cast<int>(k % kBlock.elements));
                 }
                 const int i = j >> 1, side = 16 * (j & 1);
@@ -199,14 +204,14 @@ int32_t convert(const Packed &p, const RepackArguments &a, int64_t padded_rows, 
 
 int32_t describe(const pk_source &s, Packed *out) {
     const Block block = block_of(s.format);
-    if (block.bytes == 0) return fail(PK_UNSUPPORTED, "repack: the CUDA pack has no kernels for weight format %d (it has F32, F16, BF16, FP8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4, NVFP4)", s.format);
+    if (block.bytes == 0) return fail(PK_UNSUPPORTED, "repack: the CUDA pack has no kernels for weight format %d (it has F32, F16, BF16, FP8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4, NVFP4, Q4_Z)", s.format);
     const bool grouped = s.scales == PK_SCALES_GROUP;
     if (s.rows < 1 || s.cols < 1 || (!grouped && s.cols % block.elements)) return fail(PK_BAD_ARG, "repack: %lld x %lld is no shape of format %d (blocks of %d)", (long long)s.rows, (long long)s.cols, s.format, block.elements);
     const int64_t need = grouped ? s.rows * s.cols / 2 : s.rows * (s.cols / block.elements) * block.bytes;
     if (s.n_bytes != need) return fail(PK_BAD_ARG, "repack: %lld x %lld of format %d is %lld bytes, the source has %lld", (long long)s.rows, (long long)s.cols, s.format, (long long)need, (long long)s.n_bytes);
     if (s.offset != 0.0f) return fail(PK_UNSUPPORTED, "repack: the CUDA pack adds no offset to matrices");
     Packed p;
-    p.format = s.format == PK_F32 ? PK_BF16 : s.format;
+    p.format = stored_format(s.format);
     p.rows = s.rows;
     p.cols = s.cols;
     p.padded_rows = round_up(s.rows, kRowPad);
@@ -282,6 +287,7 @@ int32_t repack(pk_ctx *ctx, const pk_source &s, uint64_t device, const Packed &p
             a.scale_cols = scale_row;
             a.n_rows = n;
             a.cols = s.cols;
+            if (s.format == PK_Q4_Z) a.block_bytes = block.bytes;
             if (is_block) {
                 int64_t unit = 0, bytes = 0;
                 with_unit(p.format, [&](auto u) { unit = decltype(u)::kU; bytes = decltype(u)::kBytes; });

@@ -22,9 +22,11 @@ def delta_net(program: Program, x: Delta, i: int, site: Site, eps: float) -> Ten
     numbers = replace(buffers["delta_numbers"], cols=2 * x.n_v_heads)
     b, a = numbers.columns(0, x.n_v_heads), numbers.columns(x.n_v_heads, x.n_v_heads)
     out = replace(buffers["attention_out"], cols=x.n_values)
-    parts = ["qkv"] if at + "delta_qkv.weight" in w else ["q", "k", "v"]
-    program.matmul(buffers["normed"], [w[f"{at}delta_{name}.weight"] for name in parts], qkv)
-    program.matmul(buffers["normed"], [w[at + "delta_z.weight"]], z)
+    if at + "delta_qkv.weight" in w:
+        program.matmul(buffers["normed"], [w[f"{at}delta_{name}.weight"] for name in ("qkv", "z")], mixed)
+    else:
+        program.matmul(buffers["normed"], [w[f"{at}delta_{name}.weight"] for name in "qkv"], qkv)
+        program.matmul(buffers["normed"], [w[at + "delta_z.weight"]], z)
     program.matmul(buffers["normed"], [w[at + "delta_b.weight"], w[at + "delta_a.weight"]], numbers)
     weights = DeltaWeights(*(w[f"{at}delta_{name}.weight"] for name in ("conv", "a_log", "dt", "scale")))
     shape = DeltaShape(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width, *offsets, x.is_tiled)

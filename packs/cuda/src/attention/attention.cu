@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "../../include/attention_share.cuh"
+#include "../../include/attention_wide.cuh"
 
 namespace pk {
 
@@ -11,7 +12,6 @@ int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a);
 template <int kD>
 int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a);
 bool has_wgmma(const pk_ctx *ctx);
-int32_t launch_attention_plain(const Launch &l, const AttentionArguments &a);
 
 namespace {
 
@@ -40,26 +40,38 @@ int32_t launch_many(const Launch &l, const pk_op_attention &op, const AttentionA
     }
 }
 
+int64_t kv_bytes(const pk_op_attention &op) { return op.kv_format == PK_F32 ? 4 : op.kv_format == PK_FP8_E4M3 ? 1 : 2; }
+
+// Neither the decode nor the prefill kernels take it.
+bool is_other(const pk_op_attention &op) { return op.is_bidirectional || op.parts == PK_PARTS_LATENT || op.head_width > 256 || op.v_width > 256; }
+
+// Of what is_other(): the tensor core kernel takes it.
+bool fits_wide(const pk_op_attention &op, int64_t page_stride) {
+    const bool is_latent = op.parts == PK_PARTS_LATENT;
+    if (op.head_width % 8 || op.v_width % 8 || (op.k_offset | (is_latent ? 0 : op.v_offset) | page_stride) % (8 * kv_bytes(op))) return false;
+    return is_latent ? op.head_width <= 576 && op.v_width <= 512 && op.head_width - op.v_width <= 64 : op.head_width <= 512 && op.v_width <= 512;
+}
+
 bool needs_plain(const pk_op_attention &op) {
-    const int64_t piece = op.kv_format == PK_FP8_E4M3 ? 16 : 8, bytes = op.kv_format == PK_F32 ? 4 : op.kv_format == PK_FP8_E4M3 ? 1 : 2;
-    return op.is_bidirectional || op.head_width % piece || op.v_width % piece || (op.k_offset | op.v_offset) % (piece * bytes);
+    const int64_t piece = op.kv_format == PK_FP8_E4M3 ? 16 : 8;
+    return op.head_width % piece || op.v_width % piece || (op.k_offset | op.v_offset) % (piece * kv_bytes(op));
 }
 
 }  // namespace
 
 int32_t check_attention(const pk_op_attention &op, int64_t at) {
-    if (op.parts == PK_PARTS_LATENT) return fail(PK_UNSUPPORTED, "op %lld attention: the CUDA pack has no kernels for latent attention yet", (long long)at);
-    if (op.head_width > 256 || op.v_width > 256)
-        return fail(PK_UNSUPPORTED, "op %lld attention: heads of %d and %d; the CUDA pack takes up to 256", (long long)at, op.head_width, op.v_width);
+    if (op.head_width > 1024 || op.v_width > 1024)
+        return fail(PK_UNSUPPORTED, "op %lld attention: heads of %d and %d; the CUDA pack takes up to 1024", (long long)at, op.head_width, op.v_width);
     return PK_OK;
 }
 
 // Rows of partial sums of shared prefixes, at most: share.cu fills the device once.
 static int64_t shared_rows(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) { return max_rows * op.n_heads + 2ll * ctx->n_processors * 128; }
 
-bool uses_share(const pk_ctx *ctx, const pk_op_attention &op) { return has_wgmma(ctx) && op.window == 0 && !op.is_bidirectional && op.parts != PK_PARTS_LATENT && !needs_plain(op); }
+bool uses_share(const pk_ctx *ctx, const pk_op_attention &op) { return has_wgmma(ctx) && op.window == 0 && !is_other(op) && !needs_plain(op); }
 
 int64_t attention_scratch(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) {
+    if (is_other(op)) return attention_wide_scratch(ctx);
     const int64_t parts = max_parts(ctx) * (16 * 256 + 32) * 4;
     return parts + (uses_share(ctx, op) ? shared_rows(ctx, op, max_rows) * (padded_width(op) + 2) * 4 : 0);
 }
@@ -101,8 +113,11 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     a.softcap = op.softcap;
     a.is_bidirectional = op.is_bidirectional;
     const int group = op.n_heads / op.n_kv_heads;
+    const bool is_latent = op.parts == PK_PARTS_LATENT;
+    if (is_latent) a.v_offset = op.k_offset;
+    if (is_other(op)) return fits_wide(op, s.kv_page_stride) ? launch_attention_wide(l, a, is_latent) : launch_attention_plain(l, a, is_latent);
     // Pieces of 16 bytes must be whole and aligned for the tensor core kernels.
-    if (needs_plain(op) || s.kv_page_stride % (op.kv_format == PK_F32 ? 32 : 16)) return launch_attention_plain(l, a);
+    if (needs_plain(op) || s.kv_page_stride % (op.kv_format == PK_F32 ? 32 : 16)) return launch_attention_plain(l, a, false);
     if (l.share != nullptr && uses_share(l.ctx, op) && op.n_heads == l.share_heads && op.n_kv_heads == l.share_kv_heads) {
         const Share share = share_of(s, l.share);
         AttentionArguments shared = a;

@@ -93,10 +93,13 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     __shared__ int warps[kWarps + 1];
     __shared__ int is_last;
     __shared__ float merge_top[kWarps][16], merge_sum[kWarps][16];
-    float(*merge)[kMergeBytes<kD> / 4] = reinterpret_cast<float(*)[kMergeBytes<kD> / 4]>(shared + kWarps * kWarpBytes<kD, kKind>);
+    __shared__ uint64_t q_full[kQBuffers<kD>];
+    uint8_t *q_at = shared + kWarps * kWarpBytes<kD, kKind>;
+    float(*merge)[kMergeBytes<kD> / 4] = reinterpret_cast<float(*)[kMergeBytes<kD> / 4]>(q_at + kQBuffers<kD> * kQBytes<kD>);
     int *ends = reinterpret_cast<int *>(merge + kWarps);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = a.n_heads / a.n_kv_heads;
     if (threadIdx.x < kWarps * kStages) ring_init(&full[0][0] + threadIdx.x, kTensor ? 1 : 32);
+    if (threadIdx.x < kQBuffers<kD>) ring_init(&q_full[threadIdx.x], kThreads);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if constexpr (kTensor) fence_async_proxy();
 #endif
@@ -109,31 +112,45 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     if (at < until) {
         Warp<kD, kKind, kTensor> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, warp};
         Segment s = find_segment<kSize>(a, ends, at, until, per), next = s;
-        w.fetch_until(s, s, false, kStages);
+        ask_q<kD>(a, s, q_at, &q_full[0]);  // before K and V: behind them it would wait as long as they take
         const bool plain = a.softcap <= 0.0f && a.scale > 0.0f;
         const float c = plain ? a.scale * kLog2e : 1.0f;
-        for (;;) {
+        bool has_next = false;
+        for (int turn = 0;; ++turn) {
             at += s.n_groups;
-            const bool has_next = at < until;
-            // This lane's two rows of the tile.
-            int limit[2];
-            uint32_t q[kD / 16][4];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int pair = s.pair + (lane >> 2) + 8 * h;
-                limit[h] = pair < s.n_pairs ? s.position + pair / group : -1;
-            }
-            w.load_q(s, q, reinterpret_cast<uint8_t *>(merge) + warp * kMergeBytes<kD>);
-            if (has_next) next = find_segment<kSize>(a, ends, at, until, per);
+            uint8_t *q_mine = q_at + turn % kQBuffers<kD> * kQBytes<kD>;
+            int limit[2];  // of this lane's two rows of the tile
+            uint32_t q[kHoldQ<kD> ? kD / 16 : 1][4];
             float o[kD / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
             const int n_mine = w.n_mine(s);
+            has_next = false;
 #pragma unroll 1
-            for (int n = 0; n < n_mine; ++n) {
+            for (int n = 0;; ++n) {
+                w.fetch_until(s, next, has_next, n + kStages);
+                if (n == 0) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const int pair = s.pair + (lane >> 2) + 8 * h;
+                        limit[h] = pair < s.n_pairs ? s.position + pair / group : -1;
+                    }
+                    while (!ring_ready(&q_full[turn % kQBuffers<kD>], turn / kQBuffers<kD> & 1)) {}
+                    if constexpr (kHoldQ<kD>) {
+#pragma unroll
+                        for (int k = 0; k < kD / 16; ++k) read_q<kD, kKind>(q[k], q_mine, k);
+                    }
+                    has_next = at < until;
+                    if (has_next) {
+                        next = find_segment<kSize>(a, ends, at, until, per);
+                        if constexpr (kHoldQ<kD>) __syncthreads();  // every warp has read its q
+                        ask_q<kD>(a, next, q_at + (turn + 1) % kQBuffers<kD> * kQBytes<kD>, &q_full[(turn + 1) % kQBuffers<kD>]);
+                    }
+                }
+                if (n == n_mine) break;
                 const int first = w.first_of(s, n);
                 const uint32_t k_at = shared_address(w.wait(s, first));
                 constexpr int kTiles = kSize / 8;
                 float x[kTiles][4];
-                w.scores(x, q, k_at);
+                w.scores(x, q, q_mine, k_at);
                 if (!plain) logits2<4 * kTiles>(&x[0][0], a.scale, a.softcap);
                 if (first + kSize - 1 > s.position || a.window > 0 || first < s.first) {
 #pragma unroll
@@ -183,10 +200,8 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                     for (int h = 0; h < 2; ++h) p[t >> 1][2 * (t & 1) + h] = pack2<kHalfMath<kKind>>(x[t][2 * h], x[t][2 * h + 1]);
                 w.values(o, p, k_at + Warp<kD, kKind, kTensor>::kBytes);
                 __syncwarp();
-                w.fetch_until(s, next, has_next, n + 1 + kStages);
             }
-            w.fetch_until(s, next, has_next, n_mine + kStages);
-            // Join the warps, kMergeRows rows at a time.
+            // Join the warps, a few rows at a time.
             const int rows_here = min(16, s.n_pairs - s.pair);
             const bool is_alone = s.block_first == s.block_last, is_whole = is_alone && s.share.tokens == 0;
             float *part = part_of<kD>(a, 2 * blockIdx.x + (s.is_first ? 1 : 0));
@@ -200,11 +215,11 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                 }
             }
 #pragma unroll 1
-            for (int first = 0; first < rows_here; first += kMergeRows) {
+            for (int first = 0; first < rows_here; first += kMergeRows<kD>) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int row = (lane >> 2) + 8 * h - first;
-                    if (row >= 0 && row < kMergeRows) {
+                    if (row >= 0 && row < kMergeRows<kD>) {
 #pragma unroll
                         for (int d = 0; d < kD / 8; ++d)
 #pragma unroll
@@ -212,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                     }
                 }
                 __syncthreads();
-                for (int j = threadIdx.x; j < min(kMergeRows, rows_here - first) * (kD / 4); j += kThreads) {
+                for (int j = threadIdx.x; j < min(kMergeRows<kD>, rows_here - first) * (kD / 4); j += kThreads) {
                     const int in = j / (kD / 4), row = first + in, d = j % (kD / 4) * 4;
                     float most = -INFINITY, all = 0.0f;
                     float4 v = make_float4(0, 0, 0, 0);
@@ -249,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
             }
             if (!has_next) break;
             w.issued -= n_mine;
-            w.page_at -= n_mine;
+            w.looked -= n_mine;
             s = next;
         }
     }
@@ -278,7 +293,7 @@ bool make_maps(const Launch &l, const AttentionArguments &a, Maps *maps) {
 template <int kD, int kKind>
 int32_t launch_kind(const Launch &l, const AttentionArguments &a) {
     const dim3 grid(l.ctx->n_processors * (kD <= 128 ? 2 : 1)), block(kThreads);
-    const int64_t bytes = 1024 + kWarps * kWarpBytes<kD, kKind> + kWarps * kMergeBytes<kD> + a.max_rows * 4;
+    const int64_t bytes = 1024 + kWarps * kWarpBytes<kD, kKind> + kQBuffers<kD> * kQBytes<kD> + kWarps * kMergeBytes<kD> + a.max_rows * 4;
     Maps maps = {};
 #if defined(PK_WGMMA)
     if constexpr (kKind != kF32)

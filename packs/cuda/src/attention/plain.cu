@@ -1,15 +1,15 @@
 // Paged attention for head widths that are no multiple of eight, and for encoders: a warp per (token, head), one position at a time.
 //
 // out[t, h] = softmax(scale q.k) v over the visible positions. Exact and slow. Grid:
-// tokens x groups of four heads. Widths up to 256, every KV format.
-#include "../../include/attention.cuh"
+// tokens x groups of four heads. Every KV format.
+#include "../../include/attention_wide.cuh"
 
 namespace pk {
 namespace {
 
-constexpr int kMost = 8;  // elements a lane holds
-
-__global__ void __launch_bounds__(128) attention_plain_kernel(const __grid_constant__ AttentionArguments a) {
+// A lane holds kMost elements. A position's values: v_width numbers from v_from on, v_pitch from position to position.
+template <int kMost>
+__global__ void __launch_bounds__(128) attention_plain_kernel(const __grid_constant__ AttentionArguments a, int v_pitch, int v_from) {
     wait_dependence();
     release_dependents();
     const int t = blockIdx.x, head = blockIdx.y * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(128) attention_plain_kernel(const __grid_const
 #pragma unroll
         for (int i = 0; i < kMost; ++i) {
             const int d = i * 32 + lane;
-            if (d < a.v_width) o[i] = o[i] * fade + w * load_as_f32(page + a.v_offset, in * a.v_width + d, a.kv_format);
+            if (d < a.v_width) o[i] = o[i] * fade + w * load_as_f32(page + a.v_offset, in * v_pitch + v_from + d, a.kv_format);
         }
     }
     float f = 1.0f;
@@ -58,8 +58,11 @@ __global__ void __launch_bounds__(128) attention_plain_kernel(const __grid_const
 
 }  // namespace
 
-int32_t launch_attention_plain(const Launch &l, const AttentionArguments &a) {
-    return launch(l, "attention plain", attention_plain_kernel, dim3(l.max_tokens, (a.n_heads + 3) / 4), dim3(128), 0, a);
+int32_t launch_attention_plain(const Launch &l, const AttentionArguments &a, bool is_latent) {
+    const dim3 grid(l.max_tokens, (a.n_heads + 3) / 4), block(128);
+    const int v_pitch = is_latent ? a.head_width : a.v_width, v_from = v_pitch - a.v_width;
+    if (a.head_width <= 256 && a.v_width <= 256) return launch(l, "attention plain", attention_plain_kernel<8>, grid, block, 0, a, v_pitch, v_from);
+    return launch(l, "attention plain", attention_plain_kernel<32>, grid, block, 0, a, v_pitch, v_from);
 }
 
 }  // namespace pk

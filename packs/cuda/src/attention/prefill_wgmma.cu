@@ -168,7 +168,7 @@ struct View {
 };
 
 // The scores of a step run beside the weighted values of the step before it, over the borders of items.
-template <int kD, bool kHalf, bool kCap>
+template <int kD, bool kHalf, bool kCap, int kQ>
 __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &b, const TileItem *items, int n_items) {
     constexpr int kT = kTile<kD>;
     const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (threadIdx.x >> 5) - 4, 0), team = warp >> 2;
@@ -176,7 +176,7 @@ __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &
     const uint32_t q_ring = shared_address(shared) + team * 64 * kD * 2, k_ring = shared_address(shared) + kRingAt<kD>, v_ring = k_ring + kStages * kPartBytes<kD>;
     uint8_t *stage = shared + kStageAt<kD> + warp * 2048;
     const bool is_first = (threadIdx.x & 127) == 0;
-    Turn<kQBuffers<kD>> q;
+    Turn<kQ> q;
     Turn<kStages> k, v;
     float o[kD / 2], s[kT / 2];
     uint32_t p[kT / 16][4];
@@ -264,7 +264,8 @@ __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-template <int kD, bool kHalf, bool kCopy, bool kCap>
+// kStaged: FP8 whose bytes come into a stage first.
+template <int kD, bool kHalf, bool kCopy, bool kCap, bool kStaged>
 __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &maps) {
     extern __shared__ uint8_t raw[];
     uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
@@ -296,7 +297,9 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
     while (nth_item(n_items) < n_items_of(a, n_tiles)) ++n_items;
     if (threadIdx.x < 128) {
         fewer_registers<kCopy ? 40 : 72>();
-        if constexpr (!kCopy)
+        if constexpr (kStaged)
+            produce_widened<kD>(a, shared, ends, b, items, n_tiles);
+        else if constexpr (!kCopy)
             produce_converted<kD, kHalf>(a, shared, ends, b, items, n_tiles);
         else if (threadIdx.x < 32)
             produce_copied<kD>(a, maps, shared, b, items, n_items);
@@ -304,7 +307,7 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
             produce_q<kD, kHalf>(a, shared, ends, b, items, n_tiles);
     } else {
         more_registers<kCopy ? 232 : 216>();
-        consume<kD, kHalf, kCap>(a, shared, b, items, n_items);
+        consume<kD, kHalf, kCap, kStaged ? 1 : kQBuffers<kD>>(a, shared, b, items, n_items);
     }
 }
 
@@ -313,14 +316,14 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
 template <int kD, bool kHalf, bool kCap>
 __global__ void __launch_bounds__(kThreads, 1) attention_wgmma_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    attend<kD, kHalf, true, kCap>(a, maps);
+    attend<kD, kHalf, true, kCap, false>(a, maps);
 #endif
 }
 // For K and V that tensor copies cannot bring.
-template <int kD, bool kHalf>
+template <int kD, bool kHalf, bool kStaged>
 __global__ void __launch_bounds__(kThreads, 1) attention_converting_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    attend<kD, kHalf, false, true>(a, maps);
+    attend<kD, kHalf, false, true, kStaged>(a, maps);
 #endif
 }
 
@@ -351,7 +354,10 @@ int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a) {
     const bool cap = a.softcap > 0.0f || a.scale <= 0.0f;
     Maps maps = {};
     auto start = [&](auto kernel) { return launch(l, "attention prefill", kernel, grid, block, bytes, a, maps); };
-    if (!make_maps<kD>(l, a, &maps)) return half ? start(attention_converting_kernel<kD, true>) : start(attention_converting_kernel<kD, false>);
+    if (!make_maps<kD>(l, a, &maps)) {
+        if (kHasStage<kD> && a.kv_format == PK_FP8_E4M3) return start(attention_converting_kernel<kD, true, kHasStage<kD>>);
+        return half ? start(attention_converting_kernel<kD, true, false>) : start(attention_converting_kernel<kD, false, false>);
+    }
     if (half) return cap ? start(attention_wgmma_kernel<kD, true, true>) : start(attention_wgmma_kernel<kD, true, false>);
     return cap ? start(attention_wgmma_kernel<kD, false, true>) : start(attention_wgmma_kernel<kD, false, false>);
 }

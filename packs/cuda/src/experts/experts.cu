@@ -10,12 +10,13 @@
 #include "../../include/experts.cuh"
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
+#include "../../include/repack.cuh"
 
 namespace pk {
 namespace {
 
 constexpr int64_t kPanelBytes = 64 << 20, kStreamShared = 96 << 10;
-constexpr int32_t kSortThreads = 1024, kStreamTokens = 8, kStreamPairs = 8, kMostChosen = 64;
+constexpr int32_t kSortThreads = 1024, kStreamTokens = 8, kStreamPairs = 8, kMostChosen = 64, kFewPairs = 1024;
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -29,27 +30,22 @@ struct SortArguments {
     const int32_t *ids;
     ExpertItem *items;
     int32_t *n_items, *order, *rank;
+    int32_t *cursors;  // [E]: pairs of an expert, then where its next pair goes
     const StepInfo *info;
     int64_t ids_stride, rows_symbol;
     int32_t n_used, n_experts, item_pairs;
+
+    __device__ int n_pairs() const { return rows_of(info, rows_symbol) * n_used; }
+    // The expert of a pair; -1: none.
+    __device__ int expert_of(int pair) const {
+        const int e = ids[pair / n_used * ids_stride + pair % n_used];
+        return e >= 0 && e < n_experts ? e : -1;
+    }
 };
 
-// One block. Shared: [E] pairs of an expert, then where its next pair goes; [32] of the scan.
-__global__ void __launch_bounds__(kSortThreads) expert_sort_kernel(const __grid_constant__ SortArguments a) {
-    extern __shared__ int32_t shared[];
-    int32_t *cursor = shared, *scan = shared + a.n_experts;
-    wait_dependence();
-    release_dependents();
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, n_pairs = rows_of(a.info, a.rows_symbol) * a.n_used;
-    for (int e = tid; e < a.n_experts; e += kSortThreads) cursor[e] = 0;
-    __syncthreads();
-    auto expert_of = [&](int p) { return a.ids[p / a.n_used * a.ids_stride + p % a.n_used]; };
-    auto is_there = [&](int e) { return e >= 0 && e < a.n_experts; };
-    for (int p = tid; p < n_pairs; p += kSortThreads) {
-        const int e = expert_of(p);
-        if (is_there(e)) atomicAdd(cursor + e, 1);
-    }
-    __syncthreads();
+// Pairs of each expert become starts, and items are written. One block; counts [E] are replaced by the starts. scan: [32].
+__device__ __forceinline__ void lay_items(const SortArguments &a, int32_t *counts, int32_t *scan) {
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     // Inclusive sum over the block; the total goes to *total.
     auto sum_to = [&](int v, int *total) {
         for (int o = 1; o < 32; o <<= 1) {
@@ -69,22 +65,76 @@ __global__ void __launch_bounds__(kSortThreads) expert_sort_kernel(const __grid_
     };
     int pairs_before = 0, items_before = 0;
     for (int first = 0; first < a.n_experts; first += kSortThreads) {
-        const int e = first + tid, n = e < a.n_experts ? cursor[e] : 0, n_items = (n + a.item_pairs - 1) / a.item_pairs;
+        const int e = first + tid, n = e < a.n_experts ? counts[e] : 0, n_items = (n + a.item_pairs - 1) / a.item_pairs;
         int pairs = 0, items = 0;
         const int start = pairs_before + sum_to(n, &pairs) - n, at = items_before + sum_to(n_items, &items) - n_items;
-        if (e < a.n_experts) cursor[e] = start;
+        if (e < a.n_experts) counts[e] = start;
         for (int i = 0; i < n_items; ++i) a.items[at + i] = {e, start + i * a.item_pairs, min(a.item_pairs, n - i * a.item_pairs), 0};
         pairs_before += pairs;
         items_before += items;
     }
     if (tid == 0) *a.n_items = items_before;
+}
+
+// All in one block, for few pairs. Shared: [E] cursors, [32] of the scan.
+__global__ void __launch_bounds__(kSortThreads) expert_sort_kernel(const __grid_constant__ SortArguments a) {
+    extern __shared__ int32_t shared[];
+    int32_t *cursor = shared;
+    wait_dependence();
+    release_dependents();
+    const int tid = threadIdx.x, n_pairs = a.n_pairs();
+    for (int e = tid; e < a.n_experts; e += kSortThreads) cursor[e] = 0;
+    __syncthreads();
+    for (int p = tid; p < n_pairs; p += kSortThreads)
+        if (const int e = a.expert_of(p); e >= 0) atomicAdd(cursor + e, 1);
+    __syncthreads();
+    lay_items(a, cursor, shared + a.n_experts);
     __syncthreads();
     for (int p = tid; p < n_pairs; p += kSortThreads) {
-        const int e = expert_of(p);
-        const int at = is_there(e) ? atomicAdd(cursor + e, 1) : -1;
+        const int e = a.expert_of(p), at = e >= 0 ? atomicAdd(cursor + e, 1) : -1;
         a.rank[p] = at;
         if (at >= 0) a.order[at] = p;
     }
+}
+
+// For many pairs: counts by blocks of kSortThreads pairs (cursors begin as zeros), items by one block, then places: a block takes the
+// room of its pairs from each expert at once. Shared: [E].
+__global__ void __launch_bounds__(kSortThreads) expert_count_kernel(const __grid_constant__ SortArguments a) {
+    extern __shared__ int32_t shared[];
+    wait_dependence();
+    release_dependents();
+    for (int e = threadIdx.x; e < a.n_experts; e += kSortThreads) shared[e] = 0;
+    __syncthreads();
+    const int p = blockIdx.x * kSortThreads + threadIdx.x, e = p < a.n_pairs() ? a.expert_of(p) : -1;
+    if (e >= 0) atomicAdd(shared + e, 1);
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.n_experts; i += kSortThreads)
+        if (shared[i]) atomicAdd(a.cursors + i, shared[i]);
+}
+
+__global__ void __launch_bounds__(kSortThreads) expert_items_kernel(const __grid_constant__ SortArguments a) {
+    __shared__ int32_t scan[32];
+    wait_dependence();
+    release_dependents();
+    lay_items(a, a.cursors, scan);
+}
+
+__global__ void __launch_bounds__(kSortThreads) expert_place_kernel(const __grid_constant__ SortArguments a) {
+    extern __shared__ int32_t shared[];
+    wait_dependence();
+    release_dependents();
+    for (int e = threadIdx.x; e < a.n_experts; e += kSortThreads) shared[e] = 0;
+    __syncthreads();
+    const int p = blockIdx.x * kSortThreads + threadIdx.x, n_pairs = a.n_pairs(), e = p < n_pairs ? a.expert_of(p) : -1;
+    const int in = e >= 0 ? atomicAdd(shared + e, 1) : 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.n_experts; i += kSortThreads)
+        if (shared[i]) shared[i] = atomicAdd(a.cursors + i, shared[i]);
+    __syncthreads();
+    if (p >= n_pairs) return;
+    const int at = e >= 0 ? shared[e] + in : -1;
+    a.rank[p] = at;
+    if (at >= 0) a.order[at] = p;
 }
 
 struct CombineArguments {
@@ -125,16 +175,19 @@ __global__ void __launch_bounds__(256) expert_combine_kernel(const __grid_consta
     }
 }
 
-// How pk_repack of this pack stores a format.
-int32_t stored_format(int32_t format) { return format == PK_F32 ? PK_BF16 : format; }
+// The stack that the first product reads: experts without a gate begin with `up`.
+const pk_tensor &first_stack(const pk_op_experts &op) { return op.gate.data ? op.gate : op.up; }
+
+// Gate and up run as one product.
+bool is_pair(const pk_op_experts &op) { return op.gate.data && stored_format(op.gate.format) == stored_format(op.up.format); }
 
 // How many of a block's eight warps split K: the fewest rounds of units, waves of blocks counted. rows_each: rows of a warp.
 int32_t warps_over_k(const pk_ctx &ctx, int64_t n_items, const pk_tensor &w, int64_t rows_each) {
-    const int64_t unit = unit_of(stored_format(w.format)).unit, n_units = (w.cols + unit - 1) / unit, slots = 2 * ctx.n_processors;
+    const int64_t unit = unit_of(stored_format(w.format)).unit, n_units = (w.cols + unit - 1) / unit;
     int32_t best = 8;
     int64_t least = INT64_MAX;
     for (int32_t n : {8, 4, 2, 1}) {
-        const int64_t rows = rows_each * (8 / n), blocks = n_items * ((w.rows + rows - 1) / rows), rounds = (n_units + n - 1) / n * ((blocks + slots - 1) / slots);
+        const int64_t blocks = n_items * ((w.rows + rows_each * (8 / n) - 1) / (rows_each * (8 / n))), rounds = (n_units + n - 1) / n * ((blocks + 2 * ctx.n_processors - 1) / (2 * ctx.n_processors));
         if (rounds < least) {
             least = rounds;
             best = n;
@@ -151,7 +204,7 @@ struct Plan {
     int64_t x_row_bytes[3] = {}, shared_bytes[3] = {};
     int64_t hidden_cols = 0, panel = 0;
     int32_t out_format = PK_F32;
-    int64_t items = 0, n_items = 0, order = 0, rank = 0, hidden = 0, x = 0, out = 0, bytes = 0;
+    int64_t items = 0, n_items = 0, cursors = 0, order = 0, rank = 0, hidden = 0, x = 0, out = 0, bytes = 0;
 };
 
 bool is_wide(const pk_tensor &x) { return x.cols % 8 == 0 && x.stride % 16 == 0 && x.data % 16 == 0; }
@@ -170,7 +223,7 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     p.is_lone = n_rows == 1;
     p.is_stream = n_rows <= kStreamTokens || p.pairs <= int64_t{kStreamPairs} * op.n_experts;
     p.item_pairs = p.is_stream ? kStreamPairs : kTileRows;
-    const pk_tensor *stacks[3] = {&op.gate, &op.up, &op.down};
+    const pk_tensor *stacks[3] = {&first_stack(op), &op.up, &op.down};
     if (p.is_stream) {
         p.item_pairs = static_cast<int32_t>(std::min<int64_t>(p.item_pairs, n_rows));
         for (int i = 0; i < 3; ++i) {
@@ -180,9 +233,8 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
         for (int i = 0; i < 3; ++i) p.shared_bytes[i] = stream_shared(stacks[i]->cols, unit_of(stored_format(stacks[i]->format)), p.item_pairs, &p.x_row_bytes[i]);
     }
     p.max_items = static_cast<int32_t>(p.is_lone ? k : std::min(p.pairs, op.n_experts + p.pairs / p.item_pairs));
-    const bool is_one = stored_format(op.gate.format) == stored_format(op.up.format);
-    for (int i = 0; i < 3 && p.is_stream; ++i) p.warps_k[i] = warps_over_k(ctx, p.max_items, *stacks[i], i < 2 && is_one ? 16 : 32);
-    p.hidden_cols = round_up(op.gate.rows, 8);
+    for (int i = 0; i < 3 && p.is_stream; ++i) p.warps_k[i] = warps_over_k(ctx, p.max_items, *stacks[i], i < 2 && is_pair(op) ? 16 : 32);
+    p.hidden_cols = round_up(op.up.rows, 8);
     const bool is_whole = p.is_stream || p.pairs * cols * 4 <= panel_bytes;
     p.out_format = is_whole ? PK_F32 : PK_BF16;
     p.panel = is_whole ? cols : std::min(cols, std::max<int64_t>(kTileRows, panel_bytes / (p.pairs * 2) / kTileRows * kTileRows));
@@ -193,6 +245,7 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
         return start;
     };
     p.n_items = take(4);
+    p.cursors = take(op.n_experts * 4);
     p.items = take(p.max_items * static_cast<int64_t>(sizeof(ExpertItem)));
     p.order = take(p.pairs * 4);
     p.rank = take(p.pairs * 4);
@@ -242,7 +295,13 @@ int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan) 
     a.n_used = static_cast<int32_t>(op.ids.cols);
     a.n_experts = op.n_experts;
     a.item_pairs = plan.item_pairs;
-    return launch(l, "expert_sort", expert_sort_kernel, dim3(1), dim3(kSortThreads), (op.n_experts + 32) * 4, a);
+    if (plan.pairs <= kFewPairs) return launch(l, "expert_sort", expert_sort_kernel, dim3(1), dim3(kSortThreads), (op.n_experts + 32) * 4, a);
+    const dim3 blocks(static_cast<unsigned>((plan.pairs + kSortThreads - 1) / kSortThreads));
+    a.cursors = reinterpret_cast<int32_t *>(l.scratch + plan.cursors);
+    if (int32_t e = check(cudaMemsetAsync(a.cursors, 0, op.n_experts * 4, l.stream), "experts")) return e;
+    if (int32_t e = launch(l, "expert_count", expert_count_kernel, blocks, dim3(kSortThreads), op.n_experts * 4, a)) return e;
+    if (int32_t e = launch(l, "expert_items", expert_items_kernel, dim3(1), dim3(kSortThreads), 0, a)) return e;
+    return launch(l, "expert_place", expert_place_kernel, blocks, dim3(kSortThreads), op.n_experts * 4, a);
 }
 
 int32_t launch_combine(const Launch &l, const pk_op_experts &op, const Plan &plan, int64_t first, int64_t n) {
@@ -312,9 +371,9 @@ int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
         p.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[which]);
         return launch_product(l, packed.format, plan, p, which);
     };
-    const Packed &gate = *find_packed(l.ctx, op.gate), &up = *find_packed(l.ctx, op.up), &down = *find_packed(l.ctx, op.down);
-    const bool is_one = gate.format == up.format;
-    p.w[0] = weight_of(l, op.gate, op.gate_bias);
+    const Packed &gate = *find_packed(l.ctx, first_stack(op)), &up = *find_packed(l.ctx, op.up), &down = *find_packed(l.ctx, op.down);
+    const bool has_gate = op.gate.data != 0, is_one = has_gate && gate.format == up.format;
+    p.w[0] = has_gate ? weight_of(l, op.gate, op.gate_bias) : weight_of(l, op.up, op.up_bias);
     if (is_one) p.w[1] = weight_of(l, op.up, op.up_bias);
     p.n_w = is_one ? 2 : 1;
     p.act = op.act;
@@ -328,7 +387,7 @@ int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
     p.out_format = PK_BF16;
     p.out_stride = p.padded_out = static_cast<int32_t>(plan.hidden_cols);
     if (int32_t e = run(gate, 0)) return e;
-    if (!is_one) {
+    if (has_gate && !is_one) {
         p.w[0] = weight_of(l, op.up, op.up_bias);
         p.gate = p.out;
         if (int32_t e = run(up, 1)) return e;
@@ -337,6 +396,7 @@ int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
     p.w[0] = weight_of(l, op.down, op.down_bias);
     p.w[1] = {};
     p.gate = nullptr;
+    p.act = PK_ACT_NONE;
     p.n_w = 1;
     p.x = l.scratch + plan.hidden;
     p.x_stride = plan.hidden_cols;
@@ -361,7 +421,7 @@ int32_t check_experts(pk_ctx *ctx, const pk_op_experts &op, int64_t at) {
     const pk_tensor *stacks[3] = {&op.gate, &op.up, &op.down};
     static const char *const kNames[3] = {"gate", "up", "down"};
     const Packed *packed[3] = {};
-    for (int i = 0; i < 3; ++i) {
+    for (int i = op.gate.data ? 0 : 1; i < 3; ++i) {
         for (int32_t e = 0; e < op.n_experts; ++e) {
             pk_tensor one = *stacks[i];
             one.data += e * one.stride;
@@ -374,7 +434,7 @@ int32_t check_experts(pk_ctx *ctx, const pk_op_experts &op, int64_t at) {
         }
     }
     if (op.ids.cols > kMostChosen) return fail(PK_UNSUPPORTED, "op %lld experts: %lld experts a token; the CUDA pack takes up to %d", (long long)at, (long long)op.ids.cols, kMostChosen);
-    const int64_t widest = std::max(op.x.cols, op.gate.rows);
+    const int64_t widest = std::max(op.x.cols, op.up.rows);
     if (widest > 16384) return fail(PK_UNSUPPORTED, "op %lld experts: rows of %lld elements; the CUDA pack takes up to 16384", (long long)at, (long long)widest);
     for (const pk_tensor *t : {&op.y, &op.add})
         if (t->data && t->format != PK_F32 && t->format != PK_BF16) return fail(PK_UNSUPPORTED, "op %lld experts: y or add is format %d; the CUDA pack takes F32 and BF16", (long long)at, t->format);

@@ -10,6 +10,7 @@
 #include "../../include/experts.cuh"
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
+#include "../../include/wgmma.cuh"
 
 namespace pk {
 namespace {
@@ -57,8 +58,8 @@ __device__ __forceinline__ float gated(const ExpertProduct &p, float gate, float
 }
 
 // What a raw sum of row `row` becomes.
-__device__ __forceinline__ float finish(const ExpertWeight &w, const uint8_t *matrix, int expert, int row, float v) {
-    v *= *reinterpret_cast<const float *>(matrix + w.scale_at);
+__device__ __forceinline__ float finish(const ExpertWeight &w, const uint8_t *matrix, float scale, int expert, int row, float v) {
+    v *= scale;
     if (w.row_scale_at >= 0) v *= reinterpret_cast<const float *>(matrix + w.row_scale_at)[row];
     return w.bias != nullptr ? v + w.bias[static_cast<int64_t>(expert) * w.rows + row] : v;
 }
@@ -223,6 +224,7 @@ __global__ void __launch_bounds__(kExpertThreads, 2) expert_stream_kernel(const 
         load(group, wk, 0);
         load(group, wk, 1);
     }
+    const float scales[2] = {*reinterpret_cast<const float *>(matrix[0] + p.w[0].scale_at), is_gated ? *reinterpret_cast<const float *>(matrix[1] + p.w[1].scale_at) : 1.0f};
     stage_x<kFormat>(p, item, xs);
     __syncthreads();
     if constexpr (P::kHasSums) {
@@ -262,9 +264,10 @@ __global__ void __launch_bounds__(kExpertThreads, 2) expert_stream_kernel(const 
                 first += part[0];
                 if (is_gated) second += part[16 * kRed];
             }
-            float v = finish(p.w[0], matrix[0], item.expert, row, first);
-            if (is_gated) v = gated(p, v, finish(p.w[1], matrix[1], item.expert, row, second));
+            float v = finish(p.w[0], matrix[0], scales[0], item.expert, row, first);
+            if (is_gated) v = gated(p, v, finish(p.w[1], matrix[1], scales[1], item.expert, row, second));
             if (p.gate != nullptr) v = gated(p, load_as_f32(p.gate, (item.first + n) * p.out_stride + local, p.out_format), v);
+            if (p.act == PK_ACT_RELU2) v = activate(v, PK_ACT_RELU2);
             store_from_f32(p.out, (item.first + n) * p.out_stride + local, p.out_format, v);
         }
     }
@@ -311,10 +314,58 @@ __device__ __forceinline__ void decode(const typename PieceOf<kFormat>::Register
     }
 }
 
+#ifdef PK_WGMMA
+constexpr bool kHopper = true;
+#else
+constexpr bool kHopper = false;
+#endif
+
+// The products of one stage: acc[4 (4 m + n) + e] of mma.sync m16n8k16 (8 warps of 64 x 32), or the fragment of a warpgroup of
+// wgmma m64n128 (two of them, 64 pairs each). Between the two calls lies no branch: with one, ptxas would wait after every wgmma.
+__device__ __forceinline__ void begin_products(float (&acc)[64], uint32_t x, uint32_t w) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const uint32_t mine = x + (threadIdx.x >> 7) * (kStageBytes / 2);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kStageK / 16; ++k) wgmma_bf16_n128(acc, matrix_descriptor(mine + 32 * k), matrix_descriptor(w + 32 * k), 1);
+    wgmma_commit();
+#endif
+}
+__device__ __forceinline__ void end_products(float (&acc)[64], uint32_t x, uint32_t w) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    wgmma_wait<0>();
+#else
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp & 1, wn = warp >> 1;
+#pragma unroll
+    for (int k = 0; k < kStageK / 16; ++k) {
+        uint32_t left[4][4], right[2][4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) load_matrix4(left[m], x + tile_offset(wm * 64 + m * 16 + (lane & 15), 2 * k + (lane >> 4)));
+#pragma unroll
+        for (int n = 0; n < 2; ++n) load_matrix4(right[n], w + tile_offset(wn * 32 + n * 16 + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
+#pragma unroll
+        for (int m = 0; m < 4; ++m)
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+                mma_bf16(*reinterpret_cast<float(*)[4]>(&acc[4 * (4 * m + n)]), left[m][0], left[m][1], left[m][2], left[m][3], right[n >> 1][(n & 1) * 2], right[n >> 1][(n & 1) * 2 + 1]);
+    }
+#endif
+}
+
+// Pair and column of acc[4 i]; acc[4 i + e] is e / 2 * 8 pairs and e % 2 columns further.
+__device__ __forceinline__ int pair_of(int i) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    return kHopper ? warp * 16 + (lane >> 2) : (warp & 1) * 64 + (i >> 2) * 16 + (lane >> 2);
+}
+__device__ __forceinline__ int column_of(int i) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    return kHopper ? i * 8 + 2 * (lane & 3) : (warp >> 1) * 32 + (i & 3) * 8 + 2 * (lane & 3);
+}
+
 // Grid: items, tiles of W's rows (64 outputs with two weights). With two weights groups of eight rows alternate, so that a thread
 // holds gate and up of the same outputs.
 template <int kFormat>
-__global__ void __launch_bounds__(kExpertThreads, 1) expert_tiles_kernel(const __grid_constant__ ExpertProduct p) {
+__global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_kernel(const __grid_constant__ ExpertProduct p) {
     using P = PieceOf<kFormat>;
     constexpr int kParts = P::kU / kStageK;
     extern __shared__ __align__(128) uint8_t shared[];
@@ -323,13 +374,13 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_tiles_kernel(const _
     const ExpertItem item = item_of(p, blockIdx.x);
     if (item.count == 0) return;
     const bool is_gated = p.n_w == 2;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp & 1, wn = warp >> 1, tid = threadIdx.x;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tid = threadIdx.x;
     const int out_rows = is_gated ? kTileRows / 2 : kTileRows, n0 = p.first_row + blockIdx.y * out_rows;
     const int side = is_gated ? warp & 1 : 0, in_side = is_gated ? warp >> 1 : warp;
     const ExpertWeight &w = p.w[side];
     const uint8_t *matrix = w.data + item.expert * w.stride;
     const int row0 = min(n0 + in_side * 16, w.padded_rows - 16);
-    uint8_t *xs = shared, *ws = shared + kXStages * kStageBytes;
+    uint8_t *xs = shared + (-shared_address(shared) & 1023), *ws = xs + kXStages * kStageBytes;
     auto tile_row = [&](int r) { return is_gated ? (in_side * 2 + (r >> 3)) * 16 + side * 8 + (r & 7) : in_side * 16 + r; };
 
     // Each thread copies four pieces of x a stage: rows tid / 8 + 32 h, piece tid % 8.
@@ -340,27 +391,24 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_tiles_kernel(const _
         const int row = (tid >> 3) + 32 * h;
         xp[h] = row < item.count ? static_cast<const uint8_t *>(p.x) + x_row_of(p, item.first + row) * p.x_stride * 2 : nullptr;
     }
-    const int n_steps = p.n_units * kParts;
     auto copy_x = [&](int step) {
-        if (step < n_steps) {
-            const uint32_t at = shared_address(xs) + (step % kXStages) * kStageBytes;
-            const int k = step * kStageK + chunk * 8;
+        const uint32_t at = shared_address(xs) + (step % kXStages) * kStageBytes;
+        const int k = step * kStageK + chunk * 8;
 #pragma unroll
-            for (int h = 0; h < 4; ++h) {
-                const bool in = k < p.k && xp[h] != nullptr;
-                copy16_async(at + tile_offset((tid >> 3) + 32 * h, chunk), in ? xp[h] + k * 2 : p.x, in);
-            }
+        for (int h = 0; h < 4; ++h) {
+            const bool in = k < p.k && xp[h] != nullptr;
+            copy16_async(at + tile_offset((tid >> 3) + 32 * h, chunk), in ? xp[h] + k * 2 : p.x, in);
         }
         commit_async();
     };
     typename P::Registers regs;
     float block_scale = 1.0f;
     auto load = [&](int unit) {
-        if (unit >= p.n_units) return;
+        unit = min(unit, p.n_units - 1);  // past the end: loaded and decoded once more, multiplied by nothing
         P::load(regs, w, matrix, row0, unit, p.n_units, lane);
         if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) block_scale = block_scale_of(w, matrix, row0, unit);
     };
-    float acc[4][4][4] = {};
+    float acc[64] = {};
     load(0);
     copy_x(0);
     copy_x(1);
@@ -369,26 +417,17 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_tiles_kernel(const _
     auto step = [&]<int kPart>(int u) {
         constexpr int kNext = (kPart + 1) % kParts;
         const int s = u * kParts + kPart;
+        const uint32_t xt = shared_address(xs) + (s % kXStages) * kStageBytes, wt = shared_address(ws) + (s & 1) * kStageBytes;
         wait_async<kXStages - 2>();
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+        fence_async_proxy();
+#endif
         __syncthreads();
+        begin_products(acc, xt, wt);
         copy_x(s + 2);
-        if (s + 1 < n_steps) {
-            decode<kFormat, kNext>(regs, ws + ((s + 1) & 1) * kStageBytes, lane, block_scale, tile_row);
-            if constexpr (kNext == kParts - 1) load(u + 1 + (kParts == 1));
-        }
-        const uint32_t at = shared_address(xs) + (s % kXStages) * kStageBytes, bt = shared_address(ws) + (s & 1) * kStageBytes;
-#pragma unroll
-        for (int k = 0; k < kStageK / 16; ++k) {
-            uint32_t x[4][4], b[2][4];
-#pragma unroll
-            for (int m = 0; m < 4; ++m) load_matrix4(x[m], at + tile_offset(wm * 64 + m * 16 + (lane & 15), 2 * k + (lane >> 4)));
-#pragma unroll
-            for (int n = 0; n < 2; ++n) load_matrix4(b[n], bt + tile_offset(wn * 32 + n * 16 + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
-#pragma unroll
-            for (int m = 0; m < 4; ++m)
-#pragma unroll
-                for (int n = 0; n < 4; ++n) mma_bf16(acc[m][n], x[m][0], x[m][1], x[m][2], x[m][3], b[n >> 1][(n & 1) * 2], b[n >> 1][(n & 1) * 2 + 1]);
-        }
+        decode<kFormat, kNext>(regs, ws + ((s + 1) & 1) * kStageBytes, lane, block_scale, tile_row);
+        if constexpr (kNext == kParts - 1) load(u + 1 + (kParts == 1));
+        end_products(acc, xt, wt);
     };
     for (int u = 0; u < p.n_units; ++u) {
         step.template operator()<0>(u);
@@ -398,27 +437,38 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_tiles_kernel(const _
             step.template operator()<3>(u);
         }
     }
-    const uint8_t *first = p.w[0].data + item.expert * p.w[0].stride, *second = is_gated ? p.w[1].data + item.expert * p.w[1].stride : nullptr;
-    const int end = p.first_row + p.n_rows;
+    const uint8_t *first = p.w[0].data + item.expert * p.w[0].stride, *second = is_gated ? p.w[1].data + item.expert * p.w[1].stride : first;
+    const float scales[2] = {*reinterpret_cast<const float *>(first + p.w[0].scale_at), *reinterpret_cast<const float *>(second + p.w[is_gated].scale_at)};
+    const bool is_plain = p.w[0].row_scale_at < 0 && p.w[0].bias == nullptr && (!is_gated || (p.w[1].row_scale_at < 0 && p.w[1].bias == nullptr));
+    const int end = p.first_row + p.n_rows, end_local = max(p.padded_out, p.n_rows);
+    const bool is_paired = (p.out_stride & 1) == 0 && (end_local & 1) == 0;
+    auto value = [&](int row, float gate, float up, int64_t at) {
+        if (row >= end) return 0.0f;
+        float v = is_plain ? gate * scales[0] : finish(p.w[0], first, scales[0], item.expert, row, gate);
+        if (is_gated) v = gated(p, v, is_plain ? up * scales[1] : finish(p.w[1], second, scales[1], item.expert, row, up));
+        if (p.act == PK_ACT_RELU2) return activate(v, PK_ACT_RELU2);
+        return p.gate != nullptr ? gated(p, load_as_f32(p.gate, at, p.out_format), v) : v;
+    };
 #pragma unroll
-    for (int m = 0; m < 4; ++m)
+    for (int i = 0; i < 16; ++i) {
+        if (is_gated && (i & 1)) continue;
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            if (is_gated && (n & 1)) continue;
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int pair = wm * 64 + m * 16 + (lane >> 2) + 8 * (e >> 1), c = wn * 32 + n * 8 + 2 * (lane & 3) + (e & 1);
-                const int row = n0 + (is_gated ? (c >> 4) * 8 + (c & 7) : c), local = row - p.first_row;
-                if (pair >= item.count || local >= max(p.padded_out, p.n_rows)) continue;
-                float v = 0.0f;
-                if (row < end) {
-                    v = finish(p.w[0], first, item.expert, row, acc[m][n][e]);
-                    if (is_gated) v = gated(p, v, finish(p.w[1], second, item.expert, row, acc[m][n | 1][e]));
-                    if (p.gate != nullptr) v = gated(p, load_as_f32(p.gate, (item.first + pair) * p.out_stride + local, p.out_format), v);
-                }
-                store_from_f32(p.out, (item.first + pair) * p.out_stride + local, p.out_format, v);
+        for (int half = 0; half < 2; ++half) {
+            const int pair = pair_of(i) + 8 * half, c = column_of(i), row = n0 + (is_gated ? (c >> 4) * 8 + (c & 7) : c), local = row - p.first_row;
+            if (pair >= item.count || local >= end_local) continue;
+            const int64_t at = (item.first + pair) * p.out_stride + local;
+            const int e = 4 * i + 2 * half, f = 4 * (i | 1) + 2 * half;
+            const float a = value(row, acc[e], acc[f], at), b = value(row + 1, acc[e + 1], acc[f + 1], at + 1);
+            if (is_paired && p.out_format == PK_BF16) {
+                *reinterpret_cast<uint32_t *>(static_cast<bf16 *>(p.out) + at) = pack_bf16(a, b);
+            } else if (is_paired) {
+                *reinterpret_cast<float2 *>(static_cast<float *>(p.out) + at) = make_float2(a, b);
+            } else {
+                store_from_f32(p.out, at, p.out_format, a);
+                if (local + 1 < end_local) store_from_f32(p.out, at + 1, p.out_format, b);
             }
         }
+    }
 }
 
 }  // namespace
@@ -433,7 +483,7 @@ int32_t launch_expert_stream(const Launch &l, const ExpertProduct &p, int32_t ma
 template <int kFormat>
 int32_t launch_expert_tiles(const Launch &l, const ExpertProduct &p, int32_t max_items) {
     const int32_t out_rows = p.n_w == 2 ? kTileRows / 2 : kTileRows;
-    return launch(l, "expert_tiles", expert_tiles_kernel<kFormat>, dim3(max_items, (p.n_rows + out_rows - 1) / out_rows), dim3(kExpertThreads), (kXStages + 2) * kStageBytes, p);
+    return launch(l, "expert_tiles", expert_tiles_kernel<kFormat>, dim3(max_items, (p.n_rows + out_rows - 1) / out_rows), dim3(kExpertThreads), (kXStages + 2) * kStageBytes + 1024, p);
 }
 
 template int32_t launch_expert_stream<PK_EXPERT_FORMAT>(const Launch &, const ExpertProduct &, int32_t, int64_t);
