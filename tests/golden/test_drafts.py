@@ -44,7 +44,7 @@ def answers(place: Place, guesses: bool, temperature: float, oracle: Oracle) -> 
     return [x.tokens for x in found], rig.engine.drafter.accepted
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4", "qwen3-moe"])
 def test_guesses_do_not_change_an_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(name)
     try:

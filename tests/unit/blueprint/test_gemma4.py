@@ -60,6 +60,17 @@ def test_e2b_shares_keys_and_values_of_the_last_layer_of_each_kind():
     assert b.notes == ("the vision and audio part is not loaded: text only",)
 
 
+def test_scales_that_were_not_read_are_said():
+    entries = {"model.layers.3.layer_scalar": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}
+    b = read_blueprint(checkpoint(safetensors(entries, 2), "m.safetensors", E2B))
+    assert b.notes == ("scales of layers are in tensors that were not read",) and b.layers[3].out_scale == 1.0
+
+
+def test_the_12b_has_no_inputs_of_layers_and_a_wide_window():
+    b = read({**DENSE_31B, "model_type": "gemma4_unified_text", "hidden_size_per_layer_input": None, "sliding_window": None})
+    assert b.input_width == 0 and b.layers[0].attention.window == 1024
+
+
 def test_every_other_size_has_its_own_key_value_heads_per_layer():
     assert token_bytes(read(E4B)) == 2 * 2 * 2 * (20 * 256 + 4 * 512)
     assert token_bytes(read(MOE_26B)) == 2 * 2 * (25 * 8 * 256 + 5 * 2 * 512)
