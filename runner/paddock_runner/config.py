@@ -71,6 +71,9 @@ class Config:
     steady_prompts: bool = knob(
         False, "leave out lines that agent clients change in each request, so that their prompts are found in the cache"
     )
+    deterministic: bool = knob(
+        False, "answers to the same request have the same bits alone and among others (CPU: without its tiles of matrices, so prompts take longer; not on GPUs yet)"
+    )
     max_queue: int = knob(1024, "requests that may wait; more get a 429", unit="requests", low=1)
     api_key_file: Path | None = knob(
         None, "file with the keys that clients may send, a line each: KEY or sha256:HEX, and admin or inference (default: made once)"

@@ -24,11 +24,11 @@ N_PAGES = 34
 class Place:
     """A device with a tiny model. max_isa 2: f32 products, the same whatever else is in the batch."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, n_slots: int = 6) -> None:
         checkpoint = open_checkpoint(TINY / name)
         blueprint = read_blueprint(checkpoint)
         states = state_layout(blueprint).slot_bytes
-        self.sizes = StateSizes(6, 64, 4, N_PAGES, blueprint.n_vocab, 24, 6, 4, 3, 6, states, 9 if states else 0)
+        self.sizes = StateSizes(n_slots, 64, 4, N_PAGES if n_slots == 6 else 17 * n_slots, blueprint.n_vocab, max(24, 2 * n_slots), n_slots, 4, 3, 6, states, 9 if states else 0)
         self.device = build_device(Assembly(find_pack("cpu"), self.sizes, "f32", max_isa=2), blueprint, tensors_by_name(checkpoint, blueprint))
 
     def conversation(self, prompt: list[int], more: list[list[int]], n_tokens: int) -> list[tuple[int, list[int], int, list[int]]]:
@@ -44,6 +44,15 @@ class Place:
             prompt = prompt + answer.tokens
         rig.close()
         return found
+
+    def scored(self, prompts: list[list[int]], n_tokens: int) -> list[tuple[list[int], list[float]]]:
+        """Greedy answers to prompts that are asked for at once, and the log-probability of each token."""
+        rig = Rig(self.sizes, device=self.device)
+        rig.engine.launched_seq = rig.engine.read_seq = rig.engine.slots.seq = int(self.device.done[0])
+        found = [rig.ask(p, n_tokens, temperature=0.0, n_logprobs=1) for p in prompts]
+        rig.run()
+        rig.close()
+        return [(x.tokens, [pair for top in x.tops for pair in top]) for x in found]
 
     def answers(self, prompts: list[list[int]], n_tokens: list[int]) -> list[list[int]]:
         """Greedy answers to prompts that are asked for at once."""
@@ -68,6 +77,19 @@ def test_answers_do_not_depend_on_what_else_is_in_the_batch(name):
         for prompt, n, answer in zip(prompts, n_tokens, together, strict=False):
             assert answer == place.answers([prompt], [n])[0]
         assert together[10:] == together[:3]
+    finally:
+        place.device.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_an_answer_alone_is_the_same_bits_as_among_31_others(name):
+    place = Place(name, n_slots=32)
+    try:
+        rng = random.Random(11)
+        prompts = [[rng.randrange(100) for _ in range(rng.randrange(1, 40))] for _ in range(32)]
+        together = place.scored(prompts, 16)
+        for k in (0, 7, 19, 31):
+            assert together[k] == place.scored([prompts[k]], 16)[0], "tokens and log-probabilities"
     finally:
         place.device.close()
 

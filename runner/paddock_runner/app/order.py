@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from .. import log
 from ..config import Config
 from ..engine.order import Opening, Order, send
-from ..errors import UsageError
+from ..errors import UnsupportedError, UsageError
 from ..front import auth
 from ..front.listen import bind, check_tls
 from ..wire.channel import Channel
 from .opening import Opened, choose_place, plan_model
+
+DETERMINISTIC_ISA = 2
+"""Above it (AMX) a row's sums are made in another order where there are many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,13 @@ def give(config: Config, channel: Channel, process: subprocess.Popen[bytes], sta
     if config.state_file is not None and not config.state_file.absolute().parent.is_dir():
         raise UsageError(f"--state-file: there is no folder {config.state_file.absolute().parent}")
     place = choose_place(config)
-    send(process, Opening(str(place.pack), config.gpu, config.threads, config.log_level, os.getpid()))
+    if config.deterministic and place.facts.kind != "cpu":
+        raise UnsupportedError(
+            f"--deterministic has no kernels on {place.facts.kind}: products and attention take other paths for few rows than for many",
+            "--device cpu, or leave it out",
+        )
+    max_isa = DETERMINISTIC_ISA if config.deterministic else 0
+    send(process, Opening(str(place.pack), config.gpu, config.threads, config.log_level, os.getpid(), max_isa))
     stages.end("place")
     tls = check_tls(config.tls_cert, config.tls_key)
     _allow_many_files()

@@ -85,7 +85,7 @@ def _serve(opening: Opening, importing: Thread) -> int:
 def _open(opening: Opening) -> Device | PaddockError:
     """The device, or why it cannot be opened: said only once it is known that it will be needed."""
     try:
-        return Device(load_pack(Path(opening.pack)), opening.gpu, opening.threads)
+        return Device(load_pack(Path(opening.pack)), opening.gpu, opening.threads, opening.max_isa)
     except PaddockError as error:
         return error
 

@@ -14,13 +14,14 @@ from ..memory.state import StateSizes
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The device that the engine will run on. parent: the process that it must not outlive."""
+    """The device that the engine will run on. parent: the process that it must not outlive. max_isa: as in pk_open_config."""
 
     pack: str
     gpu: int
     threads: int
     log_level: str
     parent: int
+    max_isa: int = 0
 
 
 class Order(msgspec.Struct, frozen=True):
