@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "f011910e29c9a15c"
+#define PK_ABI_DIGEST "e5a559957c85af23"

@@ -7,7 +7,12 @@
 
 typedef enum pk_rare_op {
     PK_OP_SOFTPLUS = 64, /* x times the softplus of another operand */
-    PK_OP_WEIGH = 65     /* what chosen experts count, where that is not what they were chosen by */
+    PK_OP_WEIGH = 65,    /* what chosen experts count, where that is not what they were chosen by */
+    PK_OP_NGRAM = 66,    /* rows of a table that the last few tokens choose */
+    PK_OP_STREAMS = 67,  /* one value for several residual streams, weighed by each stream's own likeness */
+    PK_OP_DILATED = 68,  /* causal convolution over every few tokens */
+    PK_OP_SPARSE = 69,   /* attention over the blocks of tokens that an index chooses */
+    PK_OP_DELTA_SIGMOID = 70  /* a pk_op_delta whose output is gated by sigmoid(z) instead of silu(z) */
 } pk_rare_op;
 
 /* out = x * softplus(g), softplus(v) = log(1 + exp(v)); g has n columns, each of which counts for N / n neighbours of x. */
@@ -31,5 +36,79 @@ typedef struct pk_op_weigh {
     int32_t is_normalised;
     int32_t reserved;
 } pk_op_weigh;
+
+/* out[t] = the rows of a table, one for each of n = (n_tokens - 1) n_each parts of it, side by side. With x_k the token k positions before
+ * t, or end_token when a token at 1 .. k before t is end_token or there is none: m = x_0 multipliers[0] ^ x_1 multipliers[1] ^ ... up to
+ * x_(g-1) (64 bits, g = 2 .. n_tokens); part h of those n_each that belong to g has sizes[h] rows, of which row m % sizes[h] is taken.
+ * Parts lie one after the other. The table is a stack of equal pieces of table.rows rows, table.stride bytes apart. */
+typedef struct pk_op_ngram {
+    int32_t op;
+    int32_t size;
+    pk_tensor table;         /* [V,D] packed: the first piece */
+    pk_tensor out;           /* [T,n*D] */
+    int64_t multipliers[8];  /* positive */
+    int32_t sizes[64];
+    int32_t n_tokens;        /* 2 to 8 */
+    int32_t n_each;
+    int32_t end_token;
+    int32_t n_pieces;
+} pk_op_ngram;
+
+/* out[t, j] = sigmoid(sign(g) sqrt(max(|g|, 1e-6))) v[t], g = k[t, j] . q[t, j] / sqrt(M), for every stream j of M columns. */
+typedef struct pk_op_streams {
+    int32_t op;
+    int32_t size;
+    pk_tensor q;    /* [T,n*M] */
+    pk_tensor k;    /* [T,n*M] */
+    pk_tensor v;    /* [T,M] */
+    pk_tensor out;  /* [T,n*M]; may be q or k */
+} pk_op_streams;
+
+/* out[t, c] = add[t, c] + silu(sum_i conv[c, i] x[t - (W - 1 - i) dilation, c]). The last (W - 1) dilation rows of x lie as f32 at
+ * state.recurrent + slot * recurrent_stride + conv_offset; rows as in pk_op_delta. */
+typedef struct pk_op_dilated {
+    int32_t op;
+    int32_t size;
+    pk_tensor x;          /* [T,C] */
+    pk_tensor conv;       /* [1,C*W] f32, channel after channel */
+    pk_tensor add;        /* [T,C] */
+    pk_tensor out;        /* [T,C]; may be add */
+    int64_t conv_offset;  /* bytes, a multiple of 64 */
+    int32_t conv_width;   /* W */
+    int32_t dilation;
+} pk_op_dilated;
+
+/* Causal attention as in pk_op_attention over fewer tokens. Tokens form blocks of block_tokens, from position 0 on. A block's key is the
+ * mean of its index keys (one head of index_width, where QKV stored them: at i_offset), normed by index_norm and rotated for its first
+ * position; its score for a query is the sum over index_heads of max(index_q . key, 0). A query sees the n_blocks complete blocks of best score (the
+ * earlier one when equal), and the tokens after the last complete block up to its own. index_q is normed and rotated already. */
+typedef struct pk_op_sparse {
+    int32_t op;
+    int32_t size;
+    pk_tensor q;           /* [T,H*D] */
+    pk_tensor index_q;     /* [T,index_heads*index_width] */
+    pk_tensor index_norm;  /* [1,index_width] f32 */
+    pk_tensor frequency;   /* [1,rope_width/2] f32 */
+    pk_tensor out;         /* [T,H*Dv] */
+    int64_t k_offset;
+    int64_t v_offset;
+    int64_t i_offset;
+    int32_t n_heads;
+    int32_t n_kv_heads;
+    int32_t head_width;
+    int32_t v_width;
+    int32_t kv_format;
+    int32_t index_heads;
+    int32_t index_width;
+    int32_t block_tokens;
+    int32_t n_blocks;
+    int32_t rope_width;
+    int32_t rope_layout;
+    float rope_magnitude;
+    float scale;
+    float eps;
+    int32_t parts;         /* pk_parts: QKV */
+    int32_t reserved;
+} pk_op_sparse;
 
 #endif

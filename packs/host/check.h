@@ -140,6 +140,45 @@ class Checks {
         return PK_OK;
     }
 
+    template <class Op>
+    int32_t heads(const Op &op) const {
+        if (int32_t status = range("n_heads", op.n_heads, 1, 1 << 16)) return status;
+        if (int32_t status = range("n_kv_heads", op.n_kv_heads, 1, op.n_heads)) return status;
+        if (int32_t status = equal("n_heads modulo n_kv_heads", op.n_heads % op.n_kv_heads, "wanted", 0)) return status;
+        if (int32_t status = range("head_width", op.head_width, 1, support_.max_head_width)) return status;
+        if (int32_t status = range("v_width", op.v_width, 1, support_.max_head_width)) return status;
+        const Format *format = find_format(op.kv_format);
+        if (!format || !support_.is_kv(op.kv_format)) return unsupported("keys and values", op.kv_format);
+        int64_t per_width = (int64_t)op.n_kv_heads * state_.page_tokens * format->block_bytes;
+        if (op.k_offset < 0 || op.k_offset + per_width * op.head_width > state_.kv_page_stride)
+            return fail(PK_BAD_ARG, "op %lld (%s): keys end at byte %lld of a page of %lld", (Long)index_, name_,
+                        (Long)(op.k_offset + per_width * op.head_width), (Long)state_.kv_page_stride);
+        if (int32_t status = range("parts", op.parts, PK_PARTS_QKV, PK_PARTS_Q)) return status;
+        if (op.parts == PK_PARTS_LATENT) return range("v_width", op.v_width, 1, op.head_width);
+        if (op.v_offset < 0 || op.v_offset + per_width * op.v_width > state_.kv_page_stride)
+            return fail(PK_BAD_ARG, "op %lld (%s): values end at byte %lld of a page of %lld", (Long)index_, name_,
+                        (Long)(op.v_offset + per_width * op.v_width), (Long)state_.kv_page_stride);
+        return PK_OK;
+    }
+
+    int32_t delta(const pk_op_delta &op) const {
+        if (!state_.recurrent) return fail(PK_BAD_ARG, "op %lld (%s): the state has no recurrent memory", (Long)index_, name_);
+        if (int32_t status = range("n_k_heads", op.n_k_heads, 1, 1 << 12)) return status;
+        if (int32_t status = range("n_v_heads", op.n_v_heads, op.n_k_heads, 1 << 12)) return status;
+        if (int32_t status = equal("n_v_heads modulo n_k_heads", op.n_v_heads % op.n_k_heads, "wanted", 0)) return status;
+        if (int32_t status = range("k_width", op.k_width, 1, support_.max_head_width)) return status;
+        if (int32_t status = range("v_width", op.v_width, 1, support_.max_head_width)) return status;
+        if (int32_t status = range("conv_width", op.conv_width, 2, 16)) return status;
+        int64_t values = (int64_t)op.n_v_heads * op.v_width, channels = 2 * (int64_t)op.n_k_heads * op.k_width + values;
+        if (int32_t status = activations({{"qkv", op.qkv, channels}, {"z", op.z, values}, {"out", op.out, values}}, false)) return status;
+        if (int32_t status = activations({{"b", op.b, op.n_v_heads}, {"a", op.a, op.n_v_heads}}, true)) return status;
+        if (int32_t status = vectors({{"conv", op.conv, channels * op.conv_width}, {"a_log", op.a_log, op.n_v_heads}, {"dt_bias", op.dt_bias, op.n_v_heads},
+                                      {"scale", op.scale, op.v_width}}))
+            return status;
+        if (int32_t status = part("the state", op.state_offset, 4 * values * op.k_width)) return status;
+        return part("the convolution's tail", op.conv_offset, 4 * channels * (op.conv_width - 1));
+    }
+
     int64_t index_;
     const Record &record_;
     const char *name_;

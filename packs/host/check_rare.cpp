@@ -13,6 +13,11 @@ class RareChecker : Checks {
         switch (record_.op) {
             case PK_OP_SOFTPLUS: return softplus(record_.as<pk_op_softplus>());
             case PK_OP_WEIGH: return weigh(record_.as<pk_op_weigh>());
+            case PK_OP_NGRAM: return ngram(record_.as<pk_op_ngram>());
+            case PK_OP_STREAMS: return streams(record_.as<pk_op_streams>());
+            case PK_OP_DILATED: return dilated(record_.as<pk_op_dilated>());
+            case PK_OP_SPARSE: return sparse(record_.as<pk_op_sparse>());
+            case PK_OP_DELTA_SIGMOID: return delta(record_.as<pk_op_delta>());
             default: return PK_OK;
         }
     }
@@ -37,6 +42,60 @@ class RareChecker : Checks {
         if (!op.logits.data) return PK_OK;
         if (int32_t status = table("logits", op.logits, PK_F32)) return status;
         return same_rows("ids", op.ids, "logits", op.logits);
+    }
+
+    int32_t ngram(const pk_op_ngram &op) const {
+        if (int32_t status = range("n_tokens", op.n_tokens, 2, 8)) return status;
+        if (int32_t status = range("n_each", op.n_each, 1, 64 / (op.n_tokens - 1))) return status;
+        if (int32_t status = range("n_pieces", op.n_pieces, 1, 1 << 16)) return status;
+        const int64_t n = (int64_t)(op.n_tokens - 1) * op.n_each;
+        if (int32_t status = activations({{"out", op.out, n * op.table.cols}}, false)) return status;
+        if (!op.table.data || op.table.layout != PK_PACKED || op.table.rows < 1) return fail(PK_BAD_ARG, "op %lld (%s): the table is absent or not packed", (Long)index_, name_);
+        if (!support_.is_weight(op.table.format)) return unsupported("table", op.table.format);
+        int64_t rows_needed = 0;
+        for (int64_t h = 0; h < n; ++h) {
+            if (int32_t status = range("a part's rows", op.sizes[h], 1, INT32_MAX)) return status;
+            rows_needed += op.sizes[h];
+        }
+        for (int32_t i = 0; i < op.n_tokens; ++i)
+            if (op.multipliers[i] < 1) return fail(PK_BAD_ARG, "op %lld (%s): multiplier %d is %lld", (Long)index_, name_, i, (Long)op.multipliers[i]);
+        return range("rows of all parts", rows_needed, 1, op.table.rows * op.n_pieces);
+    }
+
+    int32_t streams(const pk_op_streams &op) const {
+        if (int32_t status = activation("q", op.q)) return status;
+        if (int32_t status = like("q", op.q, "k", op.k)) return status;
+        if (int32_t status = like("q", op.q, "out", op.out)) return status;
+        if (int32_t status = activation("v", op.v)) return status;
+        if (int32_t status = same_rows("q", op.q, "v", op.v)) return status;
+        return equal("q width modulo v width", op.q.cols % op.v.cols, "wanted", 0);
+    }
+
+    int32_t dilated(const pk_op_dilated &op) const {
+        if (!state_.recurrent) return fail(PK_BAD_ARG, "op %lld (%s): the state has no recurrent memory", (Long)index_, name_);
+        if (int32_t status = range("conv_width", op.conv_width, 2, 16)) return status;
+        if (int32_t status = range("dilation", op.dilation, 1, 16)) return status;
+        if (int32_t status = activations({{"x", op.x, op.x.cols}, {"add", op.add, op.x.cols}, {"out", op.out, op.x.cols}}, false)) return status;
+        if (int32_t status = vector("conv", op.conv, op.x.cols * op.conv_width)) return status;
+        return part("the convolution's tail", op.conv_offset, 4 * op.x.cols * (op.conv_width - 1) * op.dilation);
+    }
+
+    int32_t sparse(const pk_op_sparse &op) const {
+        if (int32_t status = heads(op)) return status;
+        if (int32_t status = range("index_heads", op.index_heads, 1, 1 << 12)) return status;
+        if (int32_t status = range("index_width", op.index_width, 1, support_.max_head_width)) return status;
+        if (int32_t status = range("block_tokens", op.block_tokens, 1, 1 << 12)) return status;
+        if (int32_t status = range("n_blocks", op.n_blocks, 1, 1 << 24)) return status;
+        if (int32_t status = range("rope_width", op.rope_width, 2, op.index_width)) return status;
+        if (int32_t status = range("rope_layout", op.rope_layout, 0, 1)) return status;
+        if (int32_t status = equal("parts", op.parts, "wanted", PK_PARTS_QKV)) return status;
+        if (int32_t status = activations({{"q", op.q, (int64_t)op.n_heads * op.head_width}, {"out", op.out, (int64_t)op.n_heads * op.v_width},
+                                          {"index_q", op.index_q, (int64_t)op.index_heads * op.index_width}}, false))
+            return status;
+        if (int32_t status = vectors({{"index_norm", op.index_norm, op.index_width}, {"frequency", op.frequency, op.rope_width / 2}})) return status;
+        int64_t end = op.i_offset + (int64_t)op.index_width * state_.page_tokens * find_format(op.kv_format)->block_bytes;
+        if (op.i_offset >= 0 && end <= state_.kv_page_stride) return PK_OK;
+        return fail(PK_BAD_ARG, "op %lld (%s): index keys end at byte %lld of a page of %lld", (Long)index_, name_, (Long)end, (Long)state_.kv_page_stride);
     }
 };
 

@@ -27,6 +27,9 @@ constexpr Known kKnown[] = {
     {PK_OP_SIGMOID, sizeof(pk_op_sigmoid), "sigmoid"}, {PK_OP_DELTA, sizeof(pk_op_delta), "delta"},
     {PK_OP_CONV, sizeof(pk_op_conv), "conv"},       {PK_OP_MAMBA, sizeof(pk_op_mamba), "mamba"},
     {PK_OP_SOFTPLUS, sizeof(pk_op_softplus), "softplus"}, {PK_OP_WEIGH, sizeof(pk_op_weigh), "weigh"},
+    {PK_OP_NGRAM, sizeof(pk_op_ngram), "ngram"},          {PK_OP_STREAMS, sizeof(pk_op_streams), "streams"},
+    {PK_OP_DILATED, sizeof(pk_op_dilated), "dilated"},    {PK_OP_SPARSE, sizeof(pk_op_sparse), "sparse"},
+    {PK_OP_DELTA_SIGMOID, sizeof(pk_op_delta), "delta_sigmoid"},
 };
 
 const Known *find(int32_t op) {

@@ -150,6 +150,11 @@ TINY = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
         },
     ),
+    "qwen4-exp": dict(
+        model_type="qwen4_exp_text", **SMALL_HYBRID, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24, rope_parameters=PARTIAL_ROPE, output_gate_type="sigmoid",
+        hc_count=3, hc_lowrank=10, ple_layer_ids=[1, 3], ple_embed_dim=16, ngram_size=3, heads_per_ngram=2, ngram_vocab_size_base=50, make_ngram_vocab_size_divisible_by=8,
+        split_ngram_parts=2, eos_token_id=36, indexer_n_heads=5, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4,
+    ),
     "ernie4.5": dict(model_type="ernie4_5", **SMALL, head_dim=16, tie_word_embeddings=True, use_bias=True),
     "seed-oss": dict(model_type="seed_oss", **SMALL, head_dim=16, attention_out_bias=True),
     "arcee": dict(model_type="arcee", **SMALL, head_dim=16),

@@ -28,7 +28,7 @@ class Place:
         checkpoint = open_checkpoint(TINY / name)
         blueprint = read_blueprint(checkpoint)
         states = state_layout(blueprint).slot_bytes
-        self.sizes = StateSizes(n_slots, 64, 4, N_PAGES if n_slots == 6 else 17 * n_slots, blueprint.n_vocab, max(24, 2 * n_slots), n_slots, 4, 3, 6, states, 9 if states else 0)
+        self.sizes = StateSizes(n_slots, 64, 4, N_PAGES if n_slots == 6 else 17 * n_slots, blueprint.n_vocab, max(24, 2 * n_slots), n_slots, 4, 3, 6, states, 9 if states else 0, blueprint.lookback_tokens)
         self.device = build_device(Assembly(find_pack("cpu"), self.sizes, "f32", max_isa=2), blueprint, tensors_by_name(checkpoint, blueprint))
 
     def conversation(self, prompt: list[int], more: list[list[int]], n_tokens: int) -> list[tuple[int, list[int], int, list[int]]]:
@@ -65,7 +65,7 @@ class Place:
         return [x.tokens for x in found]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-moe", "muse-glimmer", "kolibri", "olmo2", "qwen3-moe", "gpt-oss", "qwen3.5", "qwen3-next", "lfm2", "deepseek-v3", "granite-hybrid", "nemotron-h", "laguna"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-moe", "muse-glimmer", "kolibri", "olmo2", "qwen3-moe", "gpt-oss", "qwen3.5", "qwen3-next", "lfm2", "deepseek-v3", "granite-hybrid", "nemotron-h", "laguna", "qwen4-exp"])
 def test_answers_do_not_depend_on_what_else_is_in_the_batch(name):
     place = Place(name)
     try:
@@ -94,7 +94,7 @@ def test_an_answer_alone_is_the_same_bits_as_among_31_others(name):
         place.device.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma4", "qwen3.5", "qwen3-next", "lfm2", "deepseek-v3", "granite-hybrid", "nemotron-h", "laguna"])
+@pytest.mark.parametrize("name", ["llama", "gemma4", "qwen3.5", "qwen3-next", "lfm2", "deepseek-v3", "granite-hybrid", "nemotron-h", "laguna", "qwen4-exp"])
 def test_a_second_turn_computes_only_what_is_new_and_answers_what_it_answers_alone(name):
     place = Place(name)
     try:

@@ -98,7 +98,7 @@ int64_t workspace_of_record(const Context &context, const Record &record, const 
         case PK_OP_DELTA: return delta_workspace_bytes(context, record.as<pk_op_delta>(), state);
         case PK_OP_MAMBA: return mamba_workspace_bytes(record.as<pk_op_mamba>(), state);
         case PK_OP_EXPERTS: return experts_workspace_bytes(context, record.as<pk_op_experts>(), state.max_step_tokens);
-        default: return 0;
+        default: return rare_workspace_bytes(context, record, state);
     }
 }
 
@@ -180,7 +180,7 @@ bool finds_rows(const pk_program *program) {
     for (int64_t i = 0; i < program->records.n(); ++i) {
         int32_t op = program->records[i].op;
         if (op == PK_OP_PREPARE) return false;
-        reads |= op == PK_OP_QKV || op == PK_OP_ATTENTION || op == PK_OP_GATHER || op == PK_OP_SAMPLE || op == PK_OP_DELTA || op == PK_OP_CONV || op == PK_OP_MAMBA;
+        reads |= op == PK_OP_QKV || op == PK_OP_ATTENTION || op == PK_OP_GATHER || op == PK_OP_SAMPLE || op == PK_OP_DELTA || op == PK_OP_CONV || op == PK_OP_MAMBA || needs_rare_rows(op);
     }
     return reads;
 }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "../../rare.h"
 #include "recurrent.h"
 
 namespace pk {
@@ -47,11 +48,12 @@ void update(float *state, const float *q, const float *k, const float *v, float 
 
 // Norm and gate of one head's output, in place.
 void finish(const pk_op_delta &op, const float *z, float *out) {
+    const bool is_sigmoid = op.op == PK_OP_DELTA_SIGMOID;
     const auto *scale = numbers<const float>(op.scale.data);
     double sum = 0;
     for (int64_t j = 0; j < op.v_width; ++j) sum += static_cast<double>(out[j]) * out[j];
     auto by = static_cast<float>(1.0 / std::sqrt(sum / op.v_width + op.eps));
-    for (int64_t j = 0; j < op.v_width; ++j) out[j] = out[j] * by * scale[j] * silu(z[j]);
+    for (int64_t j = 0; j < op.v_width; ++j) out[j] = out[j] * by * scale[j] * (is_sigmoid ? sigmoid(z[j]) : silu(z[j]));
 }
 
 // Value head h over the tokens of a row. mixed: [n, C] convolved inputs. scratch: 2 Dk + Dv floats.

@@ -64,6 +64,8 @@ void run_sigmoid(Run &run, const pk_op_sigmoid &op);
 
 // The ops of rare.h: whether there is one of that number, and one record of it.
 bool has_rare_op(int32_t op);
+bool needs_rare_rows(int32_t op);  // it reads the step's rows
+int64_t rare_workspace_bytes(const Context &context, const Record &record, const pk_state &state);
 void run_rare(Run &run, const Record &record);
 
 // Applies the step input and builds the row and token arrays. PK_BAD_ARG when a row would pass the context's end.

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "ops.h"
+#include "rare_ops.h"
 #include "recurrent.h"
 
 namespace pk {
@@ -48,12 +49,23 @@ void run_weigh(Run &run, const pk_op_weigh &op) {
 
 }  // namespace
 
-bool has_rare_op(int32_t op) { return op == PK_OP_SOFTPLUS || op == PK_OP_WEIGH; }
+bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_DELTA_SIGMOID; }
+bool needs_rare_rows(int32_t op) { return op == PK_OP_NGRAM || op == PK_OP_DILATED || op == PK_OP_SPARSE || op == PK_OP_DELTA_SIGMOID; }
+
+int64_t rare_workspace_bytes(const Context &context, const Record &record, const pk_state &state) {
+    if (record.op == PK_OP_SPARSE) return sparse_workspace_bytes(context, record.as<pk_op_sparse>(), state);
+    return record.op == PK_OP_DELTA_SIGMOID ? delta_workspace_bytes(context, record.as<pk_op_delta>(), state) : 0;
+}
 
 void run_rare(Run &run, const Record &record) {
     switch (record.op) {
         case PK_OP_SOFTPLUS: run_softplus(run, record.as<pk_op_softplus>()); break;
         case PK_OP_WEIGH: run_weigh(run, record.as<pk_op_weigh>()); break;
+        case PK_OP_NGRAM: run_ngram(run, record.as<pk_op_ngram>()); break;
+        case PK_OP_STREAMS: run_streams(run, record.as<pk_op_streams>()); break;
+        case PK_OP_DILATED: run_dilated(run, record.as<pk_op_dilated>()); break;
+        case PK_OP_SPARSE: run_sparse(run, record.as<pk_op_sparse>()); break;
+        case PK_OP_DELTA_SIGMOID: run_delta(run, record.as<pk_op_delta>()); break;
         default: break;
     }
 }

@@ -48,6 +48,16 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class Index:
+    """What chooses the tokens that attention sees (Qwen 4): n_heads queries of that width score blocks of block_tokens tokens, of which n_blocks are seen."""
+
+    n_heads: int
+    width: int
+    block_tokens: int
+    n_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """Softmax attention of one layer. window: tokens visible including the own one, 0 for all. scale: multiplies q.k.
 
@@ -79,6 +89,7 @@ class Attention:
     v_norm: bool = False
     values_are_keys: bool = False
     kv_from: int | None = None
+    index: Index | None = None
 
     @property
     def values_width(self) -> int:
@@ -122,7 +133,7 @@ NO_ATTENTION = Attention(0, 0, 0, 1.0, None)
 class Delta:
     """Gated delta net of one layer: a matrix state of k_width x v_width per value head, after a convolution over q, k and v.
 
-    is_tiled: value head h belongs to key head h mod n_k_heads (GGUF), not to h // (n_v_heads / n_k_heads).
+    is_tiled: value head h belongs to key head h mod n_k_heads (GGUF), not to h // (n_v_heads / n_k_heads). gate_act: "silu" or "sigmoid".
     """
 
     n_k_heads: int
@@ -131,6 +142,7 @@ class Delta:
     v_width: int
     conv_width: int
     is_tiled: bool = False
+    gate_act: str = "silu"
 
     @property
     def n_values(self) -> int:
@@ -221,11 +233,41 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Ngram:
+    """What the last few tokens add to a layer's residual streams (Qwen 4): rows of a table, one from each part, chosen by a product of tokens and
+    multipliers; a convolution of conv_width taps, so many tokens apart as an n-gram has at most (n_tokens).
+
+    sizes: rows of every part: n_each parts for 2-grams, as many for 3-grams, ... width: of a row. n_pieces, piece_rows: how the table is stored.
+    end_token: stands for tokens before the text's beginning, and for those before the last such token.
+    """
+
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    n_each: int
+    width: int
+    end_token: int
+    conv_width: int
+    n_pieces: int
+    piece_rows: int
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the longest n-gram."""
+        return len(self.multipliers)
+
+    @property
+    def embedding_width(self) -> int:
+        """All rows of a token side by side."""
+        return len(self.sizes) * self.width
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One block: a mixer (attention, or what kind says) and a feed-forward; kind "none" has no mixer, width 0 without experts no feed-forward.
 
     pre_norms: norms on what the branches read; post_norms: norms on what they give, before it joins the residual.
     residual_norms: norms on the residual itself, after each branch has joined it (BERT). out_scale: multiplies the residual at the end.
+    has_streams: branches read a mixture of the residual's streams, and join each by a weight of its own.
     """
 
     attention: Attention
@@ -239,6 +281,13 @@ class Layer:
     delta: Delta | None = None  # of layers of kind "delta"; their attention is NO_ATTENTION
     conv: ShortConv | None = None  # of layers of kind "conv"; likewise
     mamba: Mamba | None = None  # of layers of kind "mamba"; likewise
+    has_streams: bool = False
+    ngram: Ngram | None = None
+
+    @property
+    def joins_later(self) -> bool:
+        """True when a branch's output does not go straight onto the residual."""
+        return self.post_norms or self.has_streams
 
     @property
     def has_feed_forward(self) -> bool:
@@ -281,6 +330,7 @@ class Blueprint:
     position_offset of which no token has. n_token_types: kinds of tokens; a token of kind k has the id token + k * n_vocab.
     input_width: of what every layer is told of the token once more (Gemma 4); 0: nothing. unit_embed_norm: embed_norm has no weights.
     post_norm_eps: of norms after branches; 0: as the others. out_norm_offset: of the last norm, in place of norm_offset.
+    n_streams: residual streams, mixed by products of rank stream_rank (hyper-connections).
     """
 
     family: str
@@ -303,6 +353,8 @@ class Blueprint:
     out_norm_offset: float | None = None
     post_norm_eps: float = 0.0
     input_width: int = 0
+    n_streams: int = 1
+    stream_rank: int = 0
     n_positions: int = 0
     position_offset: int = 0
     n_token_types: int = 0
@@ -315,6 +367,11 @@ class Blueprint:
     def has_states(self) -> bool:
         """True when some layer remembers a sequence otherwise than by keys and values: its pages alone cannot continue it."""
         return any(layer.delta is not None or layer.conv is not None or layer.mamba is not None for layer in self.layers)
+
+    @property
+    def lookback_tokens(self) -> int:
+        """Tokens before a step's own that it reads as tokens: those of n-grams."""
+        return max((layer.ngram.n_tokens - 1 for layer in self.layers if layer.ngram is not None), default=0)
 
     @property
     def is_causal(self) -> bool:

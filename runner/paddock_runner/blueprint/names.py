@@ -25,6 +25,9 @@ from .latent import latent_shapes, split_latent
 from .mamba import gguf_mamba_view, mamba_name, mamba_shapes, nemotron_name, split_mamba
 from .pooling import pooling_shapes, pooling_views
 from .quantised import join_scales, rows_of
+from .streams import HF as HF_STREAMS
+from .streams import HF_LAYER as HF_STREAMS_LAYER
+from .streams import is_derived, ngram_piece, stream_shapes
 from .unit import unit_norms
 
 GGUF = {
@@ -39,7 +42,7 @@ GGUF_LAYER = {
 GGUF_NAMES = {**GGUF_LAYER, **GGUF_EXPERTS, **GGUF_CONV, **GGUF_LATENT}
 GGUF_UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-HF = {"embed_tokens": "embed", "norm": "out_norm", "embedding_norm": "out_norm", **gemma4.HF}
+HF = {"embed_tokens": "embed", "norm": "out_norm", "embedding_norm": "out_norm", **gemma4.HF, **HF_STREAMS}
 HF_LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v",
     "self_attn.qkv_proj": "qkv", "self_attn.o_proj": "o", "self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm", "self_attn.g_proj": "q_gate", "self_attn.gate_proj": "q_gate",
@@ -130,8 +133,9 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
     """Our name -> shape of every tensor of the model. fused_layers: layers whose q, k and v are one tensor."""
     m = blueprint.model_width
     want: dict[str, tuple[int, ...]] = {"embed.weight": (blueprint.n_vocab, m), **pooling_shapes(blueprint)}
-    if blueprint.has_out_norm:
+    if blueprint.has_out_norm and blueprint.n_streams == 1:
         want["out_norm.weight"] = (m,)
+    want.update(stream_shapes(blueprint))
     if not blueprint.tied_head and blueprint.pooling is None:
         want["head.weight"] = (blueprint.n_vocab, m)
     if blueprint.embed_norm:
@@ -284,7 +288,7 @@ def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[s
         prefix = "model."
     out: dict[str, TensorView] = {}
     for name, view in tensors.items():
-        if name.startswith(HF_OTHER_PARTS) or name.endswith(".rotary_emb.inv_freq"):
+        if name.startswith(HF_OTHER_PARTS) or name.endswith(".rotary_emb.inv_freq") or is_derived(name):
             continue
         head = next((h for h in HF_HEADS if name.startswith(h)), "")
         if head:
@@ -319,6 +323,10 @@ def _hf_layer_name(stem: str, kind: str, layer_names: Mapping[str, str]) -> str 
         return found
     if stem in HF_LATENT:
         return f"{HF_LATENT[stem]}.{kind}"
+    if stem in HF_STREAMS_LAYER:
+        return f"{HF_STREAMS_LAYER[stem]}.{kind}"
+    if (piece := ngram_piece(stem)) is not None:
+        return f"ngram.{piece}.{kind}"
     if stem == "self_attn" and kind == "sinks":
         return "sinks.weight"
     if (whole := f"{stem}.{kind}") in HF_DELTA:

@@ -91,6 +91,8 @@ def _build(device: Device, sizes: StateSizes, kv_format: str, blueprint: Bluepri
         KV_FORMATS[kv_format],
         rotations(device, blueprint, sizes.max_ctx_tokens),
         state_layout(blueprint).offsets,
+        layout.index_offsets,
+        state_layout(blueprint).ngram_offsets,
     )
     return trace(blueprint, site)
 

@@ -112,7 +112,8 @@ def _site(
     ropes = {x.attention.rope for x in blueprint.layers if x.attention.rope is not None}
     turns = {r: Rotation(Tensor(64, 1, r.width // 2, abi.PK_F32), r.width, r.layout, r.magnitude) for r in ropes}
     layout = page_layout(blueprint, kv_format, sizes.page_tokens)
-    return Site(weights, buffers, layout.offsets, KV_FORMATS[kv_format], turns, state_layout(blueprint).offsets)
+    states = state_layout(blueprint)
+    return Site(weights, buffers, layout.offsets, KV_FORMATS[kv_format], turns, states.offsets, layout.index_offsets, states.ngram_offsets)
 
 
 def _operands(record: ctypes.Structure) -> Iterator[tuple[str, Any]]:

@@ -170,12 +170,12 @@ class SlotTable:
         """The input block can take this start in the present step, whatever masks come after it."""
         sizes = self.sizes
         masks_to_come = sizes.n_slots * sizes.mask_words - len(self._masks) // 2 * sizes.mask_words
-        text = request.n_tokens if request.needs_history else request.remaining_tokens
+        text = request.n_tokens if request.needs_history else request.remaining_tokens + sizes.lookback_tokens
         words = self._n_payload + text + 2 * request.n_bias + masks_to_come
         return words <= self.max_payload_words and len(self._page_writes) // 4 + n_pages <= self.max_page_writes
 
     def start(self, request: Request) -> None:
-        """Stages a new slot: its parameters, page table, and tokens; those that are cached only when a penalty looks at them."""
+        """Stages a new slot: its parameters, page table, and tokens; those that are cached only when a penalty or an n-gram looks at them."""
         slot, holding = request.slot, request.holding
         assert holding is not None
         self._n_new += 1
@@ -188,7 +188,7 @@ class SlotTable:
         writes[:, 0] = slot
         writes[:, 2] = pages
         self._page_writes.frombytes(writes.tobytes())
-        first = 0 if request.needs_history else request.done_tokens
+        first = 0 if request.needs_history else max(0, request.done_tokens - self.sizes.lookback_tokens)
         self._texts.extend((slot, first, request.n_tokens - first, self._n_payload))
         self._pay(request.tokens[4 * first :] if first else request.tokens)
 

@@ -33,7 +33,7 @@ class Arena:
 
 def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activation_bytes: int) -> Arena:
     """Buffers for steps of at most max_step_tokens tokens and max_step_rows sampled rows."""
-    m = blueprint.model_width
+    m, wide = blueprint.model_width, blueprint.n_streams * blueprint.model_width
     qkv = max(1, *(layer.attention.qkv_width for layer in blueprint.layers))
     out = max(_out_width(layer) for layer in blueprint.layers)
     ff = max(1, *(layer.feed_forward.width for layer in blueprint.layers))
@@ -44,15 +44,21 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
         rows = max_step_rows if is_sampled else max_step_tokens
         return aligned(at + rows * cols * (4 if is_f32 or is_i32 else activation_bytes))
 
-    at = place("residual", 0, m, is_f32=True)
+    at = place("residual", 0, wide, is_f32=True)
     at = place("normed", at, m)
     if blueprint.input_width:
         at = place("layer_inputs", at, blueprint.n_layers * blueprint.input_width)
     shared = place("branch", at, m)
+    if blueprint.n_streams > 1:
+        shared = place("stream_weights", shared, blueprint.n_streams)
     ends = [_place_mixers(blueprint, place, place("attention_out", place("qkv", shared, qkv), out))]
     ends.append(_place_experts(blueprint, place, place("feed_forward", shared, ff)))
     ends.append(_place_inputs(blueprint, place, shared))
-    at = place("last", shared, m, is_sampled=True, is_f32=True)
+    ends.append(_place_streams(blueprint, place, shared))
+    at = place("last", shared, wide, is_sampled=True, is_f32=True)
+    if blueprint.n_streams > 1:
+        for name, cols in (("last_streams", wide), ("last_gates", wide), ("last_low", blueprint.stream_rank)):
+            at = place(name, at, cols, is_sampled=True)
     if blueprint.pooling is not None:
         at = place("pooled", at, m, is_sampled=True)
         wide = max((x.rows for x in blueprint.pooling.layers), default=0)
@@ -83,6 +89,9 @@ def _place_mixers(blueprint: Blueprint, place: Callable[..., int], at: int) -> i
     if mambas:
         at = place("mamba_mixed", at, max(x.n_channels + x.n_values for x in mambas))
         at = place("mamba_steps", at, max(x.n_heads for x in mambas), is_f32=True)
+    indexes = [x.attention.index for x in blueprint.layers if x.attention.index is not None]
+    if indexes:
+        at = place("index", at, max((x.n_heads + 1) * x.width for x in indexes))
     deltas = [x.delta for x in blueprint.layers if x.delta is not None]
     if deltas:
         at = place("delta_mixed", at, max(x.n_channels + x.n_values for x in deltas))
@@ -97,6 +106,20 @@ def _place_inputs(blueprint: Blueprint, place: Callable[..., int], at: int) -> i
         return at
     projected = place("input_projected", at, blueprint.n_layers * width)
     return max(projected, place("input_hidden", place("input_pair", at, 2 * width), width))
+
+
+def _place_streams(blueprint: Blueprint, place: Callable[..., int], at: int) -> int:
+    """The streams, normed, and what weighs them; a branch's output as one of them takes it; what n-grams say."""
+    if blueprint.n_streams == 1:
+        return at
+    wide = blueprint.n_streams * blueprint.model_width
+    for name, cols in (("streams", wide), ("stream_gates", wide), ("stream_low", blueprint.stream_rank), ("stream_part", blueprint.model_width)):
+        at = place(name, at, cols)
+    ngrams = [x.ngram for x in blueprint.layers if x.ngram is not None]
+    if ngrams:
+        at = place("ngram", at, max(x.embedding_width for x in ngrams))
+        at = place("ngram_value", at, blueprint.model_width)
+    return at
 
 
 def _place_experts(blueprint: Blueprint, place: Callable[..., int], at: int) -> int:
@@ -123,6 +146,7 @@ def pack_scratch_bytes(
     partials = 4 * (heads + 2 * blueprint.model_width) * (max_step_rows + n_processors) * 16
     sampling = (20 * blueprint.n_vocab + 32 * max_ctx_tokens + 4096) * min(n_processors, max_step_rows)
     experts = max(0, *(_expert_scratch(blueprint, x, max_step_tokens) for x in blueprint.layers), 0)
+    experts += max(0, *(_index_scratch(x, max_ctx_tokens, n_processors) for x in blueprint.layers), 0)
     return aligned(experts) + aligned(converted) + aligned(partials) + aligned(sampling) + n_processors * _attention_scratch(blueprint)
 
 
@@ -143,6 +167,12 @@ def _expert_scratch(blueprint: Blueprint, layer: Layer, max_step_tokens: int) ->
         return 0
     row = 4 * (3 * max(blueprint.model_width, x.width) + 2 * x.width + 2 * x.n_used + 64)
     return max_step_tokens * row + 8 * x.n_experts + 4096
+
+
+def _index_scratch(layer: Layer, max_ctx_tokens: int, n_processors: int) -> int:
+    """Keys of all blocks of a row, and what a processor notes of blocks and tokens."""
+    x = layer.attention.index
+    return 4 * (max_ctx_tokens // x.block_tokens + 2) * x.width + 16 * n_processors * (max_ctx_tokens + 64) if x is not None else 0
 
 
 def _out_width(layer: Layer) -> int:

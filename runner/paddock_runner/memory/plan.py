@@ -16,7 +16,7 @@ from ..files.view import TensorView
 from ..formats import cuda
 from ..formats.table import packed_bytes
 from .arena import arena, pack_scratch_bytes
-from .kinds import kv_token_bytes, latent_token_bytes
+from .kinds import kv_token_bytes, latent_token_bytes, stored_bytes
 from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pinned_arrays, state_layout, token_buckets
 
 MIB = 1 << 20
@@ -184,7 +184,7 @@ def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
     states = state_layout(blueprint).slot_bytes
     return StateSizes(
         request.max_batch, slot_pages * page, page, n_pages, blueprint.n_ids, step, request.max_batch,
-        recurrent_bytes=states, n_snapshots=_snapshots(request, states),
+        recurrent_bytes=states, n_snapshots=_snapshots(request, states), lookback_tokens=blueprint.lookback_tokens,
     )  # fmt: skip
 
 
@@ -271,6 +271,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
         latent_token_bytes(a.latent.rank, a.latent.rope_width, request.kv_format)
         if a.latent is not None
         else kv_token_bytes(a.n_kv_heads, a.head_width, a.values_width, request.kv_format)
+        + (stored_bytes(a.index.width, request.kv_format) if a.index is not None else 0)
         for a in attentions
     )
     return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes if is_host else 0)

@@ -38,6 +38,7 @@ class StateSizes:
     n_results: int = 8
     recurrent_bytes: int = 0  # of one slot's recurrent states
     n_snapshots: int = 0  # copies of a slot's recurrent states that the prefix cache may keep
+    lookback_tokens: int = 0  # tokens that a step reads before its own: they must be there though their keys are cached
 
     @property
     def slot_pages(self) -> int:
@@ -87,10 +88,11 @@ def pinned_arrays(sizes: StateSizes) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Where each layer's keys and values lie in a page. offsets: per layer (k, v) in bytes from the page's start."""
+    """Where each layer's keys and values lie in a page. offsets: per layer (k, v) in bytes from the page's start; index_offsets: its index keys, or 0."""
 
     offsets: tuple[tuple[int, int], ...]
     page_bytes: int
+    index_offsets: tuple[int, ...] = ()
 
 
 def token_buckets(max_step_tokens: int) -> list[int]:
@@ -104,28 +106,34 @@ def token_buckets(max_step_tokens: int) -> list[int]:
 
 def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageLayout:
     """One page holds `page_tokens` tokens of every layer: K [K, B, D] then V [K, B, Dv], each aligned to 64 bytes; latent attention has no V, and a layer
-    that reads another's keys and values lies where that one does."""
+    that reads another's keys and values lies where that one does. Index keys [B, W] follow V."""
     at = 0
     offsets: list[tuple[int, int]] = []
+    index_offsets: list[int] = []
     for layer in blueprint.layers:
         a = layer.attention
         if a.kv_from is not None:
             offsets.append(offsets[a.kv_from])
+            index_offsets.append(0)
             continue
         k_bytes = stored_bytes(a.n_kv_heads * page_tokens * a.head_width, kv_format)
         v_bytes = 0 if a.latent is not None else stored_bytes(a.n_kv_heads * page_tokens * a.values_width, kv_format)
         v_at = at + -(-k_bytes // 64) * 64
         offsets.append((at, v_at))
         at = v_at + -(-v_bytes // 64) * 64
-    return PageLayout(tuple(offsets), aligned(at))
+        index_offsets.append(at if a.index is not None else 0)
+        at += -(-stored_bytes(page_tokens * a.index.width, kv_format) // 64) * 64 if a.index is not None else 0
+    return PageLayout(tuple(offsets), aligned(at), tuple(index_offsets))
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Where each layer's recurrent state lies in a slot's. offsets: per layer (matrix states, convolution's tail), or None."""
+    """Where each layer's recurrent state lies in a slot's. offsets: per layer (matrix states, convolution's tail), or None; ngram_offsets: the tail of
+    its n-grams' convolution, or 0."""
 
     offsets: tuple[tuple[int, int] | None, ...]
     slot_bytes: int
+    ngram_offsets: tuple[int, ...] = ()
 
 
 def state_layout(blueprint: Blueprint) -> StateLayout:
@@ -149,4 +157,9 @@ def state_layout(blueprint: Blueprint) -> StateLayout:
         tail = at + aligned(need.state)
         offsets.append((at, tail))
         at = tail + aligned(need.tail)
-    return StateLayout(tuple(offsets), at)
+    ngram_offsets = []
+    for layer in blueprint.layers:
+        ngram_offsets.append(at if layer.ngram is not None else 0)
+        rows = (layer.ngram.conv_width - 1) * layer.ngram.n_tokens if layer.ngram is not None else 0
+        at += aligned(4 * rows * blueprint.n_streams * blueprint.model_width)
+    return StateLayout(tuple(offsets), at, tuple(ngram_offsets))

@@ -19,6 +19,8 @@ from .moe import experts, experts_beside, weigh_shared
 from .pooled import pooled_rows
 from .recurrent import delta_net, mamba, short_conv
 from .site import Site, norm
+from .sparse import sparse_attention
+from .streams import join_streams, mixed_last, ngrams, read_streams, start_streams
 
 
 def rotations(device: Device, blueprint: Blueprint, max_ctx_tokens: int = 0) -> dict[Rope, Rotation]:
@@ -41,6 +43,8 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
     """The program of one step: any mix of prefill and decode rows."""
     program, buffers, weights = Program(), site.buffers, site.weights
     program.prepare()
+    if blueprint.n_streams > 1:
+        return _trace_streams(program, blueprint, site)
     added = (_table(site, "positions.table", blueprint), _table(site, "token_types.table", blueprint))
     program.embed(weights["embed.weight"], buffers["residual"], blueprint.embed_scale, added, blueprint.position_offset)
     if blueprint.embed_norm:
@@ -71,6 +75,24 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
         pooled_rows(program, blueprint, site)
     else:
         _head(program, blueprint, site)
+    return program
+
+
+def _trace_streams(program: Program, blueprint: Blueprint, site: Site) -> Program:
+    """The forward pass of a model with several residual streams."""
+    start_streams(program, blueprint, site)
+    for i, layer in enumerate(blueprint.layers):
+        at = f"layers.{i}."
+        if layer.ngram is not None:
+            ngrams(program, blueprint, layer.ngram, i, site)
+        read_streams(program, blueprint, at + "attn", site)
+        _attention(program, blueprint, layer, i, site)
+        join_streams(program, blueprint, site)
+        read_streams(program, blueprint, at + "ffn", site)
+        _feed_forward(program, blueprint, layer, at, site)
+        join_streams(program, blueprint, site)
+    mixed_last(program, blueprint, site)
+    _logits(program, blueprint, site)
     return program
 
 
@@ -121,7 +143,10 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
     program.qkv(qkv, q, heads, norms, site.rotations[a.rope] if a.rope else None, blueprint.norm_eps)
     heads = replace(heads, parts=abi.PK_PARTS_QKV)
     out = _narrow(buffers["attention_out"], a.n_heads * a.values_width)
-    program.attention(q, out, heads, a.scale, View(a.window, not a.causal), a.softcap, w[at + "sinks.weight"] if a.sinks else None)
+    if a.index is not None:
+        sparse_attention(program, blueprint, a, a.index, heads, (q, out), i, site)
+    else:
+        program.attention(q, out, heads, a.scale, View(a.window, not a.causal), a.softcap, w[at + "sinks.weight"] if a.sinks else None)
     if a.out_gate:
         gate = _narrow(buffers["attention_gate"], a.gate_width)
         program.matmul(buffers["normed"], [w[at + "q_gate.weight"]], gate)
@@ -165,7 +190,7 @@ def _project(
 ) -> None:
     """The product that ends a branch: straight onto the residual, or (with post norms) into the branch buffer, or onto what is there."""
     residual, branch = site.buffers["residual"], site.buffers["branch"]
-    if layer.post_norms:
+    if layer.joins_later:
         program.matmul(x, [weight], branch, [bias], Epilogue(add=branch) if is_added else PLAIN)
     else:
         program.matmul(x, [weight], residual, [bias], Epilogue(add=residual, scale=scale))
@@ -217,6 +242,12 @@ def _head(program: Program, blueprint: Blueprint, site: Site) -> None:
     w, buffers = site.weights, site.buffers
     program.gather(buffers["residual"], buffers["last"])
     program.norm(buffers["last"], w["out_norm.weight"], buffers["last_normed"], blueprint.norm_eps)
+    _logits(program, blueprint, site)
+
+
+def _logits(program: Program, blueprint: Blueprint, site: Site) -> None:
+    """From the last rows, normed, to the tokens drawn."""
+    w, buffers = site.weights, site.buffers
     head = w["embed.weight"] if blueprint.tied_head else w["head.weight"]
     after = Epilogue(scale=blueprint.logit_scale, softcap=blueprint.logit_softcap)
     program.matmul(buffers["last_normed"], [head], buffers["logits"], (), after)

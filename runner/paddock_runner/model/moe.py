@@ -17,7 +17,7 @@ def experts(program: Program, layer: Layer, at: str, site: Site, residual_scale:
     if x is None:
         raise UnsupportedError(f"{at}experts is no layer with experts")
     chosen, stacks = _chosen(program, x, at, site), _stacks(x, at, site)
-    if layer.post_norms:
+    if layer.joins_later:
         program.experts(buffers["normed"], chosen, stacks, buffers["branch"])
     else:
         residual = buffers["residual"]

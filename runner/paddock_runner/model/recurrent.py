@@ -30,7 +30,7 @@ def delta_net(program: Program, x: Delta, i: int, site: Site, eps: float) -> Ten
     program.matmul(buffers["normed"], [w[at + "delta_b.weight"], w[at + "delta_a.weight"]], numbers)
     weights = DeltaWeights(*(w[f"{at}delta_{name}.weight"] for name in ("conv", "a_log", "dt", "scale")))
     shape = DeltaShape(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width, *offsets, x.is_tiled)
-    program.delta((qkv, z, b, a), weights, out, shape, eps)
+    program.delta((qkv, z, b, a), weights, out, shape, eps, x.gate_act)
     return out
 
 

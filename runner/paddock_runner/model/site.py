@@ -14,7 +14,8 @@ from ..pack.tensor import Tensor
 class Site:
     """Where a program finds things: weights by our names, activation buffers by arena name, KV offsets per layer, KV format.
 
-    state_offsets: of each recurrent layer: its state and its convolution's tail, in bytes from the start of a slot's.
+    state_offsets: of each recurrent layer: its state and its convolution's tail, in bytes from the start of a slot's. index_offsets: of a layer's
+    index keys in a page. ngram_offsets: of the tail of its n-grams' convolution, in a slot's state.
     """
 
     weights: Mapping[str, Tensor]
@@ -23,6 +24,8 @@ class Site:
     kv_format: int
     rotations: Mapping[Rope, Rotation]
     state_offsets: tuple[tuple[int, int] | None, ...] = ()
+    index_offsets: tuple[int, ...] = ()
+    ngram_offsets: tuple[int, ...] = ()
 
 
 def norm(program: Program, blueprint: Blueprint, site: Site, name: str, x: Tensor, out: Tensor) -> None:

@@ -191,7 +191,7 @@ def load_weights(
                 if name == "out_norm.weight" and blueprint.out_norm_offset is not None:
                     offset = blueprint.out_norm_offset
                 data = arranged(view, staging.read(view))
-                weights[name] = _vector(device, view, data, offset)
+                weights[name] = _vector(device, view, data, offset, 1.0 / blueprint.n_streams if name.endswith("hyper_norm.weight") else 1.0)
             done += view.n_bytes
             del data
             if progress is not None:
@@ -233,14 +233,18 @@ def _places(base: int, sizes: Mapping[str, int]) -> dict[str, int]:
     return places
 
 
+STACKED = (".experts.", ".ngram.")
+"""In the names of matrices that are used as one stack."""
+
+
 def stacks(weights: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """"layers.I.experts.gate.weight" for every "layers.I.experts.gate.0.weight" ...: the first matrix, with the bytes to the next.
+    """"layers.I.experts.gate.weight" for every "layers.I.experts.gate.0.weight" ...: the first matrix, with the bytes to the next. N-gram tables likewise.
 
     Raises: UnsupportedError when the experts of a stack have different formats.
     """
     found: dict[str, Tensor] = {}
     for name, first in weights.items():
-        if ".experts." not in name or not name.endswith(".0.weight"):
+        if not any(kind in name for kind in STACKED) or not name.endswith(".0.weight"):
             continue
         stem, e = name.removesuffix(".0.weight"), 1
         while other := weights.get(f"{stem}.{e}.weight"):
@@ -252,8 +256,9 @@ def stacks(weights: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str,
     return found
 
 
-def _vector(device: Device, view: TensorView, data: NDArray[np.uint8], offset: float) -> Tensor:
-    values = dequantize(view.format, data, (1, view.n_elements)).astype(np.float32) + np.float32(offset)
+def _vector(device: Device, view: TensorView, data: NDArray[np.uint8], offset: float, factor: float) -> Tensor:
+    """The values plus offset, times factor: norms of streams hold the mean over them, since all that reads them divides by their number."""
+    values = (dequantize(view.format, data, (1, view.n_elements)).astype(np.float32) + np.float32(offset)) * np.float32(factor)
     if view.is_log_of_negative:
         if not (values < 0).all():
             raise FileError(f"{view.path}: tensor {view.name} holds {values.max()}, expected negative numbers", field=view.name)

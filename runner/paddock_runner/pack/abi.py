@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "f011910e29c9a15c"
+DIGEST = "e5a559957c85af23"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -605,6 +605,11 @@ PK_MEMORY_PINNED = 1
 # enum pk_rare_op
 PK_OP_SOFTPLUS = 64
 PK_OP_WEIGH = 65
+PK_OP_NGRAM = 66
+PK_OP_STREAMS = 67
+PK_OP_DILATED = 68
+PK_OP_SPARSE = 69
+PK_OP_DELTA_SIGMOID = 70
 
 
 class pk_op_softplus(Structure):
@@ -626,6 +631,77 @@ class pk_op_weigh(Structure):
         ("logits", pk_tensor),
         ("scales", pk_tensor),
         ("is_normalised", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_ngram(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("table", pk_tensor),
+        ("out", pk_tensor),
+        ("multipliers", c_int64 * 8),
+        ("sizes", c_int32 * 64),
+        ("n_tokens", c_int32),
+        ("n_each", c_int32),
+        ("end_token", c_int32),
+        ("n_pieces", c_int32),
+    ]
+
+
+class pk_op_streams(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("q", pk_tensor),
+        ("k", pk_tensor),
+        ("v", pk_tensor),
+        ("out", pk_tensor),
+    ]
+
+
+class pk_op_dilated(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("x", pk_tensor),
+        ("conv", pk_tensor),
+        ("add", pk_tensor),
+        ("out", pk_tensor),
+        ("conv_offset", c_int64),
+        ("conv_width", c_int32),
+        ("dilation", c_int32),
+    ]
+
+
+class pk_op_sparse(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("q", pk_tensor),
+        ("index_q", pk_tensor),
+        ("index_norm", pk_tensor),
+        ("frequency", pk_tensor),
+        ("out", pk_tensor),
+        ("k_offset", c_int64),
+        ("v_offset", c_int64),
+        ("i_offset", c_int64),
+        ("n_heads", c_int32),
+        ("n_kv_heads", c_int32),
+        ("head_width", c_int32),
+        ("v_width", c_int32),
+        ("kv_format", c_int32),
+        ("index_heads", c_int32),
+        ("index_width", c_int32),
+        ("block_tokens", c_int32),
+        ("n_blocks", c_int32),
+        ("rope_width", c_int32),
+        ("rope_layout", c_int32),
+        ("rope_magnitude", c_float),
+        ("scale", c_float),
+        ("eps", c_float),
+        ("parts", c_int32),
         ("reserved", c_int32),
     ]
 

@@ -116,6 +116,17 @@ class MambaShape:
 
 
 @dataclass(frozen=True, slots=True)
+class NgramShape:
+    """How tokens choose rows of a table: see pk_op_ngram."""
+
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    n_each: int
+    end_token: int
+    n_pieces: int
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """How experts are chosen: see pk_op_route."""
 
@@ -350,16 +361,47 @@ class Program:
 
     def weigh(self, chosen: tuple[Tensor, Tensor], logits: Tensor | None, scales: Tensor | None, is_normalised: bool = False) -> None:
         """weights = (sigmoid of the chosen experts' logits, or weights) * their scales, in place. chosen: ids and weights [T,k]; scales [1,E]."""
-        tensors = {"ids": chosen[0], "weights": chosen[1], "logits": logits, "scales": scales}
+        tensors: dict[str, Tensor | None] = {"ids": chosen[0], "weights": chosen[1], "logits": logits, "scales": scales}
         self._add(abi.pk_op_weigh, abi.PK_OP_WEIGH, tensors, is_normalised=int(is_normalised))
 
-    def delta(self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], weights: DeltaWeights, out: Tensor, shape: DeltaShape, eps: float) -> None:
+    def ngram(self, table: Tensor, out: Tensor, shape: NgramShape) -> None:
+        """out[T, n*D] = a row of every part of the table, as the last few tokens choose. table: the first of its pieces. See pk_op_ngram."""
+        _same("ngram", "out width", out.cols, "rows side by side", len(shape.sizes) * table.cols)
+        multipliers, sizes = (ctypes.c_int64 * 8)(*shape.multipliers), (ctypes.c_int32 * 64)(*shape.sizes)
+        more = {"n_tokens": len(shape.multipliers), "n_each": shape.n_each, "end_token": shape.end_token, "n_pieces": shape.n_pieces}
+        self._add(abi.pk_op_ngram, abi.PK_OP_NGRAM, {"table": table, "out": out}, multipliers=multipliers, sizes=sizes, **more)
+
+    def streams(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """out[T,n*M] = v[T,M] in every stream, weighed by how alike the stream's q and k are. See pk_op_streams."""
+        _same("streams", "q width modulo v width", q.cols % v.cols, "wanted", 0)
+        self._add(abi.pk_op_streams, abi.PK_OP_STREAMS, {"q": q, "k": k, "v": v, "out": out})
+
+    def dilated(self, x: Tensor, conv: Tensor, out: Tensor, taps: tuple[int, int], conv_offset: int) -> None:
+        """out[T,C] += silu of the convolution of x[T,C]. taps: how many, and how many tokens apart. See pk_op_dilated."""
+        _same("dilated", "convolution", conv.cols, "channels times taps", x.cols * taps[0])
+        tensors: dict[str, Tensor | None] = {"x": x, "conv": conv, "add": out, "out": out}
+        self._add(abi.pk_op_dilated, abi.PK_OP_DILATED, tensors, conv_width=taps[0], dilation=taps[1], conv_offset=conv_offset)
+
+    def sparse(
+        self, operands: tuple[Tensor, Tensor], heads: Heads, scale: float, index: tuple[Tensor, Tensor], sizes: tuple[int, int, int, int, int], rope: Rotation, eps: float
+    ) -> None:
+        """Attention of q into out over the blocks that an index chooses. index: its queries and its keys' norm; sizes: its heads, their width, tokens of a
+        block, blocks that are seen, where its keys lie in a page. See pk_op_sparse."""
+        (q, out), (index_q, index_norm) = operands, index
+        _same("sparse", "index width", index_q.cols, "its heads' width", sizes[0] * sizes[1])
+        tensors: dict[str, Tensor | None] = {"q": q, "index_q": index_q, "index_norm": index_norm, "frequency": rope.frequency, "out": out}
+        names = ("index_heads", "index_width", "block_tokens", "n_blocks", "i_offset")
+        turns = {"rope_width": rope.width, "rope_layout": ROPE_LAYOUTS[rope.layout], "rope_magnitude": rope.magnitude}
+        self._add(abi.pk_op_sparse, abi.PK_OP_SPARSE, tensors, **_head_fields(heads), **dict(zip(names, sizes, strict=True)), **turns, scale=scale, eps=eps)
+
+    def delta(self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], weights: DeltaWeights, out: Tensor, shape: DeltaShape, eps: float, gate: str = "silu") -> None:
         """out[T,H*Dv] of qkv[T,C], z[T,H*Dv], b[T,H], a[T,H]. See pk_op_delta. Source: Yang et al. 2024, eq. 10."""
         qkv, z, b, a = inputs
         _same("delta", "z width", z.cols, "out width", out.cols)
         _same("delta", "convolution", weights.conv.cols, "channels times taps", qkv.cols * shape.conv_width)
         tensors = {"qkv": qkv, "z": z, "b": b, "a": a, "conv": weights.conv, "a_log": weights.a_log, "dt_bias": weights.dt_bias}
-        self._add(abi.pk_op_delta, abi.PK_OP_DELTA, {**tensors, "scale": weights.scale, "out": out}, **asdict(shape), eps=eps)
+        op = abi.PK_OP_DELTA if gate == "silu" else abi.PK_OP_DELTA_SIGMOID
+        self._add(abi.pk_op_delta, op, {**tensors, "scale": weights.scale, "out": out}, **asdict(shape), eps=eps)
 
 
     def conv(self, x: Tensor, weights: tuple[Tensor, Tensor | None], out: Tensor, conv_width: int, conv_offset: int) -> None:

@@ -35,6 +35,7 @@ from . import (
     phi3,
     qwen2,
     qwen3,
+    qwen4_exp,
     qwen35,
     qwen_moe,
     smollm3,
@@ -124,6 +125,7 @@ FAMILIES = (
         qwen35.from_hf,
         "Qwen 3.5 to 3.8, Qwen3-Next",
     ),
+    Family("qwen4-exp", (), ("qwen4_exp", "qwen4_exp_text"), qwen4_exp.from_gguf, qwen4_exp.from_hf, "Qwen 3.8 Flash Next (safetensors)"),
     Family("deepseek", ("deepseek2",), ("deepseek_v2", "deepseek_v3"), deepseek.from_gguf, deepseek.from_hf, "DeepSeek V2, V3, R1"),
     Family("nemotron-h", ("nemotron_h", "nemotron_h_moe"), ("nemotron_h",), nemotron_h.from_gguf, nemotron_h.from_hf, "Nemotron-H, Nemotron 3 Nano"),
     Family(

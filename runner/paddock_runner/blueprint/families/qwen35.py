@@ -42,10 +42,10 @@ def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
         layers = with_experts(layers, checked_experts(experts, f), shared, lambda i: f"blk.{i}.ffn_gate_inp.weight" not in checkpoint.tensors)
     period = f.integer(f"{arch}.full_attention_interval", PERIOD, low=1)
     kinds = [(i + 1) % period != 0 for i in range(s.n_layers)]
-    return blueprint_of("qwen35", s, _mixed(layers, delta, kinds))
+    return blueprint_of("qwen35", s, mixed(layers, delta, kinds))
 
 
-def _mixed(layers: tuple[Layer, ...], delta: Delta, kinds: list[bool]) -> tuple[Layer, ...]:
+def mixed(layers: tuple[Layer, ...], delta: Delta, kinds: list[bool]) -> tuple[Layer, ...]:
     """The layers, those that are of gated delta net without attention."""
     return tuple(
         replace(x, kind="delta", attention=NO_ATTENTION, delta=delta) if is_delta else x for x, is_delta in zip(layers, kinds, strict=True)
@@ -60,6 +60,16 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     has_experts = config.integer("num_experts", config.integer("num_local_experts", 0)) > 0
     dense_width = {"intermediate_size": config.get("moe_intermediate_size", 1)} if has_experts else {}
     s = hf_sizes(checkpoint, config.with_defaults({**defaults, **dense_width}))
+    delta = delta_of(config)
+    attention = replace(attention_of(s), qk_norm=True, out_gate=True, qkv_bias=config.flag("attention_bias", False))
+    layers = stack(s, Layer(attention, gated(s)))
+    if has_experts:
+        layers = with_shared_experts(layers, config)
+    return blueprint_of("qwen35", s, mixed(layers, delta, delta_layers(config, s)), norm_offset=1.0)
+
+
+def delta_of(config: Fields) -> Delta:
+    """The gated delta net of such a config. Raises: FileError."""
     n = config.integer
     delta = Delta(
         n("linear_num_key_heads", 16, low=1), n("linear_num_value_heads", 32, low=1), n("linear_key_head_dim", 128, low=1),
@@ -67,14 +77,10 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     )  # fmt: skip
     if delta.n_v_heads % delta.n_k_heads:
         raise config.error("linear_num_value_heads", f"is {delta.n_v_heads}, expected a multiple of {delta.n_k_heads}")
-    attention = replace(attention_of(s), qk_norm=True, out_gate=True, qkv_bias=config.flag("attention_bias", False))
-    layers = stack(s, Layer(attention, gated(s)))
-    if has_experts:
-        layers = _with_experts(layers, config)
-    return blueprint_of("qwen35", s, _mixed(layers, delta, _delta_layers(config, s)), norm_offset=1.0)
+    return delta
 
 
-def _delta_layers(config: Fields, s: Sizes) -> list[bool]:
+def delta_layers(config: Fields, s: Sizes) -> list[bool]:
     """Which layers are of gated delta net."""
     if "layer_types" not in config:
         period = config.integer("full_attention_interval", PERIOD, low=1)
@@ -82,13 +88,14 @@ def _delta_layers(config: Fields, s: Sizes) -> list[bool]:
     kinds = config["layer_types"]
     if not isinstance(kinds, list) or len(kinds) != s.n_layers:
         raise config.error("layer_types", f"has the wrong length, expected {s.n_layers}")
-    odd = [k for k in kinds if k not in ("linear_attention", "full_attention")]
+    odd = [k for k in kinds if k not in ("linear_attention", "full_attention", "indexed_attention")]
     if odd:
         raise config.error("layer_types", f"names {odd[0]!r:.40}, expected linear_attention or full_attention")
     return [k == "linear_attention" for k in kinds]
 
 
-def _with_experts(layers: tuple[Layer, ...], config: Fields) -> tuple[Layer, ...]:
+def with_shared_experts(layers: tuple[Layer, ...], config: Fields) -> tuple[Layer, ...]:
+    """The layers with experts and a shared expert that has a gate of its own, where the config wants them. Raises: FileError."""
     n = config.integer
     experts = Experts(
         n_experts_of(config, 512), n("num_experts_per_tok", 8, low=1), n("moe_intermediate_size", low=1),

@@ -1,0 +1,15 @@
+// The larger ops of rare.h, one file each.
+#pragma once
+#include "../../rare.h"
+#include "ops.h"
+
+namespace pk {
+
+int64_t sparse_workspace_bytes(const Context &context, const pk_op_sparse &op, const pk_state &state);
+
+void run_ngram(Run &run, const pk_op_ngram &op);
+void run_streams(Run &run, const pk_op_streams &op);
+void run_dilated(Run &run, const pk_op_dilated &op);
+void run_sparse(Run &run, const pk_op_sparse &op);
+
+}  // namespace pk
