@@ -49,7 +49,7 @@ SHAPES: dict[str, Shape] = {
     "inspect": {
         "path?": str, "template?": str, "sha256?": (str, None), "version?": int, "family?": (str, None), "format?": (str, None),
         "n_params?": int, "max_ctx_tokens?": (int, None), "template_sha256?": (str, None), "role?": str, "kind?": str,
-        "architecture_known?": bool, "n_tensors?": int, "tensor_bytes?": int, "formats?": {}, "metadata?": {}, "warnings?": [str],
+        "architecture_known?": bool, "tokenizer?": ({"kind": str, "n_tokens": int, "bos": (int, None), "eos": (int, None)}, None), "licence?": (str, None), "n_tensors?": int, "tensor_bytes?": int, "formats?": {}, "metadata?": {}, "warnings?": [str],
         "notes?": [str], "unsupported_tensors?": [{"name": str, "format": str}],
         "tensors?": [{"name": str, "shape": [int], "format": str, "offset": int, "n_bytes": int}],
     },
@@ -63,7 +63,7 @@ SHAPES: dict[str, Shape] = {
         ],
     },
     "run": {
-        "model": str, "ref": str, "answer": str, "reasoning": str, "finish_reason": str, "usage": {},
+        "model": str, "ref": str, "answer": str, "reasoning": str, "finish_reason": str, "usage": {}, "settings?": {},
         "timings": {"first_token_ms": float, "total_ms": float},
     },
     "serve": {"server?": SERVER, "auth?": bool, "unit?": str},

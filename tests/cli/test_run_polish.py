@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import sys
+from pathlib import Path
 
 import pytest
-from paddock_manager.commands import files
+from paddock_manager.catalog import catalog
+from paddock_manager.commands import files, sampling, target
 from paddock_manager.commands.markdown import BOLD, CODE, DIM, HEADING, RESET, Markdown
+
+from tests.checkpoint_bytes import LLAMA, gguf_model, llama_shapes
 
 pytestmark = pytest.mark.usefixtures("fake_runner")
 
@@ -126,3 +131,41 @@ def test_terminal_gets_it_styled(paddock, model_file, monkeypatch):
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True, raising=False)
     done = paddock("run", str(model_file), "**bold**")
     assert done.out.startswith(f"1: {BOLD}bold{RESET}")
+
+
+def asked(path: Path) -> dict[str, object]:
+    """The sampling that a run of that checkpoint asks for."""
+    return sampling.recommended(target.of_path(path))
+
+
+def test_makers_recommendation_is_asked_for_where_nobody_chose(paddock, model_file, tmp_path, models_dir):
+    assert catalog.sampling("qwen3-8b") == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert catalog.sampling("qwen3-4b-2507")["top_p"] == 0.8 and catalog.sampling("qwen3-4b-thinking-2507")["top_p"] == 0.95
+    assert catalog.sampling("all-minilm-l6") == {} and catalog.sampling("qwen3-mine") == {}
+    for pattern in catalog._sampling():
+        assert fnmatch.filter(catalog.entries(), pattern), pattern
+    alias = model_file.rename(tmp_path / "smollm2-135m.gguf")
+    done = paddock("run", str(alias), "hi", "--temperature", "0", "--json")
+    assert done.json["settings"] == {"temperature": 0.0, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    "text, settings",
+    [
+        ('{"do_sample": true, "temperature": 0.6, "top_p": 0.95, "top_k": 20}', {"temperature": 0.6, "top_p": 0.95, "top_k": 20}), ('{"temperature": 1}', {"temperature": 1.0}),
+        ('{"do_sample": false, "temperature": 0.6}', {"temperature": 0.0}), ("{}", {}), ("[]", {}), ("{", {}), ('{"temperature": "x", "top_k": -1, "top_p": true}', {}),
+    ],
+)  # fmt: skip
+def test_checkpoints_own_recommendation_counts_where_the_catalog_has_none(tmp_path, text, settings):
+    (tmp_path / "generation_config.json").write_text(text)
+    assert asked(tmp_path) == settings
+    (tmp_path / "generation_config.json").unlink()
+    assert asked(tmp_path) == {}
+
+
+def test_gguf_may_say_how_it_is_sampled(tmp_path):
+    said = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7, "general.sampling.top_p": 3.0}
+    (tmp_path / "m.gguf").write_bytes(gguf_model({**LLAMA, **said}, llama_shapes()))
+    assert asked(tmp_path / "m.gguf") == {"temperature": 0.5, "top_k": 7}
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert asked(tmp_path / "m.gguf") == {}

@@ -55,6 +55,23 @@ def entries() -> dict[str, Entry]:
     return {name.lower(): _entry(name, body) for name, body in table.items()}
 
 
+@functools.cache
+def _sampling() -> dict[str, dict[str, float]]:
+    import tomllib
+
+    with (Path(__file__).parent / "sampling.toml").open("rb") as f:
+        return tomllib.load(f)
+
+
+def sampling(short: str) -> dict[str, float]:
+    """What the makers of a model of the catalog recommend (temperature, top_p, top_k); {} where that is not known."""
+    from fnmatch import fnmatch
+
+    if find(short) is None:
+        return {}
+    return next((dict(body) for pattern, body in _sampling().items() if fnmatch(short.lower(), pattern)), {})
+
+
 def find(short: str) -> Entry | None:
     """The entry of a short name, or None."""
     return entries().get(short.lower())

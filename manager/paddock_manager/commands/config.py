@@ -43,7 +43,7 @@ def run(values: Values, ui: Ui) -> int:
     ]
 
     def human(out: Ui) -> None:
-        if verb == "get":
+        if verb == "get" and key:
             out.line(str(rows[0]["value"]))
             return
         out.table(

@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from paddock_runner.errors import PaddockError
 
-from paddock_manager import paths
-from paddock_manager.commands.serve import DEFAULT_PORT
+from paddock_manager import paths, settings
 from paddock_manager.fit import calibrate, gpus, history, packs
 from paddock_manager.fleet import keys, spawn, state
 from paddock_manager.options import Command, Option, Values
@@ -171,18 +170,19 @@ def _packs() -> Iterator[Finding]:
 def _servers(places: paths.Places) -> Iterator[Finding]:
     running = state.servers(places)
     yield Finding("servers", "ok", ", ".join(f"{s.name} at {s.url}" for s in running) or "none running")
-    if any(s.port == DEFAULT_PORT for s in running):
+    port = int(settings.value(places.config_file, "serve.port", None))
+    if not port or any(s.port == port for s in running):
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", DEFAULT_PORT))
+            probe.bind(("127.0.0.1", port))
         except OSError:
             yield Finding(
-                "port", "warn", f"port {DEFAULT_PORT} is taken by another program", "paddock serve MODEL --port 0"
+                "port", "warn", f"port {port} is taken by another program", "paddock serve MODEL --port 0"
             )
             return
-    yield Finding("port", "ok", f"{DEFAULT_PORT} is free")
+    yield Finding("port", "ok", f"{port} is free")
 
 
 def _key(places: paths.Places) -> Iterator[Finding]:
@@ -200,20 +200,20 @@ def _hub() -> list[Finding]:
     from paddock_manager.store import hub
     from paddock_manager.store.web import Timing, Web
 
-    settings = paths.hub_settings()
-    if settings.offline:
+    told = paths.hub_settings()
+    if told.offline:
         return [Finding("hub", "warn", "HF_HUB_OFFLINE is set: nothing is asked", "unset it")]
-    with Web(settings.endpoint, settings.token, Timing(5.0, 10.0)) as web:
+    with Web(told.endpoint, told.token, Timing(5.0, 10.0)) as web:
         trouble = hub.reachable(web)
         data = [] if trouble else _data_hosts(web)
-    token = "with a token" if settings.token else "without a token"
+    token = "with a token" if told.token else "without a token"
     if trouble is None:
-        return [Finding("hub", "ok", f"{settings.endpoint} answers ({token})"), *data]
+        return [Finding("hub", "ok", f"{told.endpoint} answers ({token})"), *data]
     return [
         Finding(
             "hub",
             "wrong",
-            f"{settings.endpoint}: {trouble.message}",
+            f"{told.endpoint}: {trouble.message}",
             "check proxy variables and certificates, or set HF_ENDPOINT to a mirror",
         )
     ]

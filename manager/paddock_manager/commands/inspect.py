@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from paddock_runner.files.checkpoint import Checkpoint
@@ -56,6 +57,8 @@ def facts(checkpoint: Checkpoint, head: dict[str, Any]) -> dict[str, Any]:
         "n_tensors": len(checkpoint.tensors),
         "tensor_bytes": checkpoint.n_bytes,
         "formats": formats(checkpoint),
+        "tokenizer": tokenizer(checkpoint),
+        "licence": licence(checkpoint),
         "unsupported_tensors": [{"name": v.name, "format": v.format} for v in unsupported],
         "metadata": {str(k): shown(v) for k, v in _items(checkpoint)},
         "tensors": [
@@ -64,6 +67,46 @@ def facts(checkpoint: Checkpoint, head: dict[str, Any]) -> dict[str, Any]:
         ],
         "warnings": list(checkpoint.warnings),
     }
+
+
+def tokenizer(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Its kind, how many tokens it has, and those that begin and end a text, as numbers; None when the checkpoint holds none."""
+    if checkpoint.kind == "gguf":
+        head, stem = checkpoint.metadata, "tokenizer.ggml."
+        if not isinstance(head.get(f"{stem}model"), str):
+            return None
+        kind = "/".join(str(head[k]) for k in (f"{stem}model", f"{stem}pre") if isinstance(head.get(k), str))
+        ids, tokens = {x: head.get(f"{stem}{x}_token_id") for x in ("bos", "eos")}, head.get(f"{stem}tokens")
+    else:
+        names = [n for n in ("tokenizer.json", "tokenizer.model", "vocab.txt", "tekken.json") if n in checkpoint.files]
+        config = {**checkpoint.config, **(checkpoint.config.get("text_config") or {})}
+        if not names and "vocab_size" not in config:
+            return None
+        kind, tokens = names[0] if names else "not in the header", range(_whole(config.get("vocab_size")) or 0)
+        ids = {x: config.get(f"{x}_token_id") for x in ("bos", "eos")}
+    n_tokens = len(tokens) if isinstance(tokens, Sequence) else 0
+    return {"kind": kind, "n_tokens": n_tokens, "bos": _whole(ids["bos"]), "eos": _whole(ids["eos"])}
+
+
+def _whole(value: Any) -> int | None:
+    """A number, or the first of several; None for anything else."""
+    first = value[0] if isinstance(value, list) and value else value
+    return first if isinstance(first, int) and not isinstance(first, bool) else None
+
+
+def licence(checkpoint: Checkpoint) -> str | None:
+    """As the header says, or the model card beside it."""
+    said = checkpoint.metadata.get("general.license")
+    if isinstance(said, str):
+        return said[:MAX_VALUE]
+    card = checkpoint.path / "README.md" if checkpoint.path.is_dir() else None
+    try:
+        head = card.read_bytes()[: 1 << 16].decode("utf-8", "replace") if card is not None else ""
+    except OSError:
+        return None
+    front = head.split("---")[1] if head.startswith("---") else ""
+    lines = (line.partition(":")[2].strip() for line in front.splitlines() if line.startswith("license:"))
+    return next(lines, None)
 
 
 def formats(checkpoint: Checkpoint) -> dict[str, int]:
@@ -102,6 +145,8 @@ def human(out: Ui, checkpoint: Checkpoint, body: dict[str, Any], values: Values)
         ("tensors", f"{body['n_tensors']}, {size(body['tensor_bytes'])}"),
         ("formats", ", ".join(f"{k} {size(n)}" for k, n in body["formats"].items()) or "none"),
         ("context", f"{body['max_ctx_tokens']} tokens" if body["max_ctx_tokens"] else "not said"),
+        ("tokenizer", _tokenizer_line(body["tokenizer"])),
+        ("licence", plain(body["licence"] or "not said")),
         ("chat template", f"sha256 {body['template_sha256'][:16]}" if body["template_sha256"] else "none"),
     ]
     out.pairs(rows)
@@ -119,6 +164,13 @@ def human(out: Ui, checkpoint: Checkpoint, body: dict[str, Any], values: Values)
             for t in body["tensors"]
         ]
         out.table(("TENSOR", "SHAPE", "FORMAT", "BYTES"), cells, right=(3,))
+
+
+def _tokenizer_line(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none"
+    ends = ", ".join(f"{name} {found[name]}" for name in ("bos", "eos") if found[name] is not None)
+    return plain(f"{found['kind']}, {found['n_tokens']} tokens" + (f", {ends}" if ends else ""))
 
 
 def _short(value: Any) -> str:

@@ -178,7 +178,8 @@ def say_order(ui: Ui, shop: store.Shop, order: store.Order) -> None:
         ui.say(f"  left out {what}: {why}")
     if len(order.skipped) > 6:
         ui.say(f"  left out {len(order.skipped) - 6} more files for the same reasons")
-    ui.say(f"from {order.shown_source}" + ("" if need == order.size_bytes else f": {size(need)} of it is missing here"))
+    lack = "" if need == order.size_bytes else f": {size(need)} of it is missing here" if need else ": all of it is here"
+    ui.say(f"from {order.shown_source}{lack}")
 
 
 def facts(shop: store.Shop, order: store.Order) -> dict[str, Any]:

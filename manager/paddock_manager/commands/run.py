@@ -14,7 +14,7 @@ from typing import Any
 from paddock_runner.errors import Cancelled, UsageError
 
 from paddock_manager import paths
-from paddock_manager.commands import chat, consent, files, serve, target
+from paddock_manager.commands import chat, consent, files, sampling, serve, target
 from paddock_manager.commands.consent import Tools
 from paddock_manager.commands.markdown import Markdown
 from paddock_manager.commands.target import LOAD_OPTIONS, Target
@@ -41,7 +41,7 @@ COMMAND = Command(
     (
         Option("--system", "system prompt", "text", value="TEXT"),
         Option("--file", "put a file before the prompt: text or PDF", "path", short="-f", value="FILE", many=True),
-        Option("--temperature", "0 is greedy", "float", value="T"),
+        Option("--temperature", "0 is greedy (default, as for the next two: what its makers recommend)", "float", value="T"),
         Option("--top-p", "keep the likeliest tokens of this probability", "float", value="P"),
         Option("--top-k", "keep so many of the likeliest tokens", "int", value="K"),
         Option("--seed", "repeatable sampling", "int", value="N"),
@@ -82,7 +82,8 @@ def run(values: Values, ui: Ui) -> int:
     if named:
         ui.say(f"with the prompt: {', '.join(named)}")
     found = target.find_or_pull(places, values.text("model"), ui)
-    settings: dict[str, Any] = {k: values.found[k] for k in SAMPLING if k in values.found}
+    given = {k: values.found[k] for k in SAMPLING if k in values.found}
+    settings: dict[str, Any] = {**sampling.recommended(found), **given}
     with tools_of(values) as tools, server_for(places, found, values, ui) as (server, key):
         session = chat.Session(server, key, found.name, settings, values.text("system"), tools)
         session.attached = attached
@@ -141,6 +142,7 @@ def once(session: chat.Session, prompt: str, ui: Ui, with_stats: bool) -> int:
             "ref": session.server.ref,
             "answer": answer.text,
             "reasoning": answer.reasoning,
+            "settings": session.settings,
         }
         body |= {"finish_reason": answer.finish_reason, "usage": answer.usage, "timings": timings}
         ui.result("run", body, lambda _: None)

@@ -184,7 +184,7 @@ def on_told(vram_bytes: int, arch: str) -> Where:
         )
     return Where(
         cuda_facts(PROCESSORS[arch], vram_bytes, vram_bytes, arch),
-        f"{arch} with {vram_bytes / 2**30:.0f} GiB, as told",
+        f"{arch} with {vram_bytes / 2**30:.3g} GiB, as told",
         "told",
     )
 

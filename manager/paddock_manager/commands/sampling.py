@@ -1,0 +1,52 @@
+"""The sampling that a model's makers recommend: what `paddock run` asks for where nobody chose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paddock_runner.errors import PaddockError
+
+from paddock_manager.catalog import catalog
+from paddock_manager.commands.target import Target
+
+NAMES: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int}
+GGUF_NAMES = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k"}
+
+
+def recommended(found: Target) -> dict[str, Any]:
+    """Temperature, top_p and top_k as the catalog says, else as the checkpoint says; {} where neither does."""
+    alias = found.model.alias if found.model is not None else ""
+    listed = catalog.sampling(alias or found.name) if alias or found.model is None else {}
+    return listed or (_of_folder(found.path) if found.path.is_dir() else _of_gguf(found.path))
+
+
+def _of_folder(path: Path) -> dict[str, Any]:
+    """As generation_config.json says; the likeliest token each time where it says not to sample."""
+    try:
+        body = json.loads((path / "generation_config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(body, dict):
+        return {}
+    return {"temperature": 0.0} if body.get("do_sample") is False else _kept({name: body.get(name) for name in NAMES})
+
+
+def _of_gguf(path: Path) -> dict[str, Any]:
+    """As the header's general.sampling.* say."""
+    from paddock_runner.files.checkpoint import open_checkpoint
+
+    try:
+        head = open_checkpoint(path).metadata
+    except PaddockError:
+        return {}  # the runner says what is wrong with it
+    return _kept({name: head.get(f"general.sampling.{word}") for name, word in GGUF_NAMES.items()})
+
+
+def _kept(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that a request may hold."""
+    numbers = {k: v for k, v in body.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    good = {"temperature": lambda v: 0 <= v <= 2, "top_p": lambda v: 0 < v <= 1, "top_k": lambda v: 0 < v < 1 << 20}
+    return {k: NAMES[k](v) for k, v in numbers.items() if good[k](v)}
