@@ -90,6 +90,13 @@ class IdleDevice:
         """None are kept."""
         return []
 
+    def shrink_pages(self, n_pages: int) -> int:
+        """All pages stay."""
+        return self.n_pages
+
+    def copy_page(self, source: int, to: int) -> None:
+        """Pages hold nothing."""
+
     def grow_pages(self, n_pages: int) -> int:
         """All pages are there."""
         return self.n_pages

@@ -165,6 +165,13 @@ class ModelledDevice:
     def load_state(self, slot: int, place: int) -> None:
         """There are none."""
 
+    def shrink_pages(self, n_pages: int) -> int:
+        """All pages stay."""
+        return self.sizes.n_pages
+
+    def copy_page(self, source: int, to: int) -> None:
+        """Pages hold nothing."""
+
     def grow_pages(self, n_pages: int) -> int:
         """All pages are there."""
         return self.sizes.n_pages

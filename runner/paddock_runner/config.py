@@ -66,6 +66,9 @@ class Config:
         0.0, "disk space for KV pages, which also outlive a restart, 0 for none", unit="GiB", low=0
     )
     cache_dir: Path | None = knob(None, "folder of the KV pages on disk (default: cache/pages under --home)")
+    idle_release_s: float = knob(
+        300.0, "time without a request after which memory of the page pool that holds nothing goes back to the device, 0 for never", unit="s", low=0
+    )
     memory_gib: float = knob(0.0, "memory that the model may take in all, 0 for what is free", unit="GiB", low=0)
     threads: int = knob(0, "CPU threads, 0 for one per core that we may use", low=0)
     steady_prompts: bool = knob(

@@ -12,7 +12,8 @@ from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.state import StateSizes, state_layout
-from paddock_runner.pack.library import find_pack
+from paddock_runner.pack.device import Device
+from paddock_runner.pack.library import find_pack, load_pack
 
 from tests.golden.test_tiny import TINY
 from tests.soak.rig import Rig
@@ -124,3 +125,19 @@ def test_a_restart_answers_from_pages_on_disk_what_it_answered_before(tmp_path):
         assert [n for n, _ in found] == [0, 40] and found[0][1] == found[1][1]
     finally:
         place.device.close()
+
+
+def test_memory_of_pages_is_given_back_and_comes_again():
+    device = Device(load_pack(find_pack("cpu")), 0, 1)
+    try:
+        size = 1 << 20
+        device.reserve_kv(64, size)
+        assert device.grow_pages(64) == 64
+        device.fill(device.kv_address, 7, 64 * size)
+        device.copy_page(40, 3)
+        assert device.shrink_pages(9) == 10, "whole granules of 2 MiB"
+        assert device.allocated["kv"] == 10 * size and device.shrink_pages(20) == 10
+        assert device.grow_pages(64) == 64
+        assert device.read(device.kv_address + 3 * size, 4) == b"\7" * 4 and device.read(device.kv_address + 40 * size, 4) == bytes(4)
+    finally:
+        device.close()

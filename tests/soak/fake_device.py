@@ -22,6 +22,7 @@ HEAD, NEW, ROW, WRITE, TEXT, MASK, RESULT = (Struct(f) for f in ("<Qiiiiiiii", "
 M = (1 << 61) - 1
 STEP_US, ROW_US, TOKEN_US = 2000, 50, 100
 MOST_WAIT_US = 100_000
+GRANULE_PAGES = 4
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,17 @@ class FakeDevice:
     def grow_pages(self, n_pages: int) -> int:
         self.n_attached = min(self.sizes.n_pages, max(self.n_attached, n_pages))
         return self.n_attached
+
+    def shrink_pages(self, n_pages: int) -> int:
+        self.n_attached = min(self.n_attached, -(-n_pages // GRANULE_PAGES) * GRANULE_PAGES)
+        self.kv = {at: value for at, value in self.kv.items() if at[0] < self.n_attached}
+        return self.n_attached
+
+    def copy_page(self, source: int, to: int) -> None:
+        def copy() -> None:
+            self.kv.update({(to, i): self.kv[source, i] for i in range(self.sizes.page_tokens) if (source, i) in self.kv})
+
+        self._copy(copy)
 
     def _copy(self, copy) -> None:  # type: ignore[no-untyped-def]
         """Copies come in order with the steps."""

@@ -219,6 +219,23 @@ class Ledger:
         else:
             self.tree.evict(n_more)
 
+    def gather(self, limit: int, n_most: int, copy: Callable[[int, int], None]) -> int:
+        """Moves at most n_most cached pages from `limit` on to free ones below it; how many. copy: of one page to another, in order with the steps.
+
+        Nothing runs: pages that requests hold do not move.
+        """
+        n_moved = 0
+        for node in self.tree.nodes():
+            high = [] if node.locks else [i for i, page in enumerate(node.pages) if page >= limit][: n_most - n_moved]
+            for i, page in zip(high, self.pool.take_below(limit, len(high)) if high else (), strict=False):
+                copy(node.pages[i], page)
+                self.pool.give([node.pages[i]])
+                node.pages[i] = page
+                n_moved += 1
+            if n_moved >= n_most:
+                break
+        return n_moved
+
     def _make_room(self, n: int) -> bool:
         """Makes at least n pages free: by memory first, then by forgetting. False when that is not possible."""
         pool = self.pool

@@ -53,6 +53,23 @@ class PagePool:
             self._free[:0] = range(n_attached - 1, self.n_attached - 1, -1)
             self.n_attached = n_attached
 
+    def shrink(self, n_attached: int) -> None:
+        """The pages from n_attached on are about to lose their memory; from now on the lowest free pages go first. Raises: PageFault when one is in use."""
+        used = [page for page in range(n_attached, self.n_attached) if self._is_out[page]]
+        if used:
+            raise PageFault(f"page {used[0]} is in use and was to lose its memory", pages=used)
+        self._free = sorted((page for page in self._free if page < n_attached), reverse=True)
+        self.n_attached = min(self.n_attached, n_attached)
+
+    def take_below(self, limit: int, n: int) -> list[int]:
+        """At most n free pages below `limit`, the lowest ones."""
+        pages = sorted(page for page in self._free if page < limit)[:n]
+        chosen = set(pages)
+        self._free = [page for page in self._free if page not in chosen]
+        for page in pages:
+            self._is_out[page] = 1
+        return pages
+
     def take(self, n: int) -> list[int]:
         """n pages, consecutive where the pool is fresh. The caller has made sure that n <= n_free. Raises: PageFault."""
         free = self._free

@@ -54,3 +54,10 @@ class StepDevice(Protocol):
     def grow_pages(self, n_pages: int) -> int:
         """Puts memory behind at least the first n_pages pages; returns how many have it now. Raises: PackError."""
         ...
+
+    def shrink_pages(self, n_pages: int) -> int:
+        """Takes memory from behind pages after the first n_pages; returns how many have it now. Raises: PackError."""
+        ...
+
+    def copy_page(self, source: int, to: int) -> None:
+        """Copies a page to another, in order with the steps. Raises: PackError."""

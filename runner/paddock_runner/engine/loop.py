@@ -108,7 +108,7 @@ class Engine:
         """When a step is launched without the masks that are missing; 0 while none are waited for."""
         self._must_drain = False
         self._ahead = self.run_ahead
-        self._low_pages = min(2 * sizes.n_slots, sizes.n_pages // 16)
+        self.low_pages = min(2 * sizes.n_slots, sizes.n_pages // 16)
 
     @property
     def is_full(self) -> bool:
@@ -354,7 +354,7 @@ class Engine:
             self._after_chunks(step, chunks)
             if scheduler.saves:
                 self.states.save_planned(scheduler)
-        self.ledger.free_ahead(self._low_pages, GROW_PAGES)
+        self.ledger.free_ahead(self.low_pages, GROW_PAGES)
         return True
 
     def _after_chunks(self, step: Step, chunks: Sequence[Chunk]) -> None:

@@ -36,6 +36,7 @@ class Order(msgspec.Struct, frozen=True):
     host_cache_bytes: int = 0
     disk_cache_bytes: int = 0
     cache_folder: str = ""
+    idle_release_s: float = 0.0
 
 
 def send(process: subprocess.Popen[bytes], words: Opening | Order) -> None:

@@ -30,6 +30,6 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     if order.host_cache_bytes or order.disk_cache_bytes:
         facts = tuple(file_facts(path) for path in sorted(checkpoint.paths))
         tiers = TierConfig(order.host_cache_bytes, order.disk_cache_bytes, Path(order.cache_folder), facts)
-    policy = Policy(max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts)
+    policy = Policy(max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts, idle_release_s=order.idle_release_s)
     config = EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None, tiers, stages)
     engine_main(config, device, [channel])

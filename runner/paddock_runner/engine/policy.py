@@ -64,6 +64,8 @@ class Policy:
     """Guess on devices with run-ahead, too. Off: whether it pays there has not been measured."""
     draft_gap_us: float = 100.0
     """What it costs a step of a device with run-ahead that the next one cannot be enqueued before it has been read."""
+    idle_release_s: float = 300.0
+    """After so long without a request, memory of the page pool that holds nothing goes back to the device; 0: never."""
     device_timeout_s: float = 120.0
     """A step that takes longer has hung."""
 

@@ -19,6 +19,7 @@ from ..memory.state import StateSizes
 from ..wire.channel import Channel
 from ..wire.port import EnginePort
 from .device import StepDevice
+from .giving import Giver
 from .intake import Intake
 from .loop import Engine, freeze
 from .policy import Policy
@@ -66,6 +67,7 @@ class Runner:
         self.engine = engine
         self.keeper: TierKeeper | None = None
         self.intake = Intake(engine)
+        self.giver = Giver(engine)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wake_fd, select.POLLIN)
@@ -158,7 +160,8 @@ class Runner:
             for fd in fds:
                 self._poll.register(fd, select.POLLIN)
             has_more = self.keeper is not None and self.keeper.idle()
-            self._poll.poll(0 if has_more else self._timeout_ms(ports))
+            waits = [ms for ms in (self.giver.turn(), self._timeout_ms(ports)) if ms is not None]
+            self._poll.poll(0 if has_more else min(waits, default=None))
             for fd in fds:
                 self._poll.unregister(fd)
             try:

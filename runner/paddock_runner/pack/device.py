@@ -182,6 +182,20 @@ class Device:
             self.allocated["kv"] = wanted
         return self._attached_bytes // self.kv_page_bytes
 
+    def shrink_pages(self, n_pages: int) -> int:
+        """Takes the memory from behind pages after the first n_pages, in whole granules. Returns how many pages have memory now."""
+        granule = max(self.facts.granule_bytes, 1)
+        wanted = -(-n_pages * self.kv_page_bytes // granule) * granule
+        if wanted < self._attached_bytes:
+            self.pack.call("pk_detach", self._ctx, self.kv_address + wanted, self._attached_bytes - wanted)
+            self._attached_bytes = self.allocated["kv"] = wanted
+        return self._attached_bytes // self.kv_page_bytes
+
+    def copy_page(self, source: int, to: int) -> None:
+        """Copies a page to another, in order with the steps. Raises: PackError."""
+        size = self.kv_page_bytes
+        self.copy(self.kv_address + to * size, self.kv_address + source * size, size)
+
     # ---- weights ----
 
     def packed_bytes(self, source: abi.pk_source) -> int:
