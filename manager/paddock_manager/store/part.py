@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import threading
 from pathlib import Path
 
 from paddock_runner.errors import DiskFull, FileError
 
 CHUNK_BYTES = 1 << 20
 WORD_BYTES = 8
+WRITE_BYTES = 256 << 10
+"""Of one write. For larger ones the kernel takes large blocks of memory, which virtual machines must first get from their hosts."""
 
 
 class PartHash:
@@ -49,6 +52,7 @@ class PartFile:
     def __init__(self, path: Path, size_bytes: int):
         self.path, self.size_bytes = path, size_bytes
         self._fd = -1
+        self._writing = threading.Lock()
 
     def open(self) -> None:
         """Make it, or take it over, and claim its space.
@@ -61,11 +65,14 @@ class PartFile:
             _reserve(self._fd, self.size_bytes)
 
     def write(self, data: bytes, offset: int) -> None:
-        """Put bytes where they belong. Raises: DiskFull."""
-        with disk_errors(self.path, len(data)):
+        """Put bytes where they belong. Raises: DiskFull.
+
+        One writer at a time: the kernel lets no two into a file, and those that wait there spin and keep a processor from the hash.
+        """
+        with self._writing, disk_errors(self.path, len(data)):
             view = memoryview(data)
             while view:
-                written = os.pwrite(self._fd, view, offset)
+                written = os.pwrite(self._fd, view[:WRITE_BYTES], offset)
                 offset += written
                 view = view[written:]
 
