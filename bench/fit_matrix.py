@@ -3,8 +3,8 @@
 Usage: python -m bench.fit_matrix [--pack PACK] [--only 8b.fp8 ...] [--ctx 4096 32768 max] [--batch 1 8 32] [--seconds 90] [--out FOLDER]
 A model is SHAPE.KIND (bench/fit_shapes.py; kinds bf16, fp8, q8_0, q4_k_m, mxfp4) or the path of a checkpoint. Each row: the runner's
 plan (full contexts, else the largest pool of pages that fits), a device built by that plan as an engine's process builds it, every page
-given memory, steps of a whole prompt chunk and of decode for all slots; then NVML's bytes in use less those before. The bytes of large
-weights are copied in a model's first row only: the others take the same memory without them. A row holds when it was not planned under
+given memory, steps of a whole prompt chunk and of decode for all slots; then NVML's bytes in use less those before. Large weights are read
+from disk in a model's first row only, and made up in the others. A row holds when it was not planned under
 and at most 1 % or 64 MiB over. Rows that a time limit leaves out are named. On a machine without a GPU, --device cpu rehearses.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import mmap
 import os
 import struct
 import sys
@@ -52,12 +53,12 @@ LARGE_BYTES, STILL_BYTES = 1 << 20, 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of the matrix: a model, the context and batch, and whether the weights' bytes are copied."""
+    """One cell of the matrix: a model, the context and batch, and whether the weights' bytes are read."""
 
     model: str
     ctx: int
     batch: int
-    copies: bool
+    reads: bool
 
 
 @dataclass(frozen=True)
@@ -146,19 +147,18 @@ class Steps:
         self.send([(0, 1)], False)
 
 
-def _skip_copies(n_vocab: int) -> None:
-    """In this process, large weights take their memory and nothing is copied into it; but a pack knows lookup tables by their copying."""
-    read, repack = Staging.read, Device.repack
+def _skip_reading() -> None:
+    """In this process, large weights are whatever lies in the staging buffer: they are copied and repacked as any, but not read."""
+    read = Staging.read
 
     def small(self: Staging, view: TensorView) -> memoryview:
-        is_needed = view.n_bytes < LARGE_BYTES or view.shape[0] == n_vocab
-        return read(self, view) if is_needed else memoryview(self._buffer)
+        if view.n_bytes < LARGE_BYTES:
+            return read(self, view)
+        if len(self._buffer) < view.n_bytes:
+            self._buffer = mmap.mmap(-1, view.n_bytes)
+        return memoryview(self._buffer)[: view.n_bytes]
 
-    def nothing(self: Device, source: abi.pk_source, address: int, n_bytes: int) -> None:
-        if n_bytes < LARGE_BYTES or source.rows == n_vocab:
-            repack(self, source, address, n_bytes)
-
-    Staging.read, Device.repack = small, nothing  # type: ignore[method-assign]
+    Staging.read = small  # type: ignore[method-assign]
 
 
 def used_bytes(at: Ground) -> int:
@@ -184,8 +184,8 @@ def settled_bytes(at: Ground) -> int:
 
 def child(row: Row, plan: MemoryPlan, blueprint: Blueprint, views: dict[str, TensorView], at: Ground) -> dict[str, Any]:
     """What a process of that plan takes. Runs in a process of its own."""
-    if not row.copies:
-        _skip_copies(blueprint.n_vocab)
+    if not row.reads:
+        _skip_reading()
     before, begun = used_bytes(at), time.monotonic()
     device = build_device(Assembly(at.pack, plan.sizes, plan.kv_format), blueprint, views)
     built, ready = time.monotonic(), used_bytes(at) - before
@@ -259,7 +259,7 @@ def run_row(row: Row, at: Ground, model: tuple[Blueprint, dict[str, TensorView]]
     )
     sys.stdout.flush()
     line = board.row(f"fit.{name}.error", [plan.total_bytes / used - 1], "ratio", "lower")
-    return line | {"planned_bytes": plan.total_bytes, "measured_bytes": used, "pool": "full" if full else "shared", "holds": word == "ok", "copies": row.copies, "graphs_bytes": plan.group_bytes("graphs"), "process_bytes": plan.group_bytes("process")}
+    return line | {"planned_bytes": plan.total_bytes, "measured_bytes": used, "pool": "full" if full else "shared", "holds": word == "ok", "reads": row.reads, "graphs_bytes": plan.group_bytes("graphs"), "process_bytes": plan.group_bytes("process")}
 
 
 def main() -> int:

@@ -23,8 +23,9 @@ MIB = 1 << 20
 CPU_GRANULE_BYTES = 2 * MIB
 CUDA_GRANULE_BYTES = 32 * MIB
 ENGINE_PROCESS_BYTES = 45 * MIB
-CUDA_CONTEXT_BYTES_PER_PROCESSOR = 4 * MIB + 128 * 1024
-"""Of the driver and the pack's code, for each multiprocessor: some 520 MiB on an H200's 132 (driver 580)."""
+CUDA_CONTEXT_BYTES_PER_PROCESSOR = 4 * MIB + 320 * 1024
+"""Of the driver, the pack's code and what its kernels spill, for each multiprocessor. Measured on an H200's 132 with the models of
+bench/fit_matrix.py (driver 580): 517 to 560 MiB."""
 GRAPH_BYTES_PER_LAYER = 42 * 1024
 """Of one launch graph, for each layer. Measured on an H200: 1.45 MB for 36 layers."""
 

@@ -85,7 +85,7 @@ def test_plan_grows_with_every_wish(model):
     total = plan(blueprint, tensors, base).total_bytes
     for more in (replace(base, max_ctx_tokens=8192), replace(base, max_batch=64), replace(base, max_step_tokens=4096), replace(base, n_pages=5000)):
         assert plan(blueprint, tensors, more).total_bytes > total
-    assert cuda_facts(132).process_bytes == 132 * (4 * MIB + 128 * 1024)
+    assert cuda_facts(132).process_bytes == 132 * (4 * MIB + 320 * 1024)
 
 
 @pytest.mark.parametrize(
