@@ -98,6 +98,8 @@ def test_words_that_are_files_go_before_the_prompt_and_that_is_said(paddock, mod
     assert done.out == "1: main.py: ``` print(1) ``` README: ``` Read me. ``` What does README say?\n"
     assert "with the prompt: main.py, README" in done.err
     assert paddock("run", str(model_file), "Compare @README, @main.py and @alice").out.startswith("1: README: ``` Read me. ``` main.py: ")
+    assert "there is no file docs/no.md: it goes to the model as a word" in paddock("run", str(model_file), "docs/no.md", "and/or", "3/4").err
+    assert files.missing(["a/b.md", "and/or", "https://x.y/z.html", "Is a/b.md right?", "./x", "../."]) == ["a/b.md"]
     assert files.split(["3.5", "a/b", "x.y z", "README", "@", "@ b"]) == ([], ["3.5", "a/b", "x.y z", "README", "@", "@ b"])
 
 

@@ -128,8 +128,9 @@ def answer(session: Session, prompt: str, ui: Ui) -> None:
     session.messages.append({"role": "user", "content": session.asked(prompt)})
     try:
         for _ in range(MAX_ROUNDS):
+            begun = time.monotonic()
             request = Chat(session.server, session.key, session.body())
-            is_whole = _show_answer(session, request, ui)
+            is_whole = _show_answer(session, request, begun, ui)
             if not session.take(request) or session.tools is None or not is_whole:
                 return
             session.messages += [consent.call(session.tools, call, ui) for call in request.answer.calls]
@@ -139,9 +140,8 @@ def answer(session: Session, prompt: str, ui: Ui) -> None:
         raise
 
 
-def _show_answer(session: Session, request: Chat, ui: Ui) -> bool:
-    """Prints an answer as it comes. False when Ctrl-C stopped it."""
-    begun = time.monotonic()
+def _show_answer(session: Session, request: Chat, begun: float, ui: Ui) -> bool:
+    """Prints an answer as it comes. begun: when it was asked for. False when Ctrl-C stopped it."""
     first: float | None = None
     in_reasoning, is_whole = False, True
     style = Markdown() if ui.out_color else None

@@ -48,6 +48,11 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     return files, rest
 
 
+def missing(words: list[str]) -> list[str]:
+    """Words that look like paths, of which there is no file here: they stay words, which is worth a warning."""
+    return [w for w in words if "/" in w and "." in w.rpartition("/")[2].strip(".") and not any(c in w for c in " \n:")]
+
+
 def mentioned(text: str) -> list[str]:
     """The files of a message: its words that begin with @ and are the path of a file here."""
     words = [w.removeprefix(MARK).rstrip(",;:!?") for w in text.split() if w.startswith(MARK)]

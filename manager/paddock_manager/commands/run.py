@@ -79,6 +79,8 @@ def run(values: Values, ui: Ui) -> int:
     if prompt is None and (ui.as_json or not sys.stdin.isatty()):
         raise UsageError("there is no prompt", "give one after the model, or pipe text in")
     attached = [files.attachment(name, values.text("model")) for name in (*values.many("file"), *named)]
+    for word in files.missing(words):
+        ui.warn(f"there is no file {word}: it goes to the model as a word")
     if named:
         ui.say(f"with the prompt: {', '.join(named)}")
     found = target.find_or_pull(places, values.text("model"), ui)
