@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -124,6 +125,9 @@ def test_launch_prints_the_environment_and_starts_programs_with_it(paddock, mode
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     assert paddock("launch", "claude", "m").code == 0
     assert (tmp_path / "saw").read_text() == f"{server['url']}m"
+    told = json.loads(paddock("launch", "opencode", "m", "--json").json["env"]["OPENCODE_CONFIG_CONTENT"])
+    provider = told["provider"]["paddock"]
+    assert told["model"] == "paddock/m" and provider["models"] == {"m": {"name": "m"}} and provider["options"]["baseURL"].endswith("/v1")
     assert paddock("launch", "nothing", "m").code == 2
 
 

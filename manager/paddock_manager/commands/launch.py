@@ -37,6 +37,11 @@ ANTHROPIC = {
     "ANTHROPIC_MODEL": "{model}",
     "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
 }
+OPENCODE = {
+    "OPENCODE_CONFIG_CONTENT": '{{"provider":{{"paddock":{{"npm":"@ai-sdk/openai-compatible","name":"Paddock","options":{{"baseURL":"{url}/v1",'
+    '"apiKey":"{key}"}},"models":{{"{model}":{{"name":"{model}"}}}}}}}},"model":"paddock/{model}"}}'
+}
+"""Merged over the configuration in its files. Source: https://opencode.ai/docs/config, precedence order."""
 AGENTS = {
     "claude": Agent(("claude",), ANTHROPIC),
     "codex": Agent(
@@ -51,6 +56,7 @@ AGENTS = {
         ),
         OPENAI,
     ),
+    "opencode": Agent(("opencode",), OPENCODE),
     "aider": Agent(("aider", "--model", "openai/{model}"), OPENAI),
     "llm": Agent(("llm",), OPENAI),
     "env": Agent((), OPENAI | ANTHROPIC),
@@ -60,7 +66,7 @@ COMMAND = Command(
     "launch",
     "Start a coding agent that talks to a model here.",
     (
-        Argument("agent", "claude, codex, aider, llm, or env for the variables alone"),
+        Argument("agent", "claude, codex, opencode, aider, llm, or env for the variables alone"),
         Argument("model", "a running server or a model", kind="model"),
     ),
     (Option("--print", "print the variables and the command, and start nothing"),),
@@ -107,6 +113,5 @@ def _server(places: paths.Places, word: str, ui: Ui) -> state.Server:
     for server in state.servers(places):
         if server.path == str(found.path):
             return server
-    return serve.started(
-        places, Launch(found.name, found.ref, found.path, key_file=keys.server_file(places)), ui, serve.START_S
-    )
+    launch = Launch(found.name, found.ref, found.path, key_file=keys.server_file(places), is_watched=True)
+    return serve.started(places, launch, ui, serve.START_S)
