@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import http.server
 import ssl
 import stat
+import threading
 import urllib.error
 import urllib.request
 
 import pytest
 from paddock_manager.fleet import keys, state
 from paddock_manager.paths import places
+from paddock_manager.store.web import Transient, Web, certificates
+from paddock_runner.errors import HubError
 
 from tests.cli.conftest import tiny_gguf
 
@@ -98,3 +102,24 @@ def test_other_address_than_loopback_is_warned_about_without_tls_only(paddock, m
     assert "not encrypted" in paddock("serve", str(model_file), "--host", "0.0.0.0", "--port", "0").err
     paddock("stop", "--all")
     assert "not encrypted" not in paddock("serve", str(model_file), "--host", "0.0.0.0", "--port", "0", "--tls-cert", tls[0], "--tls-key", tls[1]).err
+
+
+def test_certificate_that_nobody_trusts_is_said_and_not_tried_again(tls):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, form, *args):
+            pass
+
+    served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*tls)
+    served.socket = context.wrap_socket(served.socket, server_side=True)
+    served.handle_error = lambda *_: None
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    certificates.cache_clear()
+    try:
+        with Web(f"https://127.0.0.1:{served.server_port}") as web, pytest.raises(HubError, match="is not trusted: self-signed certificate") as caught, web.get(web.endpoint):
+            pass
+        assert not isinstance(caught.value, Transient) and "SSL_CERT_FILE" in caught.value.hint
+    finally:
+        served.shutdown()
+        served.server_close()

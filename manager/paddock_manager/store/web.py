@@ -116,7 +116,14 @@ class Web:
 
     def transport_error(self, url: str, error: Exception) -> HubError:
         """A failed connection, as one sentence."""
-        host = urlsplit(url).netloc
+        host, cause = urlsplit(url).netloc, error.__cause__
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return HubError(
+                f"the certificate of {host} is not trusted: {cause.verify_message}",
+                "where a company's proxy opens https, name the file of its certificate: SSL_CERT_FILE=FILE",
+                host=host,
+                reason=str(cause)[:200],
+            )
         kinds: dict[type[Exception], str] = {
             httpx.ConnectTimeout: "does not answer",
             httpx.ReadTimeout: "stopped sending",
