@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from ..files.checkpoint import Checkpoint
 from ..files.fields import Fields
-from .blueprint import Blueprint, Experts
+from .blueprint import Blueprint, Experts, Rope
 from .experts import hf_expert_name
+from .rope import proportional_factors
+from .sizes import rope_base
 from .stored import stored_numbers
 
 HF = {"embed_tokens_per_layer": "layer_inputs", "per_layer_model_projection": "input_projection", "per_layer_projection_norm": "input_norm"}
@@ -43,6 +45,22 @@ def kv_owners(is_local: Sequence[bool], n_shared: int, fields: Fields, key: str)
     if any(x is None for x in found[own:]):
         raise fields.error(key, f"is {n_shared}: some of these layers have no layer of their kind before them")
     return found
+
+
+def hf_ropes(config: Fields, wide: int, narrow: int) -> tuple[Rope, Rope]:
+    """Of full layers with heads of that width, and of layers with a window. Raises: FileError, UnsupportedError."""
+    nothing = Fields({}, config.where, config.noun, config.prefix)
+    both = config.section("rope_parameters") if "rope_parameters" in config else nothing
+    full, local = (both.section(kind) if kind in both else nothing for kind in ("full_attention", "sliding_attention"))
+    local.choice("rope_type", "default", ("default",))
+    share = full.number("partial_rotary_factor", 0.25) if full.choice("rope_type", "proportional", ("proportional", "default")) == "proportional" else 1.0
+    factor = full.number("factor", 1.0)
+    if not 0 <= share <= 1 or factor <= 0:
+        raise full.error("partial_rotary_factor", f"is {share} with a factor of {factor}, expected 0 to 1 and a positive factor")
+    if wide % 2:
+        raise config.error("global_head_dim", f"is {wide}, expected an even width")
+    factors = proportional_factors(wide, int(share * wide // 2), factor)
+    return Rope(rope_base(full, "rope_theta", 1000000.0), wide, factors=factors), Rope(rope_base(local, "rope_theta", 10000.0), narrow)
 
 
 def layer_scales(checkpoint: Checkpoint, n_layers: int) -> tuple[list[float], bool]:

@@ -114,6 +114,9 @@ def test_the_plan_counts_shared_keys_once_and_vectors_of_ones():
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 3}, FileError, r"is 3, expected a divisor of 8"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, UnsupportedError, r"layer 0 has a window and settings of its own"),
         ({"per_layer_config": {"5": {"head_dim": 8}}}, UnsupportedError, r"heads of \[8, 512\], expected one width"),
+        ({"per_layer_config": {"5": {"head_dim": 0}}}, FileError, r"per_layer_config.5.head_dim is 0"),
+        ({"global_head_dim": 33}, FileError, r"global_head_dim is 33, expected an even width"),
+        ({"rope_parameters": {"full_attention": {"partial_rotary_factor": -1.0}}}, FileError, r"partial_rotary_factor is -1.0"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, UnsupportedError, r"rope_type is 'yarn'"),
     ],
 )  # fmt: skip

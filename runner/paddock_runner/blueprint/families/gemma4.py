@@ -6,23 +6,22 @@ Source: https://github.com/huggingface/transformers, models/gemma4; GGUF keys as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import UnsupportedError
 from ...files.checkpoint import Checkpoint
 from ...files.fields import Fields
 from ..blueprint import Attention, Blueprint, Experts, FeedForward, Layer, Rope
-from ..gemma4 import kv_owners, layer_scales
+from ..gemma4 import hf_ropes, kv_owners, layer_scales
 from ..layers import gguf_local_layers, local_layers
 from ..mixture import checked_experts
-from ..rope import proportional_factors
 from ..sizes import Sizes, gguf_sizes, hf_sizes, rope_base
 
 DEFAULTS = {"head_dim": 256, "vocab_size": 262144, "max_position_embeddings": 131072, "num_attention_heads": 8, "num_key_value_heads": 4}
 """Fields that published configs leave out. Source: transformers, configuration_gemma4.py, Gemma4TextConfig."""
 PERIOD = 6
-WIDE_HEAD, WIDE_THETA, WIDE_SHARE, LOCAL_THETA, WINDOW = 512, 1000000.0, 0.25, 10000.0, 512
+WIDE_HEAD, LOCAL_THETA, WINDOW = 512, 10000.0, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def from_gguf(checkpoint: Checkpoint, arch: str) -> Blueprint:
         experts = Experts(n(f"{arch}.expert_count"), n(f"{arch}.expert_used_count", low=1), n(f"{arch}.expert_feed_forward_length", low=1))
     parts = Parts(
         is_local, s.n_kv_heads, (s.head_width, s.rope()), (narrow, local), kv_owners(is_local, f.integer(key, 0), f, key),
-        f.integer(f"{arch}.attention.sliding_window", WINDOW, low=1), s.ff_widths, [not has(f"blk.{i}.attn_v.weight") for i in range(s.n_layers)], experts,
+        f.integer(f"{arch}.attention.sliding_window", WINDOW, low=1), s.ff_widths, [not has(f"blk.{i}.attn_v.weight") and not has(f"blk.{i}.attn_qkv.weight") for i in range(s.n_layers)], experts,
     )  # fmt: skip
     softcap = f.number(f"{arch}.final_logit_softcapping", 0.0)
     return _blueprint(checkpoint, s, parts, softcap, f.integer(f"{arch}.embedding_length_per_layer_input", 0))
@@ -71,6 +70,7 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     is_local[-1] = False
     wide, n_kv = _wide_heads(config, s, is_local)
     owners = kv_owners(is_local, config.integer("num_kv_shared_layers", 0), config, "num_kv_shared_layers")
+    wide_rope, local_rope = hf_ropes(config, wide, s.head_width)
     widths = [n * (2 if owner is not None and config.flag("use_double_wide_mlp", False) else 1) for n, owner in zip(s.ff_widths, owners, strict=True)]
     is_unified = config.get("model_type") == "gemma4_unified_text"
     width = config.integer("hidden_size_per_layer_input", 0 if is_unified else 256)
@@ -79,7 +79,7 @@ def from_hf(checkpoint: Checkpoint, config: Fields) -> Blueprint:
     window, is_encoder = config.integer("sliding_window", WINDOW * (2 if is_unified else 1), low=1), config.get("use_bidirectional_attention") == "all"
     keys_too = config.flag("attention_k_eq_v", False)
     parts = Parts(
-        is_local, n_kv, (wide, _wide_rope(config, wide)), (s.head_width, _local_rope(config, s)), owners, window // 2 + 1 if is_encoder else window,
+        is_local, n_kv, (wide, wide_rope), (s.head_width, local_rope), owners, window // 2 + 1 if is_encoder else window,
         widths, [keys_too and not local for local in is_local], _experts(config), config.flag("attention_bias", False), not is_encoder,
     )  # fmt: skip
     return _blueprint(checkpoint, s, parts, config.number("final_logit_softcapping", 0.0), width)
@@ -106,13 +106,13 @@ def _blueprint(checkpoint: Checkpoint, s: Sizes, p: Parts, softcap: float, input
 def _wide_heads(config: Fields, s: Sizes, is_local: Sequence[bool]) -> tuple[int, tuple[int, ...]]:
     """Head width of full layers, and every layer's key-value heads: from per_layer_config, or the fields of published checkpoints."""
     n_kv = list(s.n_kv_heads)
-    own = config.get("per_layer_config") or {}
-    wide = config.integer("global_head_dim", WIDE_HEAD if not own else s.head_width, low=2, high=4096)
+    own = config.section("per_layer_config") if config.get("per_layer_config") else None
+    wide = config.integer("global_head_dim", WIDE_HEAD if own is None else s.head_width, low=2, high=4096)
     if config.flag("attention_k_eq_v", False) and "num_global_key_value_heads" in config:
         n_kv = [n if local else config.integer("num_global_key_value_heads", low=1) for n, local in zip(n_kv, is_local, strict=True)]
-    widths = {wide} if not own else set()
-    for i, local in enumerate(is_local if isinstance(own, Mapping) and own else ()):
-        fields = Fields(own.get(str(i)) or {}, config.where, config.noun, f"per_layer_config.{i}.")
+    widths = {wide} if own is None else set()
+    for i, local in enumerate(is_local if own is not None else ()):
+        fields = own.section(str(i)) if own is not None and str(i) in own else Fields({}, config.where, config.noun)
         if local and len(fields):
             raise UnsupportedError(f"{config.where}: layer {i} has a window and settings of its own, which is not supported", what="per_layer_config")
         if not local:
@@ -124,23 +124,6 @@ def _wide_heads(config: Fields, s: Sizes, is_local: Sequence[bool]) -> tuple[int
     if odd:
         raise config.error("num_global_key_value_heads", f"is {odd}, expected a divisor of {s.n_heads} heads")
     return widths.pop(), tuple(n_kv)
-
-
-def _section(config: Fields, kind: str) -> Fields:
-    both = config.section("rope_parameters") if "rope_parameters" in config else Fields({}, config.where, config.noun)
-    return both.section(kind) if kind in both else Fields({}, config.where, config.noun)
-
-
-def _local_rope(config: Fields, s: Sizes) -> Rope:
-    own = _section(config, "sliding_attention")
-    own.choice("rope_type", "default", ("default",))
-    return Rope(rope_base(own, "rope_theta", LOCAL_THETA), s.head_width)
-
-
-def _wide_rope(config: Fields, width: int) -> Rope:
-    own = _section(config, "full_attention")
-    share = own.number("partial_rotary_factor", WIDE_SHARE) if own.choice("rope_type", "proportional", ("proportional", "default")) == "proportional" else 1.0
-    return Rope(rope_base(own, "rope_theta", WIDE_THETA), width, factors=proportional_factors(width, int(share * width // 2), own.number("factor", 1.0)))
 
 
 def _experts(config: Fields) -> Experts | None:
