@@ -67,7 +67,14 @@ SHAPES: dict[str, Shape] = {
         "timings": {"first_token_ms": float, "total_ms": float},
     },
     "serve": {"server?": SERVER, "auth?": bool, "unit?": str},
-    "ps": {"servers": [{**SERVER, "state": str, "restarts": int, "ended": str, "last_lines": [str]}]},
+    "ps": {
+        "servers": [
+            {
+                **SERVER, "state": str, "restarts": int, "ended": str, "last_lines": [str], "used_bytes?": int, "busy?": int, "waiting?": int,
+                "answered_tokens?": int, "kv_format?": str,
+            }
+        ]
+    },
     "stop": {"stopped": [{"name": str, "pid": int, "killed": bool}]},
     "logs": {"name": str, "path": str, "lines": [str]},
     "rm": {"dry_run": bool, "removed": [{"name": str, "ref": str, "freed_bytes": int, "files_kept": bool, "path": str}]},

@@ -26,10 +26,20 @@ def test_serve_waits_until_it_is_ready_and_ps_stop_know_it(paddock, model_file):
     assert (server["name"], server["max_ctx_tokens"], server["max_batch"], server["device"]) == ("mine.Q4_0", 512, 3, "cpu")
     listed = paddock("ps", "--json").json["servers"]
     assert [(s["pid"], s["state"], s["url"]) for s in listed] == [(server["pid"], "ready", server["url"])]
-    assert paddock("ps").out.splitlines()[0].split() == ["NAME", "PID", "DEVICE", "CTX", "BATCH", "MEMORY", "STATE", "STARTED", "URL"]
+    assert paddock("ps").out.splitlines()[0].split() == ["NAME", "PID", "DEVICE", "CTX", "BUSY", "KV", "MEMORY", "STATE", "STARTED", "URL"]
     stopped = paddock("stop", "mine.Q4_0")
     assert stopped.code == 0 and stopped.out == f"stopped mine.Q4_0 (pid {server['pid']})\n"
     assert paddock("ps", "--json").json["servers"] == []
+
+
+def test_ps_tells_how_busy_a_server_is_and_what_it_takes(paddock, tmp_path):
+    (tmp_path / "busy.gguf").write_bytes(tiny_gguf())
+    assert paddock("serve", str(tmp_path / "busy.gguf"), "--port", "0").code == 0
+    row = paddock("ps", "--json").json["servers"][0]
+    assert (row["busy"], row["waiting"], row["answered_tokens"], row["kv_format"], row["planned_bytes"]) == (3, 2, 77, "fp8", 1 << 30)
+    assert 1 << 20 < row["used_bytes"] < 1 << 30
+    line = paddock("ps").out.splitlines()[1]
+    assert "3/8 +2" in line and "fp8" in line and "of 1.00 GiB" in line
 
 
 def test_systemd_unit_runs_the_same_program_in_the_foreground(paddock, model_file):

@@ -1,7 +1,7 @@
 """A runner without a model: takes the runner's flags, writes the state file, answers health, models and chat. Run as a script.
 
 It echoes the last message, word by word; `use NAME {...}` calls that tool where there are tools. Words in the model's file name make it misbehave:
-`dies` (exit 7 with a sentence), `crash` (SIGSEGV), `slowstart` (ready at the second health check), `breaks` (drops the stream), `endless` (streams until the client hangs up).
+`dies` (exit 7 with a sentence), `crash` (SIGSEGV), `busy` (says that it is), `slowstart` (ready at the second health check), `breaks` (drops the stream), `endless` (streams until the client hangs up).
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(503 if late else 200, {"ready": not late})
         elif self.path.startswith("/health"):
             self.reply(200, {"live": True})
+        elif self.is_allowed() and self.path == "/v1/paddock/state" and "busy" in Path(self.flags["--model"]).name:
+            engine = {"slots": {"all": 8, "free": 5}, "queue": {"waiting": 2}, "counters": {"output_tokens": 77}}
+            self.reply(200, {"engine": engine, "facts": {"kv_format": "fp8"}})
         elif self.is_allowed():
             self.reply(200, {"object": "list", "data": [{"id": self.flags["--name"]}]})
 
@@ -168,6 +171,8 @@ def main() -> None:
         "pid": os.getpid(), "host": flags["--host"], "port": server.server_port, "model": flags["--name"],
         "max_ctx_tokens": int(flags.get("--max-ctx", 4096)), "max_batch": int(flags.get("--max-batch", 8)), "device": "cpu",
     }  # fmt: skip
+    if "busy" in name:
+        state["memory_bytes"] = 1 << 30
     sys.stderr.write(f"ready on {server.server_port}\n")
     sys.stderr.flush()
     path = Path(flags["--state-file"])

@@ -64,6 +64,21 @@ def is_ready(host: str, port: int, timeout_s: float = READY_S, tls_cert: str = "
         connection.close()
 
 
+def state_of(server: Server, key: str) -> dict[str, Any]:
+    """What the runner says of itself (GET /v1/paddock/state); {} when it says nothing that can be read."""
+    try:
+        connection = connect(server.host, server.port, READY_S, server.tls_cert)
+        try:
+            connection.request("GET", "/v1/paddock/state", headers={"Authorization": f"Bearer {key}"} if key else {})
+            answer = connection.getresponse()
+            body = json.loads(answer.read(1 << 20)) if answer.status == 200 else {}
+        finally:
+            connection.close()
+    except (OSError, ValueError, http.client.HTTPException):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
 def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
