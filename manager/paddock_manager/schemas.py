@@ -38,7 +38,7 @@ SHAPES: dict[str, Shape] = {
     },
     "add": {"model": MODEL},
     "ls": {
-        "models?": [MODEL], "problems?": [str], "home?": str, "remote?": str, "elsewhere?": [{"program": str, "path": str, "size_bytes": int}], "commit?": str, "licence?": str,
+        "models?": [{**MODEL, "fit?": {"verdict": str, "largest_ctx_tokens": int, "need_bytes": int, "says": str}}], "problems?": [str], "home?": str, "remote?": str, "elsewhere?": [{"program": str, "path": str, "size_bytes": int}], "commit?": str, "licence?": str,
         "variants?": [{"ref": str, "size_bytes": int, "files": int}],
     },
     "show": {

@@ -186,3 +186,17 @@ def test_pull_says_whether_it_fits_before_the_weights_move(paddock, hub, models_
     assert refused.code == 9 and refused.json["error"]["facts"]["alternatives"]
     assert not (places().models / "org/smol" / path.name).exists()
     assert paddock("pull", "org/smol", "--reserve", "0").code == 0
+
+
+def test_ls_tells_which_models_fit_when_asked(paddock, models_dir, tmp_path, monkeypatch):
+    assert paddock("add", str(models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"), "--name", "small").code == 0
+    strange = tmp_path / "strange.Q4_0.gguf"
+    strange.write_bytes(tiny_gguf("martian"))
+    assert paddock("add", str(strange), "--name", "strange").code == 0
+    for free, verdict, says in ((8 << 30, "fits", "yes"), (300 << 20, "no", r"up to \d{4}"), (64 << 20, "no", "no")):
+        monkeypatch.setattr(fit, "find_where", lambda *a, free=free: [fit.on_host(2, free)])
+        found = {m["name"]: m["fit"] for m in paddock("ls", "--fit", "--json").json["models"]}
+        assert found["small"]["verdict"] == verdict and re.fullmatch(says, found["small"]["says"])
+        assert found["strange"]["verdict"] == "unknown" and found["strange"]["says"] == "? unsupported"
+    lines = paddock("ls", "--fit").out.splitlines()
+    assert "FITS" in lines[0] and "FITS" not in paddock("ls").out

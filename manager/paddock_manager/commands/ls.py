@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paddock_runner.errors import PaddockError, UsageError
 
 from paddock_manager import paths
@@ -17,6 +19,7 @@ COMMAND = Command(
     (
         Option("--remote", "list what a hub repository (or catalog name) offers", "text", value="REF"),
         Option("--elsewhere", "list what other programs keep on this machine; `paddock add` uses it in place"),
+        Option("--fit", "also say which fit here now, and up to which context (opens every header: slower)"),
         Option("--names", "names only, one a line"),
         Option("--full", "full names, org/repo:quant"),
     ),
@@ -36,6 +39,7 @@ def run(values: Values, ui: Ui) -> int:
     found = [m for m in index.models(places, problems) if all(w in f"{m.name} {m.ref}".lower() for w in words)]
     for problem in problems:
         ui.warn(problem.message)
+    fits = {m.ref: fit_of(m) for m in found} if values.flag("fit") else {}
 
     def human(out: Ui) -> None:
         if values.flag("names"):
@@ -47,11 +51,32 @@ def run(values: Values, ui: Ui) -> int:
             out.say(f"no models in {places.home}; `paddock pull smollm2-135m` fetches a small one")
         else:
             rows = [row(m, values.flag("full")) for m in found]
-            out.table(("NAME", "QUANT", "PARAMS", "SIZE", "CTX MAX", "STATE", "MODIFIED"), rows, right=(2, 3, 4))
+            heads: tuple[str, ...] = ("NAME", "QUANT", "PARAMS", "SIZE", "CTX MAX", "STATE", "MODIFIED")
+            if fits:
+                heads = (*heads[:5], "FITS", *heads[5:])
+                rows = [(*r[:5], fits[m.ref]["says"], *r[5:]) for r, m in zip(rows, found, strict=True)]
+            out.table(heads, rows, right=(2, 3, 4))
 
-    body = {"models": [m.facts() for m in found], "problems": [p.message for p in problems], "home": str(places.home)}
+    models = [m.facts() | ({"fit": fits[m.ref]} if fits else {}) for m in found]
+    body = {"models": models, "problems": [p.message for p in problems], "home": str(places.home)}
     ui.result("ls", body, human)
     return 0
+
+
+def fit_of(model: Model) -> dict[str, Any]:
+    """Whether a model fits here now: at the context that `paddock fit` asks for, at a smaller one, or why not."""
+    from paddock_runner.files.checkpoint import open_checkpoint
+
+    from paddock_manager.fit import fit
+
+    try:
+        where = fit.find_where("auto", None, "", None)[0]
+        found = fit.report(model.name, open_checkpoint(model.path), where, fit.Wish())
+    except PaddockError as error:
+        return {"verdict": "unknown", "largest_ctx_tokens": 0, "need_bytes": 0, "says": f"? {error.code}"}
+    least = found.largest_ctx_tokens
+    says = "yes" if found.verdict in ("fits", "tight") else f"up to {least}" if least else "no"
+    return {"verdict": found.verdict, "largest_ctx_tokens": least, "need_bytes": found.plan.peak_bytes, "says": says}
 
 
 def elsewhere(places: paths.Places, ui: Ui) -> int:
