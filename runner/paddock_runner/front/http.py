@@ -12,6 +12,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from ..errors import Cancelled, SlowBody, TooLarge
+from .outbox import Outbox, Pipe
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -21,14 +22,16 @@ Headers = list[tuple[bytes, bytes]]
 Application = Callable[[Any, Receive, Send], Awaitable[None]]
 
 JSON = b"application/json"
-WRITE = "paddock.write"
-"""In a request's scope: see Exchange.write_now."""
+PIPE = "paddock.pipe"
+"""In a request's scope: see Exchange.pipe."""
 IGNORED = b"x-paddock-ignored-fields"
 SSE = b"text/event-stream; charset=utf-8"
 BODY_GRACE_S = 30.0
 MIN_BODY_BYTES_PER_S = 16 << 10
 """A body has the grace, and as long more as it would take at this rate."""
 ENCODER = msgspec.json.Encoder()
+NO_OUTBOX = Outbox()
+"""For exchanges that nobody gave one: it is never told to hold."""
 _REQUEST_ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 
 
@@ -51,19 +54,18 @@ class Exchange:
         "is_started",
         "log",
         "method",
+        "outbox",
         "path",
         "received_ns",
         "request_id",
         "status",
         "weight",
-        "write_now",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.received_ns = time.monotonic_ns()
         self._scope, self._receive, self._send = scope, receive, send
-        self.write_now: Callable[[bytes], bool] | None = scope.get(WRITE) if scope["method"] != "HEAD" else None
-        """Writes a part of a started answer at once; False where `send_part` has to. Only a server has it."""
+        self.outbox = NO_OUTBOX
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -172,6 +174,11 @@ class Exchange:
             await self._send(message)
 
         await application({**self._scope, **facts}, self._receive, send)
+
+    def pipe(self) -> Pipe | None:
+        """The way for parts of a started answer past `send_part`, where the server has one and the answer is in chunks."""
+        found: Callable[[], Pipe | None] | None = self._scope.get(PIPE)
+        return found() if found is not None and self.method != "HEAD" else None
 
     def send_part(self, data: bytes, is_last: bool = False) -> Awaitable[None]:
         """The coroutine that sends a part of a started answer; it waits while the client does not read."""

@@ -116,6 +116,7 @@ class Application:
         exchange = Exchange(scope, receive, send)
         vendor = _vendor(exchange.path)
         front, name = self._front, "unknown"
+        exchange.outbox = front.outbox
         front.metrics.in_flight += 1
 
         async def work() -> None:

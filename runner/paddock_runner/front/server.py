@@ -12,8 +12,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from .http import WRITE
+from .http import PIPE
 from .listen import BACKLOG
+from .outbox import Pipe
 from .routes import Application
 from .service import Front
 
@@ -28,16 +29,29 @@ class Protocol(HttpToolsProtocol):
     _head_tail = b""
     _is_in_head = True
     _head_timer: asyncio.TimerHandle | None = None
+    pipe: Pipe
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client came."""
         super().connection_made(transport)
+        self.pipe = Pipe(transport)
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left."""
+        self.pipe.close()
         self._stop_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not read."""
+        self.pipe.is_open = False
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self.pipe.is_open = True
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
@@ -61,7 +75,7 @@ class Protocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         if self.cycle is not None:
-            self.scope[WRITE] = partial(_write, self.cycle)  # type: ignore[literal-required]
+            self.scope[PIPE] = partial(_pipe, self, self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         """The request is complete; what comes next is another's head."""
@@ -82,15 +96,9 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def _write(cycle: RequestResponseCycle, data: bytes) -> bool:
-    """Writes a part of an answer that is under way, without a coroutine and a message for each token.
-
-    False: nothing was written, because the client does not read or has left, or the answer is not chunked; `send` knows what to do then.
-    """
-    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
-        return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-    return True
+def _pipe(protocol: Protocol, cycle: RequestResponseCycle) -> Pipe | None:
+    """The connection, when this answer goes out in chunks."""
+    return protocol.pipe if cycle.chunked_encoding and not cycle.disconnected else None
 
 
 class _Uvicorn(uvicorn.Server):

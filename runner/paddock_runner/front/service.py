@@ -21,6 +21,7 @@ from ..turns.turn import CacheNote, Caller, Turn
 from .auth import Guard
 from .http import Exchange
 from .metrics import Metrics
+from .outbox import Outbox
 from .sse import EventStream
 from .stored import Stored
 
@@ -54,6 +55,10 @@ class Front:
     streams: set[EventStream] = field(default_factory=set)
     stored: Stored = field(default_factory=Stored)
     mcp: Mcp | None = None
+    outbox: Outbox = field(default_factory=Outbox)
+
+    def __post_init__(self) -> None:
+        self.desk.together = self.outbox
 
     def require_ready(self) -> None:
         """Raises: ShuttingDown while the model loads or the runner drains."""

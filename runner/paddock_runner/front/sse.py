@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 from .http import SSE, Exchange, Headers
+from .outbox import Pipe
 
 HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 COMMENT = b": keep-alive\n\n"
@@ -20,33 +21,68 @@ class EventStream:
     """The event stream of one answer. write: appends an event; flush: sends what was appended, when the client keeps up.
 
     on_caught_up: called when a lagging client has read everything; it may write. comment: sent after a silence (or written by a call of it).
+    head, tail: the bytes around the JSON of a text, set by a sink that lets its texts go by the short way (a Lane).
     """
 
+    __slots__ = (
+        "_content_type", "_exchange", "_is_quiet", "_parts", "_pipe", "_put", "_waiting", "comment", "head", "is_behind", "is_touched", "on_caught_up", "tail", "write",
+    )  # fmt: skip
+
     def __init__(self, exchange: Exchange, content_type: bytes = SSE) -> None:
-        self._exchange = exchange
-        self._content_type = content_type
+        self.head = self.tail = b""
+        self.is_behind = self.is_touched = False
         self._parts: list[bytes] = []
+        self.write: Callable[[bytes], None] = self._parts.append
+        self._pipe: Pipe | None = None
+        self._exchange = exchange
+        self._put = exchange.outbox.put
+        self._is_quiet = False
+        self._content_type = content_type
         self._waiting: asyncio.Task[None] | None = None
         self.comment: bytes | Callable[[], None] = COMMENT
-        self._is_quiet = False
-        self.write = self._parts.append
-        self.is_behind = False
         self.on_caught_up: Callable[[], None] | None = None
 
     def flush(self) -> None:
         """Sends what was written, with the headers before the first of it. Never waits."""
-        if self.is_behind or not self._parts:
+        parts, pipe = self._parts, self._pipe
+        if self.is_behind or not parts:
             return
         self._is_quiet = False
-        if not self._exchange.is_started:
-            self._drive(self._exchange.start(200, self._content_type, HEADERS))
+        if pipe is None or not pipe.is_open:
+            self._send()
+            return
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        self._put(pipe, data)
+
+    def say(self, text: bytes) -> None:
+        """Appends an event of a text that is JSON already."""
+        self._parts.append(self.head + text + self.tail)
+
+    def say_now(self, text: bytes) -> None:
+        """Sends an event of a text that is JSON already, and what was appended before it."""
+        pipe = self._pipe
+        if self._parts or pipe is None or not pipe.is_open:
+            self._parts.append(self.head + text + self.tail)
+            self.flush()
+        else:
+            self._is_quiet = False
+            self._put(pipe, self.head + text + self.tail)
+
+    def _send(self) -> None:
+        """The way through the server, which knows what to do with a client that does not read or has left."""
+        exchange, parts = self._exchange, self._parts
+        if not exchange.is_started:
+            self._drive(exchange.start(200, self._content_type, HEADERS))
+            self._pipe = exchange.pipe()
             if self.is_behind:
                 return
-        data = b"".join(self._parts)
-        self._parts.clear()
-        write = self._exchange.write_now
-        if write is None or not write(data):
-            self._drive(self._exchange.send_part(data))
+        exchange.outbox.write_out()
+        if self._pipe is not None:
+            self._pipe.is_direct = False
+        data = b"".join(parts)
+        parts.clear()
+        self._drive(exchange.send_part(data))
 
     def tick(self) -> None:
         """Called at intervals: a stream that was silent since the last call gets a comment."""

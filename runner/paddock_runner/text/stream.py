@@ -10,8 +10,11 @@ import codecs
 import re
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from .tokenizer import Tokenizer
 
+_encode = msgspec.json.Encoder().encode
 _decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -65,7 +68,7 @@ class TextStream:
     generation begins a text (the prompt ended in a special token), so the space that encoding would put there is taken away.
     """
 
-    __slots__ = ("_decode", "_is_open", "_pieces", "_stops", "_strips", "_texts", "_visible")
+    __slots__ = ("_decode", "_is_open", "_pieces", "_stops", "_strips", "_texts", "_visible", "json")
 
     def __init__(
         self,
@@ -77,6 +80,8 @@ class TextStream:
     ) -> None:
         self._visible = frozenset(visible)
         self._texts = tokenizer.texts(self._visible)
+        self.json = tokenizer.json_texts(self._visible)
+        """JSON of every token's text on its own, as far as `remember` has been told of it; none for one that is not whole or not shown."""
         self._pieces = tokenizer.pieces
         self._stops = StopStrings(stop, include_stop) if any(stop) else None
         self._decode = _decoder("replace")
@@ -87,6 +92,21 @@ class TextStream:
     def matched(self) -> str | None:
         """The stop string that ended the text, or None."""
         return self._stops.matched if self._stops is not None else None
+
+    @property
+    def has_stops(self) -> bool:
+        """Whether there are stop strings."""
+        return self._stops is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next token's text is what it is on its own: no character is open, no space will be taken away."""
+        return not self._is_open and not self._strips
+
+    def remember(self, token_id: int) -> None:
+        """Puts a token's text into `json`, if it is whole and shown."""
+        if token_id < len(self.json) and (text := self._texts[token_id]):
+            self.json[token_id] = _encode(text)
 
     def push(self, token_id: int) -> str:
         """The text that can be shown after this token (often its own). Raises: IndexError for an id without a token."""

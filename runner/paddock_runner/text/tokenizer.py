@@ -128,6 +128,7 @@ class Tokenizer:
         self._suffix = array("i", parts.suffix)
         self._special = frozenset(t.id for t in added if t.is_special)
         self._texts: dict[frozenset[int], list[str | None]] = {}
+        self._json: dict[frozenset[int], list[bytes | None]] = {}
         self._ids = {t.text: t.id for t in reversed(added)}
         self.cache = SegmentCache(cache_bytes)
         self.n_vocab = len(parts.pieces)
@@ -192,6 +193,16 @@ class Tokenizer:
                 self._texts.clear()
             self._texts[visible] = table
         return table
+
+    def json_texts(self, visible: frozenset[int] = frozenset()) -> list[bytes | None]:
+        """A place for the JSON of each of `texts(visible)`, filled by who needs it."""
+        texts = self.texts(visible)
+        found = self._json.get(visible)
+        if found is None or len(found) != len(texts):
+            if len(self._json) >= _MAX_TABLES:
+                self._json.clear()
+            found = self._json[visible] = [None] * len(texts)
+        return found
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is left out of decoded text."""

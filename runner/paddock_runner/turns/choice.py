@@ -15,6 +15,7 @@ from ..wire.messages import ROW_NAN, ROW_SCORE, ROW_STOP, Done, Reason, Refused,
 
 if TYPE_CHECKING:
     from .constrain import Walk
+    from .lane import Lane
     from .turn import Turn
 
 Top = tuple[tuple[int, float], ...]
@@ -48,8 +49,30 @@ class Choice:
     """The answer `index` of a turn, to one of its prompts."""
 
     __slots__ = (
-        "_begun", "_is_resumed", "_is_thinking", "_max_reasoning", "_probs", "_reader", "_sink", "_sizes", "_text", "ask_id", "cached_tokens", "end", "index", "is_cached_known",
-        "n_calls", "output_tokens", "prompt", "prompt_probs", "reasoning_tokens", "shown_bytes", "tokens", "turn", "walk",
+        "_begun",
+        "_is_plain",
+        "_is_resumed",
+        "_is_thinking",
+        "_max_reasoning",
+        "_probs",
+        "_reader",
+        "_sink",
+        "_text",
+        "ask_id",
+        "cached_tokens",
+        "end",
+        "index",
+        "lane",
+        "n_calls",
+        "output_tokens",
+        "pieces",
+        "prompt",
+        "prompt_probs",
+        "reasoning_tokens",
+        "shown_bytes",
+        "tokens",
+        "turn",
+        "walk",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +92,10 @@ class Choice:
         self._is_resumed = self._is_thinking = False
         self.tokens: array[int] | None = array("i") if self._max_reasoning >= 0 else None
         """The answer's tokens, kept while its reasoning may have to be ended."""
+        self._is_plain = reader is None and self._probs is None and not text.has_stops
+        self.lane: Lane | None = None
+        """The short way of the next token: for a token whose entry in `pieces` is there, nothing more is to be done than `output_tokens`."""
+        self.pieces = text.json
 
     def take(self, token: int, flags: int, logprob: float, top: Top) -> None:
         """One token from the engine."""
@@ -92,13 +119,24 @@ class Choice:
                 self._sink.text(self.index, text, NO_PROBS if self._probs is None else self._certain(text))
             else:
                 self._read(self._reader.push(text), text)
-        if self._text.matched is not None:
+        if self._is_plain:
+            self._try_lane(token)
+        elif self._text.matched is not None:
             self.turn.desk.abort(self.ask_id)
             self._finish("stop", self._text.matched)
         elif self.tokens is not None:
             self.tokens.append(token)
             if self._is_thinking and 0 <= self._max_reasoning <= self.reasoning_tokens and not flags:
                 self._end_reasoning(self.tokens)
+
+    def _try_lane(self, token: int) -> None:
+        """Takes the short way from here, if it can be taken, also for this token the next time."""
+        if self.walk is not None:
+            self._is_plain = False
+            return
+        self.lane = self._sink.lane(self.index) if self._text.is_settled else None
+        if self.lane is not None:
+            self._text.remember(token)
 
     def _take_rare(self, token: int, flags: int, logprob: float, top: Top) -> None:
         """A token of the prompt that was rated, or one that ends the answer and is not shown."""

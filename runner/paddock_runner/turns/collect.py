@@ -49,6 +49,9 @@ class Collector:
         if probs:
             answer.probs.extend(probs)
 
+    def lane(self, index: int) -> None:
+        """Nothing is written."""
+
     def reasoning(self, index: int, text: str) -> None:
         """More of the reasoning."""
         self.answers[index].reasonings.append(text)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PackError
-from ..wire.messages import Ask, Done, Event, MaskUpdate, Refused, Started, State, StepResult, Vector
+from ..wire.messages import Ask, Done, Event, MaskUpdate, Refused, Row, Started, State, StepResult, Vector
 from ..wire.port import FrontPort
+from .lane import Apart, Together
 
 if TYPE_CHECKING:
     from .choice import Choice
+    from .lane import Lane
     from .turn import Turn
 
 
@@ -26,6 +28,8 @@ class Desk:
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._vectors: dict[int, asyncio.Future[bytes]] = {}
         self._touched: list[Turn] = []
+        self._lanes: list[Lane] = []
+        self.together: Together = Apart()
         self._next_id = 0
         self.now_ns = 0
         """time.monotonic_ns() of the events that are being handled."""
@@ -108,25 +112,54 @@ class Desk:
             self.on_dead()
             return
         self.now_ns = time.monotonic_ns()
-        choices, touched = self._choices, self._touched
-        for event in events:
-            if type(event) is StepResult:
-                self.n_tokens += len(event.rows)
-                for ask_id, token, flags, logprob, top in event.rows:
-                    choice = choices.get(ask_id)
-                    if choice is not None:
-                        choice.take(token, flags, logprob, top)
-                        turn = choice.turn
-                        if not turn.is_touched:
-                            turn.is_touched = True
-                            touched.append(turn)
-            else:
-                self._notice(event)
-        if touched:
-            for turn in touched:
+        self.together.hold()
+        try:
+            for event in events:
+                if type(event) is StepResult:
+                    self._take(event.rows, len(events) == 1)
+                else:
+                    self._notice(event)
+            for lane in self._lanes:
+                lane.is_touched = False
+                lane.flush()
+            for turn in self._touched:
                 turn.is_touched = False
                 turn.sink.flush()
-            touched.clear()
+        finally:
+            self._lanes.clear()
+            self._touched.clear()
+            self.together.release()
+
+    def _take(self, rows: Sequence[Row], is_alone: bool) -> None:
+        """Hands a step's tokens to their choices: by the short way where that is open, which is written out here.
+
+        is_alone: no other step's rows come with these. What the first of an answer's tokens says goes out at once then.
+        """
+        choices, lanes = self._choices, self._lanes
+        self.n_tokens += len(rows)
+        is_alone = is_alone and len(rows) <= len(choices)
+        for ask_id, token, flags, logprob, top in rows:
+            choice = choices.get(ask_id)
+            if choice is None:
+                continue
+            lane = choice.lane
+            if lane is not None and not flags and not lane.is_behind:
+                try:
+                    text = choice.pieces[token]
+                except IndexError:
+                    text = None
+                if text is not None:
+                    choice.output_tokens += 1
+                    if is_alone:
+                        lane.say_now(text)
+                        continue
+                    lane.say(text)
+                    if not lane.is_touched:
+                        lane.is_touched = True
+                        lanes.append(lane)
+                    continue
+            choice.take(token, flags, logprob, top)
+            self.touch(choice.turn)
 
     def _notice(self, event: Event) -> None:
         if isinstance(event, Started):

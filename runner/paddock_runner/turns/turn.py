@@ -17,6 +17,7 @@ from ..wire.messages import Ask, Miss, Started
 from .choice import Choice, End, Prob, Reader
 from .constrain import Guide
 from .desk import Desk
+from .lane import Lane
 from .served import Served
 from .usage import Timing, Usage
 from .wish import Wish
@@ -36,6 +37,9 @@ class Sink(Protocol):
 
     def text(self, index: int, text: str, probs: Sequence[Prob]) -> None:
         """More of the answer, with the log-probabilities of its tokens when they were asked for."""
+
+    def lane(self, index: int) -> Lane | None:
+        """The short way for the texts that come next, where there is one; asked again after anything else was said."""
 
     def reasoning(self, index: int, text: str) -> None:
         """More of the reasoning."""

@@ -127,6 +127,8 @@ STEP = Struct("<Qiiii")
 """seq, rows, top entries in all, slots of the engine, 0; then ROW x rows, then the top entries of the rows that have any."""
 ROW = Struct("<iiiifi")
 """pk_result of pack.h: slot, token, flags, length, logprob, n_top."""
+SINGLE = Struct("<iii4xf4x")
+"""Of a ROW: slot, token, flags, logprob."""
 TOP = Struct("<if")
 STARTED = Struct("<Qiiqiiii")
 DONE = Struct("<Qiiiiiiqqq")

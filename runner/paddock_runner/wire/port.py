@@ -16,6 +16,7 @@ from .messages import (
     BIND,
     QUERY,
     ROW,
+    SINGLE,
     STEP,
     TOP,
     Abort,
@@ -185,9 +186,11 @@ class FrontPort:
         at = STEP.size
         with payload[at : at + ROW.size * n_rows] as block:
             if not n_top:
-                for slot, token, flags, _, logprob, _ in ROW.iter_unpack(block):
-                    if token >= 0 and (ask_id := asks[slot]):
-                        rows.append((ask_id, token, flags, logprob, ()))
+                rows = [
+                    (ask_id, token, flags, logprob, ())
+                    for slot, token, flags, logprob in SINGLE.iter_unpack(block)
+                    if token >= 0 and (ask_id := asks[slot])
+                ]
                 return StepResult(seq, rows)
             at += ROW.size * n_rows
             top = tuple(TOP.iter_unpack(payload[at : at + TOP.size * n_top]))

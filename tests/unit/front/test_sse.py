@@ -35,12 +35,12 @@ class Wire:
         return [m["body"] for m in self.sent if m["type"] == "http.response.body"]
 
 
-def made() -> tuple[Wire, EventStream, ChatChunks]:
+def made(n_choices: int = 2) -> tuple[Wire, EventStream, ChatChunks]:
     wire = Wire()
     exchange = Exchange({"type": "http", "method": "POST", "path": "/", "headers": []}, wire.receive, wire.send)
     stream = EventStream(exchange)
     tokenizer = tokenizer_from_gguf(byte_level_metadata(), None)
-    return wire, stream, ChatChunks(stream, Head("id", 1, "m", 2, False, False), tokenizer)
+    return wire, stream, ChatChunks(stream, Head("id", 1, "m", n_choices, False, False), tokenizer)
 
 
 def contents(wire: Wire) -> list[bytes]:
@@ -115,5 +115,21 @@ def test_silent_stream_gets_a_comment_and_a_busy_one_none() -> None:
         stream.flush()
         stream.tick()
         assert len(wire.bodies) == 2
+
+    asyncio.run(run())
+
+
+def test_a_text_that_is_json_already_is_the_event_that_the_text_is() -> None:
+    async def run() -> None:
+        wire, stream, chunks = made(1)
+        lane = chunks.lane(0)
+        assert lane is stream and made(2)[2].lane(0) is None, "with several choices an event says whose it is"
+        chunks.text(0, 'a"', ())
+        lane.say(b'"a\\""')
+        lane.say_now(b'"b"')
+        lane.say(b'"c"')
+        lane.flush()
+        first, second, *rest = b"".join(wire.bodies).split(b"\n\n")
+        assert first == second and contents(wire)[2:] == [b"b", b"c"] and len(rest) == 3
 
     asyncio.run(run())

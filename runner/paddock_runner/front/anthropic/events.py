@@ -10,6 +10,7 @@ import msgspec
 
 from ...text.events import CallArguments, CallStart
 from ...turns.choice import End, Prob
+from ...turns.lane import Lane
 from ...turns.turn import CallPart, Turn
 from ..sse import EventStream
 from .fields import usage_json
@@ -68,6 +69,13 @@ class Events:
         """text_delta"""
         if text:
             self._delta("text", text)
+
+    def lane(self, index: int) -> Lane | None:
+        """Texts of an open text block."""
+        if self._block != "text" or self._held:
+            return None
+        self._stream.head, self._stream.tail = self._open, CLOSE
+        return self._stream
 
     def reasoning(self, index: int, text: str) -> None:
         """thinking_delta"""

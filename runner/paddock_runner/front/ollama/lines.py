@@ -63,6 +63,9 @@ class Lines:
         if text:
             self._add("text", text)
 
+    def lane(self, index: int) -> None:
+        """Every line says when it was written."""
+
     def reasoning(self, index: int, text: str) -> None:
         """More of the reasoning."""
         self._add("thinking", text)

@@ -12,6 +12,7 @@ import msgspec
 from ...text.events import CallArguments, CallStart
 from ...text.tokenizer import Tokenizer
 from ...turns.choice import End, Prob
+from ...turns.lane import Lane
 from ...turns.turn import CallPart
 from ...turns.usage import Usage
 from ..sse import EventStream
@@ -64,6 +65,7 @@ class Chunks:
         self._stop = b"]" + (b',"usage":null' if head.has_usage else b"") + b"}\n\n"
         self._text_open = [self._start + self._opening(i, "text") for i in range(head.n_choices)]
         self._text_close = self._closing("text") + self._stop
+        stream.head, stream.tail = self._text_open[0], self._text_close
 
     # what a delta looks like
 
@@ -101,6 +103,10 @@ class Chunks:
             write(self._text_open[index])
             write(_encode(text))
             write(self._text_close)
+
+    def lane(self, index: int) -> Lane | None:
+        """Texts of a single choice, while none is held back."""
+        return self._stream if self._head.n_choices == 1 and not self._held else None
 
     def reasoning(self, index: int, text: str) -> None:
         """A reasoning delta."""

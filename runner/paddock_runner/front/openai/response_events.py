@@ -69,6 +69,9 @@ class Items:
             self._held_probs += entries
             self._delta(text)
 
+    def lane(self, index: int) -> None:
+        """Every event is numbered."""
+
     def reasoning(self, index: int, text: str) -> None:
         """More of a reasoning item."""
         self._open("reasoning")
