@@ -9,13 +9,13 @@ from typing import Any
 from paddock_runner.errors import HubError, PaddockError, UsageError
 
 from paddock_manager import paths, settings
-from paddock_manager.catalog import names
+from paddock_manager.catalog import catalog, names
 from paddock_manager.options import Argument, Command, Option, Values, usage
 from paddock_manager.store import lock
 from paddock_manager.store import pull as store
 from paddock_manager.store.download import Limits
 from paddock_manager.store.record import Model
-from paddock_manager.ui import Ui, size
+from paddock_manager.ui import Ui, count, size
 
 WORTH_A_VERDICT_BYTES = 1 << 30
 """Smaller models fit nearly everywhere, and are here sooner than their header could be read on its own."""
@@ -145,7 +145,9 @@ def verdict(shop: store.Shop, order: store.Order) -> str:
     from paddock_manager.fit import remote
 
     try:
-        return fit.verdict(order.alias or order.ref, remote.of_order(shop, order).checkpoint)
+        checkpoint = remote.of_order(shop, order).checkpoint
+        n_params = sum(view.n_elements for view in checkpoint.tensors.values())
+        return f"{fit.verdict(order.alias or order.ref, checkpoint)}; {count(n_params)} parameters"
     except PaddockError as error:
         return f"cannot say whether it fits: {error.message}"
 
@@ -171,9 +173,10 @@ def say_order(ui: Ui, shop: store.Shop, order: store.Order) -> None:
     need = sum(f.size_bytes for f in missing)
     pinned = f"@{order.commit[:12]}" if order.commit else ""
     licence = f", licence {order.licence}" if order.licence else ""
-    ui.say(
-        f"{order.alias or order.ref} is {order.ref}{pinned}, {size(order.size_bytes)} in {len(order.files)} file(s){licence}"
-    )
+    entry = catalog.find(order.alias) if order.alias else None
+    params = f"{entry.params} parameters, " if entry else ""
+    bulk = f"{params}{size(order.size_bytes)} in {len(order.files)} file(s){licence}"
+    ui.say(f"{order.alias or order.ref} is {order.ref}{pinned}, {bulk}")
     for what, why in order.skipped[:6]:
         ui.say(f"  left out {what}: {why}")
     if len(order.skipped) > 6:
