@@ -100,7 +100,7 @@ def serve(folder: Path, name: str, a: argparse.Namespace) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     flags = ["--device", a.device, *(["--kernel-pack", str(a.pack)] if a.pack else []), "--log-level", "warning", *a.options]
     begun = time.monotonic()
-    with served.runner(folder, *flags) as (url, _):
+    with served.runner(folder, *flags, limit_s=a.limit) as (url, _):
         sys.stdout.write(f"{name}: ready after {time.monotonic() - begun:.1f} s\n")
         for cell in a.cells:
             rows += run_cell(url, name, cell)
@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=["fp8", "bf16"])
     parser.add_argument("--cells", nargs="*", default=CELLS)
     parser.add_argument("--long", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds in which the runner must be ready")
     parser.add_argument("--twin", nargs="*", default=[], metavar="CELL", help="cells as bench.twin takes them: 128/128c32")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/paddock-bench"), help="where the weights are written")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=["--max-ctx", "69632", "--max-batch", "128"])

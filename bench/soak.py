@@ -39,19 +39,10 @@ class Tally:
     lost: list[str] = field(default_factory=list)
 
 
-def family(pid: int) -> list[int]:
-    """A process and its descendants."""
-    found = [pid]
-    for at in found:
-        for task in Path(f"/proc/{at}/task").glob("*/children"):
-            found += [int(x) for x in task.read_text().split()]
-    return found
-
-
 def usage(pid: int) -> dict[str, float]:
     """Resident MiB without shared memory's, file descriptors, threads and processor seconds of a process and its descendants."""
     total = {"rss_mib": 0.0, "fds": 0.0, "threads": 0.0, "cpu_s": 0.0}
-    for at in family(pid):
+    for at in served.family(pid):
         status = dict(line.split(":", 1) for line in Path(f"/proc/{at}/status").read_text().splitlines())
         total["rss_mib"] += int(status["RssAnon"].split()[0]) / 1024
         total["threads"] += int(status["Threads"])

@@ -1,6 +1,6 @@
 """A session leaves the device and comes back: from host memory and from disk, beside what the link and the disk can do, and with the same answer.
 
-Usage: python -m bench.tiers MODEL [--pack PACK] [--tokens 32768] [--folder DIR] [--rounds 3] [--machine NAME]
+Usage: python -m bench.tiers MODEL [--pack PACK] [--tokens 32768] [--disk-tokens 2048] [--folder DIR] [--rounds 3] [--machine NAME]
 The engine runs in this process. A prompt is answered; its pages are evicted (to host memory, and written to disk); it is asked again. What coming back took is
 the time to its first token less that of the same prompt whose pages are on the device. The link's rate is that of one large copy; the disk's that of reading the store's files
 from the start to the end, the kernel having been told to forget them.
@@ -25,6 +25,7 @@ from paddock_runner.engine.process import Runner
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.plan import PlanRequest, cpu_facts, cuda_facts, state_sizes
+from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack.device import Device
 from paddock_runner.pack.library import find_pack
 from paddock_runner.wire.channel import Channel
@@ -40,10 +41,10 @@ READ_BYTES = 8 << 20
 class Session:
     """An engine with tiers on an open device, and one prompt that is asked again and again."""
 
-    def __init__(self, device: Device, sizes: object, folder: Path, disk_bytes: int, prompt: list[int]) -> None:
+    def __init__(self, device: Device, sizes: StateSizes, folder: Path, disk_bytes: int, prompt: list[int]) -> None:
         channel = Channel.create()
         self.front = FrontPort(channel, True)
-        self.engine = Engine(sizes, device, [EnginePort(channel, True)])  # type: ignore[arg-type]
+        self.engine = Engine(sizes, device, [EnginePort(channel, True)])
         self.engine.launched_seq = self.engine.read_seq = self.engine.slots.seq = int(device.done[0])
         self.runner = Runner(self.engine)
         host_bytes = (len(prompt) // self.engine.sizes.page_tokens + 8) * device.kv_page_bytes
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--pack", type=Path)
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--disk-tokens", type=int, default=2048)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv", default="")
@@ -148,42 +150,53 @@ def main() -> None:
     device.grow_pages(sizes.n_pages)
     prompt = [300 + (7919 * i) % (blueprint.n_vocab - 300) for i in range(a.tokens)]
     freeze()
+    rows = from_host(device, sizes, prompt, a.rounds)
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
-        rows = measure(device, sizes, Path(folder), prompt, a.rounds)
+        rows += from_disk(device, sizes, Path(folder), prompt[: a.disk_tokens])
     if a.machine:
         board.write(a.machine, "tiers", rows, tokens=a.tokens, page_bytes=device.kv_page_bytes)
     device.close()
 
 
-def measure(device: Device, sizes: object, folder: Path, prompt: list[int], rounds: int) -> list[dict[str, object]]:
-    """Host memory, then disk. Raises: RuntimeError when an answer changes or pages were computed again."""
+def from_host(device: Device, sizes: StateSizes, prompt: list[int], rounds: int) -> list[dict[str, object]]:
+    """To host memory and back."""
+    session = Session(device, sizes, Path(), 0, prompt)
+    _, answer, _ = session.ask()
+    n_pages = (len(prompt) - 1) // sizes.page_tokens
+    size, out, back = n_pages * device.kv_page_bytes, [], []
+    warm = statistics.median(session.ask()[0] for _ in range(3))
+    for _ in range(rounds):
+        n_before = session.tiers.n_out
+        seconds = session.evict()
+        if n := session.tiers.n_out - n_before:
+            out.append(n * device.kv_page_bytes / seconds / 1e9)
+        back.append(size / max(1e-9, came_back(session, answer, n_pages) - warm) / 1e9)
+    session.evict()
+    link = link_gbs(device, n_pages)
+    session.runner.close()
+    sys.stdout.write(
+        f"{len(prompt)} tokens, {size / 1e9:.2f} GB in {n_pages} pages of {device.kv_page_bytes / 1e6:.2f} MB; first token with pages on the device {1e3 * warm:.1f} ms\n"
+        f"out {statistics.median(out):.2f} GB/s of {link[0]:.2f}; back from host {statistics.median(back):.2f} GB/s of {link[1]:.2f} ({statistics.median(back) / link[1]:.2f}); answers equal\n"
+    )
+    return [board.row("h200.tier.host.resume_gbs", back, "GB/s", limit=link[1]), board.row("h200.tier.host.evict_gbs", out, "GB/s", limit=link[0])]
+
+
+def from_disk(device: Device, sizes: StateSizes, folder: Path, prompt: list[int]) -> list[dict[str, object]]:
+    """To disk, and back in another engine."""
     session = Session(device, sizes, folder, 1 << 40, prompt)
     _, answer, _ = session.ask()
-    n_pages = (len(prompt) - 1) // session.engine.sizes.page_tokens
+    n_pages = (len(prompt) - 1) // sizes.page_tokens
     size = n_pages * device.kv_page_bytes
     warm = statistics.median(session.ask()[0] for _ in range(3))
-    out, back = [], []
-    for _ in range(rounds):
-        session.write()
-        out.append(size / session.evict() / 1e9)
-        back.append(size / max(1e-9, came_back(session, answer, n_pages) - warm) / 1e9)
     session.write()
-    link = link_gbs(device, n_pages)
     session.runner.close()
     disk, restart = disk_gbs(folder), Session(device, sizes, folder, 1 << 40, prompt)
     restart.tiers.rate["disk"] = 1e15  # whether reading pays is not what is measured
     drop_cache(folder)
     read = size / max(1e-9, came_back(restart, answer, n_pages) - warm) / 1e9
     restart.runner.close()
-    sys.stdout.write(
-        f"{len(prompt)} tokens, {size / 1e9:.2f} GB in {n_pages} pages of {device.kv_page_bytes / 1e6:.2f} MB; first token with pages on the device {1e3 * warm:.1f} ms\n"
-        f"out {statistics.median(out):.2f} GB/s of {link[0]:.2f}; back from host {statistics.median(back):.2f} GB/s of {link[1]:.2f} ({statistics.median(back) / link[1]:.2f}); "
-        f"from disk {read:.2f} GB/s of {disk:.2f} ({read / disk:.2f}); answers equal\n"
-    )
-    return [
-        board.row("h200.tier.host.resume_gbs", back, "GB/s", limit=link[1]), board.row("h200.tier.disk.resume_gbs", [read], "GB/s", limit=disk),
-        board.row("h200.tier.host.evict_gbs", out, "GB/s", limit=link[0]),
-    ]  # fmt: skip
+    sys.stdout.write(f"{len(prompt)} tokens, {size / 1e9:.2f} GB: from disk {read:.2f} GB/s of {disk:.2f} ({read / disk:.2f}); answers equal\n")
+    return [board.row("h200.tier.disk.resume_gbs", [read], "GB/s", limit=disk)]
 
 
 def came_back(session: Session, answer: list[int], n_pages: int) -> float:
