@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=["fp8", "bf16"])
     parser.add_argument("--cells", nargs="*", default=CELLS)
     parser.add_argument("--long", type=int, default=0)
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json (or .xz of one) instead of a made-up one")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds in which the runner must be ready")
     parser.add_argument("--twin", nargs="*", default=[], metavar="CELL", help="cells as bench.twin takes them: 128/128c32")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/paddock-bench"), help="where the weights are written")
@@ -143,7 +144,7 @@ def main() -> None:
         folder = a.folder / f"{a.model}-{kind}"
         if not (folder / "model.safetensors").exists():
             begun = time.monotonic()
-            n_bytes = synthetic.write(a.model, kind, folder)
+            n_bytes = synthetic.write(a.model, kind, folder, words=a.tokenizer)
             sys.stdout.write(f"{folder.name}: {n_bytes / 1e9:.1f} GB written in {time.monotonic() - begun:.1f} s\n")
         try:
             rows += serve(folder, f"{a.model}.{kind}", a)

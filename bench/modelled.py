@@ -203,12 +203,14 @@ class Scene:
         self.seen: dict[int, Seen] = {}
         self.ended: dict[int, int] = {}
         self._coming: list[tuple[int, int, int, int]] = []
+        self._client_of: dict[int, int] = {}
         self._n_asked = 0
         self._last_ns = 0
         self._random = random.Random(1)
 
-    def send(self, at_ns: int, n_prompt: int, n_tokens: int) -> int:
+    def send(self, at_ns: int, n_prompt: int, n_tokens: int, client: int = 0) -> int:
         """A request leaves the client at about that time; its id."""
+        self._client_of[self._n_asked + 1] = client
         self._n_asked += 1
         self._last_ns = at_ns = max(at_ns, self._last_ns + 1000 * COMING_US)
         heapq.heappush(self._coming, (at_ns + 1000 * FRONT_US, self._n_asked, n_prompt, n_tokens))
@@ -221,7 +223,7 @@ class Scene:
         while self._coming and self._coming[0][0] <= device.now_ns:
             _, ask_id, n_prompt, n_tokens = heapq.heappop(self._coming)
             prompt = array("i", [self._random.randrange(300, 32000) for _ in range(n_prompt)])
-            self.front.ask(Ask(ask_id, prompt, max_tokens=n_tokens, temperature=0.0))
+            self.front.ask(Ask(ask_id, prompt, max_tokens=n_tokens, temperature=0.0, client=self._client_of[ask_id]))
         begun = device.now_ns
         has_moved = self.runner.turn()
         if has_moved:
@@ -288,6 +290,24 @@ def run_long(cost: Cost, n_prompt: int, streams: int = 16, policy: Policy | None
     during = [(b - a) / 1e6 for i in ids for a, b in zip(scene.seen[i].times, scene.seen[i].times[1:], strict=False) if a >= begun]
     ratio = {f"itl_p{round(100 * q)}": percentile(during, q) / percentile(before, q) for q in (0.5, 0.99)}
     return ratio | {"ttft": (scene.seen[long].times[0] - scene.seen[long].sent) / 1e6 / first, "alone_ms": first}
+
+
+def run_guest(cost: Cost, n_prompt: int, n_slots: int, n_many: int = 64, policy: Policy | None = None) -> dict[str, float]:
+    """One client with many requests queued, another that comes with one: the other's time to first token, by when it comes, in ms and as a ratio of alone."""
+    alone = Scene(cost, n_slots, policy=policy)
+    by_itself = run_cell(alone, n_prompt, 8, 1, 2)["ttft_p50_ms"]
+    found = []
+    for after_ms in range(20, 500, 37):
+        scene = Scene(cost, n_slots, policy=policy)
+        for _ in range(n_many):
+            scene.send(scene.device.now_ns, n_prompt, 128, client=1)
+        begun, guest = scene.device.now_ns, 0
+        while not guest or not scene.seen[guest].times:
+            if not guest and scene.device.now_ns - begun >= 1_000_000 * after_ms:
+                guest = scene.send(scene.device.now_ns, n_prompt, 128, client=2)
+            scene.turn()
+        found.append((scene.seen[guest].times[0] - scene.seen[guest].sent) / 1e6)
+    return {"alone_ms": by_itself, "p50_ms": statistics.median(found), "most_ms": max(found), "p50": statistics.median(found) / by_itself, "most": max(found) / by_itself}
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ def runner(model: Path | str, *flags: str, limit_s: float = 600.0) -> Iterator[t
         try:
             while not state.exists():
                 if time.monotonic() - begun > limit_s:
-                    for pid in reversed(family(process.pid)):
+                    for pid in family(process.pid):
                         os.kill(pid, signal.SIGABRT)
                         time.sleep(0.3)
                     raise RuntimeError(f"the runner is not ready after {limit_s:.0f} s: {out.read_text()[-6000:]}")

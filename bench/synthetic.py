@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import os
 import sys
 import time
@@ -84,13 +85,14 @@ def blocks() -> dict[str, bytes]:
     }
 
 
-def write(name: str, kind: str, folder: Path, n_layers: int = 0) -> int:
-    """Writes the folder; bytes of its weights."""
+def write(name: str, kind: str, folder: Path, n_layers: int = 0, words: Path | None = None) -> int:
+    """Writes the folder; bytes of its weights. words: a tokenizer.json(.xz) to take instead of a made-up one."""
     shape = SHAPES[name]
     n_layers = n_layers or shape[2]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(shape, n_layers, kind)))
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer(shape[6])))
+    made = json.dumps(tokenizer(shape[6])).encode() if words is None else words.read_bytes()
+    (folder / "tokenizer.json").write_bytes(lzma.decompress(made) if words is not None and words.suffix == ".xz" else made)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}))
     header, at, jobs = {}, 0, []
     width = {"BF16": 2, "ONES": 2, "F32": 4, "F8_E4M3": 1}
@@ -128,9 +130,10 @@ def main() -> None:
     parser.add_argument("format", choices=["bf16", "fp8"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--tokenizer", type=Path)
     options = parser.parse_args()
     begun = time.perf_counter()
-    n_bytes = write(options.model, options.format, options.folder, options.layers)
+    n_bytes = write(options.model, options.format, options.folder, options.layers, options.tokenizer)
     sys.stdout.write(f"{options.folder}: {n_bytes / 1e9:.2f} GB in {time.perf_counter() - begun:.1f} s\n")
 
 

@@ -8,7 +8,7 @@ import pytest
 from paddock_runner.engine.policy import Policy
 
 from bench import modelled
-from bench.modelled import COSTS, Scene, run_cell, run_long
+from bench.modelled import COSTS, Scene, run_cell, run_guest, run_long
 
 
 def cell(cost: str, n_prompt: int, n_tokens: int, streams: int, requests: int, policy: Policy | None = None) -> tuple[dict[str, float], Scene]:
@@ -78,3 +78,13 @@ def test_chunks_fill_the_tiles_of_the_device() -> None:
     _, scene = cell("8b.fp8", 2048, 128, 16, 32)
     cut = [n_decode + n for _, _, n_decode, n in scene.device.steps if n_decode and n > 256]
     assert sum(n % 128 == 0 or n % 128 > 96 for n in cut) > 0.6 * len(cut), "page borders lie up to 31 tokens before"
+
+
+def test_a_client_with_one_request_waits_little_longer_than_alone_behind_one_with_64() -> None:
+    found = run_guest(COSTS["8b.fp8"], 2048, 32)
+    assert found["p50"] <= 1.5 and found["most"] <= 2
+
+
+def test_a_client_gets_a_slot_of_one_that_has_them_all() -> None:
+    found = run_guest(COSTS["8b.fp8"], 128, 32)
+    assert found["most_ms"] <= 60, "not the time until an answer ends"

@@ -308,6 +308,11 @@ class Engine:
         if n_in_flight > self._ahead or (self._must_drain and n_in_flight):
             return False
         self._must_drain = False
+        if scheduler.queue.n and (victim := scheduler.yielder()) is not None:
+            if n_in_flight:
+                self._must_drain = True
+                return False
+            self._preempt(victim)
         if not self._make_way():
             self._must_drain = True
             return False

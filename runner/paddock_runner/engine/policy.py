@@ -48,6 +48,8 @@ class Policy:
     """A long prefill saves its recurrent states at least every so many tokens."""
     ageing_tokens_per_ms: float = 8.0
     """A request that has waited a millisecond longer may be this much longer and still go first (within one client)."""
+    head_start_tokens: int = 8192
+    """A client that comes (back) is served so many tokens before those who were there have their turn again."""
     priority_tokens: int = 100_000
     """How many tokens of head start one level of priority gives."""
     oldest_every: int = 16

@@ -1,7 +1,7 @@
 """The waiting requests: bounded, fair between clients, shortest first with ageing within a client.
 
 Each client has a counter of tokens served to it; the client with the lowest goes next. A client that comes (back) starts at no
-less than the lowest counter of those at work, so that nobody saves up.
+less than the lowest counter of those at work, less a small head start, so that its first prompt is read at once and nobody saves up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from .request import Request
 
 MIN_RETRY_MS, MAX_RETRY_MS = 100, 60_000
 KEPT_CLIENTS = 1024
+LIGHT = 8
+"""A client is light beside one that has so many times its requests open."""
 
 
 class Client:
@@ -80,7 +82,7 @@ class WaitQueue:
         entry.weight = weight
         if not entry.n_open:
             lowest = min((c.served_tokens for c in self.clients.values() if c.n_open), default=self._reached)
-            entry.served_tokens = max(entry.served_tokens, lowest)
+            entry.served_tokens = max(entry.served_tokens, lowest - self._policy.head_start_tokens)
         if not entry.n_open:
             self._n_at_work += 1
         entry.n_open += 1
@@ -215,6 +217,10 @@ class WaitQueue:
     def is_contested(self) -> bool:
         """More than one client has something open."""
         return self._n_at_work > 1
+
+    def is_light(self, client: int) -> bool:
+        """This client has few requests open beside another that has many."""
+        return LIGHT * self.clients[client].n_open <= max(c.n_open for c in self.clients.values())
 
     def retry_after_ms(self) -> int:
         """When a place is likely to be free again: the waiting ones times the time between admissions."""

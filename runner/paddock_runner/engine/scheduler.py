@@ -21,6 +21,8 @@ MAX_FETCH_NS = 2_000_000_000
 """How long pages from disk are waited for before the prompt is computed after all."""
 MAX_LONG_STEPS = 2
 """Prompts that could be read in so many of the largest steps may hold up those who decode: a longer queue takes a while anyway."""
+LEAST_SLOTS = 4
+"""A client with fewer running requests does not make way for another's."""
 MAX_LOOKS = 16
 """Waiting requests that are compared with one that starts."""
 
@@ -29,7 +31,7 @@ class Scheduler:
     """Decides one step at a time. `on_start` hears of every request that gets a slot, before its first chunk."""
 
     __slots__ = (
-        "_is_stuck", "_ledger", "_n_started", "_policy", "_quantum", "_slots", "cost", "held", "on_start", "pace", "preempted", "prefilling", "queue", "saves",
+        "_guest", "_is_stuck", "_ledger", "_n_started", "_policy", "_quantum", "_slots", "cost", "held", "on_start", "pace", "preempted", "prefilling", "queue", "saves",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +53,7 @@ class Scheduler:
         self.saves: list[tuple[Request, Node, int]] = []
         """States to be saved when the planned step has run: whose slot's, the node that ends there, and the place. The loop empties it."""
         self._is_stuck = False
+        self._guest: Request | None = None
         self._n_started = 0
 
     @property
@@ -198,13 +201,13 @@ class Scheduler:
                 if best_order is None or order < best_order:
                     best, best_order = request, order
         while not self._is_stuck and self._slots.n_free:
-            if self.preempted:
+            head = self.queue.head()
+            if self.preempted and (head is None or head is not self._guest):
                 request = self.preempted[0]
                 if not self._start(request, now_ns):
                     break
                 self.preempted.pop(0)
                 return request
-            head = self.queue.head()
             if head is None or (best_order is not None and best_order <= self._order(head)):
                 break
             if self._must_hold(head) or self._fetches(head, now_ns):
@@ -214,6 +217,7 @@ class Scheduler:
             if not self._start(head, now_ns):
                 break
             self.queue.take(head, now_ns)
+            self._guest = None
             return head
         return best
 
@@ -324,12 +328,24 @@ class Scheduler:
         part = self.pace.first_part(n_tokens)
         position = self.prefilling[0].done_tokens if self.prefilling else 0
         us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest(), position) if n_rows else math.inf
+        light = self._light() if us != math.inf and self.queue.is_contested else 0
+        if light:  # it is read by itself: the others' prompts would make its step longer
+            can_wait = self.cost.chunk_us(light, position) <= us or not self.pace.may_stall(n_rows, n_rows)
+            return us if can_wait else math.inf, light
         is_large = us != math.inf and n_prompts >= 2 and self.cost.chunk_us(min(n_tokens, part), 0) > us
         if is_large and n_tokens <= MAX_LONG_STEPS * tokens_left:
             n_step = min(n_tokens, part, tokens_left)
             if self.pace.may_stall(n_rows, n_prompts * n_step // n_tokens):
                 us = math.inf
         return us, part if us == math.inf else tokens_left
+
+    def _light(self) -> int:
+        """Tokens left of the prompt of a client with few requests beside one with many, if it is its turn; 0: none."""
+        first: Request | None = min(self.prefilling, key=self._order, default=None)
+        head = self.queue.head()
+        if head is not None and (first is None or self._order(head) < self._order(first)):
+            return head.uncached_tokens if self.queue.is_light(head.client) else 0
+        return first.remaining_tokens if first is not None and self.queue.is_light(first.client) else 0
 
     def _shortest(self) -> int:
         """Tokens of the shortest prompt there is."""
@@ -358,6 +374,23 @@ class Scheduler:
         if len(running) < 2:
             return None
         return max(running, key=lambda r: r.order)
+
+    def yielder(self) -> Request | None:
+        """The newest request of the client that has most of the slots, when all are taken and the queue's head is of a client that has none."""
+        if self._slots.n_free or not self.queue.is_contested or self._policy.whole_prompts:
+            return None
+        head = self.queue.head()
+        running: dict[int, list[Request]] = {}
+        for request in self._slots.request_of:
+            if request is not None and request.phase == Phase.DECODE:
+                running.setdefault(request.client, []).append(request)
+        if head is None or head.client in running or any(r.client == head.client for r in (*self.prefilling, *self.preempted)):
+            return None
+        most = max(running.values(), key=len, default=[])
+        if len(most) < LEAST_SLOTS:
+            return None
+        self._guest = head
+        return max(most, key=lambda r: r.order)
 
     def preempt(self, request: Request) -> None:
         """Takes slot and pages from a running request; what it computed stays known as long as nobody needs the room.
@@ -391,6 +424,8 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Takes a request out of every list here. Its slot and pages are the caller's business."""
         self.queue.drop(request)
+        if request is self._guest:
+            self._guest = None
         for group in (self.held, self.preempted, self.prefilling):
             if request in group:
                 group.remove(request)

@@ -10,7 +10,7 @@ from paddock_runner.engine.request import Request
 from paddock_runner.wire.messages import Ask, AskView
 
 MS = 1_000_000
-NEVER = Policy(oldest_every=1_000_000)
+NEVER = Policy(oldest_every=1_000_000, head_start_tokens=0)
 
 
 def request(n_tokens: int = 10, client: int = 0, at_ms: int = 0, priority: int = 0, deadline_ns: int = 0) -> Request:

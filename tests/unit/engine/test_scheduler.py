@@ -228,3 +228,34 @@ def test_small_common_heads_do_not_make_a_burst_wait() -> None:
     assert len(rig.device.rows[0]) == 4
     rig.run(check=False)
     rig.close()
+
+
+def test_a_client_without_a_slot_gets_one_of_the_client_that_has_them_all_and_no_answer_changes() -> None:
+    for run_ahead in (0, 2):
+        rig = Rig(replace(WIDE, n_slots=8), run_ahead=run_ahead)
+        many = [rig.ask([k * 17 + i for i in range(40)], 120, client=1) for k in range(12)]
+        while not all(len(a.tokens) > 5 for a in many[:8]):
+            rig.turn()
+        guest = rig.ask(list(range(500, 540)), 5, client=2)
+        while not guest.tokens:
+            rig.turn()
+        assert all(a.end is None for a in many), "nobody had ended"
+        rig.run()
+        assert sum(a.done.n_preempted for a in many) == 1 and guest.done.n_preempted == 0
+        for answer in (*many, guest):
+            ask = answer.ask
+            assert answer.tokens == alone(list(memoryview(ask.prompt)), ask.max_tokens, WIDE.n_vocab, WIDE.max_ctx_tokens)
+        rig.assert_empty()
+        rig.close()
+
+
+def test_a_client_that_has_a_slot_takes_none_from_another() -> None:
+    rig = Rig(replace(WIDE, n_slots=8))
+    many = [rig.ask([k * 17 + i for i in range(40)], 60, client=1) for k in range(12)]
+    first = rig.ask(list(range(500, 540)), 60, client=2)
+    while not first.tokens or not all(len(a.tokens) > 5 for a in many[:6]):
+        rig.turn()
+    second = rig.ask(list(range(600, 640)), 5, client=2)
+    rig.run()
+    assert sum(a.done.n_preempted for a in (*many, first, second)) <= 1, "one for the first, none for the second"
+    rig.close()
