@@ -74,6 +74,9 @@ class Config:
     steady_prompts: bool = knob(
         False, "leave out lines that agent clients change in each request, so that their prompts are found in the cache"
     )
+    recommended: tuple[str, ...] = knob(
+        (), "sampling of requests that do not say, FIELD=NUMBER, for a model whose files recommend none (repeatable): temperature, top_p, top_k, min_p, repetition_penalty"
+    )
     deterministic: bool = knob(
         False, "answers to the same request have the same bits alone and among others (CPU: without its tiles of matrices, so prompts take longer; not on GPUs yet)"
     )

@@ -113,5 +113,5 @@ def _server(places: paths.Places, word: str, ui: Ui) -> state.Server:
     for server in state.servers(places):
         if server.path == str(found.path):
             return server
-    launch = Launch(found.name, found.ref, found.path, key_file=keys.server_file(places), is_watched=True)
+    launch = Launch(found.name, found.ref, found.path, key_file=keys.server_file(places), flags=target.runner_flags({}, found), is_watched=True)
     return serve.started(places, launch, ui, serve.START_S)

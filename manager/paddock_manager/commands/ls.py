@@ -123,6 +123,7 @@ def remote(word: str, places: paths.Places, ui: Ui) -> int:
     weights = [s for n, s in files if n.endswith(".safetensors") and "/" not in n]
     if weights:
         variants.append({"ref": f"{name}:safetensors", "size_bytes": sum(weights), "files": len(weights)})
+    advice = catalog.sampling(ref.short) if entry else {}
     variants.sort(key=lambda v: int(str(v["size_bytes"])))
 
     def human(out: Ui) -> None:
@@ -132,8 +133,11 @@ def remote(word: str, places: paths.Places, ui: Ui) -> int:
             right=(1, 2),
         )
         out.say(f"{name}@{found.commit[:12]}, licence {found.licence or 'not said'}")
+        if advice:
+            out.say("recommended: " + ", ".join(f"{key} {value:g}" for key, value in advice.items()))
 
-    ui.result("ls", {"remote": name, "commit": found.commit, "licence": found.licence, "variants": variants}, human)
+    body = {"remote": name, "commit": found.commit, "licence": found.licence, "variants": variants, "recommended": advice}
+    ui.result("ls", body, human)
     return 0
 
 

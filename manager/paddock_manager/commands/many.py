@@ -99,7 +99,7 @@ def _model(found: Target, given: dict[str, str], where: fit.Where, budget_bytes:
         "name": found.name,
         "ref": found.ref,
         "path": str(found.path),
-        "flags": list(target.runner_flags(flags)),
+        "flags": list(target.runner_flags(flags, found)),
         "asked": {**given, "by": by},
         "need_bytes": need,
     }

@@ -200,7 +200,7 @@ def server_for(places: paths.Places, found: Target, values: Values, ui: Ui) -> I
         found.path,
         found.name,
         key_file=keys.server_file(places),
-        flags=target.runner_flags(wanted),
+        flags=target.runner_flags(wanted, found),
         asked=dict(given),
         is_watched=keep,
     )

@@ -77,7 +77,7 @@ def run(values: Values, ui: Ui) -> int:
         launch = many.gateway(places, found, ask, values)
     else:
         model = found[0]
-        flags = target.runner_flags(given)
+        flags = target.runner_flags(given, model)
         launch = Launch(
             name, model.ref, model.path, "", host, port, key_file, flags, dict(given), is_watched=is_watched, tls=tls
         )

@@ -82,6 +82,11 @@ def template(model: Model) -> str:
     return headline.pinned_template(target.of_model(model).path, str(model.headline.get("template_sha256") or ""))
 
 
+def advice_of(short: str) -> str:
+    """Sampling that the makers of a model of the catalog recommend; the runner takes it for requests that do not say, unless the files say otherwise."""
+    return ", ".join(f"{key} {value:g}" for key, value in catalog.sampling(short).items()) if short else ""
+
+
 def human(out: Ui, model: Model, with_files: bool) -> None:
     """For people."""
     head = model.headline
@@ -98,6 +103,7 @@ def human(out: Ui, model: Model, with_files: bool) -> None:
         ("parameters", count(head["n_params"]) if head.get("n_params") else "?"),
         ("gives", GIVES.get(str(head.get("task")), "text")),
         ("context", f"{head['max_ctx_tokens']} tokens" if head.get("max_ctx_tokens") else "?"),
+        ("recommended", advice_of(model.alias)),
         ("chat template", f"sha256 {head['template_sha256'][:16]}" if head.get("template_sha256") else "none"),
         ("size", size(model.size_bytes) + f" in {len(model.files)} file(s)"),
         ("state", state(model)),

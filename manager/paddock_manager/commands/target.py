@@ -115,6 +115,8 @@ def asked(values: Values) -> dict[str, str]:
     return {key: values.text(key) for key in RUNNER_FLAGS if key in values.found}
 
 
-def runner_flags(given: dict[str, str]) -> tuple[str, ...]:
-    """The same as the runner's own flags."""
-    return tuple(word for key, value in given.items() for word in (RUNNER_FLAGS[key], value))
+def runner_flags(given: dict[str, str], found: Target | None = None) -> tuple[str, ...]:
+    """The same as the runner's own flags; with what the catalog recommends for that model."""
+    flags = tuple(word for key, value in given.items() for word in (RUNNER_FLAGS[key], value))
+    advice = catalog.sampling(found.model.alias) if found is not None and found.model is not None and found.model.alias else {}
+    return (*flags, *(word for key, value in advice.items() for word in ("--recommended", f"{key}={value:g}")))

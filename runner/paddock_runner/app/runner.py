@@ -24,6 +24,7 @@ from ..front.server import Server
 from ..front.service import Front
 from ..text.answer import AnswerFormat
 from ..text.load import load_tokenizer
+from ..text.recommended import recommended
 from ..text.template import load_template
 from ..text.vectors import VectorForm
 from ..turns.desk import Desk
@@ -44,10 +45,11 @@ def run(given: Given, config: Config, stages: log.Stages) -> int:
     tokenizer = load_tokenizer(opened.checkpoint, opened.blueprint.n_vocab)
     stages.end("tokenizer")
     template, sizes = load_template(opened.checkpoint, tokenizer), opened.plan.sizes
+    advice = recommended(opened.checkpoint, config.recommended)
     served = Served(
         config.model_name, tokenizer, template, AnswerFormat(template.source, tokenizer), _max_tokens(opened),
-        opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, config.steady_prompts, facts=_facts(opened),
-        vectors=_vector_form(opened.blueprint),
+        opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, config.steady_prompts, facts={**_facts(opened), **({"recommended": advice.facts()} if advice.source else {})},
+        vectors=_vector_form(opened.blueprint), recommended=advice,
     )  # fmt: skip
     stages.end("template")
     runner = Runner(config, given, served, stages)

@@ -29,7 +29,7 @@ class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     system: str | None = None
     max_tokens: int = MAX_TOKENS
-    temperature: float = 1.0
+    temperature: float | None = None
     seed: int | None = None
     json_schema: dict[str, Any] | None = None
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from ..errors import ContextTooLong, UnsupportedError, UsageError
 from ..text.answer import AnswerFormat
+from ..text.recommended import Recommended
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from ..text.vectors import VectorForm
@@ -47,6 +48,7 @@ class Served:
     created_s: int = field(default_factory=lambda: int(time.time()))
     facts: Mapping[str, Any] = field(default_factory=dict)
     vectors: VectorForm | None = None
+    recommended: Recommended = field(default_factory=Recommended)
     walker: Walker = field(init=False)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "text"))
     _is_slow: bool = False

@@ -14,6 +14,8 @@ from .served import Served
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What authors recommend."""
 
 
 @dataclass(slots=True)
@@ -21,18 +23,19 @@ class Wish:
     """Sampling parameters and limits of one turn. max_tokens 0: up to the context. seed None: a random one for each choice.
 
     n_logprobs: -1 none, 0 the chosen token's, k the best k too. bias: (token id, value) pairs. max_reasoning: tokens of reasoning after
-    which it is ended, -1: any number. n_prompt_logprobs: as n_logprobs, of the prompt's tokens (but the first).
+    which it is ended, -1: any number. n_prompt_logprobs: as n_logprobs, of the prompt's tokens (but the first). What is None until it is checked
+    becomes what the model's authors recommend.
     """
 
     n: int = 1
     max_tokens: int = 0
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     typical_p: float = 1.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int | None = None
@@ -48,7 +51,10 @@ class Wish:
     includes_stop: bool = False
 
     def check(self, served: Served) -> None:
-        """Raises: UsageError (facts: param) for what this model or this engine cannot do."""
+        """Fills in what is recommended. Raises: UsageError (facts: param) for what this model or this engine cannot do."""
+        for name in RECOMMENDED:
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(served.recommended, name))
         if not 1 <= self.n <= MAX_CHOICES:
             raise _wrong("n", f"n is {self.n}, 1 to {MAX_CHOICES} are possible")
         for what, n in (("top_logprobs", self.n_logprobs), ("prompt_logprobs", self.n_prompt_logprobs)):
@@ -79,8 +85,8 @@ class Wish:
             raise _wrong("stop_token_ids", f"stop token {bad} does not exist, the model has {served.n_rows}")
         if self.max_tokens and self.min_tokens > self.max_tokens:
             raise _wrong("min_tokens", f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
-        floats = (self.temperature, self.top_p, self.min_p, self.typical_p, self.repetition_penalty)
-        if not all(map(math.isfinite, (*floats, self.frequency_penalty, self.presence_penalty))):
+        floats = [getattr(self, name) for name in (*RECOMMENDED, "typical_p", "frequency_penalty", "presence_penalty")]
+        if not all(map(math.isfinite, floats)):
             raise _wrong("temperature", "a sampling parameter is not a finite number")
 
     def ask(self, ask_id: int, prompt: array[int], number: int, end: tuple[int, ...]) -> Ask:
@@ -90,9 +96,8 @@ class Wish:
         n_logprobs = max(self.n_logprobs, self.n_prompt_logprobs) if is_scored else self.n_logprobs
         return Ask(
             ask_id, memoryview(prompt), priority=self.priority, max_tokens=self.max_tokens, min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos, temperature=self.temperature, top_p=self.top_p, min_p=self.min_p,
-            typical_p=self.typical_p, repetition_penalty=self.repetition_penalty, frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty, top_k=self.top_k, seed=seed, n_logprobs=n_logprobs, is_scored=is_scored,
+            ignore_eos=self.ignore_eos, typical_p=self.typical_p, frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty, **{name: getattr(self, name) for name in RECOMMENDED}, seed=seed, n_logprobs=n_logprobs, is_scored=is_scored,
             stop=self.stop_ids, end=end, bias=self.bias,
         )  # fmt: skip
 

@@ -30,8 +30,7 @@ async def post_messages(front: Front, exchange: Exchange) -> None:
     front.require_ready()
     prompt, text, schemas = await prompt_of(front, exchange, body)
     wish = Wish(
-        max_tokens=body.max_tokens, temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p, top_k=body.top_k or 0, stop=tuple(body.stop_sequences or ()),
+        max_tokens=body.max_tokens, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=tuple(body.stop_sequences or ()),
         max_reasoning=_budget(body),
     )  # fmt: skip
     reading = await held_of(body, schemas).reading(front, exchange, wish, text)

@@ -70,9 +70,9 @@ class Generation(msgspec.Struct, kw_only=True):
         """These fields in our own words."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Wish(
-            n=_or(self.n, 1), max_tokens=max_tokens, min_tokens=_or(self.min_tokens, 0), temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0), top_k=max(0, _or(self.top_k, 0)), min_p=_or(self.min_p, 0.0),
-            typical_p=_or(self.typical_p, 1.0), repetition_penalty=_or(self.repetition_penalty, 1.0),
+            n=_or(self.n, 1), max_tokens=max_tokens, min_tokens=_or(self.min_tokens, 0), temperature=self.temperature,
+            top_p=self.top_p, top_k=None if self.top_k is None else max(0, self.top_k), min_p=self.min_p,
+            typical_p=_or(self.typical_p, 1.0), repetition_penalty=self.repetition_penalty,
             frequency_penalty=_or(self.frequency_penalty, 0.0), presence_penalty=_or(self.presence_penalty, 0.0),
             seed=self.seed, n_logprobs=n_logprobs, stop=stop, stop_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos), bias=tuple((self.logit_bias or {}).items()), priority=_or(self.priority, 0),

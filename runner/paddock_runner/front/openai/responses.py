@@ -178,8 +178,8 @@ def _wish(body: ResponsesRequest) -> Wish:
     wants_probs = body.top_logprobs or "message.output_text.logprobs" in (body.include or ())
     return Wish(
         max_tokens=body.max_output_tokens or 0, min_tokens=body.min_tokens or 0,
-        temperature=1.0 if body.temperature is None else body.temperature, top_p=body.top_p or 1.0,
-        top_k=max(0, body.top_k or 0), min_p=body.min_p or 0.0, repetition_penalty=body.repetition_penalty or 1.0,
+        temperature=body.temperature, top_p=body.top_p, top_k=None if body.top_k is None else max(0, body.top_k), min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
         seed=body.seed, n_logprobs=(body.top_logprobs or 0) if wants_probs else -1, priority=body.priority or 0,
     )  # fmt: skip
 
@@ -193,10 +193,10 @@ def _response(front: Front, body: ResponsesRequest) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None}, "safety_identifier": body.safety_identifier,
-        "service_tier": "default", "store": body.store is not False, "temperature": 1.0 if body.temperature is None else body.temperature,
+        "service_tier": "default", "store": body.store is not False, "temperature": front.served.recommended.temperature if body.temperature is None else body.temperature,
         "text": {"format": (text.format if text else None) or {"type": "text"}, **({"verbosity": text.verbosity} if text and text.verbosity else {})},
         "tool_choice": body.tool_choice or "auto", "tools": body.tools or [], "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p, "truncation": "disabled", "usage": None, "user": body.user,
+        "top_p": front.served.recommended.top_p if body.top_p is None else body.top_p, "truncation": "disabled", "usage": None, "user": body.user,
         "metadata": body.metadata or {},
     }  # fmt: skip
 
