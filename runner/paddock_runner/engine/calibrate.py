@@ -21,6 +21,7 @@ from .assemble import Assembly, build_device
 
 WIDTH, HEADS, KV_HEADS, HEAD_WIDTH, HIDDEN, LAYERS, VOCABULARY, CTX, BATCH = 1024, 8, 2, 128, 2048, 4, 4096, 2048, 8
 MEMORY_BYTES, HOST_BYTES = 1 << 30, 256 << 20
+TRIES, LOOKS, LOOK_S, STILL_BYTES = 4, 25, 0.2, 1 << 20
 SHARE = 8
 """At most one part in so many of the free memory is moved to and fro."""
 ROUNDS = 4
@@ -37,6 +38,29 @@ class Measured:
     memory_bytes_per_s: float
     host_bytes_per_s: float
     pack: str
+
+
+def steady(used: Callable[[], int], once: Callable[[], Measured]) -> Measured:
+    """A measurement during which no other program took or freed memory of the device. used: as `measure`; once: measures, and is over when
+    it returns. Raises: PackError when there is no quiet moment, and what once raises."""
+    for _ in range(TRIES):
+        before = _settled(used)
+        found = once()
+        if abs(_settled(used) - before) <= STILL_BYTES:
+            return found
+    raise PackError("other programs take or free memory of the GPU just now", "measure again when they are quiet")
+
+
+def _settled(used: Callable[[], int]) -> int:
+    """Bytes in use once two looks agree: a driver takes a moment to put away what a process had."""
+    last = used()
+    for _ in range(LOOKS):
+        time.sleep(LOOK_S)
+        now = used()
+        if now == last:
+            break
+        last = now
+    return last
 
 
 def measure(pack: Path, facts: DeviceFacts, used: Callable[[], int], ordinal: int = 0) -> Measured:

@@ -9,7 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from paddock_runner.engine.calibrate import measure
+from paddock_runner.app.calibrate import measured_apart
+from paddock_runner.app.opening import Place
+from paddock_runner.engine import calibrate
+from paddock_runner.engine.calibrate import Measured, measure, steady
+from paddock_runner.errors import PackError
 from paddock_runner.memory import calibration
 from paddock_runner.memory.calibration import Calibration, applied
 from paddock_runner.memory.plan import cpu_facts, cuda_facts
@@ -59,3 +63,29 @@ def test_made_up_model_is_built_measured_and_let_go() -> None:
     found = measure(find_pack("cpu"), cpu_facts(2, 0, 256 << 20), used)
     assert found.memory_bytes_per_s > 1e8 and found.host_bytes_per_s > 1e8 and 0 <= found.process_bytes < 1 << 30 and found.pack
     assert time.monotonic() - begun < 60
+
+
+def test_measurement_beside_programs_that_come_and_go_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "LOOK_S", 0.0)
+    found = [Measured(n << 20, 1.0, 1.0, "p") for n in (2500, 540)]
+    in_use = {"bytes": 1 << 30}
+
+    def once() -> Measured:
+        result = found.pop(0)
+        in_use["bytes"] += (2 << 30) if found else 0
+        return result
+
+    assert steady(lambda: in_use["bytes"], once).process_bytes == 540 << 20 and not found
+
+    def restless() -> Measured:
+        in_use["bytes"] += 64 << 20
+        return Measured(0, 1.0, 1.0, "p")
+
+    with pytest.raises(PackError, match="other programs take or free memory"):
+        steady(lambda: in_use["bytes"], restless)
+
+
+def test_measuring_process_that_cannot_says_why(tmp_path: Path) -> None:
+    place = Place(tmp_path / "libpaddock_none.so", cpu_facts(1, 0, 1 << 28), "CPU")
+    with pytest.raises(PackError):
+        measured_apart(place, 0)
