@@ -147,7 +147,7 @@ def verdict(shop: store.Shop, order: store.Order) -> str:
     try:
         checkpoint = remote.of_order(shop, order).checkpoint
         n_params = sum(view.n_elements for view in checkpoint.tensors.values())
-        return f"{fit.verdict(order.alias or order.ref, checkpoint)}; {count(n_params)} parameters"
+        return f"{count(n_params)} parameters; {fit.verdict(order.alias or order.ref, checkpoint)}"
     except PaddockError as error:
         return f"cannot say whether it fits: {error.message}"
 
