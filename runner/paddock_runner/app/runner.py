@@ -18,7 +18,7 @@ import uvloop
 from .. import log
 from ..blueprint.blueprint import Blueprint
 from ..config import Config
-from ..errors import PackError, UsageError
+from ..errors import PackError, PaddockError, UsageError
 from ..front import auth
 from ..front.server import Server
 from ..front.service import Front
@@ -107,6 +107,7 @@ class Runner:
             loop.add_signal_handler(number, self._on_signal)
         sys.setswitchinterval(0.001)
         waiting = loop.create_task(self._become_ready())
+        waiting.add_done_callback(self._on_start_ended)
         try:
             await self._server.serve(given.listener)
         finally:
@@ -123,7 +124,7 @@ class Runner:
         writes_text = self._served.vectors is None
         is_early = not (await asyncio.wait({engine}, timeout=EARLY_S))[0]
         if is_early and writes_text:
-            await asyncio.wrap_future(self._served.walker.warm())
+            await self._build_tables()
             self._stages.end("grammar")
         await engine
         self._stages.end("engine")
@@ -132,8 +133,15 @@ class Runner:
         while writes_text and not is_early:
             await asyncio.sleep(IDLE_S)
             if not self._desk.n_open:
-                await asyncio.wrap_future(self._served.walker.warm())
+                await self._build_tables()
                 return
+
+    async def _build_tables(self) -> None:
+        """What structured output needs. Where that fails, those that want it are told; others are served."""
+        try:
+            await asyncio.wrap_future(self._served.walker.warm())
+        except Exception as fault:
+            log.error("structured output does not work here", fault)
 
     def _say_ready(self) -> None:
         config, sizes = self._config, self._opened.plan.sizes
@@ -158,6 +166,17 @@ class Runner:
             f"{self._served.max_ctx_tokens} tokens, {sizes.n_slots} at a time, {pool} KV tokens in all",
             flush=True,
         )
+
+    def _on_start_ended(self, task: asyncio.Task[None]) -> None:
+        """A start that failed ends the runner: nobody shall wait for it."""
+        fault = None if task.cancelled() else task.exception()
+        if fault is None or self._is_stopping or self._front.phase == "failed":
+            return
+        self._is_stopping = True
+        self._code = fault.exit_code if isinstance(fault, PaddockError) else 1
+        print(f"paddock-runner: error: {fault if isinstance(fault, PaddockError) else repr(fault)}", file=sys.stderr, flush=True)
+        self._process.kill()
+        self._server.stop(at_once=True)
 
     def _on_signal(self) -> None:
         at_once = self._is_stopping
