@@ -14,16 +14,18 @@ class Holding:
     """One request's pages. pages: in table order; the first n_settled are in the tree, the others are the request's.
 
     doubles: pages among the first n_settled that are the request's own, because the tree had others with the same tokens already.
-    known_pages: how far the tree knew the prompt at the start, be it without a state to go on from.
+    known_pages: how far the tree knew the prompt at the start, be it without a state to go on from. n_known: pages that need not be computed.
     """
 
-    __slots__ = ("cached_pages", "doubles", "is_apart", "known_pages", "n_settled", "node", "pages")
+    __slots__ = ("below", "cached_pages", "doubles", "is_apart", "known_pages", "n_known", "n_settled", "node", "pages")
 
     def __init__(self, node: Node, pages: list[int]) -> None:
         self.node = node
         self.pages = pages
-        self.n_settled = self.cached_pages = self.known_pages = len(pages)
+        self.n_settled = self.cached_pages = self.known_pages = self.n_known = len(pages)
         self.doubles: list[int] = []
+        self.below: list[bytes] = []
+        """Keys of the pages after the settled ones that are in host memory and have still to be brought, the next one last."""
         self.is_apart = False
         """What it computes is not to be shared: the tree has cut off the node that it stands on."""
 
@@ -100,11 +102,22 @@ class Ledger:
         holding.known_pages = max(n_known, holding.known_pages)
         pages += self.pool.take(need)
         if below and self.tree.tiers is not None:
-            first, size = holding.n_settled, 4 * self.page_tokens
-            self.tree.tiers.bring(below, pages[first : first + len(below)])
-            self.settle(holding, tokens[first * size : (first + len(below)) * size])
-            holding.cached_pages += len(below)
+            self.tree.tiers.pin(below)
+            holding.below = below[::-1]
+            holding.n_known += len(below)
         return holding
+
+    def bring(self, holding: Holding, tokens: bytes, n_most: int) -> int:
+        """Copies at most n_most of a request's pages from host memory, in order with the steps; how many. tokens: of the whole prompt."""
+        tiers, n = self.tree.tiers, min(n_most, len(holding.below))
+        if tiers is None or not n:
+            return 0
+        keys, first, size = holding.below[: -n - 1 : -1], holding.n_known - len(holding.below), 4 * self.page_tokens
+        del holding.below[-n:]
+        tiers.bring(keys, holding.pages[first : first + n])
+        self.settle(holding, tokens[first * size : (first + n) * size])
+        holding.cached_pages += n
+        return n
 
     def below(self, node: Node, tokens: bytes, first: int, most: int) -> list[bytes]:
         """Keys of the pages after the first ones that are in host memory now."""
@@ -188,6 +201,9 @@ class Ledger:
         kept: (pages, place) of the states that the request has saved on its way, shortest first; they hang on the tree afterwards.
         The caller has made sure that no step in flight can touch the pages.
         """
+        if holding.below and self.tree.tiers is not None:
+            self.tree.tiers.unpin(holding.below)
+            holding.below = []
         n_tokens = len(tokens) // 4
         for n_pages, place in kept:
             assert self.states is not None

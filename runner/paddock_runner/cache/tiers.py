@@ -21,6 +21,7 @@ from .store import KEY_BYTES, PageStore
 
 FIRST_RATE = {"host": 5e9, "disk": 5e8}
 """Bytes per second that are believed before anything was measured."""
+MOST_RATE = 1e11
 MAX_WRITES = 64
 """Pages that may wait to be written; more are not kept on disk."""
 
@@ -86,6 +87,8 @@ class Tiers:
         self.rate = dict(FIRST_RATE)
         self.n_out = self.n_in = self.n_read = self.n_written = self.n_lost = 0
         """Pages that went to host memory, came back, were read from disk, were written there, and were given up."""
+        self._pins: dict[bytes, int] = {}
+        """Pages in host memory that requests are about to bring back: how many."""
         self.version = 0
         """Grows with what the file thread has done."""
         self._thread = Thread(target=self._work, name="tiers", daemon=True) if store is not None else None
@@ -119,7 +122,7 @@ class Tiers:
         if self._free:
             return self._free.pop()
         for key in self._host:
-            if key not in self._busy:
+            if key not in self._busy and key not in self._pins:
                 return self._host.pop(key)
         return -1
 
@@ -193,12 +196,30 @@ class Tiers:
                 break
         return is_waiting
 
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Pages in host memory stay there until they are unpinned as often."""
+        for key in keys:
+            self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """They may go again."""
+        for key in keys:
+            n = self._pins.pop(key) - 1
+            if n:
+                self._pins[key] = n
+
     def bring(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Copies pages in host memory to pages of the device."""
+        """Copies pinned pages in host memory to pages of the device; they are no longer pinned."""
         for key, page in zip(keys, pages, strict=True):
             self._host.move_to_end(key)
             self._device.page_in(self._host[key], page)
+        self.unpin(keys)
         self.n_in += len(keys)
+
+    def see(self, n_pages: int, us: float) -> None:
+        """n_pages came back from host memory beside a step that took so much longer for it."""
+        if n_pages and us > 0:
+            self.rate["host"] += 0.2 * (min(MOST_RATE, n_pages * self._device.page_bytes / us * 1e6) - self.rate["host"])
 
     def us(self, tier: str, n_pages: int) -> float:
         """What bringing n_pages from a tier is expected to take."""

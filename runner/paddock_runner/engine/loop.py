@@ -175,7 +175,9 @@ class Engine:
                 request.first_ns = request.first_ns or now
             step.firsts = None
         self.last_took_ns = now - max(step.launched_ns, self.last_done_ns)
-        if any(n > 1 for _, n in step.drafts):
+        if step.n_brought and self.ledger.tree.tiers is not None:
+            self.ledger.tree.tiers.see(step.n_brought, self.last_took_ns / 1000 - step.price_us)
+        elif any(n > 1 for _, n in step.drafts):
             self.drafter.see(step.n_decode, self.last_took_ns / 1000)
         elif seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or seq < SEE_FIRST:
             self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self.last_took_ns / 1000)
@@ -345,6 +347,7 @@ class Engine:
         step.has_singles = bool(singles or drafts)
         step.done_ns = 0
         step.work = 0.0
+        step.n_brought, scheduler.n_brought = scheduler.n_brought, 0
         step.price_us = scheduler.cost.decode_us(n_decode)
         step.launched_ns = now
         self.in_flight.append(step)

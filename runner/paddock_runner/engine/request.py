@@ -154,6 +154,11 @@ class Request:
         return remaining
 
     @property
+    def is_coming(self) -> bool:
+        """Some of its pages have still to be brought from host memory."""
+        return self.holding is not None and bool(self.holding.below)
+
+    @property
     def unscored_tokens(self) -> int:
         """Tokens of the prompt whose successors have still to be rated."""
         return max(0, self.prompt_tokens - 1 - self.done_tokens) if self.is_scored else 0

@@ -21,6 +21,8 @@ MAX_FETCH_NS = 2_000_000_000
 """How long pages from disk are waited for before the prompt is computed after all."""
 MAX_LONG_STEPS = 2
 """Prompts that could be read in so many of the largest steps may hold up those who decode: a longer queue takes a while anyway."""
+LEAST_PAGES = 4
+"""Pages that come from host memory with a step, however little time there is."""
 LEAST_SLOTS = 4
 """A client with fewer running requests does not make way for another's."""
 MAX_LOOKS = 16
@@ -31,7 +33,7 @@ class Scheduler:
     """Decides one step at a time. `on_start` hears of every request that gets a slot, before its first chunk."""
 
     __slots__ = (
-        "_guest", "_is_stuck", "_ledger", "_n_started", "_policy", "_quantum", "_slots", "cost", "held", "on_start", "pace", "preempted", "prefilling", "queue", "saves",
+        "_guest", "_is_stuck", "_ledger", "_n_started", "_policy", "_quantum", "_slots", "cost", "held", "n_brought", "on_start", "pace", "preempted", "prefilling", "queue", "saves",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +54,8 @@ class Scheduler:
         """Had to make room; start again before anyone new, oldest first."""
         self.saves: list[tuple[Request, Node, int]] = []
         """States to be saved when the planned step has run: whose slot's, the node that ends there, and the place. The loop empties it."""
+        self.n_brought = 0
+        """Pages that came from host memory with the planned step. The loop reads and resets it."""
         self._is_stuck = False
         self._guest: Request | None = None
         self._n_started = 0
@@ -99,6 +103,10 @@ class Scheduler:
             if request is None:
                 break
             skipped.add(request.slot)
+            if request.holding is not None and request.holding.below:
+                us_left -= self._bring(request, us_left)
+                if request.holding.below:
+                    continue
             unscored = request.unscored_tokens
             n = self._chunk_tokens(
                 request, min(tokens_left, rows_left, unscored) if unscored else tokens_left, us_left, sizes.max_step_tokens - tokens_left
@@ -115,6 +123,16 @@ class Scheduler:
         if us_all != math.inf:
             self.pace.spent(us_all - us_left)
         return chunks
+
+    def _bring(self, request: Request, us_left: float) -> float:
+        """Brings pages of a request from host memory, as many as there is time for, so that those who decode are not held up; what it takes."""
+        holding, tiers = request.holding, self._ledger.tree.tiers
+        assert holding is not None and tiers is not None
+        us = tiers.us("host", 1)
+        n = len(holding.below) if us_left == math.inf else max(LEAST_PAGES, int(us_left / us))
+        n = self._ledger.bring(holding, request.tokens, n)
+        self.n_brought += n
+        return n * us
 
     def _chunk_tokens(self, request: Request, tokens_left: int, us_left: float, n_before: int) -> int:
         """How far this prefill goes in this step, which has n_before tokens already; 0: it waits for a mask.
@@ -231,7 +249,7 @@ class Scheduler:
         n_active = self._slots.sizes.n_slots - self._slots.n_free
         holding = self._ledger.open(request.tokens, request.salt, n_active)
         if holding is not None:
-            request.done_tokens = holding.n_settled * self._ledger.page_tokens
+            request.done_tokens = holding.n_known * self._ledger.page_tokens
             if not self._slots.has_room(request, len(holding.pages)):
                 self._ledger.close(holding)
                 request.done_tokens = 0
@@ -311,7 +329,7 @@ class Scheduler:
         for request in held:
             other = request.wait_for
             if self._is_fetching(request, now_ns) or (
-                other is not None and other.phase == Phase.PREFILL and other.done_tokens < request.wait_tokens
+                other is not None and other.phase == Phase.PREFILL and (other.done_tokens < request.wait_tokens or other.is_coming)
             ):
                 self.held.append(request)
             else:

@@ -18,6 +18,7 @@ class Step:
         "has_top",
         "is_plain",
         "launched_ns",
+        "n_brought",
         "n_decode",
         "n_prefill",
         "n_rows",
@@ -28,7 +29,7 @@ class Step:
     )
 
     def __init__(self) -> None:
-        self.seq = self.n_rows = self.n_samples = self.n_decode = self.n_prefill = 0
+        self.n_brought = self.seq = self.n_rows = self.n_samples = self.n_decode = self.n_prefill = 0
         self.work = self.price_us = 0.0
         self.launched_ns = self.done_ns = 0
         self.has_top = self.has_singles = False

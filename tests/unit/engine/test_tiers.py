@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from paddock_runner.engine.tiering import TierConfig
+from paddock_runner.memory.state import StateSizes
 
 from tests.soak.fake_device import FakeDevice, alone
 from tests.soak.rig import SIZES, Answer, Rig
@@ -17,8 +18,8 @@ SMALL = replace(SIZES, n_slots=4, max_ctx_tokens=256, n_pages=80, max_step_token
 HOST = 1 << 20
 
 
-def rig_on(folder: Path, disk: bool, run_ahead: int = 0, host: int = HOST) -> Rig:
-    rig = Rig(SMALL, run_ahead=run_ahead)
+def rig_on(folder: Path, disk: bool, run_ahead: int = 0, host: int = HOST, sizes: StateSizes = SMALL) -> Rig:
+    rig = Rig(sizes, run_ahead=run_ahead)
     rig.runner.use_tiers(rig.device, TierConfig(host, (1 << 24) * disk, folder, ("model",)))
     return rig
 
@@ -146,4 +147,51 @@ def test_a_model_whose_pages_are_of_no_use_alone_says_so(tmp_path: Path, caplog:
     rig = Rig(replace(SMALL, recurrent_bytes=64, n_snapshots=4))
     rig.runner.use_tiers(rig.device, TierConfig(HOST, 1 << 24, tmp_path, ("model",)))
     assert rig.runner.keeper is None and not list(tmp_path.iterdir()) and "have no effect for this model" in caplog.text
+    rig.close()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_pages_come_back_a_few_with_each_step_while_others_decode(tmp_path: Path, run_ahead: int) -> None:
+    rig = rig_on(tmp_path, False, run_ahead, sizes=replace(SMALL, n_pages=200))
+    ask(rig, 0, 240, 2)
+    rig.engine.ledger.tree.evict(80)
+    tiers = rig.runner.keeper.tiers  # type: ignore[union-attr]
+    page_us = 3000.0
+    tiers.rate["host"] = rig.device.page_bytes / page_us * 1e6
+    tiers.see = lambda n, us: None  # type: ignore[method-assign]
+    stream = rig.ask([700, 701, 702], 150)
+    while len(stream.tokens) < 20:
+        rig.turn()
+    again = rig.ask([i % 1000 for i in range(240)], 2)
+    steps, n_before = [], tiers.n_in
+    while again.end is None:
+        rig.turn()
+        rig.engine.check()
+        steps.append(tiers.n_in - n_before)
+        n_before = tiers.n_in
+    assert right(again) and again.done.cached_tokens >= 236
+    assert sum(steps) == 59 and max(steps) <= 17, "never more than a long step takes"
+    finish(rig)
+    assert right(stream)
+    rig.assert_empty()
+    rig.close()
+
+
+def test_pages_that_are_coming_are_not_pushed_out_and_an_abort_lets_them_go(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, False, host=64 * FakeDevice(SMALL).page_bytes, sizes=replace(SMALL, n_pages=200))
+    ask(rig, 0, 240, 2)
+    rig.engine.ledger.tree.evict(80)
+    tiers = rig.runner.keeper.tiers  # type: ignore[union-attr]
+    tiers.rate["host"] = 1.0
+    stream = rig.ask([700, 701, 702], 100)
+    while len(stream.tokens) < 5:
+        rig.turn()
+    coming = rig.ask([i % 1000 for i in range(240)], 2)
+    while coming.started is None:
+        rig.turn()
+    assert tiers._pins
+    rig.abort(coming)
+    finish(rig)
+    assert not tiers._pins and right(stream)
+    rig.assert_empty()
     rig.close()
