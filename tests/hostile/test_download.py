@@ -18,7 +18,7 @@ import pytest
 from paddock_manager.catalog import names
 from paddock_manager.paths import HubSettings, Places
 from paddock_manager.store import index, journal
-from paddock_manager.store.download import Limits
+from paddock_manager.store.download import IDLE_SHARE, LOOK_S, Appetite, Limits
 from paddock_manager.store.part import PartHash
 from paddock_manager.store.pull import Shop, Wish
 from paddock_manager.store.web import Timing
@@ -320,6 +320,17 @@ def test_pull_killed_at_a_random_point_costs_the_parts_in_flight_and_nothing_els
     assert puller.end() == 0
     assert (tmp_path / "models" / REPO / FILE).read_bytes() == content(hub)
     assert hub.served_bytes - before <= SIZE + 2 * PART
+
+
+def test_connections_are_added_only_while_the_hash_waits():
+    appetite, now = Appetite(0.0), 0.0
+    for share, is_hungry in ((0.9, True), (0.2, False), (1.0, True), (0.0, False)):
+        for _ in range(3):
+            now += LOOK_S / 4
+            assert not appetite.waited(share * LOOK_S / 4, now)
+        now += LOOK_S / 4
+        assert appetite.waited(share * LOOK_S / 4, now) is is_hungry
+    assert 0 < IDLE_SHARE < 1
 
 
 def test_power_cut_costs_the_parts_that_were_not_synced(hub, places):

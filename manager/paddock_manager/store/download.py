@@ -2,7 +2,7 @@
 
 A part counts when it is written and journalled, so a killed download loses the parts in flight and nothing else. Syncing and hashing
 go on beside the transfer, and beside each other at its end; after a power cut, parts that were not synced are checked before they count.
-Few connections begin: where they are fast, more would only take the processor from the hash that must be done after them.
+Few connections begin, and more come while the hash waits for parts: where it does not, they would only take its processor.
 Each answer to a range is checked (206, Content-Range, validator); a server without ranges is read as one stream.
 """
 
@@ -28,8 +28,10 @@ SYNC_S, SYNC_BYTES = 1.0, 64 << 20
 """Finished parts are synced when so much time has passed, or so many bytes have gathered."""
 SYNC_CHECK_S = 0.1
 FIRST_CONNECTIONS = 2
-SLOW_PART_S = 1.0
-"""A part that takes longer lets one more connection work: those that are faster need no company."""
+LOOK_S, IDLE_SHARE = 0.5, 0.5
+"""How often it is asked whether one more connection would help, and the share of that time for which the hash must have waited."""
+CALM_S = 30.0
+"""So long after a server asked us to slow down, no connection is added."""
 MIN_PART_BYTES, MAX_PART_BYTES = 4 << 20, 64 << 20
 
 
@@ -91,7 +93,7 @@ class Download:
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._allowed = min(FIRST_CONNECTIONS, limits.connections)
-        self._busy = 0
+        self._busy, self._calm_until = 0, 0.0
         self._no_ranges = False
         self._pace = Pace(limits.rate_bytes_per_s)
         self._counted = 0
@@ -157,11 +159,16 @@ class Download:
         for worker in self._workers:
             worker.start()
         self._begin_syncer()
+        appetite = Appetite(time.monotonic())
         try:
             while any(worker.is_alive() for worker in self._workers):
-                if not self._hash_ready():
-                    with self._done:
-                        self._done.wait(0.1)
+                if self._hash_ready():
+                    continue
+                begun = time.monotonic()
+                with self._done:
+                    self._done.wait(0.1)
+                if appetite.waited(time.monotonic() - begun, time.monotonic()):
+                    self._let_more_work()
         except BaseException:
             self._stop.set()
             raise
@@ -234,11 +241,10 @@ class Download:
         """One part, continued where a broken connection left it; passing trouble is tried again with growing pauses."""
         start, length = self.identity.part(index)
         got, failures, digest = 0, 0, PartHash()
-        company = Company(self._let_more_work)
         while got < length:
             before = got
             try:
-                got += self._range(start + got, length - got, digest, company)
+                got += self._range(start + got, length - got, digest)
             except Transient as error:
                 got = before + int(error.facts.get("got_bytes", 0))
                 failures = 1 if got > before else failures + 1
@@ -247,6 +253,7 @@ class Download:
                 if error.facts.get("status") in (429, 503):
                     with self._done:
                         self._allowed = max(1, self._allowed // 2)
+                        self._calm_until = time.monotonic() + CALM_S
                 pause = max(float(error.facts.get("retry_after_s", 0)), self.limits.backoff_s * 2 ** min(failures, 6))
                 if self._stop.wait(min(60.0, pause) * random.uniform(0.75, 1.25)):
                     raise
@@ -255,12 +262,13 @@ class Download:
                 self.journal.finish(index, digest.hexdigest())
 
     def _let_more_work(self) -> None:
-        """One more connection at a time."""
+        """One more connection at a time, unless the server wants fewer."""
         with self._done:
-            self._allowed = min(self._allowed + 1, self.limits.connections)
-            self._done.notify_all()
+            if time.monotonic() >= self._calm_until:
+                self._allowed = min(self._allowed + 1, self.limits.connections)
+                self._done.notify_all()
 
-    def _range(self, start: int, length: int, digest: PartHash, company: Company) -> int:
+    def _range(self, start: int, length: int, digest: PartHash) -> int:
         """One ranged request; returns the bytes written.
 
         Raises: Transient (got_bytes: how many were good) to try again; HubError.
@@ -280,7 +288,6 @@ class Download:
                     got += len(piece)
                     self._move(len(piece))
                     self._pace.spend(len(piece), self._stop)
-                    company.call()
                     if self._stop.is_set():
                         raise Transient("stopped", got_bytes=got)
             except httpx.HTTPError as error:
@@ -430,17 +437,21 @@ class Download:
         return Fetched(sha256, self.identity.part_bytes, hashes)
 
 
-class Company:
-    """Calls once, when a part has taken longer than a fast connection takes."""
+class Appetite:
+    """Says when one more connection would help: while the hash, which no pull can outrun, waits for parts most of the time."""
 
-    def __init__(self, more: Callable[[], None]):
-        self._more, self._due_at = more, time.monotonic() + SLOW_PART_S
+    def __init__(self, now: float):
+        self._since, self._idle_s = now, 0.0
 
-    def call(self) -> None:
-        """To be asked now and then."""
-        if time.monotonic() > self._due_at:
-            self._due_at = float("inf")
-            self._more()
+    def waited(self, seconds: float, now: float) -> bool:
+        """The hash waited so long until now. Asked for at most once in LOOK_S."""
+        self._idle_s += seconds
+        passed = now - self._since
+        if passed < LOOK_S:
+            return False
+        is_hungry = self._idle_s > IDLE_SHARE * passed
+        self._since, self._idle_s = now, 0.0
+        return is_hungry
 
 
 class Pace:
