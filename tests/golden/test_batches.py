@@ -107,13 +107,14 @@ def test_a_second_turn_computes_only_what_is_new_and_answers_what_it_answers_alo
         place.device.close()
 
 
-def test_a_restart_answers_from_pages_on_disk_what_it_answered_before(tmp_path):
-    place = Place("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2", "granite-hybrid"])
+def test_a_restart_answers_from_pages_on_disk_what_it_answered_before(name, tmp_path):
+    place = Place(name)
     try:
-        config = TierConfig(1 << 20, 1 << 24, tmp_path, ("llama",))
+        config = TierConfig(1 << 20, 1 << 24, tmp_path, (name,))
         prompt, found = list(range(3, 45)), []
         for _ in range(2):
-            rig = Rig(place.sizes, device=place.device)
+            rig = Rig(place.sizes, device=place.device, policy=Policy(share_tokens=4))
             rig.engine.launched_seq = rig.engine.read_seq = rig.engine.slots.seq = int(place.device.done[0])
             rig.runner.use_tiers(place.device, config)
             answer = rig.ask(prompt, 12, temperature=0.0)
@@ -122,6 +123,8 @@ def test_a_restart_answers_from_pages_on_disk_what_it_answered_before(tmp_path):
             found.append((answer.done.cached_tokens, answer.tokens))
             rig.close()
             place.device.fill(place.device.kv_address, 0xFF, N_PAGES * place.device.kv_page_bytes)
+            if place.sizes.recurrent_bytes:
+                place.device.fill(place.device.state.recurrent, 0xFF, place.sizes.n_slots * place.sizes.recurrent_bytes)
         assert [n for n, _ in found] == [0, 40] and found[0][1] == found[1][1]
     finally:
         place.device.close()

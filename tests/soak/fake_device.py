@@ -141,6 +141,24 @@ class FakeDevice:
 
         self._copy(copy)
 
+    state_bytes = 16
+
+    def alloc_host_states(self, n: int) -> None:
+        self.host_states = memoryview(bytearray(16 * n))
+
+    def host_state(self, host_place: int) -> memoryview:
+        return self.host_states[16 * host_place : 16 * host_place + 16]
+
+    def state_out(self, place: int, host_place: int) -> None:
+        self._copy(lambda: self.host_state(host_place).cast("q").__setitem__(slice(0, 2), array("q", self.saved[place])))
+
+    def state_in(self, host_place: int, slot: int) -> None:
+        def copy() -> None:
+            n, kv = self.host_state(host_place).cast("q").tolist()
+            self.state[slot] = (n, kv)
+
+        self._copy(copy)
+
     def settle(self) -> None:
         while self.pending:
             self.run_one()

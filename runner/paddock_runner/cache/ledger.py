@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from .pages import PagePool
 from .prefix import Node, PrefixTree
 from .states import StatePool
-from .tiers import Tiers, page_keys
+from .tiers import Tiers, page_keys, root_key, state_key
 
 
 class Holding:
@@ -17,13 +17,15 @@ class Holding:
     known_pages: how far the tree knew the prompt at the start, be it without a state to go on from. n_known: pages that need not be computed.
     """
 
-    __slots__ = ("below", "cached_pages", "doubles", "is_apart", "known_pages", "n_known", "n_settled", "node", "pages")
+    __slots__ = ("below", "cached_pages", "doubles", "is_apart", "known_pages", "n_known", "n_settled", "node", "pages", "state_key")
 
     def __init__(self, node: Node, pages: list[int]) -> None:
         self.node = node
         self.pages = pages
         self.n_settled = self.cached_pages = self.known_pages = self.n_known = len(pages)
         self.doubles: list[int] = []
+        self.state_key = b""
+        """Of the recurrent states to start from, where they are in host memory."""
         self.below: list[bytes] = []
         """Keys of the pages after the settled ones that are in host memory and have still to be brought, the next one last."""
         self.is_apart = False
@@ -63,9 +65,11 @@ class Ledger:
         self._grow = grow
         self.is_shared = is_shared
 
-    def use_tiers(self, tiers: Tiers) -> None:
-        """Pages that are forgotten go to these tiers, and prompts look for their pages there."""
+    def use_tiers(self, tiers: Tiers, states: Tiers | None = None) -> None:
+        """Pages that are forgotten go to these tiers, and prompts look for their pages there; the same for states, where there are such."""
         self.tree.tiers = tiers
+        if self.states is not None:
+            self.states.tiers = states
 
     @property
     def n_available(self) -> int:
@@ -92,20 +96,58 @@ class Ledger:
             node, pages = self.tree.match(tokens, salt, most)
         else:
             node, pages, n_known = self.tree.match_state(tokens, salt, most)
+        deeper = self._deeper(tokens, salt, len(pages), most)
+        if deeper:
+            self.tree.unlock(node)
+            node, pages = self.tree.match(tokens, salt, len(deeper))
         need = self.pages_for(n_tokens) - len(pages)
         if need + n_reserve > self.n_available:
             self.tree.unlock(node)
             return None
-        self._make_room(need)
-        below = self.below(node, tokens, len(pages), most)
         holding = Holding(node, pages)
         holding.known_pages = max(n_known, holding.known_pages)
+        if deeper:
+            self._pin(holding, deeper[len(pages) :], state_key(deeper[-1]))
+        self._make_room(need)
+        if not deeper:
+            self._pin(holding, self.below(node, tokens, len(pages), most), b"")
         pages += self.pool.take(need)
+        return holding
+
+    def _pin(self, holding: Holding, below: list[bytes], key: bytes) -> None:
+        """These pages and states in host memory are what the request begins with."""
         if below and self.tree.tiers is not None:
             self.tree.tiers.pin(below)
             holding.below = below[::-1]
             holding.n_known += len(below)
-        return holding
+        if key and self.states is not None and self.states.tiers is not None:
+            self.states.tiers.pin([key])
+            holding.state_key = key
+
+    def _deeper(self, tokens: bytes, salt: int, n_have: int, most: int, is_disk: bool = False) -> list[bytes]:
+        """Keys of the pages up to the deepest states, beyond n_have pages, that are in host memory with what of these pages is not on the device.
+
+        is_disk: or on disk. For models with recurrent layers.
+        """
+        tiers = self.tree.tiers
+        states = self.states.tiers if self.states is not None else None
+        if tiers is None or states is None or states.is_empty or n_have >= most:
+            return []
+        size = 4 * self.page_tokens
+        keys = page_keys(root_key(salt), tokens[: most * size], size)
+        n_device = self.tree.peek(tokens, salt, most, False)
+        for n in range(n_device + tiers.find(keys[n_device:])[is_disk], n_have, -1):
+            if states.find([state_key(keys[n - 1])])[is_disk]:
+                return keys[:n]
+        return []
+
+    def bring_state(self, holding: Holding, slot: int) -> bool:
+        """Copies the states that a request begins with from host memory to its slot. False: they are not there, but on the device or nowhere."""
+        if not holding.state_key or self.states is None or self.states.tiers is None:
+            return False
+        self.states.tiers.bring([holding.state_key], [slot])
+        holding.state_key = b""
+        return True
 
     def bring(self, holding: Holding, tokens: bytes, n_most: int) -> int:
         """Copies at most n_most of a request's pages from host memory, in order with the steps; how many. tokens: of the whole prompt."""
@@ -134,8 +176,10 @@ class Ledger:
         us_of: microseconds of computing n tokens from a position on.
         """
         tiers = self.tree.tiers
-        if tiers is None or self.states is not None:
+        if tiers is None:
             return False
+        if self.states is not None:
+            return self._fetch_states(tokens, salt, us_of)
         most, size = (len(tokens) // 4 - 1) // self.page_tokens, 4 * self.page_tokens
         node, pages = self.tree.match(tokens, salt, most)
         before, first = self.tree.before(node), len(pages)
@@ -146,6 +190,25 @@ class Ledger:
         if n == n_host or tiers.us("disk", n - n_host) > us_of(n_tokens, (first + n_host) * self.page_tokens):
             return False
         return tiers.fetch(keys[:n])
+
+    def _fetch_states(self, tokens: bytes, salt: int, us_of: Callable[[int, int], float]) -> bool:
+        """The same for a model with recurrent layers: states, and the pages up to them."""
+        tiers, states = self.tree.tiers, self.states.tiers if self.states is not None else None
+        most = (len(tokens) // 4 - 1) // self.page_tokens
+        n_have = self.tree.peek(tokens, salt, most)
+        keys = self._deeper(tokens, salt, n_have, most, is_disk=True)
+        if not keys or tiers is None or states is None:
+            return False
+        n_device = min(self.tree.peek(tokens, salt, most, False), len(keys))
+        key = state_key(keys[-1])
+        n_pages = len(keys) - n_device - tiers.find(keys[n_device:])[0]
+        n_states = 1 - states.find([key])[0]
+        n_tokens = (len(keys) - n_have) * self.page_tokens
+        us = tiers.us("disk", n_pages) + states.us("disk", n_states)
+        if not (n_pages or n_states) or us > us_of(n_tokens, n_have * self.page_tokens):
+            return False
+        is_coming = tiers.fetch(keys[n_device:])
+        return states.fetch([key]) or is_coming
 
     def settle(self, holding: Holding, tokens: bytes) -> None:
         """Shares what is computed: `tokens` are those of whole pages after the settled ones."""
@@ -204,6 +267,9 @@ class Ledger:
         if holding.below and self.tree.tiers is not None:
             self.tree.tiers.unpin(holding.below)
             holding.below = []
+        if holding.state_key and self.states is not None and self.states.tiers is not None:
+            self.states.tiers.unpin([holding.state_key])
+            holding.state_key = b""
         n_tokens = len(tokens) // 4
         for n_pages, place in kept:
             assert self.states is not None

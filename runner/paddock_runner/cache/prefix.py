@@ -83,9 +83,9 @@ class PrefixTree:
 
     # ---- finding ----
 
-    def peek(self, tokens: bytes, salt: int, max_pages: int) -> int:
-        """Pages of the longest prefix that could be continued, at most max_pages. Changes nothing."""
-        if self.states is not None:
+    def peek(self, tokens: bytes, salt: int, max_pages: int, to_states: bool = True) -> int:
+        """Pages of the longest prefix that could be continued, at most max_pages; not to_states: that are here, states or not. Changes nothing."""
+        if self.states is not None and to_states:
             return self._find_state(tokens, salt, max_pages)[1]
         node = self._roots.get(salt)
         step = self._page_bytes
@@ -307,6 +307,8 @@ class PrefixTree:
             n = min(len(node.pages), n_pages - freed)
             freed += n
             self.n_evictable -= n
+            if self.states is not None:
+                self.states.spill(node)
             if self.tiers is not None:
                 self.tiers.spill(node.keys[-n:], node.pages[-n:])
                 del node.keys[-n:]

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .pages import PageFault
+from .tiers import Tiers, state_key
 
 if TYPE_CHECKING:
     from .prefix import Node
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 class StatePool:
     """Places [0, n). Those that hang on nodes are forgotten least recently used first."""
 
-    __slots__ = ("_free", "_nodes", "n_evicted", "n_places")
+    __slots__ = ("_free", "_nodes", "n_evicted", "n_places", "tiers")
 
     def __init__(self, n_places: int) -> None:
         self.n_places = n_places
@@ -26,6 +27,8 @@ class StatePool:
         self._nodes: dict[int, Node] = {}
         """Who has which place, least recently used first."""
         self.n_evicted = 0
+        self.tiers: Tiers | None = None
+        """Where states go that are forgotten here."""
 
     @property
     def n_free(self) -> int:
@@ -44,6 +47,7 @@ class StatePool:
         if not self._nodes:
             return -1
         place = next(iter(self._nodes))
+        self.spill(self._nodes[place])
         self._nodes.pop(place).state = -1
         self.n_evicted += 1
         return place
@@ -59,6 +63,15 @@ class StatePool:
             return
         node.state = place
         self._nodes[place] = node
+
+    def spill(self, node: Node) -> None:
+        """The node's state is about to be forgotten."""
+        if self.tiers is not None and node.state >= 0 and node.keys:
+            self.tiers.spill([state_key(node.keys[-1])], [node.state])
+
+    def nodes(self) -> list[Node]:
+        """Nodes with a state, least recently used first."""
+        return list(self._nodes.values())
 
     def touch(self, node: Node) -> None:
         """The node's state was used."""

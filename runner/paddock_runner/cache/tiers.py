@@ -40,6 +40,11 @@ def page_keys(before: bytes, tokens: bytes, page_bytes: int) -> list[bytes]:
     return keys
 
 
+def state_key(page_key: bytes) -> bytes:
+    """The key of the recurrent states after the page with that key."""
+    return blake2b(b"states", digest_size=KEY_BYTES, key=page_key).digest()
+
+
 class HostPages(Protocol):
     """What the tiers need of a device: places in host memory, each as large as a page."""
 
@@ -146,6 +151,11 @@ class Tiers:
         """Pages that are to be written, or being written."""
         return len(self._unwritten) + self._n_writing
 
+    @property
+    def n_places(self) -> int:
+        """Places in host memory."""
+        return self._device.n_host_pages
+
     def report(self) -> dict[str, int | float]:
         """Pages by tier, and what went where."""
         return {
@@ -153,6 +163,11 @@ class Tiers:
             "disk_bytes": self._store.n_bytes if self._store is not None else 0, "spilled": self.n_out, "restored": self.n_in,
             "read": self.n_read, "written": self.n_written, "lost": self.n_lost, "disk_bytes_per_s": round(self.rate["disk"]),
         }  # fmt: skip
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is here, in host memory or on disk."""
+        return not self._host and (self._store is None or not len(self._store))
 
     def knows(self, key: bytes) -> bool:
         """The page is on disk, or on its way; without a disk: in host memory."""

@@ -23,7 +23,7 @@ from .giving import Giver
 from .intake import Intake
 from .loop import Engine, freeze
 from .policy import Policy
-from .tiering import TierConfig, TierKeeper
+from .tiering import HostStates, StateDevice, TierConfig, TierKeeper
 from .vectors import ReadVectors
 
 OVERFLOW_RETRY_MS = 5
@@ -46,7 +46,7 @@ class EngineConfig:
     stages: log.Stages | None = None
 
 
-class TierDevice(StepDevice, HostPages, Protocol):
+class TierDevice(StepDevice, HostPages, StateDevice, Protocol):
     """A device whose pages can be copied to host memory. page_facts: what a page's bytes depend on."""
 
     kv_page_bytes: int
@@ -85,19 +85,25 @@ class Runner:
     def use_tiers(self, device: TierDevice, config: TierConfig) -> None:
         """Pages that are forgotten go to host memory and disk from now on. Raises: Locked, UsageError.
 
-        Says so when they cannot: pages of a model with recurrent layers are of no use without its states.
+        Says so when they cannot: pages of a model with recurrent layers are of no use without its states, nor those of one that reads whole prompts.
         """
-        if self.engine.sizes.recurrent_bytes or not self.engine.ledger.is_shared:
+        if not self.engine.ledger.is_shared:
             log.warning(
                 "note",
                 text="--host-cache-gib and --disk-cache-gib have no effect for this model: its pages alone cannot be gone on from",
             )
             return
-        n = config.host_pages(device.kv_page_bytes)
-        if n:
-            device.alloc_host_pages(n)
-            store = config.store(self.engine.sizes, device.kv_page_bytes, device.page_facts)
-            self.keeper = TierKeeper(self.engine, device, Tiers(device, store, self.wake))
+        sizes = self.engine.sizes
+        state_bytes = device.state_bytes if sizes.recurrent_bytes else 0
+        n, n_states = config.host_pages(device.kv_page_bytes, state_bytes), config.host_states(state_bytes) if state_bytes else 1
+        if not n or not n_states:
+            return
+        device.alloc_host_pages(n)
+        store = config.store(sizes, device.kv_page_bytes, device.page_facts)
+        states = None
+        if state_bytes:
+            states = Tiers(HostStates(device, n_states), config.store(sizes, device.kv_page_bytes, device.page_facts, state_bytes), self.wake)
+        self.keeper = TierKeeper(self.engine, device, Tiers(device, store, self.wake), states)
 
     def close(self) -> None:
         """Lets go of every front."""

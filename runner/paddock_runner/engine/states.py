@@ -28,7 +28,8 @@ class StateKeeper:
         """A request has got its slot: its states become those of its cached prefix."""
         if self._ledger.states is not None and request.done_tokens:
             assert request.holding is not None
-            self._device.load_state(request.slot, request.holding.state)
+            if not self._ledger.bring_state(request.holding, request.slot):
+                self._device.load_state(request.slot, request.holding.state)
             self.n_loaded += 1
 
     def save_planned(self, scheduler: Scheduler) -> None:

@@ -49,7 +49,7 @@ class Device:
         self._step = pack.function("pk_step")
         self._wait = pack.function("pk_wait")
         self._copy = pack.function("pk_copy")
-        self._snapshots = self._host_pages = self.n_host_pages = 0
+        self._snapshots = self._host_pages = self._host_states = self.n_host_pages = 0
         self.kv_format = 0
         self.facts = self._read_facts()
         self.allocated: dict[str, int] = {}
@@ -155,6 +155,29 @@ class Device:
     def host_page(self, place: int) -> memoryview:
         """The bytes of a place in host memory."""
         return _host_view(self._host_pages + place * self.kv_page_bytes, self.kv_page_bytes)
+
+    def alloc_host_states(self, n: int) -> None:
+        """Pinned memory for n copies of a slot's recurrent states."""
+        self._host_states = self.alloc(n * self.state_bytes, "state cache", is_pinned=True)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a slot's recurrent states."""
+        return int(self.state.recurrent_stride)
+
+    def state_out(self, place: int, host_place: int) -> None:
+        """Copies a snapshot to a place in host memory, in order with the steps. Raises: PackError."""
+        size = self.state_bytes
+        self.copy(self._host_states + host_place * size, self._snapshots + place * size, size)
+
+    def state_in(self, host_place: int, slot: int) -> None:
+        """Copies it to a slot. Raises: PackError."""
+        size = self.state_bytes
+        self.copy(self.state.recurrent + slot * size, self._host_states + host_place * size, size)
+
+    def host_state(self, host_place: int) -> memoryview:
+        """The bytes of a place in host memory."""
+        return _host_view(self._host_states + host_place * self.state_bytes, self.state_bytes)
 
     def settle(self) -> None:
         """Waits until every copy and step that was given is done. Raises: PackError."""

@@ -144,7 +144,7 @@ def test_a_storm_short_of_pages_answers_right_with_tiers(tmp_path: Path, run_ahe
 
 
 def test_a_model_whose_pages_are_of_no_use_alone_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rig = Rig(replace(SMALL, recurrent_bytes=64, n_snapshots=4))
+    rig = Rig(replace(SMALL, recurrent_bytes=64, n_snapshots=0))
     rig.runner.use_tiers(rig.device, TierConfig(HOST, 1 << 24, tmp_path, ("model",)))
     assert rig.runner.keeper is None and not list(tmp_path.iterdir()) and "have no effect for this model" in caplog.text
     rig.close()
@@ -195,3 +195,42 @@ def test_pages_that_are_coming_are_not_pushed_out_and_an_abort_lets_them_go(tmp_
     assert not tiers._pins and right(stream)
     rig.assert_empty()
     rig.close()
+
+
+HYBRID = replace(SMALL, recurrent_bytes=64, n_snapshots=10)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_states_come_back_with_their_pages_from_host_memory(tmp_path: Path, run_ahead: int) -> None:
+    rig = rig_on(tmp_path, False, run_ahead, sizes=HYBRID)
+    ask(rig, 0, 202)
+    ask(rig, 300, 202)
+    again = ask(rig, 0, 202)
+    assert again.done.cached_tokens >= 196 and rig.engine.counters.prefill_tokens <= 200 + 200 + 8
+    assert rig.runner.keeper.states.report()["restored"] == 1  # type: ignore[union-attr]
+    rig.assert_empty()
+    rig.close()
+
+
+def test_states_that_were_pushed_out_alone_come_back_to_pages_that_stayed(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, False, sizes=replace(HYBRID, n_pages=400, n_snapshots=2))
+    for k in range(4):
+        ask(rig, 200 * k, 122)
+    tiers = rig.runner.keeper.tiers  # type: ignore[union-attr]
+    assert rig.engine.ledger.tree.n_evicted == 0
+    again = ask(rig, 0, 122)
+    assert again.done.cached_tokens >= 116 and tiers.n_in == 0
+    rig.assert_empty()
+    rig.close()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_restart_comes_back_warm_from_disk_with_states(tmp_path: Path, run_ahead: int) -> None:
+    rig = rig_on(tmp_path, True, run_ahead, sizes=HYBRID)
+    ask(rig, 0, 202)
+    rig.close()
+    warm = rig_on(tmp_path, True, run_ahead, sizes=HYBRID)
+    again = ask(warm, 0, 202)
+    assert again.done.cached_tokens >= 196 and warm.engine.counters.prefill_tokens <= 8
+    assert warm.runner.keeper.states.report()["read"] == 1  # type: ignore[union-attr]
+    warm.close()
