@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "e5a559957c85af23"
+#define PK_ABI_DIGEST "89528e6ce857efbe"

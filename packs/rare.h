@@ -12,7 +12,9 @@ typedef enum pk_rare_op {
     PK_OP_STREAMS = 67,  /* one value for several residual streams, weighed by each stream's own likeness */
     PK_OP_DILATED = 68,  /* causal convolution over every few tokens */
     PK_OP_SPARSE = 69,   /* attention over the blocks of tokens that an index chooses */
-    PK_OP_DELTA_SIGMOID = 70  /* a pk_op_delta whose output is gated by sigmoid(z) instead of silu(z) */
+    PK_OP_DELTA_SIGMOID = 70, /* a pk_op_delta whose output is gated by sigmoid(z) instead of silu(z) */
+    PK_OP_KEEP = 71,          /* draft rows: what a gated delta net needs to take guesses back */
+    PK_OP_SETTLE = 72         /* draft rows: a gated delta net as it is after the guesses that were right */
 } pk_rare_op;
 
 /* out = x * softplus(g), softplus(v) = log(1 + exp(v)); g has n columns, each of which counts for N / n neighbours of x. */
@@ -110,5 +112,35 @@ typedef struct pk_op_sparse {
     int32_t parts;         /* pk_parts: QKV */
     int32_t reserved;
 } pk_op_sparse;
+
+/* Before a pk_op_delta, for every draft row: the n_bytes of the slot's state from from_offset on are copied to kept_offset, and the row's
+ * inputs (at most max_tokens) to rows_offset: max_tokens of [C] qkv, then of [H] b, then of [H] a, all f32. */
+typedef struct pk_op_keep {
+    int32_t op;
+    int32_t size;
+    pk_tensor qkv;  /* [T,C] */
+    pk_tensor b;    /* [T,H] f32 */
+    pk_tensor a;    /* [T,H] f32 */
+    int64_t from_offset;
+    int64_t n_bytes;
+    int64_t kept_offset;
+    int64_t rows_offset;
+    int32_t max_tokens;
+    int32_t reserved;
+} pk_op_keep;
+
+/* After COMMIT, for every draft row that advanced by fewer tokens than it ran: the state is what was kept, and the tokens by which the
+ * row advanced run again, without output. delta: as it ran; the rest as in the pk_op_keep before it. */
+typedef struct pk_op_settle {
+    int32_t op;
+    int32_t size;
+    pk_op_delta delta;
+    int64_t from_offset;
+    int64_t n_bytes;
+    int64_t kept_offset;
+    int64_t rows_offset;
+    int32_t max_tokens;
+    int32_t reserved;
+} pk_op_settle;
 
 #endif

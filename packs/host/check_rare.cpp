@@ -18,6 +18,8 @@ class RareChecker : Checks {
             case PK_OP_DILATED: return dilated(record_.as<pk_op_dilated>());
             case PK_OP_SPARSE: return sparse(record_.as<pk_op_sparse>());
             case PK_OP_DELTA_SIGMOID: return delta(record_.as<pk_op_delta>());
+            case PK_OP_KEEP: return keep(record_.as<pk_op_keep>());
+            case PK_OP_SETTLE: return settle(record_.as<pk_op_settle>());
             default: return PK_OK;
         }
     }
@@ -78,6 +80,28 @@ class RareChecker : Checks {
         if (int32_t status = activations({{"x", op.x, op.x.cols}, {"add", op.add, op.x.cols}, {"out", op.out, op.x.cols}}, false)) return status;
         if (int32_t status = vector("conv", op.conv, op.x.cols * op.conv_width)) return status;
         return part("the convolution's tail", op.conv_offset, 4 * op.x.cols * (op.conv_width - 1) * op.dilation);
+    }
+
+    // Where a slot's kept state and inputs lie.
+    template <class Op>
+    int32_t places(const Op &op, int64_t channels, int64_t n_heads) const {
+        if (!state_.recurrent) return fail(PK_BAD_ARG, "op %lld (%s): the state has no recurrent memory", (Long)index_, name_);
+        if (int32_t status = range("max_tokens", op.max_tokens, 1, 1024)) return status;
+        if (int32_t status = range("n_bytes", op.n_bytes, 1, state_.recurrent_stride)) return status;
+        if (int32_t status = part("the state", op.from_offset, op.n_bytes)) return status;
+        if (int32_t status = part("the kept state", op.kept_offset, op.n_bytes)) return status;
+        return part("the kept inputs", op.rows_offset, 4 * op.max_tokens * (channels + 2 * n_heads));
+    }
+
+    int32_t keep(const pk_op_keep &op) const {
+        if (int32_t status = activations({{"qkv", op.qkv, op.qkv.cols}}, false)) return status;
+        if (int32_t status = activations({{"b", op.b, op.b.cols}, {"a", op.a, op.b.cols}}, true)) return status;
+        return places(op, op.qkv.cols, op.b.cols);
+    }
+
+    int32_t settle(const pk_op_settle &op) const {
+        if (int32_t status = delta(op.delta)) return status;
+        return places(op, op.delta.qkv.cols, op.delta.n_v_heads);
     }
 
     int32_t sparse(const pk_op_sparse &op) const {

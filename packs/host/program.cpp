@@ -29,7 +29,8 @@ constexpr Known kKnown[] = {
     {PK_OP_SOFTPLUS, sizeof(pk_op_softplus), "softplus"}, {PK_OP_WEIGH, sizeof(pk_op_weigh), "weigh"},
     {PK_OP_NGRAM, sizeof(pk_op_ngram), "ngram"},          {PK_OP_STREAMS, sizeof(pk_op_streams), "streams"},
     {PK_OP_DILATED, sizeof(pk_op_dilated), "dilated"},    {PK_OP_SPARSE, sizeof(pk_op_sparse), "sparse"},
-    {PK_OP_DELTA_SIGMOID, sizeof(pk_op_delta), "delta_sigmoid"},
+    {PK_OP_DELTA_SIGMOID, sizeof(pk_op_delta), "delta_sigmoid"}, {PK_OP_KEEP, sizeof(pk_op_keep), "keep"},
+    {PK_OP_SETTLE, sizeof(pk_op_settle), "settle"},
 };
 
 const Known *find(int32_t op) {

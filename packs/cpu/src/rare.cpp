@@ -49,11 +49,12 @@ void run_weigh(Run &run, const pk_op_weigh &op) {
 
 }  // namespace
 
-bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_DELTA_SIGMOID; }
-bool needs_rare_rows(int32_t op) { return op == PK_OP_NGRAM || op == PK_OP_DILATED || op == PK_OP_SPARSE || op == PK_OP_DELTA_SIGMOID; }
+bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_SETTLE; }
+bool needs_rare_rows(int32_t op) { return op == PK_OP_NGRAM || op == PK_OP_DILATED || op == PK_OP_SPARSE || op >= PK_OP_DELTA_SIGMOID; }
 
 int64_t rare_workspace_bytes(const Context &context, const Record &record, const pk_state &state) {
     if (record.op == PK_OP_SPARSE) return sparse_workspace_bytes(context, record.as<pk_op_sparse>(), state);
+    if (record.op == PK_OP_SETTLE) return settle_workspace_bytes(context, record.as<pk_op_settle>(), state);
     return record.op == PK_OP_DELTA_SIGMOID ? delta_workspace_bytes(context, record.as<pk_op_delta>(), state) : 0;
 }
 
@@ -66,6 +67,8 @@ void run_rare(Run &run, const Record &record) {
         case PK_OP_DILATED: run_dilated(run, record.as<pk_op_dilated>()); break;
         case PK_OP_SPARSE: run_sparse(run, record.as<pk_op_sparse>()); break;
         case PK_OP_DELTA_SIGMOID: run_delta(run, record.as<pk_op_delta>()); break;
+        case PK_OP_KEEP: run_keep(run, record.as<pk_op_keep>()); break;
+        case PK_OP_SETTLE: run_settle(run, record.as<pk_op_settle>()); break;
         default: break;
     }
 }

@@ -7,6 +7,10 @@ namespace pk {
 
 int64_t sparse_workspace_bytes(const Context &context, const pk_op_sparse &op, const pk_state &state);
 
+int64_t settle_workspace_bytes(const Context &context, const pk_op_settle &op, const pk_state &state);
+
+void run_keep(Run &run, const pk_op_keep &op);
+void run_settle(Run &run, const pk_op_settle &op);
 void run_ngram(Run &run, const pk_op_ngram &op);
 void run_streams(Run &run, const pk_op_streams &op);
 void run_dilated(Run &run, const pk_op_dilated &op);

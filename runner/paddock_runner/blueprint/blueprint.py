@@ -359,6 +359,7 @@ class Blueprint:
     position_offset: int = 0
     n_token_types: int = 0
     pooling: Pooling | None = None  # of a model that gives vectors instead of tokens
+    max_guesses: int = 0  # guessed tokens of a row that recurrent layers can take back
     n_draft_layers: int = 0  # blocks after the model's own that draft tokens, not loaded
     name: str = ""
     notes: tuple[str, ...] = field(default=())  # warnings for people: "the vision tower is not loaded"
@@ -367,6 +368,11 @@ class Blueprint:
     def has_states(self) -> bool:
         """True when some layer remembers a sequence otherwise than by keys and values: its pages alone cannot continue it."""
         return any(layer.delta is not None or layer.conv is not None or layer.mamba is not None for layer in self.layers)
+
+    @property
+    def may_take_back(self) -> bool:
+        """True when every layer that remembers a sequence otherwise than by keys and values is one that can take guesses back."""
+        return all(layer.conv is None and layer.mamba is None and layer.ngram is None for layer in self.layers)
 
     @property
     def lookback_tokens(self) -> int:

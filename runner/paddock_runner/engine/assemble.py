@@ -14,7 +14,15 @@ from ..blueprint.blueprint import Blueprint
 from ..errors import PackError
 from ..files.view import TensorView
 from ..memory.arena import Arena, arena, pack_scratch_bytes
-from ..memory.state import StateSizes, device_arrays, page_layout, pinned_arrays, state_layout, token_buckets
+from ..memory.state import (
+    StateSizes,
+    delta_state_bytes,
+    device_arrays,
+    page_layout,
+    pinned_arrays,
+    state_layout,
+    token_buckets,
+)
 from ..model.decoder import rotations, trace
 from ..model.site import Site
 from ..model.weights import Progress, load_weights
@@ -93,8 +101,18 @@ def _build(device: Device, sizes: StateSizes, kv_format: str, blueprint: Bluepri
         state_layout(blueprint).offsets,
         layout.index_offsets,
         state_layout(blueprint).ngram_offsets,
+        kept_places(blueprint),
     )
     return trace(blueprint, site)
+
+
+def kept_places(blueprint: Blueprint) -> tuple[tuple[int, int, int] | None, ...]:
+    """Where layers keep what takes guesses back, and bytes of their state; () where nobody does."""
+    kept = state_layout(blueprint).kept_offsets if blueprint.max_guesses else ()
+    return tuple(
+        (*at, delta_state_bytes(layer.delta)) if at is not None and layer.delta is not None else None
+        for at, layer in zip(kept, blueprint.layers, strict=bool(kept))
+    )
 
 
 def place(device: Device, plan: Arena, sizes: StateSizes) -> dict[str, Tensor]:

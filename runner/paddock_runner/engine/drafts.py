@@ -25,11 +25,13 @@ FADE = 0.99
 class Drafter:
     """Who is guessed for, and with how many tokens."""
 
-    __slots__ = ("_engine", "_extra_us", "_turn", "accepted", "drafted", "is_on", "requests")
+    __slots__ = ("_counts", "_engine", "_extra_us", "_turn", "accepted", "drafted", "is_on", "requests")
 
     def __init__(self, engine: Engine, is_on: bool) -> None:
         self._engine = engine
         self.is_on = is_on
+        most = engine.sizes.max_guesses if engine.sizes.recurrent_bytes else max(engine.policy.draft_tokens)
+        self._counts = tuple(n for n in engine.policy.draft_tokens if n <= most) or (max(most, 1),)
         self.requests: list[Request] = []
         """Those without a standing row, because they are guessed for."""
         self.drafted = self.accepted = self._turn = 0
@@ -58,7 +60,7 @@ class Drafter:
 
     def best(self, rate: float, n_rows: int) -> tuple[float, int]:
         """The number of guesses that is worth most, and what it is worth."""
-        return max((self.value(rate, n, n_rows), n) for n in self._engine.policy.draft_tokens)
+        return max((self.value(rate, n, n_rows), n) for n in self._counts)
 
     def consider(self) -> None:
         """Looks at one standing request as if it had been guessed for; switches it over when that would pay."""
@@ -72,7 +74,7 @@ class Drafter:
         request = slots.request_of[decode[self._turn % len(decode)]]
         if request is None or request.phase != Phase.DECODE or not self.may_guess(request):
             return
-        most = max(engine.policy.draft_tokens)
+        most = max(self._counts)
         if slots.launched(request.slot) < request.guess.next_probe:
             return
         n_known = engine.given_tokens(request) + request.prompt_tokens

@@ -87,7 +87,7 @@ class Engine:
         self.masked: list[Request] = []
         """Decoding requests whose every token waits for its mask."""
         self.drafter = Drafter(
-            self, device.facts.has_drafts and not sizes.recurrent_bytes and self.policy.may_guess(self.run_ahead)
+            self, device.facts.has_drafts and (sizes.max_guesses > 0 or not sizes.recurrent_bytes) and self.policy.may_guess(self.run_ahead)
         )
         self.in_flight: deque[Step] = deque()
         self.launched_seq = self.read_seq = 0

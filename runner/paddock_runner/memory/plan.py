@@ -185,7 +185,7 @@ def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
     states = state_layout(blueprint).slot_bytes
     return StateSizes(
         request.max_batch, slot_pages * page, page, n_pages, blueprint.n_ids, step, request.max_batch,
-        recurrent_bytes=states, n_snapshots=_snapshots(request, states), lookback_tokens=blueprint.lookback_tokens,
+        recurrent_bytes=states, n_snapshots=_snapshots(request, states), lookback_tokens=blueprint.lookback_tokens, max_guesses=blueprint.max_guesses,
     )  # fmt: skip
 
 

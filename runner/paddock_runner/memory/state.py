@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..blueprint.blueprint import Blueprint
+from ..blueprint.blueprint import Blueprint, Delta
 from .kinds import delta_net_bytes, mamba2_bytes, short_conv_bytes, stored_bytes
 
 KV_BYTES = {name: stored_bytes(1, name) for name in ("f32", "f16", "bf16", "fp8")}
@@ -39,6 +39,7 @@ class StateSizes:
     recurrent_bytes: int = 0  # of one slot's recurrent states
     n_snapshots: int = 0  # copies of a slot's recurrent states that the prefix cache may keep
     lookback_tokens: int = 0  # tokens that a step reads before its own: they must be there though their keys are cached
+    max_guesses: int = 0  # guessed tokens of a row that recurrent states can take back
 
     @property
     def slot_pages(self) -> int:
@@ -129,11 +130,12 @@ def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageL
 @dataclass(frozen=True, slots=True)
 class StateLayout:
     """Where each layer's recurrent state lies in a slot's. offsets: per layer (matrix states, convolution's tail), or None; ngram_offsets: the tail of
-    its n-grams' convolution, or 0."""
+    its n-grams' convolution, or 0; kept_offsets: of what a layer needs to take guesses back: its state of before, and its inputs since; or None."""
 
     offsets: tuple[tuple[int, int] | None, ...]
     slot_bytes: int
     ngram_offsets: tuple[int, ...] = ()
+    kept_offsets: tuple[tuple[int, int] | None, ...] = ()
 
 
 def state_layout(blueprint: Blueprint) -> StateLayout:
@@ -162,4 +164,19 @@ def state_layout(blueprint: Blueprint) -> StateLayout:
         ngram_offsets.append(at if layer.ngram is not None else 0)
         rows = (layer.ngram.conv_width - 1) * layer.ngram.n_tokens if layer.ngram is not None else 0
         at += aligned(4 * rows * blueprint.n_streams * blueprint.model_width)
-    return StateLayout(tuple(offsets), at, tuple(ngram_offsets))
+    kept_offsets: list[tuple[int, int] | None] = []
+    for layer in blueprint.layers:
+        z = layer.delta
+        if z is None or not blueprint.max_guesses:
+            kept_offsets.append(None)
+            continue
+        rows = at + delta_state_bytes(z)
+        kept_offsets.append((at, rows))
+        at = rows + aligned(4 * (blueprint.max_guesses + 1) * (z.n_channels + 2 * z.n_v_heads))
+    return StateLayout(tuple(offsets), at, tuple(ngram_offsets), tuple(kept_offsets))
+
+
+def delta_state_bytes(x: Delta) -> int:
+    """A gated delta net's states and its convolution's tail, as they lie one after the other."""
+    need = delta_net_bytes(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width)
+    return aligned(need.state) + aligned(need.tail)

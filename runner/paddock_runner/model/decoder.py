@@ -17,7 +17,7 @@ from .inputs import input_branch, layer_inputs
 from .latent import latent_attention
 from .moe import experts, experts_beside, weigh_shared
 from .pooled import pooled_rows
-from .recurrent import delta_net, mamba, short_conv
+from .recurrent import delta_net, mamba, settle, short_conv
 from .site import Site, norm
 from .sparse import sparse_attention
 from .streams import join_streams, mixed_last, ngrams, read_streams, start_streams
@@ -75,6 +75,8 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
         pooled_rows(program, blueprint, site)
     else:
         _head(program, blueprint, site)
+    if blueprint.max_guesses:
+        settle(program, site, blueprint.max_guesses)
     return program
 
 
@@ -118,7 +120,7 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
         if a.latent is not None:
             out = latent_attention(program, a, i, site)
         elif layer.delta is not None:
-            out = delta_net(program, layer.delta, i, site, blueprint.norm_eps)
+            out = delta_net(program, layer.delta, i, site, blueprint.norm_eps, blueprint.max_guesses)
         elif layer.conv is not None:
             out = short_conv(program, layer.conv, i, site)
         elif layer.mamba is not None:

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from ..blueprint.blueprint import Delta, Mamba, ShortConv
 from ..errors import UnsupportedError
-from ..pack.program import DeltaShape, DeltaWeights, MambaShape, MambaWeights, Program
+from ..pack import abi
+from ..pack.program import DeltaShape, DeltaWeights, Kept, MambaShape, MambaWeights, Program
 from ..pack.tensor import Tensor
 from .site import Site
 
 
-def delta_net(program: Program, x: Delta, i: int, site: Site, eps: float) -> Tensor:
-    """The layer's output before its last projection, [T, H*Dv]."""
+def delta_net(program: Program, x: Delta, i: int, site: Site, eps: float, max_guesses: int = 0) -> Tensor:
+    """The layer's output before its last projection, [T, H*Dv]. max_guesses: that it must be able to take back."""
     w, at, buffers = site.weights, f"layers.{i}.", site.buffers
     offsets = site.state_offsets[i]
     if offsets is None:
@@ -30,8 +31,24 @@ def delta_net(program: Program, x: Delta, i: int, site: Site, eps: float) -> Ten
     program.matmul(buffers["normed"], [w[at + "delta_b.weight"], w[at + "delta_a.weight"]], numbers)
     weights = DeltaWeights(*(w[f"{at}delta_{name}.weight"] for name in ("conv", "a_log", "dt", "scale")))
     shape = DeltaShape(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width, *offsets, x.is_tiled)
+    if kept := _kept(site, i, max_guesses):
+        program.keep((qkv, b, a), offsets[0], kept)
     program.delta((qkv, z, b, a), weights, out, shape, eps, x.gate_act)
     return out
+
+
+def _kept(site: Site, i: int, max_guesses: int) -> Kept | None:
+    place = site.kept[i] if max_guesses else None
+    return Kept(place[2], place[0], place[1], max_guesses + 1) if place is not None else None
+
+
+def settle(program: Program, site: Site, max_guesses: int) -> None:
+    """After the draws: every delta net of the program takes back what was guessed wrong."""
+    layers = (i for i, place in enumerate(site.kept) if place is not None)
+    for i, delta in zip(layers, [r for r in program.records if isinstance(r, abi.pk_op_delta)], strict=True):
+        kept = _kept(site, i, max_guesses)
+        if kept is not None:
+            program.settle(delta, kept)
 
 
 def short_conv(program: Program, x: ShortConv, i: int, site: Site) -> Tensor:

@@ -15,7 +15,8 @@ class Site:
     """Where a program finds things: weights by our names, activation buffers by arena name, KV offsets per layer, KV format.
 
     state_offsets: of each recurrent layer: its state and its convolution's tail, in bytes from the start of a slot's. index_offsets: of a layer's
-    index keys in a page. ngram_offsets: of the tail of its n-grams' convolution, in a slot's state.
+    index keys in a page. ngram_offsets: of the tail of its n-grams' convolution, in a slot's state. kept: of recurrent layers that take guesses back:
+    where their state of before and their inputs since lie in a slot's, and the state's bytes.
     """
 
     weights: Mapping[str, Tensor]
@@ -26,6 +27,7 @@ class Site:
     state_offsets: tuple[tuple[int, int] | None, ...] = ()
     index_offsets: tuple[int, ...] = ()
     ngram_offsets: tuple[int, ...] = ()
+    kept: tuple[tuple[int, int, int] | None, ...] = ()
 
 
 def norm(program: Program, blueprint: Blueprint, site: Site, name: str, x: Tensor, out: Tensor) -> None:

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "e5a559957c85af23"
+DIGEST = "89528e6ce857efbe"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -610,6 +610,8 @@ PK_OP_STREAMS = 67
 PK_OP_DILATED = 68
 PK_OP_SPARSE = 69
 PK_OP_DELTA_SIGMOID = 70
+PK_OP_KEEP = 71
+PK_OP_SETTLE = 72
 
 
 class pk_op_softplus(Structure):
@@ -702,6 +704,36 @@ class pk_op_sparse(Structure):
         ("scale", c_float),
         ("eps", c_float),
         ("parts", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_keep(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("qkv", pk_tensor),
+        ("b", pk_tensor),
+        ("a", pk_tensor),
+        ("from_offset", c_int64),
+        ("n_bytes", c_int64),
+        ("kept_offset", c_int64),
+        ("rows_offset", c_int64),
+        ("max_tokens", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_settle(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("delta", pk_op_delta),
+        ("from_offset", c_int64),
+        ("n_bytes", c_int64),
+        ("kept_offset", c_int64),
+        ("rows_offset", c_int64),
+        ("max_tokens", c_int32),
         ("reserved", c_int32),
     ]
 

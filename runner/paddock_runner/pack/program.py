@@ -116,6 +116,16 @@ class MambaShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What of a slot's state is kept, and where: see pk_op_keep. max_tokens: of a row that checks guesses."""
+
+    n_bytes: int
+    kept_offset: int
+    rows_offset: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class NgramShape:
     """How tokens choose rows of a table: see pk_op_ngram."""
 
@@ -393,6 +403,15 @@ class Program:
         names = ("index_heads", "index_width", "block_tokens", "n_blocks", "i_offset")
         turns = {"rope_width": rope.width, "rope_layout": ROPE_LAYOUTS[rope.layout], "rope_magnitude": rope.magnitude}
         self._add(abi.pk_op_sparse, abi.PK_OP_SPARSE, tensors, **_head_fields(heads), **dict(zip(names, sizes, strict=True)), **turns, scale=scale, eps=eps)
+
+    def keep(self, inputs: tuple[Tensor, Tensor, Tensor], from_offset: int, kept: Kept) -> None:
+        """What a delta net of qkv, b and a needs to take guesses back. See pk_op_keep."""
+        tensors: dict[str, Tensor | None] = dict(zip(("qkv", "b", "a"), inputs, strict=True))
+        self._add(abi.pk_op_keep, abi.PK_OP_KEEP, tensors, from_offset=from_offset, **asdict(kept))
+
+    def settle(self, delta: ctypes.Structure, kept: Kept) -> None:
+        """The delta net of that record as it is after the guesses that were right. See pk_op_settle."""
+        self._add(abi.pk_op_settle, abi.PK_OP_SETTLE, {}, delta=delta, from_offset=delta.state_offset, **asdict(kept))
 
     def delta(self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], weights: DeltaWeights, out: Tensor, shape: DeltaShape, eps: float, gate: str = "silu") -> None:
         """out[T,H*Dv] of qkv[T,C], z[T,H*Dv], b[T,H], a[T,H]. See pk_op_delta. Source: Yang et al. 2024, eq. 10."""
