@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "89528e6ce857efbe"
+#define PK_ABI_DIGEST "f481f64355266aad"

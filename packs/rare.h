@@ -14,7 +14,9 @@ typedef enum pk_rare_op {
     PK_OP_SPARSE = 69,   /* attention over the blocks of tokens that an index chooses */
     PK_OP_DELTA_SIGMOID = 70, /* a pk_op_delta whose output is gated by sigmoid(z) instead of silu(z) */
     PK_OP_KEEP = 71,          /* draft rows: what a gated delta net needs to take guesses back */
-    PK_OP_SETTLE = 72         /* draft rows: a gated delta net as it is after the guesses that were right */
+    PK_OP_SETTLE = 72,        /* draft rows: a gated delta net as it is after the guesses that were right */
+    PK_OP_SHIFT = 73,         /* every token of the step becomes the one that follows it */
+    PK_OP_GUESS = 74          /* a guess at the token after the one just drawn */
 } pk_rare_op;
 
 /* out = x * softplus(g), softplus(v) = log(1 + exp(v)); g has n columns, each of which counts for N / n neighbours of x. */
@@ -142,5 +144,19 @@ typedef struct pk_op_settle {
     int32_t max_tokens;
     int32_t reserved;
 } pk_op_settle;
+
+/* After COMMIT: token_id[t] = the token at position token_position[t] + 1 of the slot's text, for what reads token_id after it. */
+typedef struct pk_op_shift {
+    int32_t op;
+    int32_t size;
+} pk_op_shift;
+
+/* After COMMIT: tokens[slot][length + 1] = the largest logit (the lowest index of equals) after the row's last token, for every row that drew one
+ * and whose text has room. A draft row of two tokens then checks it. */
+typedef struct pk_op_guess {
+    int32_t op;
+    int32_t size;
+    pk_tensor logits;  /* [S,V] f32 */
+} pk_op_guess;
 
 #endif

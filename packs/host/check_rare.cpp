@@ -20,7 +20,8 @@ class RareChecker : Checks {
             case PK_OP_DELTA_SIGMOID: return delta(record_.as<pk_op_delta>());
             case PK_OP_KEEP: return keep(record_.as<pk_op_keep>());
             case PK_OP_SETTLE: return settle(record_.as<pk_op_settle>());
-            default: return PK_OK;
+            case PK_OP_GUESS: return guess(record_.as<pk_op_guess>());
+            default: return PK_OK;  // shift has no operands
         }
     }
 
@@ -102,6 +103,12 @@ class RareChecker : Checks {
     int32_t settle(const pk_op_settle &op) const {
         if (int32_t status = delta(op.delta)) return status;
         return places(op, op.delta.qkv.cols, op.delta.n_v_heads);
+    }
+
+    int32_t guess(const pk_op_guess &op) const {
+        if (int32_t status = table("logits", op.logits, PK_F32)) return status;
+        if (int32_t status = symbol("logits", op.logits, PK_ROWS_S)) return status;
+        return equal("logits width", op.logits.cols, "n_vocab", state_.n_vocab);
     }
 
     int32_t sparse(const pk_op_sparse &op) const {

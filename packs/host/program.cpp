@@ -30,7 +30,8 @@ constexpr Known kKnown[] = {
     {PK_OP_NGRAM, sizeof(pk_op_ngram), "ngram"},          {PK_OP_STREAMS, sizeof(pk_op_streams), "streams"},
     {PK_OP_DILATED, sizeof(pk_op_dilated), "dilated"},    {PK_OP_SPARSE, sizeof(pk_op_sparse), "sparse"},
     {PK_OP_DELTA_SIGMOID, sizeof(pk_op_delta), "delta_sigmoid"}, {PK_OP_KEEP, sizeof(pk_op_keep), "keep"},
-    {PK_OP_SETTLE, sizeof(pk_op_settle), "settle"},
+    {PK_OP_SETTLE, sizeof(pk_op_settle), "settle"},           {PK_OP_SHIFT, sizeof(pk_op_shift), "shift"},
+    {PK_OP_GUESS, sizeof(pk_op_guess), "guess"},
 };
 
 const Known *find(int32_t op) {

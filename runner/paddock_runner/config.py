@@ -74,6 +74,11 @@ class Config:
     steady_prompts: bool = knob(
         False, "leave out lines that agent clients change in each request, so that their prompts are found in the cache"
     )
+    guesses: str = knob(
+        "auto",
+        "tokens guessed ahead and checked in one row where that pays (CPU): auto looks them up in the text, lookup does so for hybrids too (their states are kept twice), mtp asks the model's own draft layer",
+        choices=("auto", "off", "lookup", "mtp"),
+    )
     recommended: tuple[str, ...] = knob(
         (), "sampling of requests that do not say, FIELD=NUMBER, for a model whose files recommend none (repeatable): temperature, top_p, top_k, min_p, repetition_penalty"
     )

@@ -8,7 +8,7 @@ from harness import POISON, rounded
 from paddock_runner.errors import PackError
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
-from paddock_runner.pack.program import DeltaShape, DeltaWeights, Heads, NgramShape, Program, Rotation
+from paddock_runner.pack.program import DeltaShape, DeltaWeights, Heads, Kept, NgramShape, Program, Rotation
 from paddock_runner.pack.tensor import T, Tensor
 from test_ops import close
 from weights import random_weight
@@ -214,3 +214,59 @@ def test_wrong_numbers_of_rare_ops_are_refused(bench, rng):
         program.ngram(table, b.output(3, 10, T), NgramShape((3, 5), sizes, 2, 7, 1))
         with pytest.raises(PackError, match=sentence):
             b.load(program)
+
+
+def test_a_delta_net_takes_back_what_was_guessed_wrong(bench, rng):
+    """Rows of four tokens of which two, four and one count: their states are those of rows that ran so many."""
+    heads, width, taps, n = 2, 8, 4, 4
+    channels, state = 3 * heads * width, 4 * heads * width * width
+    size = -(-(state + 4 * channels * (taps - 1)) // 64) * 64
+    rows_at, slot_bytes = 64 + 2 * size, -(-(64 + 2 * size + 4 * n * (channels + 2 * heads)) // 64) * 64
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, 256, 16, 8, 5, 3, slot_bytes))
+    needs(b, "settle")
+    b.state.recurrent_stride = slot_bytes
+    before = rng.normal(size=8 * slot_bytes // 4).astype(np.float32)
+    weights = DeltaWeights(*(b.upload(rng.normal(size=(1, k)), abi.PK_F32) for k in (channels * taps, heads, heads, width)))
+    shape = DeltaShape(heads, heads, width, width, taps, 64, 64 + state)
+    (qkv, qkv64), (z, _) = b.activations(rng.normal(size=(3 * n, channels)), T), b.activations(rng.normal(size=(3 * n, heads * width)), T)
+    numbers64 = [rng.normal(size=(3 * n, heads)) for _ in range(2)]
+
+    def run(rows, tokens, lengths):
+        b.device.write(b.state.recurrent, before.tobytes())
+        count = b.set_rows(rows)
+        b.set("row_flags", [abi.PK_ROW_SAMPLE | (abi.PK_ROW_DRAFT if lengths else 0)] * 3)
+        inputs = [b.activations(qkv64[tokens], T)[0], *(b.upload(x[tokens], abi.PK_F32, T) for x in numbers64)]
+        program, kept = Program(), Kept(size, 64 + size, rows_at, n)
+        if lengths:
+            program.keep(inputs[:3], 64, kept)
+            for slot, length in lengths.items():
+                b.set("length", [length], at=slot)
+        program.delta((inputs[0], b.activations(np.zeros((count, heads * width)), T)[0], *inputs[1:]), weights, b.output(count, heads * width, T), shape, 1e-6)
+        if lengths:
+            program.settle(program.records[-1], kept)
+        b.run(program, count)
+        got = np.frombuffer(b.device.read(b.state.recurrent, 8 * slot_bytes), np.float32).reshape(8, -1)
+        return got[:, 16 : 16 + size // 4]
+
+    settled = run([(1, 9, n), (4, 20, n), (6, 3, n)], [*range(3 * n)], {1: 11, 4: 24, 6: 4})
+    short = run([(1, 9, 2), (4, 20, 4), (6, 3, 1)], [0, 1, 4, 5, 6, 7, 8], {})
+    for slot in (1, 4, 6):
+        assert np.array_equal(settled[slot], short[slot]), slot
+
+
+def test_a_guess_stands_behind_the_token_that_was_drawn(bench, rng):
+    b = bench()
+    needs(b, "guess")
+    b.set("tokens", np.arange(8 * 257) % 90)
+    n = b.set_rows([(2, 10, 1), (3, 4, 3), (5, 0, 2)], dead=(2,))
+    for slot, length in ((2, 11), (3, 7), (5, 2)):
+        b.set("length", [length], at=slot)
+    logits64 = rng.normal(size=(3, 100))
+    logits = b.upload(logits64, abi.PK_F32, abi.PK_ROWS_S)
+    program = Program()
+    program.shift()
+    program.guess(logits)
+    b.run(program, n, 3)
+    text = b.get("tokens", 8 * 257).reshape(8, 257)
+    assert [text[2, 12], text[3, 8]] == np.argmax(logits64[:2], axis=1).tolist() and text[5, 3] == (5 * 257 + 3) % 90
+    assert b.get("token_id", n)[:4].tolist() == [(s * 257 + p + 1) % 90 for s, p in ((2, 10), (3, 4), (3, 5), (3, 6))]

@@ -49,7 +49,7 @@ void run_weigh(Run &run, const pk_op_weigh &op) {
 
 }  // namespace
 
-bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_SETTLE; }
+bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_GUESS; }
 bool needs_rare_rows(int32_t op) { return op == PK_OP_NGRAM || op == PK_OP_DILATED || op == PK_OP_SPARSE || op >= PK_OP_DELTA_SIGMOID; }
 
 int64_t rare_workspace_bytes(const Context &context, const Record &record, const pk_state &state) {
@@ -69,6 +69,8 @@ void run_rare(Run &run, const Record &record) {
         case PK_OP_DELTA_SIGMOID: run_delta(run, record.as<pk_op_delta>()); break;
         case PK_OP_KEEP: run_keep(run, record.as<pk_op_keep>()); break;
         case PK_OP_SETTLE: run_settle(run, record.as<pk_op_settle>()); break;
+        case PK_OP_SHIFT: run_shift(run); break;
+        case PK_OP_GUESS: run_guess(run, record.as<pk_op_guess>()); break;
         default: break;
     }
 }

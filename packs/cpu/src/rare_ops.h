@@ -11,6 +11,8 @@ int64_t settle_workspace_bytes(const Context &context, const pk_op_settle &op, c
 
 void run_keep(Run &run, const pk_op_keep &op);
 void run_settle(Run &run, const pk_op_settle &op);
+void run_shift(Run &run);
+void run_guess(Run &run, const pk_op_guess &op);
 void run_ngram(Run &run, const pk_op_ngram &op);
 void run_streams(Run &run, const pk_op_streams &op);
 void run_dilated(Run &run, const pk_op_dilated &op);

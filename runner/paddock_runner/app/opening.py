@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .. import hardware
 from ..blueprint.blueprint import Blueprint
+from ..blueprint.guessing import with_guesses
 from ..blueprint.names import tensors_by_name
 from ..blueprint.read import read_blueprint
 from ..config import Config
@@ -109,7 +110,7 @@ def open_model(config: Config, path: Path) -> Opened:
 def plan_model(config: Config, path: Path, place: Place) -> Opened:
     """A model's header, and what the model takes at this place. Raises: FileError, UnsupportedError, UsageError, WontFit."""
     checkpoint = open_checkpoint(path)
-    blueprint = read_blueprint(checkpoint, config.task)
+    blueprint = with_guesses(read_blueprint(checkpoint, config.task), checkpoint, config.guesses, place.facts.kind == "cpu")
     views = tensors_by_name(checkpoint, blueprint)
     ctx = config.max_ctx_tokens
     if config.is_default("max_ctx_tokens"):

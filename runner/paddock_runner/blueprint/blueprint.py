@@ -359,6 +359,7 @@ class Blueprint:
     position_offset: int = 0
     n_token_types: int = 0
     pooling: Pooling | None = None  # of a model that gives vectors instead of tokens
+    draft: Layer | None = None  # the layer that guesses the token after the next (MTP), where it is wanted; it comes after the others
     max_guesses: int = 0  # guessed tokens of a row that recurrent layers can take back
     n_draft_layers: int = 0  # blocks after the model's own that draft tokens, not loaded
     name: str = ""
@@ -368,6 +369,11 @@ class Blueprint:
     def has_states(self) -> bool:
         """True when some layer remembers a sequence otherwise than by keys and values: its pages alone cannot continue it."""
         return any(layer.delta is not None or layer.conv is not None or layer.mamba is not None for layer in self.layers)
+
+    @property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """The layers, and after them the one that guesses."""
+        return (*self.layers, self.draft) if self.draft is not None else self.layers
 
     @property
     def may_take_back(self) -> bool:

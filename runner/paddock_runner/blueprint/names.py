@@ -19,6 +19,7 @@ from .encoder import gguf_name as gguf_encoder_name
 from .encoder import hf_name as hf_encoder_name
 from .experts import GGUF_LAYER as GGUF_EXPERTS
 from .experts import expert_shapes, hf_expert_name, split_experts
+from .guessing import draft_name, draft_shapes
 from .latent import GGUF_LAYER as GGUF_LATENT
 from .latent import HF_LAYER as HF_LATENT
 from .latent import latent_shapes, split_latent
@@ -91,7 +92,7 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
     if blueprint.tied_head:
         ours = {name: view for name, view in ours.items() if not name.startswith("head.")}
     ours = _split_gate_up(ours, blueprint)
-    for i, layer in enumerate(blueprint.layers):
+    for i, layer in enumerate(blueprint.all_layers):
         if layer.delta is not None:
             ours = split_delta(ours, i, layer.delta)
         if layer.attention.out_gate:
@@ -136,6 +137,7 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
     if blueprint.has_out_norm and blueprint.n_streams == 1:
         want["out_norm.weight"] = (m,)
     want.update(stream_shapes(blueprint))
+    want.update(draft_shapes(blueprint))
     if not blueprint.tied_head and blueprint.pooling is None:
         want["head.weight"] = (blueprint.n_vocab, m)
     if blueprint.embed_norm:
@@ -143,7 +145,7 @@ def expected_shapes(blueprint: Blueprint, fused_layers: frozenset[int] = frozens
     for name, n in (("positions", blueprint.n_positions), ("token_types", blueprint.n_token_types)):
         if n:
             want[name + ".table"] = (n, m)
-    for i, layer in enumerate(blueprint.layers):
+    for i, layer in enumerate(blueprint.all_layers):
         ff, at = layer.feed_forward.width, f"layers.{i}."
         if layer.delta is not None:
             want.update({at + name: shape for name, shape in delta_shapes(layer.delta, m, i in fused_layers).items()})
@@ -207,7 +209,7 @@ def _attention_shapes(want: dict[str, tuple[int, ...]], layer: Layer, at: str, m
 def _split_gate_up(ours: Mapping[str, TensorView], blueprint: Blueprint) -> dict[str, TensorView]:
     """Gate and up as two views, where the checkpoint has one matrix with the rows of both (named gate_up, or up alone)."""
     out = dict(ours)
-    for i, layer in enumerate(blueprint.layers):
+    for i, layer in enumerate(blueprint.all_layers):
         at, width = f"layers.{i}.", layer.feed_forward.width
         name = at + ("gate_up.weight" if at + "gate_up.weight" in out else "up.weight")
         view = out.get(name)
@@ -288,6 +290,11 @@ def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[s
         prefix = "model."
     out: dict[str, TensorView] = {}
     for name, view in tensors.items():
+        if (draft := draft_name(name, blueprint)) is not None:
+            if draft.startswith("draft_"):
+                out[draft] = view
+                continue
+            name = prefix + draft
         if name.startswith(HF_OTHER_PARTS) or name.endswith(".rotary_emb.inv_freq") or is_derived(name):
             continue
         head = next((h for h in HF_HEADS if name.startswith(h)), "")

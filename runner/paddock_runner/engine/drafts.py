@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .loop import Engine
     from .step import Step
 
+PROBE_HEAD_TOKENS = 256
+"""After so many tokens a model's own guesses are tried again for a request where they did not pay."""
 FADE = 0.99
 """What is believed of the cost of guesses fades with each look, so that it is measured again some day."""
 
@@ -32,6 +34,7 @@ class Drafter:
         self.is_on = is_on
         most = engine.sizes.max_guesses if engine.sizes.recurrent_bytes else max(engine.policy.draft_tokens)
         self._counts = tuple(n for n in engine.policy.draft_tokens if n <= most) or (max(most, 1),)
+        self._counts = (1,) if engine.policy.draft_head else self._counts
         self.requests: list[Request] = []
         """Those without a standing row, because they are guessed for."""
         self.drafted = self.accepted = self._turn = 0
@@ -79,6 +82,10 @@ class Drafter:
             return
         n_known = engine.given_tokens(request) + request.prompt_tokens
         request.guess.next_probe = n_known + most
+        if engine.policy.draft_head:
+            request.guess.rate = engine.policy.head_rate
+            self._switch(request, n_known, n_rows)
+            return
         self._extra_us *= FADE
         if n_known - most <= request.prompt_tokens:
             return
@@ -86,6 +93,11 @@ class Drafter:
         cut = len(text) - 4 * most
         guess = look_up(text[:cut], most)
         request.guess.see(common(guess, text[cut:]), len(guess) // 4 or 1)
+        self._switch(request, n_known, n_rows)
+
+    def _switch(self, request: Request, n_known: int, n_rows: int) -> None:
+        """From now on it is guessed for, if that would pay."""
+        engine, slots = self._engine, self._engine.slots
         if self.best(request.guess.rate, n_rows)[0] > engine.policy.draft_gain:
             slots.leave(request.slot)
             slots.mark(request, slots.launched(request.slot))
@@ -112,12 +124,17 @@ class Drafter:
             worth, n = self.best(request.guess.rate, n_rows)
             if worth < min(1.0, engine.policy.draft_gain):
                 self.requests.remove(request)
-                request.guess.next_probe = n_known + 8 * n
+                request.guess.next_probe = n_known + (PROBE_HEAD_TOKENS if engine.policy.draft_head else 8 * n)
                 slots.join(request, n_known - 1)
                 continue
             assert request.holding is not None
             n = min(n, room, len(request.holding.pages) * sizes.page_tokens - n_known, request.max_length - n_known - 1)
             guess = b""
+            if engine.policy.draft_head:
+                n_head = int(n > 0 and not has_prefill)  # the guess stands in the slot's text already
+                room -= n_head
+                found.append((slot, 1 + n_head))
+                continue
             if n > 0 and not has_prefill:
                 guess = look_up(slots.tokens_of(request, max(0, n_known - WINDOW_TOKENS), n_known), n)
             if guess:

@@ -18,7 +18,7 @@ from ..model.weights import source_of, stacks
 from ..pack import abi
 from ..pack.program import Rotation
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
-from .assemble import KV_FORMATS
+from .assemble import KV_FORMATS, kept_places
 
 FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 184.0}
 """How many flops a device does while it reads a byte. cuda: an H200 in bf16 (790 TFLOP/s, 4.3 TB/s); cpu: two cores with AVX-512."""
@@ -113,7 +113,7 @@ def _site(
     turns = {r: Rotation(Tensor(64, 1, r.width // 2, abi.PK_F32), r.width, r.layout, r.magnitude) for r in ropes}
     layout = page_layout(blueprint, kv_format, sizes.page_tokens)
     states = state_layout(blueprint)
-    return Site(weights, buffers, layout.offsets, KV_FORMATS[kv_format], turns, states.offsets, layout.index_offsets, states.ngram_offsets)
+    return Site(weights, buffers, layout.offsets, KV_FORMATS[kv_format], turns, states.offsets, layout.index_offsets, states.ngram_offsets, kept_places(blueprint))
 
 
 def _operands(record: ctypes.Structure) -> Iterator[tuple[str, Any]]:

@@ -37,6 +37,7 @@ class Order(msgspec.Struct, frozen=True):
     disk_cache_bytes: int = 0
     cache_folder: str = ""
     idle_release_s: float = 0.0
+    guesses: str = "auto"
 
 
 def send(process: subprocess.Popen[bytes], words: Opening | Order) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from .. import log
+from ..blueprint.guessing import with_guesses
 from ..blueprint.names import tensors_by_name
 from ..blueprint.read import read_blueprint
 from ..cache.tiers import file_facts
@@ -22,7 +24,7 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     """Loads the model and serves it; the device stays open. Raises: PaddockError."""
     channel = Channel.parse(order.channel)
     checkpoint = open_checkpoint(order.model)
-    blueprint = read_blueprint(checkpoint, order.task)
+    blueprint = with_guesses(read_blueprint(checkpoint, order.task), checkpoint, order.guesses, bool(device.facts.is_host))
     views = tensors_by_name(checkpoint, blueprint)
     stages.end("header")
     fill_device(device, order.sizes, order.kv_format, blueprint, views, stages=stages)
@@ -30,6 +32,10 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     if order.host_cache_bytes or order.disk_cache_bytes:
         facts = tuple(file_facts(path) for path in sorted(checkpoint.paths))
         tiers = TierConfig(order.host_cache_bytes, order.disk_cache_bytes, Path(order.cache_folder), facts)
-    policy = Policy(max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts, idle_release_s=order.idle_release_s)
+    policy = Policy(
+        max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts, idle_release_s=order.idle_release_s, draft_head=blueprint.draft is not None
+    )
+    if order.guesses == "off":
+        policy = replace(policy, draft_rows=0)
     config = EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None, tiers, stages)
     engine_main(config, device, [channel])

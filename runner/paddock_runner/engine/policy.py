@@ -62,6 +62,10 @@ class Policy:
     """Nobody is guessed for while more requests than this decode: a step is full anyway."""
     draft_gain: float = 1.1
     """Guessing begins when it is expected to be worth so many times a step without."""
+    draft_head: bool = False
+    """The model guesses one token by a layer of its own (MTP) in every step; what came before is not looked up."""
+    head_rate: float = 0.7
+    """What is believed of such guesses before any was made, and again every so often."""
     drafts_ahead: bool = False
     """Guess on devices with run-ahead, too. Off: whether it pays there has not been measured."""
     draft_gap_us: float = 100.0

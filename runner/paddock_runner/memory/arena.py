@@ -55,6 +55,8 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
     ends.append(_place_experts(blueprint, place, place("feed_forward", shared, ff)))
     ends.append(_place_inputs(blueprint, place, shared))
     ends.append(_place_streams(blueprint, place, shared))
+    if blueprint.draft is not None:
+        ends.append(place("draft_pair", shared, 2 * m))
     at = place("last", shared, wide, is_sampled=True, is_f32=True)
     if blueprint.n_streams > 1:
         for name, cols in (("last_streams", wide), ("last_gates", wide), ("last_low", blueprint.stream_rank)):

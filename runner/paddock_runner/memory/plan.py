@@ -267,7 +267,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
         *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes), "table", "graphs")]),
         PlanLine("process" if is_host else "CUDA context", device.process_bytes, device.process_source, "process"),
     )
-    attentions = [layer.attention for layer in blueprint.layers if layer.attention.kv_from is None]
+    attentions = [layer.attention for layer in blueprint.all_layers if layer.attention.kv_from is None]
     token_bytes = sum(
         latent_token_bytes(a.latent.rank, a.latent.rope_width, request.kv_format)
         if a.latent is not None

@@ -111,7 +111,7 @@ def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageL
     at = 0
     offsets: list[tuple[int, int]] = []
     index_offsets: list[int] = []
-    for layer in blueprint.layers:
+    for layer in blueprint.all_layers:
         a = layer.attention
         if a.kv_from is not None:
             offsets.append(offsets[a.kv_from])

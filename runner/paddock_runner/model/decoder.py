@@ -13,6 +13,7 @@ from ..pack import abi
 from ..pack.device import Device, f32_tensor
 from ..pack.program import PLAIN, Epilogue, Heads, Program, Rotation, View
 from ..pack.tensor import Tensor
+from .draft import draft_token
 from .inputs import input_branch, layer_inputs
 from .latent import latent_attention
 from .moe import experts, experts_beside, weigh_shared
@@ -77,6 +78,8 @@ def trace(blueprint: Blueprint, site: Site) -> Program:
         _head(program, blueprint, site)
     if blueprint.max_guesses:
         settle(program, site, blueprint.max_guesses)
+    if blueprint.draft is not None:
+        draft_token(program, blueprint, blueprint.draft, site, (_attention, _feed_forward))
     return program
 
 

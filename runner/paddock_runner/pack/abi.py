@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "89528e6ce857efbe"
+DIGEST = "f481f64355266aad"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -612,6 +612,8 @@ PK_OP_SPARSE = 69
 PK_OP_DELTA_SIGMOID = 70
 PK_OP_KEEP = 71
 PK_OP_SETTLE = 72
+PK_OP_SHIFT = 73
+PK_OP_GUESS = 74
 
 
 class pk_op_softplus(Structure):
@@ -735,6 +737,21 @@ class pk_op_settle(Structure):
         ("rows_offset", c_int64),
         ("max_tokens", c_int32),
         ("reserved", c_int32),
+    ]
+
+
+class pk_op_shift(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+    ]
+
+
+class pk_op_guess(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("logits", pk_tensor),
     ]
 
 

@@ -404,6 +404,14 @@ class Program:
         turns = {"rope_width": rope.width, "rope_layout": ROPE_LAYOUTS[rope.layout], "rope_magnitude": rope.magnitude}
         self._add(abi.pk_op_sparse, abi.PK_OP_SPARSE, tensors, **_head_fields(heads), **dict(zip(names, sizes, strict=True)), **turns, scale=scale, eps=eps)
 
+    def shift(self) -> None:
+        """Every token of the step becomes the one that follows it. See pk_op_shift."""
+        self._add(abi.pk_op_shift, abi.PK_OP_SHIFT, {})
+
+    def guess(self, logits: Tensor) -> None:
+        """The likeliest token of logits[S,V] becomes the guess after the one just drawn. See pk_op_guess."""
+        self._add(abi.pk_op_guess, abi.PK_OP_GUESS, {"logits": logits})
+
     def keep(self, inputs: tuple[Tensor, Tensor, Tensor], from_offset: int, kept: Kept) -> None:
         """What a delta net of qkv, b and a needs to take guesses back. See pk_op_keep."""
         tensors: dict[str, Tensor | None] = dict(zip(("qkv", "b", "a"), inputs, strict=True))

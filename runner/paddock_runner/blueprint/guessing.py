@@ -1,0 +1,58 @@
+"""Guesses of tokens to come: what a model must keep for them, and its own layer that makes them (MTP), where one is stored.
+
+Source: https://github.com/vllm-project/vllm, models/qwen3_5_mtp (what is read and in which order); transformers, modeling_layers.py, MtpLayer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..errors import UnsupportedError
+from ..files.checkpoint import Checkpoint
+from .blueprint import Blueprint
+
+KINDS = ("auto", "off", "lookup", "mtp")
+"""auto: by look-up, for models without recurrent layers. lookup: for those too, which then keep their states twice. mtp: by the model's own layer."""
+MAX_GUESSES = 8
+PREFIXES = ("mtp.", "model.mtp.")
+HF = {
+    "fc.weight": "draft_fc.weight", "pre_fc_norm_embedding.weight": "draft_embed_norm.weight", "pre_fc_norm_hidden.weight": "draft_hidden_norm.weight",
+    "norm.weight": "draft_norm.weight",
+}  # fmt: skip
+
+
+def with_guesses(blueprint: Blueprint, checkpoint: Checkpoint, kind: str, is_host: bool) -> Blueprint:
+    """The blueprint with what guesses of that kind need. Raises: UnsupportedError naming what there is not."""
+    if kind in ("auto", "off") or blueprint.pooling is not None:
+        return blueprint
+    if not is_host:
+        raise UnsupportedError(f"--guesses {kind} is not supported on GPUs yet", "--device cpu, or leave it out", what=f"{kind} guesses")
+    if not blueprint.may_take_back:
+        raise UnsupportedError(f"{checkpoint.path}: --guesses {kind}: {blueprint.family} has recurrent layers that cannot take guesses back", what=f"{kind} guesses")
+    max_guesses = (1 if kind == "mtp" else MAX_GUESSES) if blueprint.has_states else 0
+    blueprint = replace(blueprint, max_guesses=max_guesses)
+    if kind != "mtp":
+        return blueprint
+    own = next((layer for layer in reversed(blueprint.layers) if layer.kind == "attention"), None)
+    if own is None or own.attention.index is not None or own.joins_later or not any(p + "fc.weight" in checkpoint.tensors for p in PREFIXES):
+        raise UnsupportedError(f"{checkpoint.path}: --guesses mtp: there is no draft layer in it that is supported", "--guesses lookup", what="mtp")
+    return replace(blueprint, draft=own)
+
+
+def draft_name(name: str, blueprint: Blueprint) -> str | None:
+    """A tensor of the draft layer: as it would be called among the model's layers, or (beginning with "draft_") by our name; None: not one of its own."""
+    prefix = next((p for p in PREFIXES if name.startswith(p)), "")
+    if not prefix or blueprint.draft is None:
+        return None
+    within = name.removeprefix(prefix)
+    if within.startswith("layers.0."):
+        return f"layers.{blueprint.n_layers}.{within.removeprefix('layers.0.')}"
+    return HF.get(within)
+
+
+def draft_shapes(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
+    """Our name -> shape of what the draft layer has beside those of any layer."""
+    m = blueprint.model_width
+    if blueprint.draft is None:
+        return {}
+    return {"draft_fc.weight": (m, 2 * m), **{f"draft_{name}.weight": (m,) for name in ("embed_norm", "hidden_norm", "norm")}}
