@@ -324,10 +324,12 @@ class Engine:
         drafts = drafter.rows(has_prefill) if drafter.requests else ()
         n_decode = len(slots.decode) + len(singles) + len(drafts)
         now = self.clock()
-        self.hold_until_ns = hold_until_ns(self, now) if has_prefill or n_in_flight else 0
-        if self.hold_until_ns:
-            return False
-        chunks = scheduler.plan(n_decode, now) if has_prefill and not waits_for_company(self, now) else ()
+        if self.run_ahead:
+            self.hold_until_ns = hold_until_ns(self, now) if has_prefill or n_in_flight else 0
+            if self.hold_until_ns:
+                return False
+            has_prefill = has_prefill and not waits_for_company(self, now)
+        chunks = scheduler.plan(n_decode, now) if has_prefill else ()
         if not n_decode and not chunks:
             return False
         for request, _, samples in chunks:

@@ -55,11 +55,12 @@ class Pace:
         elapsed_us = min(now_ns - self._credit_ns, 1_000_000_000) / 1000
         self._credit_ns = now_ns
         self._credit_us = min(policy.burst_ms * 1000, self._credit_us + elapsed_us * steady / policy.steady_ratio)
-        us, is_short = base * steady, self.is_short(short_tokens)
-        is_too_little = self._quantum > 1 and self._cost.tokens_for(us, position) < self._quantum
-        if is_burst or (is_short and (self._credit_us > 0 or is_too_little)):
+        us, quantum = base * steady, self._quantum
+        if is_burst or (
+            (self._credit_us > 0 or (quantum > 1 and self._cost.tokens_for(us, position) < quantum)) and self.is_short(short_tokens)
+        ):
             us = max(base * (policy.burst_ratio - 1), 1000 * policy.burst_step_ms - base)
-            is_too_little = self._quantum > 1 and self._cost.tokens_for(us, position) < self._quantum
+        is_too_little = quantum > 1 and self._cost.tokens_for(us, position) < quantum
         if is_too_little and 1000 * policy.long_step_ms >= LONG_STEP_RATIO * base:
             self._n_rested += 1
             if self._n_rested <= policy.rest_steps:

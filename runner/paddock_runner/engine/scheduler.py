@@ -341,17 +341,19 @@ class Scheduler:
 
     def _budget(self, n_rows: int, tokens_left: int, now_ns: int) -> tuple[float, int]:
         """Time that prefill may add to this step, and tokens after which no other prompt is taken."""
-        n_running = sum(r.remaining_tokens for r in self.prefilling)
-        n_tokens, n_prompts = n_running + self.queue.uncached_tokens, self.n_waiting + len(self.prefilling)
-        part = self.pace.first_part(n_tokens)
-        position = self.prefilling[0].done_tokens if self.prefilling else 0
-        us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest(), position) if n_rows else math.inf
-        light = self._light() if us != math.inf and self.queue.is_contested else 0
-        if light:  # it is read by itself: the others' prompts would make its step longer
+        running, queue = self.prefilling, self.queue
+        n_prompts = queue.n + len(self.held) + len(self.preempted) + len(running)
+        position = running[0].done_tokens if running else 0
+        us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest() if n_prompts < 2 else 0, position)
+        if us != math.inf and queue.is_contested and (light := self._light()):
+            # It is read by itself: the others' prompts would make its step longer.
             can_wait = self.cost.chunk_us(light, position) <= us or not self.pace.may_stall(n_rows, n_rows)
             return us if can_wait else math.inf, light
-        is_large = us != math.inf and n_prompts >= 2 and self.cost.chunk_us(min(n_tokens, part), 0) > us
-        if is_large and n_tokens <= MAX_LONG_STEPS * tokens_left:
+        if us != math.inf and n_prompts < 2:
+            return us, tokens_left
+        n_tokens = sum([r.remaining_tokens for r in running]) + queue.uncached_tokens
+        part = self.pace.first_part(n_tokens)
+        if us != math.inf and n_tokens <= MAX_LONG_STEPS * tokens_left and self.cost.chunk_us(min(n_tokens, part), 0) > us:
             n_step = min(n_tokens, part, tokens_left)
             if self.pace.may_stall(n_rows, n_prompts * n_step // n_tokens):
                 us = math.inf

@@ -1,7 +1,7 @@
 """When a step is launched, and when prompts wait for company: a burst is read at once, where reading it piece by piece would take longer.
 
 What is launched cannot be changed, so a step is launched as late as the device allows while someone may still come: a prompt that comes a moment after
-it would wait for a step more.
+it would wait for a step more. For devices with run-ahead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GATHER_SHARE = 0.25
 def hold_until_ns(engine: Engine, now_ns: int) -> int:
     """Until when the next step is not to be launched; 0: launch it now."""
     policy = engine.policy
-    if not engine.run_ahead or not engine.slots.n_free or engine.masked:
+    if not engine.slots.n_free or engine.masked:
         return 0
     until = 0
     if engine.in_flight:
@@ -30,7 +30,7 @@ def hold_until_ns(engine: Engine, now_ns: int) -> int:
 
 def waits_for_company(engine: Engine, now_ns: int) -> bool:
     """Whether those who have come leave this step to the rows that decode, because more are coming."""
-    return engine.run_ahead > 0 and engine.scheduler.queue.n >= 2 and _gather_until_ns(engine) > now_ns
+    return engine.scheduler.queue.n >= 2 and _gather_until_ns(engine) > now_ns
 
 
 def _gather_until_ns(engine: Engine) -> int:
