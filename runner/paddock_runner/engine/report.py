@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 MOST_TIMES = 1024
+RECENT_TIMES = 64
 IDLE_NS = 50_000_000
 """A longer gap between two steps is not the engine being late: nobody wanted anything."""
 
@@ -91,6 +92,7 @@ def report(engine: Engine) -> dict[str, Any]:
         ),
         "start": list(engine.start),
         "device_us": device_us(engine.device.times(MOST_TIMES)),
+        "recent_us": device_us(engine.device.times(RECENT_TIMES)),
         "running": [
             {
                 "slot": r.slot,

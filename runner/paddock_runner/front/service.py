@@ -59,6 +59,7 @@ class Front:
 
     def __post_init__(self) -> None:
         self.desk.together = self.outbox
+        self.desk.on_taken = self.served.walker.push_step
 
     def require_ready(self) -> None:
         """Raises: ShuttingDown while the model loads or the runner drains."""

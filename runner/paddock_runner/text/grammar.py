@@ -197,6 +197,8 @@ class Grammars:
         self._max_cached = max_cached
         self._table: Any = None
         self._executor: Any = None
+        self.n_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        """Threads that compute the masks of one step."""
         self._words = array("i")
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
         self._lock = threading.Lock()
@@ -235,7 +237,7 @@ class Grammars:
         if len(self._words) < len(matchers) * self.n_words:
             self._words = array("i", bytes(size * len(matchers)))
         if self._executor is None:
-            self._executor = _library().LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
+            self._executor = _library().LLExecutor(self.n_threads)
         natives = [(matcher.native, i) for i, matcher in enumerate(matchers)]
         with memoryview(self._words).cast("B") as words:
             self._executor.unsafe_compute_mask_ptr(natives, self._words.buffer_info()[0], size, len(natives))

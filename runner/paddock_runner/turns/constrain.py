@@ -37,6 +37,8 @@ Masks = list[tuple[int, bytes]]
 """(output index, words) of masks to be sent."""
 Jobs = list[tuple["Walk", int]]
 """Walks with the tokens that came."""
+Follow = Callable[[Jobs, list[Callable[[], None]]], list["Walk"]]
+"""Takes tokens and adds masks; gives the walks that may have something to send, and appends what is to be done for those that failed."""
 
 
 class Walk:
@@ -88,11 +90,12 @@ class Walk:
 
     def step(self, token: int) -> None:
         """Follows a token, and those that are certain behind it; `add_mask` has to come next. Called in a thread. Raises: PaddockError."""
-        if not self.matcher.accept(token):
+        matcher = self.matcher
+        if not matcher.accept(token):
             raise _astray()
         if self.forced:
             forced, self.forced = self.forced, ()
-            self._must_come(forced[: self.matcher.accept_some(forced)])
+            self._must_come(forced[: matcher.accept_some(forced)])
         self._go_on()
 
     def add_mask(self, words: bytes) -> None:
@@ -118,8 +121,10 @@ class Walk:
 
     def _go_on(self) -> None:
         matcher = self.matcher
-        forced = [] if matcher.is_stopped else matcher.forced()[:MAX_AHEAD]
-        self._must_come(forced[: matcher.accept_some(forced)])
+        forced = matcher.forced()
+        if forced and not matcher.is_stopped:
+            del forced[MAX_AHEAD:]
+            self._must_come(forced[: matcher.accept_some(forced)])
 
     def _must_come(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -158,9 +163,10 @@ class Walker:
         """
         self._loop = loop = asyncio.get_running_loop()
         if not self._threads:
+            follow = self._together if self._grammars.n_threads > 1 else self._one_by_one
             self._threads = [
-                threading.Thread(target=self._work, args=(jobs, walk), daemon=True, name="masks")
-                for jobs, walk in ((self._jobs, self._together), (self._slow_jobs, self._alone))
+                threading.Thread(target=self._work, args=(jobs, how), daemon=True, name="masks")
+                for jobs, how in ((self._jobs, follow), (self._slow_jobs, self._one_by_one))
             ]
             for thread in self._threads:
                 thread.start()
@@ -172,12 +178,14 @@ class Walker:
             self._slow_jobs.put([(walk, token)])
             return
         if not self._step and self._loop is not None:
-            self._loop.call_soon(self._push_step)
+            self._loop.call_soon(self.push_step)
         self._step.append((walk, token))
 
-    def _push_step(self) -> None:
-        step, self._step = self._step, []
-        self._jobs.put(step)
+    def push_step(self) -> None:
+        """The tokens of this step have come: they are walked while others do what else there is to do with them."""
+        if self._step:
+            step, self._step = self._step, []
+            self._jobs.put(step)
 
     def only(self, token: int) -> bytes:
         """The mask of one token."""
@@ -201,44 +209,46 @@ class Walker:
         constraint = make()
         return Guide([Walk(self, self._grammars.matcher(constraint)) for _ in range(n)])
 
-    def _work(self, jobs: SimpleQueue[Jobs | None], masks: Callable[[list[Walk]], list[bytes | PaddockError]]) -> None:
+    def _work(self, jobs: SimpleQueue[Jobs | None], follow: Follow) -> None:
         while (step := jobs.get()) is not None:
-            walked: list[Walk] = []
             failed: list[Callable[[], None]] = []
-            for walk, token in step:
-                try:
-                    walk.step(token)
-                    walked.append(walk)
-                except PaddockError as error:
-                    failed.append(partial(walk.fail, error))
-            for walk, found in zip(walked, masks(walked), strict=True):
-                if isinstance(found, PaddockError):
-                    failed.append(partial(walk.fail, found))
-                else:
-                    walk.add_mask(found)
+            walked = follow(step, failed)
             loop = self._loop
             if loop is None or loop.is_closed():
                 return
             loop.call_soon_threadsafe(_settle, walked, failed)
 
-    def _together(self, walks: list[Walk]) -> list[bytes | PaddockError]:
+    def _together(self, step: Jobs, failed: list[Callable[[], None]]) -> list[Walk]:
+        """Follows the tokens, then has the masks computed by several threads at once."""
+        walked: list[Walk] = []
+        for walk, token in step:
+            try:
+                walk.step(token)
+                walked.append(walk)
+            except PaddockError as error:
+                failed.append(partial(walk.fail, error))
         begun = perf_counter()
-        found = self._grammars.masks([walk.matcher for walk in walks])
+        found = self._grammars.masks([walk.matcher for walk in walked])
         is_slow = perf_counter() - begun > SLOW_S
-        for walk in walks:
+        for walk, mask in zip(walked, found, strict=True):
             walk.is_slow = is_slow
-        return found
+            if isinstance(mask, PaddockError):
+                failed.append(partial(walk.fail, mask))
+            else:
+                walk.add_mask(mask)
+        return walked
 
-    def _alone(self, walks: list[Walk]) -> list[bytes | PaddockError]:
-        found: list[bytes | PaddockError] = []
-        for walk in walks:
+    def _one_by_one(self, step: Jobs, failed: list[Callable[[], None]]) -> list[Walk]:
+        """Follows each token and computes its mask at once, while what that needs is at hand."""
+        for walk, token in step:
             begun = thread_time()
             try:
-                found.append(walk.matcher.mask().tobytes())
+                walk.step(token)
+                walk.add_mask(walk.matcher.mask().tobytes())
             except PaddockError as error:
-                found.append(error)
+                failed.append(partial(walk.fail, error))
             walk.is_slow = thread_time() - begun > SLOW_S
-        return found
+        return [walk for walk, _ in step]
 
 
 def send(updates: list[tuple[Desk, MaskUpdate]]) -> None:

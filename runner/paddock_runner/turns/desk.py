@@ -24,6 +24,8 @@ class Desk:
     def __init__(self, port: FrontPort) -> None:
         self._port = port
         self.on_dead: Callable[[], None] = lambda: None
+        self.on_taken: Callable[[], None] = lambda: None
+        """Called when choices have what came, before anything is written."""
         self._choices: dict[int, Choice] = {}
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._vectors: dict[int, asyncio.Future[bytes]] = {}
@@ -119,6 +121,7 @@ class Desk:
                     self._take(event.rows, len(events) == 1)
                 else:
                     self._notice(event)
+            self.on_taken()
             for lane in self._lanes:
                 lane.is_touched = False
                 lane.flush()

@@ -257,12 +257,25 @@ class MaskUpdate:
 
     ask_id: int
     index: int
-    words: Buffer
+    words: bytes
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the payload."""
+        return MASK.size + (len(self.words) + 7 & -8)
+
+    def write(self, data: memoryview, at: int) -> None:
+        """Puts the payload into `n_bytes` of data."""
+        end = at + MASK.size + len(self.words)
+        MASK.pack_into(data, at, self.ask_id, self.index, len(self.words) // 4)
+        data[at + MASK.size : end] = self.words
+        data[end : at + self.n_bytes] = bytes(-len(self.words) % 8)
 
     def encode(self) -> bytes:
         """The record's payload."""
-        words = memoryview(self.words).cast("B")
-        return b"".join((MASK.pack(self.ask_id, self.index, len(words) // 4), words, bytes(-len(words) % 8)))
+        payload = bytearray(self.n_bytes)
+        self.write(memoryview(payload), 0)
+        return bytes(payload)
 
 
 Row = tuple[int, int, int, float, tuple[tuple[int, float], ...]]

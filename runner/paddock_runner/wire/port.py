@@ -88,10 +88,17 @@ class FrontPort:
 
     def masks(self, updates: Sequence[MaskUpdate]) -> None:
         """Sends masks of output tokens; the engine sees all of them or none."""
+        writer, is_free = self._writer, not self._waiting and not self.is_dead
         for update in updates:
-            if update.ask_id in self._open:
+            if update.ask_id not in self._open:
+                continue
+            size = update.n_bytes
+            if is_free and (at := writer.reserve(Kind.MASK, size)) >= 0:
+                update.write(writer.data, at)
+            else:
+                is_free = False
                 self._append(Kind.MASK, update.encode())
-        self._writer.publish()
+        writer.publish()
 
     def drain(self) -> None:
         """Tells the engine to take no new asks and to end when the open ones have ended."""
