@@ -171,6 +171,12 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return env
 
 
+def visible_gpus() -> str:
+    """CUDA_VISIBLE_DEVICES, "" where it is not set; one that is set to nothing shows no GPU, as -1 does."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if told is None else told.strip() or "-1"
+
+
 def file_word(name: str) -> str:
     """A name of a server as part of a file's name."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:150]

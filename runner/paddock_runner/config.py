@@ -105,6 +105,8 @@ class Config:
     home: Path | None = knob(None, "folder of Paddock's own files (default: the platform's data folder)")
     config: Path | None = knob(None, "TOML file with settings, by field name")
     origin: Mapping[str, str] = field(default_factory=dict)
+    visible_gpus: str = ""
+    """CUDA_VISIBLE_DEVICES: among those CUDA counts the GPUs."""
 
     @property
     def key_file(self) -> Path:
@@ -240,7 +242,13 @@ def read_config(flags: Mapping[str, object], environment: Mapping[str, str] | No
     path = values.get("config")
     if path is not None:
         _from_file(path, table, values, origin)
-    return Config(**values, origin=origin)
+    return Config(**values, origin=origin, visible_gpus=_visible_gpus(env))
+
+
+def _visible_gpus(env: Mapping[str, str]) -> str:
+    """CUDA_VISIBLE_DEVICES; one that is set to nothing shows no GPU, as -1 does."""
+    told = env.get("CUDA_VISIBLE_DEVICES")
+    return "" if told is None else told.strip() or "-1"
 
 
 def _from_file(path: Path, table: list[Knob], values: dict[str, Any], origin: dict[str, str]) -> None:

@@ -80,11 +80,29 @@ def has_gpu(root: Path = Path("/")) -> bool:
     return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists()
 
 
-def gpu(index: int, library: str = "libnvidia-ml.so.1") -> Gpu:
-    """A GPU's facts. Raises: PackError with the driver's own reason.
+def seen(index: int, visible: str) -> int | str:
+    """The driver's number or UUID of the GPU that CUDA calls `index`. visible: CUDA_VISIBLE_DEVICES, "" where it is not set.
+
+    Raises: PackError when there is no such GPU. Source: CUDA C++ Programming Guide, CUDA environment variables.
+    """
+    words = [word.strip() for word in visible.split(",")] if visible.strip() else []
+    if not words:
+        return index
+    shown = words[: words.index("-1")] if "-1" in words else words
+    if index >= len(shown):
+        raise PackError(
+            f"GPU {index} cannot be used: CUDA_VISIBLE_DEVICES={visible} shows {len(shown)}",
+            "count from 0 among those, or unset the variable",
+        )
+    return int(shown[index]) if shown[index].isdigit() else shown[index]
+
+
+def gpu(index: int, library: str = "libnvidia-ml.so.1", visible: str = "") -> Gpu:
+    """A GPU's facts. visible: CUDA_VISIBLE_DEVICES, among which CUDA counts. Raises: PackError with the driver's own reason.
 
     Source: NVML API reference (nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetMemoryInfo, nvmlDeviceGetNumGpuCores).
     """
+    which = seen(index, visible)
     import ctypes  # `paddock fit` on a machine without a GPU is spared it
 
     try:
@@ -110,7 +128,10 @@ def gpu(index: int, library: str = "libnvidia-ml.so.1") -> Gpu:
         major, minor, cores = ctypes.c_int(), ctypes.c_int(), ctypes.c_uint()
         sizes, driver = (ctypes.c_ulonglong * 3)(), ctypes.create_string_buffer(96)
         call("nvmlSystemGetDriverVersion", driver, ctypes.c_uint(96))
-        call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
+        if isinstance(which, int):
+            call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(which), ctypes.byref(device))
+        else:
+            call("nvmlDeviceGetHandleByUUID", which.encode(), ctypes.byref(device))
         call("nvmlDeviceGetName", device, name, 96)
         call("nvmlDeviceGetCudaComputeCapability", device, ctypes.byref(major), ctypes.byref(minor))
         call("nvmlDeviceGetNumGpuCores", device, ctypes.byref(cores))

@@ -36,18 +36,18 @@ def outcomes(places: Places, runner: Sequence[str]) -> Iterator[Outcome]:
     if not found:
         yield Outcome("calibration", "ok", f"there is no GPU to measure: {why}")
     installed = packs.packs() if found else []
-    for gpu in found:
+    for ordinal, gpu in enumerate(found):
         name = f"calibration {gpu.index}"
         trouble, fix = packs.trouble(gpu, installed)
         yield Outcome(name, "warn", f"not measured: {trouble}{_limits(gpu)}", fix) if trouble else _measured(
-            places, runner, gpu, name
+            places, runner, gpu, ordinal, name
         )
 
 
-def _measured(places: Places, runner: Sequence[str], gpu: Gpu, name: str) -> Outcome:
-    """One GPU by its pack."""
+def _measured(places: Places, runner: Sequence[str], gpu: Gpu, ordinal: int, name: str) -> Outcome:
+    """One GPU by its pack. ordinal: what CUDA calls it."""
     before = calibration.read(places.home, gpu.name, gpu.driver)
-    words = [*runner, "calibrate", "--device", "cuda", "--gpu", str(gpu.index), "--home", str(places.home), "--json"]
+    words = [*runner, "calibrate", "--device", "cuda", "--gpu", str(ordinal), "--home", str(places.home), "--json"]
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=paths.child_environment()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from paddock_runner import hardware
 
+from paddock_manager import paths
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -59,7 +61,7 @@ def _cpu_name(path: Path) -> str:
 
 
 def gpus() -> tuple[list[Gpu], str]:
-    """(devices, why there are none). The reason is "" when there are some."""
+    """(devices that CUDA sees, in its order; why there are none). The reason is "" when there are some."""
     if not hardware.has_gpu():
         return [], "no NVIDIA driver is loaded"
     from paddock_manager.fit.nvml import Nvml, NvmlTrouble
@@ -71,4 +73,20 @@ def gpus() -> tuple[list[Gpu], str]:
         return [], "no NVIDIA driver is installed"
     except NvmlTrouble as error:
         return [], str(error)
-    return found, "" if found else "the driver sees no GPU"
+    if not found:
+        return [], "the driver sees no GPU"
+    shown = _shown(found, paths.visible_gpus())
+    return shown, "" if shown else f"CUDA_VISIBLE_DEVICES={paths.visible_gpus()} shows none of {len(found)}"
+
+
+def _shown(found: list[Gpu], visible: str) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES shows, in its order; like CUDA, none behind one that is not there. Parts of a GPU (MIG) are not told apart."""
+    if not visible or "MIG-" in visible:
+        return found
+    shown: list[Gpu] = []
+    for word in (w.strip() for w in visible.split(",")):
+        hit = [g for g in found if word == str(g.index) or (word.startswith("GPU-") and g.uuid.startswith(word))]
+        if len(hit) != 1:
+            break
+        shown += hit
+    return shown

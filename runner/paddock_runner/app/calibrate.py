@@ -22,8 +22,8 @@ def calibrate(config: Config) -> Calibration:
     place = choose_place(config)
     if place.facts.kind != "cuda":
         raise UsageError(f"only a GPU is measured, this is {place.label}", "--device cuda --gpu N chooses one")
-    gpu = hardware.gpu(config.gpu)
-    x = steady(functools.partial(used_bytes, config.gpu), functools.partial(measured_apart, place, config.gpu))
+    gpu = hardware.gpu(config.gpu, visible=config.visible_gpus)
+    x = steady(functools.partial(used_bytes, config.gpu, config.visible_gpus), functools.partial(measured_apart, place, config))
     found = Calibration(
         gpu.name, gpu.driver, x.process_bytes, round(x.memory_bytes_per_s), round(x.host_bytes_per_s), x.pack, round(time.time())
     )
@@ -36,17 +36,17 @@ def calibrate(config: Config) -> Calibration:
     return found
 
 
-def used_bytes(gpu: int) -> int:
+def used_bytes(gpu: int, visible: str) -> int:
     """In use on a GPU now, by all programs. Raises: PackError."""
-    memory = hardware.gpu(gpu).memory
+    memory = hardware.gpu(gpu, visible=visible).memory
     return memory.total_bytes - memory.free_bytes
 
 
-def measured_apart(place: Place, gpu: int) -> Measured:
+def measured_apart(place: Place, config: Config) -> Measured:
     """The measurement in a process of its own: what it took is free again when it is over. Raises: PackError."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            found = pool.submit(_measure, place, gpu).result()
+            found = pool.submit(_measure, place, config.gpu, config.visible_gpus).result()
         except BrokenProcessPool:
             raise PackError(
                 f"measuring {place.label} ended without a word", "paddock doctor looks at driver and packs"
@@ -56,9 +56,9 @@ def measured_apart(place: Place, gpu: int) -> Measured:
     return found
 
 
-def _measure(place: Place, gpu: int) -> Measured | tuple[str, str]:
+def _measure(place: Place, gpu: int, visible: str) -> Measured | tuple[str, str]:
     """In that process. An error as its message and hint."""
     try:
-        return measure(place.pack, place.facts, functools.partial(used_bytes, gpu), gpu)
+        return measure(place.pack, place.facts, functools.partial(used_bytes, gpu, visible), gpu)
     except PaddockError as error:
         return error.message, error.hint

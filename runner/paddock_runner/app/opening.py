@@ -56,7 +56,7 @@ def choose_place(config: Config) -> Place:
         )
     limit = int(config.memory_gib * (1 << 30))
     if kind == "cuda":
-        gpu = hardware.gpu(config.gpu)
+        gpu = hardware.gpu(config.gpu, visible=config.visible_gpus)
         if hardware.is_old(gpu.driver):
             needs = f"kernel packs need {hardware.OLDEST_DRIVER} or newer"
             raise PackError(

@@ -83,6 +83,11 @@ def test_gpus_are_chosen_by_number_uuid_or_name(monkeypatch):
         fit.find_where("", 24 << 30, "sm_70", None)
 
 
+@pytest.mark.parametrize("visible, shown", [("", [0, 1, 2]), ("2,0", [2, 0]), ("GPU-1", [1]), ("-1", []), ("1,7,0", [1]), ("MIG-x", [0, 1, 2])])
+def test_fit_sees_the_gpus_that_cuda_sees_in_its_order(visible, shown):
+    assert [g.index for g in gpus._shown([gpu(i, 1 << 30) for i in range(3)], visible)] == shown
+
+
 def test_gpu_that_is_asked_for_and_is_not_there_is_no_cpu(monkeypatch):
     monkeypatch.setattr(fit, "gpus", lambda: ([], "the driver sees no GPU"))
     with pytest.raises(PackError, match="the driver sees no GPU"):

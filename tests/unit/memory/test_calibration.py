@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from paddock_runner.app.calibrate import measured_apart
 from paddock_runner.app.opening import Place
+from paddock_runner.config import Config
 from paddock_runner.engine import calibrate
 from paddock_runner.engine.calibrate import Measured, measure, steady
 from paddock_runner.errors import PackError
@@ -88,4 +89,4 @@ def test_measurement_beside_programs_that_come_and_go_is_made_again(monkeypatch:
 def test_measuring_process_that_cannot_says_why(tmp_path: Path) -> None:
     place = Place(tmp_path / "libpaddock_none.so", cpu_facts(1, 0, 1 << 28), "CPU")
     with pytest.raises(PackError):
-        measured_apart(place, 0)
+        measured_apart(place, Config())
