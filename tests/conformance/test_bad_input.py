@@ -59,9 +59,6 @@ FIELDS = [
     (TEXT, {"suffix": "x"}, "suffix"),
     (TEXT, {"best_of": 4}, "best_of"),
     (TEXT, {"logprobs": -1}, "logprobs"),
-    (TEXT, {"echo": True, "logprobs": 1, "stream": True}, "echo"),
-    (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -154,6 +155,35 @@ def test_echo_with_logprobs_rates_the_prompt_too(server: Live) -> None:
         assert all(top is None or len(top) <= 1 for top in probs.top_logprobs or ())
         listed = choice.prompt_logprobs  # type: ignore[attr-defined]
         assert listed[0] is None and [str(i) in entry for i, entry in zip(ids[1:], listed[1:], strict=True)] == [True] * (len(ids) - 1)
+
+
+@pytest.mark.parametrize("more", [{"logprobs": 1, "echo": True}, {"echo": True, "extra_body": {"prompt_logprobs": 0}}, {"logprobs": 2, "extra_body": {"prompt_logprobs": 1}}])
+def test_streamed_ratings_of_prompts_are_those_of_whole_answers(server: Live, more: dict[str, Any]) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "prompt": ["the thing", "a"], "max_tokens": 3, "n": 2, **more}
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as client:
+        whole = client.completions.create(**ask)
+        chunks = list(client.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert all(c.usage is None for c in chunks[:-1]) and chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    for choice in whole.choices:
+        mine = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
+        assert "".join(c.text for c in mine) == choice.text and mine[-1].finish_reason == choice.finish_reason
+        rated = [c.prompt_logprobs for c in mine if "prompt_logprobs" in (c.model_extra or {})]  # type: ignore[attr-defined]
+        assert rated == ([choice.prompt_logprobs] if "extra_body" in more else [])  # type: ignore[attr-defined]
+        if choice.logprobs is not None:
+            for name in ("tokens", "token_logprobs", "text_offset"):
+                parts = [getattr(c.logprobs, name) for c in mine if c.logprobs is not None]
+                assert [x for part in parts for x in part] == getattr(choice.logprobs, name)
+
+
+def test_streamed_chat_tells_how_its_prompt_was_rated_before_any_text(server: Live) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "n": 2, "extra_body": {"prompt_logprobs": 1}}
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as client:
+        whole = client.chat.completions.create(**ask)
+        chunks = list(client.chat.completions.create(**ask, stream=True))
+    rated = [(i, c.prompt_logprobs) for i, c in enumerate(chunks) if "prompt_logprobs" in (c.model_extra or {})]  # type: ignore[attr-defined]
+    assert [found for _, found in rated] == [whole.prompt_logprobs]  # type: ignore[attr-defined]
+    said = [i for i, c in enumerate(chunks) if c.choices[0].index == 0 and c.choices[0].delta.content]
+    assert said and rated[0][0] < said[0] and all(len(c.choices) == 1 for c in chunks)
 
 
 def test_completion_logprobs_have_offsets_into_the_text(client: openai.OpenAI) -> None:

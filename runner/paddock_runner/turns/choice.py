@@ -104,7 +104,7 @@ class Choice:
             return
         self.output_tokens += 1
         if self.output_tokens == 1:
-            self.turn.on_first_token()
+            self.turn.on_first_token(self)
         if self.walk is not None and not flags:
             self.walk.take(token)
         try:
@@ -145,7 +145,7 @@ class Choice:
             return
         self.output_tokens += 1
         if self.output_tokens == 1:
-            self.turn.on_first_token()
+            self.turn.on_first_token(self)
 
     def _end_reasoning(self, tokens: array[int]) -> None:
         """The reasoning has had its tokens: what ends it is put in, and the model goes on from there.

@@ -42,6 +42,9 @@ class Collector:
     def started(self) -> None:
         """Nothing to do."""
 
+    def rated(self, prompt: int) -> None:
+        """The turn keeps them."""
+
     def text(self, index: int, text: str, probs: Sequence[Prob]) -> None:
         """More of the answer."""
         answer = self.answers[index]

@@ -35,6 +35,9 @@ class Sink(Protocol):
     def started(self) -> None:
         """The engine began: nothing can be refused any more."""
 
+    def rated(self, prompt: int) -> None:
+        """The log-probabilities of a prompt's tokens, which were asked for, are there (Turn.prompt_probs); before any of its first answer."""
+
     def text(self, index: int, text: str, probs: Sequence[Prob]) -> None:
         """More of the answer, with the log-probabilities of its tokens when they were asked for."""
 
@@ -221,10 +224,12 @@ class Turn:
         at = event.known_tokens
         return self.served.tokenizer.decode(self.prompts[prompt][at : at + SHOWN_TOKENS], skip_special=False)
 
-    def on_first_token(self) -> None:
-        """Called by a choice that got its first token."""
+    def on_first_token(self, choice: Choice) -> None:
+        """Called by a choice that got its first token: all of its prompt's have been rated then, if they were to be."""
         if not self.timing.first_token_ns:
             self.timing.first_token_ns = self.desk.now_ns
+        if self.wish.n_prompt_logprobs >= 0 and choice.index % self.wish.n == 0:
+            self.sink.rated(choice.prompt)
 
     def on_choice_ended(self) -> None:
         """Called by a choice that is complete."""

@@ -65,6 +65,9 @@ class Events:
         self._write(PING)
         self._stream.comment = PING
 
+    def rated(self, prompt: int) -> None:
+        """Not asked for here."""
+
     def text(self, index: int, text: str, probs: Sequence[Prob]) -> None:
         """text_delta"""
         if text:

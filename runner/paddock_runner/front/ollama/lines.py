@@ -58,6 +58,9 @@ class Lines:
     def started(self) -> None:
         """Nothing to say yet."""
 
+    def rated(self, prompt: int) -> None:
+        """Not asked for here."""
+
     def text(self, index: int, text: str, probs: Sequence[Prob]) -> None:
         """More of the answer."""
         if text:

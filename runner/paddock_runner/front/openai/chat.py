@@ -31,7 +31,6 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     front.require_ready()
     front.require_model(body.model)
     _check(body)
-    body.check_prompt_logprobs()
     exchange.ignored += _without_effect(front, body)
     if body.tools and body.tool_choice != "none":
         front.require_tools()
@@ -51,6 +50,9 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
         stream = EventStream(exchange)
         chunks = ChatChunks(stream, head, front.served.tokenizer)
         turn = work.turn(chunks)
+        if wish.n_prompt_logprobs >= 0:
+            delta = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
+            chunks.ratings = lambda i: [{"choices": [delta], "prompt_logprobs": prompt_entries(front.served.tokenizer, prompt, turn.prompt_probs(i))}]
         await work.stream(stream, turn, lambda: chunks.close(turn.usage))
         return
     turn, answers = await work.collect()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,8 @@ class Chunks:
         self._stream, self._head, self._tokenizer = stream, head, tokenizer
         self._write = stream.write
         self._held: list[_Held] = []
+        self.ratings: Callable[[int], Sequence[dict[str, Any]]] | None = None
+        """Fields of the chunks that tell how a prompt's tokens were rated; set where that was asked for."""
         stream.on_caught_up = self.release
         start = _encode(head.fields(self.kind))[:-1] + b',"choices":['
         self._start = b"data: " + start
@@ -91,6 +93,12 @@ class Chunks:
         for index in range(self._head.n_choices):
             if first := self._begin(index):
                 self._write(self._start + first + self._stop)
+
+    def rated(self, prompt: int) -> None:
+        """What was found of a prompt, in chunks of their own."""
+        self.release()
+        for fields in self.ratings(prompt) if self.ratings is not None else ():
+            self._write(b"data: " + _encode({**self._head.fields(self.kind), **({"usage": None} if self._head.has_usage else {}), **fields}) + b"\n\n")
 
     def text(self, index: int, text: str, probs: Sequence[Prob]) -> None:
         """A text delta."""
@@ -212,13 +220,13 @@ class ChatChunks(Chunks):
 
 
 class TextChunks(Chunks):
-    """text_completion. echo: the text of each choice's prompt, sent first."""
+    """text_completion. echo: the text of each choice's prompt, sent first, or (is_rated) by `ratings`."""
 
     kind = "text_completion"
 
-    def __init__(self, stream: EventStream, head: Head, tokenizer: Tokenizer, echo: Sequence[str] = ()) -> None:
+    def __init__(self, stream: EventStream, head: Head, tokenizer: Tokenizer, echo: Sequence[str] = (), is_rated: bool = False) -> None:
         super().__init__(stream, head, tokenizer)
-        self._echo = echo
+        self._echo = () if is_rated else echo
         self._offsets = [len(text) for text in echo] or [0] * head.n_choices
 
     def started(self) -> None:

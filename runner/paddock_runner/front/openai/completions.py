@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ...turns.choice import End
+from ...turns.choice import End, Prob, Top
 from ...turns.collect import Answer
 from ...turns.turn import PLAIN, Reading, Turn
 from ..http import Exchange
@@ -65,8 +65,11 @@ async def post_completions(front: Front, exchange: Exchange) -> None:
     work = Work(front, exchange, prompts, wish, reading, body.cache_salt)
     if body.stream:
         stream = EventStream(exchange)
-        chunks = TextChunks(stream, head, front.served.tokenizer, echo)
+        is_rated = bool(echo) and wish.n_prompt_logprobs >= 0
+        chunks = TextChunks(stream, head, front.served.tokenizer, echo, is_rated)
         turn = work.turn(chunks)
+        if wish.n_prompt_logprobs >= 0:
+            chunks.ratings = _Shown(front, body, turn, echo).ratings
         await work.stream(stream, turn, lambda: chunks.close(turn.usage))
         return
     if max_tokens == 0:
@@ -92,28 +95,41 @@ class _Shown:
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
         """One answer with its prompt before it, and the log-probabilities that were asked for."""
-        tokenizer, prompt = self.front.served.tokenizer, index // self.turn.wish.n
-        ids, rated = self.turn.prompts[prompt], self.turn.prompt_probs(prompt)
         probs: dict[str, Any] | None = None
-        if self.body.logprobs is not None and self.echo:
-            before = echoed(ids, rated, self.body.logprobs, tokenizer.is_special(ids[0]) and not self.echo[index].startswith(tokenizer.decode(ids[:1], False)))
-            probs = text_logprobs(tokenizer, [*before, *answer.probs], 0)
-        elif self.body.logprobs is not None:
-            probs = text_logprobs(tokenizer, answer.probs, 0)
+        if self.body.logprobs is not None:
+            before = self._before(index) if self.echo else []
+            probs = text_logprobs(self.front.served.tokenizer, [*before, *answer.probs], 0)
         if self.echo:
             answer.texts.insert(0, self.echo[index])
-        found = _choice(self.front, index, answer, probs)
-        if self.body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_entries(tokenizer, ids, rated)
-        return found
+        return {**_choice(self.front, index, answer, probs), **self._rated(index)}
+
+    def ratings(self, prompt: int) -> list[dict[str, Any]]:
+        """The fields of the chunks that tell, for each of a prompt's answers, what comes before it."""
+        out = []
+        for index in range(prompt * self.turn.wish.n, (prompt + 1) * self.turn.wish.n):
+            probs = text_logprobs(self.front.served.tokenizer, self._before(index), 0) if self.echo and self.body.logprobs is not None else None
+            choice = {"index": index, "text": self.echo[index] if self.echo else "", "logprobs": probs, "finish_reason": None}
+            out.append({"choices": [{**choice, **self._rated(index)}]})
+        return out
+
+    def _before(self, index: int) -> list[Prob | tuple[int, None, Top]]:
+        """The tokens of an answer's prompt, as far as they are in what is echoed."""
+        tokenizer, prompt = self.front.served.tokenizer, index // self.turn.wish.n
+        ids = self.turn.prompts[prompt]
+        has_added = tokenizer.is_special(ids[0]) and not self.echo[index].startswith(tokenizer.decode(ids[:1], False))
+        return echoed(ids, self.turn.prompt_probs(prompt), self.body.logprobs or 0, has_added)
+
+    def _rated(self, index: int) -> dict[str, Any]:
+        """vLLM's field, where it was asked for."""
+        if self.body.prompt_logprobs is None:
+            return {}
+        prompt = index // self.turn.wish.n
+        return {"prompt_logprobs": prompt_entries(self.front.served.tokenizer, self.turn.prompts[prompt], self.turn.prompt_probs(prompt))}
 
 
 def _check(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refuse("best_of", "best_of is supported only where it equals n")
-    if body.echo and body.logprobs is not None and body.stream:
-        raise refuse("echo", "a prompt comes with its log-probabilities in whole answers only: leave out echo, logprobs or stream")
-    body.check_prompt_logprobs()
     if body.max_tokens == 0 and (not body.echo or body.stream):
         raise refuse("max_tokens", "max_tokens is 0, at least 1 is needed (0 only with echo, unstreamed)")
 

@@ -79,11 +79,6 @@ class Generation(msgspec.Struct, kw_only=True):
             n_prompt_logprobs=_or(self.prompt_logprobs, -1), shows_special=self.skip_special_tokens is False, includes_stop=bool(self.include_stop_str_in_output),
         )  # fmt: skip
 
-    def check_prompt_logprobs(self) -> None:
-        """Raises: UsageError for a stream, which has no place for them."""
-        if self.prompt_logprobs is not None and self.stream:
-            raise refuse("prompt_logprobs", "prompt_logprobs come with whole answers only: leave out stream")
-
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""

@@ -60,6 +60,9 @@ class Items:
         self._begin("in_progress")
         self._say("response.in_progress", {"response": self._snapshot("in_progress")})
 
+    def rated(self, prompt: int) -> None:
+        """Not asked for here."""
+
     def text(self, index: int, text: str, probs: Sequence[Prob]) -> None:
         """More of a message."""
         if text or probs:
