@@ -47,6 +47,25 @@ def normalised(c: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, A
     return c
 
 
+DRAFT = {
+    "mtp.fc": "eh_proj", "mtp.pre_fc_norm_embedding": "enorm", "mtp.pre_fc_norm_hidden": "hnorm", "mtp.norm": "shared_head_norm",
+    "eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "shared_head_norm",
+}  # fmt: skip
+
+
+def behind(tensors: dict[str, np.ndarray], n: int) -> dict[str, np.ndarray]:
+    """A draft layer as the n-th layer, with what it has of its own under GGUF's names; Qwen's norms hold 1 + w there."""
+    out = {}
+    for name, values in tensors.items():
+        stem, _, kind = name.removeprefix(f"model.layers.{n}.").rpartition(".")
+        if stem in DRAFT:
+            is_offset = stem.startswith("mtp.") and "norm" in stem
+            out[f"blk.{n}.nextn.{DRAFT[stem]}.{kind}"] = values + is_offset
+        else:
+            out[name.replace("mtp.layers.0.", f"model.layers.{n}.")] = values
+    return out
+
+
 def write_keys(writer: Any, arch: str, c: dict[str, Any]) -> None:
     """Keys beyond those of every family."""
     kind = c["model_type"]

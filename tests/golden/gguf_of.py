@@ -51,10 +51,16 @@ def convert(folder: Path, target: Path) -> Path:
     stored = read_safetensors(folder / "model.safetensors")
     whole = json.loads((folder / "config.json").read_text())
     config = gguf_mixed.normalised(whole.get("text_config", whole), stored)
+    has_draft = (folder / "mtp.safetensors").is_file()
+    if has_draft:
+        stored |= gguf_mixed.behind(read_safetensors(folder / "mtp.safetensors"), config["num_hidden_layers"])
+        config["num_hidden_layers"] += 1
     arch = "gemma-embedding" if config.get("use_bidirectional_attention") else ARCHS[config["model_type"]]
     writer = gguf.GGUFWriter(target, arch)
     _write_keys(writer, arch, config)
     gguf_mixed.write_keys(writer, arch, config)
+    if has_draft:
+        writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
     for name, values in _tensors(gguf_mixed.restored(stored, config), arch, config).items():
         writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
     if arch == "gemma-embedding":

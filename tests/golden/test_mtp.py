@@ -19,6 +19,7 @@ from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.plan import PlanRequest, cpu_facts, plan, state_sizes
 from paddock_runner.pack.library import find_pack
 
+from tests.golden.gguf_of import convert
 from tests.golden.teacher import Teacher
 from tests.golden.test_tiny import TINY, log_softmax
 from tests.soak.rig import Rig
@@ -54,12 +55,13 @@ class Place:
         return struct.unpack("i", self.device.read(state.tokens + 4 * (slot * (state.max_ctx_tokens + 1) + position), 4))[0]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
-@pytest.mark.parametrize("chunk", [7, 25])
-def test_guesses_are_those_of_transformers(name, chunk, tmp_path):
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize("name, chunk", [("qwen3.5", 7), ("qwen3.5", 25), ("qwen3.5-moe", 7), ("glm4-moe", 7)])
+def test_guesses_are_those_of_transformers(name, chunk, form, tmp_path):
     golden = np.load(MTP / name / "golden.npz")
     ids, want = golden["ids"].tolist(), log_softmax(golden["logits"])
-    place = Place(folder(name, tmp_path))
+    path = folder(name, tmp_path)
+    place = Place(convert(path, tmp_path / "model.gguf") if form == "gguf" else path)
     try:
         teacher = Teacher(place.device, chunk)
         teacher.begin(ids[:N_PROMPT])
@@ -72,7 +74,7 @@ def test_guesses_are_those_of_transformers(name, chunk, tmp_path):
         place.device.close()
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "glm4-moe"])
 def test_answers_with_guesses_are_the_answers_without(name, tmp_path):
     path = folder(name, tmp_path)
     place = Place(path)

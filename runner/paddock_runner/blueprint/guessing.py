@@ -19,6 +19,13 @@ HF = {
     "fc.weight": "draft_fc.weight", "pre_fc_norm_embedding.weight": "draft_embed_norm.weight", "pre_fc_norm_hidden.weight": "draft_hidden_norm.weight",
     "norm.weight": "draft_norm.weight",
 }  # fmt: skip
+"""Of a part of its own (Qwen)."""
+WITHIN = {
+    "eh_proj": "draft_fc", "enorm": "draft_embed_norm", "hnorm": "draft_hidden_norm", "shared_head.norm": "draft_norm", "shared_head_norm": "draft_norm",
+}  # fmt: skip
+"""Of a layer behind the model's own (GLM, DeepSeek; in GGUF after "nextn.")."""
+SHARED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head_head.weight")
+"""What such a layer has in common with the model."""
 
 
 def with_guesses(blueprint: Blueprint, checkpoint: Checkpoint, kind: str, is_host: bool) -> Blueprint:
@@ -34,9 +41,24 @@ def with_guesses(blueprint: Blueprint, checkpoint: Checkpoint, kind: str, is_hos
     if kind != "mtp":
         return blueprint
     own = next((layer for layer in reversed(blueprint.layers) if layer.kind == "attention"), None)
-    if own is None or own.attention.index is not None or own.joins_later or not any(p + "fc.weight" in checkpoint.tensors for p in PREFIXES):
+    if own is None or own.attention.index is not None or own.joins_later or not _is_stored(blueprint, checkpoint):
         raise UnsupportedError(f"{checkpoint.path}: --guesses mtp: there is no draft layer in it that is supported", "--guesses lookup", what="mtp")
     return replace(blueprint, draft=own)
+
+
+def _is_stored(blueprint: Blueprint, checkpoint: Checkpoint) -> bool:
+    n = blueprint.n_layers
+    names = [f"{p}fc.weight" for p in PREFIXES] + [f"model.layers.{n}.eh_proj.weight", f"blk.{n}.nextn.eh_proj.weight"]
+    return any(name in checkpoint.tensors for name in names)
+
+
+def draft_part(within: str) -> str | None:
+    """Our name of what a draft layer behind the model's own has beside any layer; "" for what it shares with the model; None: something else."""
+    within = within.removeprefix("nextn.")
+    if within in SHARED:
+        return ""
+    stem, _, kind = within.rpartition(".")
+    return f"{WITHIN[stem]}.{kind}" if stem in WITHIN else None
 
 
 def draft_name(name: str, blueprint: Blueprint) -> str | None:

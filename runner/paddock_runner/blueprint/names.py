@@ -19,7 +19,7 @@ from .encoder import gguf_name as gguf_encoder_name
 from .encoder import hf_name as hf_encoder_name
 from .experts import GGUF_LAYER as GGUF_EXPERTS
 from .experts import expert_shapes, hf_expert_name, split_experts
-from .guessing import draft_name, draft_shapes
+from .guessing import draft_name, draft_part, draft_shapes
 from .latent import GGUF_LAYER as GGUF_LATENT
 from .latent import HF_LAYER as HF_LATENT
 from .latent import latent_shapes, split_latent
@@ -253,8 +253,10 @@ def _gguf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict
             out[f"{GGUF[stem]}.{kind}" if stem in GGUF else name] = view
         elif int(number) < blueprint.n_layers and gemma4.is_left_out(within, blueprint, int(number)):
             continue
-        elif int(number) < blueprint.n_layers or not blueprint.n_draft_layers:
-            layer = blueprint.layers[int(number)] if int(number) < blueprint.n_layers else None
+        elif blueprint.draft is not None and int(number) == blueprint.n_layers and (part := draft_part(within)) is not None:
+            out.update({part: view} if part else {})
+        elif int(number) < len(blueprint.all_layers) or not blueprint.n_draft_layers:
+            layer = blueprint.all_layers[int(number)] if int(number) < len(blueprint.all_layers) else None
             own = gemma4.gguf_name(within) if blueprint.family == "gemma4" else None
             ours, view = (own, view) if own else _gguf_layer_name(within, view, layer, layer_names)
             out[f"layers.{int(number)}.{ours}" if ours else name] = view
@@ -308,7 +310,12 @@ def _hf_names(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[s
         parts = stem.split(".", 2)
         known = name.startswith(prefix) and parts[0] == "layers" and len(parts) > 1 and parts[1].isdecimal()
         if known and blueprint.n_draft_layers and int(parts[1]) >= blueprint.n_layers:
-            continue
+            part = draft_part(".".join((*parts[2:], kind)))
+            if blueprint.draft is None or int(parts[1]) > blueprint.n_layers or part == "":
+                continue
+            if part:
+                out[part] = view
+                continue
         if known and int(parts[1]) < blueprint.n_layers and gemma4.is_left_out(".".join((*parts[2:], kind)), blueprint, int(parts[1])):
             continue
         within = _hf_layer_name(parts[2], kind, layer_names) if known and len(parts) == 3 else None

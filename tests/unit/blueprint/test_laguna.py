@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from paddock_runner.blueprint.names import expected_shapes
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.errors import FileError, UnsupportedError
 from paddock_runner.memory.state import page_layout
@@ -30,6 +33,12 @@ def test_layers_have_their_own_heads_windows_and_ropes():
     assert [x.experts is None for x in b.layers] == [True, False, False, False]
     assert (b.layers[1].experts.n_experts, b.layers[1].experts.n_used, b.layers[1].feed_forward.width) == (256, 8, 512)
     assert page_layout(b, "bf16", 16).page_bytes == 4 * 2 * 8 * 128 * 16 * 2
+
+
+def test_the_published_model_has_as_many_parameters_as_its_makers_say():
+    kinds = ["full_attention" if i % 4 == 0 else "sliding_attention" for i in range(40)]
+    b = read(num_hidden_layers=40, layer_types=kinds, num_attention_heads_per_layer=[48 if k == "full_attention" else 64 for k in kinds])
+    assert round(sum(math.prod(shape) for shape in expected_shapes(b).values()) / 1e9) == 33
 
 
 @pytest.mark.parametrize(

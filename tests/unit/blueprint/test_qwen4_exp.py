@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from paddock_runner.blueprint.names import expected_shapes
 from paddock_runner.blueprint.read import read_blueprint
@@ -37,6 +39,14 @@ def test_published_sizes_are_read():
     assert x.piece_rows * 128 >= sum(x.sizes) > x.piece_rows * 128 - 128
     shapes = expected_shapes(b)
     assert shapes["layers.1.ngram.127.weight"] == (x.piece_rows, 160) and "out_norm.weight" not in shapes and "layers.0.attn_norm.weight" not in shapes
+
+
+def test_the_published_model_has_as_many_parameters_as_its_makers_say():
+    """125B, and 51B of n-grams."""
+    shapes = expected_shapes(read(128, num_hidden_layers=48, layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(48)]))
+    sizes = {name: math.prod(shape) / 1e9 for name, shape in shapes.items()}
+    ngrams = sum(n for name, n in sizes.items() if ".ngram." in name)
+    assert round(ngrams) == 51 and 125 < sum(sizes.values()) - ngrams < 126
 
 
 def test_a_page_holds_index_keys_and_a_slot_the_convolution_s_tail():
