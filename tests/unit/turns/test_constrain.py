@@ -20,6 +20,12 @@ SMALL = tokenizer_from_gguf(byte_level_metadata())
 BY_BYTE = {piece: i for i, piece in reversed(list(enumerate(SMALL.pieces)))}
 
 
+@pytest.fixture(autouse=True, params=[2, 8])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of a step are computed one by one where there are few processors, together where there are many."""
+    monkeypatch.setattr(grammar.os, "cpu_count", lambda: request.param)
+
+
 class Desk:
     """Keeps what is sent, and tells when something was."""
 

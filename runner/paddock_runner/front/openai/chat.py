@@ -89,7 +89,7 @@ def _check(body: ChatRequest) -> None:
 def _without_effect(front: Front, body: ChatRequest) -> list[str]:
     """Fields that are understood but change nothing here."""
     out = []
-    if body.parallel_tool_calls is False:
+    if body.parallel_tool_calls is False and not body.tools:
         out.append("parallel_tool_calls")
     if body.service_tier not in (None, "auto", "default"):
         out.append("service_tier")
