@@ -1,9 +1,10 @@
 // Attention of one new token a row, from the product's raw q, k and v to the heads' outputs: norms, rotation, the new token's
 // place in the pages, softmax(q.k) v.
 //
-// An item is (row, KV head, range of positions); a block takes one at a time. Its warps take 16 positions in turn: K and V go
-// straight from memory into mma operands (S^T = K q^T with positions on the M side, O^T = V^T P^T after a transposition in
-// registers), each with sums of its own, joined in shared memory. Blocks that share a row leave packets and each join a part of the row's elements.
+// A block takes a range of positions of one KV head, its warps groups of 16 in turn. Keys and values of earlier tokens do not
+// depend on this step: producers send them through the same rings as weights, so they are there before the query is. They go
+// from shared memory into mma operands (S^T = K q^T with positions on the M side, O^T = V^T P^T after a transposition in
+// registers); each warp has sums of its own, joined in shared memory. Blocks that share a head leave packets and each join a part of its elements.
 // Assumes: BF16 pages, equal widths of K and V (64 or 128), at most eight heads a KV head.
 #pragma once
 #include "../attention.cuh"
@@ -12,95 +13,91 @@
 
 namespace pk::persist {
 
-constexpr int kStep = 16 * kWarps;  // positions that a block takes at once
 __device__ __forceinline__ uint32_t transposed(uint32_t v) {
     uint32_t t;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
     return t;
 }
 
-struct AttendItem {
-    int row, head, split, n_splits, first, last, position, index, slot;
-    int64_t page;  // where the new token goes
+// What a block does: positions [first, last) of a KV head, in groups of 16 that begin at multiples of 16. None: head < 0.
+struct Span {
+    int head, split, n_splits, first, last;
 };
+__device__ __forceinline__ Span span_of(const Attend &t, int position) {
+    const int most = min(32, max(1, static_cast<int>(gridDim.x) / t.n_kv_heads)), head = blockIdx.x / most, split = blockIdx.x - head * most;
+    const int begin = t.window > 0 ? max(0, position - t.window + 1) & ~15 : 0, n = position + 1 - begin, groups = (n + 15) / 16;
+    const int wanted = min(most, (groups + kWarps - 1) / kWarps), each = (groups + wanted - 1) / wanted, n_splits = (groups + each - 1) / each;
+    if (head >= t.n_kv_heads || split >= n_splits) return {-1, 0, 0, 0, 0};
+    const int first = begin + split * each * 16;
+    return {head, split, n_splits, first, min(position + 1, first + each * 16)};
+}
 
-// What a lane needs of a head's norm and rotation, asked before the head is there: each load in a row with others costs a
-// trip to L2 behind the weights.
+// Four neighbouring elements of a head a lane. What a lane needs of the norm and the rotation is asked and worked out before
+// the head is there.
 template <int kD>
 struct Turn {
-    float norm[kD / 32], frequency[kD / 64];
-    __device__ __forceinline__ void ask(const Attend &t, const float *weights, int lane) {
+    float norm[4], sine[4], cosine[4];
+    int partner;  // lane that holds the other halves of pairs
+    __device__ __forceinline__ void prepare(const Attend &t, const float *weights, int position, int lane) {
+        const int e = 4 * lane, half = t.rope_width / 2;
+        const bool is_head = e < kD, is_turned = t.frequency != nullptr && e < t.rope_width;
+        const float4 n = weights != nullptr && is_head ? __ldg(reinterpret_cast<const float4 *>(weights) + lane) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+        norm[0] = n.x; norm[1] = n.y; norm[2] = n.z; norm[3] = n.w;
+        partner = !is_turned || t.rope_layout ? lane : e < half ? lane + half / 4 : lane - half / 4;
 #pragma unroll
-        for (int k = 0; k < kD / 32; ++k) norm[k] = weights != nullptr ? __uint_as_float(load_stream1(weights + lane + 32 * k)) : 1.0f;
+        for (int i = 0; i < 4; ++i) {
+            const int k = !is_turned ? 0 : t.rope_layout ? (e + i) / 2 : e < half ? e + i : e + i - half;
+            // Whole turns go away in double: angles reach the length of the context.
+            const double angle = is_turned ? static_cast<float>(position) * __ldg(t.frequency + k) : 0.0f;
+            const float rest = static_cast<float>(angle - rint(angle * 0.15915494309189535) * 6.283185307179586);
+            const float size = is_turned ? t.magnitude : 1.0f, sign = (t.rope_layout ? !(i & 1) : e < half) ? -size : size;
+            sine[i] = __sinf(rest) * sign;
+            cosine[i] = __cosf(rest) * size;
+        }
+    }
+    __device__ __forceinline__ void turn(const Attend &t, bool has_norm, float (&v)[4]) const {
+        if (has_norm) {
+            const float r = rsqrtf(warp_sum(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) * (1.0f / kD) + t.eps);
 #pragma unroll
-        for (int k = 0; k < kD / 64; ++k)
-            frequency[k] = t.frequency != nullptr && lane + 32 * k < t.rope_width / 2 ? __uint_as_float(load_stream1(t.frequency + lane + 32 * k)) : 0.0f;
+            for (int i = 0; i < 4; ++i) v[i] *= r * norm[i];
+        }
+        float other[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) other[i] = t.rope_layout ? v[i ^ 1] : __shfl_sync(~0u, v[i], partner);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = v[i] * cosine[i] + other[i] * sine[i];
     }
 };
 
-// A head of the new token: normed (when has_norm) and rotated, in v[kD], by one warp.
+// q of this KV head's group into shared memory, and the new token's k and v into shared memory and its page when the range holds it.
 template <int kD>
-__device__ __forceinline__ void turn_head(const Attend &t, const Turn<kD> &turn, bool has_norm, int position, float *v, int lane) {
-    if (has_norm) {
-        float s = 0.0f;
-#pragma unroll
-        for (int k = 0; k < kD / 32; ++k) s += v[lane + 32 * k] * v[lane + 32 * k];
-        const float r = rsqrtf(warp_sum(s) * (1.0f / kD) + t.eps);
-#pragma unroll
-        for (int k = 0; k < kD / 32; ++k) v[lane + 32 * k] *= r * turn.norm[k];
-    }
-    __syncwarp();
-    if (t.frequency != nullptr) {
-        const int half = t.rope_width / 2;
-#pragma unroll
-        for (int k = 0; k < kD / 64; ++k) {
-            const int i = lane + 32 * k;
-            if (i >= half) continue;
-            const int x = t.rope_layout ? 2 * i : i, y = t.rope_layout ? 2 * i + 1 : i + half;
-            // Whole turns go away in double: angles reach the length of the context.
-            const double angle = static_cast<float>(position) * turn.frequency[k];
-            float sine, cosine;
-            __sincosf(static_cast<float>(angle - rint(angle * 0.15915494309189535) * 6.283185307179586), &sine, &cosine);
-            sine *= t.magnitude;
-            cosine *= t.magnitude;
-            const float vx = v[x], vy = v[y];
-            v[x] = vx * cosine - vy * sine;
-            v[y] = vx * sine + vy * cosine;
-        }
-    }
-    __syncwarp();
-}
-
-// A head of the raw product (BF16) into v[width].
-__device__ __forceinline__ void read_head(const uint8_t *from, int width, uint32_t epoch, float *v, int lane) {
-    if (4 * lane < width) {
-        float f[4];
-        while (!load4<false>(from + 16 * lane, epoch, f)) {
-        }
-        *reinterpret_cast<float4 *>(v + 4 * lane) = make_float4(f[0], f[1], f[2], f[3]);
-    }
-    __syncwarp();
-}
-
-// q of this KV head's group into shared memory, and the new token's k and v into its page when the range holds it.
-template <int kD>
-__device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, const AttendItem &item, uint8_t *area, uint32_t epoch) {
+__device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, const Span &span, const RowFacts &facts, uint8_t *area, uint32_t epoch) {
     const Attend &t = p.attend;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = t.n_heads / t.n_kv_heads;
-    float *v = reinterpret_cast<float *>(area + kScratchAt) + warp * kD;
-    const bool is_q = warp < 8, is_v = warp == 9;
-    if (warp >= 10 || (!is_q && item.split + 1 != item.n_splits)) return;
-    if (!is_q || warp < group) {
-        const int head = is_q ? item.head * group + warp : t.n_heads + (is_v ? t.n_kv_heads : 0) + item.head;
-        const float *norm = is_q ? t.q_norm : t.k_norm;
+    const int lane = thread_here() & 31, warp = thread_here() >> 5, group = t.n_heads / t.n_kv_heads;
+    const bool is_head = 4 * lane < kD, is_last = span.split + 1 == span.n_splits;
+    if (is_head && group + warp < 8) *reinterpret_cast<uint2 *>(area + (group + warp) * head_bytes(kD) + 8 * lane) = make_uint2(0, 0);
+#pragma unroll 1
+    for (int task = warp; task < (is_last ? group + 2 : group); task += kWarps) {
+        const bool is_q = task < group, is_v = task == group + 1;
+        const int head = is_q ? span.head * group + task : t.n_heads + (is_v ? t.n_kv_heads : 0) + span.head;
+        const float *norm = is_v ? nullptr : is_q ? t.q_norm : t.k_norm;
         Turn<kD> turn;
-        if (!is_v) turn.ask(t, norm, lane);
-        read_head(packet_at<false>(p.x.packets, item.row * p.x.stride + static_cast<int64_t>(head) * kD), kD, epoch, v, lane);
-        if (!is_v) turn_head<kD>(t, turn, norm != nullptr, item.position, v, lane);
+        turn.prepare(t, norm, facts.position, lane);
+        const uint8_t *from = packet_at<false>(p.x.packets, static_cast<int64_t>(head) * kD) + 16 * lane;
+        float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (is_head)
+            while (!load4<false>(from, epoch, v)) {
+            }
+        __syncwarp();
+        if (!is_v) turn.turn(t, norm != nullptr, v);
+        if (!is_head) continue;
+        const uint2 packed = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+        *reinterpret_cast<uint2 *>(area + (is_q ? task * head_bytes(kD) : kNewAt + is_v * 2 * kD) + 8 * lane) = packed;
+        if (!is_q) {
+            const int64_t at = (static_cast<int64_t>(span.head) * a.page_tokens + facts.position % a.page_tokens) * (2 * kD);
+            *reinterpret_cast<uint2 *>(a.kv + static_cast<int64_t>(facts.page) * a.page_stride + (is_v ? t.v_offset : t.k_offset) + at + 8 * lane) = packed;
+        }
     }
-    bf16 *to = is_q ? reinterpret_cast<bf16 *>(area + warp * head_bytes(kD))
-                    : reinterpret_cast<bf16 *>(a.kv + item.page * a.page_stride + (is_v ? t.v_offset : t.k_offset)) + (static_cast<int64_t>(item.head) * a.page_tokens + item.position % a.page_tokens) * kD;
-    for (int i = lane; i < kD; i += 32) to[i] = __float2bfloat16(!is_q || warp < group ? v[i] : 0.0f);
 }
 
 template <int kD>
@@ -110,12 +107,11 @@ struct HeadSums {
     static __device__ int element_of(int t, int i, int r) { return 32 * (t / 2) + 8 * (r / 2) + 4 * (t & 1) + 2 * (i >> 1) + (r & 1); }
 };
 
-// One warp over its positions of the range.
+// One warp over its groups of 16 positions, which come through its ring: keys, then values.
 template <int kD>
-__device__ __forceinline__ void attend_range(const Phase &p, const Arguments &a, const AttendItem &item, const uint8_t *area, HeadSums<kD> &h) {
+__device__ __forceinline__ void attend_range(const Phase &p, const Span &span, int position, const uint8_t *area, Taker &taker, HeadSums<kD> &h) {
     const Attend &t = p.attend;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
-    const int32_t *pages = a.page_table + static_cast<int64_t>(item.slot) * a.slot_pages;
+    const int lane = thread_here() & 31, warp = thread_here() >> 5, r = lane >> 2, c = lane & 3, n_pieces = group_pieces(taker.slot_bytes, kD), least = t.window > 0 ? position - t.window + 1 : 0;
     const uint8_t *q = area + r * head_bytes(kD) + 16 * c;
     const bool is_capped = t.softcap > 0.0f;
     const float factor = is_capped ? __fdividef(t.scale, t.softcap) : t.scale * kLog2e;
@@ -124,37 +120,37 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Arguments &a,
     h.top[0] = h.top[1] = -INFINITY;
     h.sum[0] = h.sum[1] = 0.0f;
 #pragma unroll 1
-    for (int at = item.first + warp * 16; at < item.last; at += kStep) {
-        const uint8_t *base[2];
+    for (int at = span.first + warp * 16; at < span.last; at += 16 * kWarps) {
+        // Rows r and r + 8 of the group's keys or values, or the last there is; the new token's own is not in memory yet.
+        auto find = [&](bool is_v, const uint8_t *(&rows)[2]) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int position = min(at + r + 8 * i, item.last - 1), page = position / a.page_tokens;
-            base[i] = a.kv + static_cast<int64_t>(__ldg(pages + page)) * a.page_stride + 16 * c +
-                      (static_cast<int64_t>(item.head) * a.page_tokens + position - page * a.page_tokens) * (2 * kD);
-        }
-        uint4 k[2][kD / 32], v[2][kD / 32];
-#pragma unroll
-        for (int j = 0; j < kD / 32; ++j)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) k[i][j] = __ldcg(reinterpret_cast<const uint4 *>(base[i] + t.k_offset + 64 * j));
+            for (int i = 0; i < 2; ++i) {
+                if (i < n_pieces) taker.await(i);
+                const int row = min(r + 8 * i, span.last - 1 - at);
+                rows[i] = (at + row == position ? area + kNewAt + is_v * 2 * kD : taker.slot_at(n_pieces == 2 ? row >> 3 : 0) + (n_pieces == 2 ? row & 7 : row) * (2 * kD)) + 16 * c;
+            }
+        };
+        auto release = [&] {
+            __syncwarp();
+#pragma unroll 1
+            for (int i = 0; i < n_pieces; ++i) taker.release(lane);
+        };
+        const uint8_t *rows[2];
+        find(false, rows);
         float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int j = 0; j < kD / 32; ++j) {
-            const uint4 x = *reinterpret_cast<const uint4 *>(q + 64 * j);
-            mma_bf16(s, k[0][j].x, k[1][j].x, k[0][j].y, k[1][j].y, x.x, x.y);
-            mma_bf16(s, k[0][j].z, k[1][j].z, k[0][j].w, k[1][j].w, x.z, x.w);
+            const uint4 x = *reinterpret_cast<const uint4 *>(q + 64 * j), k = *reinterpret_cast<const uint4 *>(rows[0] + 64 * j), l = *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
+            mma_bf16(s, k.x, l.x, k.y, l.y, x.x, x.y);
+            mma_bf16(s, k.z, l.z, k.w, l.w, x.z, x.w);
         }
-        asm volatile("" ::: "memory");  // not before: K's registers become V's
-#pragma unroll
-        for (int j = 0; j < kD / 32; ++j)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) v[i][j] = __ldcg(reinterpret_cast<const uint4 *>(base[i] + t.v_offset + 64 * j));
+        release();
         // Logits in base 2, capped; without a division here, which would be a call.
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[e] = is_capped ? t.softcap * kLog2e * quick_tanh(s[e] * factor) : s[e] * factor;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (at + r + 8 * i >= item.last) s[2 * i] = s[2 * i + 1] = -INFINITY;
+            if (at + r + 8 * i >= span.last || at + r + 8 * i < least) s[2 * i] = s[2 * i + 1] = -INFINITY;
         uint32_t weights[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -162,7 +158,7 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Arguments &a,
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 4));
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
             most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 16)), h.top[e]);
-            const float fade = power2(h.top[e] - most);
+            const float fade = h.top[e] == most ? 1.0f : power2(h.top[e] - most);
             h.top[e] = most;
             s[e] = power2(s[e] - most);
             s[e + 2] = power2(s[e + 2] - most);
@@ -175,12 +171,14 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Arguments &a,
         }
         weights[0] = transposed(pack_bf16(s[0], s[1]));
         weights[1] = transposed(pack_bf16(s[2], s[3]));
+        find(true, rows);
 #pragma unroll
-        for (int i = 0; i < kD / 16; ++i) {
-            const uint4 &x = v[0][i / 2], &y = v[1][i / 2];
-            const bool second = i & 1;
-            mma_bf16(h.o[i], transposed(second ? x.z : x.x), transposed(second ? x.w : x.y), transposed(second ? y.z : y.x), transposed(second ? y.w : y.y), weights[0], weights[1]);
+        for (int j = 0; j < kD / 32; ++j) {
+            const uint4 x = *reinterpret_cast<const uint4 *>(rows[0] + 64 * j), y = *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
+            mma_bf16(h.o[2 * j], transposed(x.x), transposed(x.y), transposed(y.x), transposed(y.y), weights[0], weights[1]);
+            mma_bf16(h.o[2 * j + 1], transposed(x.z), transposed(x.w), transposed(y.z), transposed(y.w), weights[0], weights[1]);
         }
+        release();
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e)
@@ -190,21 +188,21 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Arguments &a,
 
 // A head's element: what all positions gave, divided by the sum of weights, the head's sink among them. All lanes of a warp
 // call it, with neighbours side by side.
-__device__ __forceinline__ void put_output(const Phase &p, const AttendItem &item, int head, int d, int width, float o, float sum, float top, uint32_t epoch) {
+__device__ __forceinline__ void put_output(const Phase &p, const Span &span, int head, int d, int width, float o, float sum, float top, uint32_t epoch) {
     const Attend &t = p.attend;
-    const int at = item.head * (t.n_heads / t.n_kv_heads) + head;
+    const int at = span.head * (t.n_heads / t.n_kv_heads) + head;
     if (t.sinks != nullptr) {
         const float sink = __ldg(t.sinks + at) * kLog2e, joint = fmaxf(top, sink);
         o *= power2(top - joint);
         sum = sum * power2(top - joint) + power2(sink - joint);
     }
-    write_output(p.y, item.row * p.y.stride + static_cast<int64_t>(at) * width + d, __fdividef(o, sum), true, epoch);
+    write_output(p.y, static_cast<int64_t>(at) * width + d, __fdividef(o, sum), true, epoch);
 }
 
 // Joins the warps; then writes the heads, or leaves them for the last block of the row and joins those.
 template <int kD>
-__device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const AttendItem &item, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch) {
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3, group = p.attend.n_heads / p.attend.n_kv_heads;
+__device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch) {
+    const int tid = thread_here(), lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3, group = p.attend.n_heads / p.attend.n_kv_heads, n_warps = min(kWarps, (span.last - span.first + 15) / 16);
     float *tops = reinterpret_cast<float *>(area + kTopsAt), *sums = tops + kWarps * 8, *scratch = reinterpret_cast<float *>(area + kScratchAt);
     if (r == 0) {
 #pragma unroll
@@ -217,7 +215,7 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
     auto top_of = [&](int head) {
         float most = -INFINITY;
 #pragma unroll 4
-        for (int w = 0; w < kWarps; ++w) most = fmaxf(most, tops[w * 8 + head]);
+        for (int w = 0; w < n_warps; ++w) most = fmaxf(most, tops[w * 8 + head]);
         return most;
     };
     float factor[2];
@@ -225,10 +223,10 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
     for (int e = 0; e < 2; ++e) factor[e] = power2(h.top[e] - top_of(2 * c + e));
     // Packets of this range: sums of every element of the group's heads, then the heads' largest logits and sums of weights.
     constexpr int kRange = 8 * kD + 16;
-    uint8_t *ranges = a.partial + static_cast<int64_t>(item.index - item.split) * kRange * 8;
+    uint8_t *ranges = a.partial + static_cast<int64_t>(blockIdx.x - span.split) * kRange * 8;
 #pragma unroll 1
     for (int first = 0; first < group; first += 4) {
-        if (2 * c >= first && 2 * c < first + 4) {
+        if (warp < n_warps && 2 * c >= first && 2 * c < first + 4) {
 #pragma unroll
             for (int i = 0; i < kD / 16; ++i)
 #pragma unroll
@@ -243,14 +241,14 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
             float o = 0.0f, sum = 0.0f;
             const float top = top_of(head);
 #pragma unroll 4
-            for (int w = 0; w < kWarps; ++w) {
+            for (int w = 0; w < n_warps; ++w) {
                 o += scratch[w * 4 * kD + j];
                 sum += sums[w * 8 + head] * power2(tops[w * 8 + head] - top);
             }
-            if (item.n_splits == 1) {
-                put_output(p, item, head, d, kD, o, sum, top, epoch);
+            if (span.n_splits == 1) {
+                put_output(p, span, head, d, kD, o, sum, top, epoch);
             } else {
-                uint8_t *to = ranges + static_cast<int64_t>(item.split) * kRange * 8;
+                uint8_t *to = ranges + static_cast<int64_t>(span.split) * kRange * 8;
                 store_packet(to + (head * kD + d) * 8, __float_as_uint(o), epoch);
                 if (d == 0) {
                     store_packet(to + (8 * kD + 2 * head) * 8, __float_as_uint(top), epoch);
@@ -260,59 +258,70 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
         }
         join_consumers(kConsumers);
     }
-    if (item.n_splits == 1) return;
-    // Every block of the row joins a part of the elements, warps at a time.
-    const int n_warps = group * kD / 32;
-    auto wait = [&](const uint8_t *at) {
-        uint2 w;
-        do w = load_packet(at);
-        while (w.y != epoch);
-        return __uint_as_float(w.x);
-    };
-    for (int j = item.split + warp * item.n_splits; j < n_warps; j += kWarps * item.n_splits) {
+    if (span.n_splits == 1) return;
+    // Every block of the row joins a part of the elements, warps at a time; a lane asks for one range's largest logits and sums.
+    const int n_parts = group * kD / 32;
+    for (int j = span.split + warp * span.n_splits; j < n_parts; j += kWarps * span.n_splits) {
         const int head = j * 32 / kD, d = j * 32 % kD + lane;
-        float most = -INFINITY, o = 0.0f, sum = 0.0f;
-#pragma unroll 1
-        for (int k = 0; k < item.n_splits; ++k) {
-            const uint8_t *from = ranges + static_cast<int64_t>(k) * kRange * 8;
-            const float value = wait(from + (head * kD + d) * 8), top = wait(from + (8 * kD + 2 * head) * 8), part = wait(from + (8 * kD + 2 * head + 1) * 8);
-            const float next = fmaxf(most, top), old = power2(most - next), now = power2(top - next);
-            o = o * old + value * now;
-            sum = sum * old + part * now;
-            most = next;
+        const uint8_t *value_at = ranges + (head * kD + d) * 8;
+        uint4 facts = {};
+        if (lane < span.n_splits) {
+            do facts = load_packets2(ranges + (static_cast<int64_t>(lane) * kRange + 8 * kD + 2 * head) * 8);
+            while (facts.y != epoch || facts.w != epoch);
         }
-        put_output(p, item, head, d, kD, o, sum, most, epoch);
+        __syncwarp();
+        const float top = lane < span.n_splits ? __uint_as_float(facts.x) : -INFINITY;
+        float most = top;
+#pragma unroll
+        for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+        const float scale = power2(top - most), sum = warp_sum(lane < span.n_splits ? scale * __uint_as_float(facts.z) : 0.0f);
+        float o = 0.0f;
+#pragma unroll 1
+        for (int first = 0; first < span.n_splits; first += 8) {
+            uint2 v[8];
+            bool ok;
+            do {
+                ok = true;
+#pragma unroll
+                for (int k = 0; k < 8; ++k) v[k] = load_packet(value_at + static_cast<int64_t>(min(first + k, span.n_splits - 1)) * kRange * 8);
+#pragma unroll
+                for (int k = 0; k < 8; ++k) ok &= v[k].y == epoch;
+            } while (!ok);
+            __syncwarp();
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                const float factor = __shfl_sync(~0u, scale, first + k);
+                if (first + k < span.n_splits) o += __uint_as_float(v[k].x) * factor;
+            }
+        }
+        put_output(p, span, head, d, kD, o, sum, most, epoch);
     }
 }
 
-// item and area (kAttendBytes): shared memory. base: phases before this launch; at: this phase.
+// area: kAttendBytes of shared memory. base: phases before this launch; at: this phase. False: this block has no part in it and
+// has not met the others.
 template <int kD>
-__device__ __noinline__ void attend(const Phase &p, const Arguments &a, const RowFacts *rows, AttendItem &item, uint8_t *area, int n_rows, uint32_t base, int at) {
+__device__ __forceinline__ bool attend(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
     const Attend &t = p.attend;
-    const int group = t.n_heads / t.n_kv_heads, most = max(1, static_cast<int>(gridDim.x) / max(1, n_rows * t.n_kv_heads)), n_items = n_rows * t.n_kv_heads * most;
-#pragma unroll 1
-    for (int index = blockIdx.x; index < n_items; index += gridDim.x) {
-        const int split = index % most, head = index / most % t.n_kv_heads, row = index / most / t.n_kv_heads;
-        const RowFacts facts = rows[row];
-        if (facts.is_dead) {
-            if (split == 0)
-                for (int j = threadIdx.x; j < group * kD; j += kConsumers) write_output(p.y, row * p.y.stride + static_cast<int64_t>(head) * group * kD + j, 0.0f, true, base + at + 1);
-            continue;
-        }
-        const int begin = t.window > 0 ? max(0, facts.position - t.window + 1) : 0, n = facts.position + 1 - begin;
-        const int wanted = min(most, (n + kStep - 1) / kStep), each = ((n + wanted - 1) / wanted + 15) / 16 * 16, n_splits = (n + each - 1) / each;
-        if (split >= n_splits) continue;
-        const int first = begin + split * each;
-        // In shared memory: registers are for keys and values.
-        if (threadIdx.x == 0) item = {row, head, split, n_splits, first, min(begin + n, first + each), facts.position, index, facts.slot, facts.page};
-        join_consumers(kConsumers);
-        place_new<kD>(p, a, item, area, base + p.x.source + 1);
-        join_consumers(kConsumers);
-        HeadSums<kD> sums;
-        attend_range<kD>(p, a, item, area, sums);
-        join_warps<kD>(p, a, item, area, sums, base + at + 1);
-        join_consumers(kConsumers);
+    const Span span = span_of(t, facts.position);
+    if (span.head < 0) return false;
+    if (facts.is_dead) {
+        const int n = t.n_heads / t.n_kv_heads * kD;
+        if (span.split == 0)
+            for (int j = thread_here(); j < n; j += kConsumers) write_output(p.y, static_cast<int64_t>(span.head) * n + j, 0.0f, true, base + at + 1);
+        return false;
     }
+    place_new<kD>(p, a, span, facts, area, base + p.x.source + 1);
+    mark(a, at, 1);
+    wait_async<0>();
+    join_consumers(kConsumers);
+    mark(a, at, 3);
+    HeadSums<kD> sums;
+    attend_range<kD>(p, span, facts.position, area, taker, sums);
+    mark(a, at, 4);
+    join_warps<kD>(p, a, span, area, sums, base + at + 1);
+    mark(a, at, 5);
+    return true;
 }
 
 }  // namespace pk::persist

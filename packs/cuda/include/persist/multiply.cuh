@@ -1,6 +1,6 @@
 // Inner products of a chunk of 16 rows from the ring with the rows of x in shared memory.
 //
-// Row-major formats: mma m16n8k16 in bf16, eight columns for eight rows of x. Block formats: mma m16n8k32 in integers. The
+// Row-major formats: mma m16n8k16 in bf16, or in f16 with x over a power of two for FP8, eight columns for eight rows of x. Block formats: mma m16n8k32 in integers. The
 // eight columns hold (group, row of x, high or low byte of x): a column's x is zero outside its own group, so that one
 // accumulator collects the sums of several groups and scales are applied once for all of them.
 #pragma once
@@ -12,10 +12,10 @@ namespace pk::persist {
 template <bool kUnsigned>
 __device__ __forceinline__ void mma_int8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (kUnsigned) {
-        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     } else {
-        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
 }
@@ -44,7 +44,7 @@ struct RowsProduct {
                 mma_bf16(sum, a.z, b.z, a.w, b.w, v.z, v.w);
             }
         } else {
-            const float *scales = reinterpret_cast<const float *>(slot + kRowsScaleAt) + scale_at;
+            const float *scales = reinterpret_cast<const float *>(slot + kRowsScaleAt) + scale_at, factor = *reinterpret_cast<const float *>(xs + kRows * x_row + 4 * chunk);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -56,18 +56,19 @@ struct RowsProduct {
                     step(d, a.z, b.z, w.x, w.y);
                     step(d, a.w, b.w, w.z, w.w);
                 }
-                const float s = scale_at < 0 ? 1.0f : scales[half];
+                const float s = scale_at < 0 ? factor : factor * scales[half];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sum[i] = fmaf(s, d[i], sum[i]);
             }
         }
     }
-    // Four bytes a row: even ones and odd ones become pairs.
+    // Four bytes of two rows.
     __device__ static void step(float (&d)[4], uint32_t a, uint32_t b, uint32_t x0, uint32_t x1) {
-        mma_bf16(d, even(a), even(b), odd(a), odd(b), x0, x1);
+        asm(
+            "{\n.reg .b16 l, h;\n.reg .b32 p, q, r, s;\nmov.b32 {l, h}, %4;\ncvt.rn.f16x2.e4m3x2 p, l;\ncvt.rn.f16x2.e4m3x2 r, h;\nmov.b32 {l, h}, %5;\ncvt.rn.f16x2.e4m3x2 q, l;\n"
+            "cvt.rn.f16x2.e4m3x2 s, h;\nmma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {p,q,r,s}, {%6,%7}, {%0,%1,%2,%3};\n}"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a), "r"(b), "r"(x0), "r"(x1));
     }
-    __device__ static uint32_t even(uint32_t w) { return bits(__hmul2(as_bf162(((w & 0x00800080u) << 8) | ((w & 0x007f007fu) << 4)), as_bf162(0x7b807b80u))); }
-    __device__ static uint32_t odd(uint32_t w) { return bits(__hmul2(as_bf162((w & 0x80008000u) | ((w & 0x7f007f00u) >> 4)), as_bf162(0x7b807b80u))); }
     // to: [kRows][16]
     __device__ void store(float *to, int lane) const {
         const int r = lane >> 2, c = lane & 3;

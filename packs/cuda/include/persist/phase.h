@@ -7,7 +7,7 @@
 
 namespace pk::persist {
 
-constexpr int kWarps = 16;                      // that multiply, a ring of weights each
+constexpr int kWarps = 8;                       // that multiply, a ring of weights each
 constexpr int kConsumers = 32 * kWarps;
 constexpr int kProducers = 4;                   // warps that fill the rings, each of kWarps / kProducers of them
 constexpr int kThreads = kConsumers + 32 * kProducers;
@@ -37,9 +37,8 @@ struct Weight {
     int32_t rows, first_tile, n_tiles, first_column;
     int32_t scale_stride, format;
     float scale;
-    int32_t n_chunks;     // along K
-    int32_t part_chunks;  // of one part of K
-    int32_t reserved;
+    int32_t n_chunks;  // along K
+    int32_t reserved[2];
 };
 
 // An operand. What one phase writes and a later one reads goes from block to block as packets: eight bytes with four of data
@@ -63,11 +62,10 @@ struct alignas(16) Phase {
     int32_t kind, n_w, is_gated, n_tiles;  // tiles of 16 rows; of one side when gated
     int32_t shift;                         // which block begins
     int32_t each, more;                    // tiles of a block; so many blocks have one more
-    int32_t k, staging, n_parts;           // K is staged in n_parts equal parts
+    int32_t k, staging, reserved;
     int64_t rows_symbol;
     int32_t is_gathered, act;              // x: the last token of the row that is sampled
     float scale, softcap, eps, inverse_k;
-    int32_t part_k, reserved;              // k / n_parts
     Place x, y, add, normed;               // normed: where the normed rows go, or absent; attention: x is the raw q, k, v
     const float *norm;                     // weights of the norm before the product, or null
     union {
@@ -78,9 +76,11 @@ struct alignas(16) Phase {
 
 struct Arguments {
     const Phase *phases;
-    int32_t n_phases, n_slots, slot_bytes, x_bytes, part_bytes, total_bytes;
+    int32_t n_phases, n_slots, slot_bytes, x_bytes, part_bytes;
+    int32_t most_sent;  // chunks that a producer warp may have under way, 1 to 8; 0: as many as fit
 #ifdef PK_PERSIST_TRACE
     long long *trace;
+    int32_t trace_block;
 #endif
     const StepInfo *info;
     const int32_t *sample_at;
@@ -92,35 +92,39 @@ struct Arguments {
     uint32_t *epochs;   // [0]: phases of all launches before this one; [1]: blocks that have ended
 };
 
-// Shared memory of an item of attention: q, tops and sums, then a scratch of floats (warps x four heads x width).
+// Shared memory of attention: q, tops and sums, the new token's k and v, then a scratch of floats (warps x four heads x width).
 __host__ __device__ constexpr int head_bytes(int width) { return 2 * width + 64; }
-constexpr int kTopsAt = 8 * head_bytes(128), kScratchAt = kTopsAt + 2 * kWarps * 8 * 4;
+constexpr int kTopsAt = 8 * head_bytes(128), kNewAt = kTopsAt + 2 * kWarps * 8 * 4, kScratchAt = kNewAt + 2 * 2 * 128;
 constexpr int kAttendBytes = kScratchAt + kWarps * 4 * 128 * 4;
+
+// In how many slots of the ring 16 positions of K lie, or of V.
+__host__ __device__ constexpr int group_pieces(int slot_bytes, int width) { return slot_bytes >= 32 * width ? 1 : 2; }
 
 // What a phase may ask about a row of the step.
 struct RowFacts {
     int32_t position, slot, page, is_dead;
 };
 
+constexpr int kPhases = 4;  // descriptions that the multiplying warps keep: a warp may be one phase behind another
+
 // Offsets in dynamic shared memory.
 struct Layout {
-    int32_t ring, x, part, total, phases, end;
+    int32_t ring, x, part, phases, end;
 };
 __host__ __device__ inline Layout layout_of(const Arguments &a) {
     Layout l;
     l.ring = 0;
     l.x = kWarps * a.n_slots * a.slot_bytes;
     l.part = l.x + a.x_bytes;
-    l.total = l.part + 2 * a.part_bytes;
-    l.phases = l.total + a.total_bytes;
-    l.end = l.phases + 2 * (kProducers + 1) * static_cast<int32_t>((sizeof(Phase) + 127) / 128 * 128);
+    l.phases = l.part + 2 * a.part_bytes;
+    l.end = l.phases + (2 * kProducers + kPhases) * static_cast<int32_t>((sizeof(Phase) + 127) / 128 * 128);
     return l;
 }
 
 // x of one part in shared memory: bytes for `rows` rows of k elements.
 __host__ __device__ inline int32_t x_row_bytes(int32_t staging, int32_t k) { return staging <= kStageFp8 ? 2 * k + 64 : 2 * k; }
 __host__ __device__ inline int32_t staged_bytes(int32_t staging, int32_t rows, int32_t k) {
-    return rows * x_row_bytes(staging, k) + (staging <= kStageFp8 ? 0 : rows * (k / 32) * 16);
+    return rows * x_row_bytes(staging, k) + (staging == kStageBf16 ? 0 : staging == kStageFp8 ? rows * (k / 256) * 4 : rows * (k / 32) * 16);
 }
 
 template <int kRows>

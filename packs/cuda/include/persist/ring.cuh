@@ -53,4 +53,41 @@ __device__ __forceinline__ void store_packet(void *p, uint32_t bits, uint32_t ep
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(static_cast<uint64_t>(epoch) << 32 | bits) : "memory");
 }
 
+// threadIdx.x, read anew: what is worked out from it is not kept in registers through phases that do not want it.
+__device__ __forceinline__ int thread_here() {
+    int i;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+    return i;
+}
+
+// A place in a ring of slots.
+struct Slot {
+    int at = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void advance(int n) {
+        if (++at == n) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// What a multiplying warp carries from phase to phase: its ring, and how many groups of sums it has left.
+struct Taker {
+    const uint8_t *ring;
+    uint32_t full, empty;
+    int n_slots, slot_bytes;
+    Slot slot;
+    int flip = 0;
+    // The slot `ahead` of the next one.
+    __device__ __forceinline__ int index(int ahead) const { return slot.at + ahead < n_slots ? slot.at + ahead : slot.at + ahead - n_slots; }
+    __device__ __forceinline__ const uint8_t *slot_at(int ahead) const { return ring + index(ahead) * slot_bytes; }
+    __device__ __forceinline__ void await(int ahead) const { barrier_wait(full + 8 * index(ahead), slot.at + ahead < n_slots ? slot.parity : slot.parity ^ 1); }
+    // By a warp that has read the next slot and met after that.
+    __device__ __forceinline__ void release(int lane) {
+        if (lane == 0) barrier_arrive(empty + 8 * slot.at);
+        slot.advance(n_slots);
+    }
+};
+
 }  // namespace pk::persist

@@ -1,6 +1,6 @@
 // x of a phase into shared memory, normed on the way, in the order and precision that the weights' format wants.
 //
-// bf16: rows x_row_bytes apart. Integers: per 32 elements and row a scale and two bytes an element (high, low), laid out as
+// Row-major formats: rows x_row_bytes apart, behind them a factor a chunk (FP8). Integers: per 32 elements and row a scale and two bytes an element (high, low), laid out as
 // [block of 32][row][part][lane % 4][8 bytes], which are the B operand of mma m16n8k32; behind them [block][row] (scale,
 // sum of the first 16, of the second 16, unused).
 #pragma once
@@ -12,7 +12,7 @@ namespace pk::persist {
 // Times of one block's first thread, for the bench.
 __device__ __forceinline__ void mark(const Arguments &a, int phase, int at) {
 #ifdef PK_PERSIST_TRACE
-    if (a.trace && threadIdx.x == 0 && blockIdx.x == 5) a.trace[phase * 8 + at] = clock64();
+    if (a.trace && thread_here() == 0 && blockIdx.x == a.trace_block) a.trace[phase * 8 + at] = clock64();
 #endif
 }
 
@@ -100,21 +100,30 @@ __device__ __forceinline__ void put_integers(uint8_t *xs, float *scales, const f
     if (c == 0) *reinterpret_cast<float4 *>(scales + (block * kRows + row) * 4) = make_float4(most * (1.0f / kMostInteger), first, second, 0.0f);
 }
 
-__device__ __forceinline__ void put_bf16(uint8_t *row, const float *v, int piece, bool is_fp8) {
-    if (!is_fp8) {
-        *reinterpret_cast<uint4 *>(row + piece * 16) = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
-        return;
-    }
-    // A lane reads 16 neighbours of a run of 64 as two halves; within four, even elements come first.
+__device__ __forceinline__ void put_bf16(uint8_t *row, const float *v, int piece) {
+    *reinterpret_cast<uint4 *>(row + piece * 16) = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+}
+// By a warp: 256 elements for FP8 weights, as f16 over a power of two that brings the largest to 2^14 at least.
+__device__ __forceinline__ void put_f16(uint8_t *row, float *factors, const float *v, int piece, int lane) {
+    float most = fabsf(v[0]);
+#pragma unroll
+    for (int i = 1; i < 8; ++i) most = fmaxf(most, fabsf(v[i]));
+    const uint32_t exponent = max(__reduce_max_sync(~0u, __float_as_uint(most)) >> 23, 20u);
+    const float inverse = __uint_as_float((268 - exponent) << 23);
+    if (lane == 0) factors[piece >> 5] = __uint_as_float((exponent - 14) << 23);
+    auto pack = [&](float a, float b) {
+        const __half2 h = __floats2half2_rn(a * inverse, b * inverse);
+        return *reinterpret_cast<const uint32_t *>(&h);
+    };
+    // A lane of the product reads 16 neighbours of a run of 64 as two halves.
     const int run = piece >> 3, in = piece & 7;
-    *reinterpret_cast<uint4 *>(row + run * 128 + (in & 1) * 64 + (in >> 1) * 16) =
-        make_uint4(pack_bf16(v[0], v[2]), pack_bf16(v[1], v[3]), pack_bf16(v[4], v[6]), pack_bf16(v[5], v[7]));
+    *reinterpret_cast<uint4 *>(row + run * 128 + (in & 1) * 64 + (in >> 1) * 16) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
 
 // What was in memory before this launch becomes packets: each block a share of the rows' elements.
 __device__ __forceinline__ void publish(const Phase &p, int n_rows, uint32_t epoch) {
     for (int row = 0; row < n_rows; ++row)
-        for (int i = 2 * (blockIdx.x * kConsumers + threadIdx.x); i < p.k; i += 2 * gridDim.x * kConsumers) {
+        for (int i = 2 * (blockIdx.x * kConsumers + thread_here()); i < p.k; i += 2 * gridDim.x * kConsumers) {
             const int64_t at = row * p.x.stride + i;
             if (p.x.format == PK_F32) {
                 const float2 v = __ldcg(reinterpret_cast<const float2 *>(p.x.data + at * 4));
@@ -126,104 +135,94 @@ __device__ __forceinline__ void publish(const Phase &p, int n_rows, uint32_t epo
         }
 }
 
-// Stages part `part` of every row. kNorm: x is F32 and normed, otherwise BF16 and taken as it is. rms: kWarps floats of shared
-// memory; rows: which row of x each row is.
-template <int kRows, bool kInteger, bool kNorm>
-__device__ __forceinline__ void stage(const Phase &p, const Arguments &a, int at, uint8_t *xs, float *rms, const int *rows, int part, int n_rows, uint32_t base) {
-    constexpr int kWarpsRow = kWarps / kRows, kPerRow = 32 * kWarpsRow, kKept = kNorm ? 1 : 3, kBytes = kNorm ? 8 : 4;
-    constexpr int kApart = kPerRow * 8 * kBytes, kHalf = (kInteger ? 16 : 4) * kBytes;  // bytes from piece to piece of a thread, and between its halves
-    const int tid = threadIdx.x, row = tid / kPerRow, mine = tid % kPerRow, warp = tid >> 5;
-    const bool is_row = row < n_rows;
+// Stages what this warp multiplies first: the chunks of its own number, and those kWarps further on. kNorm: x is F32 and takes
+// the norm's weights; the norm's factor is the same for all of x and comes in when the sums are complete. Otherwise x is BF16 and
+// taken as it is. Returns this lane's sum of squares.
+template <bool kInteger, bool kNorm>
+__device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int at, uint8_t *xs, int row, uint32_t base) {
+    constexpr int kKept = kNorm ? 2 : 6, kBytes = kNorm ? 8 : 4, kWords = kNorm ? 4 : 2;
+    const int lane = thread_here() & 31, warp = thread_here() >> 5, staging = p.staging;
+    const int shift = !kInteger && staging == kStageBf16 ? 4 : 5, in = lane & ((1 << shift) - 1), n_chunks = p.k >> (shift + 3);  // lanes of a chunk
+    const int apart = kWarps << (5 - shift), mine = warp + kWarps * (lane >> shift);
     const uint32_t epoch = base + p.x.source + 1;
-    const int count = p.part_k, pieces = count >> 3, all = p.k >> 3, first_piece = part * pieces;
-    const uint8_t *x = packet_at<kNorm>(p.x.packets, (p.is_gathered && is_row ? rows[row] : row) * p.x.stride + first_of<kInteger>(mine));
-    const float *weights = p.norm + first_of<kInteger>(mine);
-    bf16 *normed = p.normed.data && is_row && row == static_cast<int>(blockIdx.x) ? reinterpret_cast<bf16 *>(p.normed.data) + row * p.normed.stride + first_of<kInteger>(mine) : nullptr;
-    const int staging = p.staging, x_row = x_row_bytes(staging, count);
-    float *scales = reinterpret_cast<float *>(xs + kRows * x_row);
-    float v[kKept][8], w[kNorm ? kKept : 1][8];
-    // Pieces first + j * kPerRow + mine below `end`, counted from x.
-    auto load = [&](int first, int end) {
-        bool ok;
-        do {
-            ok = true;
+    const uint8_t *x = packet_at<kNorm>(p.x.packets, row * p.x.stride);
+    float *scales = reinterpret_cast<float *>(xs + x_row_bytes(staging, p.k));
+    float squares = 0.0f;
+#pragma unroll 1
+    for (int first = 0; warp + first < n_chunks; first += kKept * apart) {
+        const uint8_t *from[kKept];
+        int piece[kKept];
+        float w[kNorm ? kKept : 1][8];
 #pragma unroll
-            for (int j = 0; j < kKept; ++j) {
-                const uint8_t *from = x + static_cast<int64_t>(first) * (8 * kBytes) + j * kApart;
-                if (is_row && first + j * kPerRow + mine < end) {
-                    ok &= load4<kNorm>(from, epoch, v[j]);
-                    ok &= load4<kNorm>(from + kHalf, epoch, v[j] + 4);
-                } else {
-#pragma unroll
-                    for (int e = 0; e < 8; ++e) v[j][e] = 0.0f;
-                }
-            }
-            // Not there yet: one lane asks, many would be in the way of the weights.
-            if (!__all_sync(~0u, ok)) {
-                if ((tid & 31) == 0) await_packet(x + static_cast<int64_t>(first) * (8 * kBytes), epoch);
-                __syncwarp();
-            }
-        } while (!__all_sync(~0u, ok));
-    };
-    auto load_norm = [&](int first) {
-        if constexpr (kNorm) {
-#pragma unroll
-            for (int j = 0; j < kKept; ++j) {
-                if (first + j * kPerRow + mine >= all) continue;
-                *reinterpret_cast<float4 *>(w[j]) = __ldg(reinterpret_cast<const float4 *>(weights + first * 8 + j * kPerRow * 8));
-                *reinterpret_cast<float4 *>(w[j] + 4) = __ldg(reinterpret_cast<const float4 *>(weights + first * 8 + j * kPerRow * 8 + (kInteger ? 16 : 4)));
+        for (int j = 0; j < kKept; ++j) {
+            const int chunk = first + j * apart + mine;
+            piece[j] = chunk < n_chunks ? (chunk << shift) + in : -1;
+            const int element = (chunk < n_chunks ? chunk : warp) * (8 << shift) + first_of<kInteger>(in);
+            from[j] = x + static_cast<int64_t>(element) * kBytes;
+            if constexpr (kNorm) {
+                *reinterpret_cast<float4 *>(w[j]) = __ldg(reinterpret_cast<const float4 *>(p.norm + element));
+                *reinterpret_cast<float4 *>(w[j] + 4) = __ldg(reinterpret_cast<const float4 *>(p.norm + element + (kInteger ? 16 : 4)));
             }
         }
-    };
-    float factor = 1.0f;
-    const bool is_kept = kNorm && p.n_parts == 1 && all <= kKept * kPerRow;
-    if constexpr (kNorm) {
-        const float inverse_k = p.inverse_k, eps = p.eps;
-        if (is_kept) load_norm(0);
-        float s = 0.0f;
-        for (int first = 0; first < all; first += kKept * kPerRow) {
-            load(first, all);
+        uint4 raw[kKept][kWords];
+        for (bool is_first = true;; is_first = false) {
+            bool ok = true;
 #pragma unroll
             for (int j = 0; j < kKept; ++j)
 #pragma unroll
-                for (int e = 0; e < 8; ++e) s += v[j][e] * v[j][e];
+                for (int i = 0; i < kWords; ++i)
+                    raw[j][i] = load_packets2(from[j] + (i & (kWords / 2 - 1)) * 16 + (i / (kWords / 2)) * ((kInteger ? 16 : 4) * kBytes));
+#pragma unroll
+            for (int j = 0; j < kKept; ++j)
+#pragma unroll
+                for (int i = 0; i < kWords; ++i) ok &= raw[j][i].y == epoch && raw[j][i].w == epoch;
+            const uint32_t missing = __ballot_sync(~0u, !ok);
+            if (!missing) break;
+            // Not there yet: one lane asks at first, many would be in the way of the weights.
+            if (is_first && lane == __ffs(missing) - 1) await_packet(from[0], epoch);
+            __syncwarp();
         }
         mark(a, at, 1);
-        s = warp_sum(s);
-        if ((tid & 31) == 0) rms[warp] = s;
-        join_consumers(kConsumers);
-        mark(a, at, 2);
-        s = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kWarpsRow; ++i) s += rms[(row < kRows ? row : 0) * kWarpsRow + i];
-        factor = rsqrtf(s * inverse_k + eps);
-    }
-    if (row >= kRows) return;  // whole warps
-    for (int first = 0; first < pieces; first += kKept * kPerRow) {
-        if (!is_kept) {
-            load(first_piece + first, first_piece + pieces);
-            if (!kNorm) mark(a, at, 1);
-            load_norm(first_piece + first);
-        }
 #pragma unroll
         for (int j = 0; j < kKept; ++j) {
-            const int i = first + j * kPerRow + mine;
-            if (i - (mine & 31) >= pieces) break;  // whole warps
-            if (kNorm && i < pieces) {
+            float v[8];
+            if constexpr (kNorm) {
 #pragma unroll
-                for (int e = 0; e < 8; ++e) v[j][e] *= factor * w[j][e];
-                if (normed != nullptr) {
-                    uint2 *to = reinterpret_cast<uint2 *>(normed + (first_piece + first + j * kPerRow) * 8);
-                    to[0] = make_uint2(pack_bf16(v[j][0], v[j][1]), pack_bf16(v[j][2], v[j][3]));
-                    to[kInteger ? 4 : 1] = make_uint2(pack_bf16(v[j][4], v[j][5]), pack_bf16(v[j][6], v[j][7]));
+                for (int i = 0; i < 4; ++i) {
+                    v[2 * i] = __uint_as_float(raw[j][i].x);
+                    v[2 * i + 1] = __uint_as_float(raw[j][i].z);
+                }
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    if (piece[j] >= 0) squares += v[e] * v[e];
+                    v[e] *= w[j][e];
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    v[4 * i] = low_f32(raw[j][i].x);
+                    v[4 * i + 1] = high_f32(raw[j][i].x);
+                    v[4 * i + 2] = low_f32(raw[j][i].z);
+                    v[4 * i + 3] = high_f32(raw[j][i].z);
                 }
             }
             if constexpr (kInteger) {
-                put_integers<kRows>(xs, scales, v[j], i, row, staging == kStageBytes);
-            } else {
-                if (i < pieces) put_bf16(xs + row * x_row, v[j], i, staging == kStageFp8);
+                if (first + j * apart + warp < n_chunks) put_integers<1>(xs, scales, v, piece[j], 0, staging == kStageBytes);  // whole warps
+            } else if (staging == kStageFp8) {
+                if (first + j * apart + warp < n_chunks) put_f16(xs, scales, v, piece[j], lane);  // whole warps
+            } else if (piece[j] >= 0) {
+                put_bf16(xs, v, piece[j]);
             }
         }
+    }
+    return squares;
+}
+
+// By all threads of one block: the normed row, for whoever reads it after this launch.
+__device__ __noinline__ void write_normed(const Phase &p, int row, float factor, uint32_t base) {
+    for (int i = thread_here(); i < p.k; i += kConsumers) {
+        const uint2 v = await_packet(packet_at<true>(p.x.packets, row * p.x.stride + i), base + p.x.source + 1);
+        reinterpret_cast<bf16 *>(p.normed.data)[i] = __float2bfloat16(__uint_as_float(v.x) * factor * __ldg(p.norm + i));
     }
 }
 

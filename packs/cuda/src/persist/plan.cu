@@ -88,7 +88,6 @@ bool read_matmul(const Launch &l, const pk_op_matmul &op, const pk_op_norm *norm
     p.rows_symbol = op.x.rows;
     p.scale = op.scale;
     p.softcap = op.softcap;
-    p.n_parts = 1;
     int64_t column = 0;
     for (int i = 0; i < op.n_w; ++i) {
         Weight &w = p.w[i];
@@ -127,10 +126,10 @@ bool read_attention(const Launch &l, const pk_op_qkv &in, const pk_op_attention 
     if ((width != 64 && width != 128) || op.v_width != width || in.head_width != width || in.v_width != width) return false;
     if (group < 1 || group > 8 || group * op.n_kv_heads != op.n_heads || in.n_heads != op.n_heads || in.n_kv_heads != op.n_kv_heads) return false;
     if (op.q.data != in.q.data || op.q.stride != in.q.stride || in.k_offset != op.k_offset || in.v_offset != op.v_offset) return false;
-    if ((l.state->kv_page_stride | op.k_offset | op.v_offset) % 16 || in.rope_width > width || in.rope_width % 2) return false;
+    if ((l.state->kv_page_stride | op.k_offset | op.v_offset) % 16 || in.rope_width > width || in.rope_width % 8) return false;
     if (!is_activation(in.qkv) || in.qkv.format != PK_BF16 || !is_activation(op.out) || !is_dead_after(records, next, op.q.data)) return false;
-    const int64_t items = std::max<int64_t>(l.ctx->n_processors, static_cast<int64_t>(kMaxRows) * op.n_kv_heads);
-    if (items * (8 * width + 16) * 8 > (32 << 20)) return false;
+    // A group of 16 positions lies in one page; a block takes one KV head.
+    if (l.state->page_tokens % 16 || l.state->kv % 16 || op.n_kv_heads > l.ctx->n_processors) return false;
     d->phase.kind = kAttend;
     d->phase.rows_symbol = PK_ROWS_T;
     Attend &a = d->phase.attend;
@@ -282,47 +281,28 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
     return phases;
 }
 
-// Parts of K and slots of the ring that fit together. False: nothing fits.
-bool share_memory(std::vector<Phase> &phases, int32_t rows, int32_t n_blocks, Arguments *a) {
+// How shared memory is divided. False: something does not fit.
+bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
     bool attends = false;
-    int slot = 128;
+    int32_t slot = 128, x = 0;
     for (Phase &p : phases) {
-        attends |= p.kind == kAttend;
-        if (p.kind == kMatmul)
-            for (int i = 0; i < p.n_w; ++i) slot = std::max(slot, slot_bytes(p.w[i].format));
+        if (p.kind == kAttend) {
+            attends = true;
+            slot = std::max(slot, 16 * p.attend.head_width);  // eight positions of K or V
+        }
+        if (p.kind != kMatmul) continue;
+        for (int i = 0; i < p.n_w; ++i) slot = std::max(slot, slot_bytes(p.w[i].format));
+        p.each = p.n_tiles / n_blocks;
+        p.more = p.n_tiles % n_blocks;
+        x = std::max(x, staged_bytes(p.staging, 1, p.k));
     }
     a->slot_bytes = slot;
-    a->part_bytes = (rows == 1 ? kTilesOnce : rows == 2 ? 6 : 2) * 1024 * rows;
-    for (int32_t most = 96 << 10; most >= 8 << 10; most -= 4 << 10) {
-        int32_t x = 0, total = 0;
-        bool fits = true;
-        for (Phase &p : phases) {
-            if (p.kind != kMatmul) continue;
-            int parts = 1;
-            auto divides = [&] {
-                for (int i = 0; i < p.n_w; ++i)
-                    if (p.w[i].n_chunks % parts) return false;
-                return true;
-            };
-            while (parts <= p.w[0].n_chunks && (!divides() || staged_bytes(p.staging, rows, p.k / parts) > most)) ++parts;
-            fits &= parts <= p.w[0].n_chunks;
-            p.n_parts = parts;
-            p.part_k = p.k / parts;
-            for (int i = 0; i < p.n_w; ++i) p.w[i].part_chunks = p.w[i].n_chunks / parts;
-            p.each = p.n_tiles / n_blocks;
-            p.more = p.n_tiles % n_blocks;
-            x = std::max(x, staged_bytes(p.staging, rows, p.k / parts));
-            if (parts > 1) total = std::max(total, ((p.n_tiles + n_blocks - 1) / n_blocks + 2) * (p.is_gated ? 2 : 1) * 64 * rows);
-        }
-        if (!fits) return false;
-        if (attends) x = std::max(x, kAttendBytes - 2 * a->part_bytes);
-        a->x_bytes = (x + 127) / 128 * 128;
-        a->total_bytes = (total + 127) / 128 * 128;
-        a->n_slots = 0;
-        a->n_slots = std::min<int32_t>(8, (static_cast<int32_t>(kSharedBytes) - layout_of(*a).end) / (kWarps * slot));
-        if (a->n_slots >= 2) return true;
-    }
-    return false;
+    a->part_bytes = kTilesOnce * 1024;
+    if (attends) x = std::max(x, kAttendBytes - 2 * a->part_bytes);
+    a->x_bytes = (x + 127) / 128 * 128;
+    a->n_slots = 0;
+    a->n_slots = std::min<int32_t>(8, (static_cast<int32_t>(kSharedBytes) - layout_of(*a).end) / (kWarps * slot));
+    return a->n_slots >= 2;
 }
 
 }  // namespace
@@ -349,7 +329,7 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
             m.run.first = i;
             m.run.last = next;
             m.phases = number_phases(b, &m.packets, rows);
-            if (share_memory(m.phases, rows, l.ctx->n_processors, &m.run.arguments)) {
+            if (share_memory(m.phases, l.ctx->n_processors, &m.run.arguments)) {
                 made.push_back(m);
                 i = next;
                 continue;
@@ -365,7 +345,7 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
         n_phases += static_cast<int64_t>(m.phases.size());
         for (const Phase &p : m.phases)
             if (p.kind == kAttend)
-                partial = std::max(partial, std::max<int64_t>(l.ctx->n_processors, int64_t{rows} * p.attend.n_kv_heads) * (8 * p.attend.head_width + 16) * 8);
+                partial = std::max(partial, l.ctx->n_processors * (8 * int64_t{p.attend.head_width} + 16) * 8);
     }
     const int64_t partial_at = 256, packets_at = partial_at + partial, phases_at = packets_at + kBuffers * buffer;
     out->n_bytes = phases_at + n_phases * static_cast<int64_t>(sizeof(Phase));
