@@ -31,8 +31,9 @@ from tests.golden.vectors import TASKS, Vectors, golden_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"token by token": (1, 16), "small chunks": (23, 5), "one chunk": (30, 64)}
-FAR, VECTOR = 1.5, 0.04
-"""How much larger than in bf16.json the largest distance may be; the largest relative distance of a vector."""
+FAR, VECTOR, SCORES = 1.5, 0.04, 0.056
+"""How much larger than in bf16.json the largest distance may be; the largest relative distance of a vector, and of a pair of scores
+(transformers in bf16: 0.037 on qwen3-rank)."""
 
 
 def open_device(pack: Path, folder: Path) -> Device:
@@ -95,7 +96,7 @@ def vectors(pack: Path, folder: Path) -> bool:
         return False
     far = max(float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1.0 if g.size < 4 else 1e-9)) for g, w in zip(found, want, strict=True))
     angle = max(1.0 - float(np.dot(g, w) / (np.linalg.norm(g) * np.linalg.norm(w))) for g, w in zip(found, want, strict=True))
-    is_good = far <= VECTOR and angle <= 1e-3
+    is_good = far <= (SCORES if want.shape[-1] < 4 else VECTOR) and (angle <= 1e-3 or want.shape[-1] < 4)
     sys.stdout.write(f"{'ok  ' if is_good else 'FAIL'}  {folder.name:18} vectors differ by {far:.4f}, 1 - cosine {angle:.1e}\n")
     sys.stdout.flush()
     return is_good

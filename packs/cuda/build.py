@@ -30,7 +30,7 @@ FORMATS = (
 PER_WIDTH = {"decode.cu": (64, 96, 128, 192, 256), "prefill_wgmma.cu": (64, 128, 192, 256)}
 PERSIST_ROWS = (1,)
 """Bounds of rows that the persistent decode kernel is built for: those it was seen to win at."""
-PER_FORMAT = {"stream.cu": "PK_STREAM_FORMAT", "skinny.cu": "PK_STREAM_FORMAT", "product.cu": "PK_EXPERT_FORMAT"}
+PER_FORMAT = {"stream.cu": "PK_STREAM_FORMAT", "skinny.cu": "PK_STREAM_FORMAT", "product.cu": "PK_EXPERT_FORMAT", "lone.cu": "PK_EXPERT_FORMAT"}
 HOT = re.compile(
     r"stream_matmul|skinny|gemm|attention_decode_kernelILi(64|128)E|attention_prefill|attention_wgmma_kernelILi\d+ELb[01]ELb0E"
 )

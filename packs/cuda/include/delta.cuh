@@ -17,7 +17,11 @@ struct DeltaArguments {
     int32_t n_k_heads, n_v_heads, k_width, v_width, keys, is_tiled;
     int32_t most;  // rows of more tokens are left to the chunked kernels
     float eps;
+    int32_t is_sigmoid;  // the output is gated by sigmoid(z), not silu(z)
 };
+
+// What the normed output is multiplied with.
+__device__ __forceinline__ float gate_of(const DeltaArguments &a, float z) { return (a.is_sigmoid ? 1.0f : z) / (1.0f + __expf(-z)); }
 
 constexpr int kChunk = 64;       // tokens of a chunk
 constexpr int kStepTokens = 8;   // rows of up to this many tokens run token after token

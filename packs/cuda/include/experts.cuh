@@ -41,12 +41,25 @@ struct ExpertUnit {
     int32_t unit, group;  // elements of K a warp takes at once; of a scale, 0 without
 };
 
+// How a lone token's sum over its experts ends: y = add + scale * sum of weight * product. counter: zero between launches.
+struct LoneEnd {
+    const float *weights;
+    const void *add;
+    void *y;
+    int32_t *counter;
+    int32_t add_format, y_format;
+    float scale;
+};
+
 constexpr int32_t kExpertThreads = 256;
 constexpr int32_t kTileRows = 128;  // pairs, and rows of W, of a tile of the product for many tokens
 
 // Few pairs an expert: weights at the speed of reading them. max_items: blocks in y.
 template <int kFormat>
 int32_t launch_expert_stream(const Launch &l, const ExpertProduct &p, int32_t max_items, int64_t shared_bytes);
+// A lone token: gate and up (p), down (d) and the sum in one launch; all three of one format.
+template <int kFormat>
+int32_t launch_expert_lone(const Launch &l, const ExpertProduct &p, const ExpertProduct &d, const LoneEnd &end, int64_t shared_bytes);
 // Many: tiles of 128 pairs and 128 rows, weights widened to bf16 in shared memory.
 template <int kFormat>
 int32_t launch_expert_tiles(const Launch &l, const ExpertProduct &p, int32_t max_items);

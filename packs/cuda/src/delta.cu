@@ -36,7 +36,7 @@ __device__ __forceinline__ void prepare_token(const DeltaArguments &a, const Rec
 // Output norm and gate of column j, with the mean of squares over the head.
 __device__ __forceinline__ void finish_column(const DeltaArguments &a, const RecurrentRow &q, int t, int h, int j, float o, float squares) {
     const float z = load_as_f32(a.z, (q.first + t) * a.z_stride + h * a.v_width + j, a.z_format);
-    const float v = o * rsqrtf(squares / a.v_width + a.eps) * a.scale[j] * (z / (1.0f + expf(-z)));
+    const float v = o * rsqrtf(squares / a.v_width + a.eps) * a.scale[j] * gate_of(a, z);
     store_from_f32(a.out, (q.first + t) * a.out_stride + h * a.v_width + j, a.out_format, v);
 }
 
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 2) delta_decode_kernel(const __grid_
     }
     const float mine = read_state(m, s);
     if (j >= kWidth) return;
-    const float v = mine * rsqrtf((m.sums[0] + m.sums[1] + m.sums[2] + m.sums[3]) / kWidth + a.eps) * scale * (z / (1.0f + expf(-z)));
+    const float v = mine * rsqrtf((m.sums[0] + m.sums[1] + m.sums[2] + m.sums[3]) / kWidth + a.eps) * scale * gate_of(a, z);
     store_from_f32(a.out, token * a.out_stride + h * kWidth + j, a.out_format, v);
 }
 
@@ -307,6 +307,7 @@ int32_t launch_delta(const Launch &l, const pk_op_delta &op) {
     a.keys = op.n_k_heads * op.k_width;
     a.is_tiled = op.is_tiled;
     a.eps = op.eps;
+    a.is_sigmoid = op.op != PK_OP_DELTA;
     const dim3 grid(op.n_v_heads, static_cast<unsigned>(max_rows_of(l)));
     const bool is_square = op.k_width == kWidth && op.v_width == kWidth;
     if (!is_square) return launch(l, "delta", delta_any_kernel, grid, dim3(kThreads), (2 * op.k_width + 2 * op.v_width) * 4, a);

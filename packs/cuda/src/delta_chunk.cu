@@ -17,7 +17,7 @@
 namespace pk {
 namespace {
 
-constexpr int kThreads = 256, kWidth = 128, kSlice = 64, kMostSegment = 128;
+constexpr int kThreads = 256, kWidth = 128, kSlice = 64, kMostSegment = 128, kMixHeads = 5, kHopperStages = 3;
 constexpr int kWideBytes = kChunk * kWidth * 2;  // 64 rows of 256 bytes
 constexpr int kNarrowBytes = kChunk * kChunk * 2;  // 64 rows of 128 bytes
 
@@ -67,56 +67,65 @@ __device__ __forceinline__ Chunk chunk_of(const DeltaArguments &a, int slot) {
     return c;
 }
 
-// ---- convolution: a warp per 128 channels of eight tokens. Grid: chunk slots, heads of q, k and v ----
+// ---- convolution: a warp per 128 channels of eight tokens. Grid: chunk slots, any number of blocks over the heads of q, k and v ----
 
-__global__ void __launch_bounds__(kThreads) delta_mix_kernel(const __grid_constant__ ChunkArguments a) {
+__device__ __forceinline__ float fast_silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+// kWide: inputs are BF16, four neighbours one load. Then the tail is BF16 too, widened, and narrowing it loses nothing.
+template <bool kWide>
+__global__ void __launch_bounds__(kThreads, kWide ? 4 : 2) delta_mix_kernel(const __grid_constant__ ChunkArguments a) {
     const DeltaArguments &d = a.delta;
     wait_dependence();
     release_dependents();
     const Chunk chunk = chunk_of(d, blockIdx.x);
-    const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 8, end = min(first + 8, chunk.n);
+    const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 8, end = min(first + 8, chunk.n), n_heads = 2 * d.n_k_heads + d.n_v_heads;
     if (first >= end) return;
     const RecurrentRow q = recurrent_row(d.state, chunk.row);
-    const int c = blockIdx.y * kWidth + lane * 4;
-    const bool is_q = static_cast<int>(blockIdx.y) < d.n_k_heads, is_unit = static_cast<int>(blockIdx.y) < 2 * d.n_k_heads;
-    float conv[4][4];  // channel, tap
+    for (int head = blockIdx.y; head < n_heads; head += gridDim.y) {
+        const int c = head * kWidth + lane * 4;
+        // All inputs of the eight tokens and the three before are on their way at once.
+        uint2 raw[kWide ? 11 : 1];
+        float x[kWide ? 1 : 11][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+        for (int w = 0; w < 11; ++w) {
+            const int t = chunk.first + first + w - 3;
+            if constexpr (kWide) {
+                raw[w] = make_uint2(0, 0);
+                if (first + w - 3 >= end) continue;
+                if (t >= 0)
+                    raw[w] = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(d.taps.x) + (q.first + t) * d.taps.stride + c);
+                else
+                    raw[w] = make_uint2(pack_bf16(input_of(d.taps, q, t, c), input_of(d.taps, q, t, c + 1)), pack_bf16(input_of(d.taps, q, t, c + 2), input_of(d.taps, q, t, c + 3)));
+            } else {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) conv[i][w] = d.taps.conv[(c + i) * 4 + w];
-    const bool is_wide = d.taps.format == PK_BF16 && d.taps.stride % 4 == 0 && reinterpret_cast<uint64_t>(d.taps.x) % 8 == 0;
-    auto read = [&](int t, float(&v)[4]) {
-        if (is_wide && t >= 0) {
-            const uint2 raw = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(d.taps.x) + (q.first + t) * d.taps.stride + c);
-            v[0] = low_f32(raw.x);
-            v[1] = high_f32(raw.x);
-            v[2] = low_f32(raw.y);
-            v[3] = high_f32(raw.y);
-            return;
+                for (int i = 0; i < 4; ++i) x[w][i] = first + w - 3 < end ? input_of(d.taps, q, t, c + i) : 0.0f;
+            }
         }
+        auto input = [&](int w, int i) {
+            if constexpr (kWide) {
+                const uint32_t pair = i < 2 ? raw[w].x : raw[w].y;
+                return i & 1 ? high_f32(pair) : low_f32(pair);
+            } else {
+                return x[w][i];
+            }
+        };
+        float4 conv[4];  // taps of a channel
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = input_of(d.taps, q, t, c + i);
-    };
-    // All inputs of the eight tokens and the three before are on their way at once.
-    float x[11][4];
+        for (int i = 0; i < 4; ++i) conv[i] = *reinterpret_cast<const float4 *>(d.taps.conv + (c + i) * 4);
 #pragma unroll
-    for (int w = 0; w < 11; ++w) {
-        x[w][0] = x[w][1] = x[w][2] = x[w][3] = 0.0f;
-        if (first + w - 3 < end) read(chunk.first + first + w - 3, x[w]);
-    }
+        for (int t = 0; t < 8; ++t) {
+            if (first + t >= end) continue;
+            float v[4], squares = 0.0f;
 #pragma unroll
-    for (int t = 0; t < 8; ++t) {
-        if (first + t >= end) continue;
-        float v[4], squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            v[i] = silu(conv[i][0] * x[t][i] + conv[i][1] * x[t + 1][i] + conv[i][2] * x[t + 2][i] + conv[i][3] * x[t + 3][i]);
-            squares += v[i] * v[i];
+            for (int i = 0; i < 4; ++i) {
+                v[i] = fast_silu(conv[i].x * input(t, i) + conv[i].y * input(t + 1, i) + conv[i].z * input(t + 2, i) + conv[i].w * input(t + 3, i));
+                squares += v[i] * v[i];
+            }
+            float by = 1.0f;
+            if (head < 2 * d.n_k_heads) by = rsqrtf(warp_sum(squares) + 1e-6f) * (head < d.n_k_heads ? 0.08838834764831845f : 1.0f);
+            *reinterpret_cast<uint2 *>(a.mixed + static_cast<int64_t>(q.first + chunk.first + first + t) * d.taps.channels + c) =
+                make_uint2(pack_bf16(v[0] * by, v[1] * by), pack_bf16(v[2] * by, v[3] * by));
         }
-        float by = 1.0f;
-        if (is_unit) by = rsqrtf(warp_sum(squares) + 1e-6f) * (is_q ? 0.08838834764831845f : 1.0f);
-        *reinterpret_cast<uint2 *>(a.mixed + static_cast<int64_t>(q.first + chunk.first + first + t) * d.taps.channels + c) =
-            make_uint2(pack_bf16(v[0] * by, v[1] * by), pack_bf16(v[2] * by, v[3] * by));
     }
 }
 
@@ -150,9 +159,9 @@ __device__ __forceinline__ void load_b_transposed(uint32_t (&r)[4], uint32_t til
     load_matrix4_transposed(r, tile + kAt(k + (lane & 15), piece + (lane >> 4)));
 }
 
-// 64 rows of 256 bytes from `from`, rows past n as zeros.
-__device__ __forceinline__ void copy_wide(uint8_t *tile, const bf16 *from, int64_t stride, int n) {
-    for (int i = threadIdx.x; i < kChunk * 16; i += kThreads) {
+// 64 rows of 256 bytes from `from`, rows past n as zeros; by thread tid of n_threads.
+__device__ __forceinline__ void copy_wide(uint8_t *tile, const bf16 *from, int64_t stride, int n, int tid, int n_threads = kThreads) {
+    for (int i = tid; i < kChunk * 16; i += n_threads) {
         const int row = i >> 4, piece = i & 15;
         copy16_async(shared_address(tile) + wide(row, piece), row < n ? from + row * stride + piece * 8 : from, row < n);
     }
@@ -230,10 +239,10 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_kernel(const __grid_c
     float *decay = matrix + kChunk * kMatrixStride, *beta = decay + kChunk;
     const int64_t token = d.state.row_start[chunk.row] + chunk.first, item = static_cast<int64_t>(blockIdx.x) * d.n_v_heads + h;
     const bf16 *mixed = a.mixed + token * d.taps.channels;
-    copy_wide(qs, mixed + g * kWidth, d.taps.channels, chunk.n);
-    copy_wide(ks, mixed + d.keys + g * kWidth, d.taps.channels, chunk.n);
+    copy_wide(qs, mixed + g * kWidth, d.taps.channels, chunk.n, tid);
+    copy_wide(ks, mixed + d.keys + g * kWidth, d.taps.channels, chunk.n, tid);
     commit_async();
-    copy_wide(vs, mixed + 2 * d.keys + h * kWidth, d.taps.channels, chunk.n);
+    copy_wide(vs, mixed + 2 * d.keys + h * kWidth, d.taps.channels, chunk.n, tid);
     commit_async();
     if (warp < 2) {
         float x = tid < chunk.n ? log_decay(d, token + tid, h) : 0.0f;
@@ -333,17 +342,17 @@ constexpr int kScanStage = 3 * kWideBytes + 2 * kNarrowBytes + kChunk * 4;  // W
 constexpr int kScanState = 2 * kWidth * 64 * 2;                             // S [128, 64]; D and its decayed copy [64, 64]
 
 // W, Q, K, P, U and G of a chunk (slots from `end` on: nothing), as one group of copies.
-__device__ __forceinline__ void copy_scan_stage(const ChunkArguments &a, const RecurrentRow &q, int base, int slot, int end, int h, int slice, uint8_t *stage) {
+__device__ __forceinline__ void copy_scan_stage(const ChunkArguments &a, const RecurrentRow &q, int base, int slot, int end, int h, int slice, uint8_t *stage, int tid, int n_threads) {
     const DeltaArguments &d = a.delta;
-    const int tid = threadIdx.x, g = key_head_of(d, h);
+    const int g = key_head_of(d, h);
     if (slot < end) {
         const int first = (slot - base) * kChunk, n = min(q.n - first, kChunk);
         const int64_t item = static_cast<int64_t>(slot - a.first_slot) * d.n_v_heads + h;
         const bf16 *mixed = a.mixed + static_cast<int64_t>(q.first + first) * d.taps.channels;
-        copy_wide(stage, a.w + item * kChunk * kWidth, kWidth, kChunk);
-        copy_wide(stage + kWideBytes, mixed + g * kWidth, d.taps.channels, n);
-        copy_wide(stage + 2 * kWideBytes, mixed + d.keys + g * kWidth, d.taps.channels, n);
-        for (int i = tid; i < kChunk * 8; i += kThreads) {
+        copy_wide(stage, a.w + item * kChunk * kWidth, kWidth, kChunk, tid, n_threads);
+        copy_wide(stage + kWideBytes, mixed + g * kWidth, d.taps.channels, n, tid, n_threads);
+        copy_wide(stage + 2 * kWideBytes, mixed + d.keys + g * kWidth, d.taps.channels, n, tid, n_threads);
+        for (int i = tid; i < kChunk * 8; i += n_threads) {
             const int row = i >> 3, piece = i & 7;
             copy16_async(shared_address(stage) + 3 * kWideBytes + narrow(row, piece), a.p + item * kChunk * kChunk + row * kChunk + piece * 8, true);
             copy16_async(shared_address(stage) + 3 * kWideBytes + kNarrowBytes + narrow(row, piece), a.u + item * kChunk * kWidth + row * kWidth + slice + piece * 8, true);
@@ -369,7 +378,7 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
     const int h = blockIdx.x >> 1, slice = (blockIdx.x & 1) * kSlice, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     uint8_t *ss = shared + kStages * kScanStage, *ds = ss + kWidth * 128, *decayed = ds + kNarrowBytes;
 
-    auto copy_stage = [&](int slot) { copy_scan_stage(a, q, base, slot, end, h, slice, shared + slot % kStages * kScanStage); };
+    auto copy_stage = [&](int slot) { copy_scan_stage(a, q, base, slot, end, h, slice, shared + slot % kStages * kScanStage, threadIdx.x, kThreads); };
     if constexpr (kStages == 2) copy_stage(begin);
     // The state: a warp holds rows 16 w .. + 15 of S, all 64 columns, as accumulators.
     float *state = reinterpret_cast<float *>(q.memory + d.state_offset) + static_cast<int64_t>(h) * kWidth * kWidth + slice;
@@ -486,8 +495,10 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
 
 #ifdef PK_WGMMA
 // The same on Hopper: one warpgroup makes D, the other O, both the state; S, D and its decayed copy are B operands with their columns
-// contiguous, W, Q, P and K come as fragments.
-__global__ void __launch_bounds__(kThreads, 1) delta_scan_hopper_kernel(const __grid_constant__ ChunkArguments a) {
+// contiguous, W, Q, P and K come as fragments. A third warpgroup copies: a fence for what wgmma reads waits for all copies of its thread.
+constexpr int kScanThreads = kThreads + 128;
+
+__global__ void __launch_bounds__(kScanThreads, 1) delta_scan_hopper_kernel(const __grid_constant__ ChunkArguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(128) uint8_t dynamic[];
     const DeltaArguments &d = a.delta;
@@ -502,8 +513,19 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_hopper_kernel(const __
     const int h = blockIdx.x >> 1, slice = (blockIdx.x & 1) * kSlice, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const bool makes_o = warp >= 4;
     uint8_t *ss = dynamic + (-shared_address(dynamic) & 1023), *ds = ss + kWidth * 128, *decayed = ds + kNarrowBytes, *stages = decayed + kNarrowBytes;
-    auto copy_stage = [&](int slot) { copy_scan_stage(a, q, base, slot, end, h, slice, stages + (slot & 1) * kScanStage); };
-    copy_stage(begin);
+    if (warp >= 8) {
+        auto copy_stage = [&](int slot) { copy_scan_stage(a, q, base, slot, end, h, slice, stages + slot % kHopperStages * kScanStage, threadIdx.x - kThreads, kScanThreads - kThreads); };
+        for (int i = 0; i < kHopperStages - 1; ++i) copy_stage(begin + i);
+        // In step with the barriers below: the chunk has arrived; D is there; all have read the chunk.
+        for (int slot = begin; slot < end; ++slot) {
+            wait_async<kHopperStages - 2>();
+            __syncthreads();
+            copy_stage(slot + kHopperStages - 1);
+            __syncthreads();
+            __syncthreads();
+        }
+        return;
+    }
     float *state = reinterpret_cast<float *>(q.memory + d.state_offset) + static_cast<int64_t>(h) * kWidth * kWidth + slice;
     float s[32];
     const int srow = warp * 16 + (lane >> 2), scol = 2 * (lane & 3), row0 = (warp & 3) * 16, row = row0 + (lane >> 2);
@@ -521,11 +543,9 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_hopper_kernel(const __
         for (int n = 0; n < 8; ++n)
 #pragma unroll
             for (int half = 0; half < 2; ++half) *reinterpret_cast<uint32_t *>(ss + narrow(srow + 8 * half, n) + scol * 2) = pack_bf16(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
-        copy_stage(slot + 1);
-        wait_async<1>();
         fence_async_proxy();
         __syncthreads();
-        const uint8_t *stage = stages + (slot & 1) * kScanStage;
+        const uint8_t *stage = stages + slot % kHopperStages * kScanStage;
         const uint32_t at = shared_address(stage), ks = at + 2 * kWideBytes, ps = at + 3 * kWideBytes;
         const uint8_t *us = stage + 3 * kWideBytes + kNarrowBytes;
         const float *decay = reinterpret_cast<const float *>(us + kNarrowBytes);
@@ -644,7 +664,7 @@ __global__ void __launch_bounds__(kThreads) delta_finish_kernel(const __grid_con
             if (first + t >= chunk.n) continue;
             const int64_t out = (start + first + t) * d.out_stride + h * kWidth + lane * 4;
             const float by = rsqrtf(warp_sum(o[t][0] * o[t][0] + o[t][1] * o[t][1] + o[t][2] * o[t][2] + o[t][3] * o[t][3]) / kWidth + d.eps);
-            const float v[4] = {o[t][0] * by * scale.x * silu(z[t][0]), o[t][1] * by * scale.y * silu(z[t][1]), o[t][2] * by * scale.z * silu(z[t][2]), o[t][3] * by * scale.w * silu(z[t][3])};
+            const float v[4] = {o[t][0] * by * scale.x * gate_of(d, z[t][0]), o[t][1] * by * scale.y * gate_of(d, z[t][1]), o[t][2] * by * scale.z * gate_of(d, z[t][2]), o[t][3] * by * scale.w * gate_of(d, z[t][3])};
             if (wide) {
                 *reinterpret_cast<uint2 *>(static_cast<bf16 *>(d.out) + out) = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
             } else {
@@ -673,19 +693,23 @@ int32_t launch_delta_chunks(const Launch &l, const pk_op_delta &op, const DeltaA
     a.decay = reinterpret_cast<float *>(l.scratch + s.decay);
     int most_shared = 0;
     if (int32_t e = check(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, l.ctx->device), "delta")) return e;
-    const int stages = most_shared >= 2 * kScanStage + kScanState + 1024 ? 2 : 1;
+    int stages = most_shared >= 2 * kScanStage + kScanState + 1024 ? 2 : 1;
     const unsigned rows = static_cast<unsigned>(max_rows_of(l)), slots = static_cast<unsigned>(l.max_tokens / kChunk) + rows, heads = op.n_v_heads;
-    if (int32_t e = launch(l, "delta_mix", delta_mix_kernel, dim3(slots, 2 * op.n_k_heads + heads), dim3(kThreads), 0, a)) return e;
+    const bool is_wide = delta.taps.format == PK_BF16 && delta.taps.stride % 4 == 0 && reinterpret_cast<uint64_t>(delta.taps.x) % 8 == 0;
+    if (int32_t e = launch(l, "delta_mix", is_wide ? delta_mix_kernel<true> : delta_mix_kernel<false>, dim3(slots, (2 * op.n_k_heads + heads + kMixHeads - 1) / kMixHeads), dim3(kThreads), 0, a)) return e;
     if (int32_t e = launch_tails(l, delta.taps, delta.most)) return e;
     for (unsigned first = 0; first < slots; first += s.segment) {
         a.first_slot = static_cast<int32_t>(first);
         a.n_slots = static_cast<int32_t>(std::min<int64_t>(s.segment, slots - first));
         if (int32_t e = launch(l, "delta_chunk", delta_chunk_kernel, dim3(a.n_slots, heads), dim3(kThreads), kPrepareShared, a)) return e;
+        int n_threads = kThreads;
         auto scan = stages == 2 ? delta_scan_kernel<2> : delta_scan_kernel<1>;
 #ifdef PK_WGMMA
         scan = delta_scan_hopper_kernel;
+        stages = kHopperStages;
+        n_threads = kScanThreads;
 #endif
-        if (int32_t e = launch(l, "delta_scan", scan, dim3(2 * heads, rows), dim3(kThreads), stages * kScanStage + kScanState + 1024, a)) return e;
+        if (int32_t e = launch(l, "delta_scan", scan, dim3(2 * heads, rows), dim3(n_threads), stages * kScanStage + kScanState + 1024, a)) return e;
     }
     return launch(l, "delta_finish", delta_finish_kernel, dim3(slots, heads), dim3(kThreads), 0, delta);
 }

@@ -70,7 +70,18 @@ struct EmbedArguments {
     int64_t row_bytes, out_stride, rows_symbol;
     int32_t n_units, cols, n_rows, out_format, format, block_stride, n_types, n_positions, position_offset;
     float scale;
+    // Of lookups in a stack of pieces; else piece_rows is 0. A negative number gives zeros.
+    int64_t piece_bytes;
+    int32_t piece_rows;
 };
+
+// Where the piece with row `id` begins; id becomes a row of the piece.
+__device__ __forceinline__ int64_t piece_of(const EmbedArguments &a, int &id) {
+    if (a.piece_rows == 0) return 0;
+    const int piece = id / a.piece_rows;
+    id -= piece * a.piece_rows;
+    return piece * a.piece_bytes;
+}
 
 __device__ __forceinline__ int token_of(const EmbedArguments &a, int t) {
     int id = a.token[t];
@@ -92,12 +103,13 @@ __global__ void __launch_bounds__(256) embed_rows_kernel(const __grid_constant__
     release_dependents();
     const int t = blockIdx.x;
     if (t >= rows_of(a.info, a.rows_symbol)) return;
-    const int id = token_of(a, t);
-    const uint8_t *row = a.table + id * a.row_bytes;
-    const float scale = a.scale * (a.row_scale != nullptr ? a.row_scale[id] : 1.0f);
+    int id = token_of(a, t);
+    const int64_t piece = piece_of(a, id);
+    const uint8_t *row = a.table + piece + id * a.row_bytes;
+    const float scale = a.piece_rows > 0 && a.token[t] < 0 ? 0.0f : a.scale * (a.row_scale != nullptr ? a.row_scale[piece / 4 + id] : 1.0f);
     for (int k = threadIdx.x; k < a.cols; k += 256) {
         float v = load_as_f32(row, k, a.format) * scale;
-        if (a.block_scale != nullptr) v *= a.block_scale[(id >> 7) * a.block_stride + (k >> 7)];
+        if (a.block_scale != nullptr) v *= a.block_scale[piece / 4 + (id >> 7) * a.block_stride + (k >> 7)];
         store_from_f32(a.out, t * a.out_stride + k, a.out_format, v + addend(a, t, k));
     }
 }
@@ -110,9 +122,12 @@ __global__ void __launch_bounds__(128) embed_block_kernel(const __grid_constant_
     release_dependents();
     const int t = blockIdx.x, lane = threadIdx.x & 31, unit = blockIdx.y * 4 + (threadIdx.x >> 5);
     if (t >= rows_of(a.info, a.rows_symbol) || unit >= a.n_units) return;
-    const int id = token_of(a, t), in = id & 15;
+    int id = token_of(a, t);
+    const int64_t piece = piece_of(a, id);
+    const int in = id & 15;
+    const float scale = a.piece_rows > 0 && a.token[t] < 0 ? 0.0f : a.scale;
     UnitRegisters<U> u;
-    load_unit<U>(u, a.table + (static_cast<int64_t>(id >> 4) * a.n_units + unit) * U::kBytes, lane);
+    load_unit<U>(u, a.table + piece + (static_cast<int64_t>(id >> 4) * a.n_units + unit) * U::kBytes, lane);
 #pragma unroll
     for (int b = 0; b < U::kU / 32; ++b)
 #pragma unroll
@@ -123,7 +138,7 @@ __global__ void __launch_bounds__(128) embed_block_kernel(const __grid_constant_
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 int k = unit * U::kU + 32 * b + 4 * (lane & 3) + (i < 4 ? i : 12 + i);
-                if (k < a.cols) store_from_f32(a.out, t * a.out_stride + k, a.out_format, v[i] * a.scale + addend(a, t, k));
+                if (k < a.cols) store_from_f32(a.out, t * a.out_stride + k, a.out_format, v[i] * scale + addend(a, t, k));
             }
         }
 }
@@ -180,6 +195,26 @@ int32_t check_embed(pk_ctx *ctx, const pk_op_embed &op, int64_t at) {
     return PK_OK;
 }
 
+static int32_t start_embed(const Launch &l, const Packed *p, EmbedArguments &a, unsigned rows);
+
+int32_t launch_lookup(const Launch &l, const pk_tensor &table, int32_t n_rows, const int32_t *ids, const pk_tensor &out) {
+    const Packed *p = find_packed(l.ctx, table);
+    EmbedArguments a = {};
+    a.table = reinterpret_cast<const uint8_t *>(table.data);
+    a.out = reinterpret_cast<void *>(out.data);
+    a.info = l.info;
+    a.token = ids;
+    a.out_stride = out.stride / (out.format == PK_F32 ? 4 : 2);
+    a.rows_symbol = out.rows;
+    a.cols = static_cast<int32_t>(table.cols);
+    a.n_rows = n_rows;
+    a.out_format = out.format;
+    a.scale = 1.0f;
+    a.piece_bytes = table.stride;
+    a.piece_rows = static_cast<int32_t>(table.rows);
+    return start_embed(l, p, a, static_cast<unsigned>(bound(l, out.rows)));
+}
+
 int32_t launch_embed(const Launch &l, const pk_op_embed &op) {
     const Packed *p = op.table.layout == PK_PACKED ? find_packed(l.ctx, op.table) : nullptr;
     EmbedArguments a = {};
@@ -201,6 +236,11 @@ int32_t launch_embed(const Launch &l, const pk_op_embed &op) {
     a.scale = op.scale;
     a.row_bytes = op.table.stride;
     a.format = op.table.format;
+    return start_embed(l, p, a, static_cast<unsigned>(bound(l, op.out.rows)));
+}
+
+// The launch, of a packed table or of plain rows.
+static int32_t start_embed(const Launch &l, const Packed *p, EmbedArguments &a, unsigned rows) {
     if (p != nullptr) {
         const float *scales = reinterpret_cast<const float *>(a.table + p->scales);
         a.row_scale = p->scale_kind == PK_SCALES_ROW ? scales : nullptr;
@@ -210,7 +250,6 @@ int32_t launch_embed(const Launch &l, const pk_op_embed &op) {
         a.format = p->format;
         a.scale *= p->scale;
     }
-    const unsigned rows = static_cast<unsigned>(bound(l, op.out.rows));
     if (p == nullptr || !is_block_format(p->format)) return launch(l, "embed", embed_rows_kernel, dim3(rows), dim3(256), 0, a);
     with_unit(p->format, [&](auto u) { a.n_units = static_cast<int32_t>(p->padded_cols / decltype(u)::kU); });
     const dim3 grid(rows, (a.n_units + 3) / 4);

@@ -173,9 +173,15 @@ struct MapArguments {
     const StepInfo *info;
     const int32_t *sample_at, *sample_row, *row_start;
     int64_t rows_symbol;
-    int32_t cols, act, is_gated;
+    int32_t cols, act, is_gated, is_wide;  // is_wide: eight neighbours of every operand are one or two loads of 16 bytes
     float scale;
 };
+
+// Every run of eight columns of a row that this thread owns.
+template <class Each>
+__device__ __forceinline__ void each_eight(const MapArguments &a, const Each &each) {
+    for (int k = (blockIdx.x * blockDim.x + threadIdx.x) * 8; k < a.cols; k += gridDim.x * blockDim.x * 8) each(k);
+}
 
 // out = act(x[:, 0:F]) * x[:, F:2F], or act(x)
 __global__ void gate_kernel(const __grid_constant__ MapArguments a) {
@@ -183,6 +189,17 @@ __global__ void gate_kernel(const __grid_constant__ MapArguments a) {
     release_dependents();
     const int row = blockIdx.y;
     if (row >= rows_of(a.info, a.rows_symbol)) return;
+    if (a.is_wide) {
+        each_eight(a, [&](int k) {
+            float g[8], u[8];
+            load8(a.x.p, row * a.x.stride + k, a.x.format, g);
+            if (a.is_gated) load8(a.x.p, row * a.x.stride + a.cols + k, a.x.format, u);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) g[i] = activate(g[i], a.act) * (a.is_gated ? u[i] : 1.0f);
+            store8(a.out.p, row * a.out.stride + k, a.out.format, g);
+        });
+        return;
+    }
     for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x) {
         float g = load_as_f32(a.x.p, row * a.x.stride + k, a.x.format), u = a.is_gated ? load_as_f32(a.x.p, row * a.x.stride + a.cols + k, a.x.format) : 1.0f;
         store_from_f32(a.out.p, row * a.out.stride + k, a.out.format, activate(g, a.act) * u);
@@ -211,6 +228,17 @@ __global__ void add_kernel(const __grid_constant__ MapArguments a) {
     release_dependents();
     const int row = blockIdx.y;
     if (row >= rows_of(a.info, a.rows_symbol)) return;
+    if (a.is_wide) {
+        each_eight(a, [&](int k) {
+            float x[8], y[8] = {};
+            load8(a.x.p, row * a.x.stride + k, a.x.format, x);
+            if (a.y.p != nullptr) load8(a.y.p, row * a.y.stride + k, a.y.format, y);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[i] = fmaf(x[i], a.scale, y[i]);
+            store8(a.out.p, row * a.out.stride + k, a.out.format, x);
+        });
+        return;
+    }
     for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x) {
         float v = load_as_f32(a.x.p, row * a.x.stride + k, a.x.format) * a.scale;
         if (a.y.p != nullptr) v += load_as_f32(a.y.p, row * a.y.stride + k, a.y.format);
@@ -224,6 +252,18 @@ __global__ void sigmoid_kernel(const __grid_constant__ MapArguments a) {
     release_dependents();
     const int row = blockIdx.y;
     if (row >= rows_of(a.info, a.rows_symbol)) return;
+    if (a.is_wide) {
+        const float one = a.act ? 0.0f : load_as_f32(a.y.p, row * a.y.stride, a.y.format);
+        each_eight(a, [&](int k) {
+            float x[8], g[8];
+            load8(a.x.p, row * a.x.stride + k, a.x.format, x);
+            if (a.act) load8(a.y.p, row * a.y.stride + k, a.y.format, g);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[i] /= 1.0f + __expf(-(a.act ? g[i] : one));
+            store8(a.out.p, row * a.out.stride + k, a.out.format, x);
+        });
+        return;
+    }
     for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < a.cols; k += gridDim.x * blockDim.x) {
         const float g = load_as_f32(a.y.p, row * a.y.stride + (a.act ? k : 0), a.y.format);
         store_from_f32(a.out.p, row * a.out.stride + k, a.out.format, load_as_f32(a.x.p, row * a.x.stride + k, a.x.format) / (1.0f + __expf(-g)));
@@ -241,13 +281,20 @@ __global__ void copy_kernel(const __grid_constant__ MapArguments a, int64_t x_st
     for (int64_t k = blockIdx.x * blockDim.x + threadIdx.x; k < row_bytes; k += gridDim.x * blockDim.x) out[k] = x[k];
 }
 
+// Whether eight neighbours of an operand may be loaded at once; one that is absent or a column may.
+bool is_eight(const Operand &o, bool is_column = false) {
+    return o.p == nullptr || is_column || ((o.format == PK_F32 || o.format == PK_BF16) && o.stride % 8 == 0 && reinterpret_cast<uintptr_t>(o.p) % 16 == 0);
+}
+
 int32_t launch_map(const Launch &l, const char *name, void (*kernel)(MapArguments), MapArguments &a, const pk_tensor &out) {
     a.info = l.info;
     a.out = operand(out);
     a.rows_symbol = out.rows;
     a.cols = static_cast<int32_t>(out.cols);
-    const int64_t rows = bound(l, out.rows);
-    return launch(l, name, kernel, dim3(static_cast<unsigned>(std::min<int64_t>((out.cols + 255) / 256, 64)), static_cast<unsigned>(rows)), dim3(256), 0, a);
+    const bool is_column = kernel == sigmoid_kernel && !a.act;
+    a.is_wide = a.cols % 8 == 0 && is_eight(a.x) && is_eight(a.y, is_column) && is_eight(a.out) && kernel != gather_kernel;
+    const int64_t rows = bound(l, out.rows), each = a.is_wide ? 2048 : 256;
+    return launch(l, name, kernel, dim3(static_cast<unsigned>(std::min<int64_t>((out.cols + each - 1) / each, 64)), static_cast<unsigned>(rows)), dim3(256), 0, a);
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // Loading, capturing and running programs.
 #include "program.h"
 
+#include "../../rare.h"
+
 #include <sched.h>
 
 #include <algorithm>
@@ -157,9 +159,10 @@ int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_stat
         if (r.op == PK_OP_MATMUL) n = matmul_scratch(&ctx, r.as<pk_op_matmul>(), resolve_rows(r.as<pk_op_matmul>().x.rows, state.max_step_tokens, state.max_step_rows));
         if (r.op == PK_OP_ATTENTION) n = attention_scratch(&ctx, r.as<pk_op_attention>(), state.max_step_rows);
         if (r.op == PK_OP_EXPERTS) n = experts_scratch(&ctx, r.as<pk_op_experts>(), resolve_rows(r.as<pk_op_experts>().x.rows, state.max_step_tokens, state.max_step_rows));
-        if (r.op == PK_OP_DELTA) n = delta_scratch(&ctx, r.as<pk_op_delta>(), state.max_step_tokens);
+        if (r.op == PK_OP_DELTA || r.op == PK_OP_DELTA_SIGMOID) n = delta_scratch(&ctx, r.as<pk_op_delta>(), state.max_step_tokens);
         if (r.op == PK_OP_MAMBA) n = mamba_scratch(r.as<pk_op_mamba>(), state.max_step_tokens);
         if (r.op == PK_OP_SAMPLE) n = sample_scratch(r.as<pk_op_sample>(), state.max_step_rows);
+        if (r.op >= PK_OP_SOFTPLUS) n = std::max(n, rare_scratch(&ctx, r, state));
         most = std::max(most, n);
     }
     return kCounterBytes + share_bytes(state) + (most + 255) / 256 * 256;
@@ -171,7 +174,8 @@ int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state
         int32_t status = PK_OK;
         if (r.op == PK_OP_EXPERTS) status = check_experts(ctx, r.as<pk_op_experts>(), i);
         if (r.op == PK_OP_MAMBA) status = check_mamba(r.as<pk_op_mamba>(), i);
-        if (r.op == PK_OP_DELTA) status = check_delta(r.as<pk_op_delta>(), state, i);
+        if (r.op >= PK_OP_SOFTPLUS) status = check_rare_op(ctx, r, state, i);
+        if (r.op == PK_OP_DELTA || r.op == PK_OP_DELTA_SIGMOID) status = check_delta(r.as<pk_op_delta>(), state, i);
         if (r.op == PK_OP_MATMUL) status = check_matmul(ctx, r.as<pk_op_matmul>(), i);
         if (r.op == PK_OP_EMBED) status = check_embed(ctx, r.as<pk_op_embed>(), i);
         if (r.op == PK_OP_ATTENTION) status = check_attention(r.as<pk_op_attention>(), i);

@@ -39,6 +39,8 @@ int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_stat
 // The ops of rare.h: whether there is one of that number, and one record of it.
 bool has_rare_op(int32_t op);
 int32_t launch_rare(const Launch &l, const Record &record);
+int64_t rare_scratch(const pk_ctx *ctx, const Record &record, const pk_state &state);
+int32_t check_rare_op(pk_ctx *ctx, const Record &record, const pk_state &state, int64_t at);
 // The checks that only these kernels know.
 int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state);
 int32_t load_program(pk_program &program, const int32_t *buckets, int32_t n_buckets);

@@ -15,7 +15,7 @@
 namespace pk {
 namespace {
 
-constexpr int64_t kPanelBytes = 64 << 20, kStreamShared = 96 << 10;
+constexpr int64_t kPanelBytes = 64 << 20, kStreamShared = 96 << 10, kLoneShared = 160 << 10;
 constexpr int32_t kSortThreads = 1024, kStreamTokens = 8, kStreamPairs = 8, kMostChosen = 64, kFewPairs = 1024;
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -144,7 +144,7 @@ struct CombineArguments {
     void *y;
     const StepInfo *info;
     int64_t ids_stride, weights_stride, out_stride, add_stride, y_stride, rows_symbol;
-    int32_t out_format, add_format, y_format, n_used, n_experts, first, n;
+    int32_t out_format, add_format, y_format, n_used, n_experts, first, n, is_wide;  // is_wide: eight columns are one or two loads
     float scale;
 };
 
@@ -166,6 +166,25 @@ __global__ void __launch_bounds__(256) expert_combine_kernel(const __grid_consta
         factors[before] = a.weights[t * a.weights_stride + i] * a.scale;
     }
     __syncthreads();
+    if (a.is_wide) {
+        for (int c = (blockIdx.y * 256 + threadIdx.x) * 8; c < a.n; c += gridDim.y * 2048) {
+            float v[8] = {}, x[8];
+#pragma unroll 4
+            for (int i = 0; i < a.n_used; ++i) {
+                if (positions[i] < 0) continue;
+                load8(a.out, positions[i] * a.out_stride + c, a.out_format, x);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) v[e] = fmaf(factors[i], x[e], v[e]);
+            }
+            if (a.add != nullptr) {
+                load8(a.add, t * a.add_stride + a.first + c, a.add_format, x);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) v[e] += x[e];
+            }
+            store8(a.y, t * a.y_stride + a.first + c, a.y_format, v);
+        }
+        return;
+    }
     for (int c = blockIdx.y * 256 + threadIdx.x; c < a.n; c += gridDim.y * 256) {
         float v = 0.0f;
         for (int i = 0; i < a.n_used; ++i)
@@ -212,7 +231,7 @@ bool is_wide(const pk_tensor &x) { return x.cols % 8 == 0 && x.stride % 16 == 0 
 int64_t stream_shared(int64_t k, const ExpertUnit &u, int64_t pairs, int64_t *x_row_bytes) {
     const int64_t padded = round_up(k, u.unit);
     *x_row_bytes = padded * 2 + 64;
-    return pairs * *x_row_bytes + (u.group ? padded / u.group * 32 : 0) + 8 * 32 * 9 * 4;
+    return pairs * *x_row_bytes + (u.group ? padded / u.group * 32 * ((pairs + 7) / 8) : 0) + 8 * 32 * 9 * 4;
 }
 
 Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
@@ -222,8 +241,11 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     p.pairs = n_rows * k;
     p.is_lone = n_rows == 1;
     p.is_stream = n_rows <= kStreamTokens || p.pairs <= int64_t{kStreamPairs} * op.n_experts;
-    p.item_pairs = p.is_stream ? kStreamPairs : kTileRows;
     const pk_tensor *stacks[3] = {&first_stack(op), &op.up, &op.down};
+    // More pairs an item where many experts would have two items of eight, their weights read twice, and where registers allow it.
+    bool is_small = true;
+    for (const pk_tensor *stack : stacks) is_small = is_small && unit_of(stored_format(stack->format)).unit <= 128;
+    p.item_pairs = !p.is_stream ? kTileRows : is_small && p.pairs > int64_t{kStreamPairs} / 2 * op.n_experts ? 2 * kStreamPairs : kStreamPairs;
     if (p.is_stream) {
         p.item_pairs = static_cast<int32_t>(std::min<int64_t>(p.item_pairs, n_rows));
         for (int i = 0; i < 3; ++i) {
@@ -282,6 +304,39 @@ int32_t launch_product(const Launch &l, int32_t format, const Plan &plan, const 
     }
 }
 
+int32_t launch_lone(const Launch &l, int32_t format, const ExpertProduct &p, const ExpertProduct &d, const LoneEnd &end, int64_t shared_bytes) {
+    switch (format) {
+#define PK_CASE(F) case F: return launch_expert_lone<F>(l, p, d, end, shared_bytes);
+        PK_CASE(PK_BF16) PK_CASE(PK_F16) PK_CASE(PK_FP8_E4M3) PK_CASE(PK_FP8_E5M2) PK_CASE(PK_Q8_0) PK_CASE(PK_Q4_0) PK_CASE(PK_Q4_1) PK_CASE(PK_Q5_0) PK_CASE(PK_Q5_1)
+        PK_CASE(PK_Q2_K) PK_CASE(PK_Q3_K) PK_CASE(PK_Q4_K) PK_CASE(PK_Q5_K) PK_CASE(PK_Q6_K) PK_CASE(PK_IQ4_NL) PK_CASE(PK_IQ4_XS) PK_CASE(PK_MXFP4) PK_CASE(PK_NVFP4)
+#undef PK_CASE
+        default: return fail(PK_UNSUPPORTED, "experts: no kernel for weight format %d", format);
+    }
+}
+
+// Bytes that the launch of a lone token's experts stages at once: x of the first half, or every expert's hidden values.
+int64_t lone_shared(const Plan &plan, const pk_op_experts &op) {
+    const ExpertUnit unit = unit_of(stored_format(op.up.format));
+    int64_t row_bytes = 0;
+    auto staged = [&](int64_t k) { return stream_shared(k, unit, 1, &row_bytes) - 8 * 32 * 9 * 4; };
+    return std::max(staged(op.up.cols) + 8 * 32 * 4, op.ids.cols * staged(op.down.cols) + 8 * 16 * 4);
+}
+
+// How many of a block's warps split K of gate and up: the fewest rounds of units and of tasks of 16 rows.
+int32_t lone_warps(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_units) {
+    const int64_t tasks = (op.up.rows + 15) / 16 * op.ids.cols;
+    int32_t best = 8;
+    int64_t least = INT64_MAX;
+    for (int32_t n : {8, 4, 2, 1}) {
+        const int64_t teams = int64_t{ctx.n_processors} * (8 / n), rounds = (n_units + n - 1) / n * ((tasks + teams - 1) / teams);
+        if (rounds < least) {
+            least = rounds;
+            best = n;
+        }
+    }
+    return best;
+}
+
 int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan) {
     SortArguments a = {};
     a.ids = reinterpret_cast<const int32_t *>(op.ids.data);
@@ -328,7 +383,10 @@ int32_t launch_combine(const Launch &l, const pk_op_experts &op, const Plan &pla
     a.first = static_cast<int32_t>(first);
     a.n = static_cast<int32_t>(n);
     a.scale = op.scale;
-    return launch(l, "expert_combine", expert_combine_kernel, dim3(static_cast<unsigned>(bound(l, op.x.rows)), static_cast<unsigned>((n + 1023) / 1024)), dim3(256), 0, a);
+    auto is_eight = [](const void *p, int64_t stride) { return p == nullptr || (stride % 8 == 0 && reinterpret_cast<uint64_t>(p) % 16 == 0); };
+    a.is_wide = n % 8 == 0 && first % 8 == 0 && is_eight(a.out, a.out_stride) && is_eight(a.add, a.add_stride) && is_eight(a.y, a.y_stride);
+    const int64_t each = a.is_wide ? 2048 : 1024;
+    return launch(l, "expert_combine", expert_combine_kernel, dim3(static_cast<unsigned>(bound(l, op.x.rows)), static_cast<unsigned>((n + each - 1) / each)), dim3(256), 0, a);
 }
 
 }  // namespace
@@ -386,7 +444,11 @@ int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
     p.out = l.scratch + plan.hidden;
     p.out_format = PK_BF16;
     p.out_stride = p.padded_out = static_cast<int32_t>(plan.hidden_cols);
-    if (int32_t e = run(gate, 0)) return e;
+    // Where every block has at most one tile of the output; with more, the blocks of three launches share the work better.
+    const bool is_lone = plan.is_lone && gate.format == down.format && up.format == down.format && lone_shared(plan, op) <= kLoneShared && down.rows <= 16ll * l.ctx->n_processors;
+    ExpertProduct begin = p;  // of a lone token
+    if (!is_lone)
+        if (int32_t e = run(gate, 0)) return e;
     if (has_gate && !is_one) {
         p.w[0] = weight_of(l, op.up, op.up_bias);
         p.gate = p.out;
@@ -408,6 +470,23 @@ int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
     p.out_format = plan.out_format;
     p.out_stride = plan.panel;
     p.padded_out = 0;
+    if (is_lone) {
+        begin.n_units = static_cast<int32_t>(gate.padded_cols / unit_of(gate.format).unit);
+        begin.warps_k = lone_warps(*l.ctx, op, begin.n_units);
+        begin.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[0]);
+        p.n_units = static_cast<int32_t>(down.padded_cols / unit_of(down.format).unit);
+        p.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[2]);
+        p.n_rows = static_cast<int32_t>(down.rows);
+        LoneEnd end = {};
+        end.weights = reinterpret_cast<const float *>(op.weights.data);
+        end.add = reinterpret_cast<const void *>(op.add.data);
+        end.y = reinterpret_cast<void *>(op.y.data);
+        end.counter = l.counters;
+        end.add_format = op.add.format;
+        end.y_format = op.y.format;
+        end.scale = op.scale;
+        return launch_lone(l, down.format, begin, p, end, lone_shared(plan, op));
+    }
     for (int64_t first = 0; first < down.rows; first += plan.panel) {
         p.first_row = static_cast<int32_t>(first);
         p.n_rows = static_cast<int32_t>(std::min(plan.panel, down.rows - first));

@@ -6,270 +6,114 @@
 // the products. x: F32 or BF16 (tiles: BF16, 16-byte rows).
 #include <algorithm>
 
-#include "../../include/device.cuh"
-#include "../../include/experts.cuh"
-#include "../../include/format/rows.cuh"
-#include "../../include/format/unit.cuh"
+#include "../../include/experts_piece.cuh"
 #include "../../include/wgmma.cuh"
 
 namespace pk {
 namespace {
 
-constexpr int kRed = 9;  // floats of a row of partial sums
-
-// How a format lies in registers: units of kU elements of 16 rows.
-template <int kFormat, bool kBlock> struct Piece;
-template <int kFormat> struct Piece<kFormat, true> {
-    using U = Unit<kFormat>;
-    using Registers = UnitRegisters<U>;
-    static constexpr int kU = U::kU, kGroup = U::kGroup, kBias = U::kBias;
-    static constexpr bool kHasSums = U::kBias != 0 || U::kHasMin;
-    __device__ static void load(Registers &r, const ExpertWeight &, const uint8_t *matrix, int row0, int unit, int n_units, int lane) {
-        load_unit<U>(r, matrix + (static_cast<int64_t>(row0 >> 4) * n_units + unit) * U::kBytes, lane);
-    }
-};
-template <int kFormat> struct Piece<kFormat, false> {
-    using Registers = RowsRegisters;
-    static constexpr int kU = Rows<kFormat>::kU, kGroup = 32, kBias = 0;
-    static constexpr bool kHasSums = false;
-    __device__ static void load(Registers &r, const ExpertWeight &w, const uint8_t *matrix, int row0, int unit, int, int lane) {
-        load_rows<kFormat>(r, matrix + row0 * w.row_bytes, w.row_bytes, unit, lane);
-    }
-};
-template <int kFormat> using PieceOf = Piece<kFormat, is_block_format(kFormat)>;
-
-__device__ __forceinline__ ExpertItem item_of(const ExpertProduct &p, int i) {
-    if (p.ids != nullptr) {
-        const int e = p.ids[i];
-        return {e, i, e >= 0 && e < p.n_experts && rows_of(p.info, p.rows_symbol) > 0 ? 1 : 0, 0};
-    }
-    return i < *p.n_items ? p.items[i] : ExpertItem{0, 0, 0, 0};
-}
-
-__device__ __forceinline__ int64_t x_row_of(const ExpertProduct &p, int position) {
-    return p.by_position ? position : p.ids != nullptr ? 0 : p.order[position] / p.n_used;
-}
-
-__device__ __forceinline__ float gated(const ExpertProduct &p, float gate, float up) {
-    if (p.act != PK_ACT_SWIGLU_CLAMP) return activate(gate, p.act) * up;
-    gate = fminf(gate, p.limit);
-    up = fminf(fmaxf(up, -p.limit), p.limit);
-    return gate / (1.0f + __expf(-p.alpha * gate)) * (up + 1.0f);
-}
-
-// What a raw sum of row `row` becomes.
-__device__ __forceinline__ float finish(const ExpertWeight &w, const uint8_t *matrix, float scale, int expert, int row, float v) {
-    v *= scale;
-    if (w.row_scale_at >= 0) v *= reinterpret_cast<const float *>(matrix + w.row_scale_at)[row];
-    return w.bias != nullptr ? v + w.bias[static_cast<int64_t>(expert) * w.rows + row] : v;
-}
-
-__device__ __forceinline__ float block_scale_of(const ExpertWeight &w, const uint8_t *matrix, int row, int unit) {
-    return w.block_scale_at >= 0 ? __ldg(reinterpret_cast<const float *>(matrix + w.block_scale_at) + (row >> 7) * w.block_stride + unit) : 1.0f;
-}
-
 // ---- few pairs ----
 
-// Where the run of four elements at k goes among the staged elements, so that a lane's eight values are neighbours.
-template <int kFormat>
-__device__ __forceinline__ int staged_position(int k) {
-    if constexpr (is_block_format(kFormat)) {
-        const int in = k & 31;
-        return (k & ~31) + 8 * ((in & 15) >> 2) + 4 * (in >> 4);
-    } else if constexpr (Rows<kFormat>::kIsFp8) {
-        const int in = k & 63;
-        return (k & ~63) + 32 * ((in >> 3) & 1) + 8 * (in >> 4) + (in & 7);
-    } else {
-        return k;
-    }
-}
-
-template <int kFormat>
-__device__ __forceinline__ void stage_x(const ExpertProduct &p, const ExpertItem &item, uint8_t *xs) {
-    const int per_row = p.n_units * PieceOf<kFormat>::kU / 8;
-    for (int i = threadIdx.x; i < per_row * item.count; i += kExpertThreads) {
-        const int n = i / per_row, k = (i - n * per_row) * 8;
-        const int64_t from = x_row_of(p, item.first + n) * p.x_stride + k;
-        float v[8] = {};
-        if (p.is_wide && k < p.k) {
-            load8(p.x, from, p.x_format, v);
-        } else {
-            for (int e = 0; e < 8 && k + e < p.k; ++e) v[e] = load_as_f32(p.x, from + e, p.x_format);
-        }
-        uint2 low = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])), high = make_uint2(pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
-        if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) {
-            low = make_uint2(pack_bf16(v[0], v[2]), pack_bf16(v[1], v[3]));
-            high = make_uint2(pack_bf16(v[4], v[6]), pack_bf16(v[5], v[7]));
-        }
-        uint8_t *row = xs + n * p.x_row_bytes;
-        *reinterpret_cast<uint2 *>(row + 2 * staged_position<kFormat>(k)) = low;
-        *reinterpret_cast<uint2 *>(row + 2 * staged_position<kFormat>(k + 4)) = high;
-    }
-}
-
-// -kBias (or -1) times the sum of x over each group of a scale.
-template <int kFormat>
-__device__ __forceinline__ void stage_sums(const ExpertProduct &p, const ExpertItem &item, const uint8_t *xs, float *sums) {
-    using P = PieceOf<kFormat>;
-    constexpr float kFactor = P::kBias ? -static_cast<float>(P::kBias) : -1.0f;
-    const int n_blocks = p.n_units * P::kU / 32;
-    for (int i = threadIdx.x; i < n_blocks * 8; i += kExpertThreads) {
-        const int b = i >> 3, n = i & 7;
-        float s[2] = {0.0f, 0.0f};
-        if (n < item.count) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const uint4 v = *reinterpret_cast<const uint4 *>(xs + n * p.x_row_bytes + b * 64 + c * 16);
-                s[0] += low_f32(v.x) + high_f32(v.x) + low_f32(v.y) + high_f32(v.y);
-                s[1] += low_f32(v.z) + high_f32(v.z) + low_f32(v.w) + high_f32(v.w);
-            }
-        }
-        if constexpr (P::kGroup == 16) {
-            sums[2 * b * 8 + n] = kFactor * s[0];
-            sums[(2 * b + 1) * 8 + n] = kFactor * s[1];
-        } else {
-            sums[b * 8 + n] = kFactor * (s[0] + s[1]);
-        }
-    }
-}
-
-// Adds one unit of 16 rows times up to eight pairs: acc[rows 16, pairs 8].
-template <int kFormat>
-__device__ __forceinline__ void multiply(const typename PieceOf<kFormat>::Registers &r, float (&acc)[4], const uint8_t *x_lane, const float *sums_lane, float block_scale) {
-    using P = PieceOf<kFormat>;
-    float raw[4] = {};
-#pragma unroll
-    for (int b = 0; b < P::kU / 32; ++b) {
-        if constexpr (P::kU > 64) __syncwarp();  // keeps the scheduler from decoding all blocks at once, which spills
-        uint32_t lo[4], hi[4];
-        const uint4 x = *reinterpret_cast<const uint4 *>(x_lane + b * 64);
-        if constexpr (is_block_format(kFormat)) {
-            using U = Unit<kFormat>;
-            constexpr int kParts = 32 / U::kGroup;
-            unit_codes<U>(r, b, 0, lo);
-            unit_codes<U>(r, b, 1, hi);
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-                float s0, m0, s1, m1;
-                unit_scale<U>(r, b * kParts + part, 0, s0, m0);
-                unit_scale<U>(r, b * kParts + part, 1, s1, m1);
-                float2 bias = make_float2(0.0f, 0.0f);
-                if constexpr (P::kHasSums) bias = *reinterpret_cast<const float2 *>(sums_lane + (b * kParts + part) * 8);
-                float t[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-                if constexpr (U::kBias != 0) {
-                    t[0] = t[2] = bias.x;
-                    t[1] = t[3] = bias.y;
-                }
-                if (kParts == 1 || part == 0) mma_bf16(t, lo[0], hi[0], lo[1], hi[1], x.x, x.y);
-                if (kParts == 1 || part == 1) mma_bf16(t, lo[2], hi[2], lo[3], hi[3], x.z, x.w);
-                acc[0] = fmaf(s0, t[0], acc[0]);
-                acc[1] = fmaf(s0, t[1], acc[1]);
-                acc[2] = fmaf(s1, t[2], acc[2]);
-                acc[3] = fmaf(s1, t[3], acc[3]);
-                if constexpr (U::kHasMin) {
-                    constexpr float kPer = U::kBias ? 1.0f / U::kBias : 1.0f;
-                    m0 *= kPer;
-                    m1 *= kPer;
-                    acc[0] = fmaf(m0, bias.x, acc[0]);
-                    acc[1] = fmaf(m0, bias.y, acc[1]);
-                    acc[2] = fmaf(m1, bias.x, acc[2]);
-                    acc[3] = fmaf(m1, bias.y, acc[3]);
-                }
-            }
-        } else {
-            rows_codes<kFormat, 0>(r, b, 0, lo);
-            rows_codes<kFormat, 0>(r, b, 1, hi);
-            mma_bf16(raw, lo[0], hi[0], lo[1], hi[1], x.x, x.y);
-            mma_bf16(raw, lo[2], hi[2], lo[3], hi[3], x.z, x.w);
-            if constexpr (kFormat == PK_F16) {
-                rows_codes<kFormat, 1>(r, b, 0, lo);
-                rows_codes<kFormat, 1>(r, b, 1, hi);
-                mma_bf16(raw, lo[0], hi[0], lo[1], hi[1], x.x, x.y);
-                mma_bf16(raw, lo[2], hi[2], lo[3], hi[3], x.z, x.w);
-            }
-        }
-    }
-    if constexpr (!is_block_format(kFormat)) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[i] = fmaf(block_scale, raw[i], acc[i]);
-    }
-}
-
-// Grid: groups of row tiles (a block walks over them), items. Shared: x [count, n_units * kU], sums, partial sums of the warps.
+// Grid: any. Tasks are the groups of rows of all items, dealt out evenly: a block takes neighbours, and what it reads next is on its way
+// over the borders of items. Shared: x [count, n_units * kU], sums of up to two tiles of eight pairs, partial sums of the warps.
 template <int kFormat>
 __global__ void __launch_bounds__(kExpertThreads, 2) expert_stream_kernel(const __grid_constant__ ExpertProduct p) {
     using P = PieceOf<kFormat>;
+    constexpr int kMostTiles = P::kU <= 128 ? 2 : 1;
     extern __shared__ __align__(128) uint8_t shared[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wk = warp % p.warps_k, wm = warp / p.warps_k, warps_m = 8 / p.warps_k;
-    const bool is_gated = p.n_w == 2;
+    const bool is_gated = p.n_w == 2, has_units = wk < p.n_units;
     const int out_rows = is_gated ? 16 : 32, group_rows = out_rows * warps_m, n_groups = (p.n_rows + group_rows - 1) / group_rows;
+    const int sums_floats = P::kHasSums ? p.n_units * P::kU / P::kGroup * 8 : 0;
     wait_dependence();
     release_dependents();
-    const ExpertItem item = item_of(p, blockIdx.y);
-    if (item.count == 0 || static_cast<int>(blockIdx.x) >= n_groups) return;
-    const uint8_t *matrix[2] = {p.w[0].data + item.expert * p.w[0].stride, is_gated ? p.w[1].data + item.expert * p.w[1].stride : nullptr};
-    uint8_t *xs = shared;
-    float *sums = reinterpret_cast<float *>(xs + item.count * p.x_row_bytes);
-    float *red = sums + (P::kHasSums ? p.n_units * P::kU / P::kGroup * 8 : 0);
+    const int64_t n_tasks = static_cast<int64_t>(items_of(p)) * n_groups;
+    int task = static_cast<int>(n_tasks * blockIdx.x / gridDim.x);
+    const int end = static_cast<int>(n_tasks * (blockIdx.x + 1) / gridDim.x);
+    if (task >= end) return;
 
     typename P::Registers regs[2];
+    float block_scale[2] = {1.0f, 1.0f};
     auto row_of = [&](int group, int t) { return p.first_row + (group * warps_m + wm) * out_rows + (is_gated ? 0 : t * 16); };
-    auto load = [&](int group, int unit, int t) {
+    auto load = [&](int expert, int group, int unit, int t) {
         const ExpertWeight &w = p.w[is_gated ? t : 0];
-        P::load(regs[t], w, matrix[is_gated ? t : 0], min(row_of(group, t), w.padded_rows - 16), unit, p.n_units, lane);
+        const uint8_t *matrix = w.data + expert * w.stride;
+        const int row0 = min(row_of(group, t), w.padded_rows - 16);
+        P::load(regs[t], w, matrix, row0, unit, p.n_units, lane);
+        if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) block_scale[t] = block_scale_of(w, matrix, row0, unit);
     };
-    int group = blockIdx.x;
-    const bool has_units = wk < p.n_units;
+    int index = task / n_groups;
+    ExpertItem item = item_of(p, index);
     if (has_units) {
-        load(group, wk, 0);
-        load(group, wk, 1);
+        load(item.expert, task - index * n_groups, wk, 0);
+        load(item.expert, task - index * n_groups, wk, 1);
     }
-    const float scales[2] = {*reinterpret_cast<const float *>(matrix[0] + p.w[0].scale_at), is_gated ? *reinterpret_cast<const float *>(matrix[1] + p.w[1].scale_at) : 1.0f};
-    stage_x<kFormat>(p, item, xs);
-    __syncthreads();
-    if constexpr (P::kHasSums) {
-        stage_sums<kFormat>(p, item, xs, sums);
+    for (;;) {
+        const uint8_t *matrix[2] = {p.w[0].data + item.expert * p.w[0].stride, p.w[is_gated].data + item.expert * p.w[is_gated].stride};
+        const float scales[2] = {*reinterpret_cast<const float *>(matrix[0] + p.w[0].scale_at), *reinterpret_cast<const float *>(matrix[1] + p.w[is_gated].scale_at)};
+        const int n_tiles = (item.count + 7) >> 3;
+        uint8_t *xs = shared;
+        float *sums = reinterpret_cast<float *>(xs + item.count * p.x_row_bytes), *red = sums + n_tiles * sums_floats;
+        stage_x<kFormat>(p, item, xs);
         __syncthreads();
-    }
-    // Lanes past the pairs read one that is there; their columns are never stored.
-    const uint8_t *x_lane = xs + ((lane >> 2) % item.count) * p.x_row_bytes + (lane & 3) * 16;
-
-    for (; group < n_groups; group += gridDim.x) {
-        float acc[2][4] = {};
-        for (int u = wk; u < p.n_units; u += p.warps_k) {
-            const bool is_last = u + p.warps_k >= p.n_units;
-            const int next_u = is_last ? wk : u + p.warps_k, next_group = is_last ? group + gridDim.x : group;
+        if constexpr (P::kHasSums) {
+            for (int q = 0; q < n_tiles; ++q)
+                stage_sums<kFormat>(p, ExpertItem{item.expert, item.first + 8 * q, min(8, item.count - 8 * q), 0}, xs + 8 * q * p.x_row_bytes, sums + q * sums_floats);
+            __syncthreads();
+        }
+        // Lanes past the pairs read one that is there; their columns are never stored.
+        const uint8_t *x_lane[kMostTiles];
 #pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                const int i = is_gated ? t : 0;
-                const float block_scale = !is_block_format(kFormat) && Rows<kFormat>::kIsFp8 ? block_scale_of(p.w[i], matrix[i], min(row_of(group, t), p.w[i].padded_rows - 16), u) : 1.0f;
-                multiply<kFormat>(regs[t], acc[t], x_lane + u * P::kU * 2, sums + u * (P::kU / P::kGroup) * 8 + 2 * (lane & 3), block_scale);
-                if (next_group < n_groups) load(next_group, next_u, t);
+        for (int q = 0; q < kMostTiles; ++q) x_lane[q] = xs + (8 * q + (lane >> 2) < item.count ? 8 * q + (lane >> 2) : 0) * p.x_row_bytes + (lane & 3) * 16;
+        const int until = min(end, (index + 1) * n_groups);
+        const ExpertItem next = until < end ? item_of(p, index + 1) : item;
+        for (; task < until; ++task) {
+            const int group = task - index * n_groups;
+            float acc[kMostTiles][2][4] = {};
+            for (int u = wk; u < p.n_units; u += p.warps_k) {
+                const bool is_last = u + p.warps_k >= p.n_units, is_across = is_last && task + 1 == until;
+                const bool is_more = !is_across || until < end;
+#pragma unroll
+                for (int t = 0; t < 2; ++t) {
+                    multiply<kFormat>(regs[t], acc[0][t], x_lane[0] + u * P::kU * 2, sums + u * (P::kU / P::kGroup) * 8 + 2 * (lane & 3), block_scale[t]);
+                    if constexpr (kMostTiles == 2)
+                        if (n_tiles == 2) multiply<kFormat>(regs[t], acc[1][t], x_lane[1] + u * P::kU * 2, sums + sums_floats + u * (P::kU / P::kGroup) * 8 + 2 * (lane & 3), block_scale[t]);
+                    if (is_more) load(is_across ? next.expert : item.expert, is_across ? 0 : is_last ? group + 1 : group, is_last ? wk : u + p.warps_k, t);
+                }
+            }
+#pragma unroll
+            for (int q = 0; q < kMostTiles; ++q) {
+                if (q == n_tiles) break;
+                __syncthreads();
+                float *mine = red + warp * 32 * kRed;
+#pragma unroll
+                for (int t = 0; t < 2; ++t)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) mine[(t * 16 + (lane >> 2) + 8 * (i >> 1)) * kRed + 2 * (lane & 3) + (i & 1)] = acc[q][t][i];
+                __syncthreads();
+                for (int j = threadIdx.x; j < min(8, item.count - 8 * q) * group_rows; j += kExpertThreads) {
+                    const int in_group = j % group_rows, n = j / group_rows, m = in_group / out_rows, in = in_group % out_rows;
+                    const int local = group * group_rows + in_group, row = p.first_row + local;
+                    if (local >= p.n_rows) continue;
+                    const int64_t at = (item.first + 8 * q + n) * p.out_stride + local;
+                    float first = 0.0f, second = 0.0f;
+                    for (int k = 0; k < p.warps_k; ++k) {
+                        const float *part = red + ((m * p.warps_k + k) * 32 + in) * kRed + n;
+                        first += part[0];
+                        if (is_gated) second += part[16 * kRed];
+                    }
+                    float v = finish(p.w[0], matrix[0], scales[0], item.expert, row, first);
+                    if (is_gated) v = gated(p, v, finish(p.w[1], matrix[1], scales[1], item.expert, row, second));
+                    if (p.gate != nullptr) v = gated(p, load_as_f32(p.gate, at, p.out_format), v);
+                    if (p.act == PK_ACT_RELU2) v = activate(v, PK_ACT_RELU2);
+                    store_from_f32(p.out, at, p.out_format, v);
+                }
             }
         }
+        if (task >= end) return;
+        ++index;
+        item = next;
         __syncthreads();
-        float *mine = red + warp * 32 * kRed;
-#pragma unroll
-        for (int t = 0; t < 2; ++t)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) mine[(t * 16 + (lane >> 2) + 8 * (i >> 1)) * kRed + 2 * (lane & 3) + (i & 1)] = acc[t][i];
-        __syncthreads();
-        for (int j = threadIdx.x; j < item.count * group_rows; j += kExpertThreads) {
-            const int in_group = j % group_rows, n = j / group_rows, m = in_group / out_rows, in = in_group % out_rows;
-            const int local = group * group_rows + in_group, row = p.first_row + local;
-            if (local >= p.n_rows) continue;
-            float first = 0.0f, second = 0.0f;
-            for (int k = 0; k < p.warps_k; ++k) {
-                const float *part = red + ((m * p.warps_k + k) * 32 + in) * kRed + n;
-                first += part[0];
-                if (is_gated) second += part[16 * kRed];
-            }
-            float v = finish(p.w[0], matrix[0], scales[0], item.expert, row, first);
-            if (is_gated) v = gated(p, v, finish(p.w[1], matrix[1], scales[1], item.expert, row, second));
-            if (p.gate != nullptr) v = gated(p, load_as_f32(p.gate, (item.first + n) * p.out_stride + local, p.out_format), v);
-            if (p.act == PK_ACT_RELU2) v = activate(v, PK_ACT_RELU2);
-            store_from_f32(p.out, (item.first + n) * p.out_stride + local, p.out_format, v);
-        }
     }
 }
 
@@ -475,9 +319,9 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
 
 template <int kFormat>
 int32_t launch_expert_stream(const Launch &l, const ExpertProduct &p, int32_t max_items, int64_t shared_bytes) {
-    const int32_t group_rows = (p.n_w == 2 ? 16 : 32) * (8 / p.warps_k), n_groups = (p.n_rows + group_rows - 1) / group_rows;
-    const int32_t wanted = std::max(1, (4 * l.ctx->n_processors + max_items - 1) / max_items);
-    return launch(l, "expert_stream", expert_stream_kernel<kFormat>, dim3(std::min(n_groups, wanted), max_items), dim3(kExpertThreads), shared_bytes, p);
+    const int32_t group_rows = (p.n_w == 2 ? 16 : 32) * (8 / p.warps_k);
+    const int64_t most = static_cast<int64_t>((p.n_rows + group_rows - 1) / group_rows) * max_items;
+    return launch(l, "expert_stream", expert_stream_kernel<kFormat>, dim3(static_cast<unsigned>(std::min<int64_t>(most, 2 * l.ctx->n_processors))), dim3(kExpertThreads), shared_bytes, p);
 }
 
 template <int kFormat>

@@ -8,6 +8,7 @@
 // never sums more than 128 products. With an activation the first half of a tile is gate, the second up. Assumes swizzled 128-byte boxes (K padded to whole boxes). Does not handle: fewer rows than
 // min_rows.
 #include "../../include/gemm.cuh"
+#include "../../include/quantise.cuh"
 #include "../../include/wgmma.cuh"
 
 #if defined(PK_WGMMA)
@@ -348,37 +349,6 @@ __global__ void PK_CLUSTER_DIMS(kCluster) __launch_bounds__(kThreads, 1) gemm_wg
 #endif
 }
 
-// Activations to e4m3 with one scale per row and 128 columns. A warp per group of 128; scales [K/128][rows].
-__global__ void __launch_bounds__(256) quantise_kernel(const void *x, int64_t x_stride, int32_t x_format, uint8_t *out, int64_t out_stride, float *scales, int64_t scale_stride, int k, const StepInfo *info, int64_t rows_symbol, int min_rows) {
-    wait_dependence();
-    release_dependents();
-    const int row = blockIdx.y, lane = threadIdx.x & 31, g = blockIdx.x * 8 + (threadIdx.x >> 5), n_rows = rows_of(info, rows_symbol);
-    if (row >= n_rows || n_rows < min_rows || g * 128 >= out_stride) return;
-    float v[4], most = 0.0f;
-    const int first = g * 128 + lane * 4;
-    if (((x_stride | k) & 3) == 0 && (reinterpret_cast<uintptr_t>(x) & 15) == 0 && first < k) {
-        if (x_format == PK_BF16) {
-            const uint2 p = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(x) + row * x_stride + first);
-            v[0] = low_f32(p.x); v[1] = high_f32(p.x); v[2] = low_f32(p.y); v[3] = high_f32(p.y);
-        } else {
-            const float4 p = *reinterpret_cast<const float4 *>(static_cast<const float *>(x) + row * x_stride + first);
-            v[0] = p.x; v[1] = p.y; v[2] = p.z; v[3] = p.w;
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = first + i < k ? load_as_f32(x, row * x_stride + first + i, x_format) : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(v[i]));
-    for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-    const float scale = most > 0.0f ? most / 448.0f : 1.0f, inverse = 1.0f / scale;
-    uint32_t packed = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) packed |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(v[i] * inverse, __NV_SATFINITE, __NV_E4M3)) << (8 * i);
-    *reinterpret_cast<uint32_t *>(out + row * out_stride + g * 128 + lane * 4) = packed;
-    if (lane == 0) scales[g * scale_stride + row] = scale;
-}
-
 int32_t make_map(const Launch &l, CUtensorMap *map, const void *data, bool fp8, int64_t rows, int64_t cols, int64_t row_bytes, int box_rows) {
     const cuuint64_t size[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)}, stride[1] = {static_cast<cuuint64_t>(row_bytes)};
     const cuuint32_t box[2] = {fp8 ? 128u : 64u, static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
@@ -460,7 +430,8 @@ int32_t launch_gemm_fp8(const Launch &l, GemmArguments a, int64_t max_rows, int3
     uint8_t *x = l.scratch;
     float *scales = reinterpret_cast<float *>(l.scratch + (max_rows * padded + 255) / 256 * 256);
     const int64_t stride = a.x_row_bytes / (x_format == PK_F32 ? 4 : 2);
-    if (int32_t e = launch(l, "quantise", quantise_kernel, dim3(static_cast<unsigned>((padded / 128 + 7) / 8), static_cast<unsigned>(max_rows)), dim3(256), 0, a.x, stride, x_format, x, padded, scales, scale_stride(max_rows), a.k, a.info, a.rows_symbol, a.min_rows)) return e;
+    QuantiseArguments q = {a.x, x, scales, nullptr, stride, padded, scale_stride(max_rows), a.rows_symbol, x_format, a.k, a.min_rows, 0};
+    if (int32_t e = launch_quantise(l, q, max_rows)) return e;
     a.x = x;
     a.x_row_bytes = padded;
     a.x_scale = scales;

@@ -1,5 +1,6 @@
 // How a streaming matmul is cut: a pure function of the machine and the shape.
 #include <algorithm>
+#include <cstdint>
 
 #include "../../include/skinny.cuh"
 #include "../../include/stream.cuh"
@@ -20,9 +21,17 @@ StreamShape stream_shape(int32_t n_processors, int32_t max_rows, int64_t total_t
     const int64_t most = std::max<int64_t>(1, kStagedBytes / (staged * unit * 2));
     int64_t slices = (n_units + most - 1) / most;
     const int64_t n_slots = (s.n_tokens8 == 8 ? 1ll : 2ll) * n_processors;
-    if (n_tiles * slices < n_slots) {
-        int64_t wanted = (n_slots + n_tiles - 1) / n_tiles, finest = std::max<int64_t>(1, n_units / s.warps_k);
-        slices = std::max(slices, std::min(wanted, finest));
+    // The fewest rounds of a warp's units, waves of blocks counted: 160 tiles in two slices would take two waves for 1.2. With slices
+    // every tile's sums go through memory, which takes as long as a round.
+    const int64_t wanted = std::max<int64_t>(8, (n_slots + n_tiles - 1) / n_tiles), finest = std::max<int64_t>(slices, std::min<int64_t>(wanted, n_units / s.warps_k)), fewest = slices;
+    int64_t least = INT64_MAX;
+    for (int64_t n = fewest; n <= finest; ++n) {
+        const int64_t units = (n_units + n - 1) / n, waves = (n_tiles * ((n_units + units - 1) / units) + n_slots - 1) / n_slots;
+        const int64_t cost = waves * ((units + s.warps_k - 1) / s.warps_k + (n > 1));
+        if (cost < least) {
+            least = cost;
+            slices = n;
+        }
     }
     s.units_per_slice = static_cast<int32_t>((n_units + slices - 1) / slices);
     s.n_slices = static_cast<int32_t>((n_units + s.units_per_slice - 1) / s.units_per_slice);
