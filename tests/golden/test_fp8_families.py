@@ -31,6 +31,14 @@ def coded(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return codes, scales, (E4M3[codes] * whole).astype(np.float32)
 
 
+def coded_alike(pieces: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray, list[np.ndarray]]:
+    """The same, with one scale for several matrices."""
+    scale = np.float32(max(abs(w).max() for w in pieces) / 448)
+    at = [np.clip(np.searchsorted(POSITIVE, abs(w / scale)), 0, len(POSITIVE) - 1) for w in pieces]
+    codes = [(i | (w < 0) << 7).astype(np.uint8) for i, w in zip(at, pieces, strict=True)]
+    return codes, np.array([scale]), [(E4M3[c] * scale).astype(np.float32) for c in codes]
+
+
 def parts_of(name: str, w: np.ndarray) -> dict[str, np.ndarray]:
     """A tensor, or for a stack of experts a matrix for each expert, as publishers of FP8 name them."""
     if w.ndim < 3:
@@ -67,3 +75,25 @@ def test_answers_are_those_of_the_values_that_codes_stand_for(name, tmp_path):
     for got, wanted in zip(*(log_probabilities(tmp_path / folder, ids) for folder in ("stored", "plain")), strict=True):
         # Activations have 16 bits before coded weights.
         assert max(abs(got[i] - wanted[i]) for i in got.keys() & wanted.keys()) < 2e-2
+
+
+def test_pieces_of_an_n_gram_table_may_share_one_scale(tmp_path):
+    """As the FP8 checkpoint of Qwen 3.8 Flash Next has it: nothing but the table is coded here, and rows of it are looked up, so nothing is rounded."""
+    source = TINY / "qwen4-exp"
+    config = json.loads((source / "config.json").read_text())
+    whole = {key: ("F32" if w.dtype == np.float32 else "I64", w) for key, w in load_file(source / "model.safetensors").items()}
+    stored, plain = dict(whole), dict(whole)
+    for table in {key.partition(".shard_")[0] for key in whole if ".shard_" in key}:
+        names = sorted(key for key in whole if key.startswith(table + ".shard_"))
+        assert len(names) > 1
+        codes, scale, values = coded_alike([whole[key][1] for key in names])
+        stored[f"{table}.weight_scale"] = ("F32", scale)
+        stored |= {key: ("F8_E4M3", c) for key, c in zip(names, codes, strict=True)}
+        plain |= {key: ("F32", v) for key, v in zip(names, values, strict=True)}
+    for folder, tensors, more in (("stored", stored, {"quantization_config": {"quant_method": "fp8"}}), ("plain", plain, {})):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "model.safetensors", tensors)
+        (tmp_path / folder / "config.json").write_text(json.dumps({**config, **more}))
+    ids = np.load(source / "golden.npz")["ids"].tolist()
+    for got, wanted in zip(*(log_probabilities(tmp_path / folder, ids) for folder in ("stored", "plain")), strict=True):
+        assert max(abs(got[i] - wanted[i]) for i in got.keys() & wanted.keys()) < 1e-5

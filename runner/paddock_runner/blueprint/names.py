@@ -28,7 +28,7 @@ from .pooling import pooling_shapes, pooling_views
 from .quantised import join_scales, rows_of
 from .streams import HF as HF_STREAMS
 from .streams import HF_LAYER as HF_STREAMS_LAYER
-from .streams import is_derived, ngram_piece, stream_shapes
+from .streams import is_derived, ngram_piece, stream_shapes, with_shared_scales
 from .unit import unit_norms
 
 GGUF = {
@@ -88,7 +88,7 @@ def tensors_by_name(checkpoint: Checkpoint, blueprint: Blueprint) -> dict[str, T
     if checkpoint.kind == "gguf":
         ours = _gguf_names(checkpoint.tensors, blueprint)
     else:
-        ours = join_scales(_hf_names(checkpoint.tensors, blueprint), checkpoint)
+        ours = join_scales(with_shared_scales(_hf_names(checkpoint.tensors, blueprint)), checkpoint)
     if blueprint.tied_head:
         ours = {name: view for name, view in ours.items() if not name.startswith("head.")}
     ours = _split_gate_up(ours, blueprint)

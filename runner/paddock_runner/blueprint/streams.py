@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
+from ..files.view import TensorView
 from .blueprint import Blueprint, Index, Ngram
 
 PARTS = {"hc_norm": "norm", "input_mix_weight_down": "down", "input_mix_weight_up": "up", "block_inject_weight": "inject"}
@@ -33,6 +35,17 @@ def ngram_piece(stem: str) -> int | None:
     """Which piece of an n-gram table a module of a layer is; None: none."""
     match = PIECE.fullmatch(stem)
     return int(match[1]) if match else None
+
+
+def with_shared_scales(ours: Mapping[str, TensorView]) -> dict[str, TensorView]:
+    """The same tensors; an n-gram table in pieces that has one scale for all of them has it beside every piece."""
+    out = dict(ours)
+    for name, scale in ours.items():
+        table = name.removesuffix("0.weight_scale")
+        if table != name and table.endswith(".ngram.") and f"{table}1.weight_scale" not in ours:
+            pieces = [piece for piece in ours if piece.startswith(table) and piece.endswith(".weight")]
+            out.update({f"{piece}_scale": scale for piece in pieces})
+    return out
 
 
 def stream_shapes(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
