@@ -42,23 +42,50 @@ class Result:
     error: str = ""
 
 
-async def events(host: str, port: int, path: str, body: bytes, key: str) -> AsyncIterator[bytes]:
+Pool = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+"""Open connections that nobody uses. Clients keep theirs, and so does this one."""
+
+
+async def events(host: str, port: int, path: str, body: bytes, key: str, pool: Pool | None = None) -> AsyncIterator[bytes]:
     """The data of each event of a streamed answer. Raises: RuntimeError for any status but 200."""
-    reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
-    try:
-        auth = f"authorization: Bearer {key}\r\n" if key else ""
-        head = f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\n{auth}content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    auth = f"authorization: Bearer {key}\r\n" if key else ""
+    kept = "keep-alive" if pool is not None else "close"
+    head = f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\n{auth}content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: {kept}\r\n\r\n"
+    status, is_done = b"", False
+    while not status:
+        is_new = not pool
+        reader, writer = await asyncio.open_connection(host, port, limit=1 << 20) if not pool else pool.pop()
         writer.write(head.encode() + body)
-        status = (await reader.readline()).split()[1:2]
-        while (await reader.readline()).strip():
-            pass
-        if status != [b"200"]:
-            raise RuntimeError(f"{b''.join(status).decode()}: {(await reader.read(300)).decode(errors='replace')}")
+        try:
+            status = await reader.readline()
+        except ConnectionError:
+            status = b""
+        if not status:
+            writer.close()
+            if is_new:
+                raise RuntimeError("the connection was closed without an answer")
+    try:
+        lines = [line.lower()] if (line := (await reader.readline()).strip()) else []
+        while line:
+            if line := (await reader.readline()).strip():
+                lines.append(line.lower())
+        if status.split()[1:2] != [b"200"]:
+            raise RuntimeError(f"{status.decode().strip()[9:]}: {(await reader.read(300)).decode(errors='replace')}")
+        can_stay = pool is not None and b"transfer-encoding: chunked" in lines and b"connection: close" not in lines
         while line := await reader.readline():
             if line.startswith(b"data: "):
-                yield line[6:].strip()
+                data = line[6:].strip()
+                if data == b"[DONE]" and can_stay:
+                    while (await reader.readline()).strip() != b"0":
+                        pass
+                    await reader.readline()
+                    is_done = True
+                yield data
     finally:
-        writer.close()
+        if is_done and pool is not None:
+            pool.append((reader, writer))
+        else:
+            writer.close()
 
 
 def bears_token(choice: dict[str, Any]) -> bool:
@@ -81,7 +108,7 @@ def body_of(a: argparse.Namespace, number: int) -> bytes:
     return json.dumps(body).encode()
 
 
-async def one(a: argparse.Namespace, body: bytes, result: Result | None = None) -> Result:
+async def one(a: argparse.Namespace, body: bytes, result: Result | None = None, pool: Pool | None = None) -> Result:
     """One request. result: one that is watched while it grows."""
     parts = urlsplit(a.url)
     path = "/v1/chat/completions" if a.api == "chat" else "/v1/completions"
@@ -89,7 +116,7 @@ async def one(a: argparse.Namespace, body: bytes, result: Result | None = None) 
     result.sent = time.perf_counter()
     try:
         async with asyncio.timeout(a.timeout):
-            async for data in events(parts.hostname or "127.0.0.1", parts.port or 80, path, body, a.key):
+            async for data in events(parts.hostname or "127.0.0.1", parts.port or 80, path, body, a.key, pool):
                 now = time.perf_counter()
                 if data == b"[DONE]":
                     break
@@ -109,18 +136,22 @@ async def one(a: argparse.Namespace, body: bytes, result: Result | None = None) 
 
 async def run(a: argparse.Namespace) -> tuple[list[Result], float]:
     """All requests, `concurrency` at a time; results and wall seconds."""
+    pool: Pool = []
     for i in range(a.warmup):
-        await one(a, body_of(a, -1 - i))
+        await one(a, body_of(a, -1 - i), pool=pool)
     bodies = iter([body_of(a, number) for number in range(a.requests)])
     results: list[Result] = []
 
     async def worker() -> None:
         for body in bodies:
-            results.append(await one(a, body))
+            results.append(await one(a, body, pool=pool))
 
     begun = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(min(a.concurrency, a.requests))))
-    return results, time.perf_counter() - begun
+    wall = time.perf_counter() - begun
+    for _, writer in pool:
+        writer.close()
+    return results, wall
 
 
 def percentile(values: list[float], share: float) -> float:

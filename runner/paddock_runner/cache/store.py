@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from struct import Struct
 from zlib import crc32
@@ -80,7 +81,7 @@ class PageStore:
         if not number or self._sizes[number] >= self._per_segment * self._record:
             number = self._begin(number + 1)
         fd, at = self._files[number], self._sizes[number]
-        n = os.pwritev(fd, [pack_header(key, len(payload), crc32(payload)), payload], at)
+        n = self._write(fd, [pack_header(key, len(payload), crc32(payload)), payload], at)
         if n != self._record:
             os.ftruncate(fd, at)
             raise OSError(28, "the page cache's disk is full")
@@ -97,7 +98,7 @@ class PageStore:
         fd = self._files.get(number)
         head = bytearray(HEADER.size)
         try:
-            n = os.preadv(fd, [head, into], at) if fd is not None else 0
+            n = self._read(fd, [head, into], at) if fd is not None else 0
         except OSError:
             n = 0
         if n == self._record and self._is_whole(bytes(head), key) and HEADER.unpack(head)[3] == crc32(into):
@@ -105,6 +106,26 @@ class PageStore:
         self.n_bad += 1
         self._index.pop(key, None)
         return False
+
+    def _read(self, fd: int, parts: list[bytearray | memoryview], at: int) -> int:
+        """Fills the parts, however few bytes the system gives at a time; how many there were."""
+        done = os.preadv(fd, parts, at)
+        while 0 < done < self._record:
+            n = os.preadv(fd, _rest(parts, done), at + done)
+            if not n:
+                break
+            done += n
+        return done
+
+    def _write(self, fd: int, parts: list[bytes | memoryview], at: int) -> int:
+        """Writes the parts, however few bytes the system takes at a time; how many it took."""
+        done = os.pwritev(fd, parts, at)
+        while 0 < done < self._record:
+            n = os.pwritev(fd, _rest(parts, done), at + done)
+            if not n:
+                break
+            done += n
+        return done
 
     def close(self) -> None:
         """Lets go of the folder."""
@@ -149,3 +170,13 @@ class PageStore:
             os.close(self._files.pop(oldest))
             del self._sizes[oldest]
             (self.folder / f"{oldest:08x}.kv").unlink(missing_ok=True)
+
+
+def _rest(parts: Sequence[bytes | bytearray | memoryview], done: int) -> list[memoryview]:
+    """What follows the first `done` bytes of the parts."""
+    found = []
+    for part in parts:
+        view = memoryview(part)
+        found.append(view[min(done, len(view)) :])
+        done -= min(done, len(view))
+    return [view for view in found if len(view)]

@@ -130,3 +130,19 @@ def test_a_process_killed_at_twenty_random_moments_leaves_only_right_pages(tmp_p
         assert all(read(s, i) == page(i) for i in range(n_before)) and s.n_bad == 0
         s.close()
     assert n_before > 20
+
+
+def test_a_system_that_gives_and_takes_a_few_bytes_at_a_time_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_v, write_v = os.preadv, os.pwritev
+
+    def short(parts: list) -> list[memoryview]:
+        first = next(memoryview(part) for part in parts if len(part))
+        return [first[:1000]]
+
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: read_v(fd, short(parts), at))
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: write_v(fd, short(parts), at))
+    s = store(tmp_path)
+    for i in range(5):
+        s.append(key(i), page(i))
+    assert all(read(s, i) == page(i) for i in range(5)) and s.n_bad == 0
+    s.close()
