@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def serve(channel: str) -> None:
     """The front's process: prints its port, serves until its standard input closes."""
+    import gc
     import threading
 
     import uvloop
@@ -55,6 +56,8 @@ def serve(channel: str) -> None:
         desk.listen(asyncio.get_running_loop())
         await desk.state()
         front.phase = "ready"
+        gc.collect()
+        gc.freeze()  # as a runner does
         listener = bind("127.0.0.1", 0)
         server = Server(front, 75, 1)
         loop = asyncio.get_running_loop()

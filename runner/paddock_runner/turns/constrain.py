@@ -253,8 +253,11 @@ class Walker:
 
 def send(updates: list[tuple[Desk, MaskUpdate]]) -> None:
     """Sends masks, those of one desk together."""
-    for desk in {desk for desk, _ in updates}:
-        desk.masks([update for other, update in updates if other is desk])
+    by_desk: dict[Desk, list[MaskUpdate]] = {}
+    for desk, update in updates:
+        by_desk.setdefault(desk, []).append(update)
+    for desk, some in by_desk.items():
+        desk.masks(some)
 
 
 def _settle(walks: list[Walk], failed: list[Callable[[], None]]) -> None:

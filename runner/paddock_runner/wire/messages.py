@@ -266,10 +266,12 @@ class MaskUpdate:
 
     def write(self, data: memoryview, at: int) -> None:
         """Puts the payload into `n_bytes` of data."""
-        end = at + MASK.size + len(self.words)
-        MASK.pack_into(data, at, self.ask_id, self.index, len(self.words) // 4)
-        data[at + MASK.size : end] = self.words
-        data[end : at + self.n_bytes] = bytes(-len(self.words) % 8)
+        words, begin = self.words, at + MASK.size
+        end = begin + len(words)
+        MASK.pack_into(data, at, self.ask_id, self.index, len(words) // 4)
+        data[begin:end] = words
+        if end & 7:
+            data[end : end + 4] = bytes(4)
 
     def encode(self) -> bytes:
         """The record's payload."""
