@@ -221,9 +221,9 @@ class Scene:
         """One turn of the engine; who ended. Time passes by what the turn takes, or to the next thing that happens."""
         device = self.device
         while self._coming and self._coming[0][0] <= device.now_ns:
-            _, ask_id, n_prompt, n_tokens = heapq.heappop(self._coming)
+            came_ns, ask_id, n_prompt, n_tokens = heapq.heappop(self._coming)
             prompt = array("i", [self._random.randrange(300, 32000) for _ in range(n_prompt)])
-            self.front.ask(Ask(ask_id, prompt, max_tokens=n_tokens, temperature=0.0, client=self._client_of[ask_id]))
+            self.front.ask(Ask(ask_id, prompt, max_tokens=n_tokens, temperature=0.0, client=self._client_of[ask_id], received_ns=came_ns))
         begun = device.now_ns
         has_moved = self.runner.turn()
         if has_moved:

@@ -59,6 +59,7 @@ class WaitQueue:
         self.n = 0
         """Requests that wait here."""
         self.last_arrival_ns = 0
+        """When the front got the last one: it is read here between steps, many at a time after a long one."""
         self.uncached_tokens = 0
         """Their tokens that were not cached when they came."""
         self._arrivals: deque[Request] = deque()
@@ -117,14 +118,14 @@ class WaitQueue:
             loser = max((entry for entry in heaviest.heap if entry[2].is_queued), key=lambda e: e[:2])[2]
             self.drop(loser)
         self._arrivals.append(request)
-        self.last_arrival_ns = request.arrival_ns
+        self.last_arrival_ns = max(self.last_arrival_ns, request.received_ns)
         self._enter(request)
         return loser
 
     @property
     def first_arrival_ns(self) -> int:
-        """When the one came that has waited longest; 0: nobody waits."""
-        return next((r.arrival_ns for r in self._arrivals if r.is_queued), 0)
+        """When the front got the one that has waited longest; 0: nobody waits."""
+        return next((r.received_ns for r in self._arrivals if r.is_queued), 0)
 
     def put_back(self, request: Request) -> None:
         """A request that was dropped, but neither started nor ended, waits again at its old place."""
