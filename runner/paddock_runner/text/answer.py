@@ -76,6 +76,11 @@ class AnswerParser:
         """Whether text just passes through."""
         return self._splitter is None and self._tools is None
 
+    @property
+    def passes(self) -> bool:
+        """Whether text passes through from here on: thoughts have ended, and no calls are looked for."""
+        return self._tools is None and (self._splitter is None or self._splitter.is_done)
+
     def push(self, text: str) -> list[Event]:
         """Events that are sure after this piece."""
         events: list[Event] = [Text(text)] if self._splitter is None else self._splitter.push(text)

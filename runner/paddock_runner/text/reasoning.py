@@ -61,6 +61,11 @@ class ReasoningSplitter(FeedParser):
         feed = Feed()
         super().__init__(feed, _split(feed, marks, is_open))
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the rest is text as it is."""
+        return self._run is None
+
     def push(self, text: str) -> list[Event]:
         """Events that are sure after this piece; after the reasoning, text goes through as it is."""
         if self._run is None:

@@ -36,6 +36,11 @@ class End:
 class Reader(Protocol):
     """Splits an answer's text into events: thoughts, text, tool calls."""
 
+    @property
+    def passes(self) -> bool:
+        """Whether all that comes is text, as it is."""
+        ...
+
     def push(self, text: str) -> Iterable[Event]:
         """The events that are certain now."""
         ...
@@ -92,7 +97,7 @@ class Choice:
         self._is_resumed = self._is_thinking = False
         self.tokens: array[int] | None = array("i") if self._max_reasoning >= 0 else None
         """The answer's tokens, kept while its reasoning may have to be ended."""
-        self._is_plain = reader is None and self._probs is None and not text.has_stops
+        self._is_plain = self._probs is None and not text.has_stops
         self.lane: Lane | None = None
         """The short way of the next token: for a token whose entry in `pieces` is there, nothing more is to be done than `output_tokens`."""
         self.pieces = text.json
@@ -119,7 +124,7 @@ class Choice:
                 self._sink.text(self.index, text, NO_PROBS if self._probs is None else self._certain(text))
             else:
                 self._read(self._reader.push(text), text)
-        if self._is_plain:
+        if self._is_plain and (self._reader is None or self._reader.passes):
             self._try_lane(token)
         elif self._text.matched is not None:
             self.turn.desk.abort(self.ask_id)

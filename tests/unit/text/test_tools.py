@@ -200,3 +200,14 @@ def test_a_prompt_that_closed_the_reasoning_leaves_all_to_the_text() -> None:
     form = _format("<think> </think>")
     assert form.parser("<think>\n\n</think>\n\n").is_plain
     assert not form.parser("assistant\n").is_plain
+
+
+def test_text_passes_once_reasoning_has_ended_unless_calls_are_looked_for() -> None:
+    form = _format("... <think> ... <tool_call> tools ...", "<think>", "</think>")
+    prompt = "<|im_start|>assistant\n<think>\n"
+    for schemas, passes in ((None, True), (SCHEMAS, False)):
+        parser = form.parser(prompt, schemas)
+        assert not parser.passes
+        parser.push("Look.\n</think>\n\nIt is")
+        assert parser.passes == passes and [e.text for e in parser.push(" so.")] == [" so."]  # type: ignore[union-attr]
+    assert not form.parser("assistant\n").passes, "reasoning may come"
