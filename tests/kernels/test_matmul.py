@@ -21,17 +21,18 @@ FOLDING = ("q2_k", "q3_k", "q6_k", "mxfp4", "nvfp4")
 """Scales go into the codes of AMX tiles: sums there come in another order."""
 
 
-def tolerance(b, name):
-    """Allowed error as a share of |x| |w|: 15-bit activations, or f32 sums (two bf16 parts under AMX), or bf16 activations."""
+def tolerance(b, name, n_rows=1):
+    """Allowed error as a share of |x| |w|: 15-bit activations, or f32 sums (two bf16 parts under AMX), or bf16 activations; many rows are
+    narrowed to FP8 where the weights are: half a step of three bits is 2^-4 of a value."""
     if b.activation != abi.PK_F32:
-        return 1e-2
+        return 2**-4 if name == "fp8_e4m3" and n_rows > 64 else 1e-2
     return 1e-5 if name in PLAIN else 1e-4
 
 
 def check(b, got, x, w, name):
     """got equals x w^T within what the format and the activations allow."""
     wanted = x @ w.T
-    allowed = tolerance(b, name) * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(w, axis=1)[None, :]
+    allowed = tolerance(b, name, len(x)) * np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(w, axis=1)[None, :]
     if b.activation != abi.PK_F32:
         allowed = allowed + 2**-8 * np.abs(wanted)
     assert got.shape == wanted.shape
