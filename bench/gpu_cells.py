@@ -45,6 +45,16 @@ def state(url: str) -> dict[str, Any]:
         return dict(json.load(answer)["engine"])
 
 
+def gpu() -> dict[str, str]:
+    """The first GPU's name and driver, if there is one."""
+    try:
+        words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
+        name, driver = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return {}
+    return {"gpu": name, "driver": driver}
+
+
 def run_cell(url: str, name: str, cell: str) -> list[dict[str, Any]]:
     """One cell: a line of the table, and rows."""
     found = CELL.fullmatch(cell)
@@ -132,6 +142,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json (or .xz of one) instead of a made-up one")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds in which the runner must be ready")
     parser.add_argument("--twin", nargs="*", default=[], metavar="CELL", help="cells as bench.twin takes them: 128/128c32")
+    parser.add_argument("--commit", default="", help="of this tree, where it is no git checkout")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/paddock-bench"), help="where the weights are written")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=["--max-ctx", "69632", "--max-batch", "128"])
     a = parser.parse_args()
@@ -152,7 +163,8 @@ def main() -> None:
             sys.stdout.write(f"{kind}: {error}\n")
         if a.twin:
             twin(folder, a)
-        (a.out / "cells.json").write_text(json.dumps(rows, indent=1))
+        context = {**gpu(), "model": f"{a.model}'s shape, weights and tokenizer made up, closed loop over loopback, prompts as ids"}
+        (a.out / "serve.json").write_text(json.dumps(board.document("h200", rows, a.commit, **context), indent=1) + "\n")
 
 
 if __name__ == "__main__":
