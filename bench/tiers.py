@@ -208,7 +208,9 @@ def came_back(session: Session, answer: list[int], n_pages: int) -> float:
     if tokens != answer:
         raise RuntimeError(f"the answer changed: {tokens} for {answer}")
     if cached < n_pages * session.engine.sizes.page_tokens:
-        raise RuntimeError(f"{cached} tokens came back, {n_pages} pages were there")
+        store = session.tiers._store
+        more = f", {store.n_bad} bad, {len(store)} in {[n // session.device.kv_page_bytes for n in store._sizes.values()]}" if store is not None else ""
+        raise RuntimeError(f"{cached} tokens came back, {n_pages} pages were there: {session.tiers.report()}{more}")
     return first
 
 

@@ -39,7 +39,7 @@ def test_waves_stay_together() -> None:
 def test_a_prompt_alone_does_not_wait_for_company_that_does_not_come() -> None:
     found, _ = cell("8b.fp8", 128, 16, 1, 8)
     by_itself = COSTS["8b.fp8"].packed_ms(128) + (2 * modelled.FRONT_US + modelled.TURN_US) / 1000
-    assert found["ttft_p99_ms"] <= by_itself + 0.8
+    assert found["ttft_p99_ms"] <= by_itself + 1.4
 
 
 def test_a_prompt_that_comes_while_others_decode_waits_for_one_step_at_most() -> None:

@@ -26,7 +26,7 @@ class Policy:
     """A step is launched that long before the one before it is expected to end, while someone may still come; 0: at once."""
     gather_ms: float = 12.0
     """Prompts that come together wait that long at most for more of them, on devices with run-ahead, ..."""
-    quiet_ms: float = 0.6
+    quiet_ms: float = 1.2
     """... and no longer than this after the last that came."""
     long_gaps: float = 64.0
     """Gaps between tokens of streams that may be long (without limit), to begin with: prompts that come together are then read at once. Where nobody decodes, they are anyway."""
