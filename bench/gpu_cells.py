@@ -105,20 +105,26 @@ def long_prompt(url: str, name: str, n_prompt: int) -> list[dict[str, Any]]:
     return [board.row(f"h200.longprefill.{name}.{k}", [f[k]], "ratio", "lower") for k in ("itl_p50", "itl_p99", "ttft")]
 
 
-def serve(folder: Path, name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
+def save(a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The board so far."""
+    context = {**gpu(), "model": f"{a.model}'s shape, weights made up, closed loop over loopback, prompts as ids"}
+    (a.out / "serve.json").write_text(json.dumps(board.document("h200", rows, a.commit, **context), indent=1) + "\n")
+
+
+def serve(folder: Path, name: str, a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Everything of one checkpoint."""
-    rows: list[dict[str, Any]] = []
     flags = ["--device", a.device, *(["--kernel-pack", str(a.pack)] if a.pack else []), "--log-level", "warning", *a.options]
     begun = time.monotonic()
     with served.runner(folder, *flags, limit_s=a.limit) as (url, _):
         sys.stdout.write(f"{name}: ready after {time.monotonic() - begun:.1f} s\n")
         for cell in a.cells:
             rows += run_cell(url, name, cell)
+            save(a, rows)
         seen = state(url)
         sys.stdout.write(f"{name:9}cost {[round(v) for v in seen['cost_us'].values()]} gaps {seen['device_us']}\n")
         if a.long:
             rows += long_prompt(url, name, a.long)
-    return rows
+            save(a, rows)
 
 
 def twin(folder: Path, a: argparse.Namespace) -> None:
@@ -150,7 +156,7 @@ def main() -> None:
     VOCAB[0] = synthetic.SHAPES[a.model][6] - 8
     a.out.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*(str(served.ROOT / x) for x in ("runner", "manager", "")), os.environ.get("PYTHONPATH", "")]))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind in a.formats:
         folder = a.folder / f"{a.model}-{kind}"
         if not (folder / "model.safetensors").exists():
@@ -158,13 +164,11 @@ def main() -> None:
             n_bytes = synthetic.write(a.model, kind, folder, words=a.tokenizer)
             sys.stdout.write(f"{folder.name}: {n_bytes / 1e9:.1f} GB written in {time.monotonic() - begun:.1f} s\n")
         try:
-            rows += serve(folder, f"{a.model}.{kind}", a)
+            serve(folder, f"{a.model}.{kind}", a, rows)
         except RuntimeError as error:
             sys.stdout.write(f"{kind}: {error}\n")
         if a.twin:
             twin(folder, a)
-        context = {**gpu(), "model": f"{a.model}'s shape, weights and tokenizer made up, closed loop over loopback, prompts as ids"}
-        (a.out / "serve.json").write_text(json.dumps(board.document("h200", rows, a.commit, **context), indent=1) + "\n")
 
 
 if __name__ == "__main__":
