@@ -12,11 +12,11 @@ import socket
 from collections.abc import Callable
 from time import monotonic_ns
 
-WRITE_NS = 50_000
-"""A write that takes longer, on average of a few, waited for the interpreter's lock."""
-FEW = 8
-APART_NS = 200_000_000
-"""How long writes go through the event loop after that."""
+SLOW_NS = 200_000
+"""A few writes that take longer waited for something."""
+FEW = 2
+APART_NS = 100_000_000
+"""How long writes go through the event loop when one few after the other waited: it is the interpreter's lock then, not the processor."""
 
 
 class Pipe:
@@ -89,7 +89,7 @@ class Outbox:
             return
         kept, self._kept = self._kept, []
         now = monotonic_ns()
-        is_apart = now < self._apart_until_ns
+        is_apart, has_waited = now < self._apart_until_ns, False
         for i, (pipe, chunk) in enumerate(kept):
             if is_apart or not (pipe.is_direct or pipe.try_direct()):
                 pipe.write(chunk)
@@ -100,7 +100,9 @@ class Outbox:
                 n = 0
             if n < len(chunk):
                 pipe.write(chunk[n:])
-            if not i % FEW:
+            if i % FEW:
                 then, now = now, monotonic_ns()
-                if now - then > WRITE_NS * FEW:
+                is_slow = now - then > SLOW_NS
+                if is_slow and has_waited:
                     is_apart, self._apart_until_ns = True, now + APART_NS
+                has_waited = is_slow

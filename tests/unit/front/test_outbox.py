@@ -116,7 +116,8 @@ def test_a_connection_that_has_gone_leaves_its_descriptor_alone() -> None:
     asyncio.run(run())
 
 
-def test_writes_that_wait_for_another_thread_go_through_the_event_loop_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [2, 1])
+def test_writes_that_wait_time_and_again_go_through_the_event_loop_for_a_while(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
     class Counted:
         is_direct = True
 
@@ -130,7 +131,7 @@ def test_writes_that_wait_for_another_thread_go_through_the_event_loop_for_a_whi
         def write(self, data: bytes) -> None:
             self.ways.append("loop")
 
-    now = iter(range(0, 1 << 40, 1_000_000))
+    now = iter([0, *(1_000_000 * min(late, i + 1) for i in range(9))])
     monkeypatch.setattr(module, "monotonic_ns", lambda: next(now))
     outbox, pipe = Outbox(), Counted()
     some: Any = pipe
@@ -139,4 +140,4 @@ def test_writes_that_wait_for_another_thread_go_through_the_event_loop_for_a_whi
         for _ in range(2 * FEW):
             outbox.put(some, b"a")
         outbox.release()
-    assert pipe.ways[0] == "direct" and pipe.ways[FEW + 1 :] == ["loop"] * (3 * FEW - 1)
+    assert pipe.ways == ["direct"] * (2 * FEW) + ["loop" if late > 1 else "direct"] * (2 * FEW), "once may be the processor's doing"
