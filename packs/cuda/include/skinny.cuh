@@ -1,4 +1,4 @@
-// Arguments of the skinny matmul (src/matmul/skinny.cu): 9 to 128 rows of x on Hopper.
+// Arguments of the skinny matmul (src/matmul/skinny.cu): 3 to 128 rows of x on Hopper.
 #pragma once
 #include <cuda.h>
 
@@ -28,7 +28,6 @@ struct SkinnyArguments {
     void *y;
     const void *add;
     const StepInfo *info;
-    uint8_t *image;   // x as bf16: [K/64][n][64], swizzled, in the order of the weights' fragments
     float *partial;   // [blocks][2][tile]
     int32_t *flags;   // 4 x kMaxBlocks, zero before the first launch, then the kernel's own
     int64_t x_stride, y_stride, add_stride;  // elements
@@ -41,12 +40,7 @@ struct SkinnyArguments {
     float scale, softcap;
 };
 
-struct SkinnyMaps {
-    CUtensorMap w[3];
-};
-
-// Bytes of the image of x and of the partial sums.
-int64_t skinny_image_bytes(int64_t max_rows, int64_t padded_cols);
+// Bytes of the partial sums.
 int64_t skinny_partial_bytes(int32_t n_processors, int64_t max_rows);
 
 template <int kFormat>

@@ -15,7 +15,7 @@ namespace {
 // A record with an activation and one weight (made here from one with two formats): y = act(add) * (x W^T).
 constexpr int64_t kPanelBytes = 64 << 20;
 constexpr int64_t kStreamRows = 64;   // the streaming kernel takes so many rows where there is no wgmma,
-constexpr int64_t kDotRows = 8;       // so many where there is,
+constexpr int64_t kDotRows = 2;       // so many where there is,
 constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here.
 
 int64_t align256(int64_t n) { return (n + 255) & ~int64_t{255}; }
@@ -152,19 +152,18 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
         w.scale = p.scale;
         column += gated ? 0 : p.rows;
     }
-    const int64_t image = skinny_image_bytes(max_rows - first_row, packed[g.first]->padded_cols), partial = skinny_partial_bytes(l.ctx->n_processors, max_rows - first_row);
+    const int64_t partial = skinny_partial_bytes(l.ctx->n_processors, max_rows - first_row);
     const int64_t narrowed = align256(max_rows * ((op.x.cols + 7) / 8 * 16));
-    if (image + partial + narrowed > l.scratch_bytes)
-        return fail(PK_BAD_ARG, "matmul: %lld rows want %lld bytes of workspace, there are %lld", (long long)max_rows, (long long)(image + partial + narrowed), (long long)l.scratch_bytes);
+    if (partial + narrowed > l.scratch_bytes)
+        return fail(PK_BAD_ARG, "matmul: %lld rows want %lld bytes of workspace, there are %lld", (long long)max_rows, (long long)(partial + narrowed), (long long)l.scratch_bytes);
     pk_tensor x = op.x;
     if (x.format != PK_BF16 || !is_wide(x))
-        if (int32_t status = narrow_x(l, op.x, max_rows, l.scratch + image + partial, &x)) return status;
+        if (int32_t status = narrow_x(l, op.x, max_rows, l.scratch + partial, &x)) return status;
     a.x = reinterpret_cast<const void *>(x.data);
     a.y = reinterpret_cast<void *>(op.y.data);
     a.add = reinterpret_cast<const void *>(op.add.data);
     a.info = l.info;
-    a.image = l.scratch;
-    a.partial = reinterpret_cast<float *>(l.scratch + image);
+    a.partial = reinterpret_cast<float *>(l.scratch);
     a.flags = l.counters + (kCounterBytes - kSkinnyFlagBytes) / 4;
     a.x_stride = add_stride(x);
     a.y_stride = add_stride(op.y);
@@ -288,7 +287,8 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const
     int64_t most = has_wgmma(l.ctx) ? kSkinnyRows : kStreamRows;
     const bool ladder = op.x.rows == PK_ROWS_S;
     int64_t below = 0;
-    for (int64_t rows : {8, 16, 32, 64, 128}) {
+    const int64_t steps[5] = {small < 8 ? small : 8, 16, 32, 64, 128};
+    for (int64_t rows : steps) {
         if (below >= max_rows || rows > most) break;
         if (!ladder && max_rows > rows) continue;
         const int32_t least = static_cast<int32_t>(below + (below > 0)), here = static_cast<int32_t>(std::min(rows, max_rows));
@@ -365,7 +365,7 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
     }
     if (has_wgmma(ctx)) {
         const int64_t width = std::min(max_rows, kSkinnyRows);
-        stream = std::max(stream, skinny_image_bytes(width, k) + skinny_partial_bytes(ctx->n_processors, width) + align256(std::min(max_rows, 2 * kSkinnyRows) * k * 2));
+        stream = std::max(stream, skinny_partial_bytes(ctx->n_processors, width) + align256(std::min(max_rows, 2 * kSkinnyRows) * k * 2));
     }
     if (max_rows <= kStreamRows) return stream;
     int64_t rows = 0;

@@ -48,7 +48,6 @@ namespace {
 int64_t skinny_width(int64_t rows) { return rows <= 32 ? 32 : 128; }  // of the formats with the fewest widths
 }  // namespace
 
-int64_t skinny_image_bytes(int64_t max_rows, int64_t padded_cols) { return (skinny_width(max_rows) * padded_cols * 2 + 255) / 256 * 256; }
 int64_t skinny_partial_bytes(int32_t n_processors, int64_t max_rows) { return static_cast<int64_t>(n_processors) * 2 * 256 * skinny_width(max_rows) * 4; }
 
 }  // namespace pk
