@@ -202,31 +202,25 @@ __device__ __forceinline__ void put_output(const Phase &p, const Span &span, int
 // Joins the warps; then writes the heads, or leaves them for the last block of the row and joins those.
 template <int kD>
 __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch) {
-    const int tid = thread_here(), lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3, group = p.attend.n_heads / p.attend.n_kv_heads, n_warps = min(kWarps, (span.last - span.first + 15) / 16);
+    const int tid = thread_here(), lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3, group = p.attend.n_heads / p.attend.n_kv_heads;
     float *tops = reinterpret_cast<float *>(area + kTopsAt), *sums = tops + kWarps * 8, *scratch = reinterpret_cast<float *>(area + kScratchAt);
-    if (r == 0) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            tops[warp * 8 + 2 * c + e] = h.top[e];
-            sums[warp * 8 + 2 * c + e] = h.sum[e];
-        }
-    }
+    if (r == 0) *reinterpret_cast<float2 *>(tops + warp * 8 + 2 * c) = make_float2(h.top[0], h.top[1]);
     join_consumers(kConsumers);
-    auto top_of = [&](int head) {
-        float most = -INFINITY;
-#pragma unroll 4
-        for (int w = 0; w < n_warps; ++w) most = fmaxf(most, tops[w * 8 + head]);
-        return most;
-    };
-    float factor[2];
+    float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int e = 0; e < 2; ++e) factor[e] = power2(h.top[e] - top_of(2 * c + e));
+    for (int w = 0; w < kWarps; ++w) {
+        const float2 other = *reinterpret_cast<const float2 *>(tops + w * 8 + 2 * c);
+        top[0] = fmaxf(top[0], other.x);
+        top[1] = fmaxf(top[1], other.y);
+    }
+    const float factor[2] = {power2(h.top[0] - top[0]), power2(h.top[1] - top[1])};
+    if (r == 0) *reinterpret_cast<float2 *>(sums + warp * 8 + 2 * c) = make_float2(h.sum[0] * factor[0], h.sum[1] * factor[1]);
     // Packets of this range: sums of every element of the group's heads, then the heads' largest logits and sums of weights.
     constexpr int kRange = 8 * kD + 16;
     uint8_t *ranges = a.partial + static_cast<int64_t>(blockIdx.x - span.split) * kRange * 8;
 #pragma unroll 1
     for (int first = 0; first < group; first += 4) {
-        if (warp < n_warps && 2 * c >= first && 2 * c < first + 4) {
+        if (2 * c >= first && 2 * c < first + 4) {
 #pragma unroll
             for (int i = 0; i < kD / 16; ++i)
 #pragma unroll
@@ -238,20 +232,20 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
         for (int j = tid; j < 4 * kD; j += kConsumers) {
             const int head = first + j / kD, d = j % kD;
             if (head >= group) continue;  // whole warps
-            float o = 0.0f, sum = 0.0f;
-            const float top = top_of(head);
-#pragma unroll 4
-            for (int w = 0; w < n_warps; ++w) {
+            float o = 0.0f, sum = 0.0f, most = -INFINITY;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) {
                 o += scratch[w * 4 * kD + j];
-                sum += sums[w * 8 + head] * power2(tops[w * 8 + head] - top);
+                sum += sums[w * 8 + head];
+                most = fmaxf(most, tops[w * 8 + head]);
             }
             if (span.n_splits == 1) {
-                put_output(p, span, head, d, kD, o, sum, top, epoch);
+                put_output(p, span, head, d, kD, o, sum, most, epoch);
             } else {
                 uint8_t *to = ranges + static_cast<int64_t>(span.split) * kRange * 8;
                 store_packet(to + (head * kD + d) * 8, __float_as_uint(o), epoch);
                 if (d == 0) {
-                    store_packet(to + (8 * kD + 2 * head) * 8, __float_as_uint(top), epoch);
+                    store_packet(to + (8 * kD + 2 * head) * 8, __float_as_uint(most), epoch);
                     store_packet(to + (8 * kD + 2 * head + 1) * 8, __float_as_uint(sum), epoch);
                 }
             }

@@ -165,22 +165,24 @@ __device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int a
             }
         }
         uint4 raw[kKept][kWords];
-        for (bool is_first = true;; is_first = false) {
-            bool ok = true;
+        // A few lanes ask for one packet each until it has come; then all is asked for, and what is missing waited for in the same
+        // way. Asking for everything too early is in the way of this block's own outputs, and of the weights.
+        const uint8_t *last = from[kKept - 1] + ((kInteger ? 16 : 4) + 2) * kBytes;
+        bool is_there = lane & 3;
+        while (true) {
+            while (__any_sync(~0u, !is_there))
+                if (!is_there) is_there = load_packet(last).y == epoch;
 #pragma unroll
             for (int j = 0; j < kKept; ++j)
 #pragma unroll
                 for (int i = 0; i < kWords; ++i)
                     raw[j][i] = load_packets2(from[j] + (i & (kWords / 2 - 1)) * 16 + (i / (kWords / 2)) * ((kInteger ? 16 : 4) * kBytes));
+            is_there = true;
 #pragma unroll
             for (int j = 0; j < kKept; ++j)
 #pragma unroll
-                for (int i = 0; i < kWords; ++i) ok &= raw[j][i].y == epoch && raw[j][i].w == epoch;
-            const uint32_t missing = __ballot_sync(~0u, !ok);
-            if (!missing) break;
-            // Not there yet: one lane asks at first, many would be in the way of the weights.
-            if (is_first && lane == __ffs(missing) - 1) await_packet(from[0], epoch);
-            __syncwarp();
+                for (int i = 0; i < kWords; ++i) is_there &= raw[j][i].y == epoch && raw[j][i].w == epoch;
+            if (__all_sync(~0u, is_there)) break;
         }
         mark(a, at, 1);
 #pragma unroll

@@ -298,7 +298,8 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
     }
     a->slot_bytes = slot;
     a->part_bytes = kTilesOnce * 1024;
-    if (attends) x = std::max(x, kAttendBytes - 2 * a->part_bytes);
+    // What attention writes before its first meeting must not reach the sums of the phase before.
+    if (attends) x = std::max({x, kScratchAt, kAttendBytes - 2 * a->part_bytes});
     a->x_bytes = (x + 127) / 128 * 128;
     a->n_slots = 0;
     a->n_slots = std::min<int32_t>(8, (static_cast<int32_t>(kSharedBytes) - layout_of(*a).end) / (kWarps * slot));
