@@ -44,7 +44,7 @@ struct Shape {
     static constexpr int kEpilogue = kWg * 4 * kT * kStagingBytes, kLeft = kSharedBytes - kEpilogue;
     static constexpr int kChunks = StageOf<kFormat>::kU / 64;
     // Chunks of x under way; the weights' ring takes what is left.
-    static constexpr int kXTurns = StageOf<kFormat>::kImage == 2 ? 4 : 2, kXLeast = kNT >= 128 ? 4 : kXTurns == 4 || kNT <= 32 ? 8 : 6;
+    static constexpr int kXTurns = StageOf<kFormat>::kImage == 2 ? 4 : 2, kXLeast = kXTurns == 4 || kNT <= 32 ? 8 : kNT >= 128 ? 4 : 6;
     static constexpr int kWFit = (kLeft - kXLeast * kXBytes) / kWPitch, kWStages = kWFit > 12 ? 12 : kWFit;
     static constexpr int kXFit = (kLeft - kWStages * kWPitch) / kXBytes, kXStages = (kXFit > 32 ? 32 : kXFit) / kXTurns * kXTurns;
     static constexpr int kBytes = kXStages * kXBytes + kWStages * kWPitch + kEpilogue + 1024;
