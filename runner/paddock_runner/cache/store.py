@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from struct import Struct
 from zlib import crc32
@@ -22,6 +22,7 @@ HEADER = Struct("<8s16sQII24x")
 """magic, key, payload bytes, CRC-32 of the payload, CRC-32 of the header before this field; 64 bytes."""
 KEY_BYTES = 16
 SEGMENT_BYTES = 256 << 20
+Part = bytes | bytearray | memoryview
 
 
 def pack_header(key: bytes, n_bytes: int, payload_crc: int) -> bytes:
@@ -81,7 +82,7 @@ class PageStore:
         if not number or self._sizes[number] >= self._per_segment * self._record:
             number = self._begin(number + 1)
         fd, at = self._files[number], self._sizes[number]
-        n = self._write(fd, [pack_header(key, len(payload), crc32(payload)), payload], at)
+        n = self._whole(os.pwritev, fd, [pack_header(key, len(payload), crc32(payload)), payload], at)
         if n != self._record:
             os.ftruncate(fd, at)
             raise OSError(28, "the page cache's disk is full")
@@ -98,7 +99,7 @@ class PageStore:
         fd = self._files.get(number)
         head = bytearray(HEADER.size)
         try:
-            n = self._read(fd, [head, into], at) if fd is not None else 0
+            n = self._whole(os.preadv, fd, [head, into], at) if fd is not None else 0
         except OSError:
             n = 0
         if n == self._record and self._is_whole(bytes(head), key) and HEADER.unpack(head)[3] == crc32(into):
@@ -107,21 +108,11 @@ class PageStore:
         self._index.pop(key, None)
         return False
 
-    def _read(self, fd: int, parts: list[bytearray | memoryview], at: int) -> int:
-        """Fills the parts, however few bytes the system gives at a time; how many there were."""
-        done = os.preadv(fd, parts, at)
+    def _whole(self, call: Callable[..., int], fd: int, parts: Sequence[Part], at: int) -> int:
+        """Reads or writes the parts (os.preadv, os.pwritev), however few bytes the system gives or takes at a time; how many there were."""
+        done = call(fd, parts, at)
         while 0 < done < self._record:
-            n = os.preadv(fd, _rest(parts, done), at + done)
-            if not n:
-                break
-            done += n
-        return done
-
-    def _write(self, fd: int, parts: list[bytes | memoryview], at: int) -> int:
-        """Writes the parts, however few bytes the system takes at a time; how many it took."""
-        done = os.pwritev(fd, parts, at)
-        while 0 < done < self._record:
-            n = os.pwritev(fd, _rest(parts, done), at + done)
+            n = call(fd, _rest(parts, done), at + done)
             if not n:
                 break
             done += n
@@ -172,7 +163,7 @@ class PageStore:
             (self.folder / f"{oldest:08x}.kv").unlink(missing_ok=True)
 
 
-def _rest(parts: Sequence[bytes | bytearray | memoryview], done: int) -> list[memoryview]:
+def _rest(parts: Sequence[Part], done: int) -> list[memoryview]:
     """What follows the first `done` bytes of the parts."""
     found = []
     for part in parts:
