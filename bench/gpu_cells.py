@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import subprocess
@@ -155,7 +154,7 @@ def main() -> None:
     a.pack = a.pack and a.pack.resolve()
     VOCAB[0] = synthetic.SHAPES[a.model][6] - 8
     a.out.mkdir(parents=True, exist_ok=True)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*(str(served.ROOT / x) for x in ("runner", "manager", "")), os.environ.get("PYTHONPATH", "")]))
+    served.use_this_tree()
     rows: list[dict[str, Any]] = []
     for kind in a.formats:
         folder = a.folder / f"{a.model}-{kind}"

@@ -1,6 +1,6 @@
-"""A GPU runner over HTTP: start, planned against measured memory, load cells. One model a call.
+"""A GPU runner over HTTP: start, planned against measured memory, gaps between steps. One model a call; load cells are bench.gpu_cells'.
 
-Usage: python -m bench.gpu_serve CHECKPOINT NAME --out FOLDER [--pack PACK] [--cells 128/128c1 128/128c32 ...] [--long] [--options ...]
+Usage: python -m bench.gpu_serve CHECKPOINT NAME --out FOLDER [--pack PACK] [--gaps] [--options ...]
 CHECKPOINT: a folder or GGUF of shared/tools/gen (random weights, real tokenizer). Start is from the process's birth to the first
 token of the first answer. Measured memory is what NVML says is used, less what it said before the runner started.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from bench import board
+from bench import board, served
 from bench.start import stage_table, start_stages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,23 +54,6 @@ def load(port: int, cell: str, api: str, n_requests: int, *words: str) -> dict[s
     return dict(json.loads(done.stdout.splitlines()[-1])) if done.stdout else {"failed": -1, "errors": [done.stderr[-300:]]}
 
 
-def cells(port: int, name: str, wanted: list[str]) -> list[dict[str, Any]]:
-    """The load cells as board rows."""
-    rows = []
-    for cell in wanted:
-        streams = int(cell.rsplit("c", 1)[1])
-        n_out = int(cell.split("/")[1].split("c")[0])
-        figures = load(port, cell, "ids", min(max(3 * streams, 4), 256) if n_out <= 256 else streams)
-        sys.stdout.write(f"{name} {cell}: {json.dumps(figures)}\n")
-        sys.stdout.flush()
-        if figures.get("failed"):
-            continue
-        units = {"out_tok_s": ("tok/s", "higher")}
-        names = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "out_tok_s")
-        rows += [board.row(f"h200.load.{name}.{cell}.{n}", [figures[n]], *units.get(n, ("ms", "lower"))) for n in names]
-    return rows
-
-
 def gaps(port: int, name: str) -> list[dict[str, Any]]:
     """Gaps between decode steps as the device sees them, answers streaming to clients: the last 1,024 steps are decode alone."""
     rows = []
@@ -84,23 +66,6 @@ def gaps(port: int, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def long_prefill(port: int, name: str) -> list[dict[str, Any]]:
-    """16 decoding streams, then a prompt of 64k tokens beside them: ratios of gaps and of its time to first token."""
-    alone = load(port, "65000/4c1", "ids", 1, "--warmup", "0")
-    before = load(port, "128/256c16", "ids", 32)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bench.load", "--url", f"http://127.0.0.1:{port}", "--api", "ids", "--in", "128", "--out", "768", "--concurrency", "16", "--requests", "16", "--vocab", "150000", "--seed", "77"],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    time.sleep(1.0)
-    beside = load(port, "65000/4c1", "ids", 1, "--warmup", "0")
-    out, _ = process.communicate(timeout=200)
-    during = json.loads(out.splitlines()[-1])
-    sys.stdout.write(f"{name} long: alone {json.dumps(alone)}\n before {json.dumps(before)}\n during {json.dumps(during)}\n beside {json.dumps(beside)}\n")
-    pairs = {"itl_p50": (during, before, "itl_p50_ms"), "itl_p99": (during, before, "itl_p99_ms"), "ttft": (beside, alone, "ttft_p50_ms")}
-    return [board.row(f"h200.longprefill.{name}.{key}", [a[field] / b[field]], "ratio", "lower") for key, (a, b, field) in pairs.items() if a.get(field) and b.get(field)]
-
-
 def main() -> int:
     """Starts, measures, stops."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,12 +73,10 @@ def main() -> int:
     parser.add_argument("name")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--pack", type=Path)
-    parser.add_argument("--cells", nargs="*", default=["128/128c1", "128/128c32", "128/128c128", "2048/128c32"])
-    parser.add_argument("--long", action="store_true")
     parser.add_argument("--gaps", action="store_true")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=["--max-ctx", "8448", "--max-batch", "128"])
     a = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "runner"), str(ROOT / "manager"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    served.use_this_tree()
     words = ["--device", "cuda", *(["--kernel-pack", str(a.pack)] if a.pack else []), *a.options]
     planned = json.loads(subprocess.run([sys.executable, "-m", "paddock_runner", "plan", str(a.checkpoint), *words, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout)
     planned = planned.get("plan", planned)
@@ -135,11 +98,8 @@ def main() -> int:
             rows.append(board.row(f"h200.start_s.{a.name}", [started], "s", "lower"))
             sys.stdout.write(stage_table(start_stages(f"http://127.0.0.1:{port}")))
             after_ready = used_mib()
-            rows += cells(port, a.name, a.cells)
             if a.gaps:
                 rows += gaps(port, a.name)
-            if a.long:
-                rows += long_prefill(port, a.name)
             used = (used_mib() - before) * (1 << 20)
             sys.stdout.write(f"{a.name}: planned {planned['total_bytes'] / 2**20:.0f} MiB (device), used {used / 2**20:.0f} MiB, {after_ready - before} MiB when ready\n")
             sys.stdout.write(json.dumps(planned["lines"]) + "\n")

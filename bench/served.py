@@ -16,6 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def use_this_tree() -> None:
+    """Children of this process import this tree's packages and benches, wherever they are started."""
+    told = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*(str(ROOT / folder) for folder in ("runner", "manager", "")), *([told] if told else [])])
+
+
 def family(pid: int) -> list[int]:
     """A process and its descendants."""
     found = [pid]
