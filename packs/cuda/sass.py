@@ -21,16 +21,15 @@ import build
 
 MATRIX = re.compile(r"\b(HMMA|HGMMA|QGMMA|IMMA|IGMMA|QMMA|OMMA|UTC\w*MMA)(?:\.[\w.]+)?")
 ANYWHERE = {
-    "stream_matmul": "HMMA", "gemm_mma": "HMMA", "attention_prefill_kernel": "HMMA", "expert_stream_kernel": "HMMA", "expert_tiles_kernel": "HMMA", "delta_chunk_kernel": "HMMA",
+    "stream_matmul": "HMMA", "gemm_mma": "HMMA|QMMA", "attention_prefill_kernel": "HMMA", "expert_stream_kernel": "HMMA", "expert_tiles_kernel": "HMMA", "delta_chunk_kernel": "HMMA",
     "delta_scan_kernel": "HMMA",
 }  # fmt: skip
 HOPPER = {"gemm_wgmma": "HGMMA|QGMMA", "attention_wgmma": "HGMMA"}
-WHOLE = {"sm_90a": ("HGMMA", "QGMMA")}
+WHOLE = {"sm_90a": ("HGMMA", "QGMMA"), "sm_89": ("QMMA",), "sm_120f": ("QMMA",)}
 """Instructions that must be somewhere in a library of the architecture: bf16 and fp8 products."""
 MISSING = {
-    "sm_89": "QMMA (fp8 mma.sync): fp8 weights are widened to bf16",
     "sm_100f": "UTC*MMA (tcgen05): products use mma.sync",
-    "sm_120f": "QMMA and OMMA with block scales (fp8, mxf4, nvf4): weights are widened to bf16",
+    "sm_120f": "OMMA and QMMA with block scales (mxf4, nvf4): such weights are widened to bf16",
 }
 
 

@@ -32,15 +32,16 @@ struct GemmArguments {
     float scale, softcap;
 };
 
-// Ampere and later: cp.async, ldmatrix, mma.sync.
+// Both take bf16 x with rows of 16-byte multiples, or (x_scale is there) x and FP8 weights as narrow_fp8 leaves them.
+// Ampere and later: cp.async, ldmatrix, mma.sync; FP8 in packs built for sm_89 and sm_120.
+bool has_fp8_mma();
 int32_t launch_gemm_mma(const Launch &l, GemmArguments arguments, int64_t max_rows);
-
-// Hopper: TMA and wgmma. x is bf16 with rows of 16-byte multiples.
+// Hopper: TMA and wgmma.
 bool has_wgmma(const pk_ctx *ctx);
 int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 
-// FP8 weights on Hopper: x (F32 or BF16, x_row_bytes apart) is narrowed to e4m3 per row and 128 columns in scratch first.
+// x (F32 or BF16, x_row_bytes apart) as e4m3 per row and 128 columns in scratch; the arguments say so afterwards.
 int64_t fp8_scratch(int64_t max_rows, int64_t cols);
-int32_t launch_gemm_fp8(const Launch &l, GemmArguments arguments, int64_t max_rows, int32_t x_format);
+int32_t narrow_fp8(const Launch &l, GemmArguments &arguments, int64_t max_rows, int32_t x_format);
 
 }  // namespace pk

@@ -1,9 +1,11 @@
-// Tiled matmul with mma.sync: y[rows, N] = x[rows, K] W^T, bf16 x bf16 -> f32, for more than 64 rows.
+// Tiled matmul with mma.sync: y[rows, N] = x[rows, K] W^T, bf16 x bf16 or (sm_89, sm_120) e4m3 x e4m3 -> f32, for more than 64 rows.
 //
-// Block: 128 rows x 128 columns, 8 warps of 64 x 32, four cp.async stages of 32 elements of K. Columns come from up to
+// Block: 128 rows x 128 columns, 8 warps of 64 x 32, four cp.async stages of 64 bytes of K. Columns come from up to
 // three weights; with an activation the groups of eight columns alternate between gate and up, so that a thread holds
-// both. Assumes K a multiple of 8 and 16-byte rows; columns of W beyond its K must not exist (K is the padded width of
-// W, x is read as zero beyond its own). Does not handle: fewer rows than min_rows (the streaming kernel does).
+// both. FP8: what 128 of K add up to is added with its scales (x: per row and 128 of K; W: per 128 x 128). A fragment of
+// 16 x 32 bytes lies in the same registers for both kinds, so they differ in the instruction alone. Assumes K a multiple
+// of 8 and 16-byte rows (FP8: x and W padded with zeros to 128 of K); columns of W beyond its K must not exist (K is the
+// padded width of W, x is read as zero beyond its own). Does not handle: fewer rows than min_rows (the streaming kernel does).
 #include "../../include/gemm.cuh"
 
 #include "../../include/device.cuh"
@@ -11,12 +13,27 @@
 namespace pk {
 namespace {
 
-constexpr int kM = 128, kN = 128, kK = 32, kStages = 4, kThreads = 256;
-constexpr int kStageBytes = (kM + kN) * kK * 2;
+#if defined(PK_FP8_MMA)
+constexpr bool kFp8Built = true;
+#else
+constexpr bool kFp8Built = false;
+#endif
+constexpr int kM = 128, kN = 128, kBytes = 64, kStages = 4, kThreads = 256;  // kBytes: of K, a stage
+constexpr int kStageBytes = (kM + kN) * kBytes;
 
 __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) { return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4); }
 
-__global__ void __launch_bounds__(kThreads, 2) gemm_mma_kernel(const __grid_constant__ GemmArguments a) {
+// d[16,8] += a[16,32] b[32,8], e4m3 operands.
+__device__ __forceinline__ void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if defined(PK_FP8_MMA)
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+template <bool kFp8>
+__global__ void __launch_bounds__(kThreads, kFp8 ? 1 : 2) gemm_mma_kernel(const __grid_constant__ GemmArguments a) {
     extern __shared__ __align__(128) uint8_t shared[];
     wait_dependence();
     release_dependents();
@@ -44,27 +61,42 @@ __global__ void __launch_bounds__(kThreads, 2) gemm_mma_kernel(const __grid_cons
         w_ok[h] = n < w.rows;
         wp[h] = static_cast<const uint8_t *>(w.data) + static_cast<int64_t>(w_ok[h] ? n : 0) * w.row_bytes;
     }
-    const int n_steps = (a.k + kK - 1) / kK;
+    const int k_bytes = kFp8 ? (a.k + 127) / 128 * 128 : a.k * 2, n_steps = (k_bytes + kBytes - 1) / kBytes;
     auto copy_stage = [&](int step) {
         if (step < n_steps) {
             uint32_t at = base + (step % kStages) * kStageBytes;
-            int k = step * kK + chunk * 8;
+            int k = step * kBytes + chunk * 16;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                bool in = k < a.k;
-                copy16_async(at + tile_offset(row + 64 * h, chunk), xp[h] + (in ? k * 2 : 0), in && x_ok[h]);
-                copy16_async(at + kM * 64 + tile_offset(row + 64 * h, chunk), wp[h] + (in ? k * 2 : 0), in && w_ok[h]);
+                bool in = k < k_bytes;
+                copy16_async(at + tile_offset(row + 64 * h, chunk), xp[h] + (in ? k : 0), in && x_ok[h]);
+                copy16_async(at + kM * kBytes + tile_offset(row + 64 * h, chunk), wp[h] + (in ? k : 0), in && w_ok[h]);
             }
         }
         commit_async();
     };
     float acc[4][4][4] = {};
+    // FP8: what earlier groups of 128 of K came to, and the scales of the present one: eight rows of x, gate's and up's of W.
+    float sum[kFp8 ? 4 : 1][4][4] = {}, xs[4][2], ws[2];
+    auto load_scales = [&](int group) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) xs[m][h] = a.x_scale[group * a.x_scale_stride + min(m0 + wm * 64 + m * 16 + (lane >> 2) + 8 * h, n_rows - 1)];
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            const GemmWeight &w = a.w[gated ? side : i];
+            ws[side] = w.block_scale != nullptr ? w.block_scale[n0 / 128 * w.block_stride + group] : 1.0f;
+        }
+    };
     for (int s = 0; s < kStages - 1; ++s) copy_stage(s);
     for (int step = 0; step < n_steps; ++step) {
         wait_async<kStages - 2>();
         __syncthreads();
         copy_stage(step + kStages - 1);
-        const uint32_t at = base + (step % kStages) * kStageBytes, bt = at + kM * 64;
+        const uint32_t at = base + (step % kStages) * kStageBytes, bt = at + kM * kBytes;
+        if constexpr (kFp8)
+            if ((step & 1) == 0) load_scales(step / 2);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             uint32_t x[4][4], w[2][4];
@@ -75,8 +107,32 @@ __global__ void __launch_bounds__(kThreads, 2) gemm_mma_kernel(const __grid_cons
 #pragma unroll
             for (int m = 0; m < 4; ++m)
 #pragma unroll
-                for (int n = 0; n < 4; ++n) mma_bf16(acc[m][n], x[m][0], x[m][1], x[m][2], x[m][3], w[n >> 1][(n & 1) * 2], w[n >> 1][(n & 1) * 2 + 1]);
+                for (int n = 0; n < 4; ++n) {
+                    const uint32_t b0 = w[n >> 1][(n & 1) * 2], b1 = w[n >> 1][(n & 1) * 2 + 1];
+                    if constexpr (kFp8) mma_e4m3(acc[m][n], x[m], b0, b1);
+                    else mma_bf16(acc[m][n], x[m][0], x[m][1], x[m][2], x[m][3], b0, b1);
+                }
         }
+        if constexpr (kFp8)
+            if (step & 1) {
+#pragma unroll
+                for (int m = 0; m < 4; ++m)
+#pragma unroll
+                    for (int n = 0; n < 4; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            sum[m][n][e] = fmaf(acc[m][n][e], xs[m][e >> 1] * (gated && (n & 1) ? ws[1] : ws[0]), sum[m][n][e]);
+                            acc[m][n][e] = 0.0f;
+                        }
+            }
+    }
+    if constexpr (kFp8) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m)
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) acc[m][n][e] = sum[m][n][e];
     }
     auto finish = [&](const GemmWeight &w, int n, float v) {
         v *= w.scale;
@@ -116,6 +172,8 @@ __global__ void __launch_bounds__(kThreads, 2) gemm_mma_kernel(const __grid_cons
 
 }  // namespace
 
+bool has_fp8_mma() { return kFp8Built; }
+
 int32_t launch_gemm_mma(const Launch &l, GemmArguments a, int64_t max_rows) {
     const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
     int32_t tiles = 0;
@@ -125,7 +183,10 @@ int32_t launch_gemm_mma(const Launch &l, GemmArguments a, int64_t max_rows) {
     }
     a.w[1].first_tile = gated ? 0 : a.w[1].first_tile;
     a.n_tiles = tiles;
-    return launch(l, "gemm_mma", gemm_mma_kernel, dim3((max_rows + kM - 1) / kM, tiles), dim3(kThreads), kStages * kStageBytes, a);
+    const dim3 grid(static_cast<unsigned>((max_rows + kM - 1) / kM), static_cast<unsigned>(tiles));
+    if constexpr (kFp8Built)
+        if (a.x_scale != nullptr) return launch(l, "gemm_mma", gemm_mma_kernel<true>, grid, dim3(kThreads), kStages * kStageBytes, a);
+    return launch(l, "gemm_mma", gemm_mma_kernel<false>, grid, dim3(kThreads), kStages * kStageBytes, a);
 }
 
 }  // namespace pk

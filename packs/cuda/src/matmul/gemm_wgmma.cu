@@ -7,7 +7,6 @@
 // one multiplies while the other adds. With an activation the first half of a tile is gate, the second up. Assumes swizzled
 // 128-byte boxes (K padded to whole boxes). Does not handle: fewer rows than min_rows.
 #include "../../include/gemm.cuh"
-#include "../../include/quantise.cuh"
 #include "../../include/wgmma.cuh"
 
 namespace pk {
@@ -412,30 +411,11 @@ bool has_wgmma(const pk_ctx *ctx) {
 #endif
 }
 
-int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &a, int64_t max_rows) { return launch_tiles<false>(l, a, max_rows, a.k); }
-
-// Scales of one group of 128 columns: whole tiles of rows, so that they can be copied a tile at a time.
-static int64_t scale_stride(int64_t max_rows) { return (max_rows + kM<true> - 1) / kM<true> * kM<true>; }
-
-int64_t fp8_scratch(int64_t max_rows, int64_t cols) {
-    const int64_t padded = (cols + 127) / 128 * 128;
-    return (max_rows * padded + 255) / 256 * 256 + padded / 128 * scale_stride(max_rows) * 4 + 256;
-}
-
-int32_t launch_gemm_fp8(const Launch &l, GemmArguments a, int64_t max_rows, int32_t x_format) {
-    const int64_t padded = (a.k + 127) / 128 * 128;
-    uint8_t *x = l.scratch;
-    float *scales = reinterpret_cast<float *>(l.scratch + (max_rows * padded + 255) / 256 * 256);
-    const int64_t stride = a.x_row_bytes / (x_format == PK_F32 ? 4 : 2);
-    QuantiseArguments q = {a.x, x, scales, nullptr, stride, padded, scale_stride(max_rows), a.rows_symbol, x_format, a.k, a.min_rows, 0};
-    if (int32_t e = launch_quantise(l, q, max_rows)) return e;
-    a.x = x;
-    a.x_row_bytes = padded;
-    a.x_scale = scales;
-    a.x_scale_stride = scale_stride(max_rows);
+int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &a, int64_t max_rows) {
+    if (a.x_scale == nullptr) return launch_tiles<false>(l, a, max_rows, a.k);
     Launch own = l;
     own.overlap = true;  // the product's blocks set themselves up while x is narrowed
-    return launch_tiles<true>(own, a, max_rows, padded);
+    return launch_tiles<true>(own, a, max_rows, (a.k + 127) / 128 * 128);
 }
 
 }  // namespace pk

@@ -182,7 +182,7 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     return with_format(packed[g.first]->format, [&](auto f) { return launch_skinny<decltype(f)::value>(l, a, packed + g.first, max_rows); });
 }
 
-// bf16 operands, on whatever the device does best.
+// bf16 or narrowed operands, on whatever the device does best.
 int32_t launch_gemm(const Launch &l, const GemmArguments &a, int64_t max_rows) { return has_wgmma(l.ctx) ? launch_gemm_wgmma(l, a, max_rows) : launch_gemm_mma(l, a, max_rows); }
 
 int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows) {
@@ -193,7 +193,7 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     a.x = reinterpret_cast<const void *>(op.x.data);
     a.x_row_bytes = op.x.stride;
     a.k = static_cast<int32_t>(op.x.cols);
-    const bool is_fp8 = packed[g.first]->format == PK_FP8_E4M3 && has_wgmma(l.ctx);
+    const bool is_fp8 = packed[g.first]->format == PK_FP8_E4M3 && (has_wgmma(l.ctx) || has_fp8_mma());
     if (!is_fp8 && (op.x.format != PK_BF16 || !is_wide(op.x))) {
         pk_tensor narrow;
         if (int32_t status = narrow_x(l, op.x, max_rows, scratch, &narrow)) return status;
@@ -237,7 +237,9 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
             weight(i, i, 0, p.rows, reinterpret_cast<const void *>(op.w[g.first + i].data), p.row_bytes, column);
             column += gated ? 0 : p.rows;
         }
-        return is_fp8 ? launch_gemm_fp8(l, a, max_rows, op.x.format) : launch_gemm(l, a, max_rows);
+        if (is_fp8)
+            if (int32_t status = narrow_fp8(l, a, max_rows, op.x.format)) return status;
+        return launch_gemm(l, a, max_rows);
     }
     // Panels of dequantised rows.
     const int64_t row_bytes = padded * 2, sides = gated ? 2 : 1;

@@ -2,6 +2,7 @@
 #include "../../include/quantise.cuh"
 
 #include "../../include/device.cuh"
+#include "../../include/gemm.cuh"
 
 namespace pk {
 namespace {
@@ -52,6 +53,28 @@ int32_t launch_quantise(const Launch &l, QuantiseArguments a, int64_t max_rows) 
     a.info = l.info;
     a.is_wide = ((a.x_stride | a.k) & 3) == 0 && (reinterpret_cast<uintptr_t>(a.x) & 15) == 0;
     return launch(l, "quantise", quantise_kernel, dim3(static_cast<unsigned>((a.out_stride / 128 + 7) / 8), static_cast<unsigned>((max_rows + kEach - 1) / kEach)), dim3(256), 0, a);
+}
+
+// Scales of one group of 128 columns: whole tiles of rows (at most 256), so that they can be copied a tile at a time.
+static int64_t scale_stride(int64_t max_rows) { return (max_rows + 255) / 256 * 256; }
+
+int64_t fp8_scratch(int64_t max_rows, int64_t cols) {
+    const int64_t padded = (cols + 127) / 128 * 128;
+    return (max_rows * padded + 255) / 256 * 256 + padded / 128 * scale_stride(max_rows) * 4 + 256;
+}
+
+int32_t narrow_fp8(const Launch &l, GemmArguments &a, int64_t max_rows, int32_t x_format) {
+    const int64_t padded = (a.k + 127) / 128 * 128;
+    uint8_t *x = l.scratch;
+    float *scales = reinterpret_cast<float *>(l.scratch + (max_rows * padded + 255) / 256 * 256);
+    const int64_t stride = a.x_row_bytes / (x_format == PK_F32 ? 4 : 2);
+    QuantiseArguments q = {a.x, x, scales, nullptr, stride, padded, scale_stride(max_rows), a.rows_symbol, x_format, a.k, a.min_rows, 0};
+    if (int32_t e = launch_quantise(l, q, max_rows)) return e;
+    a.x = x;
+    a.x_row_bytes = padded;
+    a.x_scale = scales;
+    a.x_scale_stride = scale_stride(max_rows);
+    return PK_OK;
 }
 
 }  // namespace pk
