@@ -1,11 +1,14 @@
-"""Planned bytes against what NVML sees in use: models x contexts x batches, a process each, without HTTP.
+"""Planned bytes against what NVML sees in use: models x contexts x batches, without HTTP.
 
-Usage: python -m bench.fit_matrix [--pack PACK] [--only 8b.fp8 ...] [--ctx 4096 32768 max] [--batch 1 8 32] [--seconds 90] [--out FOLDER]
-A model is SHAPE.KIND (bench/fit_shapes.py; kinds bf16, fp8, q8_0, q4_k_m, mxfp4) or the path of a checkpoint. Each row: the runner's
-plan (full contexts, else the largest pool of pages that fits), a device built by that plan as an engine's process builds it, every page
-given memory, steps of a whole prompt chunk and of decode for all slots; then NVML's bytes in use less those before. Large weights are read
-from disk in a model's first row only, and made up in the others. A row holds when it was not planned under
-and at most 1 % or 64 MiB over. Rows that a time limit leaves out are named. On a machine without a GPU, --device cpu rehearses.
+Usage: python -m bench.fit_matrix [--pack PACK] [--only 8b.fp8 ...] [--ctx 4096 32768 max] [--batch 1 8 32] [--seconds 90] [--out FOLDER] [--done BOARD ...]
+       python -m bench.fit_matrix --merge BOARD ... --out FOLDER
+A model is SHAPE.KIND (bench/fit_shapes.py and fit_families.py; kinds bf16, fp8, q8_0, q4_k_m, mxfp4) or the path of a checkpoint. Each row: the runner's plan
+(full contexts, else the largest pool of pages that fits), a device built by that plan as an engine's process builds it, every page given memory,
+steps of a whole prompt chunk and of decode for all slots; then NVML's bytes in use less those before. A row holds when it was not planned under and at
+most 1 % or 64 MiB over. A model's rows run in one process that closes its device between them; "left" is what that process still had then beyond what it had
+after its first row (0: every row is as in a process of its own). Of the weights, the largest of each format is converted by the
+pack, and the others' places are taken and left zero: no byte depends on their values. Rows that a time limit leaves out are named. --merge makes one board of several,
+later rows instead of earlier ones. On a machine without a GPU, --device cpu rehearses.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,33 +36,38 @@ from paddock_runner import hardware  # noqa: E402
 from paddock_runner.blueprint.blueprint import Blueprint  # noqa: E402
 from paddock_runner.blueprint.names import tensors_by_name  # noqa: E402
 from paddock_runner.blueprint.read import read_blueprint  # noqa: E402
-from paddock_runner.engine.assemble import Assembly, build_device  # noqa: E402
+from paddock_runner.engine import assemble  # noqa: E402
 from paddock_runner.errors import PaddockError  # noqa: E402
 from paddock_runner.files.checkpoint import open_checkpoint  # noqa: E402
 from paddock_runner.files.view import TensorView  # noqa: E402
 from paddock_runner.memory.plan import MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages  # noqa: E402
 from paddock_runner.memory.solve import solver  # noqa: E402
-from paddock_runner.model.weights import Staging  # noqa: E402
+from paddock_runner.model import weights as loader  # noqa: E402
 from paddock_runner.pack import abi  # noqa: E402
 from paddock_runner.pack.device import Device  # noqa: E402
 from paddock_runner.pack.library import find_pack  # noqa: E402
+from paddock_runner.pack.tensor import Tensor  # noqa: E402
 
 from bench import board, fit_shapes  # noqa: E402
 
-MODELS = ["8b.fp8", "8b.bf16", "8b.q4_k_m", "27b-hybrid.fp8", "30b-a3b.fp8", "gpt-oss-20b.mxfp4", "gemma-12b.bf16", "llama-8b.q8_0", "granite-h-tiny.bf16", "lfm2-1.2b.bf16", "0.6b.bf16"]  # fmt: skip
 CTX = {"max": 1 << 40}
 SLACK_BYTES, SLACK_SHARE = 64 << 20, 0.01
-LARGE_BYTES, STILL_BYTES = 1 << 20, 1 << 20
+STILL_BYTES = 1 << 20
+Model = tuple[Blueprint, dict[str, TensorView]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell of the matrix: a model, the context and batch, and whether the weights' bytes are read."""
+    """One cell of the matrix: a model, the context and batch."""
 
     model: str
     ctx: int
     batch: int
-    reads: bool
+
+    @property
+    def name(self) -> str:
+        """As the board calls it."""
+        return f"{Path(self.model).name}.{'max' if self.ctx > 1 << 30 else self.ctx}.b{self.batch}"
 
 
 @dataclass(frozen=True)
@@ -110,8 +119,9 @@ def planned(blueprint: Blueprint, views: dict[str, TensorView], row: Row, at: Gr
 class Steps:
     """Steps of made-up prompts, as an engine would send them: every slot has its share of the pool."""
 
-    def __init__(self, device: Device, n_pages: int) -> None:
-        self.device, self.seq = device, 0
+    def __init__(self, device: Device, n_pages: int, is_whole: bool) -> None:
+        self.device, self.seq, self.is_whole = device, 0, is_whole
+        self.most = min(device.state.slot_pages, n_pages - 1)
         self.share = min(device.state.slot_pages, max(1, (n_pages - 1) // device.state.n_slots))
 
     def send(self, rows: list[tuple[int, int]], is_new: bool) -> None:
@@ -122,7 +132,7 @@ class Steps:
             sampling = abi.pk_sampling(0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0)
             sampling.prompt_length, sampling.max_length, sampling.n_logprobs = n, state.max_ctx_tokens, -1
             new += bytes(abi.pk_new_slot(slot, 0, 0, 0, sampling))
-            pages += b"".join(struct.pack("4i", slot, i, 1 + slot * self.share + i, 0) for i in range(self.share))
+            pages += b"".join(struct.pack("4i", slot, i, 1 + slot * self.share + i, 0) for i in range(max(self.share, -(-n // state.page_tokens))))
             runs += struct.pack("4i", slot, 0, n, len(payload) // 4)
             payload += struct.pack(f"{n}i", *(1 + i * 31 % 1000 for i in range(n)))
         n = sum(k for _, k in rows)
@@ -135,8 +145,12 @@ class Steps:
             raise RuntimeError("a step took a minute")
 
     def work(self) -> None:
-        """A prompt as long as a step may be, a short one in every other slot, decode of all and of one."""
+        """A prompt as long as a step may be, a short one in every other slot, decode of all and of one. is_whole: prompts only, each in one step."""
         state = self.device.state
+        if self.is_whole:
+            self.send([(0, min(self.most * state.page_tokens - 1, state.max_step_tokens))], True)
+            self.send([(s, min(8, self.share * state.page_tokens)) for s in range(state.n_slots)], True)
+            return
         room = self.share * state.page_tokens - 4
         self.send([(0, min(room, state.max_step_tokens))], True)
         rest = range(1, state.n_slots)
@@ -147,18 +161,77 @@ class Steps:
         self.send([(0, 1)], False)
 
 
-def _skip_reading() -> None:
-    """In this process, large weights are whatever lies in the staging buffer: they are copied and repacked as any, but not read."""
-    read = Staging.read
+class Loading:
+    """Weights' memory without their bytes: taken as the loader takes it, once by the loader itself, then again by what it asked for."""
 
-    def small(self: Staging, view: TensorView) -> memoryview:
-        if view.n_bytes < LARGE_BYTES:
-            return read(self, view)
-        if len(self._buffer) < view.n_bytes:
-            self._buffer = mmap.mmap(-1, view.n_bytes)
-        return memoryview(self._buffer)[: view.n_bytes]
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, int, str]] = []
+        self.found: dict[str, Tensor] = {}
 
-    Staging.read = small  # type: ignore[method-assign]
+    def install(self, views: Mapping[str, TensorView]) -> None:
+        """For this process: nothing is read, and of each format the largest matrix is converted."""
+        largest: dict[tuple[str, str], tuple[int, tuple[int, ...]]] = {}
+        for view in views.values():
+            if len(view.shape) == 2:
+                kind = (view.format, view.scales.kind if view.scales else "")
+                largest[kind] = max(largest.get(kind, (0, ())), (view.n_bytes, view.shape))
+        shapes, repack, seen = {shape for _, shape in largest.values()}, Device.repack, set()
+
+        def read(staging: loader.Staging, view: TensorView) -> memoryview:
+            if len(staging._buffer) < view.n_bytes:
+                staging._buffer = mmap.mmap(-1, view.n_bytes)
+            return memoryview(staging._buffer)[: view.n_bytes]
+
+        def convert(device: Device, source: abi.pk_source, address: int, n_bytes: int) -> None:
+            key = (source.rows, source.cols, source.format, source.scales)
+            if key[:2] in shapes and key not in seen:
+                seen.add(key)
+                repack(device, source, address, n_bytes)
+
+        alike = {view.scales.view.n_elements: view for view in views.values() if view.scales is not None}
+        scales = {n: read_scales_once(view) for n, view in alike.items()}
+        loader.Staging.read = read  # type: ignore[method-assign]
+        loader.read_scales = lambda staging, view: scales[view.scales.view.n_elements] if view.scales is not None else None
+        Device.repack = convert  # type: ignore[method-assign]
+        assemble.load_weights = self.load
+
+    def load(self, device: Device, blueprint: Blueprint, views: Mapping[str, TensorView], progress: Any = None) -> dict[str, Tensor]:
+        """As model/weights.py's."""
+        if self.found:
+            return self._again(device)
+        alloc = device.alloc
+
+        def taking(n_bytes: int, name: str, is_pinned: bool = False) -> int:
+            address = alloc(n_bytes, name, is_pinned)
+            self.taken.append((address, n_bytes, name))
+            return address
+
+        device.alloc = taking  # type: ignore[method-assign]
+        try:
+            self.found = loader.load_weights(device, blueprint, views, progress)
+        finally:
+            del device.alloc
+        return self.found
+
+    def _again(self, device: Device) -> dict[str, Tensor]:
+        places = sorted(self.taken)
+        starts = [address for address, _, _ in places]
+        now = {address: device.alloc(n_bytes, name) for address, n_bytes, name in self.taken}
+
+        def moved(tensor: Tensor) -> Tensor:
+            start = starts[bisect_right(starts, tensor.data) - 1]
+            return replace(tensor, data=now[start] + tensor.data - start)
+
+        return {name: moved(tensor) for name, tensor in self.found.items()}
+
+
+def read_scales_once(view: TensorView) -> loader.ScaleValues | None:
+    """The scales of a made-up matrix: those of as many numbers are alike."""
+    staging = loader.Staging()
+    try:
+        return loader.read_scales(staging, view)
+    finally:
+        staging.close()
 
 
 def used_bytes(at: Ground) -> int:
@@ -182,50 +255,62 @@ def settled_bytes(at: Ground) -> int:
     return now
 
 
-def child(row: Row, plan: MemoryPlan, blueprint: Blueprint, views: dict[str, TensorView], at: Ground) -> dict[str, Any]:
-    """What a process of that plan takes. Runs in a process of its own."""
-    if not row.reads:
-        _skip_reading()
-    before, begun = used_bytes(at), time.monotonic()
-    device = build_device(Assembly(at.pack, plan.sizes, plan.kv_format), blueprint, views)
-    built, ready = time.monotonic(), used_bytes(at) - before
-    device.grow_pages(plan.sizes.n_pages)
-    grown = time.monotonic()
-    Steps(device, plan.sizes.n_pages).work()
-    used = used_bytes(at) - before
-    return {"used": used, "ready": ready, "build_s": built - begun, "grow_s": grown - built, "steps_s": time.monotonic() - grown}
+def measured(row: Row, plan: MemoryPlan, model: Model, at: Ground, before: int) -> dict[str, Any]:
+    """What this process takes beyond `before` with a device of that plan, and once it is closed."""
+    begun = time.monotonic()
+    device = assemble.build_device(assemble.Assembly(at.pack, plan.sizes, plan.kv_format), *model)
+    try:
+        built, ready = time.monotonic(), used_bytes(at) - before
+        device.grow_pages(plan.sizes.n_pages)
+        grown = time.monotonic()
+        Steps(device, plan.sizes.n_pages, model[0].needs_whole_prompts).work()
+        used = used_bytes(at) - before
+    finally:
+        device.close()
+    seconds = [built - begun, grown - built, time.monotonic() - grown]
+    return {"used": used, "ready": ready, "left": used_bytes(at) - before, "seconds": seconds}
 
 
-def apart(row: Row, plan: MemoryPlan, blueprint: Blueprint, views: dict[str, TensorView], at: Ground) -> dict[str, Any]:
-    """`child` in a fork, which has the imports and no context yet; {"error"} when it fails."""
+def apart(plans: list[tuple[Row, MemoryPlan]], model: Model, at: Ground, before: int) -> Iterator[dict[str, Any]]:
+    """`measured` of one row after the other in a fork, which has the imports and no context yet; {"error"} of the last when it fails."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read_end)
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        try:
-            found = child(row, plan, blueprint, views, at)
-        except (PaddockError, RuntimeError, OSError) as error:
-            found = {"error": str(error)}
         with os.fdopen(write_end, "w") as pipe:
-            json.dump(found, pipe)
+            Loading().install(model[1])
+            for row, plan in plans:
+                try:
+                    found = measured(row, plan, model, at, before)
+                except (PaddockError, RuntimeError, OSError) as error:
+                    found = {"error": str(error)}
+                pipe.write(json.dumps(found) + "\n")
+                pipe.flush()
+                if "error" in found:
+                    break
         os._exit(0)
     os.close(write_end)
+    n_told = 0
     with os.fdopen(read_end) as pipe:
-        words = pipe.read()
+        for line in pipe:
+            n_told += 1
+            yield dict(json.loads(line))
     _, status = os.waitpid(pid, 0)
-    return dict(json.loads(words)) if words else {"error": f"the process ended with {status}"}
+    if n_told < len(plans) and status:
+        yield {"error": f"the process ended with {status}"}
 
 
-def cells(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Every row, model by model."""
-    for model in arguments.only or MODELS:
-        first = True
-        for batch in arguments.batch:
-            for ctx in arguments.ctx:
-                yield Row(model, CTX[ctx] if ctx in CTX else int(ctx), batch, first)
-                first = False
+def cells(arguments: argparse.Namespace, model: str, longest: int) -> Iterator[Row]:
+    """The rows of a model. Contexts beyond its own are that one, once; rows of boards that are done are left out."""
+    contexts = [CTX[ctx] if ctx in CTX else int(ctx) for ctx in arguments.ctx]
+    done = {r["id"] for path in arguments.done for r in json.loads(path.read_text())["rows"]}
+    for batch in arguments.batch:
+        for ctx in contexts:
+            row = Row(model, ctx, batch)
+            if (ctx < longest or ctx == max(contexts)) and f"fit.{row.name}.error" not in done:
+                yield row
 
 
 def judge(plan: MemoryPlan, used: int) -> str:
@@ -234,32 +319,63 @@ def judge(plan: MemoryPlan, used: int) -> str:
     return "UNDER" if over < 0 else "ok" if over <= max(SLACK_BYTES, SLACK_SHARE * used) else "OVER"
 
 
-def run_row(row: Row, at: Ground, model: tuple[Blueprint, dict[str, TensorView]]) -> dict[str, Any] | None:
-    """Measures and prints one row; the board's row, or None."""
-    blueprint, views = model
-    name = f"{Path(row.model).name}.{'max' if row.ctx > 1 << 30 else row.ctx}.b{row.batch}"
-    plan = planned(blueprint, views, row, at)
-    if plan is None:
-        sys.stdout.write(f"{name:34} does not fit\n")
-        return None
-    begun, before = time.monotonic(), settled_bytes(at)
-    found = apart(row, plan, blueprint, views, at)
-    passed = time.monotonic() - begun
-    if abs(settled_bytes(at) - before) > STILL_BYTES:
-        sys.stdout.write(f"{name:34} another program's memory came or went: measured again\n")
-        found = apart(row, plan, blueprint, views, at)
-    if "error" in found:
-        sys.stdout.write(f"{name:34} {plan.total_bytes / 2**20:9.0f} FAILED {found['error'][:160]}\n")
-        return None
+def run_model(name: str, arguments: argparse.Namespace, at: Ground, until: float, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measures and prints a model's rows: the board's rows, and the names of those that the time left out."""
+    model = opened(name, folder)
+    waiting: list[tuple[Row, MemoryPlan]] = []
+    for row in cells(arguments, name, model[0].max_ctx_tokens):
+        plan = planned(*model, row, at)
+        if plan is None:
+            sys.stdout.write(f"{row.name:36} does not fit\n")
+        else:
+            waiting.append((row, plan))
+    rows: list[dict[str, Any]] = []
+    while waiting and time.monotonic() < until:
+        before, first_left, n_ended = settled_bytes(at), None, 0
+        batch, results = waiting, apart(waiting, model, at, before)
+        for (row, plan), found in zip(batch, results, strict=False):
+            n_ended += 1
+            if "error" in found:
+                sys.stdout.write(f"{row.name:36} {plan.total_bytes / 2**20:9.0f} FAILED {found['error'][:200]}\n")
+                break
+            first_left = found["left"] if first_left is None else first_left
+            rows.append(told(row, plan, found, found["left"] - first_left))
+            if time.monotonic() > until:
+                break
+        results.close()  # type: ignore[attr-defined]
+        if abs(settled_bytes(at) - before) > STILL_BYTES:
+            sys.stdout.write(f"{name:36} another program's memory came or went meanwhile\n")
+            for row in rows[-n_ended:]:
+                row["still"] = False
+        waiting = waiting[n_ended:]
+    return rows, [row.name for row, _ in waiting]
+
+
+def told(row: Row, plan: MemoryPlan, found: dict[str, Any], left: int) -> dict[str, Any]:
+    """Prints one row; the board's."""
     used, full = found["used"], plan.pool_tokens >= plan.sizes.max_ctx_tokens * row.batch
     word = judge(plan, used)
+    times = " + ".join(f"{s:.2f}" for s in found["seconds"])
     sys.stdout.write(
-        f"{name:34} {plan.total_bytes / 2**20:9.0f} {used / 2**20:9.0f} {(plan.total_bytes - used) / 2**20:8.1f} {100 * (plan.total_bytes / used - 1):7.3f} {word:5} "
-        f"{'full' if full else 'shared':6} ready {found['ready'] / 2**20:.0f} {passed:.1f} s = {found['build_s']:.1f} + {found['grow_s']:.1f} + {found['steps_s']:.1f}\n"
+        f"{row.name:36} {plan.total_bytes / 2**20:9.0f} {used / 2**20:9.0f} {(plan.total_bytes - used) / 2**20:8.1f} {100 * (plan.total_bytes / used - 1):7.3f} {word:5} "
+        f"{'full' if full else 'shared':6} ready {found['ready'] / 2**20:.0f} left {left / 2**20:.1f} s {times}\n"
     )
     sys.stdout.flush()
-    line = board.row(f"fit.{name}.error", [plan.total_bytes / used - 1], "ratio", "lower")
-    return line | {"planned_bytes": plan.total_bytes, "measured_bytes": used, "pool": "full" if full else "shared", "holds": word == "ok", "reads": row.reads, "graphs_bytes": plan.group_bytes("graphs"), "process_bytes": plan.group_bytes("process")}
+    line = board.row(f"fit.{row.name}.error", [plan.total_bytes / used - 1], "ratio", "lower")
+    return line | {
+        "planned_bytes": plan.total_bytes, "measured_bytes": used, "left_bytes": left, "ctx": plan.sizes.max_ctx_tokens, "pool": "full" if full else "shared", "holds": word == "ok",
+        "graphs_bytes": plan.group_bytes("graphs"), "process_bytes": plan.group_bytes("process"),
+    }  # fmt: skip
+
+
+def merged(arguments: argparse.Namespace) -> int:
+    """Writes one board of several."""
+    boards = [json.loads(path.read_text()) for path in arguments.merge]
+    rows = {row["id"]: row for found in boards for row in found["rows"]}
+    whole = boards[-1] | {"rows": [rows[key] for key in sorted(rows)]}
+    (arguments.out / arguments.file).write_text(json.dumps(whole, indent=1) + "\n")
+    sys.stdout.write(f"{sum(r['holds'] for r in rows.values())} of {len(rows)} rows hold\n")
+    return 0
 
 
 def main() -> int:
@@ -268,33 +384,36 @@ def main() -> int:
     parser.add_argument("--pack", type=Path)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--gpu", type=int, default=0, help="NVML's number of the GPU that CUDA_VISIBLE_DEVICES shows")
-    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--only", nargs="*", default=fit_shapes.MODELS)
     parser.add_argument("--ctx", nargs="*", default=["4096", "32768", "max"])
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--file", default="fit.json")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--done", nargs="*", type=Path, default=[], help="boards whose rows are not measured again")
+    parser.add_argument("--merge", nargs="*", type=Path, help="boards to make one of")
     arguments = parser.parse_args()
-    at = ground(arguments.device, arguments.pack.resolve() if arguments.pack else None, arguments.gpu)
-    sys.stdout.write(f"{at.name}: {at.n_processors} processors, {at.free_bytes / 2**20:.0f} of {at.memory_bytes / 2**20:.0f} MiB free\n")
-    sys.stdout.write(f"{'row':34} {'planned':>9} {'used MiB':>9} {'over MiB':>8} {'%':>7}\n")
-    begun, rows, left, open_name, model = time.monotonic(), [], [], "", None
-    with tempfile.TemporaryDirectory() as scratch:
-        for row in cells(arguments):
-            if time.monotonic() - begun > arguments.seconds:
-                left.append(f"{row.model}/{row.ctx if row.ctx < 1 << 30 else 'max'}/{row.batch}")
-                continue
-            if row.model != open_name or model is None:
-                model, open_name = opened(row.model, Path(scratch)), row.model
-            found = run_row(row, at, model)
-            rows += [found] if found else []
-    holds = sum(r["holds"] for r in rows)
-    sys.stdout.write(f"{holds} of {len(rows)} rows hold in {time.monotonic() - begun:.0f} s" + (f"; left out: {' '.join(left)}\n" if left else "\n"))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        made = board.document("h200", rows, arguments.commit, gpu=at.name, n_processors=at.n_processors)
-        (arguments.out / arguments.file).write_text(json.dumps(made, indent=1) + "\n")
+    if arguments.merge:
+        return merged(arguments)
+    at = ground(arguments.device, arguments.pack.resolve() if arguments.pack else None, arguments.gpu)
+    sys.stdout.write(f"{at.name}: {at.n_processors} processors, {at.free_bytes / 2**20:.0f} of {at.memory_bytes / 2**20:.0f} MiB free\n")
+    sys.stdout.write(f"{'row':36} {'planned':>9} {'used MiB':>9} {'over MiB':>8} {'%':>7}\n")
+    begun, rows, left = time.monotonic(), [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in arguments.only:
+            if time.monotonic() - begun > arguments.seconds:
+                left.append(model)
+                continue
+            found, not_run = run_model(model, arguments, at, begun + arguments.seconds, Path(scratch))
+            rows, left = rows + found, left + not_run
+            if arguments.out:
+                made = board.document("h200", rows, arguments.commit, gpu=at.name, n_processors=at.n_processors)
+                (arguments.out / arguments.file).write_text(json.dumps(made, indent=1) + "\n")
+    holds = sum(r["holds"] for r in rows)
+    sys.stdout.write(f"{holds} of {len(rows)} rows hold in {time.monotonic() - begun:.0f} s" + (f"; left out: {' '.join(left)}\n" if left else "\n"))
     return 0 if holds == len(rows) else 1
 
 

@@ -13,6 +13,8 @@ from paddock_runner.files.checkpoint import Checkpoint
 from paddock_runner.files.view import Scales, TensorView
 from paddock_runner.formats.table import by_name
 
+from .fit_families import PUBLISHED
+
 
 def _qwen3(width: int, ff: int, n_layers: int, n_heads: int, **more: Any) -> dict[str, Any]:
     return {
@@ -71,11 +73,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Published shapes: Qwen3 0.6B, 8B, 32B and 30B-A3B, Llama 3.1 8B, Gemma 3 12B, Qwen3.5 27B, gpt-oss-20b, Granite 4 H Tiny, LFM2 1.2B."""
+MODELS = [
+    "gemma4-e2b.bf16", "gemma4-e4b.bf16", "gemma4-31b.fp8", "gemma4-26b-a4b.bf16", "qwen2.5-7b.bf16", "afm-4.5b.bf16", "seed-oss-36b.q4_k_m", "gemma2-9b.bf16",
+    "granite-8b.bf16", "granite-3b-a800m.bf16", "phi-4.fp8", "olmo3-7b.bf16", "smollm3-3b.bf16", "exaone4-32b.fp8", "ministral3-8b.fp8", "mixtral-8x7b.q4_k_m", "olmoe-7b.bf16",
+    "glm-4.5-air.fp8", "laguna-xs.fp8", "lfm2-8b-a1b.bf16", "35b-a3b.fp8", "flash-next-12l.fp8", "deepseek-v2-lite.bf16", "deepseek-v3-7l.fp8", "nemotron-3-nano.bf16",
+    "muse-glimmer-30b.fp8", "kolibri-1.fp8", "bge-m3.bf16", "nomic-v1.5.bf16", "8b.fp8", "8b.bf16", "8b.q4_k_m", "27b-hybrid.fp8", "30b-a3b.fp8", "gpt-oss-20b.mxfp4", "gemma-12b.bf16",
+    "llama-8b.q8_0", "granite-h-tiny.bf16", "lfm2-1.2b.bf16", "0.6b.bf16",
+]  # fmt: skip
+"""Every family at hand, once or more."""
+
+
+def config(name: str) -> dict[str, Any]:
+    """The config.json of that shape."""
+    return (CONFIGS | PUBLISHED)[name]
 
 
 def blueprint(name: str) -> Blueprint:
     """What a runner reads from the config of that shape."""
-    return read_blueprint(_Header("safetensors", Path(name), {}, {}, CONFIGS[name]))
+    return read_blueprint(_Header("safetensors", Path(name), {}, {}, config(name)))
 
 
 class _Header(Checkpoint):
@@ -116,6 +131,8 @@ def views(plan: Blueprint, kind: str, folder: Path) -> dict[str, TensorView]:
         if form.name == "fp8_e4m3":
             grid = (-(-shape[0] // 128), -(-shape[1] // 128))
             beside = Scales("block", TensorView(name + "_scale_inv", grid, "f32", scales, 0, 4 * grid[0] * grid[1]), (128, 128))
+            if ".ngram." in name:
+                beside = Scales("tensor", TensorView(name + "_scale", (), "f32", scales, 0, 4), (0, 0))
         found[name] = TensorView(name, shape, form.name, holes, 0, n_bytes, beside)
     with holes.open("wb") as file:
         file.truncate(max(x.n_bytes for x in found.values()))
