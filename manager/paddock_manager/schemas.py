@@ -89,7 +89,12 @@ SHAPES: dict[str, Shape] = {
     "gc": {"dry_run": bool, "removed": [{"path": str, "what": str, "bytes": int}], "freed_bytes": int},
     "du": {"models": [{"name": str, "bytes": int, "state": str, "in_place": bool}], "home": str, "home_bytes": int, "free_bytes": int},
     "search": {
-        "catalog": [{"name": str, "title": str, "params": str, "family": str, "licence": str, "repo": str}],
+        "catalog": [
+            {
+                "name": str, "title": str, "params": str, "family": str, "licence": str, "repo": str, "rev": str, "quant": str, "files": [str],
+                "size_bytes?": int, "sampling": {},
+            }
+        ],
         "hub": [{"repo": str, "downloads": int, "likes": int}],
     },
     "bench": {

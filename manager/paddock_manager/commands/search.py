@@ -9,7 +9,7 @@ from paddock_runner.errors import HubError
 from paddock_manager import paths
 from paddock_manager.catalog import catalog
 from paddock_manager.options import Argument, Command, Option, Values
-from paddock_manager.ui import Ui, count
+from paddock_manager.ui import Ui, count, size
 
 COMMAND = Command(
     "search",
@@ -19,7 +19,7 @@ COMMAND = Command(
         Option("--local", "the catalog only, no network"),
         Option("--limit", "so many of the hub (default 20)", "int", value="N"),
     ),
-    "Repositories of the hub are those with GGUF files, the most downloaded first.",
+    "Repositories of the hub are those with GGUF files, the most downloaded first. A size that the catalog does not know is told by `paddock ls --remote NAME`.",
     ("paddock search qwen3", "paddock search --local"),
 )
 
@@ -30,17 +30,7 @@ def run(values: Values, ui: Ui) -> int:
     entries = [
         e for e in catalog.entries().values() if all(w in f"{e.name} {e.title} {e.family}".lower() for w in words)
     ]
-    named = [
-        {
-            "name": e.name,
-            "title": e.title,
-            "params": e.params,
-            "family": e.family,
-            "licence": e.licence,
-            "repo": e.sources[0].repo,
-        }
-        for e in entries
-    ]
+    named = [_told(e) for e in entries]
     found: list[dict[str, Any]] = []
     settings = paths.hub_settings()
     if words and not values.flag("local") and not settings.offline:
@@ -52,9 +42,12 @@ def run(values: Values, ui: Ui) -> int:
     def human(out: Ui) -> None:
         if named:
             out.table(
-                ("CATALOG", "TITLE", "PARAMS", "LICENCE"),
-                [(n["name"], n["title"], n["params"], n["licence"]) for n in named],
-                right=(2,),
+                ("CATALOG", "TITLE", "PARAMS", "QUANT", "SIZE", "LICENCE"),
+                [
+                    (n["name"], n["title"], n["params"], n["quant"] or "-", size(n["size_bytes"]) if "size_bytes" in n else "-", n["licence"])
+                    for n in named
+                ],
+                right=(2, 4),
             )
         if found:
             if named:
@@ -69,6 +62,24 @@ def run(values: Values, ui: Ui) -> int:
 
     ui.result("search", {"catalog": named, "hub": found}, human)
     return 0
+
+
+def _told(entry: catalog.Entry) -> dict[str, Any]:
+    """One entry. size_bytes, rev and files: where the catalog knows them; else the hub tells them (`paddock ls --remote NAME`)."""
+    source = entry.sources[0]
+    return {
+        "name": entry.name,
+        "title": entry.title,
+        "params": entry.params,
+        "family": entry.family,
+        "licence": entry.licence,
+        "repo": source.repo,
+        "rev": source.rev,
+        "quant": entry.quant,
+        "files": [source.file] if source.file else [],
+        **({"size_bytes": source.size_bytes} if source.size_bytes else {}),
+        "sampling": catalog.sampling(entry.name),
+    }
 
 
 def _hub(settings: paths.HubSettings, words: str, limit: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ QUANT_TOKEN = re.compile(
     re.IGNORECASE,
 )
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
-SIDE_ROLES = ("mmproj", "imatrix", "lora", "adapter", "mtp-")
+SIDE_ROLES = ("mmproj", "imatrix", "lora", "adapter", "mtp-", "dflash-", "eagle3")
 SIDE_FILES = {
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja", "preprocessor_config.json",
@@ -37,7 +37,7 @@ class Choice:
 
 
 def gguf_variants(files: Iterable[tuple[str, int]]) -> dict[str, list[tuple[str, int]]]:
-    """GGUF files (name, size) by quant, shards in order. Projectors, adapters and importance matrices are no models."""
+    """GGUF files (name, size) by quant, shards in order. Projectors, drafters, adapters and importance matrices are no models."""
     groups: dict[str, list[tuple[str, int]]] = {}
     for name, size in sorted(files):
         base = name.rsplit("/", 1)[-1]

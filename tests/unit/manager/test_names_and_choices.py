@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from paddock_manager.catalog import catalog, names
 from paddock_manager.store.choose import choose, gguf_variants, quant_of
@@ -132,8 +134,16 @@ def test_catalog_entries_are_sound():
         assert entry.sources and entry.title and entry.licence
         for source in entry.sources:
             names.check_repo(source.repo)
+            assert re.fullmatch("([0-9a-f]{40})?", source.rev) and (source.file or not (source.rev or source.size_bytes))
+            assert quant_of(source.file).lower() == entry.quant.lower() or not source.file
             assert not source.package or (source.version and source.member and len(source.sha256) == 64 and source.size_bytes)
     assert [bool(s.package) for s in catalog.find("SmolLM2-135M").sources] == [False, True]
+    assert sum(entry.sources[0].size_bytes > 0 for entry in catalog.entries().values()) >= 60
+
+
+def test_drafters_and_projectors_are_no_variants():
+    names = ["M-UD-Q4_K_XL.gguf", "dflash-M-Q4_K_M.gguf", "dflash-kquant.gguf", "mmproj-M-Q4_K_M.gguf", "M-eagle3-Q8_0.gguf", "mtp-M.gguf"]
+    assert choose("o/r", sized(*names), "").names == ("M-UD-Q4_K_XL.gguf",)
 
 
 def test_what_sentence_transformers_puts_beside_a_model_comes_along():
