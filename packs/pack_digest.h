@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "f481f64355266aad"
+#define PK_ABI_DIGEST "4284f8d81bc80712"

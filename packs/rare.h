@@ -1,5 +1,5 @@
-/* rare.h - the part of the kernel pack ABI that few families need. It belongs to pack.h: one digest covers both, and a pack may have
- * none of these ops (it says so when a program is loaded). They stand apart so that a new one does not make every unit of every pack stale.
+/* rare.h - the part of the kernel pack ABI that few families or few requests need. It belongs to pack.h: one digest covers both, and a pack
+ * may have none of these ops (it says so when a program is loaded). They stand apart so that a new one does not make every unit of every pack stale.
  */
 #ifndef PK_RARE_H
 #define PK_RARE_H
@@ -158,5 +158,28 @@ typedef struct pk_op_guess {
     int32_t size;
     pk_tensor logits;  /* [S,V] f32 */
 } pk_op_guess;
+
+/* ---- steps in two halves, for rows whose mask depends on the token before ---- */
+
+/* In pk_row.flags, with SAMPLE and without DRAFT: the row draws only under a mask that pk_finish brings. pk_step then runs what comes before
+ * PK_OP_SAMPLE, and returns (or has enqueued that); everything else waits for pk_finish, which has to come before the next pk_step. */
+#define PK_ROW_HELD 128
+
+/* One host block, 8-byte aligned: head, int32 slot[n_masks], uint32 mask[n_masks][ceil(V/32)], without gaps. */
+typedef struct pk_finish_head {
+    uint64_t seq;      /* of the step */
+    int32_t n_masks;
+    int32_t reserved;
+} pk_finish_head;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* The second half of a step. A held row whose slot has no mask here draws nothing: its slot keeps its tokens and its length, and its
+ * result says PK_ROW_DEAD. The row can run again; recurrent states have moved, though: a slot that has any must be made anew. */
+PK_API int32_t pk_finish(pk_program *program, const pk_finish_head *input);
+#ifdef __cplusplus
+}
+#endif
 
 #endif

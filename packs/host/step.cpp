@@ -32,7 +32,7 @@ int32_t check_slot(const char *what, int32_t i, int32_t slot, const pk_state &s)
     return fail(PK_BAD_ARG, "step: %s %d names slot %d of %d", what, i, slot, s.n_slots);
 }
 
-int32_t check_rows(const Step &in, const pk_state &s) {
+int32_t check_rows(Step &in, const pk_state &s) {
     int64_t tokens = 0;
     int32_t samples = 0, results = 0;
     bool drafts = false;
@@ -45,6 +45,10 @@ int32_t check_rows(const Step &in, const pk_state &s) {
         bool is_draft = row.flags & PK_ROW_DRAFT;
         if ((row.flags & PK_ROW_SCORE) && !is_draft) return fail(PK_BAD_ARG, "step: row %d rates tokens and is no draft row (flags %d)", i, row.flags);
         if (is_draft && !(row.flags & PK_ROW_SAMPLE)) return fail(PK_BAD_ARG, "step: row %d is a draft that draws nothing (flags %d)", i, row.flags);
+        bool is_held = row.flags & PK_ROW_HELD;
+        if (is_held && (is_draft || !(row.flags & PK_ROW_SAMPLE)))
+            return fail(PK_BAD_ARG, "step: row %d waits for a mask and draws %s (flags %d)", i, is_draft ? "after each token" : "nothing", row.flags);
+        in.n_held += is_held;
         if (drafts && !is_draft) return fail(PK_BAD_ARG, "step: row %d comes after a draft row and is none", i);
         drafts = is_draft;
         samples += is_draft ? row.n_tokens : row.flags & PK_ROW_SAMPLE ? 1 : 0;
@@ -107,6 +111,23 @@ int64_t step_bytes(const pk_step_head &h) {
     return (int64_t)sizeof h + (int64_t)h.n_new * sizeof(pk_new_slot) + (int64_t)h.n_rows * sizeof(pk_row) +
            (int64_t)h.n_pages * sizeof(pk_page_write) + (int64_t)h.n_texts * sizeof(pk_text) + (int64_t)h.n_masks * sizeof(pk_mask_write) +
            (int64_t)h.n_payload * 4;
+}
+
+int64_t finish_bytes(const pk_state &state, int32_t n_masks) {
+    return (int64_t)sizeof(pk_finish_head) + (int64_t)n_masks * 4 * (1 + ((int64_t)state.n_vocab + 31) / 32);
+}
+
+int32_t read_finish(const pk_finish_head *input, const pk_state &state, uint64_t seq, Finish *out) {
+    if (!input || reinterpret_cast<uintptr_t>(input) % 8) return fail(PK_BAD_ARG, "finish: the input must lie at a multiple of 8 bytes");
+    if (seq == 0) return fail(PK_BAD_ARG, "finish: step %llu has not been begun, or is finished", (unsigned long long)input->seq);
+    if (input->seq != seq) return fail(PK_BAD_ARG, "finish: step %llu is to be finished, not %llu", (unsigned long long)seq, (unsigned long long)input->seq);
+    if (input->n_masks < 0 || input->n_masks > state.n_slots) return fail(PK_BAD_ARG, "finish: n_masks is %d, it must be 0 to %d", input->n_masks, state.n_slots);
+    out->head = input;
+    out->slots = reinterpret_cast<const int32_t *>(input + 1);
+    out->words = reinterpret_cast<const uint32_t *>(out->slots + input->n_masks);
+    for (int32_t i = 0; i < input->n_masks; ++i)
+        if (int32_t status = check_slot("mask", i, out->slots[i], state)) return status;
+    return PK_OK;
 }
 
 int32_t read_step(const pk_step_head *input, const pk_state &state, Step *out) {

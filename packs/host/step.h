@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "../pack.h"
+#include "../rare.h"
 
 namespace pk {
 
@@ -14,13 +14,25 @@ struct Step {
     const pk_text *texts = nullptr;
     const pk_mask_write *masks = nullptr;
     const int32_t *payload = nullptr;
+    int32_t n_held = 0;  // rows with PK_ROW_HELD
+};
+
+// What a step's second half brings.
+struct Finish {
+    const pk_finish_head *head = nullptr;
+    const int32_t *slots = nullptr;
+    const uint32_t *words = nullptr;  // mask after mask
 };
 
 // Finds the arrays and checks every number in them against the state's sizes: nothing that this accepts can make a pack
 // write outside the state. PK_BAD_ARG with the element's index and both numbers.
 int32_t read_step(const pk_step_head *input, const pk_state &state, Step *out);
 
+// The same for the second half of step `seq`.
+int32_t read_finish(const pk_finish_head *input, const pk_state &state, uint64_t seq, Finish *out);
+
 // Bytes of the whole block (head, arrays, payload).
 int64_t step_bytes(const pk_step_head &head);
+int64_t finish_bytes(const pk_state &state, int32_t n_masks);
 
 }  // namespace pk

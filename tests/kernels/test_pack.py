@@ -255,7 +255,7 @@ def test_state_without_sense_is_refused(pack, field, value, sentence):
 
 
 def test_absent_arguments_are_refused_not_followed(pack):
-    for name, arguments in (("pk_open", (None, None)), ("pk_step", (None, None)), ("pk_wait", (None, 1, 0)), ("pk_run", (None, 1, 1, 1, None)), ("pk_repack", (None, None, 0, 0))):
+    for name, arguments in (("pk_open", (None, None)), ("pk_step", (None, None)), ("pk_finish", (None, None)), ("pk_wait", (None, 1, 0)), ("pk_run", (None, 1, 1, 1, None)), ("pk_repack", (None, None, 0, 0))):
         assert status_and_sentence(pack, name, *arguments)[0] == abi.PK_BAD_ARG
 
 

@@ -90,6 +90,24 @@ class Machine:
         raw = bytes(self.b.device.results)
         return np.frombuffer(raw, RESULT).reshape(3, 4)[self.seq % 3][: n_results or len(given.rows)]
 
+    def begin(self, **fields):
+        """The first half of a step with held rows; returns the row count."""
+        self.seq += 1
+        given = Input(self.seq, **fields)
+        block = given.block()
+        self.b.device.step(ctypes.addressof(block))
+        return len(given.rows)
+
+    def finish(self, n_results, masks, seq=0):
+        """The second half; returns the results."""
+        raw = struct.pack("<Qii", seq or self.seq, len(masks), 0) + struct.pack(f"<{len(masks)}i", *(slot for slot, _ in masks))
+        raw += b"".join(struct.pack("<2I", *words) for _, words in masks)
+        block = (ctypes.c_uint64 * (len(raw) // 8 + 1)).from_buffer_copy(raw.ljust(8 * (len(raw) // 8 + 1), b"\0"))
+        self.b.device.finish(ctypes.addressof(block))
+        ctypes.memset(ctypes.addressof(block), 0, ctypes.sizeof(block))  # it has been read
+        assert self.b.device.wait(self.seq, 10_000_000) and self.b.device.done[0] == self.seq
+        return np.frombuffer(bytes(self.b.device.results), RESULT).reshape(3, 4)[self.seq % 3][:n_results]
+
     def start(self, slot, prompt, flags=1, length=0, bias=(), **params):
         """A new slot with its prompt and pages, run in one row."""
         fields = {
@@ -254,6 +272,75 @@ def test_bias_mask_and_nan_of_a_new_slot(bench):
     assert m.b.get("alive", 3).tolist() == [1, 1, 0]
 
 
+def started(bench, table, use_mask):
+    """A machine with four slots, of which 1 and 3 want masks or not, and their first tokens."""
+    m = Machine(bench, table)
+    parts = [m.start(i, [3 + i, 30 - i], seed=70 + i, temperature=0.8 * (i > 0), top_p=0.9, n_logprobs=2, use_mask=use_mask * (i % 2)) for i in range(4)]
+    fields = {k: [x for p in parts for x in p[k]] for k in parts[0]}
+    return m, fields
+
+
+def test_a_step_in_two_halves_gives_bit_for_bit_what_one_gives(bench, rng):
+    table = rng.normal(0, 3, (V, V))
+    found = []
+    for use_mask in (0, 1):
+        m, fields = started(bench, table, use_mask)
+        seen = []
+        held = abi.PK_ROW_SAMPLE | use_mask * abi.PK_ROW_HELD
+        for i in range(6):
+            # The last token of a prompt, rows of one token, and a step between that is given as a whole.
+            fields = fields if i == 0 else {"rows": [(slot, 1, 1) for slot in range(4)]}
+            if i == 3:
+                fields = {"rows": [(0, 1, 1), (2, 1, 1)]}
+            rows = [(slot, n, held if slot % 2 else flags) for slot, n, flags in fields["rows"]]
+            everything = [(3, [0xFFFFFFFF, 0xFF]), (1, [0xFFFFFFFF, 0xFF])]
+            if use_mask and i != 3:
+                n = m.begin(**(fields | {"rows": rows}))
+                result = m.finish(n, everything)
+            else:
+                result = m.step(**fields)
+            seen += [result.tobytes(), bytes(m.b.device.top), m.b.get("tokens", 4 * 33).tobytes(), m.b.get("length", 4).tobytes()]
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+def test_a_held_row_draws_under_its_mask_and_one_without_stays_as_it_was(bench):
+    m, fields = started(bench, None, 1)
+    rows = [(slot, n, flags | (slot % 2) * abi.PK_ROW_HELD) for slot, n, flags in fields["rows"]]
+    before = m.b.device.done[0]
+    n = m.begin(**(fields | {"rows": rows}))
+    assert not m.b.device.wait(m.seq, 1000) and m.b.device.done[0] == before
+    result = m.finish(n, [(1, [1 << 17, 0])])
+    assert result["token"][1] == 17 and result["token"][3] == -1 and result["flags"][3] == abi.PK_ROW_DEAD and (result["token"][[0, 2]] >= 0).all()
+    assert m.b.get("length", 4).tolist() == [2, 2, 2, 0] and m.b.get("alive", 4).tolist() == [1, 1, 1, 1]
+    n = m.begin(rows=[(1, 1, rows[1][2]), (3, 2, rows[3][2])])
+    result = m.finish(n, [(0, [1, 1]), (3, [0, 1 << 4]), (1, [1 << 9, 0])])
+    assert result["token"].tolist() == [9, 36] and result["length"].tolist() == [4, 3] and not result["flags"].any()
+    n = m.begin(rows=[(1, 1, rows[1][2]), (3, 1, rows[3][2])])
+    assert m.finish(n, [])["flags"].tolist() == [abi.PK_ROW_DEAD] * 2, "the masks of the step before are of no use"
+    n = m.begin(rows=[(1, 1, rows[1][2]), (3, 1, rows[3][2])])
+    assert m.finish(n, [(1, [0, 0]), (3, [2, 0])])["flags"].tolist() == [abi.PK_ROW_NAN, 0], "nothing left by the mask"
+    n = m.begin(rows=[(1, 1, rows[1][2]), (3, 1, rows[3][2])])
+    assert m.finish(n, [(1, [1, 0]), (3, [2, 0])])["flags"].tolist() == [abi.PK_ROW_DEAD, 0], "a dead slot stays dead"
+
+
+def test_halves_of_steps_come_in_order(bench):
+    m = Machine(bench)
+    m.step(**m.start(0, [1], use_mask=1), masks=[(0, [4, 0])])
+    held = abi.PK_ROW_SAMPLE | abi.PK_ROW_HELD
+    with pytest.raises(PackError, match="step 1 has not been begun, or is finished"):
+        m.finish(1, [])
+    m.begin(rows=[(0, 1, held)])
+    with pytest.raises(PackError, match="step 2 is to be finished, not 7"):
+        m.finish(1, [], seq=7)
+    with pytest.raises(PackError, match="mask 0 names slot 4 of 4"):
+        m.finish(1, [(4, [1, 1])])
+    with pytest.raises(PackError, match="step 3: step 2 is not finished"):
+        m.step(rows=[(0, 1, 1)])
+    m.seq = 2
+    assert m.finish(1, [(0, [4, 0])])["token"].tolist() == [2]
+
+
 def test_results_lie_in_a_ring_and_top_entries_with_their_row(bench):
     m = Machine(bench)
     a, c = m.start(0, [1]), m.start(1, [5], n_logprobs=2)
@@ -276,6 +363,8 @@ BAD = {
     "the rows have 1 tokens, n_tokens is 2": {"rows": [(0, 1, 1)], "head": {"n_tokens": 2}},
     "1 tokens are drawn, n_samples is 0": {"rows": [(0, 1, 1)], "head": {"n_samples": 0}},
     "n_rows is 5, it must be 0 to 4": {"rows": [(0, 1, 0)] * 5},
+    "row 0 waits for a mask and draws nothing": {"rows": [(0, 1, abi.PK_ROW_HELD)]},
+    "row 0 waits for a mask and draws after each token": {"rows": [(0, 1, 1 | abi.PK_ROW_HELD | abi.PK_ROW_DRAFT)]},
     "n_payload is -1": {"head": {"n_payload": -1}},
     "new slot 0 names slot 9 of 4": {"news": [(9, 0, sampling(), [])]},
     "new slot 0 has length 33 of at most 32": {"news": [(0, 33, sampling(), [])]},

@@ -18,11 +18,13 @@ from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
 from paddock_runner.wire.messages import SAMPLING
 
-HEAD, NEW, ROW, WRITE, TEXT, MASK, RESULT = (Struct(f) for f in ("<Qiiiiiiii", "<iiii", "<iiii", "<iiii", "<iiii", "<ii", "<iiiifi"))
+HEAD, NEW, ROW, WRITE, TEXT, FINISH, RESULT = (Struct(f) for f in ("<Qiiiiiiii", "<iiii", "<iiii", "<iiii", "<iiii", "<Qii", "<iiiifi"))
 M = (1 << 61) - 1
 STEP_US, ROW_US, TOKEN_US = 2000, 50, 100
 MOST_WAIT_US = 100_000
 GRANULE_PAGES = 4
+LATE = -1
+"""Flags of a row whose mask did not come."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ class FakeDevice:
         self.pending: list = []
         self.now_ns = 1_000_000_000
         self.last_seq = 0
+        self.open: bytes | None = None
+        """The step that waits for pk_finish."""
+        self.brought: dict[int, set[int]] = {}
+        """Slots that got a mask, by step."""
         self.n_attached = n_attached or sizes.n_pages
         self.fails_at = 0
         self.state: list[tuple[int, int]] = [(0, 0)] * n
@@ -160,7 +166,7 @@ class FakeDevice:
         self._copy(copy)
 
     def settle(self) -> None:
-        while self.pending:
+        while self.can_run:
             self.run_one()
 
     def save_state(self, slot: int, place: int) -> None:
@@ -177,25 +183,51 @@ class FakeDevice:
 
     def step(self, input_address: int) -> None:
         head = HEAD.unpack(ctypes.string_at(input_address, HEAD.size))
-        seq, _, n_rows, _, n_new, n_pages, n_texts, n_masks, n_payload = head
+        seq, _, n_rows, _, n_new, n_pages, n_texts, _, n_payload = head
         if self.fails_at and seq >= self.fails_at:
             raise PackError("the device has failed")
         assert seq == self.last_seq + 1, "steps are numbered without gaps"
         self.last_seq = seq
-        n_bytes = HEAD.size + 152 * n_new + 16 * (n_rows + n_pages + n_texts) + 8 * n_masks + 4 * n_payload
-        self.pending.append(ctypes.string_at(input_address, n_bytes))
+        n_bytes = HEAD.size + 152 * n_new + 16 * (n_rows + n_pages + n_texts) + 4 * n_payload
+        assert self.open is None, "a step comes before the last was finished"
+        data = ctypes.string_at(input_address, n_bytes)
+        self.pending.append(data)
+        rows = data[HEAD.size + 152 * n_new : HEAD.size + 152 * n_new + 16 * n_rows]
+        if any(flags & abi.PK_ROW_HELD for _, _, flags, _ in ROW.iter_unpack(rows)):
+            self.open = data
+            if not self.facts.run_ahead:
+                self.now_ns += 1000 * STEP_US
         assert sum(isinstance(p, bytes) for p in self.pending) <= self.facts.run_ahead + 1
-        if not self.facts.run_ahead:
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Runs what has been given: all of it, or some of it."""
+        while self.can_run and (not self.facts.run_ahead or self.rng.random() < 0.4):
             self.run_one()
-        else:
-            while self.pending and self.rng.random() < 0.4:
-                self.run_one()
+
+    @property
+    def can_run(self) -> bool:
+        return bool(self.pending) and self.pending[0] is not self.open
+
+    def finish(self, input_address: int) -> None:
+        seq, n, _ = FINISH.unpack(ctypes.string_at(input_address, FINISH.size))
+        assert self.open is not None and seq == self.last_seq, "that step is not open"
+        size = 4 * self.sizes.mask_words
+        data = ctypes.string_at(input_address + FINISH.size, n * (4 + size))
+        slots = memoryview(data)[: 4 * n].cast("i").tolist()
+        assert len(set(slots)) == n
+        for i, slot in enumerate(slots):
+            self.mask[slot] = int.from_bytes(data[4 * n + i * size : 4 * n + (i + 1) * size], "little")
+        self.brought[seq] = set(slots)
+        self.open = None
+        self.go_on()
 
     def wait(self, seq: int, timeout_us: int) -> bool:
         if timeout_us < MOST_WAIT_US and self.rng.random() < 0.5:
             self.now_ns += 1000 * timeout_us
             return self.done[0] >= seq
         while self.done[0] < seq:
+            assert self.can_run, "nobody finishes the step that is waited for"
             self.run_one()
         return True
 
@@ -203,19 +235,19 @@ class FakeDevice:
         data = self.pending.pop(0)
         if not isinstance(data, bytes):
             return data()  # type: ignore[no-any-return]
-        seq, n_tokens, n_rows, n_samples, n_new, n_pages, n_texts, n_masks, n_payload = HEAD.unpack_from(data)
+        seq, n_tokens, n_rows, n_samples, n_new, n_pages, n_texts, _, n_payload = HEAD.unpack_from(data)
         at = HEAD.size
         new = [(NEW.unpack_from(data, at + 152 * i), SAMPLING.unpack_from(data, at + 152 * i + 16)) for i in range(n_new)]
         at += 152 * n_new
         parts = []
-        for layout, n in ((ROW, n_rows), (WRITE, n_pages), (TEXT, n_texts), (MASK, n_masks)):
+        for layout, n in ((ROW, n_rows), (WRITE, n_pages), (TEXT, n_texts)):
             parts.append(list(layout.iter_unpack(data[at : at + layout.size * n])))
             at += layout.size * n
-        rows, writes, texts, masks = parts
+        rows, writes, texts = parts
         payload = memoryview(data)[at:].cast("i")
         assert len(payload) == n_payload
         assert n_tokens == sum(r[1] for r in rows) <= self.sizes.max_step_tokens and n_rows <= self.sizes.max_step_rows
-        assert n_samples == sum(r[1] if r[2] & abi.PK_ROW_DRAFT else r[2] for r in rows) and len({r[0] for r in rows}) == n_rows, "a slot has one row"
+        assert n_samples == sum(r[1] if r[2] & abi.PK_ROW_DRAFT else r[2] & abi.PK_ROW_SAMPLE for r in rows) and len({r[0] for r in rows}) == n_rows, "a slot has one row"
         for (slot, length, _, _), sampling in new:
             self.alive[slot], self.length[slot], self.sampling[slot] = True, length, sampling
             self.tokens[slot] = [-1] * (self.sizes.max_ctx_tokens + 1)
@@ -225,12 +257,9 @@ class FakeDevice:
             self.table[slot][index] = page
         for slot, position, n, offset in texts:
             self.tokens[slot][position : position + n] = payload[offset : offset + n].tolist()
-        for slot, offset in masks:
-            words = payload[offset : offset + self.sizes.mask_words].tobytes()
-            self.mask[slot] = int.from_bytes(words, "little")
         block = seq % self.sizes.n_results * self.sizes.max_step_rows
         n_dead = 0
-        results = [result for slot, n, flags, _ in rows for result in self.results_of(slot, n, flags)]
+        results = [result for slot, n, flags, _ in rows for result in self.results_of(slot, n, flags if not flags & abi.PK_ROW_HELD or slot in self.brought[seq] else LATE)]
         assert len(results) <= self.sizes.max_step_rows
         for i, result in enumerate(results):
             slot = result[0]
@@ -247,6 +276,11 @@ class FakeDevice:
         self.now_ns += 1000 * (STEP_US + ROW_US * n_decode + TOKEN_US * (n_tokens - n_decode))
 
     def results_of(self, slot: int, n: int, flags: int) -> list[tuple[int, int, int, int]]:
+        if flags == LATE:
+            if self.alive[slot]:
+                self.row(slot, n, 0)
+                self.length[slot] -= n  # pages and recurrent states have gone on all the same
+            return [(slot, -1, abi.PK_ROW_DEAD, self.length[slot])]
         if not flags & abi.PK_ROW_DRAFT:
             return [self.row(slot, n, flags)]
         if flags & abi.PK_ROW_SCORE:
@@ -282,6 +316,7 @@ class FakeDevice:
         stop = set(self.sampling[slot][16 : 16 + n_stop])
         assert self.sampling[slot][4] == 1.0 or min(tokens[:length]) >= 0, "a penalty needs the whole prompt"
         token = draw(kv, self.sampling[slot][8], length, self.sizes.n_vocab, stop if length + 1 <= min_length else set(), self.mask[slot] if use_mask else None)
+        assert bool(use_mask) == bool(flags & abi.PK_ROW_HELD), "a row draws without its mask"
         tokens[length] = token
         assert length + 1 <= max_length
         out = (abi.PK_ROW_STOP if token in stop else 0) | (abi.PK_ROW_LENGTH if length + 1 >= max_length else 0)

@@ -74,7 +74,10 @@ class Rig:
     def turn(self) -> bool:
         """One round of the engine and of every front. False when nothing moved."""
         moved = self.runner.turn()
-        if not moved and self.engine.in_flight:
+        if not moved and self.engine.masking.is_waiting:
+            moved = self.engine.masking.until_ns > 0
+            self.device.now_ns = max(self.device.now_ns, self.engine.masking.until_ns)
+        elif not moved and self.engine.in_flight:
             self.engine.wait()
             moved = True
         elif not moved and self.engine.hold_until_ns:

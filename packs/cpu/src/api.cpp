@@ -27,6 +27,9 @@ struct pk_program {
     std::vector<int32_t> angles_of;  // per record: index into angles, or -1
     uint64_t times[PK_TIMES][2] = {};  // of step i at i % PK_TIMES
     int64_t n_timed = 0;
+    int64_t sample_at = 0;  // the record at which a step's second half begins
+    pk_step_head open = {};  // of the step whose second half has still to come; seq 0: none
+    uint64_t open_ns = 0;    // when it began
 };
 
 namespace {
@@ -156,10 +159,11 @@ int32_t run_record(Run &run, const Record &record) {
     return PK_OK;
 }
 
-// Walks all records. us: microseconds of each record, or nullptr.
-int32_t walk(pk_program *program, Run &run, float *us) {
-    for (Angles &a : program->angles) a.n_ready = 0;
-    for (int64_t i = 0; i < program->records.n(); ++i) {
+// Walks records [first, end). us: microseconds of each record, or nullptr.
+int32_t walk(pk_program *program, Run &run, int64_t first, int64_t end, float *us) {
+    if (first == 0)
+        for (Angles &a : program->angles) a.n_ready = 0;
+    for (int64_t i = first; i < end; ++i) {
         int32_t which = program->angles_of[i];
         run.angles = which < 0 ? nullptr : &program->angles[which];
         Clock::time_point start = us ? Clock::now() : Clock::time_point{};
@@ -172,6 +176,14 @@ int32_t walk(pk_program *program, Run &run, float *us) {
 Run run_of(pk_program *program, const Step *step, int64_t n_tokens, int64_t n_samples, int64_t n_rows) {
     return {*program->context, kernels_of(program->context->isa), program->state, step, n_tokens, n_samples, n_rows,
             reinterpret_cast<uint8_t *>(program->state.workspace) + program->workspace.shared_at, nullptr};
+}
+
+// The step has ended: its times are kept.
+void count_step(pk_program *program, uint64_t begun_ns) {
+    uint64_t *times = program->times[program->n_timed++ % PK_TIMES];
+    times[0] = begun_ns;
+    times[1] = now_ns();
+    program->context->n_steps += 1;
 }
 
 // True when a run without step input must find rows in the state: some op reads them and no prepare builds them.
@@ -364,6 +376,7 @@ int32_t pk_load(pk_ctx *ctx, const pk_state *state, const void *records, int64_t
         if (int32_t status = check_records(program->records, *state, kSupport)) return status;
         for (int64_t i = 0; i < program->records.n(); ++i)
             if (int32_t status = check_cpu(*ctx, program->records[i], i)) return status;
+        while (program->sample_at < program->records.n() && program->records[program->sample_at].op != PK_OP_SAMPLE) ++program->sample_at;
         program->workspace = lay_out(*ctx, program->records, *state, &program->angles, &program->angles_of);
         if (state->workspace_bytes < program->workspace.bytes || (!state->workspace && program->workspace.bytes))
             return fail(PK_BAD_ARG, "load: the workspace has %lld bytes, this program needs %lld", (long long)state->workspace_bytes,
@@ -387,13 +400,36 @@ int32_t pk_step(pk_program *program, const pk_step_head *input) {
         Step step;
         if (int32_t status = read_step(input, program->state, &step)) return status;
         std::lock_guard guard(program->context->busy);
+        if (program->open.seq) return fail(PK_BAD_ARG, "step %llu: step %llu is not finished", (unsigned long long)input->seq, (unsigned long long)program->open.seq);
+        const int64_t n = program->records.n();
+        if (step.n_held && program->sample_at == n) return fail(PK_BAD_ARG, "step %llu: %d rows wait for a mask, the program draws nothing", (unsigned long long)input->seq, step.n_held);
         Run run = run_of(program, &step, input->n_tokens, input->n_samples, input->n_rows);
         const uint64_t begun = now_ns();
-        if (int32_t status = walk(program, run, nullptr)) return status;
-        uint64_t *times = program->times[program->n_timed++ % PK_TIMES];
-        times[0] = begun;
-        times[1] = now_ns();
-        program->context->n_steps += 1;
+        if (int32_t status = walk(program, run, 0, step.n_held ? program->sample_at : n, nullptr)) return status;
+        if (step.n_held) {
+            program->open = *input;
+            program->open_ns = begun;
+        } else {
+            count_step(program, begun);
+        }
+        return PK_OK;
+    });
+}
+
+int32_t pk_finish(pk_program *program, const pk_finish_head *input) {
+    return guarded("finish", [&]() -> int32_t {
+        if (!program) return absent("finish", "program");
+        std::lock_guard guard(program->context->busy);
+        Finish masks;
+        if (int32_t status = read_finish(input, program->state, program->open.seq, &masks)) return status;
+        const pk_step_head head = program->open;
+        program->open.seq = 0;
+        apply_masks(program->state, masks, head.n_rows);
+        Step step;
+        step.head = &head;
+        Run run = run_of(program, &step, head.n_tokens, head.n_samples, head.n_rows);
+        if (int32_t status = walk(program, run, program->sample_at, program->records.n(), nullptr)) return status;
+        count_step(program, program->open_ns);
         return PK_OK;
     });
 }
@@ -434,7 +470,7 @@ int32_t pk_run(pk_program *program, int32_t n_tokens, int32_t n_samples, int32_t
             Run run = run_of(program, nullptr, n_tokens, n_samples, 0);
             if (finds_rows(program))
                 if (int32_t status = count_rows(s, n_tokens, n_samples, &run.n_rows)) return status;
-            if (int32_t status = walk(program, run, us ? times.data() + i * n : nullptr)) return status;
+            if (int32_t status = walk(program, run, 0, n, us ? times.data() + i * n : nullptr)) return status;
         }
         for (int64_t i = 0; us && i < n; ++i) {
             std::vector<float> of_record(n_repeats);

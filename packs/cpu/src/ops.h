@@ -72,6 +72,8 @@ void run_rare(Run &run, const Record &record);
 int32_t run_prepare(Run &run);
 // Without a step input: n_samples rows (at least one) of equal length on dead slots, so that a program can be timed.
 void prepare_dead_rows(Run &run);
+// Masks of the step's held rows; a row without one is dead from here on.
+void apply_masks(const pk_state &state, const Finish &input, int64_t n_rows);
 void run_commit(Run &run);
 
 // An operand cannot be laid out as written: same-format copies of bytes only, and the like. Called per record at load.

@@ -1,4 +1,5 @@
 // Prepare and commit: the step's input goes into the state, rows are laid out, and results come out.
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -125,7 +126,7 @@ int32_t run_prepare(Run &run) {
         if (is_alive && (length[row.slot] < 0 || length[row.slot] + row.n_tokens > s.max_ctx_tokens))
             return fail(PK_BAD_ARG, "step %llu: row %d ends at position %lld of slot %d, the context has %d", (unsigned long long)run.step->head->seq, r,
                         (long long)length[row.slot] + row.n_tokens, row.slot, s.max_ctx_tokens);
-        lay_row(run, r, row.slot, start, row.n_tokens, row.flags & (PK_ROW_SAMPLE | PK_ROW_DRAFT | PK_ROW_SCORE), is_alive);
+        lay_row(run, r, row.slot, start, row.n_tokens, row.flags & (PK_ROW_SAMPLE | PK_ROW_DRAFT | PK_ROW_SCORE | PK_ROW_HELD), is_alive);
         lay_draws(run, r, start, row.n_tokens, row.flags, sample);
         start += row.n_tokens;
     }
@@ -150,6 +151,18 @@ void prepare_dead_rows(Run &run) {
         numbers<int32_t>(s.sample_at)[i] = numbers<int32_t>(s.row_start)[r + 1] - 1;
     }
     run.n_rows = n_rows;
+}
+
+void apply_masks(const pk_state &s, const Finish &in, int64_t n_rows) {
+    const int64_t words = (int64_t{s.n_vocab} + 31) / 32;
+    for (int64_t r = 0; r < n_rows; ++r) {
+        int32_t &flags = numbers<int32_t>(s.row_flags)[r];
+        if (!(flags & PK_ROW_HELD)) continue;
+        const int32_t slot = numbers<int32_t>(s.row_slot)[r];
+        const int32_t *end = in.slots + in.head->n_masks, *found = std::find(in.slots, end, slot);
+        if (found == end) flags |= PK_ROW_DEAD;
+        else std::memcpy(numbers<uint32_t>(s.mask) + slot * words, in.words + (found - in.slots) * words, words * sizeof(uint32_t));
+    }
 }
 
 void run_commit(Run &run) {

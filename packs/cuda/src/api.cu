@@ -327,6 +327,11 @@ int32_t pk_step(pk_program *program, const pk_step_head *input) {
     return on(program->ctx, "step", [&](FullContext &) { return step_program(*program, input); });
 }
 
+int32_t pk_finish(pk_program *program, const pk_finish_head *input) {
+    if (!program) return absent("finish", "program");
+    return on(program->ctx, "finish", [&](FullContext &) { return finish_program(*program, input); });
+}
+
 int32_t pk_wait(pk_program *program, uint64_t seq, int64_t timeout_us) {
     if (!program) return absent("wait", "program");
     if (!program->state.done) return absent("wait", "state.done");

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <map>
 
 namespace pk {
 namespace {
@@ -65,31 +66,79 @@ Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool de
 
 bool is_end(const Record &r) { return r.op == PK_OP_PREPARE || r.op == PK_OP_COMMIT; }
 
-// One graph of all records (without the two ends of a step when with_ends is false).
-int32_t capture(pk_program &p, const Launch &l, bool with_ends, cudaGraphExec_t *out) {
-    cudaStream_t stream = p.ctx->stream;
-    if (int32_t e = check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture")) return e;
+// Enqueues records [first, end), without the two ends of a step when with_ends is false.
+int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends) {
     int32_t status = PK_OK;
-    for (int64_t i = 0; i < p.records.n() && !status; ++i) {
+    for (int64_t i = first; i < end && !status; ++i) {
         if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
         if (status) break;
         const persist::Run *run = l.share ? nullptr : persist::find_run(p.plans, l, i);
-        if (run) {
+        if (run && run->last <= end) {
             status = persist::launch_run(l, *run);
             i = run->last - 1;
         } else if (with_ends || !is_end(p.records[i])) {
             status = launch_record(l, p.records[i]);
         }
     }
-    cudaGraph_t graph = nullptr;
-    int32_t ended = check(cudaStreamEndCapture(stream, &graph), "capture");
-    if (status || ended) {
-        if (graph) cudaGraphDestroy(graph);
-        return status ? status : ended;
+    return status;
+}
+
+// The node that the next one of a capture will depend on, or null.
+cudaGraphNode_t last_node(cudaStream_t stream) {
+    cudaStreamCaptureStatus capturing;
+    const cudaGraphNode_t *nodes = nullptr;
+    const cudaGraphEdgeData *edges = nullptr;
+    size_t n = 0;
+    const cudaError_t e = cudaStreamGetCaptureInfo(stream, &capturing, nullptr, nullptr, &nodes, &edges, &n);
+    return e == cudaSuccess && n == 1 ? nodes[0] : nullptr;
+}
+
+// The nodes behind `last`, one after the other.
+int32_t find_tail(pk_program::Graph &g, cudaGraphNode_t last) {
+    size_t n = 0;
+    if (int32_t e = check(cudaGraphGetEdges(g.graph, nullptr, nullptr, nullptr, &n), "capture")) return e;
+    std::vector<cudaGraphNode_t> from(n), to(n);
+    std::vector<cudaGraphEdgeData> edges(n);
+    if (int32_t e = check(cudaGraphGetEdges(g.graph, from.data(), to.data(), edges.data(), &n), "capture")) return e;
+    std::map<cudaGraphNode_t, cudaGraphNode_t> next;
+    for (size_t i = 0; i < n; ++i) next[from[i]] = to[i];
+    for (auto at = next.find(last); at != next.end(); at = next.find(at->second)) g.tail.push_back(at->second);
+    return PK_OK;
+}
+
+// Switches the tail off, or on again.
+int32_t cut(pk_program::Graph &g, bool is_cut) {
+    if (g.is_cut == is_cut) return PK_OK;
+    for (cudaGraphNode_t node : g.tail)
+        if (int32_t e = check(cudaGraphNodeSetEnabled(g.exec, node, !is_cut), "step")) return e;
+    g.is_cut = is_cut;
+    return PK_OK;
+}
+
+void drop(pk_program::Graph &g) {
+    if (g.exec) cudaGraphExecDestroy(g.exec);
+    if (g.graph) cudaGraphDestroy(g.graph);
+    g = {};
+}
+
+// One graph of all records (without the two ends of a step when with_ends is false).
+int32_t capture(pk_program &p, const Launch &l, bool with_ends, pk_program::Graph *out) {
+    cudaStream_t stream = p.ctx->stream;
+    const bool has_tail = with_ends && p.tail_at > 0 && p.tail_at < p.records.n();
+    cudaGraphNode_t last = nullptr;
+    if (int32_t e = check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture")) return e;
+    int32_t status = enqueue(p, l, 0, has_tail ? p.tail_at : p.records.n(), with_ends);
+    if (has_tail) last = last_node(stream);
+    if (!status && has_tail) status = enqueue(p, l, p.tail_at, p.records.n(), with_ends);
+    const int32_t ended = check(cudaStreamEndCapture(stream, &out->graph), "capture");
+    if (!status) status = ended;
+    if (!status && last) status = find_tail(*out, last);
+    if (!status) status = check(cudaGraphInstantiate(&out->exec, out->graph, 0), "graph");
+    if (out->graph && (status || !has_tail)) {
+        cudaGraphDestroy(out->graph);
+        out->graph = nullptr;
     }
-    status = check(cudaGraphInstantiate(out, graph, 0), "graph");
-    cudaGraphDestroy(graph);
-    return status ? status : check(cudaGraphUpload(*out, stream), "graph");
+    return status ? status : check(cudaGraphUpload(out->exec, stream), "graph");
 }
 
 int32_t set_info(pk_program &p, int32_t n_tokens, int32_t n_rows, int32_t n_samples) {
@@ -192,19 +241,23 @@ int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state
 
 int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     pk_ctx &ctx = *p.ctx;
-    p.ring_bytes = kRingBytes;
+    p.mask_bytes = (finish_bytes(p.state, p.state.n_slots) + 7) / 8 * 8;
+    p.ring_bytes = kRingBytes + p.mask_bytes;
+    const int64_t ring_bytes = kRing * p.ring_bytes + (kRing + 1) * p.mask_bytes;
+    while (p.tail_at < p.records.n() && p.records[p.tail_at].op != PK_OP_SAMPLE) ++p.tail_at;
     // Overlapping launches cost time in whole models as these kernels stand (LOG.md, entry 6).
     p.overlap = false;
     void *ring = nullptr, *consumed = nullptr;
     if (int32_t e = check(cudaMalloc(reinterpret_cast<void **>(&p.info), sizeof(StepInfo)), "load")) return e;
     if (int32_t e = check(cudaMemset(p.info, 0, sizeof(StepInfo)), "load")) return e;
-    if (int32_t e = check(cudaHostAlloc(&ring, kRing * kRingBytes, cudaHostAllocPortable | cudaHostAllocMapped), "load")) return e;
+    if (int32_t e = check(cudaHostAlloc(&ring, ring_bytes, cudaHostAllocPortable | cudaHostAllocMapped), "load")) return e;
     p.ring = static_cast<uint8_t *>(ring);
+    p.masks = p.ring + kRing * p.ring_bytes;
     if (int32_t e = check(cudaHostAlloc(&consumed, kConsumedBytes, cudaHostAllocPortable | cudaHostAllocMapped), "load")) return e;
     p.consumed = static_cast<uint64_t *>(consumed);
     std::memset(consumed, 0, kConsumedBytes);
     ctx.n_allocations += 3;
-    ctx.allocated_bytes += kRing * kRingBytes + kConsumedBytes + static_cast<int64_t>(sizeof(StepInfo));
+    ctx.allocated_bytes += ring_bytes + kConsumedBytes + static_cast<int64_t>(sizeof(StepInfo));
     p.shared_rows.open(ctx, p.records, p.state);
     if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(p.state.workspace), 0, kCounterBytes + share_bytes(p.state), ctx.stream), "load")) return e;
     std::vector<int32_t> sizes(buckets, buckets + (buckets ? n_buckets : 0));
@@ -238,9 +291,9 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
 void unload_program(pk_program &p) {
     cudaStreamSynchronize(p.ctx->stream);
     for (auto &b : p.buckets) {
-        if (b.mixed) cudaGraphExecDestroy(b.mixed);
-        if (b.decode) cudaGraphExecDestroy(b.decode);
-        if (b.shared) cudaGraphExecDestroy(b.shared);
+        drop(b.mixed);
+        drop(b.decode);
+        drop(b.shared);
     }
     for (auto &plan : p.plans) persist::drop_plan(plan);
     if (p.info) cudaFree(p.info);
@@ -252,11 +305,12 @@ void unload_program(pk_program &p) {
 int32_t step_program(pk_program &p, const pk_step_head *input) {
     Step step;
     if (int32_t e = read_step(input, p.state, &step)) return e;
+    if (p.open.seq) return fail(PK_BAD_ARG, "step %llu: step %llu is not finished", (unsigned long long)input->seq, (unsigned long long)p.open.seq);
     const int64_t bytes = step_bytes(*input);
     if (bytes > p.ring_bytes) return fail(PK_BAD_ARG, "step %llu: the input has %lld bytes, a block of the ring takes %lld", (unsigned long long)input->seq, (long long)bytes, (long long)p.ring_bytes);
-    const pk_program::Bucket *bucket = nullptr;
-    for (const auto &b : p.buckets)
-        if (b.n_tokens >= input->n_tokens && b.mixed) {
+    pk_program::Bucket *bucket = nullptr;
+    for (auto &b : p.buckets)
+        if (b.n_tokens >= input->n_tokens && b.mixed.exec) {
             bucket = &b;
             break;
         }
@@ -268,13 +322,31 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
             if (cudaError_t e = cudaStreamQuery(p.ctx->stream); e != cudaErrorNotReady && e != cudaSuccess) return check(e, "step");
     std::memcpy(p.ring + p.n_begun % kRing * p.ring_bytes, input, bytes);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    const bool decode = bucket->decode && input->n_rows == input->n_tokens;
+    const bool decode = bucket->decode.exec && input->n_rows == input->n_tokens;
     p.shared_rows.write(step);
-    const bool shared = decode && bucket->shared && p.shared_rows.any(step);
-    if (int32_t e = check(cudaGraphLaunch(shared ? bucket->shared : decode ? bucket->decode : bucket->mixed, p.ctx->stream), "step")) return e;
+    const bool shared = decode && bucket->shared.exec && p.shared_rows.any(step);
+    pk_program::Graph &graph = shared ? bucket->shared : decode ? bucket->decode : bucket->mixed;
+    if (step.n_held && graph.tail.empty()) return fail(PK_BAD_ARG, "step %llu: %d rows wait for a mask, the program cannot be cut before it draws", (unsigned long long)input->seq, step.n_held);
+    if (int32_t e = cut(graph, step.n_held > 0)) return e;
+    if (int32_t e = check(cudaGraphLaunch(graph.exec, p.ctx->stream), "step")) return e;
+    if (step.n_held) {
+        const int32_t n = bucket->n_tokens;
+        p.open = {input->seq, input->n_rows, launch_of(p, n, std::min(n, p.state.max_step_rows), decode, p.overlap, shared || (!decode && n > 2))};
+    }
     if (p.n_begun++ == 0) p.first_seq = input->seq;
     p.ctx->n_steps += 1;
     return PK_OK;
+}
+
+int32_t finish_program(pk_program &p, const pk_finish_head *input) {
+    Finish masks;
+    if (int32_t e = read_finish(input, p.state, p.open.seq, &masks)) return e;
+    uint8_t *block = p.masks + p.n_begun % (kRing + 1) * p.mask_bytes;
+    std::memcpy(block, input, finish_bytes(p.state, input->n_masks));
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    p.open.seq = 0;
+    if (int32_t e = launch_masks(p.open.launch, block, input->n_masks, p.open.n_rows)) return e;
+    return enqueue(p, p.open.launch, p.tail_at, p.records.n(), true);
 }
 
 // Only the device knows how long a slot is: what the CPU pack refuses at pk_step is told here, once.
@@ -338,12 +410,12 @@ int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t 
     bool shares = false;
     if (int32_t e = p.shared_rows.any_on_device(s, n_rows, &shares)) return e;
     if (us == nullptr) {
-        cudaGraphExec_t graph = nullptr;
+        pk_program::Graph graph;
         if (int32_t e = capture(p, launch_of(p, max_tokens, max_samples, decode_only, p.overlap, shares), false, &graph)) return e;
         int32_t status = PK_OK;
-        for (int32_t i = 0; i < n_repeats && !status; ++i) status = check(cudaGraphLaunch(graph, stream), "run");
+        for (int32_t i = 0; i < n_repeats && !status; ++i) status = check(cudaGraphLaunch(graph.exec, stream), "run");
         const int32_t ended = check(cudaStreamSynchronize(stream), "run");
-        cudaGraphExecDestroy(graph);
+        drop(graph);
         return status ? status : ended;
     }
     const Launch l = launch_of(p, max_tokens, max_samples, decode_only, false, shares);

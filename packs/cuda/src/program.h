@@ -13,9 +13,22 @@ struct pk_program {
     pk_ctx *ctx = nullptr;
     pk_state state = {};
     pk::Records records;
+    // A captured step. `tail`: the nodes from PK_OP_SAMPLE on, which are switched off for steps with held rows.
+    struct Graph {
+        cudaGraphExec_t exec = nullptr;
+        cudaGraph_t graph = nullptr;  // kept where there is a tail, whose nodes are its
+        std::vector<cudaGraphNode_t> tail;
+        bool is_cut = false;
+    };
     struct Bucket {
         int32_t n_tokens = 0;
-        cudaGraphExec_t mixed = nullptr, decode = nullptr, shared = nullptr;  // shared: as decode, with prefixes that rows share
+        Graph mixed, decode, shared;  // shared: as decode, with prefixes that rows share
+    };
+    // The step whose second half has still to come; seq 0: none.
+    struct Open {
+        uint64_t seq = 0;
+        int32_t n_rows = 0;
+        pk::Launch launch;
     };
     std::vector<Bucket> buckets;
     std::vector<pk::persist::Plan> plans;  // of steps of few rows, fewest first
@@ -23,6 +36,10 @@ struct pk_program {
     uint8_t *ring = nullptr;        // pinned, n_ring blocks of ring_bytes
     uint64_t *consumed = nullptr;   // pinned: blocks that the device has read
     int64_t ring_bytes = 0;
+    uint8_t *masks = nullptr;       // pinned, n_ring + 1 blocks of mask_bytes: a block is free when the step after its own has begun
+    int64_t mask_bytes = 0;
+    int64_t tail_at = 0;            // the record of PK_OP_SAMPLE
+    Open open;
     uint64_t n_begun = 0;
     uint64_t first_seq = 0;
     bool overlap = false;
@@ -46,6 +63,9 @@ int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state
 int32_t load_program(pk_program &program, const int32_t *buckets, int32_t n_buckets);
 void unload_program(pk_program &program);
 int32_t step_program(pk_program &program, const pk_step_head *input);
+int32_t finish_program(pk_program &program, const pk_finish_head *input);
+// Masks of held rows, from pinned memory; a row without one is dead from here on.
+int32_t launch_masks(const Launch &l, const uint8_t *input, int32_t n_masks, int32_t n_rows);
 int32_t wait_program(pk_program &program, uint64_t seq, int64_t timeout_us);
 // Begin and end of the last finished steps, oldest first.
 int32_t times_program(pk_program &program, uint64_t *ns, int32_t n, int32_t *n_out);

@@ -3,6 +3,7 @@
 #include <climits>
 
 #include "../include/device.cuh"
+#include "program.h"
 
 namespace pk {
 namespace {
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
             at<int32_t>(s.row_slot)[r] = row.slot;
             at<int32_t>(s.row_start)[r + 1] = end;
             at<int32_t>(s.row_position)[r] = is_alive ? length : 0;
-            at<int32_t>(s.row_flags)[r] = (row.flags & (PK_ROW_SAMPLE | PK_ROW_DRAFT | PK_ROW_SCORE)) | (is_alive ? 0 : PK_ROW_DEAD);
+            at<int32_t>(s.row_flags)[r] = (row.flags & (PK_ROW_SAMPLE | PK_ROW_DRAFT | PK_ROW_SCORE | PK_ROW_HELD)) | (is_alive ? 0 : PK_ROW_DEAD);
             for (int i = 1; i <= n_draws; ++i) {
                 at<int32_t>(s.sample_row)[sample - i] = r;
                 at<int32_t>(s.sample_at)[sample - i] = end - i;
@@ -158,6 +159,30 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
         __threadfence_system();
         report->consumed = static_cast<uint64_t>(turn) + 1;
     }
+}
+
+// A block per row. `input`: a block of pk_finish.
+__global__ void __launch_bounds__(kThreads) masks_kernel(const __grid_constant__ pk_state s, const uint8_t *__restrict__ input, int n_masks) {
+    __shared__ int found;
+    wait_dependence();
+    release_dependents();
+    const int r = blockIdx.x, tid = threadIdx.x;
+    if (!(at<int32_t>(s.row_flags)[r] & PK_ROW_HELD)) return;
+    const int slot = at<int32_t>(s.row_slot)[r], words = (s.n_vocab + 31) / 32;
+    const int32_t *slots = reinterpret_cast<const int32_t *>(input + sizeof(pk_finish_head));
+    if (tid == 0) found = -1;
+    __syncthreads();
+    for (int i = tid; i < n_masks; i += kThreads)
+        if (slots[i] == slot) found = i;
+    __syncthreads();
+    if (found < 0) {
+        if (tid == 0) at<int32_t>(s.row_flags)[r] |= PK_ROW_DEAD;
+        return;
+    }
+    const int32_t *__restrict__ from = slots + n_masks + static_cast<int64_t>(found) * words;
+    int32_t *__restrict__ to = at<int32_t>(s.mask) + static_cast<int64_t>(slot) * words;
+#pragma unroll 4
+    for (int j = tid; j < words; j += kThreads) to[j] = from[j];
 }
 
 // The token of draw `i` goes into the slot, which has `length` tokens before it.
@@ -247,6 +272,10 @@ int32_t kernels_run() {
 int32_t launch_prepare(const Launch &l) {
     return launch(l, "prepare", prepare_kernel, dim3(1), dim3(kThreads), 0, *l.state, l.info, reinterpret_cast<const uint8_t *>(l.ring), l.ring_bytes, l.n_ring,
                   reinterpret_cast<volatile StepReport *>(l.consumed));
+}
+
+int32_t launch_masks(const Launch &l, const uint8_t *input, int32_t n_masks, int32_t n_rows) {
+    return launch(l, "finish", masks_kernel, dim3(n_rows), dim3(kThreads), 0, *l.state, input, n_masks);
 }
 
 int32_t launch_commit(const Launch &l) { return launch(l, "commit", commit_kernel, dim3(1), dim3(kThreads), 0, *l.state, static_cast<const StepInfo *>(l.info), reinterpret_cast<uint64_t *>(l.consumed) + kTimesAt); }

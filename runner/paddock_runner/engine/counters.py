@@ -11,6 +11,7 @@ class Counters:
     __slots__ = (
         "cached_tokens",
         "ended",
+        "late_masks",
         "output_tokens",
         "preempted",
         "prefill_tokens",
@@ -26,6 +27,7 @@ class Counters:
         self.prefill_tokens = 0
         self.output_tokens = 0
         self.preempted = 0
+        self.late_masks = 0
         self.ended = dict.fromkeys(Reason, 0)
         self.refused = dict.fromkeys(RefusedCode, 0)
 

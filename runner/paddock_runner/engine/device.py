@@ -37,6 +37,9 @@ class StepDevice(Protocol):
     def step(self, input_address: int) -> None:
         """Runs or enqueues one step; the input has been read when this returns. Raises: PackError."""
 
+    def finish(self, input_address: int) -> None:
+        """Runs or enqueues the second half of a step with held rows. Raises: PackError."""
+
     def wait(self, seq: int, timeout_us: int) -> bool:
         """Waits until step `seq` is done; False when the time is up. Raises: PackError."""
         ...

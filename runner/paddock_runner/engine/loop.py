@@ -24,7 +24,7 @@ from .cost import chunk_work
 from .counters import Counters
 from .device import StepDevice
 from .drafts import Drafter
-from .masks import gathers, with_mask
+from .masks import Masking
 from .policy import Policy
 from .report import miss_of
 from .request import Phase, Request
@@ -86,6 +86,7 @@ class Engine:
         """Open requests by ask id, one dictionary per port."""
         self.masked: list[Request] = []
         """Decoding requests whose every token waits for its mask."""
+        self.masking = Masking(self)
         self.drafter = Drafter(
             self, device.facts.has_drafts and (sizes.max_guesses > 0 or not sizes.recurrent_bytes) and self.policy.may_guess(self.run_ahead)
         )
@@ -104,8 +105,6 @@ class Engine:
         self.last_done_ns = self.last_took_ns = 0
         self.hold_until_ns = 0
         """When the next step may be launched; 0: at once."""
-        self.gather_until_ns = 0
-        """When a step is launched without the masks that are missing; 0 while none are waited for."""
         self._must_drain = False
         self._ahead = self.run_ahead
         self.low_pages = min(2 * sizes.n_slots, sizes.n_pages // 16)
@@ -174,12 +173,12 @@ class Engine:
             for request in step.firsts:
                 request.first_ns = request.first_ns or now
             step.firsts = None
-        self.last_took_ns = now - max(step.launched_ns, self.last_done_ns)
+        self.last_took_ns = now - max(step.launched_ns, self.last_done_ns) - step.waited_ns
         if step.n_brought and self.ledger.tree.tiers is not None:
             self.ledger.tree.tiers.see(step.n_brought, self.last_took_ns / 1000 - step.price_us)
         elif any(n > 1 for _, n in step.drafts):
             self.drafter.see(step.n_decode, self.last_took_ns / 1000)
-        elif seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or seq < SEE_FIRST:
+        elif not (step.waited_ns and self.run_ahead) and (seq < SEE_FIRST or seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0):
             self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self.last_took_ns / 1000)
         self.last_done_ns = now
         if is_eventful:
@@ -299,6 +298,12 @@ class Engine:
     def launch(self) -> bool:
         """Decides and launches one step, if one may be in flight and there is something to do."""
         scheduler, slots = self.scheduler, self.slots
+        masking = self.masking
+        if masking.open is not None:
+            if not masking.finish():
+                return False
+            if not self.run_ahead:
+                return True
         n_in_flight = len(self.in_flight)
         has_prefill = scheduler.has_prefill
         drafter = self.drafter
@@ -307,9 +312,12 @@ class Engine:
         self._ahead = (
             0 if drafter.requests else min(1, self.run_ahead) if has_prefill or self.masked else self.run_ahead
         )
-        if n_in_flight > self._ahead or (self._must_drain and n_in_flight):
+        if n_in_flight > self._ahead or ((self._must_drain or masking.late) and n_in_flight):
             return False
         self._must_drain = False
+        if masking.late:
+            for request in masking.restarts():
+                self._preempt(request)
         if scheduler.queue.n and (victim := scheduler.yielder()) is not None:
             if n_in_flight:
                 self._must_drain = True
@@ -318,11 +326,9 @@ class Engine:
         if not self._make_way():
             self._must_drain = True
             return False
-        if self.masked and not has_prefill and gathers(self):
-            return False
-        singles = with_mask(self) if self.masked else ()
+        held = masking.rows() if self.masked else []
         drafts = drafter.rows(has_prefill) if drafter.requests else ()
-        n_decode = len(slots.decode) + len(singles) + len(drafts)
+        n_decode = len(slots.decode) + len(held) + len(drafts)
         now = self.clock()
         if self.run_ahead:
             self.hold_until_ns = hold_until_ns(self, now) if has_prefill or n_in_flight else 0
@@ -332,13 +338,10 @@ class Engine:
         chunks = scheduler.plan(n_decode, now) if has_prefill else ()
         if not n_decode and not chunks:
             return False
-        for request, _, samples in chunks:
-            if samples and request.use_mask:
-                slots.write_mask(request.slot, request.masks.pop(request.n_tokens - request.prompt_tokens))
         step = self._free_steps.pop()
         self.launched_seq += 1
         step.seq = self.launched_seq
-        n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, singles, drafts)
+        n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, [r.slot for r in held], drafts)
         step.n_decode, step.n_prefill = n_decode, n_tokens - n_decode
         scheduler.pace.n_gaps += n_decode
         step.is_plain = (
@@ -346,8 +349,8 @@ class Engine:
         )
         step.drafts = drafts
         step.has_top = slots.n_top > 0
-        step.has_singles = bool(singles or drafts)
-        step.done_ns = 0
+        step.has_singles = bool(held or drafts)
+        step.done_ns = step.half_ns = step.waited_ns = 0
         step.work = 0.0
         step.n_brought, scheduler.n_brought = scheduler.n_brought, 0
         step.price_us = scheduler.cost.decode_us(n_decode)
@@ -356,8 +359,8 @@ class Engine:
         self.device.step(slots.address)
         if not self.run_ahead:
             step.done_ns = self.clock()
-        for slot in singles:
-            slots.count_row(slot)
+        if held or chunks:
+            masking.begin(step, held, chunks)
         if drafts:
             drafter.launched(drafts, step.seq)
         if chunks:

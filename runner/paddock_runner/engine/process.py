@@ -132,7 +132,7 @@ class Runner:
         try:
             while True:
                 has_moved = self.turn()
-                if engine.in_flight and (engine.is_full or not has_moved):
+                if engine.in_flight and not engine.masking.is_waiting and (engine.is_full or not has_moved):
                     engine.wait()
                     continue
                 if has_moved:
@@ -181,8 +181,8 @@ class Runner:
     def _timeout_ms(self, ports: Sequence[EnginePort]) -> int | None:
         if any(port.overflow_bytes for port in ports):
             return OVERFLOW_RETRY_MS
-        if self.engine.gather_until_ns:
-            return max(0, self.engine.gather_until_ns - self.engine.clock()) // 1_000_000
+        if self.engine.masking.until_ns:
+            return -(min(0, self.engine.clock() - self.engine.masking.until_ns) // 1_000_000)
         due_ns = self.engine.scheduler.queue.next_deadline_ns
         return None if due_ns is None else max(0, (due_ns - self.engine.clock()) // 1_000_000 + 1)
 

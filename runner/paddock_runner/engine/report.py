@@ -48,6 +48,7 @@ def report(engine: Engine) -> dict[str, Any]:
             "prefill_tokens": counters.prefill_tokens,
             "output_tokens": counters.output_tokens,
             "preempted": counters.preempted,
+            "late_masks": counters.late_masks,
             "steps": engine.launched_seq,
             "drafted_tokens": engine.drafter.drafted,
             "accepted_tokens": engine.drafter.accepted,

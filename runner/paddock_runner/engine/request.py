@@ -66,6 +66,7 @@ class Request:
         "masks",
         "max_length",
         "n_bias",
+        "n_late",
         "n_logprobs",
         "n_preempted",
         "n_tokens",
@@ -86,6 +87,7 @@ class Request:
         "use_mask",
         "wait_for",
         "wait_tokens",
+        "wary_draws",
         "weight",
     )
 
@@ -114,6 +116,8 @@ class Request:
         """The repetition penalty looks at the whole prompt, cached or not."""
         self.masks: dict[int, bytes] = {}
         """Masks that have come, by output index."""
+        self.n_late = self.wary_draws = 0
+        """What the next late mask would cost, and how many draws still need their mask before the row runs."""
         self.is_scored = bool(ask.is_scored)
         """The prompt's tokens are rated while it is computed, which has still to be done."""
         self.phase = Phase.WAITING

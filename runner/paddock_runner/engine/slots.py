@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..memory.state import StateSizes
-from ..pack.abi import PK_ROW_DRAFT, PK_ROW_SAMPLE, PK_ROW_SCORE
+from ..pack.abi import PK_ROW_DRAFT, PK_ROW_HELD, PK_ROW_SAMPLE, PK_ROW_SCORE
 from .request import Request
 
 HEAD = Struct("<Qiiiiiiii")
@@ -24,6 +24,7 @@ NEW_SLOT = ROW = Struct("<iiii")
 NEW_SLOT_BYTES = 152
 AHEAD_TOKENS = 256
 SCORE = PK_ROW_SAMPLE | PK_ROW_DRAFT | PK_ROW_SCORE
+HELD = PK_ROW_SAMPLE | PK_ROW_HELD
 Chunk = tuple[Request, int, bool]
 """A request, how many tokens of its prefill, and whether the row draws a token."""
 
@@ -42,7 +43,6 @@ class SlotTable:
         "_left",
         "_mark",
         "_mark_seq",
-        "_masks",
         "_moved",
         "_n_new",
         "_n_payload",
@@ -109,11 +109,10 @@ class SlotTable:
         self.pages_ahead = max(1, AHEAD_TOKENS // sizes.page_tokens)
         """Pages that a decoding request gets at a time, while there are plenty."""
         self.max_page_writes = 2 * sizes.slot_pages + n * self.pages_ahead
-        words = sizes.mask_words
-        self.max_payload_words = 2 * self.row_stride + 2 * sizes.max_step_tokens + n * words + 2 * n * sizes.max_bias
+        self.max_payload_words = 2 * self.row_stride + 2 * sizes.max_step_tokens + 2 * n * sizes.max_bias
         size = (
             HEAD.size
-            + n * (NEW_SLOT_BYTES + 8)
+            + n * NEW_SLOT_BYTES
             + 16 * (sizes.max_step_rows + self.max_page_writes + 2 * n)
             + 4 * self.max_payload_words
         )
@@ -126,7 +125,6 @@ class SlotTable:
         self._new = bytearray()
         self._page_writes = array("i")
         self._texts = array("i")
-        self._masks = array("i")
         self._payload: list[bytes] = []
         self._n_payload = self._n_new = 0
         self._last_rows = self._rows_at = -1
@@ -167,11 +165,9 @@ class SlotTable:
         return request.tokens[4 * first : 4 * end] + answer if first < n else answer
 
     def has_room(self, request: Request, n_pages: int) -> bool:
-        """The input block can take this start in the present step, whatever masks come after it."""
-        sizes = self.sizes
-        masks_to_come = sizes.n_slots * sizes.mask_words - len(self._masks) // 2 * sizes.mask_words
-        text = request.n_tokens if request.needs_history else request.remaining_tokens + sizes.lookback_tokens
-        words = self._n_payload + text + 2 * request.n_bias + masks_to_come
+        """The input block can take this start in the present step."""
+        text = request.n_tokens if request.needs_history else request.remaining_tokens + self.sizes.lookback_tokens
+        words = self._n_payload + text + 2 * request.n_bias
         return words <= self.max_payload_words and len(self._page_writes) // 4 + n_pages <= self.max_page_writes
 
     def start(self, request: Request) -> None:
@@ -199,11 +195,6 @@ class SlotTable:
         pages = holding.pages
         for index in range(len(pages) - n, len(pages)):
             self._page_writes.extend((slot, index, pages[index], 0))
-
-    def write_mask(self, slot: int, words: bytes) -> None:
-        """Stages a slot's mask."""
-        self._masks.extend((slot, self._n_payload))
-        self._pay(words)
 
     def write_text(self, slot: int, position: int, tokens: bytes) -> None:
         """Stages tokens of a slot, from `position` on."""
@@ -282,17 +273,17 @@ class SlotTable:
         """The same for one slot without a standing row."""
         return not self._left[slot]
 
-    def count_row(self, slot: int) -> None:
-        """A single row of a slot without a standing row is launched."""
-        self._mark[slot] += 1
-        self._left[slot] -= 1
+    def count_row(self, slot: int, n: int = 1) -> None:
+        """A single row of a slot without a standing row is launched; -1: it was left out after all."""
+        self._mark[slot] += n
+        self._left[slot] -= n
 
     # ---- the block ----
 
     def compose(
         self, seq: int, chunks: Sequence[Chunk], singles: Sequence[int], drafts: Sequence[tuple[int, int]] = ()
     ) -> tuple[int, int, int]:
-        """Writes the input block: standing decode rows, then `singles` (slots), then prefill chunks, those that are rated last, then guesses.
+        """Writes the input block: standing decode rows, then `singles` (slots, whose draws wait for masks), then prefill chunks, those that are rated last, then guesses.
 
         drafts: (slot, tokens). Returns tokens, results and draws of the step.
         """
@@ -300,7 +291,7 @@ class SlotTable:
         n_decode = len(decode)
         self.seq = seq
         self._calendar.pop(seq, None)
-        has_diff = bool(self._n_new or self._page_writes or self._texts or self._masks)
+        has_diff = bool(self._n_new or self._page_writes or self._texts)
         if not (has_diff or chunks or singles or drafts or self._is_changed) and self._last_rows == n_decode:
             self._seq_word[0] = seq
             return n_decode, n_decode, n_decode
@@ -312,7 +303,7 @@ class SlotTable:
             self._moved.clear()
         n_rows = n_tokens = n_samples = n_decode
         for slot in singles:
-            pack(rows, size * n_rows, slot, 1, PK_ROW_SAMPLE, 0)
+            pack(rows, size * n_rows, slot, 1, HELD, 0)
             n_rows += 1
             n_tokens += 1
             n_samples += 1
@@ -321,7 +312,8 @@ class SlotTable:
             if request.is_scored and request.done_tokens < request.prompt_tokens:
                 scored.append((request.slot, n, SCORE))
                 continue
-            pack(rows, size * n_rows, request.slot, n, PK_ROW_SAMPLE if samples else 0, 0)
+            flags = (HELD if request.use_mask else PK_ROW_SAMPLE) if samples else 0
+            pack(rows, size * n_rows, request.slot, n, flags, 0)
             n_rows += 1
             n_tokens += n
             n_samples += samples
@@ -345,7 +337,7 @@ class SlotTable:
         block = self._block
         HEAD.pack_into(
             block, 0, seq, n_tokens, n_rows, n_samples, self._n_new, len(self._page_writes) // 4, len(self._texts) // 4,
-            len(self._masks) // 2, self._n_payload,
+            0, self._n_payload,
         )  # fmt: skip
         at = HEAD.size
         if self._n_new:
@@ -359,8 +351,6 @@ class SlotTable:
             at = self._put(at, self._page_writes.tobytes())
         if self._texts:
             at = self._put(at, self._texts.tobytes())
-        if self._masks:
-            at = self._put(at, self._masks.tobytes())
         for part in self._payload:
             at = self._put(at, part)
 
@@ -377,8 +367,6 @@ class SlotTable:
             del self._page_writes[:]
         if self._texts:
             del self._texts[:]
-        if self._masks:
-            del self._masks[:]
         if self._n_payload:
             self._payload.clear()
             self._n_payload = 0

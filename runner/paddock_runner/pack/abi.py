@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "f481f64355266aad"
+DIGEST = "4284f8d81bc80712"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -753,6 +753,15 @@ class pk_op_guess(Structure):
         ("size", c_int32),
         ("logits", pk_tensor),
     ]
+PK_ROW_HELD = 128
+
+
+class pk_finish_head(Structure):
+    _fields_ = [
+        ("seq", c_uint64),
+        ("n_masks", c_int32),
+        ("reserved", c_int32),
+    ]
 
 
 PROTOTYPES = {
@@ -783,4 +792,5 @@ PROTOTYPES = {
     "pk_wait": (c_int32, [c_void_p, c_uint64, c_int64]),
     "pk_times": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p]),
     "pk_run": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_void_p]),
+    "pk_finish": (c_int32, [c_void_p, c_void_p]),
 }

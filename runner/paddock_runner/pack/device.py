@@ -47,6 +47,7 @@ class Device:
         self._reserved: list[int] = []
         self._program: Any = None
         self._step = pack.function("pk_step")
+        self._finish = pack.function("pk_finish")
         self._wait = pack.function("pk_wait")
         self._copy = pack.function("pk_copy")
         self._snapshots = self._host_pages = self._host_states = self.n_host_pages = 0
@@ -282,6 +283,12 @@ class Device:
         status = self._step(self._program, input_address)
         if status:
             raise self.pack.failure("pk_step", status)
+
+    def finish(self, input_address: int) -> None:
+        """Runs (or enqueues) the second half of a step with held rows. Raises: PackError."""
+        status = self._finish(self._program, input_address)
+        if status:
+            raise self.pack.failure("pk_finish", status)
 
     def wait(self, seq: int, timeout_us: int) -> bool:
         """Waits until step `seq` is done; False when the time is up. Raises: PackError."""

@@ -237,25 +237,109 @@ def test_masks_are_awaited_token_by_token_and_obeyed(run_ahead: int) -> None:
     rig.close()
 
 
-def test_a_step_waits_for_missing_masks_as_long_as_their_share_of_it_takes() -> None:
-    rig, now = Rig(), [1000]
-    rig.engine.clock = lambda: now[0]
-    asks = [rig.ask([1, 2, i], 9, use_mask=True) for i in (1, 2, 3)]
-    mask = bytes([255]) * 128
-    rig.fronts[0].masks([MaskUpdate(i, 0, mask) for i in (1, 2, 3)])
-    turns(rig, 6)
-    assert [len(a.tokens) for a in asks] == [1, 1, 1]
-    rig.engine.last_done_ns, rig.engine.last_took_ns = 1000, 400
-    rig.fronts[0].masks([MaskUpdate(i, 1, mask) for i in (1, 2)])
-    now[0] = 1199
-    turns(rig, 6)
-    assert [len(a.tokens) for a in asks] == [1, 1, 1] and rig.engine.gather_until_ns == 1200
-    now[0] = 1200
-    turns(rig, 6)
-    assert [len(a.tokens) for a in asks] == [2, 2, 1]
-    rig.fronts[0].masks([MaskUpdate(1, 2, mask), MaskUpdate(2, 2, mask), MaskUpdate(3, 1, mask)])
-    turns(rig, 6)
-    assert [len(a.tokens) for a in asks] == [3, 3, 2]
+ANY = bytes([255]) * 128
+
+
+def masked_rig(n: int, **more: object) -> tuple[Rig, list[Answer]]:
+    """n masked requests with their first tokens, whose next rows have run and wait for masks."""
+    rig = Rig(**more)
+    asks = [rig.ask([1, 2, i], 9, use_mask=True) for i in range(1, n + 1)]
+    rig.fronts[0].masks([MaskUpdate(a.ask.ask_id, 0, ANY) for a in asks])
+    for _ in range(100):
+        rig.runner.turn()
+        rig.listen(rig.fronts[0])
+        if rig.engine.masking.is_waiting:
+            if all(a.tokens for a in asks):
+                break
+        elif rig.engine.in_flight:
+            rig.engine.wait()
+    assert [len(a.tokens) for a in asks] == [1] * n and rig.engine.masking.is_waiting
+    return rig, asks
+
+
+def give(rig: Rig, *masks: tuple[int, int]) -> None:
+    """Masks (ask, output index) come, and the engine has its turns."""
+    rig.fronts[0].masks([MaskUpdate(ask_id, index, ANY) for ask_id, index in masks])
+    for _ in range(6):
+        rig.runner.turn()
+        if rig.engine.in_flight and not rig.engine.masking.is_waiting:
+            rig.engine.wait()
+        rig.listen(rig.fronts[0])
+
+
+def test_rows_run_before_their_masks_are_there(run_ahead: int) -> None:
+    rig, _ = masked_rig(3, run_ahead=run_ahead)
+    open_seq = rig.engine.launched_seq
+    give(rig)
+    assert rig.engine.launched_seq == open_seq and rig.engine.masking.until_ns == 0
+    give(rig, (1, 1), (2, 1), (3, 1))
+    assert rig.engine.launched_seq == open_seq + 1
+    rig.close()
+
+
+def test_a_late_mask_is_waited_for_as_long_as_its_share_of_the_step_takes_and_then_has_no_row() -> None:
+    rig, asks = masked_rig(3)
+    step = rig.engine.masking.open
+    assert step is not None
+    took = step.half_ns - step.launched_ns
+    give(rig, (1, 1), (2, 1))
+    assert rig.engine.masking.until_ns == step.half_ns + took // 2 and [len(a.tokens) for a in asks] == [1, 1, 1]
+    rig.device.now_ns = rig.engine.masking.until_ns
+    give(rig)
+    assert [len(a.tokens) for a in asks] == [2, 2, 1] and rig.device.rows[-1][-1][0] == 2 and rig.engine.counters.late_masks == 1
+    give(rig, (1, 2), (2, 2))
+    assert [len(a.tokens) for a in asks] == [3, 3, 1] and len(rig.device.rows[-1]) == 2, "the late one has no row without its mask"
+    give(rig, (1, 3), (2, 3), (3, 1))
+    give(rig, (1, 4), (2, 4))
+    assert [len(a.tokens) for a in asks] == [5, 5, 2]
+    assert asks[2].tokens == alone([1, 2, 3], 9, 1000, 64)[:2]
+    rig.close()
+
+
+def test_nobody_waits_longer_than_a_step_for_others_masks() -> None:
+    rig, asks = masked_rig(3)
+    step = rig.engine.masking.open
+    assert step is not None
+    give(rig, (1, 1))
+    assert rig.engine.masking.until_ns == step.half_ns + step.half_ns - step.launched_ns, "two of three are late"
+    rig.ask([5, 6, 7], 3)
+    give(rig)
+    assert rig.engine.masking.until_ns > 0
+    rig.close()
+    rig, asks = masked_rig(2)
+    free = rig.ask([5, 6, 7], 3)
+    give(rig)
+    assert rig.engine.masking.until_ns > 0, "a prompt waits"
+    for _ in range(20):
+        rig.turn()
+    assert right(free) and [len(a.tokens) for a in asks] == [1, 1]
+    rig.close()
+
+
+def test_a_request_that_ends_while_its_row_waits_is_not_waited_for(run_ahead: int) -> None:
+    rig, asks = masked_rig(2, run_ahead=run_ahead)
+    rig.abort(asks[0])
+    give(rig, (2, 1))
+    for index in range(2, 9):
+        turns(rig, 4)
+        give(rig, (2, index))
+    rig.run()
+    assert asks[0].done.reason == Reason.ABORT and asks[1].tokens == alone([1, 2, 2], 9, 1000, 64)
+    rig.assert_empty()
+    rig.close()
+
+
+def test_recurrent_states_of_a_row_that_was_left_out_are_made_anew(run_ahead: int) -> None:
+    sizes = replace(SIZES, recurrent_bytes=64, n_snapshots=8)
+    rig, asks = masked_rig(2, sizes=sizes, run_ahead=run_ahead)
+    give(rig, (1, 1))
+    rig.device.now_ns = rig.engine.masking.until_ns
+    give(rig, (1, 2), (1, 3))
+    assert rig.engine.counters.late_masks == 1
+    give(rig, *((1, i) for i in range(4, 9)), *((2, i) for i in range(1, 9)))
+    rig.run()
+    assert asks[1].done.n_preempted == 1 and [a.tokens for a in asks] == [alone([1, 2, i], 9, 1000, 64) for i in (1, 2)]
+    rig.assert_empty()
     rig.close()
 
 

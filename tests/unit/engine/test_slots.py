@@ -136,7 +136,7 @@ def test_the_calendar_calls_at_the_end_of_the_pages_and_of_the_length() -> None:
     assert slots.launched(0) == 11 and slots.decode == []
 
 
-def test_single_rows_count_for_themselves_and_carry_their_mask() -> None:
+def test_single_rows_count_for_themselves_and_wait_for_their_mask() -> None:
     slots = SlotTable(SIZES)
     standing = decoding(slots, 3, [1, 2, 3, 4])
     masked = started(slots, [1, 2, 3], [5], use_mask=True)
@@ -144,12 +144,13 @@ def test_single_rows_count_for_themselves_and_carry_their_mask() -> None:
     slots.join(masked, 3, has_row=False)
     slots.compose(3, (), ())
     assert slots.launched(masked.slot) == 3 and slots.launched(standing.slot) == 5 and not slots.is_spent(masked.slot)
-    slots.write_mask(masked.slot, b"\xff" * 12)
     assert slots.compose(4, (), [masked.slot]) == (2, 2, 2)
     slots.count_row(masked.slot)
     block = Block(slots.address)
-    assert block.rows == [(0, 1, 1), (1, 1, 1)] and block.masks == [(1, 0)] and block.payload == [-1, -1, -1]
+    assert block.rows == [(0, 1, 1), (1, 1, 1 | abi.PK_ROW_HELD)] and not block.masks and not block.payload
     assert slots.launched(masked.slot) == 4 and slots.is_spent(masked.slot)
+    slots.count_row(masked.slot, -1)
+    assert slots.launched(masked.slot) == 3 and not slots.is_spent(masked.slot)
     slots.compose(5, (), ())
     assert Block(slots.address).rows == [(0, 1, 1)] and not Block(slots.address).masks
 
