@@ -557,7 +557,7 @@ typedef struct pk_program pk_program;
 typedef struct pk_open_config {
     int32_t device;       /* CUDA: ordinal among the visible devices; CPU: 0 */
     int32_t n_threads;    /* CPU: 0 for one per allowed processor */
-    int32_t max_isa;      /* CPU: highest instruction class to use: 0 all that work, 1 AVX2, 2 AVX-512 VNNI, 3 AMX */
+    int32_t max_isa;      /* CPU: highest instruction class to use: 0 all that work, 1 AVX2, 2 AVX-512 VNNI, 3 AMX. CUDA: 1 takes kernels, too, that never ran on a card of the architecture */
     int32_t reserved;
 } pk_open_config;
 

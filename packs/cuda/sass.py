@@ -24,11 +24,11 @@ ANYWHERE = {
     "stream_matmul": "HMMA", "gemm_mma": "HMMA|QMMA", "attention_prefill_kernel": "HMMA", "expert_stream_kernel": "HMMA", "expert_tiles_kernel": "HMMA", "delta_chunk_kernel": "HMMA",
     "delta_scan_kernel": "HMMA",
 }  # fmt: skip
-HOPPER = {"gemm_wgmma": "HGMMA|QGMMA", "attention_wgmma": "HGMMA"}
+OWN = {"sm_90a": {"gemm_wgmma": "HGMMA|QGMMA", "attention_wgmma": "HGMMA"}, "sm_100f": {"gemm_tcgen05": "UTCHMMA"}}
 WHOLE = {"sm_90a": ("HGMMA", "QGMMA"), "sm_89": ("QMMA",), "sm_120f": ("QMMA",)}
 """Instructions that must be somewhere in a library of the architecture: bf16 and fp8 products."""
 MISSING = {
-    "sm_100f": "UTC*MMA (tcgen05): products use mma.sync",
+    "sm_100f": "UTCQMMA and UTCOMMA (FP8 and FP4 by tcgen05): such weights are widened to bf16; attention and experts use mma.sync",
     "sm_120f": "OMMA and QMMA with block scales (mxf4, nvf4): such weights are widened to bf16",
 }
 
@@ -66,7 +66,7 @@ def instructions(library: pathlib.Path) -> dict[str, collections.Counter[str]]:
 def check(library: pathlib.Path, arch: str) -> bool:
     """Tells what a library holds; False when a kernel lacks the instructions it is written for."""
     found = instructions(library)
-    wanted = ANYWHERE | (HOPPER if arch == "sm_90a" else {})
+    wanted = ANYWHERE | OWN.get(arch, {})
     total: collections.Counter[str] = sum(found.values(), collections.Counter())
     good = True
     print(f"{library.name} ({arch}): {len(found)} kernels, {', '.join(f'{n} {name}' for name, n in sorted(total.items())) or 'no matrix instructions'}")

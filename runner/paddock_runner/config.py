@@ -85,6 +85,9 @@ class Config:
     deterministic: bool = knob(
         False, "answers to the same request have the same bits alone and among others (CPU: without its tiles of matrices, so prompts take longer; not on GPUs yet)"
     )
+    untried_kernels: bool = knob(
+        False, "also kernels that were compiled for the GPU's architecture and never run on such a card (sm_100: products by tcgen05)"
+    )
     max_queue: int = knob(1024, "requests that may wait; more get a 429", unit="requests", low=1)
     api_key_file: Path | None = knob(
         None, "file with the keys that clients may send, a line each: KEY or sha256:HEX, and admin or inference (default: made once)"

@@ -65,6 +65,7 @@ struct pk_ctx {
     int32_t device = 0;
     int32_t n_processors = 0;
     int32_t capability = 0;  // 90 for 9.0
+    bool tries = false;      // kernels, too, that never ran on a card of this architecture
     int64_t l2_bytes = 0;
     int64_t granule_bytes = 0;
     cudaStream_t stream = nullptr;

@@ -1,4 +1,4 @@
-// Hopper's asynchronous units: wgmma, tensor copies and mbarriers. sm_90a only.
+// Hopper's asynchronous units: tensor copies and mbarriers (sm_90 and later), wgmma (sm_90a only).
 //
 // The wgmma wrappers are written by a loop over shapes; d is the fragment of one warpgroup: d[4j + e] of warp w, lane l is
 // row 16w + l/4 + 8(e/2), column 8j + 2(l%4) + e%2. Source: PTX ISA 9.0, 9.7.15 (wgmma), 9.7.9.27 (cp.async.bulk.tensor).
@@ -9,7 +9,7 @@
 
 namespace pk {
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 __device__ __forceinline__ void barrier_init(uint64_t *b, int count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count)); }
 __device__ __forceinline__ void barrier_expect(uint64_t *b, int bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory"); }
@@ -45,6 +45,10 @@ __device__ __forceinline__ void barrier_arrive_at(uint64_t *b, int rank) {
 }
 __device__ __forceinline__ void cluster_sync() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>

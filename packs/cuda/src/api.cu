@@ -67,11 +67,17 @@ int32_t on(pk_ctx *ctx, const char *name, const Body &body) {
     });
 }
 
+#if defined(PK_TCGEN05)
+constexpr int32_t kMaxIsa = 1;
+#else
+constexpr int32_t kMaxIsa = 0;
+#endif
+
 std::string description() {
     char weights[512], kv[128];
     list_formats(is_weight, ", ", "\"", weights, sizeof weights);
     list_formats(is_kv, ", ", "\"", kv, sizeof kv);
-    return std::string("{\"pack\": \"cuda\", \"archs\": [\"" PK_ARCH "\"], \"is_validated\": ") + (PK_VALIDATED ? "true" : "false") +
+    return std::string("{\"pack\": \"cuda\", \"archs\": [\"" PK_ARCH "\"], \"is_validated\": ") + (PK_VALIDATED ? "true" : "false") + ", \"has_untried\": " + (kMaxIsa ? "true" : "false") +
            ", \"build\": \"" PK_BUILD "\", \"formats\": [" + weights + "], \"kv_formats\": [" + kv + "], \"ops\": " + op_names_json(has_op) + "}";
 }
 
@@ -105,12 +111,15 @@ int32_t open(const pk_open_config &config, pk_ctx **out) {
         return fail(PK_DEVICE, "open: no CUDA device can be used: %s", cudaGetErrorString(e));
     }
     if (config.device < 0 || config.device >= n) return fail(PK_BAD_ARG, "open: device %d of %d", config.device, n);
+    if (config.max_isa < 0 || config.max_isa > kMaxIsa)
+        return fail(PK_BAD_ARG, "open: max_isa is %d; this pack for " PK_ARCH " has %s", config.max_isa, kMaxIsa ? "0 and 1 (kernels that never ran on such a card)" : "0 only: no kernels that never ran");
     auto ctx = std::make_unique<FullContext>();
     ctx->device = config.device;
     if (int32_t e = check(cudaSetDevice(config.device), "open")) return e;
     if (int32_t e = check(cudaGetDeviceProperties(&ctx->properties, config.device), "open")) return e;
     ctx->n_processors = ctx->properties.multiProcessorCount;
     ctx->capability = ctx->properties.major * 10 + ctx->properties.minor;
+    ctx->tries = config.max_isa == 1;
     ctx->l2_bytes = ctx->properties.l2CacheSize;
     if (int32_t e = kernels_run()) return fail(e, "open: this pack is built for " PK_ARCH "; %s has compute capability %d.%d", ctx->properties.name, ctx->properties.major, ctx->properties.minor);
     if (int32_t e = check(cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking), "open")) return e;

@@ -71,6 +71,8 @@ def choose_place(config: Config) -> Place:
         return Place(
             pack, facts, f"{gpu.name} (GPU {gpu.index}), {pack.name}", doubt=manifest.doubt if manifest else ""
         )
+    if config.untried_kernels:
+        raise PackError("--untried-kernels is for GPUs: the CPU pack has no kernels that never ran", "leave it out")
     memory = hardware.memory()
     free = min(memory.free_bytes, limit) if limit else memory.free_bytes
     threads = config.threads or hardware.n_threads()

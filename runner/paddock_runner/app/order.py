@@ -48,7 +48,7 @@ def give(config: Config, channel: Channel, process: subprocess.Popen[bytes], sta
             f"--deterministic has no kernels on {place.facts.kind}: products and attention take other paths for few rows than for many",
             "--device cpu, or leave it out",
         )
-    max_isa = DETERMINISTIC_ISA if config.deterministic else 0
+    max_isa = DETERMINISTIC_ISA if config.deterministic else int(config.untried_kernels)
     send(process, Opening(str(place.pack), config.gpu, config.threads, config.log_level, os.getpid(), max_isa))
     stages.end("place")
     tls = check_tls(config.tls_cert, config.tls_key)

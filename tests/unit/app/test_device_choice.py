@@ -68,3 +68,8 @@ def test_missing_pack_names_the_package(place):
 def test_gpu_that_is_too_old_for_any_pack_is_refused(place):
     with pytest.raises(PackError, match=r"there is no kernel pack for Test GPU \(sm_75\): they begin at sm_80"):
         place(7, 5)
+
+
+def test_untried_kernels_are_refused_where_there_are_none():
+    with pytest.raises(PackError, match="--untried-kernels is for GPUs"):
+        opening.choose_place(Config(device="cpu", untried_kernels=True))

@@ -6,7 +6,7 @@
 // 128 x 128), so that the tensor core's short accumulator never sums more than 128 products; the warpgroups take turns, so that
 // one multiplies while the other adds. With an activation the first half of a tile is gate, the second up. Assumes swizzled
 // 128-byte boxes (K padded to whole boxes). Does not handle: fewer rows than min_rows.
-#include "../../include/gemm.cuh"
+#include "../../include/gemm_boxes.cuh"
 #include "../../include/wgmma.cuh"
 
 namespace pk {
@@ -20,14 +20,6 @@ constexpr int kRing = 4;
 template <bool kFp8> constexpr int kStageBytes = (kM<kFp8> + kN<kFp8>) * 128;
 template <bool kFp8> constexpr int kScaleBytes = kFp8 ? kM<kFp8> * 4 : 0;  // of a stage: one per row of x
 template <bool kFp8> constexpr int kSharedBytes = kRing * (kStageBytes<kFp8> + kScaleBytes<kFp8>) + 1024 + kOutBytes;
-
-struct Maps {
-    CUtensorMap x, w[3];
-};
-
-struct Tile {
-    int m0, n0, weight;
-};
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // Pairs of columns, word i of lane c of four neighbours: columns 8i + 2c. Lane c gets the words of columns 8c to 8c + 7.
@@ -141,7 +133,7 @@ __device__ __forceinline__ bool direct_store(const GemmArguments &a, int weight,
 #endif
 
 template <bool kFp8>
-__global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_constant__ Maps maps, const __grid_constant__ GemmArguments a) {
+__global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr int kTileN = kN<kFp8>, kRows = kM<kFp8>, kBytes = kStageBytes<kFp8>, kBoxK = kFp8 ? 128 : 64, kHalf = kTileN / 2;
     extern __shared__ uint8_t raw[];
@@ -163,17 +155,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
     if (n_rows < a.min_rows) return;
     const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
     const int m_tiles = (n_rows + kRows - 1) / kRows, n_all = m_tiles * a.n_tiles, n_steps = (a.k + kBoxK - 1) / kBoxK;
-    auto tile_of = [&](int index) {
-        constexpr int kTall = kGroupM<kFp8>;
-        const int per_group = kTall * a.n_tiles, group = index / per_group, in = index - group * per_group;
-        const int first = group * kTall, height = min(kTall, m_tiles - first);
-        const int n = in / height;
-        Tile t;
-        t.m0 = (first + in - n * height) * kRows;
-        t.weight = gated ? 0 : a.n_w > 2 && n >= a.w[2].first_tile ? 2 : a.n_w > 1 && n >= a.w[1].first_tile ? 1 : 0;
-        t.n0 = (n - a.w[t.weight].first_tile) * (gated ? kHalf : kTileN);
-        return t;
-    };
+    auto tile_of = [&](int index) { return gemm_tile<kRows, kTileN, kGroupM<kFp8>>(a, index, m_tiles, gated); };
     const int group = threadIdx.x >> 7;
     int stage = 0;
     uint32_t phase = 0;
@@ -190,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
         fewer_registers<40>();
         if (threadIdx.x == 0) {
             for (int index = blockIdx.x; index < n_all; index += gridDim.x) {
-                const Tile t = tile_of(index);
+                const GemmTile t = tile_of(index);
                 const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
                 for (int k = 0; k < n_steps; ++k) {
                     barrier_wait(empty + stage, phase ^ 1);
@@ -213,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
     if (kFp8 && wg == 1) your_turn(wg);
     const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + kRows * 128), x_first = matrix_descriptor_low(shared_address(ring) + wg * (kRows / 2) * 128);
     for (int index = blockIdx.x; index < n_all; index += gridDim.x) {
-        const Tile t = tile_of(index);
+        const GemmTile t = tile_of(index);
         constexpr int kHalves = kRows / 128;  // of 64 rows, of a warpgroup
         float acc[kHalves][kTileN / 2];
         if constexpr (kFp8) {
@@ -369,33 +351,11 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
 #endif
 }
 
-int32_t make_map(const Launch &l, CUtensorMap *map, const void *data, bool fp8, int64_t rows, int64_t cols, int64_t row_bytes, int box_rows) {
-    const cuuint64_t size[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)}, stride[1] = {static_cast<cuuint64_t>(row_bytes)};
-    const cuuint32_t box[2] = {fp8 ? 128u : 64u, static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
-    const CUresult e = l.ctx->driver.encode_tiled(map, fp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void *>(data), size, stride, box, step,
-                                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return e == CUDA_SUCCESS ? PK_OK : fail(PK_DEVICE, "gemm: tensor map of %lld x %lld, %lld bytes a row: CUDA driver error %d", (long long)rows, (long long)cols, (long long)row_bytes, static_cast<int>(e));
-}
-
 template <bool kFp8>
 int32_t launch_tiles(const Launch &l, GemmArguments a, int64_t max_rows, int64_t x_cols) {
-    constexpr int kTileN = kN<kFp8>;
-    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
-    const int wide = gated ? kTileN / 2 : kTileN;
-    Maps maps;
-    if (int32_t e = make_map(l, &maps.x, a.x, kFp8, max_rows, x_cols, a.x_row_bytes, kM<kFp8>)) return e;
-    int32_t tiles = 0;
-    for (int i = 0; i < 3; ++i) {
-        const GemmWeight &w = a.w[i < a.n_w ? i : 0];
-        if (int32_t e = make_map(l, &maps.w[i], w.data, kFp8, w.rows, w.row_bytes / (kFp8 ? 1 : 2), w.row_bytes, kTileN / 2)) return e;
-        if (i < a.n_w && (!gated || i == 0)) {
-            a.w[i].first_tile = tiles;
-            tiles += (w.rows + wide - 1) / wide;
-        }
-    }
-    if (gated) a.w[1].first_tile = 0;
-    a.n_tiles = tiles;
-    const int64_t all = (max_rows + kM<kFp8> - 1) / kM<kFp8> * tiles;
+    GemmMaps maps;
+    if (int32_t e = gemm_maps<kM<kFp8>, kN<kFp8>>(l, &maps, a, max_rows, x_cols, kFp8)) return e;
+    const int64_t all = (max_rows + kM<kFp8> - 1) / kM<kFp8> * a.n_tiles;
     const unsigned blocks = static_cast<unsigned>(all < l.ctx->n_processors ? all : l.ctx->n_processors);
     return launch(l, "gemm_wgmma", gemm_wgmma_kernel<kFp8>, dim3(blocks), dim3(kThreads), kSharedBytes<kFp8>, maps, a);
 }

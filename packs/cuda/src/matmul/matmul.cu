@@ -183,7 +183,10 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
 }
 
 // bf16 or narrowed operands, on whatever the device does best.
-int32_t launch_gemm(const Launch &l, const GemmArguments &a, int64_t max_rows) { return has_wgmma(l.ctx) ? launch_gemm_wgmma(l, a, max_rows) : launch_gemm_mma(l, a, max_rows); }
+int32_t launch_gemm(const Launch &l, const GemmArguments &a, int64_t max_rows) {
+    if (has_tcgen05(l.ctx)) return launch_gemm_tcgen05(l, a, max_rows);
+    return has_wgmma(l.ctx) ? launch_gemm_wgmma(l, a, max_rows) : launch_gemm_mma(l, a, max_rows);
+}
 
 int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2;
