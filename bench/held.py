@@ -1,6 +1,6 @@
 """What structured output costs: tokens a second of answers held to a JSON schema, beside free ones on the same runner in the same run.
 
-Usage: python -m bench.held MODEL [--streams 32] [--tokens 96] [--rounds 12] [--machine cpu2] [--dry]
+Usage: python -m bench.held MODEL [--streams 32] [--tokens 96] [--rounds 12] [--machine cpu2] [--dry] [--options ...]
 A round is free, held, held, free answers; its `loss` is the share of the free rate that the held answers do not reach, and the board has
 the median of the rounds: what slows the machine down slowly cancels out. The schema leaves much open (strings, numbers), so that nearly every
 token needs a mask of its own. Tokens per step tell whether the batch stays whole. `gap` is the time from the end of one step to the begin of
@@ -44,10 +44,10 @@ async def rate(url: str, n_streams: int, n_tokens: int, more: dict[str, Any]) ->
         return total / (time.perf_counter() - begun)
 
 
-def counts(url: str) -> tuple[int, int, dict[str, float]]:
-    """Output tokens and steps of the engine so far, and what the device says of the last steps."""
+def counts(url: str) -> tuple[int, int, int, dict[str, float]]:
+    """Output tokens, steps and late masks of the engine so far, and what the device says of the last steps."""
     found = httpx.get(url + "/v1/paddock/state").json()["engine"]
-    return found["counters"]["output_tokens"], found["counters"]["steps"], found["recent_us"]
+    return found["counters"]["output_tokens"], found["counters"]["steps"], found["counters"]["late_masks"], found["recent_us"]
 
 
 def main() -> None:
@@ -59,21 +59,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--machine", default="cpu2")
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
-    parser.add_argument("flags", nargs="*", help="more flags of the runner, behind --")
+    parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="more flags of the runner, at the end")
     a = parser.parse_args()
     wishes: dict[str, dict[str, Any]] = {"free": {"ignore_eos": True}, "held": {"guided_json": SCHEMA}}
-    found: dict[str, dict[str, list[float]]] = {name: {"tok_s": [], "tokens_per_step": [], "step_us": [], "gap_us": []} for name in wishes}
-    with runner(a.model, "--max-ctx", "2048", *a.flags) as (url, _):
+    found: dict[str, dict[str, list[float]]] = {name: {"tok_s": [], "tokens_per_step": [], "late_masks": [], "step_us": [], "gap_us": []} for name in wishes}
+    with runner(a.model, "--max-ctx", "2048", *a.options) as (url, _):
         for more in wishes.values():
             asyncio.run(rate(url, a.streams, 8, more))
         for _ in range(a.rounds):
             for name in ("free", "held", "held", "free"):
-                tokens, steps, _ = counts(url)
+                tokens, steps, late, _ = counts(url)
                 found[name]["tok_s"].append(asyncio.run(rate(url, a.streams, a.tokens, wishes[name])))
                 after = counts(url)
                 found[name]["tokens_per_step"].append((after[0] - tokens) / (after[1] - steps))
+                found[name]["late_masks"].append(after[2] - late)
                 for word in ("step", "gap"):
-                    found[name][f"{word}_us"].append(after[2].get(f"{word}_p50", 0.0))
+                    found[name][f"{word}_us"].append(after[3].get(f"{word}_p50", 0.0))
     free, held = found["free"], found["held"]
     losses = [100 * (1 - sum(held["tok_s"][i : i + 2]) / sum(free["tok_s"][i : i + 2])) for i in range(0, 2 * a.rounds, 2)]
     whole = {name: statistics.median(s + g for s, g in zip(f["step_us"], f["gap_us"], strict=True)) for name, f in found.items()}
@@ -86,6 +87,7 @@ def main() -> None:
     rows.append(board.row(f"{name}.loss_of_steps", [of_steps], "%", "lower"))
     for kind, figures in found.items():
         rows.append(board.row(f"{name}.{kind}_tokens_per_step", figures["tokens_per_step"], "tokens"))
+        rows.append(board.row(f"{name}.{kind}_late_masks", figures["late_masks"], "masks", "lower"))
         rows += [board.row(f"{name}.{kind}_{word}", figures[word], "us", "lower") for word in ("step_us", "gap_us")]
     board.write(a.machine, "held", rows, streams=a.streams, tokens=a.tokens)
 
