@@ -172,15 +172,19 @@ def test_experts_of_every_format_equal_numpy(bench, rng, kind):
                 gate, up = (parts[i][e].values.astype(np.float64) @ x64[t] for i in (0, 1))
                 want[t] += factor * (parts[2][e].values.astype(np.float64) @ (act(gate, "silu") * up))
         error = np.linalg.norm(b.download(y, n) - want, axis=1) / np.linalg.norm(want, axis=1)
-        assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else 2e-2), (n, error)
+        # of many tokens a GPU may narrow x and the hidden values to e4m3 too
+        loose = 2**-4 if name == "fp8_e4m3" and n > 64 else 2e-2
+        assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else loose), (n, error)
 
 
 @pytest.mark.parametrize("favour", [0, 40])
-def test_many_choices_reach_their_experts(bench, rng, favour):
+@pytest.mark.parametrize("kind, m, f", [("bf16", 64, 32), ("bf16", 336, 200), ("fp8_e4m3 block", 336, 256), ("fp8_e4m3 row", 144, 128)])
+def test_many_choices_reach_their_experts(bench, rng, favour, kind, m, f):
     """Thousands of pairs, even and lopsided; one token names an expert that is not there."""
-    b, m, f, n_experts, k, n = bench(), 64, 32, 16, 8, 250
+    b, n_experts, k, n = bench(), 16, 8, 250
     x, x64 = b.activations(rng.normal(size=(n, m)) * 0.3, T)
-    parts = [[random_weight("bf16", *shape, rng) for _ in range(n_experts)] for shape in ((f, m), (f, m), (m, f))]
+    name, _, scales = kind.partition(" ")
+    parts = [[scaled_fp8(name, *shape, scales, rng) if scales else random_weight(name, *shape, rng) for _ in range(n_experts)] for shape in ((f, m), (f, m), (m, f))]
     stacks = Stacks(*(stack_of(b, part) for part in parts), n_experts, (None, None, None), "silu", 0.0, 0.0)
     ids64 = np.argsort(rng.random((n, n_experts)) - favour * (np.arange(n_experts) < 8), 1)[:, :k]
     ids64[3, 2] = n_experts
@@ -195,7 +199,7 @@ def test_many_choices_reach_their_experts(bench, rng, favour):
         out = (act(x64 @ gate.T, "silu") * (x64 @ up.T)) @ down.T
         want += (factors64 * (ids64 == e)).sum(1)[:, None] * out
     error = np.linalg.norm(b.download(y, n) - want, axis=1) / np.linalg.norm(want, axis=1)
-    assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else 2e-2), error
+    assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else 2**-4 if scales else 2e-2), error
 
 
 @pytest.mark.parametrize("cols", [1, 33])

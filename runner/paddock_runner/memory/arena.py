@@ -163,12 +163,13 @@ def _attention_scratch(blueprint: Blueprint) -> int:
 
 
 def _expert_scratch(blueprint: Blueprint, layer: Layer, max_step_tokens: int) -> int:
-    """Rows gathered for one expert, its hidden rows and its results, and the sorted choices."""
+    """Rows gathered for one expert, its hidden rows and its results, and the sorted choices; or the rows and hidden rows of all pairs."""
     x = layer.experts
     if x is None:
         return 0
     row = 4 * (3 * max(blueprint.model_width, x.width) + 2 * x.width + 2 * x.n_used + 64)
-    return max_step_tokens * row + 8 * x.n_experts + 4096
+    pairs = (max_step_tokens * x.n_used + 4 * x.n_experts + 128) * 2 * (max(blueprint.model_width, 256) + x.width + 256)
+    return max(max_step_tokens * row, pairs) + 8 * x.n_experts + 4096
 
 
 def _index_scratch(layer: Layer, max_ctx_tokens: int, n_processors: int) -> int:

@@ -3,20 +3,22 @@
 //
 // Few pairs an expert: the streaming product, eight pairs an item. Many: tiles of 128 pairs; the output of `down` is made in
 // panels of columns so that it never takes more than kPanelBytes. The order inside an expert is that of arrival and changes
-// nothing: rows of a product do not depend on each other.
+// nothing: rows of a product do not depend on each other. BF16 and e4m3 on Hopper: x goes to the pairs' positions first (src/experts/grouped.cu).
 #include <algorithm>
 
 #include "../../include/device.cuh"
 #include "../../include/experts.cuh"
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
+#include "../../include/gemm.cuh"
+#include "../../include/grouped.cuh"
 #include "../../include/repack.cuh"
 
 namespace pk {
 namespace {
 
 constexpr int64_t kPanelBytes = 64 << 20, kStreamShared = 96 << 10, kLoneShared = 160 << 10;
-constexpr int32_t kSortThreads = 1024, kStreamTokens = 8, kStreamPairs = 8, kMostChosen = 64, kFewPairs = 1024;
+constexpr int32_t kSortThreads = 1024, kStreamTokens = 8, kStreamPairs = 8, kGroupedPairs = 4, kMostChosen = 64, kFewPairs = 1024, kPanelRows = 256;
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -33,7 +35,7 @@ struct SortArguments {
     int32_t *cursors;  // [E]: pairs of an expert, then where its next pair goes
     const StepInfo *info;
     int64_t ids_stride, rows_symbol;
-    int32_t n_used, n_experts, item_pairs;
+    int32_t n_used, n_experts, item_pairs, align;  // align: of an expert's first position
 
     __device__ int n_pairs() const { return rows_of(info, rows_symbol) * n_used; }
     // The expert of a pair; -1: none.
@@ -67,7 +69,7 @@ __device__ __forceinline__ void lay_items(const SortArguments &a, int32_t *count
     for (int first = 0; first < a.n_experts; first += kSortThreads) {
         const int e = first + tid, n = e < a.n_experts ? counts[e] : 0, n_items = (n + a.item_pairs - 1) / a.item_pairs;
         int pairs = 0, items = 0;
-        const int start = pairs_before + sum_to(n, &pairs) - n, at = items_before + sum_to(n_items, &items) - n_items;
+        const int room = (n + a.align - 1) / a.align * a.align, start = pairs_before + sum_to(room, &pairs) - room, at = items_before + sum_to(n_items, &items) - n_items;
         if (e < a.n_experts) counts[e] = start;
         for (int i = 0; i < n_items; ++i) a.items[at + i] = {e, start + i * a.item_pairs, min(a.item_pairs, n - i * a.item_pairs), 0};
         pairs_before += pairs;
@@ -217,16 +219,24 @@ int32_t warps_over_k(const pk_ctx &ctx, int64_t n_items, const pk_tensor &w, int
 
 // The shape of a launch for up to n_rows tokens, and where its parts lie in the scratch.
 struct Plan {
-    bool is_stream = false, is_lone = false;
-    int64_t pairs = 0;
+    bool is_stream = false, is_lone = false, is_grouped = false, is_fp8 = false;
+    int64_t pairs = 0, positions = 0;
     int32_t item_pairs = 0, max_items = 0, warps_k[3] = {};  // of gate, up and down
     int64_t x_row_bytes[3] = {}, shared_bytes[3] = {};
-    int64_t hidden_cols = 0, panel = 0;
+    int64_t x_cols = 0, hidden_cols = 0, panel = 0, scale_stride = 0;
     int32_t out_format = PK_F32;
-    int64_t items = 0, n_items = 0, cursors = 0, order = 0, rank = 0, hidden = 0, x = 0, out = 0, bytes = 0;
+    int64_t items = 0, n_items = 0, cursors = 0, order = 0, rank = 0, hidden = 0, hidden_scales = 0, x = 0, x_scales = 0, out = 0, bytes = 0;
 };
 
 bool is_wide(const pk_tensor &x) { return x.cols % 8 == 0 && x.stride % 16 == 0 && x.data % 16 == 0; }
+
+// src/experts/grouped.cu takes them.
+bool can_group(const pk_ctx &ctx, const pk_op_experts &op) {
+    const int32_t format = stored_format(op.up.format);
+    const bool is_fp8 = format == PK_FP8_E4M3, has_bias = op.gate_bias.data || op.up_bias.data || op.down_bias.data;
+    return has_wgmma(&ctx) && (is_fp8 || format == PK_BF16) && is_pair(op) && stored_format(op.down.format) == format && !has_bias && (op.act == PK_ACT_SILU || op.act == PK_ACT_GELU_TANH) && is_wide(op.x) &&
+           op.x.cols % 16 == 0 && op.up.rows % (is_fp8 ? 128 : 8) == 0 && op.y.cols % 8 == 0;
+}
 
 int64_t stream_shared(int64_t k, const ExpertUnit &u, int64_t pairs, int64_t *x_row_bytes) {
     const int64_t padded = round_up(k, u.unit);
@@ -240,7 +250,11 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     const int64_t k = op.ids.cols, cols = op.y.cols;
     p.pairs = n_rows * k;
     p.is_lone = n_rows == 1;
-    p.is_stream = n_rows <= kStreamTokens || p.pairs <= int64_t{kStreamPairs} * op.n_experts;
+    const bool can = can_group(ctx, op);
+    p.is_stream = n_rows <= kStreamTokens || p.pairs <= int64_t{can ? kGroupedPairs : kStreamPairs} * op.n_experts;
+    p.is_grouped = can && !p.is_stream;
+    p.is_fp8 = stored_format(op.up.format) == PK_FP8_E4M3;
+    p.positions = p.pairs + (p.is_grouped ? (kGroupedAlign - 1) * std::min<int64_t>(p.pairs, op.n_experts) : 0);
     const pk_tensor *stacks[3] = {&first_stack(op), &op.up, &op.down};
     // More pairs an item where many experts would have two items of eight, their weights read twice, and where registers allow it.
     bool is_small = true;
@@ -257,7 +271,7 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     p.max_items = static_cast<int32_t>(p.is_lone ? k : std::min(p.pairs, op.n_experts + p.pairs / p.item_pairs));
     for (int i = 0; i < 3 && p.is_stream; ++i) p.warps_k[i] = warps_over_k(ctx, p.max_items, *stacks[i], i < 2 && is_pair(op) ? 16 : 32);
     p.hidden_cols = round_up(op.up.rows, 8);
-    const bool is_whole = p.is_stream || p.pairs * cols * 4 <= panel_bytes;
+    const bool is_whole = p.is_stream || (!p.is_grouped && p.pairs * cols * 4 <= panel_bytes);
     p.out_format = is_whole ? PK_F32 : PK_BF16;
     p.panel = is_whole ? cols : std::min(cols, std::max<int64_t>(kTileRows, panel_bytes / (p.pairs * 2) / kTileRows * kTileRows));
     int64_t at = 0;
@@ -269,8 +283,23 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     p.n_items = take(4);
     p.cursors = take(op.n_experts * 4);
     p.items = take(p.max_items * static_cast<int64_t>(sizeof(ExpertItem)));
-    p.order = take(p.pairs * 4);
+    p.order = take(p.positions * 4);
     p.rank = take(p.pairs * 4);
+    if (p.is_grouped) {
+        // The output of `down` goes where x was.
+        const int64_t element = p.is_fp8 ? 1 : 2;
+        p.x_cols = p.is_fp8 ? round_up(op.x.cols, 128) : op.x.cols;
+        p.scale_stride = round_up(p.positions, kGroupedAlign) + kTileRows;
+        const int64_t x_bytes = p.positions * std::max(p.x_cols * element, std::min<int64_t>(cols, kPanelRows) * 2);
+        p.panel = std::min(cols, x_bytes / (p.positions * 2) / kPanelRows * kPanelRows);
+        if (p.panel == 0) p.panel = cols;
+        p.x = p.out = take(x_bytes);
+        p.x_scales = take(p.is_fp8 ? p.x_cols / 128 * p.scale_stride * 4 : 0);
+        p.hidden = take(p.positions * p.hidden_cols * element);
+        p.hidden_scales = take(p.is_fp8 ? p.hidden_cols / 128 * p.scale_stride * 4 : 0);
+        p.bytes = at;
+        return p;
+    }
     p.hidden = take(p.pairs * p.hidden_cols * 2);
     p.x = take(p.is_stream || (op.x.format == PK_BF16 && is_wide(op.x)) ? 0 : n_rows * round_up(op.x.cols, 8) * 2);
     p.out = take(p.pairs * p.panel * (is_whole ? 4 : 2));
@@ -350,6 +379,7 @@ int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan) 
     a.n_used = static_cast<int32_t>(op.ids.cols);
     a.n_experts = op.n_experts;
     a.item_pairs = plan.item_pairs;
+    a.align = plan.is_grouped ? kGroupedAlign : 1;
     if (plan.pairs <= kFewPairs) return launch(l, "expert_sort", expert_sort_kernel, dim3(1), dim3(kSortThreads), (op.n_experts + 32) * 4, a);
     const dim3 blocks(static_cast<unsigned>((plan.pairs + kSortThreads - 1) / kSortThreads));
     a.cursors = reinterpret_cast<int32_t *>(l.scratch + plan.cursors);
@@ -389,12 +419,64 @@ int32_t launch_combine(const Launch &l, const pk_op_experts &op, const Plan &pla
     return launch(l, "expert_combine", expert_combine_kernel, dim3(static_cast<unsigned>(bound(l, op.x.rows)), static_cast<unsigned>((n + each - 1) / each)), dim3(256), 0, a);
 }
 
+// Many pairs on Hopper's asynchronous units.
+int32_t run_grouped(const Launch &l, const pk_op_experts &op, const Plan &plan) {
+    auto floats = [&](int64_t at) { return reinterpret_cast<float *>(l.scratch + at); };
+    if (int32_t e = launch_sort(l, op, plan)) return e;
+    SpreadArguments s = {};
+    s.x = reinterpret_cast<const void *>(op.x.data);
+    s.out = l.scratch + plan.x;
+    s.scales = floats(plan.x_scales);
+    s.rank = reinterpret_cast<const int32_t *>(l.scratch + plan.rank);
+    s.x_stride = op.x.stride / (op.x.format == PK_F32 ? 4 : 2);
+    s.out_stride = plan.x_cols;
+    s.scale_stride = plan.scale_stride;
+    s.rows_symbol = op.x.rows;
+    s.x_format = op.x.format;
+    s.n_used = static_cast<int32_t>(op.ids.cols);
+    s.k = static_cast<int32_t>(op.x.cols);
+    if (int32_t e = launch_spread(l, s, plan.is_fp8, bound(l, op.x.rows))) return e;
+    GroupedProduct g = {};
+    g.w[0] = weight_of(l, op.gate, op.gate_bias);
+    g.w[1] = weight_of(l, op.up, op.up_bias);
+    g.x = l.scratch + plan.x;
+    g.out = l.scratch + plan.hidden;
+    g.x_scales = floats(plan.x_scales);
+    g.out_scales = floats(plan.hidden_scales);
+    g.items = reinterpret_cast<const ExpertItem *>(l.scratch + plan.items);
+    g.n_items = reinterpret_cast<const int32_t *>(l.scratch + plan.n_items);
+    g.positions = plan.positions;
+    g.scale_stride = plan.scale_stride;
+    g.x_stride = plan.x_cols;
+    g.out_stride = plan.hidden_cols;
+    g.k = static_cast<int32_t>(plan.x_cols);
+    g.n_experts = op.n_experts;
+    g.n_rows = static_cast<int32_t>(op.up.rows);
+    g.act = op.act;
+    if (int32_t e = launch_grouped(l, g, plan.is_fp8, true)) return e;
+    g.w[0] = weight_of(l, op.down, op.down_bias);
+    g.x = g.out;
+    g.x_scales = g.out_scales;
+    g.x_stride = plan.hidden_cols;
+    g.k = static_cast<int32_t>(op.up.rows);
+    g.out = l.scratch + plan.out;
+    g.out_stride = plan.panel;
+    for (int64_t first = 0; first < op.down.rows; first += plan.panel) {
+        g.first_row = static_cast<int32_t>(first);
+        g.n_rows = static_cast<int32_t>(std::min(plan.panel, op.down.rows - first));
+        if (int32_t e = launch_grouped(l, g, plan.is_fp8, false)) return e;
+        if (int32_t e = launch_combine(l, op, plan, first, g.n_rows)) return e;
+    }
+    return PK_OK;
+}
+
 }  // namespace
 
 int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
     const int64_t n_rows = bound(l, op.x.rows);
     const Plan plan = plan_of(*l.ctx, op, n_rows);
     if (plan.bytes > l.scratch_bytes) return fail(PK_BAD_ARG, "experts: %lld bytes of scratch are needed, the workspace has %lld", (long long)plan.bytes, (long long)l.scratch_bytes);
+    if (plan.is_grouped) return run_grouped(l, op, plan);
     pk_tensor x = op.x;
     if (!plan.is_stream && (x.format != PK_BF16 || !is_wide(x))) {
         pk_op_copy copy = {};
@@ -522,7 +604,7 @@ int32_t check_experts(pk_ctx *ctx, const pk_op_experts &op, int64_t at) {
 
 int64_t experts_scratch(const pk_ctx *ctx, const pk_op_experts &op, int64_t max_rows) {
     // Both ways: the streaming product serves small steps of a program whose largest step takes tiles.
-    const int64_t few = std::max<int64_t>(kStreamTokens, int64_t{kStreamPairs} * op.n_experts / op.ids.cols);
+    const int64_t few = std::max<int64_t>(kStreamTokens, int64_t{can_group(*ctx, op) ? kGroupedPairs : kStreamPairs} * op.n_experts / op.ids.cols);
     return std::max({plan_of(*ctx, op, max_rows).bytes, plan_of(*ctx, op, std::min(max_rows, few)).bytes, plan_of(*ctx, op, std::min(max_rows, few + 1)).bytes});
 }
 
