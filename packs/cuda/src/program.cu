@@ -73,7 +73,11 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
         if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
         if (status) break;
         const persist::Run *run = l.share ? nullptr : persist::find_run(p.plans, l, i);
-        if (run && run->last <= end) {
+        const auto mixture = std::find_if(p.mixtures.begin(), p.mixtures.end(), [&](const Mixture &m) { return l.decode_only && l.max_tokens == 1 && m.first == i && m.last <= end; });
+        if (mixture != p.mixtures.end()) {
+            status = launch_mixture(l, *mixture);
+            i = mixture->last - 1;
+        } else if (run && run->last <= end) {
             status = persist::launch_run(l, *run);
             i = run->last - 1;
         } else if (with_ends || !is_end(p.records[i])) {
@@ -265,8 +269,12 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
     const bool is_step = has_op(p, PK_OP_PREPARE);
     // A single product in a step is as fast on its own; programs that are run piece by piece may consist of one.
+    const Launch lone = launch_of(p, 1, 1, true, false, false);
+    p.mixtures = find_mixtures(lone, p.records);
+    persist::Taken taken;
+    for (const Mixture &m : p.mixtures) taken.emplace_back(m.first, m.last);
     p.plans.emplace_back();
-    if (int32_t e = persist::make_plan(launch_of(p, 1, 1, true, false, false), p.records, 1, is_step ? 2 : 1, &p.plans.back())) return e;
+    if (int32_t e = persist::make_plan(lone, p.records, 1, is_step ? 2 : 1, taken, &p.plans.back())) return e;
     ctx.n_allocations += p.plans.back().memory != nullptr;
     ctx.allocated_bytes += p.plans.back().n_bytes;
     for (int32_t n : sizes) {

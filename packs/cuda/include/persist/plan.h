@@ -21,8 +21,11 @@ struct Plan {
     int64_t n_bytes = 0;
 };
 
-// Finds runs of at least min_phases phases; none where the device or the program is not this kernel's. PK_OOM, PK_DEVICE.
-int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t min_phases, Plan *out);
+// Records [first, second) that another launch serves.
+using Taken = std::vector<std::pair<int64_t, int64_t>>;
+
+// Finds runs of at least min_phases phases outside `taken`; none where the device or the program is not this kernel's. PK_OOM, PK_DEVICE.
+int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t min_phases, const Taken &taken, Plan *out);
 void drop_plan(Plan &plan);
 // The run that begins with record i of a launch, or null.
 const Run *find_run(const std::vector<Plan> &plans, const Launch &l, int64_t i);

@@ -312,7 +312,7 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
 
 }  // namespace
 
-int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t min_phases, Plan *out) {
+int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t min_phases, const Taken &taken, Plan *out) {
     out->rows = rows;
     if (!has_wgmma(l.ctx)) return PK_OK;
     struct Made {
@@ -321,10 +321,11 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
         std::vector<int64_t> packets;
     };
     std::vector<Made> made;
+    auto is_taken = [&](int64_t i) { return std::any_of(taken.begin(), taken.end(), [i](const auto &range) { return range.first <= i && i < range.second; }); };
     for (int64_t i = 0; i < records.n();) {
         Building b;
         int64_t next = i;
-        for (; next < records.n();) {
+        for (; next < records.n() && !is_taken(next);) {
             Draft d;
             if (!read_phase(l, records, next, &d) || !b.add(d)) break;
             next += d.n_records;

@@ -1,0 +1,524 @@
+// A lone token's mixture in one launch: norm, router, choice, gate and up, down and the sum, with the shared expert beside the chosen ones.
+//
+// A block a multiprocessor; the blocks meet twice. First the router's rows and the shared expert's gate and up (every block norms the residual for itself);
+// then each warp makes the choice for itself from the logits and the blocks share gate and up of the chosen; then 16 rows of the output
+// each, all experts as one long row of K, whose first units are on their way before the meeting. What is read once by all (scales
+// of matrices, weights of the choice) is asked for as soon as the choice is known: one after the other they cost a microsecond each.
+#include <algorithm>
+#include <type_traits>
+
+#include "../../include/experts_piece.cuh"
+#include "../../include/mixture.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int kBlockWarps = kExpertThreads / 32, kPerLane = 16;  // experts a lane looks at
+constexpr int kAheadFirst = 4, kAheadHidden = 8, kAheadDown = 6;
+
+__device__ __forceinline__ void meet(int32_t *counter, int target) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+        int seen;
+        do {
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+        } while (seen < target);
+    }
+    __syncthreads();
+}
+
+struct Ahead {
+    RowsRegisters regs;
+    float scale = 1.0f;
+};
+
+// Steps [0, n) of a warp, kAhead of them under way; load(r, step) has been called for the first kAhead.
+template <int kAhead, class Load, class Use>
+__device__ __forceinline__ void stream_steps(Ahead (&ahead)[kAhead], int n, const Load &load, const Use &use) {
+    for (int base = 0; base < n; base += kAhead) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (base + i >= n) break;
+            use(ahead[i], base + i);
+            if (base + i + kAhead < n) load(ahead[i], base + i + kAhead);
+        }
+    }
+}
+template <int kAhead, class Load>
+__device__ __forceinline__ void prime(Ahead (&ahead)[kAhead], int n, const Load &load) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+        if (i < n) load(ahead[i], i);
+}
+
+// Eight values from k on, as the product of a format wants x.
+template <int kFormat>
+__device__ __forceinline__ void stage8(uint8_t *xs, int k, const float (&v)[8]) {
+    uint2 low = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])), high = make_uint2(pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+    if constexpr (Rows<kFormat>::kIsFp8) {
+        low = make_uint2(pack_bf16(v[0], v[2]), pack_bf16(v[1], v[3]));
+        high = make_uint2(pack_bf16(v[4], v[6]), pack_bf16(v[5], v[7]));
+    }
+    *reinterpret_cast<uint2 *>(xs + 2 * staged_position<kFormat>(k)) = low;
+    *reinterpret_cast<uint2 *>(xs + 2 * staged_position<kFormat>(k + 4)) = high;
+}
+
+template <int kFormat>
+__device__ __forceinline__ void load_unit_of(Ahead &r, const ExpertWeight &w, const uint8_t *matrix, int row0, int unit) {
+    const int lane = threadIdx.x & 31;
+    load_rows<kFormat>(r.regs, matrix + row0 * w.row_bytes, w.row_bytes, unit, lane);
+    r.scale = Rows<kFormat>::kIsFp8 ? block_scale_of(w, matrix, row0, unit) : 1.0f;
+}
+
+__device__ __forceinline__ float matrix_scale(const ExpertWeight &w, int expert) { return __ldg(reinterpret_cast<const float *>(w.data + expert * w.stride + w.scale_at)); }
+
+__device__ __forceinline__ float gated_by(const MixtureArguments &a, float gate, float up) {
+    if (a.act != PK_ACT_SWIGLU_CLAMP) return activate(gate, a.act) * up;
+    gate = fminf(gate, a.limit);
+    up = fminf(fmaxf(up, -a.limit), a.limit);
+    return gate / (1.0f + __expf(-a.alpha * gate)) * (up + 1.0f);
+}
+
+// Order-preserving, for the largest of a warp.
+__device__ __forceinline__ uint32_t ordered(float v) {
+    const uint32_t u = __float_as_uint(v);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+struct Choice {
+    int id;        // of lane i < n_used: its i-th expert
+    float weight;  // and what it counts
+};
+
+// A warp chooses as route_kernel does, without groups: every lane looks at kPerLane experts.
+__device__ __forceinline__ Choice choose(const MixtureArguments &a) {
+    const int lane = threadIdx.x & 31;
+    float score[kPerLane], key[kPerLane];
+    float largest = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+        const int e = lane + 32 * j;
+        score[j] = e < a.n_experts ? __ldcg(a.logits + e) : -INFINITY;
+        largest = fmaxf(largest, score[j]);
+    }
+    if (a.score == PK_SCORE_SOFTMAX) {
+        for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, o));
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kPerLane; ++j) {
+            score[j] = lane + 32 * j < a.n_experts ? expf(score[j] - largest) : 0.0f;
+            sum += score[j];
+        }
+        const float factor = 1.0f / warp_sum(sum);
+#pragma unroll
+        for (int j = 0; j < kPerLane; ++j) score[j] *= factor;
+    } else if (a.score == PK_SCORE_SIGMOID) {
+#pragma unroll
+        for (int j = 0; j < kPerLane; ++j) score[j] = 1.0f / (1.0f + expf(-score[j]));
+    }
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+        const int e = lane + 32 * j;
+        const float v = e < a.n_experts ? score[j] + (a.choice_bias != nullptr ? a.choice_bias[e] : 0.0f) : -INFINITY;
+        key[j] = isnan(v) ? -INFINITY : v;
+    }
+    Choice mine = {0, 0.0f};
+    float sum = 0.0f, first = 0.0f;
+    uint32_t taken = 0;  // bits j of the lane's experts
+    for (int i = 0; i < a.n_used; ++i) {
+        float best = 0.0f, its_score = 0.0f;
+        int at = -1;
+#pragma unroll
+        for (int j = 0; j < kPerLane; ++j)
+            if (lane + 32 * j < a.n_experts && !(taken >> j & 1) && (at < 0 || key[j] > best)) {
+                best = key[j];
+                its_score = score[j];
+                at = j;
+            }
+        const uint32_t top = __reduce_max_sync(~0u, at < 0 ? 0u : ordered(best));
+        const int e = __reduce_min_sync(~0u, at >= 0 && ordered(best) == top ? lane + 32 * at : INT32_MAX);
+        const float v = __shfl_sync(~0u, its_score, e & 31);
+        if (lane == (e & 31)) taken |= 1u << (e >> 5);
+        if (i == 0) first = v;
+        const float w = a.score == PK_SCORE_CHOSEN ? expf(v - first) : v;
+        sum += w;
+        if (lane == i) mine = {e, w};
+    }
+    const bool divides = a.is_normalised || a.score == PK_SCORE_CHOSEN;
+    mine.weight *= divides ? a.choice_scale / (sum > 0.0f ? sum : 1.0f) : a.choice_scale;
+    return mine;
+}
+
+// Grid: multiprocessors. Shared: x in both orders, later hidden rows; partial sums.
+template <int kFormat>
+__global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid_constant__ MixtureArguments a) {
+    constexpr int kU = Rows<kFormat>::kU, kBf16U = Rows<PK_BF16>::kU;
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ float red[kBlockWarps][32], sums[33];
+    wait_dependence();
+    release_dependents();
+    if (rows_of(a.info, a.rows_symbol) < 1) return;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3;
+    uint8_t *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
+    const int n_units = a.m / kU, n_shared_units = a.f_shared / kU;
+
+    // First: router, the shared expert's gate and up, and its own gate. A task is a block's: its warps take turns at the units.
+    const int router_tiles = (a.n_experts + 15) / 16, shared_tiles = (a.f_shared + 15) / 16, n_first = router_tiles + shared_tiles + (a.switching.data != nullptr);
+    {
+        Ahead ahead[kAheadFirst];
+        auto run = [&](int task, auto both, auto prepare) {
+            constexpr bool kIsBoth = decltype(both)::value;
+            constexpr int kF = kIsBoth ? kFormat : PK_BF16, kUnit = Rows<kF>::kU;
+            const bool is_router = task < router_tiles;
+            const ExpertWeight &w0 = kIsBoth ? a.shared_gate : is_router ? a.router : a.switching;
+            const int row0 = (is_router ? task : kIsBoth ? task - router_tiles : 0) * 16, each = a.m / kUnit / kBlockWarps, n = (kIsBoth ? 2 : 1) * each;
+            auto load = [&](Ahead &to, int step) {
+                const int side = kIsBoth && step >= each, unit = (step - side * each) * kBlockWarps + warp;
+                const ExpertWeight &w = kIsBoth && side ? a.shared_up : w0;
+                load_unit_of<kF>(to, w, w.data, row0, unit);
+            };
+            prime(ahead, n, load);
+            const float scale0 = matrix_scale(w0, 0), scale1 = kIsBoth ? matrix_scale(a.shared_up, 0) : 1.0f;
+            prepare();
+            float acc[2][4] = {};
+            const uint8_t *x = (kIsBoth ? x_own : x_plain) + c * 16;
+            stream_steps(ahead, n, load, [&](Ahead &from, int step) {
+                const int side = kIsBoth && step >= each, unit = (step - side * each) * kBlockWarps + warp;
+                if (kIsBoth && side) multiply<kF>(from.regs, acc[1], x + unit * kUnit * 2, nullptr, from.scale);
+                else multiply<kF>(from.regs, acc[0], x + unit * kUnit * 2, nullptr, from.scale);
+            });
+            __syncthreads();
+            if (c == 0) {
+#pragma unroll
+                for (int side = 0; side < 2; ++side) {
+                    red[warp][16 * side + r] = acc[side][0];
+                    red[warp][16 * side + r + 8] = acc[side][2];
+                }
+            }
+            __syncthreads();
+            if (tid >= 16) return;
+            float v = 0.0f, u = 0.0f;
+#pragma unroll
+            for (int k = 0; k < kBlockWarps; ++k) {
+                v += red[k][tid];
+                u += red[k][16 + tid];
+            }
+            const int row = row0 + tid;
+            v *= scale0;
+            if (kIsBoth) {
+                if (row < a.f_shared) a.shared_hidden[row] = __float2bfloat16(gated_by(a, v, u * scale1));
+            } else if (is_router) {
+                if (row < a.n_experts) a.logits[row] = (v + (a.router_bias != nullptr ? a.router_bias[row] : 0.0f)) * a.router_scale;
+            } else if (row == 0) {
+                *a.switched = v * a.switch_scale;
+            }
+        };
+        auto norm = [&] {
+            float square = 0.0f;
+            for (int k = tid * 8; k < a.m; k += kExpertThreads * 8) {
+                float v[8];
+                load8(a.residual, k, PK_F32, v);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) square = fmaf(v[i], v[i], square);
+            }
+            const float factor = rsqrtf(block_sum(square, sums) / static_cast<float>(a.m) + a.eps);
+            for (int k = tid * 8; k < a.m; k += kExpertThreads * 8) {
+                float v[8], w[8];
+                load8(a.residual, k, PK_F32, v);
+                load8(a.norm, k, PK_F32, w);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) v[i] *= factor * w[i];
+                stage8<PK_BF16>(x_plain, k, v);
+                if constexpr (kFormat != PK_BF16) stage8<kFormat>(x_own, k, v);
+                if (blockIdx.x == 0) store8(a.normed, k, PK_BF16, v);
+            }
+            __syncthreads();
+        };
+        bool is_normed = false;
+        auto norm_once = [&] {
+            if (!is_normed) norm();
+            is_normed = true;
+        };
+        for (int task = blockIdx.x; task < n_first; task += gridDim.x) {
+            if (task >= router_tiles && task < router_tiles + shared_tiles) run(task, std::true_type(), norm_once);
+            else run(task, std::false_type(), norm_once);
+        }
+        norm_once();
+    }
+    meet(a.counter, gridDim.x);
+
+    // The choice, and what depends on nothing else.
+    const Choice choice = choose(a);
+    const float switched = a.switching.data != nullptr ? 1.0f / (1.0f + __expf(-__ldcg(a.switched))) : 1.0f;
+    float gate_scale = 0.0f, up_scale = 0.0f, down_factor = 0.0f;
+    if (lane < a.n_used) {
+        gate_scale = matrix_scale(a.gate, choice.id);
+        up_scale = matrix_scale(a.up, choice.id);
+        down_factor = matrix_scale(a.down, choice.id) * choice.weight * a.experts_scale;
+    }
+    const float shared_factor = a.f_shared ? matrix_scale(a.shared_down, 0) * switched * a.shared_scale : 0.0f;
+    if (blockIdx.x == 0 && warp == 0 && lane < a.n_used) {
+        a.ids[lane] = choice.id;
+        a.weights[lane] = choice.weight;
+    }
+
+    // Gate and up: 16 hidden values of an expert a task, warps_k warps each.
+    {
+        Ahead ahead[kAheadHidden];
+        const int wk = warp % a.warps_k, team = warp / a.warps_k, n_teams = kBlockWarps / a.warps_k, tiles = (a.f + 15) / 16, n_tasks = tiles * a.n_used;
+        const int first = team * gridDim.x + blockIdx.x, all_teams = gridDim.x * n_teams, each = n_units / a.warps_k;
+        const int n_own = first < n_tasks ? (n_tasks - first - 1) / all_teams + 1 : 0;
+        auto load = [&](Ahead &to, int step) {
+            const int own = step / (2 * each), in = step - own * 2 * each, side = in >= each, unit = (in - side * each) * a.warps_k + wk;
+            const int task = first + own * all_teams, expert = __shfl_sync(~0u, choice.id, task % a.n_used);
+            const ExpertWeight &w = side ? a.up : a.gate;
+            load_unit_of<kFormat>(to, w, w.data + expert * w.stride, task / a.n_used * 16, unit);
+        };
+        const int n = n_own * 2 * each;
+        prime(ahead, n, load);
+        float acc[2][4] = {};
+        stream_steps(ahead, n, load, [&](Ahead &from, int step) {
+            const int own = step / (2 * each), in = step - own * 2 * each, side = in >= each, unit = (in - side * each) * a.warps_k + wk;
+            const uint8_t *x = x_own + c * 16 + unit * kU * 2;
+            if (side) multiply<kFormat>(from.regs, acc[1], x, nullptr, from.scale);
+            else multiply<kFormat>(from.regs, acc[0], x, nullptr, from.scale);
+            if (in + 1 < 2 * each) return;
+            const int task = first + own * all_teams, slot = task % a.n_used, row = task / a.n_used * 16 + lane;
+            if (a.warps_k > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * a.warps_k) : "memory");
+            if (c == 0) {
+#pragma unroll
+                for (int s = 0; s < 2; ++s) {
+                    red[warp][16 * s + r] = acc[s][0];
+                    red[warp][16 * s + r + 8] = acc[s][2];
+                }
+            }
+            if (a.warps_k > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * a.warps_k) : "memory");
+            else __syncwarp();
+            const float gs = __shfl_sync(~0u, gate_scale, slot), us = __shfl_sync(~0u, up_scale, slot);
+            if (wk == 0 && lane < 16 && row < a.f) {
+                float v = 0.0f, u = 0.0f;
+                for (int k = 0; k < a.warps_k; ++k) {
+                    v += red[warp + k][lane];
+                    u += red[warp + k][16 + lane];
+                }
+                a.hidden[slot * a.f + row] = __float2bfloat16(gated_by(a, v * gs, u * us));
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[0][i] = acc[1][i] = 0.0f;
+        });
+    }
+
+    // Down: all experts one after the other, the shared one last.
+    const int own_units = a.f / kU, all_units = a.n_used * own_units + n_shared_units, n = (all_units - warp + kBlockWarps - 1) / kBlockWarps, n_tiles = (a.m + 15) / 16;
+    bool has_met = false;
+    Ahead ahead[kAheadDown];
+    for (int tile = blockIdx.x; tile < n_tiles || !has_met; tile += gridDim.x) {
+        auto load = [&](Ahead &to, int step) {
+            const int at = step * kBlockWarps + warp, slot = at / own_units;
+            const bool is_own = slot < a.n_used;
+            const int expert = __shfl_sync(~0u, choice.id, is_own ? slot : 0);
+            const float factor = __shfl_sync(~0u, down_factor, is_own ? slot : 0);
+            const ExpertWeight &w = is_own ? a.down : a.shared_down;
+            load_unit_of<kFormat>(to, w, w.data + (is_own ? expert * w.stride : 0), tile * 16, is_own ? at - slot * own_units : at - a.n_used * own_units);
+            to.scale *= is_own ? factor : shared_factor;
+        };
+        const int mine = tile < n_tiles ? n : 0, row = tile * 16 + tid;
+        prime(ahead, mine, load);
+        const float old = tid < 16 && row < a.m && mine ? a.residual[row] : 0.0f;
+        if (!has_met) {
+            meet(a.counter, 2 * gridDim.x);
+            has_met = true;
+            const int n_own = a.n_used * a.f / 8, n_all = n_own + a.f_shared / 8;
+            for (int i = tid; i < n_all; i += kExpertThreads) {
+                const bool is_own = i < n_own;
+                const uint4 p = __ldcg(reinterpret_cast<const uint4 *>(is_own ? a.hidden : a.shared_hidden) + (is_own ? i : i - n_own));
+                const float v[8] = {low_f32(p.x), high_f32(p.x), low_f32(p.y), high_f32(p.y), low_f32(p.z), high_f32(p.z), low_f32(p.w), high_f32(p.w)};
+                stage8<kFormat>(shared, i * 8, v);
+            }
+            __syncthreads();
+        }
+        float acc[4] = {};
+        stream_steps(ahead, mine, load, [&](Ahead &from, int step) { multiply<kFormat>(from.regs, acc, shared + c * 16 + (step * kBlockWarps + warp) * kU * 2, nullptr, from.scale); });
+        if (c == 0) {
+            red[warp][r] = acc[0];
+            red[warp][r + 8] = acc[2];
+        }
+        __syncthreads();
+        if (tid < 16 && row < a.m && mine) {
+            float v = old;
+#pragma unroll
+            for (int k = 0; k < kBlockWarps; ++k) v += red[k][tid];
+            a.residual[row] = v;
+        }
+        __syncthreads();
+    }
+    if (tid == 0 && atomicAdd(a.counter, 1) == 3 * static_cast<int>(gridDim.x) - 1) *a.counter = 0;
+}
+
+// Reads records as one mixture. False: not for this kernel.
+struct Reader {
+    const Launch &l;
+    const Records &records;
+    Mixture *out;
+    int64_t next;
+
+    bool is(int32_t op) const { return next < records.n() && records[next].op == op; }
+    const Packed *plain(const pk_tensor &w, int32_t format) const {
+        const Packed *p = find_packed(l.ctx, w);
+        return p != nullptr && p->format == format && p->scale_kind != PK_SCALES_ROW ? p : nullptr;
+    }
+    ExpertWeight weight(const pk_tensor &w) const {
+        const Packed &p = *find_packed(l.ctx, w);
+        ExpertWeight e = {};
+        e.data = reinterpret_cast<const uint8_t *>(w.data);
+        e.stride = w.stride;
+        e.row_bytes = p.row_bytes;
+        e.scale_at = p.scale_at;
+        e.row_scale_at = -1;
+        e.block_scale_at = p.scale_kind == PK_SCALES_BLOCK ? p.scales : -1;
+        e.rows = static_cast<int32_t>(p.rows);
+        e.padded_rows = static_cast<int32_t>(p.padded_rows);
+        e.block_stride = static_cast<int32_t>(p.scale_stride);
+        return e;
+    }
+    static bool same(const pk_tensor &a, const pk_tensor &b) { return a.data == b.data && a.cols == b.cols && a.format == b.format; }
+
+    bool norm_and_router() {
+        MixtureArguments &a = out->arguments;
+        if (!is(PK_OP_NORM)) return false;
+        const auto &norm = records[next].as<pk_op_norm>();
+        if (norm.x.format != PK_F32 || norm.out.format != PK_BF16 || norm.kind != PK_NORM_RMS || !norm.w.data || norm.bias.data || norm.post_w.data || norm.residual.data || norm.x.rows != PK_ROWS_T) return false;
+        a.norm = reinterpret_cast<const float *>(norm.w.data);
+        a.residual = reinterpret_cast<float *>(norm.x.data);
+        a.normed = reinterpret_cast<bf16 *>(norm.out.data);
+        a.eps = norm.eps;
+        a.m = static_cast<int32_t>(norm.x.cols);
+        a.rows_symbol = norm.x.rows;
+        ++next;
+        if (!is(PK_OP_MATMUL)) return false;
+        const auto &router = records[next].as<pk_op_matmul>();
+        if (router.n_w != 1 || router.act != PK_ACT_NONE || router.softcap > 0.0f || router.add.data || router.y.format != PK_F32 || !same(router.x, norm.out) || !plain(router.w[0], PK_BF16)) return false;
+        a.router = weight(router.w[0]);
+        a.router_bias = reinterpret_cast<const float *>(router.bias[0].data);
+        a.router_scale = router.scale;
+        a.logits = reinterpret_cast<float *>(router.y.data);
+        ++next;
+        if (!is(PK_OP_ROUTE)) return false;
+        const auto &route = records[next].as<pk_op_route>();
+        if (route.n_groups > 1 || route.logits.data != router.y.data || route.ids.cols > 32 || route.logits.cols > 32 * kPerLane) return false;
+        a.choice_bias = reinterpret_cast<const float *>(route.bias.data);
+        a.ids = reinterpret_cast<int32_t *>(route.ids.data);
+        a.weights = reinterpret_cast<float *>(route.weights.data);
+        a.n_experts = static_cast<int32_t>(route.logits.cols);
+        a.n_used = static_cast<int32_t>(route.ids.cols);
+        a.score = route.score;
+        a.is_normalised = route.is_normalised;
+        a.choice_scale = route.scale;
+        ++next;
+        return true;
+    }
+
+    bool experts() {
+        MixtureArguments &a = out->arguments;
+        if (!is(PK_OP_EXPERTS)) return false;
+        const auto &op = records[next].as<pk_op_experts>();
+        const Packed *up = find_packed(l.ctx, op.up);
+        if (up == nullptr || (up->format != PK_FP8_E4M3 && up->format != PK_BF16) || !op.gate.data || !plain(op.gate, up->format) || !plain(op.up, up->format) || !plain(op.down, up->format)) return false;
+        if (op.gate_bias.data || op.up_bias.data || op.down_bias.data || op.act == PK_ACT_RELU2 || op.n_experts != a.n_experts) return false;
+        const uint64_t residual = reinterpret_cast<uint64_t>(a.residual);
+        if (op.x.data != reinterpret_cast<uint64_t>(a.normed) || op.ids.data != reinterpret_cast<uint64_t>(a.ids) || op.weights.data != reinterpret_cast<uint64_t>(a.weights) || op.y.data != residual || op.add.data != residual) return false;
+        const int32_t unit = up->format == PK_BF16 ? 64 : 128;
+        if (a.m % (unit * kBlockWarps) || a.m % (64 * kBlockWarps) || op.up.rows % 128 || up->cols != a.m) return false;
+        out->format = up->format;
+        a.gate = weight(op.gate);
+        a.up = weight(op.up);
+        a.down = weight(op.down);
+        a.f = static_cast<int32_t>(op.up.rows);
+        a.act = op.act;
+        a.limit = op.limit;
+        a.alpha = op.alpha;
+        a.experts_scale = op.scale;
+        // The fewest rounds of units and of tasks of 16 rows.
+        const int64_t tasks = int64_t{a.f} / 16 * a.n_used, units = a.m / unit;
+        int64_t least = INT64_MAX;
+        for (int32_t n : {8, 4, 2, 1}) {
+            const int64_t teams = int64_t{l.ctx->n_processors} * (kBlockWarps / n), rounds = units / n * ((tasks + teams - 1) / teams);
+            if (rounds < least) {
+                least = rounds;
+                a.warps_k = n;
+            }
+        }
+        ++next;
+        return true;
+    }
+
+    // The shared expert, when all of it is for this kernel; otherwise the mixture ends before it.
+    void shared_expert() {
+        MixtureArguments a = out->arguments;
+        const int64_t begin = next;
+        auto is_ours = [&] {
+            if (!is(PK_OP_MATMUL)) return false;
+            const auto &in = records[next].as<pk_op_matmul>();
+            if (in.n_w != 2 || in.act != a.act || in.act == PK_ACT_NONE || in.softcap > 0.0f || in.scale != 1.0f || in.add.data || in.bias[0].data || in.bias[1].data || in.y.format != PK_BF16) return false;
+            if (in.x.data != reinterpret_cast<uint64_t>(a.normed) || !plain(in.w[0], out->format) || !plain(in.w[1], out->format) || in.w[0].rows % 128) return false;
+            a.shared_gate = weight(in.w[0]);
+            a.shared_up = weight(in.w[1]);
+            a.f_shared = static_cast<int32_t>(in.w[0].rows);
+            a.shared_hidden = reinterpret_cast<bf16 *>(in.y.data);
+            ++next;
+            if (next + 1 < records.n() && is(PK_OP_MATMUL) && records[next + 1].op == PK_OP_SIGMOID) {
+                const auto &own = records[next].as<pk_op_matmul>();
+                const auto &sigmoid = records[next + 1].as<pk_op_sigmoid>();
+                if (own.n_w != 1 || own.w[0].rows != 1 || own.x.data != in.x.data || own.bias[0].data || own.add.data || own.softcap > 0.0f || own.act != PK_ACT_NONE || !plain(own.w[0], PK_BF16)) return false;
+                if (sigmoid.x.data != in.y.data || sigmoid.out.data != in.y.data || sigmoid.g.data != own.y.data) return false;
+                a.switching = weight(own.w[0]);
+                a.switch_scale = own.scale;
+                next += 2;
+            }
+            if (!is(PK_OP_MATMUL)) return false;
+            const auto &end = records[next].as<pk_op_matmul>();
+            if (end.n_w != 1 || end.act != PK_ACT_NONE || end.softcap > 0.0f || end.bias[0].data || end.x.data != in.y.data || !plain(end.w[0], out->format)) return false;
+            if (end.y.data != reinterpret_cast<uint64_t>(a.residual) || end.add.data != end.y.data || end.w[0].rows != a.m) return false;
+            a.shared_down = weight(end.w[0]);
+            a.shared_scale = end.scale;
+            ++next;
+            return true;
+        };
+        if (is_ours()) out->arguments = a;
+        else next = begin;
+    }
+};
+
+int64_t shared_bytes(const MixtureArguments &a) { return 2 * std::max<int64_t>(2 * a.m, int64_t{a.n_used} * a.f + a.f_shared); }
+
+}  // namespace
+
+std::vector<Mixture> find_mixtures(const Launch &l, const Records &records) {
+    std::vector<Mixture> found;
+    for (int64_t i = 0; i < records.n(); ++i) {
+        Mixture m;
+        m.first = i;
+        Reader reader = {l, records, &m, i};
+        if (!reader.norm_and_router() || !reader.experts()) continue;
+        reader.shared_expert();
+        m.last = reader.next;
+        if (shared_bytes(m.arguments) > 200 * 1024) continue;
+        found.push_back(m);
+        i = m.last - 1;
+    }
+    return found;
+}
+
+int32_t launch_mixture(const Launch &l, const Mixture &mixture) {
+    MixtureArguments a = mixture.arguments;
+    a.info = l.info;
+    a.counter = l.counters;
+    a.hidden = reinterpret_cast<bf16 *>(l.scratch);
+    a.switched = reinterpret_cast<float *>(l.scratch + (int64_t{a.n_used} * a.f * 2 + 255) / 256 * 256);
+    const dim3 blocks(l.ctx->n_processors), threads(kExpertThreads);
+    return mixture.format == PK_BF16 ? launch(l, "mixture", mixture_kernel<PK_BF16>, blocks, threads, shared_bytes(a), a) : launch(l, "mixture", mixture_kernel<PK_FP8_E4M3>, blocks, threads, shared_bytes(a), a);
+}
+
+}  // namespace pk

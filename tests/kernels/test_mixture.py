@@ -1,0 +1,67 @@
+"""A layer's mixture of experts in one program against the same ops one by one: a pack may serve a lone token in one launch, and must not be seen to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from harness import rounded
+from paddock_runner.pack import abi
+from paddock_runner.pack.program import Choice, Epilogue, Program, Stacks
+from paddock_runner.pack.tensor import T
+from test_experts import stack_of
+from weights import random_weight, scaled_fp8
+
+M, F, SHARED, N_EXPERTS, N_USED, EPS = 1024, 128, 256, 20, 3, 1e-6
+
+
+def matrix(kind, rows, cols, rng):
+    return scaled_fp8(kind, rows, cols, "block", rng) if kind == "fp8_e4m3" else random_weight(kind, rows, cols, rng)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("choice, has_bias", [(Choice("softmax"), False), (Choice("sigmoid", True, 2.5), True), (Choice("chosen"), False)], ids=str)
+@pytest.mark.parametrize("shared", ["with a gate", "plain", "none"])
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "bf16"])
+def test_a_mixture_in_one_program_equals_its_ops_one_by_one(bench, rng, level, kind, shared, choice, has_bias, n):
+    if level > 1:
+        pytest.skip("levels differ in products, which have tests of their own")
+    b = bench()
+    residual, normed = b.output(n, M, T, format=abi.PK_F32), b.output(n, M, T)
+    logits, ids, factors = b.output(n, N_EXPERTS, T, format=abi.PK_F32), b.output(n, N_USED, T, format=abi.PK_I32), b.output(n, N_USED, T, format=abi.PK_F32)
+    hidden, switch = b.output(n, SHARED, T), b.output(n, 1, T)
+    norm = b.upload(1 + 0.2 * rng.normal(size=(1, M)), abi.PK_F32)
+    bias = b.upload(rng.normal(size=(1, N_EXPERTS)) * 0.1, abi.PK_F32) if has_bias else None
+    router = matrix("bf16", N_EXPERTS, M, rng).upload(b)
+    parts = [[matrix(kind, *shape, rng) for _ in range(N_EXPERTS)] for shape in ((F, M), (F, M), (M, F))]
+    stacks = Stacks(*(stack_of(b, part) for part in parts), N_EXPERTS, (None,) * 3, "silu", 0.0, 0.0)
+    records = [
+        lambda p: p.norm(residual, norm, normed, EPS),
+        lambda p: p.matmul(normed, [router], logits),
+        lambda p: p.route(logits, bias, ids, factors, choice),
+        lambda p: p.experts(normed, (ids, factors), stacks, residual, Epilogue(add=residual, scale=0.7)),
+    ]
+    if shared != "none":
+        both = [matrix(kind, SHARED, M, rng).upload(b) for _ in range(2)]
+        down, own = matrix(kind, M, SHARED, rng).upload(b), matrix("bf16", 1, M, rng).upload(b)
+        records.append(lambda p: p.matmul(normed, both, hidden, after=Epilogue(act="silu")))
+        if shared == "with a gate":
+            records += [lambda p: p.matmul(normed, [own], switch), lambda p: p.sigmoid(hidden, switch, hidden)]
+        records.append(lambda p: p.matmul(hidden, [down], residual, after=Epilogue(add=residual, scale=0.5)))
+    start = rounded(rng.normal(size=(n, M)), abi.PK_F32).astype(np.float32)
+    found = []
+    for groups in ([[record] for record in records], [records], [records], [records]):
+        b.device.write(residual.data, start.tobytes())
+        for group in groups:
+            program = Program()
+            for record in group:
+                record(program)
+            b.run(program, n)
+        found.append((b.download(ids, n), b.download(factors, n), b.download(residual, n) - start))
+    wanted, first = found[:2]
+    np.testing.assert_array_equal(first[0], wanted[0])
+    np.testing.assert_allclose(first[1], wanted[1], rtol=2e-3 if b.activation == abi.PK_BF16 else 1e-5)
+    error = np.linalg.norm(first[2] - wanted[2], axis=1) / np.linalg.norm(wanted[2], axis=1)
+    assert np.isfinite(first[2]).all() and error.max() <= 1e-2, error
+    for again in found[2:]:
+        for got, other in zip(again, first, strict=True):
+            np.testing.assert_array_equal(got, other)
