@@ -199,7 +199,7 @@ def test_many_choices_reach_their_experts(bench, rng, favour, kind, m, f):
         out = (act(x64 @ gate.T, "silu") * (x64 @ up.T)) @ down.T
         want += (factors64 * (ids64 == e)).sum(1)[:, None] * out
     error = np.linalg.norm(b.download(y, n) - want, axis=1) / np.linalg.norm(want, axis=1)
-    assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else 2**-4 if scales else 2e-2), error
+    assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else 0.09 if scales else 2e-2), error
 
 
 @pytest.mark.parametrize("cols", [1, 33])
