@@ -113,10 +113,14 @@ def test_damaged_state_file_is_no_obstacle(paddock, model_file):
     assert paddock("serve", str(model_file), "--port", "0").code == 0
 
 
-def test_stop_needs_a_name_or_all(paddock, model_file):
-    assert paddock("stop").code == 2
-    paddock("serve", str(model_file), "--port", "0")
-    assert paddock("stop", "--all", "--json").json["stopped"][0]["killed"] is False
+def test_stop_without_a_name_ends_the_only_server_and_names_several(paddock, model_file):
+    assert (paddock("stop").code, paddock("stop").err) == (0, "nothing is running\n")
+    for name in ("one", "two"):
+        paddock("serve", str(model_file), "--port", "0", "--name", name)
+    done = paddock("stop")
+    assert done.code == 2 and "running: one, two" in done.err
+    assert paddock("stop", "one", "--json").json["stopped"][0]["killed"] is False
+    assert paddock("stop", "--json").json["stopped"][0]["name"] == "two"
 
 
 def test_logs_of_the_only_server(paddock, model_file):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ from paddock_runner.errors import PaddockError
 
 from paddock_manager import paths, settings
 from paddock_manager.fit import calibrate, gpus, history, packs
+from paddock_manager.fit.calibrate import Finding
 from paddock_manager.fleet import keys, spawn, state
 from paddock_manager.options import Command, Option, Values
 from paddock_manager.store import index
@@ -35,16 +36,6 @@ COMMAND = Command(
 LOW_DISK_BYTES = 4 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check. state: ok, warn, wrong."""
-
-    check: str
-    state: str
-    says: str
-    fix: str = ""
-
-
 def run(values: Values, ui: Ui) -> int:
     """Run the checks."""
     places = paths.places()
@@ -59,7 +50,7 @@ def run(values: Values, ui: Ui) -> int:
         *_key(places),
     ]
     if values.flag("gpu"):
-        found += [Finding(x.check, x.state, x.says, x.fix) for x in calibrate.outcomes(places, spawn.RUNNER)]
+        found += calibrate.outcomes(places, spawn.RUNNER)
     if values.flag("net"):
         found += _hub()
     worst = "wrong" if any(f.state == "wrong" for f in found) else "ok"

@@ -17,6 +17,7 @@ COMMAND = Command(
         Option("--all", "every server"),
         Option("--timeout", "seconds until a server is killed (default 15)", "float", value="SECONDS"),
     ),
+    "Without a name: the only server that runs.",
 )
 
 
@@ -24,9 +25,11 @@ def run(values: Values, ui: Ui) -> int:
     """Stop what was named."""
     places = paths.places()
     words = values.many("names")
-    if not words and not values.flag("all"):
-        raise UsageError("say which server, or --all", "`paddock ps` lists them")
-    found = state.servers(places) if values.flag("all") else [state.find(places, w) for w in dict.fromkeys(words)]
+    running = state.servers(places)
+    own = [s.name for s in running if not s.asked.get("by")]  # a gateway ends its runners itself
+    if not words and not values.flag("all") and len(own) > 1:
+        raise UsageError("say which server, or --all", "running: " + ", ".join(own))
+    found = running if values.flag("all") or not words else [state.find(places, w) for w in dict.fromkeys(words)]
     done = []
     for server in found:
         patience_s = 45.0 if server.asked.get("models") else 15.0  # a gateway stops its runners first

@@ -14,7 +14,7 @@ from paddock_manager.store import index
 from paddock_manager.store.pull import Shop
 from paddock_manager.store.record import Model
 from paddock_manager.store.verify import Verdict, repair, verify
-from paddock_manager.ui import Ui, plain
+from paddock_manager.ui import Ui, plain, size
 
 COMMAND = Command(
     "verify",
@@ -50,7 +50,7 @@ def run(values: Values, ui: Ui) -> int:
 
     def human(out: Ui) -> None:
         for r in rows:
-            note = f" (repaired, {r['fetched_bytes']} bytes fetched)" if r["fetched_bytes"] else ""
+            note = f" (repaired, {size(r['fetched_bytes'])} fetched)" if r["fetched_bytes"] else ""
             out.line(f"{r['name']}: {r['state']}{note}")
             for t in r.get("not_finite", []):
                 out.line(

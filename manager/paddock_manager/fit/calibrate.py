@@ -21,8 +21,8 @@ TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of one GPU. state: ok, warn, wrong."""
+class Finding:
+    """What came of one check, of a GPU or another. state: ok, warn, wrong."""
 
     check: str
     state: str
@@ -30,21 +30,21 @@ class Outcome:
     fix: str = ""
 
 
-def outcomes(places: Places, runner: Sequence[str]) -> Iterator[Outcome]:
+def outcomes(places: Places, runner: Sequence[str]) -> Iterator[Finding]:
     """Measure every GPU here and keep what was found. runner: the words that start paddock-runner."""
     found, why = gpus()
     if not found:
-        yield Outcome("calibration", "ok", f"there is no GPU to measure: {why}")
+        yield Finding("calibration", "ok", f"there is no GPU to measure: {why}")
     installed = packs.packs() if found else []
     for ordinal, gpu in enumerate(found):
         name = f"calibration {gpu.index}"
         trouble, fix = packs.trouble(gpu, installed)
-        yield Outcome(name, "warn", f"not measured: {trouble}{_limits(gpu)}", fix) if trouble else _measured(
+        yield Finding(name, "warn", f"not measured: {trouble}{_limits(gpu)}", fix) if trouble else _measured(
             places, runner, gpu, ordinal, name
         )
 
 
-def _measured(places: Places, runner: Sequence[str], gpu: Gpu, ordinal: int, name: str) -> Outcome:
+def _measured(places: Places, runner: Sequence[str], gpu: Gpu, ordinal: int, name: str) -> Finding:
     """One GPU by its pack. ordinal: what CUDA calls it."""
     before = calibration.read(places.home, gpu.name, gpu.driver)
     words = [*runner, "calibrate", "--device", "cuda", "--gpu", str(ordinal), "--home", str(places.home), "--json"]
@@ -54,15 +54,15 @@ def _measured(places: Places, runner: Sequence[str], gpu: Gpu, ordinal: int, nam
         )
         found = Calibration(**json.loads(done.stdout)) if done.returncode == 0 else None
     except (subprocess.TimeoutExpired, ValueError, TypeError) as error:
-        return Outcome(name, "wrong", f"the runner gave no measurement: {error}", "paddock-runner calibrate --json")
+        return Finding(name, "wrong", f"the runner gave no measurement: {error}", "paddock-runner calibrate --json")
     if found is None:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("paddock-runner: error: ")
-        return Outcome(name, "wrong", f"the runner cannot measure it: {said}", "paddock-runner calibrate --json")
+        return Finding(name, "wrong", f"the runner cannot measure it: {said}", "paddock-runner calibrate --json")
     mib, rates = found.process_bytes >> 20, _rates(found.memory_bytes_per_s, found.host_bytes_per_s)
     says = f"{gpu.name}: a process takes {mib} MiB before it has a model; {rates}; plans use it from now on"
     if before is not None and abs(before.process_bytes - found.process_bytes) > DRIFT_BYTES:
-        return Outcome(name, "warn", f"{says} ({before.process_bytes >> 20} MiB was kept until now, and is replaced)")
-    return Outcome(name, "ok", says)
+        return Finding(name, "warn", f"{says} ({before.process_bytes >> 20} MiB was kept until now, and is replaced)")
+    return Finding(name, "ok", says)
 
 
 def _rates(memory: float, host: float) -> str:
