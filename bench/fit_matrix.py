@@ -5,9 +5,8 @@ Usage: python -m bench.fit_matrix [--pack PACK] [--only 8b.fp8 ...] [--ctx 4096 
 A model is SHAPE.KIND (bench/fit_shapes.py and fit_families.py; kinds bf16, fp8, q8_0, q4_k_m, mxfp4) or the path of a checkpoint. Each row: the runner's plan
 (full contexts, else the largest pool of pages that fits), a device built by that plan as an engine's process builds it, every page given memory,
 steps of a whole prompt chunk and of decode for all slots; then NVML's bytes in use less those before. A row holds when it was not planned under and at
-most 1 % or 64 MiB over. A model's rows run in one process that closes its device between them; "left" is what that process still had then beyond what it had
-after its first row (0: every row is as in a process of its own). Of the weights, the largest of each format is converted by the
-pack, and the others' places are taken and left zero: no byte depends on their values. Rows that a time limit leaves out are named. --merge makes one board of several,
+most 1 % or 64 MiB over. A model's rows run in one process that loads its weights once (zeros, converted as any are) and takes everything else away
+between them; "left" is what that process still had then beyond what it had after its first row (0: every row is as in a process of its own). Rows that a time limit leaves out are named. --merge makes one board of several,
 later rows instead of earlier ones. On a machine without a GPU, --device cpu rehearses.
 """
 
@@ -22,9 +21,8 @@ import struct
 import sys
 import tempfile
 import time
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +43,7 @@ from paddock_runner.memory.solve import solver  # noqa: E402
 from paddock_runner.model import weights as loader  # noqa: E402
 from paddock_runner.pack import abi  # noqa: E402
 from paddock_runner.pack.device import Device  # noqa: E402
-from paddock_runner.pack.library import find_pack  # noqa: E402
-from paddock_runner.pack.tensor import Tensor  # noqa: E402
+from paddock_runner.pack.library import find_pack, load_pack  # noqa: E402
 
 from bench import board, fit_shapes  # noqa: E402
 
@@ -161,68 +158,18 @@ class Steps:
         self.send([(0, 1)], False)
 
 
-class Loading:
-    """Weights' memory without their bytes: taken as the loader takes it, once by the loader itself, then again by what it asked for."""
+def skip_reading(views: Mapping[str, TensorView]) -> None:
+    """In this process nothing is read from disk: weights are zeros, which are copied and converted as any are; scales of as many numbers are alike."""
 
-    def __init__(self) -> None:
-        self.taken: list[tuple[int, int, str]] = []
-        self.found: dict[str, Tensor] = {}
+    def read(staging: loader.Staging, view: TensorView) -> memoryview:
+        if len(staging._buffer) < view.n_bytes:
+            staging._buffer = mmap.mmap(-1, view.n_bytes)
+        return memoryview(staging._buffer)[: view.n_bytes]
 
-    def install(self, views: Mapping[str, TensorView]) -> None:
-        """For this process: nothing is read, and of each format the largest matrix is converted."""
-        largest: dict[tuple[str, str], tuple[int, tuple[int, ...]]] = {}
-        for view in views.values():
-            if len(view.shape) == 2:
-                kind = (view.format, view.scales.kind if view.scales else "")
-                largest[kind] = max(largest.get(kind, (0, ())), (view.n_bytes, view.shape))
-        shapes, repack, seen = {shape for _, shape in largest.values()}, Device.repack, set()
-
-        def read(staging: loader.Staging, view: TensorView) -> memoryview:
-            if len(staging._buffer) < view.n_bytes:
-                staging._buffer = mmap.mmap(-1, view.n_bytes)
-            return memoryview(staging._buffer)[: view.n_bytes]
-
-        def convert(device: Device, source: abi.pk_source, address: int, n_bytes: int) -> None:
-            key = (source.rows, source.cols, source.format, source.scales)
-            if key[:2] in shapes and key not in seen:
-                seen.add(key)
-                repack(device, source, address, n_bytes)
-
-        alike = {view.scales.view.n_elements: view for view in views.values() if view.scales is not None}
-        scales = {n: read_scales_once(view) for n, view in alike.items()}
-        loader.Staging.read = read  # type: ignore[method-assign]
-        loader.read_scales = lambda staging, view: scales[view.scales.view.n_elements] if view.scales is not None else None
-        Device.repack = convert  # type: ignore[method-assign]
-        assemble.load_weights = self.load
-
-    def load(self, device: Device, blueprint: Blueprint, views: Mapping[str, TensorView], progress: Any = None) -> dict[str, Tensor]:
-        """As model/weights.py's."""
-        if self.found:
-            return self._again(device)
-        alloc = device.alloc
-
-        def taking(n_bytes: int, name: str, is_pinned: bool = False) -> int:
-            address = alloc(n_bytes, name, is_pinned)
-            self.taken.append((address, n_bytes, name))
-            return address
-
-        device.alloc = taking  # type: ignore[method-assign]
-        try:
-            self.found = loader.load_weights(device, blueprint, views, progress)
-        finally:
-            del device.alloc
-        return self.found
-
-    def _again(self, device: Device) -> dict[str, Tensor]:
-        places = sorted(self.taken)
-        starts = [address for address, _, _ in places]
-        now = {address: device.alloc(n_bytes, name) for address, n_bytes, name in self.taken}
-
-        def moved(tensor: Tensor) -> Tensor:
-            start = starts[bisect_right(starts, tensor.data) - 1]
-            return replace(tensor, data=now[start] + tensor.data - start)
-
-        return {name: moved(tensor) for name, tensor in self.found.items()}
+    alike = {view.scales.view.n_elements: view for view in views.values() if view.scales is not None}
+    scales = {n: read_scales_once(view) for n, view in alike.items()}
+    setattr(loader.Staging, "read", read)  # noqa: B010
+    setattr(loader, "read_scales", lambda staging, view: scales[view.scales.view.n_elements] if view.scales is not None else None)  # noqa: B010
 
 
 def read_scales_once(view: TensorView) -> loader.ScaleValues | None:
@@ -255,24 +202,49 @@ def settled_bytes(at: Ground) -> int:
     return now
 
 
-def measured(row: Row, plan: MemoryPlan, model: Model, at: Ground, before: int) -> dict[str, Any]:
-    """What this process takes beyond `before` with a device of that plan, and once it is closed."""
-    begun = time.monotonic()
-    device = assemble.build_device(assemble.Assembly(at.pack, plan.sizes, plan.kv_format), *model)
-    try:
-        built, ready = time.monotonic(), used_bytes(at) - before
+class Room:
+    """A device with a model's weights, in which one plan after the other is built and taken away."""
+
+    def __init__(self, model: Model, at: Ground, before: int) -> None:
+        self.model, self.at, self.before = model, at, before
+        self.device = Device(load_pack(at.pack))
+        self.weights = loader.load_weights(self.device, *model)
+        self.n_kept, self.kept = len(self.device._owned), dict(self.device.allocated)
+
+    def measured(self, plan: MemoryPlan) -> dict[str, Any]:
+        """What this process takes beyond `before` with that plan, and without it."""
+        begun, device = time.monotonic(), self.device
+        program = assemble._build(device, plan.sizes, plan.kv_format, self.model[0], self.weights)
+        assemble._load(device, plan.sizes, self.model[0], program)
+        built, ready = time.monotonic(), self.used()
         device.grow_pages(plan.sizes.n_pages)
         grown = time.monotonic()
-        Steps(device, plan.sizes.n_pages, model[0].needs_whole_prompts).work()
-        used = used_bytes(at) - before
-    finally:
-        device.close()
-    seconds = [built - begun, grown - built, time.monotonic() - grown]
-    return {"used": used, "ready": ready, "left": used_bytes(at) - before, "seconds": seconds}
+        Steps(device, plan.sizes.n_pages, self.model[0].needs_whole_prompts).work()
+        used = self.used()
+        worked = time.monotonic()
+        self.clear()
+        seconds = [built - begun, grown - built, worked - grown, time.monotonic() - worked]
+        return {"used": used, "ready": ready, "left": self.used(), "seconds": seconds}
+
+    def used(self) -> int:
+        """Bytes beyond those before."""
+        return used_bytes(self.at) - self.before
+
+    def clear(self) -> None:
+        """Takes everything away but the weights."""
+        device = self.device
+        device.unload()
+        for memory, address in device._owned[self.n_kept :]:
+            device.pack.function("pk_free")(device._ctx, memory, address)
+        for address in device._reserved:
+            device.pack.function("pk_release")(device._ctx, address)
+        del device._owned[self.n_kept :]
+        device._reserved.clear()
+        device.allocated, device._attached_bytes = dict(self.kept), 0
 
 
 def apart(plans: list[tuple[Row, MemoryPlan]], model: Model, at: Ground, before: int) -> Iterator[dict[str, Any]]:
-    """`measured` of one row after the other in a fork, which has the imports and no context yet; {"error"} of the last when it fails."""
+    """One row after the other in a fork, which has the imports and no context yet; {"error"} of the last when it fails."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -280,10 +252,15 @@ def apart(plans: list[tuple[Row, MemoryPlan]], model: Model, at: Ground, before:
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         with os.fdopen(write_end, "w") as pipe:
-            Loading().install(model[1])
-            for row, plan in plans:
+            room = None
+            for _, plan in plans:
                 try:
-                    found = measured(row, plan, model, at, before)
+                    begun = time.monotonic()
+                    if room is None:
+                        skip_reading(model[1])
+                        room = Room(model, at, before)
+                    loaded = time.monotonic() - begun
+                    found = {**room.measured(plan), "load_s": loaded}
                 except (PaddockError, RuntimeError, OSError) as error:
                     found = {"error": str(error)}
                 pipe.write(json.dumps(found) + "\n")
@@ -332,8 +309,8 @@ def run_model(name: str, arguments: argparse.Namespace, at: Ground, until: float
     rows: list[dict[str, Any]] = []
     while waiting and time.monotonic() < until:
         before, first_left, n_ended = settled_bytes(at), None, 0
-        batch, results = waiting, apart(waiting, model, at, before)
-        for (row, plan), found in zip(batch, results, strict=False):
+        started, results = waiting, apart(waiting, model, at, before)
+        for (row, plan), found in zip(started, results, strict=False):
             n_ended += 1
             if "error" in found:
                 sys.stdout.write(f"{row.name:36} {plan.total_bytes / 2**20:9.0f} FAILED {found['error'][:200]}\n")
@@ -345,8 +322,8 @@ def run_model(name: str, arguments: argparse.Namespace, at: Ground, until: float
         results.close()  # type: ignore[attr-defined]
         if abs(settled_bytes(at) - before) > STILL_BYTES:
             sys.stdout.write(f"{name:36} another program's memory came or went meanwhile\n")
-            for row in rows[-n_ended:]:
-                row["still"] = False
+            for measured_row in rows[-n_ended:]:
+                measured_row["still"] = False
         waiting = waiting[n_ended:]
     return rows, [row.name for row, _ in waiting]
 
@@ -355,7 +332,7 @@ def told(row: Row, plan: MemoryPlan, found: dict[str, Any], left: int) -> dict[s
     """Prints one row; the board's."""
     used, full = found["used"], plan.pool_tokens >= plan.sizes.max_ctx_tokens * row.batch
     word = judge(plan, used)
-    times = " + ".join(f"{s:.2f}" for s in found["seconds"])
+    times = " + ".join(f"{s:.2f}" for s in (found["load_s"], *found["seconds"]))
     sys.stdout.write(
         f"{row.name:36} {plan.total_bytes / 2**20:9.0f} {used / 2**20:9.0f} {(plan.total_bytes - used) / 2**20:8.1f} {100 * (plan.total_bytes / used - 1):7.3f} {word:5} "
         f"{'full' if full else 'shared':6} ready {found['ready'] / 2**20:.0f} left {left / 2**20:.1f} s {times}\n"
@@ -401,7 +378,7 @@ def main() -> int:
     at = ground(arguments.device, arguments.pack.resolve() if arguments.pack else None, arguments.gpu)
     sys.stdout.write(f"{at.name}: {at.n_processors} processors, {at.free_bytes / 2**20:.0f} of {at.memory_bytes / 2**20:.0f} MiB free\n")
     sys.stdout.write(f"{'row':36} {'planned':>9} {'used MiB':>9} {'over MiB':>8} {'%':>7}\n")
-    begun, rows, left = time.monotonic(), [], []
+    begun, rows, left = time.monotonic(), list[dict[str, Any]](), list[str]()
     with tempfile.TemporaryDirectory() as scratch:
         for model in arguments.only:
             if time.monotonic() - begun > arguments.seconds:
