@@ -41,7 +41,7 @@ class Config:
     name: str = knob("", "name that clients use for the model (default: the file's name)")
     kernel_pack: Path | None = knob(None, "kernel pack to load instead of the one that fits the device")
     device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))
-    gpu: int = knob(0, "number of the GPU", low=0)
+    gpu: str = knob("0", "the GPU: its number as CUDA counts, or its UUID (GPU-..., as nvidia-smi -L lists them)")
     host: str = knob("127.0.0.1", "address to listen on")
     port: int = knob(DEFAULT_PORT, "port to listen on, 0 takes a free one", low=0)
     max_batch: int = knob(32, "requests that run at a time", unit="requests", low=1)

@@ -26,9 +26,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One NVIDIA GPU. capability: (9, 0) for sm_90."""
+    """One NVIDIA GPU. which: what it was asked for by. uuid: as nvidia-smi -L lists it. capability: (9, 0) for sm_90."""
 
-    index: int
+    which: str
+    uuid: str
     name: str
     capability: tuple[int, int]
     n_processors: int
@@ -80,11 +81,16 @@ def has_gpu(root: Path = Path("/")) -> bool:
     return (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists()
 
 
-def seen(index: int, visible: str) -> int | str:
-    """The driver's number or UUID of the GPU that CUDA calls `index`. visible: CUDA_VISIBLE_DEVICES, "" where it is not set.
+def seen(which: str, visible: str) -> int | str:
+    """The driver's number or UUID of the GPU that `which` names: a number as CUDA counts, or a UUID. visible: CUDA_VISIBLE_DEVICES, "" where it is not set.
 
     Raises: PackError when there is no such GPU. Source: CUDA C++ Programming Guide, CUDA environment variables.
     """
+    if not which.isdigit():
+        if not which.startswith(("GPU-", "MIG-")):
+            raise PackError(f"--gpu {which} is no number and no UUID", "nvidia-smi -L lists numbers and UUIDs (GPU-...)")
+        return which
+    index = int(which)
     words = [word.strip() for word in visible.split(",")] if visible.strip() else []
     if not words:
         return index
@@ -97,12 +103,12 @@ def seen(index: int, visible: str) -> int | str:
     return int(shown[index]) if shown[index].isdigit() else shown[index]
 
 
-def gpu(index: int, library: str = "libnvidia-ml.so.1", visible: str = "") -> Gpu:
-    """A GPU's facts. visible: CUDA_VISIBLE_DEVICES, among which CUDA counts. Raises: PackError with the driver's own reason.
+def gpu(which: str, library: str = "libnvidia-ml.so.1", visible: str = "") -> Gpu:
+    """A GPU's facts, by its number or UUID. visible: CUDA_VISIBLE_DEVICES, among which CUDA counts. Raises: PackError with the driver's own reason.
 
     Source: NVML API reference (nvmlDeviceGetHandleByIndex_v2, nvmlDeviceGetMemoryInfo, nvmlDeviceGetNumGpuCores).
     """
-    which = seen(index, visible)
+    at = seen(which, visible)
     import ctypes  # `paddock fit` on a machine without a GPU is spared it
 
     try:
@@ -120,19 +126,20 @@ def gpu(index: int, library: str = "libnvidia-ml.so.1", visible: str = "") -> Gp
             why = (
                 nvml.nvmlErrorString(code).decode(errors="replace") if function is not None else "the driver is too old"
             )
-            raise PackError(f"GPU {index} cannot be used: {name}: {why}", "--device cpu serves on the CPU")
+            raise PackError(f"GPU {which} cannot be used: {name}: {why}", "--device cpu serves on the CPU")
 
     call("nvmlInit_v2")
     try:
-        device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        device, name, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
         major, minor, cores = ctypes.c_int(), ctypes.c_int(), ctypes.c_uint()
         sizes, driver = (ctypes.c_ulonglong * 3)(), ctypes.create_string_buffer(96)
         call("nvmlSystemGetDriverVersion", driver, ctypes.c_uint(96))
-        if isinstance(which, int):
-            call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(which), ctypes.byref(device))
+        if isinstance(at, int):
+            call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(at), ctypes.byref(device))
         else:
-            call("nvmlDeviceGetHandleByUUID", which.encode(), ctypes.byref(device))
+            call("nvmlDeviceGetHandleByUUID", at.encode(), ctypes.byref(device))
         call("nvmlDeviceGetName", device, name, 96)
+        call("nvmlDeviceGetUUID", device, uuid, 96)
         call("nvmlDeviceGetCudaComputeCapability", device, ctypes.byref(major), ctypes.byref(minor))
         call("nvmlDeviceGetNumGpuCores", device, ctypes.byref(cores))
         call("nvmlDeviceGetMemoryInfo", device, ctypes.byref(sizes))
@@ -141,7 +148,8 @@ def gpu(index: int, library: str = "libnvidia-ml.so.1", visible: str = "") -> Gp
     capability = (major.value, minor.value)
     n_processors = cores.value // CORES_PER_PROCESSOR.get(capability, 128)
     return Gpu(
-        index,
+        which,
+        uuid.value.decode(errors="replace"),
         name.value.decode(errors="replace"),
         capability,
         n_processors,

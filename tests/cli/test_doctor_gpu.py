@@ -20,7 +20,6 @@ from tests.unit.app.test_device_choice import DRIVER
 
 MORE = """
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = 1; return 0; }
-int nvmlDeviceGetUUID(void *d, char *to, unsigned n) { strncpy(to, "GPU-1", n); return 0; }
 int nvmlDeviceGetMaxClockInfo(void *d, int kind, unsigned *mhz) { *mhz = 3201; return kind != 2; }
 int nvmlDeviceGetMemoryBusWidth(void *d, unsigned *bits) { *bits = 6144; return 0; }
 int nvmlDeviceGetMaxPcieLinkGeneration(void *d, unsigned *n) { *n = 5; return 0; }
@@ -46,7 +45,7 @@ def runner_that_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: Any,
         "import json, sys\nfrom pathlib import Path\nfrom paddock_runner.memory import calibration\n"
         f"body, code = json.loads({json.dumps(json.dumps(body))}), {code}\n"
         "if code: sys.exit(sys.stderr.write('paddock-runner: error: ' + body + '\\n') and code)\n"
-        "assert sys.argv[1:5] == ['calibrate', '--device', 'cuda', '--gpu'] and sys.argv[6] == '--home'\n"
+        "assert sys.argv[1:6] == ['calibrate', '--device', 'cuda', '--gpu', 'GPU-5c'] and sys.argv[6] == '--home'\n"
         "calibration.write(Path(sys.argv[7]), calibration.Calibration(**body))\nprint(json.dumps(body))\n"
     )
     monkeypatch.setattr(spawn, "RUNNER", (sys.executable, str(script)))

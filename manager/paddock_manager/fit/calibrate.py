@@ -36,18 +36,16 @@ def outcomes(places: Places, runner: Sequence[str]) -> Iterator[Finding]:
     if not found:
         yield Finding("calibration", "ok", f"there is no GPU to measure: {why}")
     installed = packs.packs() if found else []
-    for ordinal, gpu in enumerate(found):
+    for gpu in found:
         name = f"calibration {gpu.index}"
         trouble, fix = packs.trouble(gpu, installed)
-        yield Finding(name, "warn", f"not measured: {trouble}{_limits(gpu)}", fix) if trouble else _measured(
-            places, runner, gpu, ordinal, name
-        )
+        yield Finding(name, "warn", f"not measured: {trouble}{_limits(gpu)}", fix) if trouble else _measured(places, runner, gpu, name)
 
 
-def _measured(places: Places, runner: Sequence[str], gpu: Gpu, ordinal: int, name: str) -> Finding:
-    """One GPU by its pack. ordinal: what CUDA calls it."""
+def _measured(places: Places, runner: Sequence[str], gpu: Gpu, name: str) -> Finding:
+    """One GPU by its pack."""
     before = calibration.read(places.home, gpu.name, gpu.driver)
-    words = [*runner, "calibrate", "--device", "cuda", "--gpu", str(ordinal), "--home", str(places.home), "--json"]
+    words = [*runner, "calibrate", "--device", "cuda", "--gpu", gpu.uuid, "--home", str(places.home), "--json"]
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=paths.child_environment()

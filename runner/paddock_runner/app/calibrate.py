@@ -14,6 +14,7 @@ from ..engine.calibrate import Measured, measure, steady
 from ..errors import PackError, PaddockError, UsageError
 from ..memory import calibration
 from ..memory.calibration import Calibration
+from ..pack.ordinal import cuda_ordinal
 from .opening import Place, choose_place
 
 
@@ -36,7 +37,7 @@ def calibrate(config: Config) -> Calibration:
     return found
 
 
-def used_bytes(gpu: int, visible: str) -> int:
+def used_bytes(gpu: str, visible: str) -> int:
     """In use on a GPU now, by all programs. Raises: PackError."""
     memory = hardware.gpu(gpu, visible=visible).memory
     return memory.total_bytes - memory.free_bytes
@@ -56,9 +57,9 @@ def measured_apart(place: Place, config: Config) -> Measured:
     return found
 
 
-def _measure(place: Place, gpu: int, visible: str) -> Measured | tuple[str, str]:
+def _measure(place: Place, gpu: str, visible: str) -> Measured | tuple[str, str]:
     """In that process. An error as its message and hint."""
     try:
-        return measure(place.pack, place.facts, functools.partial(used_bytes, gpu, visible), gpu)
+        return measure(place.pack, place.facts, functools.partial(used_bytes, gpu, visible), cuda_ordinal(place.gpu))
     except PaddockError as error:
         return error.message, error.hint

@@ -24,13 +24,14 @@ from ..pack.library import find_pack
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the model will run: the pack's file, the device's facts, its name for people, why it was chosen, what speaks against it."""
+    """Where the model will run: the pack's file, the device's facts, its name for people, why it was chosen, what speaks against it, a GPU's UUID."""
 
     pack: Path
     facts: DeviceFacts
     label: str
     why: str = ""
     doubt: str = ""
+    gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def choose_place(config: Config) -> Place:
         pack = told or _cuda_pack(gpu)
         manifest = read_manifest(pack)  # its hash is compared by who loads it
         return Place(
-            pack, facts, f"{gpu.name} (GPU {gpu.index}), {pack.name}", doubt=manifest.doubt if manifest else ""
+            pack, facts, f"{gpu.name} (GPU {gpu.which}), {pack.name}", doubt=manifest.doubt if manifest else "", gpu=gpu.uuid
         )
     if config.untried_kernels:
         raise PackError("--untried-kernels is for GPUs: the CPU pack has no kernels that never ran", "leave it out")

@@ -49,7 +49,7 @@ def give(config: Config, channel: Channel, process: subprocess.Popen[bytes], sta
             "--device cpu, or leave it out",
         )
     max_isa = DETERMINISTIC_ISA if config.deterministic else int(config.untried_kernels)
-    send(process, Opening(str(place.pack), config.gpu, config.threads, config.log_level, os.getpid(), max_isa))
+    send(process, Opening(str(place.pack), place.gpu, config.threads, config.log_level, os.getpid(), max_isa))
     stages.end("place")
     tls = check_tls(config.tls_cert, config.tls_key)
     _allow_many_files()

@@ -20,6 +20,7 @@ from .. import log
 from ..errors import PaddockError
 from ..pack.device import Device
 from ..pack.library import load_pack
+from ..pack.ordinal import cuda_ordinal
 from .order import Opening, Order
 
 PR_SET_PDEATHSIG = 1
@@ -85,7 +86,8 @@ def _serve(opening: Opening, importing: Thread) -> int:
 def _open(opening: Opening) -> Device | PaddockError:
     """The device, or why it cannot be opened: said only once it is known that it will be needed."""
     try:
-        return Device(load_pack(Path(opening.pack)), opening.gpu, opening.threads, opening.max_isa)
+        pack = load_pack(Path(opening.pack))
+        return Device(pack, cuda_ordinal(opening.gpu) if opening.gpu else 0, opening.threads, opening.max_isa)
     except PaddockError as error:
         return error
 

@@ -14,10 +14,10 @@ from ..memory.state import StateSizes
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The device that the engine will run on. parent: the process that it must not outlive. max_isa: as in pk_open_config."""
+    """The device that the engine will run on. gpu: its UUID, "" for the CPU. parent: the process that it must not outlive. max_isa: as in pk_open_config."""
 
     pack: str
-    gpu: int
+    gpu: str
     threads: int
     log_level: str
     parent: int

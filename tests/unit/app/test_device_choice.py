@@ -19,6 +19,7 @@ int nvmlInit_v2(void) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlSystemGetDriverVersion(char *to, unsigned n) { strncpy(to, VERSION, n); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **d) { *d = 0; return i ? 2 : 0; }
+int nvmlDeviceGetUUID(void *d, char *to, unsigned n) { strncpy(to, "GPU-5c", n); return 0; }
 int nvmlDeviceGetName(void *d, char *to, unsigned n) { strncpy(to, "Test GPU", n); return 0; }
 int nvmlDeviceGetCudaComputeCapability(void *d, int *major, int *minor) { *major = MAJOR; *minor = MINOR; return 0; }
 int nvmlDeviceGetNumGpuCores(void *d, unsigned *n) { *n = 1280; return 0; }

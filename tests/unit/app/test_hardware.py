@@ -31,19 +31,24 @@ def test_packs_are_tried_exact_first() -> None:
 
 def test_missing_driver_is_an_error_that_names_the_way_out() -> None:
     with pytest.raises(PackError, match="--device cpu"):
-        hardware.gpu(0, "libnothing-of-the-kind.so")
+        hardware.gpu("0", "libnothing-of-the-kind.so")
 
 
 @pytest.mark.parametrize("visible, index, found", [("", 2, 2), ("3", 0, 3), ("1, 0", 1, 0), ("GPU-ab,2", 0, "GPU-ab"), ("0,-1,1", 0, 0)])
 def test_gpus_are_counted_among_those_that_cuda_shows(visible: str, index: int, found: int | str) -> None:
-    assert hardware.seen(index, visible) == found
+    assert hardware.seen(str(index), visible) == found
 
 
 @pytest.mark.parametrize("visible, index", [("3", 1), ("-1", 0), ("0,-1,1", 1)])
 def test_gpu_that_cuda_does_not_show_is_refused(visible: str, index: int) -> None:
     with pytest.raises(PackError, match=f"GPU {index} cannot be used: CUDA_VISIBLE_DEVICES={visible} shows"):
-        hardware.gpu(index, "libnothing-of-the-kind.so", visible)
+        hardware.gpu(str(index), "libnothing-of-the-kind.so", visible)
 
 
 def test_variable_that_is_set_to_nothing_shows_no_gpu() -> None:
     assert [read_config({}, env).visible_gpus for env in ({}, {"CUDA_VISIBLE_DEVICES": " "}, {"CUDA_VISIBLE_DEVICES": "1"})] == ["", "-1", "1"]
+
+
+def test_gpu_that_is_neither_number_nor_uuid_is_refused() -> None:
+    with pytest.raises(PackError, match="--gpu first is no number and no UUID"):
+        hardware.gpu("first")

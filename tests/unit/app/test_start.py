@@ -31,7 +31,7 @@ def test_the_front_of_a_model_that_writes_text_starts_without_numpy() -> None:
 def test_an_engine_that_gets_no_order_ends_quietly_though_its_device_cannot_be_opened(capfd: pytest.CaptureFixture[str]) -> None:
     channel = Channel.create()
     process = spawn(channel)
-    send(process, Opening("/nowhere/libpaddock_none.so", 0, 1, "info", os.getpid()))
+    send(process, Opening("/nowhere/libpaddock_none.so", "", 1, "info", os.getpid()))
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(30) == 0
