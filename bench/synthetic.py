@@ -1,7 +1,8 @@
 """Checkpoints of real shapes with random weights, written at the speed of memory: folders that a runner serves (safetensors, a made-up tokenizer).
 
-Usage: python -m bench.synthetic 8b fp8 FOLDER [--layers N]
+Usage: python -m bench.synthetic 8b fp8 FOLDER [--layers N] [--counts]
 Shapes are those of bench/gpu_models (Qwen 3). Blocks of random values repeat through the file; FORMAT is bf16 or fp8 (e4m3, scales per 128 x 128).
+With --counts the model counts: layers add next to nothing, and the row of the head for token t + 1 is the embedding of t, so the answer to t is t + 1, t + 2, ...
 Tokens mean nothing: 256 bytes, then names. Prompts are given as ids (bench.load --api ids).
 """
 
@@ -81,12 +82,21 @@ def blocks() -> dict[str, bytes]:
         "BF16": (normal.view(np.uint32) >> 16).astype(np.uint16).tobytes(),
         "F8_E4M3": eights.tobytes(),
         "F32": np.full(1 << 16, 2e-4, np.float32).tobytes(),
+        "FAINT": (normal.view(np.uint32) - (20 << 23) >> 16).astype(np.uint16).tobytes(),
+        "FAINT F32": np.full(1 << 16, 2e-10, np.float32).tobytes(),
         "ONES": np.full(1 << 16, 0x3F80, np.uint16).tobytes(),
     }
 
 
-def write(name: str, kind: str, folder: Path, n_layers: int = 0, words: Path | None = None) -> int:
-    """Writes the folder; bytes of its weights. words: a tokenizer.json(.xz) to take instead of a made-up one."""
+def row_places(n_rows: int, is_head: bool) -> list[int]:
+    """Where in the block the row of each token begins, no two alike; the head's are those of the tokens before."""
+    step = BLOCK_BYTES // 2 // n_rows * 2
+    found = [step * t for t in range(n_rows)]
+    return [found[-1], *found[:-1]] if is_head else found
+
+
+def write(name: str, kind: str, folder: Path, n_layers: int = 0, words: Path | None = None, counts: bool = False) -> int:
+    """Writes the folder; bytes of its weights. words: a tokenizer.json(.xz) to take instead of a made-up one. counts: a model that counts."""
     shape = SHAPES[name]
     n_layers = n_layers or shape[2]
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,12 +104,18 @@ def write(name: str, kind: str, folder: Path, n_layers: int = 0, words: Path | N
     made = json.dumps(tokenizer(shape[6])).encode() if words is None else words.read_bytes()
     (folder / "tokenizer.json").write_bytes(lzma.decompress(made) if words is not None and words.suffix == ".xz" else made)
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}))
-    header, at, jobs = {}, 0, []
+    header: dict[str, object] = {}
+    at, jobs = 0, list[tuple[int, int, str]]()
     width = {"BF16": 2, "ONES": 2, "F32": 4, "F8_E4M3": 1}
     for tensor, kind_of, size in tensors(shape, n_layers, kind):
         n_bytes = int(np.prod(size)) * width[kind_of]
         header[tensor] = {"dtype": "BF16" if kind_of == "ONES" else kind_of, "shape": list(size), "data_offsets": [at, at + n_bytes]}
-        jobs.append((at, n_bytes, kind_of))
+        if counts and tensor.startswith(("model.embed", "lm_head")):
+            jobs.append((at, n_bytes, "HEAD" if tensor.startswith("lm") else "EMBED"))
+        elif counts and (".o_proj." in tensor or ".down_proj." in tensor) and kind_of != "F8_E4M3":
+            jobs.append((at, n_bytes, "FAINT" if kind_of == "BF16" else "FAINT F32"))
+        else:
+            jobs.append((at, n_bytes, kind_of))
         at += n_bytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -112,6 +128,11 @@ def write(name: str, kind: str, folder: Path, n_layers: int = 0, words: Path | N
 
         def fill(job: tuple[int, int, str]) -> None:
             first, n_bytes, kind_of = job
+            if kind_of in ("HEAD", "EMBED"):
+                size, block = n_bytes // shape[6], memoryview(pools["BF16"] + pools["BF16"])
+                for i, place in enumerate(row_places(shape[6], kind_of == "HEAD")):
+                    os.pwrite(file, block[place : place + size], base + first + i * size)
+                return
             pool = memoryview(pools[kind_of])
             for done in range(0, n_bytes, len(pool)):
                 os.pwrite(file, pool[: n_bytes - done], base + first + done)
@@ -131,9 +152,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--counts", action="store_true")
     options = parser.parse_args()
     begun = time.perf_counter()
-    n_bytes = write(options.model, options.format, options.folder, options.layers, options.tokenizer)
+    n_bytes = write(options.model, options.format, options.folder, options.layers, options.tokenizer, options.counts)
     sys.stdout.write(f"{options.folder}: {n_bytes / 1e9:.2f} GB in {time.perf_counter() - begun:.1f} s\n")
 
 

@@ -42,7 +42,7 @@ class Place:
 
     def __init__(self, path: Path, kind: str = "mtp", n_slots: int = 4) -> None:
         checkpoint = open_checkpoint(path)
-        self.blueprint = with_guesses(read_blueprint(checkpoint), checkpoint, kind, True)
+        self.blueprint = with_guesses(read_blueprint(checkpoint), checkpoint, kind)
         views = tensors_by_name(checkpoint, self.blueprint)
         request = PlanRequest(128, n_slots, cpu_facts(2), "f32", 32, page_tokens=16)
         self.sizes = state_sizes(self.blueprint, request)
@@ -99,9 +99,7 @@ def test_a_model_without_a_draft_layer_says_so():
     for name, sentence in (("qwen3.5", "there is no draft layer"), ("lfm2", "recurrent layers that cannot take guesses back")):
         checkpoint = open_checkpoint(TINY / name)
         with pytest.raises(UnsupportedError, match=sentence):
-            with_guesses(read_blueprint(checkpoint), checkpoint, "mtp", True)
-    with pytest.raises(UnsupportedError, match="not supported on GPUs yet"):
-        with_guesses(read_blueprint(checkpoint), checkpoint, "lookup", False)
+            with_guesses(read_blueprint(checkpoint), checkpoint, "mtp")
 
 
 def test_the_draft_layer_is_in_the_plan(tmp_path):

@@ -216,9 +216,10 @@ def test_wrong_numbers_of_rare_ops_are_refused(bench, rng):
             b.load(program)
 
 
-def test_a_delta_net_takes_back_what_was_guessed_wrong(bench, rng):
+@pytest.mark.parametrize("width", [8, 128])
+def test_a_delta_net_takes_back_what_was_guessed_wrong(bench, rng, width):
     """Rows of four tokens of which two, four and one count: their states are those of rows that ran so many."""
-    heads, width, taps, n = 2, 8, 4, 4
+    heads, taps, n = 2, 4, 4
     channels, state = 3 * heads * width, 4 * heads * width * width
     size = -(-(state + 4 * channels * (taps - 1)) // 64) * 64
     rows_at, slot_bytes = 64 + 2 * size, -(-(64 + 2 * size + 4 * n * (channels + 2 * heads)) // 64) * 64
@@ -251,7 +252,7 @@ def test_a_delta_net_takes_back_what_was_guessed_wrong(bench, rng):
     settled = run([(1, 9, n), (4, 20, n), (6, 3, n)], [*range(3 * n)], {1: 11, 4: 24, 6: 4})
     short = run([(1, 9, 2), (4, 20, 4), (6, 3, 1)], [0, 1, 4, 5, 6, 7, 8], {})
     for slot in (1, 4, 6):
-        assert np.array_equal(settled[slot], short[slot]), slot
+        assert np.allclose(settled[slot], short[slot], rtol=1e-5, atol=1e-6) and (not b.device.facts.is_host or np.array_equal(settled[slot], short[slot])), slot
 
 
 def test_a_guess_stands_behind_the_token_that_was_drawn(bench, rng):

@@ -1,4 +1,5 @@
-// What the kernels of rare.h's ops share: lookups in packed tables (src/dequantize.cu), attention over chosen blocks (src/attention/sparse.cu).
+// What the kernels of rare.h's ops share: lookups in packed tables (src/dequantize.cu), attention over chosen blocks (src/attention/sparse.cu),
+// guessed tokens (src/guess.cu).
 #pragma once
 #include "../../rare.h"
 #include "context.h"
@@ -11,5 +12,11 @@ int32_t launch_lookup(const Launch &l, const pk_tensor &table, int32_t n_rows, c
 int32_t launch_sparse(const Launch &l, const pk_op_sparse &op);
 int64_t sparse_scratch(const pk_ctx *ctx, const pk_op_sparse &op, const pk_state &state);
 int32_t check_sparse(const pk_op_sparse &op, const pk_state &state, int64_t at);
+
+int32_t launch_keep(const Launch &l, const pk_op_keep &op);
+int32_t launch_settle(const Launch &l, const pk_op_settle &op);
+int32_t launch_shift(const Launch &l);
+int32_t launch_guess(const Launch &l, const pk_op_guess &op);
+int32_t check_settle(const pk_op_settle &op, int64_t at);
 
 }  // namespace pk

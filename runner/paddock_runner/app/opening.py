@@ -113,7 +113,7 @@ def open_model(config: Config, path: Path) -> Opened:
 def plan_model(config: Config, path: Path, place: Place) -> Opened:
     """A model's header, and what the model takes at this place. Raises: FileError, UnsupportedError, UsageError, WontFit."""
     checkpoint = open_checkpoint(path)
-    blueprint = with_guesses(read_blueprint(checkpoint, config.task), checkpoint, config.guesses, place.facts.kind == "cpu")
+    blueprint = with_guesses(read_blueprint(checkpoint, config.task), checkpoint, config.guesses)
     views = tensors_by_name(checkpoint, blueprint)
     ctx = config.max_ctx_tokens
     if config.is_default("max_ctx_tokens"):

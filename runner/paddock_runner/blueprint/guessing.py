@@ -28,12 +28,10 @@ SHARED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head_head.we
 """What such a layer has in common with the model."""
 
 
-def with_guesses(blueprint: Blueprint, checkpoint: Checkpoint, kind: str, is_host: bool) -> Blueprint:
+def with_guesses(blueprint: Blueprint, checkpoint: Checkpoint, kind: str) -> Blueprint:
     """The blueprint with what guesses of that kind need. Raises: UnsupportedError naming what there is not."""
     if kind in ("auto", "off") or blueprint.pooling is not None:
         return blueprint
-    if not is_host:
-        raise UnsupportedError(f"--guesses {kind} is not supported on GPUs yet", "--device cpu, or leave it out", what=f"{kind} guesses")
     if not blueprint.may_take_back:
         raise UnsupportedError(f"{checkpoint.path}: --guesses {kind}: {blueprint.family} has recurrent layers that cannot take guesses back", what=f"{kind} guesses")
     max_guesses = (1 if kind == "mtp" else MAX_GUESSES) if blueprint.has_states else 0

@@ -88,7 +88,7 @@ class Engine:
         """Decoding requests whose every token waits for its mask."""
         self.masking = Masking(self)
         self.drafter = Drafter(
-            self, device.facts.has_drafts and (sizes.max_guesses > 0 or not sizes.recurrent_bytes) and self.policy.may_guess(self.run_ahead)
+            self, device.facts.has_drafts and (sizes.max_guesses > 0 or not sizes.recurrent_bytes)
         )
         self.in_flight: deque[Step] = deque()
         self.launched_seq = self.read_seq = 0

@@ -24,7 +24,7 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     """Loads the model and serves it; the device stays open. Raises: PaddockError."""
     channel = Channel.parse(order.channel)
     checkpoint = open_checkpoint(order.model)
-    blueprint = with_guesses(read_blueprint(checkpoint, order.task), checkpoint, order.guesses, bool(device.facts.is_host))
+    blueprint = with_guesses(read_blueprint(checkpoint, order.task), checkpoint, order.guesses)
     views = tensors_by_name(checkpoint, blueprint)
     stages.end("header")
     fill_device(device, order.sizes, order.kv_format, blueprint, views, stages=stages)

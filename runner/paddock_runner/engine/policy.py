@@ -66,15 +66,9 @@ class Policy:
     """The model guesses one token by a layer of its own (MTP) in every step; what came before is not looked up."""
     head_rate: float = 0.7
     """What is believed of such guesses before any was made, and again every so often."""
-    drafts_ahead: bool = False
-    """Guess on devices with run-ahead, too. Off: whether it pays there has not been measured."""
     draft_gap_us: float = 100.0
     """What it costs a step of a device with run-ahead that the next one cannot be enqueued before it has been read."""
     idle_release_s: float = 300.0
     """After so long without a request, memory of the page pool that holds nothing goes back to the device; 0: never."""
     device_timeout_s: float = 120.0
     """A step that takes longer has hung."""
-
-    def may_guess(self, run_ahead: int) -> bool:
-        """Whether tokens may be guessed on a device with that run-ahead."""
-        return self.drafts_ahead or not run_ahead

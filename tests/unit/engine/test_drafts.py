@@ -16,7 +16,7 @@ from tests.soak.rig import SIZES, Answer, Rig
 from tests.soak.test_soak import Storm
 
 BIG = replace(SIZES, n_slots=8, max_ctx_tokens=256, n_pages=513, max_step_tokens=256, max_step_rows=16)
-EAGER = Policy(draft_gain=0.0, draft_gap_us=0.0, drafts_ahead=True)
+EAGER = Policy(draft_gain=0.0, draft_gap_us=0.0)
 
 
 def ids(*tokens: int) -> bytes:
@@ -75,7 +75,7 @@ def expect(rig: Rig, oracle: Oracle, prompt: list[int], n: int, **more: object) 
 def test_guessing_starts_by_itself_when_it_pays_and_takes_fewer_steps(run_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle(1, 0.0)
     monkeypatch.setattr(drafts, "look_up", oracle)
-    rig = Rig(BIG, run_ahead=run_ahead, policy=Policy(drafts_ahead=True))
+    rig = Rig(BIG, run_ahead=run_ahead, policy=Policy())
     answer, expected = expect(rig, oracle, list(range(10)), 200)
     rig.run()
     assert answer.tokens == expected and rig.engine.drafter.accepted > 60
@@ -143,8 +143,3 @@ def test_a_storm_with_an_oracle_that_errs_answers_right(run_ahead: int, n_pages:
     assert scene.rig.engine.drafter.drafted > 0 or n_pages < 100
     scene.rig.close()
 
-
-def test_nobody_is_guessed_for_on_a_device_with_run_ahead() -> None:
-    ahead, none = Rig(BIG, run_ahead=2), Rig(BIG)
-    assert none.engine.drafter.is_on and not ahead.engine.drafter.is_on
-    ahead.close(), none.close()
