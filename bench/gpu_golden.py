@@ -14,10 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import struct
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
+from paddock_runner.blueprint.guessing import with_guesses
 from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
@@ -26,21 +29,25 @@ from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.state import StateSizes, state_layout
 from paddock_runner.pack.device import Device
 
+from tests.golden.drafted import MTP, N_PROMPT
+from tests.golden.drafted import folder as drafted_folder
 from tests.golden.teacher import Teacher
 from tests.golden.vectors import TASKS, Vectors, golden_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {"token by token": (1, 16), "small chunks": (23, 5), "one chunk": (30, 64)}
+DRAFT = 0.1
+"""How far below transformers' best (f32) a draft layer's guess may be in its logits, where bf16 decides between two that nearly tie."""
 FAR, VECTOR, SCORES = 1.5, 0.04, 0.056
 """How much larger than in bf16.json the largest distance may be; the largest relative distance of a vector, and of a pair of scores
 (transformers in bf16: 0.037 on qwen3-rank)."""
 
 
-def open_device(pack: Path, folder: Path) -> Device:
+def open_device(pack: Path, folder: Path, guesses: str = "off") -> Device:
     """A model on the GPU: one slot, bf16 keys and values."""
     checkpoint = open_checkpoint(folder)
-    blueprint = read_blueprint(checkpoint)
-    sizes = StateSizes(1, 512, 16, 33, blueprint.n_vocab, 64, 1, recurrent_bytes=state_layout(blueprint).slot_bytes)
+    blueprint = with_guesses(read_blueprint(checkpoint), checkpoint, guesses)
+    sizes = StateSizes(1, 512, 16, 33, blueprint.n_vocab, 64, 1, max_guesses=blueprint.max_guesses, recurrent_bytes=state_layout(blueprint).slot_bytes)
     return build_device(Assembly(pack, sizes, "f32" if "cpu" in pack.name else "bf16"), blueprint, tensors_by_name(checkpoint, blueprint))
 
 
@@ -85,6 +92,28 @@ def family(pack: Path, folder: Path) -> bool:
     return is_good
 
 
+def drafts(pack: Path, name: str) -> bool:
+    """A model's own draft layer along its golden's answer: how far each guess is from transformers' best, in log-probability."""
+    golden = np.load(MTP / name / "golden.npz")
+    ids, logits = golden["ids"].tolist(), golden["logits"].astype(np.float64)
+    with tempfile.TemporaryDirectory() as scratch:
+        device = open_device(pack, drafted_folder(name, Path(scratch)), "mtp")
+        try:
+            teacher, far, n_same = Teacher(device, 7), [], 0
+            teacher.begin(ids[:N_PROMPT])
+            for position in range(N_PROMPT - 1, len(ids) - 2):
+                at = device.state.tokens + 4 * (position + 2)
+                guess, row = struct.unpack("i", device.read(at, 4))[0], logits[position]
+                n_same += teacher.token == ids[position + 1]
+                far.append(float(row.max() - row[guess]) if 0 <= guess < len(row) else float("inf"))
+                teacher.follow(ids[position + 1])
+        finally:
+            device.close()
+    is_good = max(far) <= DRAFT
+    sys.stdout.write(f"{'ok  ' if is_good else 'FAIL'}  {name:18} guesses are {max(far):.4f} from transformers' best at most; {n_same} of {len(far)} draws are its own\n")
+    return is_good
+
+
 def vectors(pack: Path, folder: Path) -> bool:
     """A model that gives vectors, in batches: the largest relative distance of one from transformers' in f32, and the largest of 1 - cosine."""
     prompts, want = golden_of(folder.name)
@@ -112,6 +141,7 @@ def main() -> None:
     folders = sorted(p.parent for p in options.folder.glob("*/golden.npz"))
     good = [family(options.pack, p) for p in folders if not options.only or p.name in options.only]
     folders = sorted(p.parent for p in (options.folder.parent / "encoders").glob("*/golden.npz"))
+    good += [drafts(options.pack, p.parent.name) for p in sorted(MTP.glob("*/golden.npz")) if not options.only or p.parent.name in options.only]
     good += [vectors(options.pack, p) for p in folders if not options.only or p.name in options.only]
     sys.stdout.write(f"{sum(good)} of {len(good)} families\n")
     raise SystemExit(0 if all(good) else 1)

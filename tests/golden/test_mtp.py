@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import struct
 from pathlib import Path
 
@@ -19,22 +17,11 @@ from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.plan import PlanRequest, cpu_facts, plan, state_sizes
 from paddock_runner.pack.library import find_pack
 
+from tests.golden.drafted import MTP, N_PROMPT, folder
 from tests.golden.gguf_of import convert
 from tests.golden.teacher import Teacher
 from tests.golden.test_tiny import TINY, log_softmax
 from tests.soak.rig import Rig
-
-MTP = TINY.parent / "mtp"
-N_PROMPT = 25
-
-
-def folder(name: str, tmp_path: Path) -> Path:
-    """The tiny model with its draft layer in a second file."""
-    out = Path(shutil.copytree(TINY / name, tmp_path / name))
-    shutil.copy(MTP / name / "mtp.safetensors", out / "mtp.safetensors")
-    where = {key: file for file in ("model.safetensors", "mtp.safetensors") for key in open_checkpoint(out / file).tensors}
-    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    return out
 
 
 class Place:

@@ -2,9 +2,9 @@
 
 The sampler is a function of (seed, position), so a row that draws after each of its tokens finds exactly what steps of one token would have
 found; guesses change the pace, never the answer. Whether they pay is measured: each request is looked at now and then as if it had been
-guessed for; it is switched over when its share of right guesses, at the cost of a token that the cost model has learned, makes the whole
-step worth more. While anybody is guessed for, steps go one at a time, because a guess starts from the last token.
-Source of the look-up: Saxena, Prompt Lookup Decoding, 2023.
+guessed for; it is switched over when its share of right guesses, at what steps with guesses were seen to take, makes the whole
+step worth more, and back when it no longer does, or when there is nothing to guess for a while. While anybody is guessed for, steps go one at a time,
+because a guess starts from the last token. Source of the look-up: Saxena, Prompt Lookup Decoding, 2023.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .guess import WINDOW_TOKENS, common, look_up
 from .request import Phase, Request
+from .worth import Worth, expected
 
 if TYPE_CHECKING:
     from .loop import Engine
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 PROBE_HEAD_TOKENS = 256
 """After so many tokens a model's own guesses are tried again for a request where they did not pay."""
-FADE = 0.99
-"""What is believed of the cost of guesses fades with each look, so that it is measured again some day."""
+BLANK_STEPS = 4
+"""Steps in a row with nothing to guess for a request, after which it has a standing row again."""
 
 
 class Drafter:
     """Who is guessed for, and with how many tokens."""
 
-    __slots__ = ("_counts", "_engine", "_extra_us", "_turn", "accepted", "drafted", "is_on", "requests")
+    __slots__ = ("_counts", "_engine", "_turn", "accepted", "drafted", "is_on", "requests", "worth")
 
     def __init__(self, engine: Engine, is_on: bool) -> None:
         self._engine = engine
@@ -38,8 +39,7 @@ class Drafter:
         self.requests: list[Request] = []
         """Those without a standing row, because they are guessed for."""
         self.drafted = self.accepted = self._turn = 0
-        self._extra_us = 0.0
-        """What guesses add to a step, as measured; 0 while that is not known."""
+        self.worth = Worth()
 
     def may_guess(self, request: Request) -> bool:
         """Masks and best tokens need one token at a time."""
@@ -52,18 +52,20 @@ class Drafter:
 
     # ---- whether it pays ----
 
-    def value(self, rate: float, n: int, n_rows: int) -> float:
-        """Tokens per time with n guesses in one of n_rows rows, against none."""
-        cost = self._engine.scheduler.cost
-        base = cost.decode_us(n_rows)
-        gap = self._engine.policy.draft_gap_us if self._engine.run_ahead else 0.0
-        extra = max(cost.chunk_us(n, 0) + gap, self._extra_us)
-        expected = rate * (1 - rate**n) / (1 - rate) if rate < 1 else n
-        return (n_rows + expected) / n_rows * base / (base + extra)
+    def value(self, n_rows: int, n_guesses: int, n_more: float) -> float:
+        """Tokens per time of a step of n_rows rows with guesses that bring n_more tokens, against one without."""
+        engine = self._engine
+        cost = engine.scheduler.cost
+        base = self.worth.plain_us(n_rows, cost.decode_us(n_rows))
+        believed = cost.chunk_us(n_guesses, 0) + (engine.policy.draft_gap_us if engine.run_ahead else 0.0)
+        return (n_rows + n_more) / n_rows * base / (base + self.worth.extra_us(n_rows, n_guesses, believed))
 
-    def best(self, rate: float, n_rows: int) -> tuple[float, int]:
-        """The number of guesses that is worth most, and what it is worth."""
-        return max((self.value(rate, n, n_rows), n) for n in self._counts)
+    def best(self, rates: list[float], n_rows: int) -> tuple[float, int]:
+        """How many tokens are best guessed for each of those with these rates, and what that is worth."""
+        found = (0.0, 0)
+        for n in self._counts:
+            found = max(found, (self.value(n_rows, n * len(rates), sum(expected(rate, n) for rate in rates)), n))
+        return found
 
     def consider(self) -> None:
         """Looks at one standing request as if it had been guessed for; switches it over when that would pay."""
@@ -78,77 +80,85 @@ class Drafter:
         if request is None or request.phase != Phase.DECODE or not self.may_guess(request):
             return
         most = max(self._counts)
-        if slots.launched(request.slot) < request.guess.next_probe:
+        guess = request.guess
+        if slots.launched(request.slot) < guess.next_probe:
             return
         n_known = engine.given_tokens(request) + request.prompt_tokens
-        request.guess.next_probe = n_known + most
+        guess.next_probe = n_known + most
         if engine.policy.draft_head:
-            request.guess.rate = engine.policy.head_rate
+            guess.rate = engine.policy.head_rate
             self._switch(request, n_known, n_rows)
             return
-        self._extra_us *= FADE
         if n_known - most <= request.prompt_tokens:
             return
         text = slots.tokens_of(request, max(0, n_known - WINDOW_TOKENS), n_known)
         cut = len(text) - 4 * most
-        guess = look_up(text[:cut], most)
-        request.guess.see(common(guess, text[cut:]), len(guess) // 4 or 1)
+        found = look_up(text[:cut], most)
+        guess.see(common(found, text[cut:]), len(found) // 4 or 1)
         self._switch(request, n_known, n_rows)
 
     def _switch(self, request: Request, n_known: int, n_rows: int) -> None:
         """From now on it is guessed for, if that would pay."""
         engine, slots = self._engine, self._engine.slots
-        if self.best(request.guess.rate, n_rows)[0] > engine.policy.draft_gain:
-            slots.leave(request.slot)
-            slots.mark(request, slots.launched(request.slot))
-            request.guess.last_seq = engine.launched_seq
-            slots.read_length[request.slot] = n_known
-            self.requests.append(request)
+        rates = [r.guess.rate for r in self.requests]
+        worth, n = self.best([*rates, request.guess.rate], n_rows)
+        gain = engine.policy.draft_gain
+        need = min(1.0, gain) * self.best(rates, n_rows)[0] if rates else gain
+        if worth <= need:
+            self.worth.fade(n_rows, n * (len(rates) + 1))
+            return
+        slots.leave(request.slot)
+        slots.mark(request, slots.launched(request.slot))
+        request.guess.begin(engine.launched_seq)
+        slots.read_length[request.slot] = n_known
+        self.requests.append(request)
+
+    def _stop(self, request: Request, n_known: int) -> None:
+        """It has a standing row again, and is left alone for a while if guesses did not pay."""
+        guess = request.guess
+        self.requests.remove(request)
+        if self._engine.policy.draft_head:
+            guess.next_probe = n_known + PROBE_HEAD_TOKENS
+        else:
+            guess.next_probe = n_known + guess.pause()
+        self._engine.slots.join(request, n_known - 1)
 
     # ---- rows ----
 
     def rows(self, has_prefill: bool) -> list[tuple[int, int]]:
         """(slot, tokens) of the rows of a step, guesses staged; with prefill beside them nobody is guessed for."""
         engine = self._engine
-        slots, sizes = engine.slots, engine.sizes
-        found = []
-        room = sizes.max_step_rows - len(slots.decode) - len(self.requests) - len(engine.masked)
-        room = min(room, sizes.max_step_tokens - len(slots.decode) - len(self.requests) - len(engine.masked))
+        slots, sizes, policy = engine.slots, engine.sizes, engine.policy
         n_rows = len(slots.decode) + len(self.requests)
-        for request in list(self.requests):
+        room = min(sizes.max_step_rows, sizes.max_step_tokens) - n_rows - len(engine.masked)
+        ready = [r for r in self.requests if r.guess.last_seq <= engine.read_seq]
+        worth, most = self.best([r.guess.rate for r in ready], n_rows)
+        is_worth = worth >= min(1.0, policy.draft_gain)
+        found = []
+        for request in ready:
             slot = request.slot
-            if request.guess.last_seq > engine.read_seq:
-                continue
             n_known = int(slots.read_length[slot])
             slots.mark(request, n_known - 1)
-            worth, n = self.best(request.guess.rate, n_rows)
-            if worth < min(1.0, engine.policy.draft_gain):
-                self.requests.remove(request)
-                request.guess.next_probe = n_known + (PROBE_HEAD_TOKENS if engine.policy.draft_head else 8 * n)
-                slots.join(request, n_known - 1)
+            if not is_worth or request.guess.n_blank >= BLANK_STEPS:
+                self._stop(request, n_known)
                 continue
             assert request.holding is not None
-            n = min(n, room, len(request.holding.pages) * sizes.page_tokens - n_known, request.max_length - n_known - 1)
-            guess = b""
-            if engine.policy.draft_head:
-                n_head = int(n > 0 and not has_prefill)  # the guess stands in the slot's text already
-                room -= n_head
-                found.append((slot, 1 + n_head))
-                continue
-            if n > 0 and not has_prefill:
-                guess = look_up(slots.tokens_of(request, max(0, n_known - WINDOW_TOKENS), n_known), n)
-            if guess:
-                slots.write_text(slot, n_known, guess)
-                room -= len(guess) // 4
-            elif not has_prefill:
-                request.guess.see(0, 1)
-            found.append((slot, 1 + len(guess) // 4))
+            n = min(most, room, len(request.holding.pages) * sizes.page_tokens - n_known, request.max_length - n_known - 1)
+            n = 0 if has_prefill else self._stage(request, n_known, n)
+            room -= n
+            found.append((slot, 1 + n))
         return found
 
-    def see(self, n_rows: int, us: float) -> None:
-        """Learns from a step with guesses. The cost model does not: what they add is not what prefill adds."""
-        extra = max(0.0, us - self._engine.scheduler.cost.decode_us(n_rows))
-        self._extra_us += 0.1 * (extra - self._extra_us) if self._extra_us else extra
+    def _stage(self, request: Request, n_known: int, n: int) -> int:
+        """How many of n guesses there are for a request; they stand in its text."""
+        slots = self._engine.slots
+        if n <= 0 or self._engine.policy.draft_head:  # the model's own guess stands there already
+            return max(n, 0)
+        guess = look_up(slots.tokens_of(request, max(0, n_known - WINDOW_TOKENS), n_known), n)
+        request.guess.n_blank = 0 if guess else request.guess.n_blank + 1
+        if guess:
+            slots.write_text(request.slot, n_known, guess)
+        return len(guess) // 4
 
     def launched(self, rows: list[tuple[int, int]], seq: int) -> None:
         """A step with these rows has been given."""
@@ -169,7 +179,6 @@ class Drafter:
             slots.mark(request, n_known - 1)
             if n > 1:
                 request.guess.see(n_right, n - 1)
-                request.guess.drafted += n - 1
-                request.guess.accepted += n_right
+                request.guess.count(n - 1, n_right)
                 self.drafted += n - 1
                 self.accepted += n_right

@@ -176,10 +176,12 @@ class Engine:
         self.last_took_ns = now - max(step.launched_ns, self.last_done_ns) - step.waited_ns
         if step.n_brought and self.ledger.tree.tiers is not None:
             self.ledger.tree.tiers.see(step.n_brought, self.last_took_ns / 1000 - step.price_us)
-        elif any(n > 1 for _, n in step.drafts):
-            self.drafter.see(step.n_decode, self.last_took_ns / 1000)
+        elif step.drafts and not step.n_prefill:
+            self.drafter.worth.see(step.n_decode, sum(n - 1 for _, n in step.drafts), step.period_us(now, self.last_done_ns))
         elif not (step.waited_ns and self.run_ahead) and (seq < SEE_FIRST or seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0):
             self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self.last_took_ns / 1000)
+        if self.drafter.is_on and step.is_plain and not step.n_prefill and not step.n_brought:
+            self.drafter.worth.see_plain(step.n_decode, step.period_us(now, self.last_done_ns))
         self.last_done_ns = now
         if is_eventful:
             for i in np.flatnonzero(block[:, 2]).tolist():
@@ -307,7 +309,7 @@ class Engine:
         n_in_flight = len(self.in_flight)
         has_prefill = scheduler.has_prefill
         drafter = self.drafter
-        if drafter.is_on and not has_prefill and self.launched_seq % CONSIDER_EVERY == 0:
+        if drafter.is_on and not has_prefill and (self.launched_seq % CONSIDER_EVERY == 0 or drafter.requests):
             drafter.consider()
         self._ahead = (
             0 if drafter.requests else min(1, self.run_ahead) if has_prefill or self.masked else self.run_ahead

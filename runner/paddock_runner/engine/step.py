@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from .request import Request
 
+PAUSE_NS = 1_000_000
+"""A step that was launched later than this after the one before ended did not wait for the host alone."""
+
 
 class Step:
     """A launched step, until its results are read."""
@@ -43,3 +46,8 @@ class Step:
         self.held: Sequence[Request] = ()
         """Requests whose rows wait for a mask, until the second half has been given."""
         self.firsts: list[Request] | None = None
+
+    def period_us(self, now_ns: int, last_done_ns: int) -> float:
+        """From the end of the step before, the host's share between them included, or from its launch if there was nothing to do."""
+        begun_ns = self.launched_ns if self.launched_ns - last_done_ns > PAUSE_NS else last_done_ns
+        return (now_ns - begun_ns) / 1000
