@@ -27,6 +27,7 @@ from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.errors import PaddockError
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.state import StateSizes, state_layout
+from paddock_runner.pack import abi
 from paddock_runner.pack.device import Device
 
 from tests.golden.drafted import MTP, N_PROMPT
@@ -99,7 +100,7 @@ def drafts(pack: Path, name: str) -> bool:
     with tempfile.TemporaryDirectory() as scratch:
         device = open_device(pack, drafted_folder(name, Path(scratch)), "mtp")
         try:
-            teacher, far, n_same = Teacher(device, 7), [], 0
+            teacher, far, n_same = Teacher(device, 7, abi.PK_ROW_SAMPLE | abi.PK_ROW_DRAFT), [], 0
             teacher.begin(ids[:N_PROMPT])
             for position in range(N_PROMPT - 1, len(ids) - 2):
                 at = device.state.tokens + 4 * (position + 2)

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "4284f8d81bc80712"
+#define PK_ABI_DIGEST "f4b8754ace0d401a"

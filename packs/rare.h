@@ -152,11 +152,13 @@ typedef struct pk_op_shift {
 } pk_op_shift;
 
 /* After COMMIT: tokens[slot][length + 1] = the largest logit (the lowest index of equals) after the row's last token, for every row that drew one
- * and whose text has room. A draft row of two tokens then checks it. */
+ * and whose text has room. A draft row of two tokens then checks it. What serves the guess alone, the records from number `first` on to this one, is left
+ * out of a step in which every row has one token and none is a draft row. */
 typedef struct pk_op_guess {
     int32_t op;
     int32_t size;
     pk_tensor logits;  /* [S,V] f32 */
+    int64_t first;
 } pk_op_guess;
 
 /* ---- steps in two halves, for rows whose mask depends on the token before ---- */

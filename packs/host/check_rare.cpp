@@ -108,7 +108,8 @@ class RareChecker : Checks {
     int32_t guess(const pk_op_guess &op) const {
         if (int32_t status = table("logits", op.logits, PK_F32)) return status;
         if (int32_t status = symbol("logits", op.logits, PK_ROWS_S)) return status;
-        return equal("logits width", op.logits.cols, "n_vocab", state_.n_vocab);
+        if (int32_t status = equal("logits width", op.logits.cols, "n_vocab", state_.n_vocab)) return status;
+        return range("the first record that serves it", op.first, 0, index_);
     }
 
     int32_t sparse(const pk_op_sparse &op) const {

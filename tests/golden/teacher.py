@@ -14,8 +14,8 @@ N_TOP = 20
 class Teacher:
     """Slot 0 of a device, driven with hand-made step inputs. Pages 1, 2, ... are the slot's."""
 
-    def __init__(self, device: Device, chunk: int) -> None:
-        self.device, self.chunk, self.seq = device, chunk, 0
+    def __init__(self, device: Device, chunk: int, flags: int = abi.PK_ROW_SAMPLE) -> None:
+        self.device, self.chunk, self.flags, self.seq = device, chunk, flags, 0
 
     def _step(self, new: list, rows: list, pages: list, texts: list, payload: list[int], n_samples: int) -> None:
         self.seq += 1
@@ -50,7 +50,7 @@ class Teacher:
 
     def follow(self, token: int) -> dict[int, float]:
         """Feeds `token` as the next input (whatever was drawn); log-probabilities after it."""
-        self._step([], [(0, 1, abi.PK_ROW_SAMPLE, 0)], [], [(0, self.length, 1, 0)], [token], 1)
+        self._step([], [(0, 1, self.flags, 0)], [], [(0, self.length, 1, 0)], [token], 1)
         self.length += 1
         return self._best()
 

@@ -15,6 +15,7 @@ from paddock_runner.engine.policy import Policy
 from paddock_runner.errors import UnsupportedError
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.plan import PlanRequest, cpu_facts, plan, state_sizes
+from paddock_runner.pack import abi
 from paddock_runner.pack.library import find_pack
 
 from tests.golden.drafted import MTP, N_PROMPT, folder
@@ -50,7 +51,7 @@ def test_guesses_are_those_of_transformers(name, chunk, form, tmp_path):
     path = folder(name, tmp_path)
     place = Place(convert(path, tmp_path / "model.gguf") if form == "gguf" else path)
     try:
-        teacher = Teacher(place.device, chunk)
+        teacher = Teacher(place.device, chunk, abi.PK_ROW_SAMPLE | abi.PK_ROW_DRAFT)
         teacher.begin(ids[:N_PROMPT])
         for position in range(N_PROMPT - 1, len(ids) - 2):
             assert teacher.token == ids[position + 1], "the model's own greedy tokens"

@@ -266,7 +266,7 @@ def test_a_guess_stands_behind_the_token_that_was_drawn(bench, rng):
     logits = b.upload(logits64, abi.PK_F32, abi.PK_ROWS_S)
     program = Program()
     program.shift()
-    program.guess(logits)
+    program.guess(logits, 0)
     b.run(program, n, 3)
     text = b.get("tokens", 8 * 257).reshape(8, 257)
     assert [text[2, 12], text[3, 8]] == np.argmax(logits64[:2], axis=1).tolist() and text[5, 3] == (5 * 257 + 3) % 90

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../../host/format.h"
+#include "../../host/guess.h"
 #include "../../pack_digest.h"
 #include "isa.h"
 #include "matmul.h"
@@ -163,7 +164,10 @@ int32_t run_record(Run &run, const Record &record) {
 int32_t walk(pk_program *program, Run &run, int64_t first, int64_t end, float *us) {
     if (first == 0)
         for (Angles &a : program->angles) a.n_ready = 0;
+    const GuessPart guess = guess_part(program->records);
+    const bool is_left_out = run.step && !runs_guess(*run.step);
     for (int64_t i = first; i < end; ++i) {
+        if (is_left_out && i >= guess.first && i < guess.end) continue;
         int32_t which = program->angles_of[i];
         run.angles = which < 0 ? nullptr : &program->angles[which];
         Clock::time_point start = us ? Clock::now() : Clock::time_point{};

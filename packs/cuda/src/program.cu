@@ -1,6 +1,7 @@
 // Loading, capturing and running programs.
 #include "program.h"
 
+#include "../../host/guess.h"
 #include "../../rare.h"
 
 #include <sched.h>
@@ -69,7 +70,9 @@ bool is_end(const Record &r) { return r.op == PK_OP_PREPARE || r.op == PK_OP_COM
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
 int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends) {
     int32_t status = PK_OK;
+    const GuessPart guess = guess_part(p.records);
     for (int64_t i = first; i < end && !status; ++i) {
+        if (l.decode_only && with_ends && i >= guess.first && i < guess.end) continue;
         if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
         if (status) break;
         const persist::Run *run = l.share ? nullptr : persist::find_run(p.plans, l, i);
@@ -268,6 +271,7 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     std::sort(sizes.begin(), sizes.end());
     sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
     const bool is_step = has_op(p, PK_OP_PREPARE);
+    p.guesses = has_op(p, PK_OP_GUESS);
     // A single product in a step is as fast on its own; programs that are run piece by piece may consist of one.
     const Launch lone = launch_of(p, 1, 1, true, false, false);
     p.mixtures = find_mixtures(lone, p.records);
@@ -330,7 +334,7 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
             if (cudaError_t e = cudaStreamQuery(p.ctx->stream); e != cudaErrorNotReady && e != cudaSuccess) return check(e, "step");
     std::memcpy(p.ring + p.n_begun % kRing * p.ring_bytes, input, bytes);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    const bool decode = bucket->decode.exec && input->n_rows == input->n_tokens;
+    const bool decode = bucket->decode.exec && input->n_rows == input->n_tokens && !(p.guesses && runs_guess(step));
     p.shared_rows.write(step);
     const bool shared = decode && bucket->shared.exec && p.shared_rows.any(step);
     pk_program::Graph &graph = shared ? bucket->shared : decode ? bucket->decode : bucket->mixed;

@@ -45,6 +45,7 @@ struct pk_program {
     uint64_t n_begun = 0;
     uint64_t first_seq = 0;
     bool overlap = false;
+    bool guesses = false;           // steps with draft rows run records that others leave out
     pk::SharedRows shared_rows;
 };
 

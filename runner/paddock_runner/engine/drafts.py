@@ -153,7 +153,7 @@ class Drafter:
         """How many of n guesses there are for a request; they stand in its text."""
         slots = self._engine.slots
         if n <= 0 or self._engine.policy.draft_head:  # the model's own guess stands there already
-            return max(n, 0)
+            return max(n, 0) if request.guess.has_own else 0
         guess = look_up(slots.tokens_of(request, max(0, n_known - WINDOW_TOKENS), n_known), n)
         request.guess.n_blank = 0 if guess else request.guess.n_blank + 1
         if guess:
@@ -177,6 +177,7 @@ class Drafter:
             n_known = int(slots.read_length[slot])
             n_right = max(0, n_known - slots.launched(slot) - 2)
             slots.mark(request, n_known - 1)
+            request.guess.has_own = True
             if n > 1:
                 request.guess.see(n_right, n - 1)
                 request.guess.count(n - 1, n_right)

@@ -28,19 +28,21 @@ def look_up(text: bytes, n: int) -> bytes:
 class Guess:
     """What is known of one request: share of right guesses, and totals. next_probe: tokens at which it is looked at again."""
 
-    __slots__ = ("_begun", "_pause", "accepted", "drafted", "last_seq", "n_blank", "next_probe", "rate")
+    __slots__ = ("_begun", "_pause", "accepted", "drafted", "has_own", "last_seq", "n_blank", "next_probe", "rate")
 
     def __init__(self) -> None:
         self.rate = 0.0
         self.drafted = self.accepted = self.next_probe = self.n_blank = 0
         self.last_seq = 0
         """The last step that may have a row of it."""
+        self.has_own = False
+        """The model's own guess stands behind the last token: it is made in steps with a row that checks guesses."""
         self._begun = (0, 0)
         self._pause = PAUSE_TOKENS
 
     def begin(self, seq: int) -> None:
         """It is guessed for from now on; steps up to `seq` have other rows of it."""
-        self.last_seq, self.n_blank = seq, 0
+        self.last_seq, self.n_blank, self.has_own = seq, 0, False
         self._begun = (self.drafted, self.accepted)
 
     def pause(self) -> int:

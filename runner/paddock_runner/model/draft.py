@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..blueprint.blueprint import Blueprint, Layer
+from ..pack import abi
 from ..pack.program import Epilogue, Program
 from .site import Site, norm
 
@@ -24,10 +25,11 @@ def draft_token(program: Program, blueprint: Blueprint, draft: Layer, site: Site
     program.matmul(pair, [w["draft_fc.weight"]], residual)
     norm(program, blueprint, site, at + "attn_norm", residual, normed)
     parts[0](program, blueprint, draft, blueprint.n_layers, site)
+    last = max(i for i, record in enumerate(program.records) if record.op in (abi.PK_OP_ATTENTION, abi.PK_OP_SPARSE))
     norm(program, blueprint, site, at + "ffn_norm", residual, normed)
     parts[1](program, blueprint, draft, at, site)
     program.gather(residual, buffers["last"])
     norm(program, blueprint, site, "draft_norm", buffers["last"], buffers["last_normed"])
     head = w["embed.weight"] if blueprint.tied_head else w["head.weight"]
     program.matmul(buffers["last_normed"], [head], buffers["logits"], (), Epilogue(scale=blueprint.logit_scale, softcap=blueprint.logit_softcap))
-    program.guess(buffers["logits"])
+    program.guess(buffers["logits"], 1 + last)

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "4284f8d81bc80712"
+DIGEST = "f4b8754ace0d401a"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -752,6 +752,7 @@ class pk_op_guess(Structure):
         ("op", c_int32),
         ("size", c_int32),
         ("logits", pk_tensor),
+        ("first", c_int64),
     ]
 PK_ROW_HELD = 128
 

@@ -408,9 +408,9 @@ class Program:
         """Every token of the step becomes the one that follows it. See pk_op_shift."""
         self._add(abi.pk_op_shift, abi.PK_OP_SHIFT, {})
 
-    def guess(self, logits: Tensor) -> None:
-        """The likeliest token of logits[S,V] becomes the guess after the one just drawn. See pk_op_guess."""
-        self._add(abi.pk_op_guess, abi.PK_OP_GUESS, {"logits": logits})
+    def guess(self, logits: Tensor, first: int) -> None:
+        """The likeliest token of logits[S,V] becomes the guess after the one just drawn. first: number of the first record that serves it alone. See pk_op_guess."""
+        self._add(abi.pk_op_guess, abi.PK_OP_GUESS, {"logits": logits}, first=first)
 
     def keep(self, inputs: tuple[Tensor, Tensor, Tensor], from_offset: int, kept: Kept) -> None:
         """What a delta net of qkv, b and a needs to take guesses back. See pk_op_keep."""

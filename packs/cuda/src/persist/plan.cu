@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../../../host/guess.h"
 #include "../../include/format/unit.cuh"
 #include "../../include/gemm.cuh"
 
@@ -321,11 +322,12 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
         std::vector<int64_t> packets;
     };
     std::vector<Made> made;
+    const int64_t guess = guess_part(records).first;  // from there on it is left out
     auto is_taken = [&](int64_t i) { return std::any_of(taken.begin(), taken.end(), [i](const auto &range) { return range.first <= i && i < range.second; }); };
     for (int64_t i = 0; i < records.n();) {
         Building b;
         int64_t next = i;
-        for (; next < records.n() && !is_taken(next);) {
+        for (; next < records.n() && !is_taken(next) && (next == i || next != guess);) {
             Draft d;
             if (!read_phase(l, records, next, &d) || !b.add(d)) break;
             next += d.n_records;
