@@ -7,6 +7,7 @@ family is outside what bf16 explains.
 Weights and activations are bf16 here and f32 there. tests/golden/bf16.json holds how far transformers itself is off in bf16 (median and
 largest distance per family; tests/golden/make_bf16.py): a family passes when its median is no larger than that over the positions that the
 mode measures, and its largest distance within half as much again of the largest at any position. Where a router's scores nearly tie, another expert may be chosen: that is what the largest distances of mixtures show.
+A family whose attention chooses blocks may be as far off at its largest as f32 is with weights moved by half a step of bf16 ("moved" in bf16.json): there blocks nearly tie.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def family(pack: Path, folder: Path) -> bool:
         try:
             found = distances(device, folder / "golden.npz", n_prompt, chunk)
             middle, most = statistics.median(found), max(found)
-            is_good = is_good and middle <= limit and most <= FAR * far
+            is_good = is_good and middle <= limit and most <= max(FAR * far, *limits.get("moved", (0.0,)))
             told.append(f"{name} {middle:.4f} of {limit} (max {most:.4f} of {far})")
         except (PaddockError, AssertionError) as error:
             is_good = False
