@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "f4b8754ace0d401a"
+#define PK_ABI_DIGEST "1d079bd3cccb4fc6"

@@ -13,10 +13,12 @@ typedef enum pk_rare_op {
     PK_OP_DILATED = 68,  /* causal convolution over every few tokens */
     PK_OP_SPARSE = 69,   /* attention over the blocks of tokens that an index chooses */
     PK_OP_DELTA_SIGMOID = 70, /* a pk_op_delta whose output is gated by sigmoid(z) instead of silu(z) */
-    PK_OP_KEEP = 71,          /* draft rows: what a gated delta net needs to take guesses back */
+    PK_OP_KEEP = 71,          /* draft rows: what a layer with a state needs to take guesses back */
     PK_OP_SETTLE = 72,        /* draft rows: a gated delta net as it is after the guesses that were right */
     PK_OP_SHIFT = 73,         /* every token of the step becomes the one that follows it */
-    PK_OP_GUESS = 74          /* a guess at the token after the one just drawn */
+    PK_OP_GUESS = 74,         /* a guess at the token after the one just drawn */
+    PK_OP_SETTLE_MAMBA = 75,  /* SETTLE for a pk_op_mamba */
+    PK_OP_SETTLE_CONV = 76    /* SETTLE for a pk_op_conv */
 } pk_rare_op;
 
 /* out = x * softplus(g), softplus(v) = log(1 + exp(v)); g has n columns, each of which counts for N / n neighbours of x. */
@@ -115,14 +117,15 @@ typedef struct pk_op_sparse {
     int32_t reserved;
 } pk_op_sparse;
 
-/* Before a pk_op_delta, for every draft row: the n_bytes of the slot's state from from_offset on are copied to kept_offset, and the row's
- * inputs (at most max_tokens) to rows_offset: max_tokens of [C] qkv, then of [H] b, then of [H] a, all f32. */
+/* Before a pk_op_delta, pk_op_mamba or pk_op_conv, for every draft row: the n_bytes of the slot's state from from_offset on are copied to kept_offset,
+ * and the row's inputs (at most max_tokens) to rows_offset: max_tokens of [C] x, then of [H] b, then of [H] a, all f32. x: qkv, xbc, or a convolution's
+ * three parts; b: or a mamba's dt. n_bytes is a multiple of 16. Score rows are no draft rows here: nothing of them is taken back. */
 typedef struct pk_op_keep {
     int32_t op;
     int32_t size;
-    pk_tensor qkv;  /* [T,C] */
-    pk_tensor b;    /* [T,H] f32 */
-    pk_tensor a;    /* [T,H] f32 */
+    pk_tensor x;    /* [T,C] */
+    pk_tensor b;    /* [T,H] f32, or absent */
+    pk_tensor a;    /* [T,H] f32, or absent */
     int64_t from_offset;
     int64_t n_bytes;
     int64_t kept_offset;
@@ -144,6 +147,32 @@ typedef struct pk_op_settle {
     int32_t max_tokens;
     int32_t reserved;
 } pk_op_settle;
+
+/* The same for a Mamba 2 layer. */
+typedef struct pk_op_settle_mamba {
+    int32_t op;
+    int32_t size;
+    pk_op_mamba mamba;
+    int64_t from_offset;
+    int64_t n_bytes;
+    int64_t kept_offset;
+    int64_t rows_offset;
+    int32_t max_tokens;
+    int32_t reserved;
+} pk_op_settle_mamba;
+
+/* The same for a gated short convolution. */
+typedef struct pk_op_settle_conv {
+    int32_t op;
+    int32_t size;
+    pk_op_conv conv;
+    int64_t from_offset;
+    int64_t n_bytes;
+    int64_t kept_offset;
+    int64_t rows_offset;
+    int32_t max_tokens;
+    int32_t reserved;
+} pk_op_settle_conv;
 
 /* After COMMIT: token_id[t] = the token at position token_position[t] + 1 of the slot's text, for what reads token_id after it. */
 typedef struct pk_op_shift {

@@ -240,42 +240,6 @@ class Checker : Checks {
             if (int32_t status = equal("x width", op.x.cols, "g width", op.g.cols)) return status;
         return like("x", op.x, "out", op.out);
     }
-
-    int32_t conv(const pk_op_conv &op) const {
-        if (!state_.recurrent) return fail(PK_BAD_ARG, "op %lld (%s): the state has no recurrent memory", (Long)index_, name_);
-        if (int32_t status = range("conv_width", op.conv_width, 2, 16)) return status;
-        if (int32_t status = activation("x", op.x)) return status;
-        if (int32_t status = activation("out", op.out)) return status;
-        if (int32_t status = symbol("x", op.x, PK_ROWS_T)) return status;
-        if (int32_t status = symbol("out", op.out, PK_ROWS_T)) return status;
-        if (int32_t status = equal("x width", op.x.cols, "three times the out width", 3 * op.out.cols)) return status;
-        if (int32_t status = vector("conv", op.conv, op.out.cols * op.conv_width)) return status;
-        if (op.bias.data)
-            if (int32_t status = vector("bias", op.bias, op.out.cols)) return status;
-        return part("the convolution's tail", op.conv_offset, 4 * op.out.cols * (op.conv_width - 1));
-    }
-
-    int32_t mamba(const pk_op_mamba &op) const {
-        if (!state_.recurrent) return fail(PK_BAD_ARG, "op %lld (%s): the state has no recurrent memory", (Long)index_, name_);
-        if (int32_t status = range("n_heads", op.n_heads, 1, 1 << 12)) return status;
-        if (int32_t status = range("n_groups", op.n_groups, 1, op.n_heads)) return status;
-        if (int32_t status = equal("n_heads modulo n_groups", op.n_heads % op.n_groups, "wanted", 0)) return status;
-        if (int32_t status = range("head_width", op.head_width, 1, support_.max_head_width)) return status;
-        if (int32_t status = range("state_width", op.state_width, 1, support_.max_head_width)) return status;
-        if (int32_t status = range("conv_width", op.conv_width, 2, 16)) return status;
-        int64_t values = (int64_t)op.n_heads * op.head_width, channels = values + 2 * (int64_t)op.n_groups * op.state_width;
-        if (int32_t status = range("n_norms", op.n_norms, 1, values)) return status;
-        if (int32_t status = equal("values modulo n_norms", values % op.n_norms, "wanted", 0)) return status;
-        if (int32_t status = activations({{"xbc", op.xbc, channels}, {"z", op.z, values}, {"out", op.out, values}}, false)) return status;
-        if (int32_t status = activations({{"dt", op.dt, op.n_heads}}, true)) return status;
-        if (int32_t status = vectors({{"conv", op.conv, channels * op.conv_width}, {"a_log", op.a_log, op.n_heads}, {"dt_bias", op.dt_bias, op.n_heads},
-                                      {"d", op.d, op.n_heads}, {"scale", op.scale, values}}))
-            return status;
-        if (op.bias.data)
-            if (int32_t status = vector("bias", op.bias, channels)) return status;
-        if (int32_t status = part("the state", op.state_offset, 4 * values * op.state_width)) return status;
-        return part("the convolution's tail", op.conv_offset, 4 * channels * (op.conv_width - 1));
-    }
 };
 
 }  // namespace

@@ -1,4 +1,6 @@
 // Checks of the records of rare.h.
+#include <utility>
+
 #include "../rare.h"
 #include "check.h"
 
@@ -21,6 +23,8 @@ class RareChecker : Checks {
             case PK_OP_KEEP: return keep(record_.as<pk_op_keep>());
             case PK_OP_SETTLE: return settle(record_.as<pk_op_settle>());
             case PK_OP_GUESS: return guess(record_.as<pk_op_guess>());
+            case PK_OP_SETTLE_MAMBA: return settle_mamba(record_.as<pk_op_settle_mamba>());
+            case PK_OP_SETTLE_CONV: return settle_conv(record_.as<pk_op_settle_conv>());
             default: return PK_OK;  // shift has no operands
         }
     }
@@ -85,24 +89,40 @@ class RareChecker : Checks {
 
     // Where a slot's kept state and inputs lie.
     template <class Op>
-    int32_t places(const Op &op, int64_t channels, int64_t n_heads) const {
+    int32_t places(const Op &op, int64_t channels, int64_t n_numbers) const {
         if (!state_.recurrent) return fail(PK_BAD_ARG, "op %lld (%s): the state has no recurrent memory", (Long)index_, name_);
         if (int32_t status = range("max_tokens", op.max_tokens, 1, 1024)) return status;
         if (int32_t status = range("n_bytes", op.n_bytes, 1, state_.recurrent_stride)) return status;
+        if (int32_t status = equal("n_bytes modulo 16", op.n_bytes % 16, "wanted", 0)) return status;
         if (int32_t status = part("the state", op.from_offset, op.n_bytes)) return status;
         if (int32_t status = part("the kept state", op.kept_offset, op.n_bytes)) return status;
-        return part("the kept inputs", op.rows_offset, 4 * op.max_tokens * (channels + 2 * n_heads));
+        return part("the kept inputs", op.rows_offset, 4 * op.max_tokens * (channels + n_numbers));
     }
 
     int32_t keep(const pk_op_keep &op) const {
-        if (int32_t status = activations({{"qkv", op.qkv, op.qkv.cols}}, false)) return status;
-        if (int32_t status = activations({{"b", op.b, op.b.cols}, {"a", op.a, op.b.cols}}, true)) return status;
-        return places(op, op.qkv.cols, op.b.cols);
+        if (int32_t status = activations({{"x", op.x, op.x.cols}}, false)) return status;
+        int64_t n_numbers = 0;
+        for (const auto &[name, t] : {std::pair{"b", &op.b}, {"a", &op.a}})
+            if (t->data) {
+                if (int32_t status = activations({{name, *t, t->cols}}, true)) return status;
+                n_numbers += t->cols;
+            }
+        return places(op, op.x.cols, n_numbers);
     }
 
     int32_t settle(const pk_op_settle &op) const {
         if (int32_t status = delta(op.delta)) return status;
-        return places(op, op.delta.qkv.cols, op.delta.n_v_heads);
+        return places(op, op.delta.qkv.cols, 2 * op.delta.n_v_heads);
+    }
+
+    int32_t settle_mamba(const pk_op_settle_mamba &op) const {
+        if (int32_t status = mamba(op.mamba)) return status;
+        return places(op, op.mamba.xbc.cols, op.mamba.n_heads);
+    }
+
+    int32_t settle_conv(const pk_op_settle_conv &op) const {
+        if (int32_t status = conv(op.conv)) return status;
+        return places(op, op.conv.x.cols, 0);
     }
 
     int32_t guess(const pk_op_guess &op) const {

@@ -32,6 +32,8 @@ constexpr Known kKnown[] = {
     {PK_OP_DELTA_SIGMOID, sizeof(pk_op_delta), "delta_sigmoid"}, {PK_OP_KEEP, sizeof(pk_op_keep), "keep"},
     {PK_OP_SETTLE, sizeof(pk_op_settle), "settle"},           {PK_OP_SHIFT, sizeof(pk_op_shift), "shift"},
     {PK_OP_GUESS, sizeof(pk_op_guess), "guess"},
+    {PK_OP_SETTLE_MAMBA, sizeof(pk_op_settle_mamba), "settle_mamba"},
+    {PK_OP_SETTLE_CONV, sizeof(pk_op_settle_conv), "settle_conv"},
 };
 
 const Known *find(int32_t op) {

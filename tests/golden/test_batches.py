@@ -28,9 +28,10 @@ class Place:
 
     def __init__(self, name: str, n_slots: int = 6, max_guesses: int = 0) -> None:
         checkpoint = open_checkpoint(TINY / name)
-        blueprint = replace(read_blueprint(checkpoint), max_guesses=max_guesses)
+        blueprint = read_blueprint(checkpoint)
+        blueprint = replace(blueprint, max_guesses=max_guesses if blueprint.has_states else 0)
         states = state_layout(blueprint).slot_bytes
-        self.sizes = StateSizes(n_slots, 64, 4, N_PAGES if n_slots == 6 else 17 * n_slots, blueprint.n_vocab, max(24, 2 * n_slots), n_slots, 4, 3, 6, states, 9 if states else 0, blueprint.lookback_tokens, max_guesses)
+        self.sizes = StateSizes(n_slots, 64, 4, N_PAGES if n_slots == 6 else 17 * n_slots, blueprint.n_vocab, max(24, 2 * n_slots), n_slots, 4, 3, 6, states, 9 if states else 0, blueprint.lookback_tokens, blueprint.max_guesses)
         self.device = build_device(Assembly(find_pack("cpu"), self.sizes, "f32", max_isa=2), blueprint, tensors_by_name(checkpoint, blueprint))
 
     def conversation(self, prompt: list[int], more: list[list[int]], n_tokens: int) -> list[tuple[int, list[int], int, list[int]]]:

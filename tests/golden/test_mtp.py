@@ -84,7 +84,7 @@ def test_answers_with_guesses_are_the_answers_without(name, tmp_path):
 
 
 def test_a_model_without_a_draft_layer_says_so():
-    for name, sentence in (("qwen3.5", "there is no draft layer"), ("lfm2", "recurrent layers that cannot take guesses back")):
+    for name, sentence in (("qwen3.5", "there is no draft layer"), ("qwen4-exp", "recurrent layers that cannot take guesses back")):
         checkpoint = open_checkpoint(TINY / name)
         with pytest.raises(UnsupportedError, match=sentence):
             with_guesses(read_blueprint(checkpoint), checkpoint, "mtp")

@@ -8,7 +8,7 @@ from harness import POISON, rounded
 from paddock_runner.errors import PackError
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
-from paddock_runner.pack.program import DeltaShape, DeltaWeights, Heads, Kept, NgramShape, Program, Rotation
+from paddock_runner.pack.program import DeltaShape, DeltaWeights, Heads, Kept, MambaShape, MambaWeights, NgramShape, Program, Rotation
 from paddock_runner.pack.tensor import T, Tensor
 from test_ops import close
 from weights import random_weight
@@ -239,15 +239,56 @@ def test_a_delta_net_takes_back_what_was_guessed_wrong(bench, rng, width):
         inputs = [b.activations(qkv64[tokens], T)[0], *(b.upload(x[tokens], abi.PK_F32, T) for x in numbers64)]
         program, kept = Program(), Kept(size, 64 + size, rows_at, n)
         if lengths:
-            program.keep(inputs[:3], 64, kept)
+            program.keep(inputs[0], (inputs[1], inputs[2]), 64, kept)
             for slot, length in lengths.items():
                 b.set("length", [length], at=slot)
         program.delta((inputs[0], b.activations(np.zeros((count, heads * width)), T)[0], *inputs[1:]), weights, b.output(count, heads * width, T), shape, 1e-6)
         if lengths:
-            program.settle(program.records[-1], kept)
+            program.settle(program.records[-1], 64, kept)
         b.run(program, count)
         got = np.frombuffer(b.device.read(b.state.recurrent, 8 * slot_bytes), np.float32).reshape(8, -1)
         return got[:, 16 : 16 + size // 4]
+
+    settled = run([(1, 9, n), (4, 20, n), (6, 3, n)], [*range(3 * n)], {1: 11, 4: 24, 6: 4})
+    short = run([(1, 9, 2), (4, 20, 4), (6, 3, 1)], [0, 1, 4, 5, 6, 7, 8], {})
+    for slot in (1, 4, 6):
+        assert np.allclose(settled[slot], short[slot], rtol=1e-5, atol=1e-6) and (not b.device.facts.is_host or np.array_equal(settled[slot], short[slot])), slot
+
+
+@pytest.mark.parametrize("kind", ["mamba", "conv"])
+def test_mambas_and_convolutions_take_back_what_was_guessed_wrong(bench, rng, kind):
+    """As above: rows of four tokens of which two, four and one count."""
+    heads, width, groups, n_state, taps, n = 4, 16, 2, 8, 4, 4
+    channels = heads * width + 2 * groups * n_state if kind == "mamba" else 24
+    n_inputs, state = (channels + heads, 4 * heads * width * n_state) if kind == "mamba" else (3 * channels, 0)
+    size = -(-(state + 4 * channels * (taps - 1)) // 64) * 64
+    rows_at, slot_bytes = 64 + 2 * size, -(-(64 + 2 * size + 4 * n * n_inputs) // 64) * 64
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, 256, 16, 8, 5, 3, slot_bytes))
+    needs(b, f"settle_{kind}")
+    b.state.recurrent_stride = slot_bytes
+    before = rng.normal(size=8 * slot_bytes // 4).astype(np.float32)
+    vectors = [b.upload(rng.normal(size=(1, k)), abi.PK_F32) for k in (channels * taps, channels, heads, heads, heads, heads * width)]
+    x64, dt64 = rng.normal(size=(3 * n, n_inputs - heads if kind == "mamba" else n_inputs)), rng.normal(size=(3 * n, heads))
+
+    def run(rows, tokens, lengths):
+        b.device.write(b.state.recurrent, before.tobytes())
+        count = b.set_rows(rows)
+        b.set("row_flags", [abi.PK_ROW_SAMPLE | (abi.PK_ROW_DRAFT if lengths else 0)] * 3)
+        for slot, length in lengths.items():
+            b.set("length", [length], at=slot)
+        x, dt = b.activations(x64[tokens], T)[0], b.upload(dt64[tokens], abi.PK_F32, T)
+        program, kept = Program(), Kept(size, 64 + size, rows_at, n)
+        if lengths:
+            program.keep(x, (dt if kind == "mamba" else None, None), 64, kept)
+        if kind == "mamba":
+            shape = MambaShape(heads, width, groups, n_state, taps, 1, 64, 64 + state, 0.01, 2.0)
+            program.mamba((x, b.activations(np.zeros((count, heads * width)), T)[0], dt), MambaWeights(*vectors), b.output(count, heads * width, T), shape, 1e-6)
+        else:
+            program.conv(x, (vectors[0], vectors[1]), b.output(count, channels, T), taps, 64)
+        if lengths:
+            program.settle(program.records[-1], 64, kept)
+        b.run(program, count)
+        return np.frombuffer(b.device.read(b.state.recurrent, 8 * slot_bytes), np.float32).reshape(8, -1)[:, 16 : 16 + size // 4]
 
     settled = run([(1, 9, n), (4, 20, n), (6, 3, n)], [*range(3 * n)], {1: 11, 4: 24, 6: 4})
     short = run([(1, 9, 2), (4, 20, 4), (6, 3, 1)], [0, 1, 4, 5, 6, 7, 8], {})

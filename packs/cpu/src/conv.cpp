@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "rare_ops.h"
 #include "recurrent.h"
 
 namespace pk {
@@ -51,6 +52,14 @@ void run_conv(Run &run, const pk_op_conv &op) {
         RecurrentRow q = row_at(run, 0, op.conv_offset, r);
         if (!q.is_dead && q.n > 0) keep_tail(op, q);
     }
+}
+
+void run_settle(Run &run, const pk_op_settle_conv &op) {
+    settle_rows(run, op, [&](uint8_t *slot, int64_t n_right) {
+        pk_op_conv conv = op.conv;
+        conv.x = kept_rows(slot + op.rows_offset, conv.x.cols);
+        keep_tail(conv, {0, n_right, false, false, nullptr, reinterpret_cast<float *>(slot + conv.conv_offset)});
+    });
 }
 
 }  // namespace pk

@@ -102,68 +102,23 @@ void run_delta(Run &run, const pk_op_delta &op) {
     keep_tails(run, taps, op.state_offset, op.conv_offset);
 }
 
-namespace {
-
-// Rows that check guesses, and live.
-bool is_draft(const Run &run, int64_t r) {
-    const int32_t flags = numbers<const int32_t>(run.state.row_flags)[r];
-    return flags & PK_ROW_DRAFT && !(flags & PK_ROW_DEAD);
-}
-
-uint8_t *slot_state(const Run &run, int64_t r) {
-    return numbers<uint8_t>(run.state.recurrent) + numbers<const int32_t>(run.state.row_slot)[r] * run.state.recurrent_stride;
-}
-
-// The kept inputs of a row as operands of the op that read them.
-pk_op_delta on_kept_rows(const pk_op_settle &op, const uint8_t *slot, const float *out) {
-    pk_op_delta delta = op.delta;
-    const Shape shape(delta);
-    const auto address = reinterpret_cast<uint64_t>(slot + op.rows_offset);
-    const auto rows = [](uint64_t data, int64_t cols) { return pk_tensor{data, PK_ROWS_T, cols, 4 * cols, PK_F32, PK_ROWS}; };
-    delta.qkv = rows(address, shape.channels);
-    delta.b = rows(address + 4 * op.max_tokens * shape.channels, delta.n_v_heads);
-    delta.a = rows(delta.b.data + 4 * int64_t{op.max_tokens} * delta.n_v_heads, delta.n_v_heads);
-    delta.z = {};
-    delta.out = rows(reinterpret_cast<uint64_t>(out), shape.values);
-    delta.out.stride = 0;
-    return delta;
-}
-
-}  // namespace
-
 int64_t settle_workspace_bytes(const Context &context, const pk_op_settle &op, const pk_state &) {
     return 4 * ((int64_t{op.max_tokens} * Shape(op.delta).channels + Shape(op.delta).values + 31) / 16 * 16 + context.pool.n_threads() * ((head_floats(op.delta) + 15) / 16 * 16));
-}
-
-void run_keep(Run &run, const pk_op_keep &op) {
-    const auto *starts = numbers<const int32_t>(run.state.row_start);
-    run.context.pool.parallel_for(run.n_rows, 1, [&](int64_t begin, int64_t end, int32_t) {
-        for (int64_t r = begin; r < end; ++r) {
-            if (!is_draft(run, r)) continue;
-            uint8_t *slot = slot_state(run, r);
-            std::memcpy(slot + op.kept_offset, slot + op.from_offset, op.n_bytes);
-            auto *qkv = reinterpret_cast<float *>(slot + op.rows_offset), *b = qkv + op.max_tokens * op.qkv.cols, *a = b + op.max_tokens * op.b.cols;
-            for (int64_t t = 0; t < std::min<int64_t>(starts[r + 1] - starts[r], op.max_tokens); ++t) {
-                std::memcpy(qkv + t * op.qkv.cols, row_of(op.qkv, starts[r] + t), op.qkv.cols * sizeof(float));
-                std::memcpy(b + t * op.b.cols, row_of(op.b, starts[r] + t), op.b.cols * sizeof(float));
-                std::memcpy(a + t * op.b.cols, row_of(op.a, starts[r] + t), op.b.cols * sizeof(float));
-            }
-        }
-    });
 }
 
 void run_settle(Run &run, const pk_op_settle &op) {
     const Shape shape(op.delta);
     auto *mixed = reinterpret_cast<float *>(run.shared), *out = mixed + int64_t{op.max_tokens} * shape.channels;
     float *scratch = mixed + (int64_t{op.max_tokens} * shape.channels + shape.values + 31) / 16 * 16;
-    const auto *starts = numbers<const int32_t>(run.state.row_start), *positions = numbers<const int32_t>(run.state.row_position);
-    for (int64_t r = 0; r < run.n_rows; ++r) {
-        if (!is_draft(run, r)) continue;
-        const int64_t n_right = numbers<const int32_t>(run.state.length)[numbers<const int32_t>(run.state.row_slot)[r]] - positions[r];
-        if (n_right >= starts[r + 1] - starts[r]) continue;
-        uint8_t *slot = slot_state(run, r);
-        std::memcpy(slot + op.from_offset, slot + op.kept_offset, op.n_bytes);
-        const pk_op_delta delta = on_kept_rows(op, slot, out);
+    settle_rows(run, op, [&](uint8_t *slot, int64_t n_right) {
+        pk_op_delta delta = op.delta;
+        const auto *rows = reinterpret_cast<const float *>(slot + op.rows_offset), *b = rows + op.max_tokens * shape.channels;
+        delta.qkv = kept_rows(rows, shape.channels);
+        delta.b = kept_rows(b, delta.n_v_heads);
+        delta.a = kept_rows(b + int64_t{op.max_tokens} * delta.n_v_heads, delta.n_v_heads);
+        delta.z = {};
+        delta.out = kept_rows(out, shape.values);
+        delta.out.stride = 0;
         const RecurrentRow q{0, n_right, false, false, reinterpret_cast<float *>(slot + delta.state_offset), reinterpret_cast<float *>(slot + delta.conv_offset)};
         const Taps taps{delta.qkv, numbers<const float>(delta.conv.data), nullptr, shape.channels, delta.conv_width};
         for (int64_t t = 0; t < n_right; ++t) taps.convolve(q, t, mixed + t * shape.channels);
@@ -171,7 +126,7 @@ void run_settle(Run &run, const pk_op_settle &op) {
             for (int64_t h = begin; h < end; ++h) run_head(delta, shape, q, h, mixed, scratch + thread * ((head_floats(delta) + 15) / 16 * 16));
         });
         taps.keep_tail(q);
-    }
+    });
 }
 
 }  // namespace pk

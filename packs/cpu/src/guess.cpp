@@ -1,5 +1,6 @@
-// A model's own guess at the token after the next (pk_op_shift, pk_op_guess in rare.h).
+// What layers with states need to take guesses back (pk_op_keep in rare.h), and a model's own guess at the token after the next (pk_op_shift, pk_op_guess).
 #include <algorithm>
+#include <cstring>
 
 #include "rare_ops.h"
 #include "recurrent.h"
@@ -15,6 +16,24 @@ int32_t *text_of(const Run &run, int64_t row) {
 }
 
 }  // namespace
+
+void run_keep(Run &run, const pk_op_keep &op) {
+    const auto *starts = numbers<const int32_t>(run.state.row_start);
+    run.context.pool.parallel_for(run.n_rows, 1, [&](int64_t begin, int64_t end, int32_t) {
+        for (int64_t r = begin; r < end; ++r) {
+            if (!is_draft(run, r)) continue;
+            uint8_t *slot = slot_state(run, r);
+            std::memcpy(slot + op.kept_offset, slot + op.from_offset, op.n_bytes);
+            auto *rows = reinterpret_cast<float *>(slot + op.rows_offset);
+            for (const pk_tensor *x : {&op.x, &op.b, &op.a}) {
+                if (!x->data) continue;
+                for (int64_t t = 0; t < std::min<int64_t>(starts[r + 1] - starts[r], op.max_tokens); ++t)
+                    std::memcpy(rows + t * x->cols, row_of(*x, starts[r] + t), x->cols * sizeof(float));
+                rows += op.max_tokens * x->cols;
+            }
+        }
+    });
+}
 
 void run_shift(Run &run) {
     auto *ids = numbers<int32_t>(run.state.token_id);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "rare_ops.h"
 #include "recurrent.h"
 
 namespace pk {
@@ -82,6 +83,28 @@ void run_mamba(Run &run, const pk_op_mamba &op) {
         }
     });
     keep_tails(run, taps, op.state_offset, op.conv_offset);
+}
+
+int64_t settle_workspace_bytes(const pk_op_settle_mamba &op) { return 4 * (int64_t{op.max_tokens} * Shape(op.mamba).channels + Shape(op.mamba).values); }
+
+void run_settle(Run &run, const pk_op_settle_mamba &op) {
+    const Shape shape(op.mamba);
+    auto *mixed = reinterpret_cast<float *>(run.shared), *out = mixed + int64_t{op.max_tokens} * shape.channels;
+    settle_rows(run, op, [&](uint8_t *slot, int64_t n_right) {
+        pk_op_mamba mamba = op.mamba;
+        const auto *rows = reinterpret_cast<const float *>(slot + op.rows_offset);
+        mamba.xbc = kept_rows(rows, shape.channels);
+        mamba.dt = kept_rows(rows + op.max_tokens * shape.channels, mamba.n_heads);
+        mamba.out = kept_rows(out, shape.values);
+        mamba.out.stride = 0;
+        const RecurrentRow q{0, n_right, false, false, reinterpret_cast<float *>(slot + mamba.state_offset), reinterpret_cast<float *>(slot + mamba.conv_offset)};
+        const Taps taps{mamba.xbc, numbers<const float>(mamba.conv.data), numbers<const float>(mamba.bias.data), shape.channels, mamba.conv_width};
+        for (int64_t t = 0; t < n_right; ++t) taps.convolve(q, t, mixed + t * shape.channels);
+        run.context.pool.parallel_for(mamba.n_heads, 1, [&](int64_t begin, int64_t end, int32_t) {
+            for (int64_t h = begin; h < end; ++h) run_head(mamba, shape, q, h, mixed);
+        });
+        taps.keep_tail(q);
+    });
 }
 
 }  // namespace pk

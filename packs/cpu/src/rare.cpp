@@ -49,11 +49,12 @@ void run_weigh(Run &run, const pk_op_weigh &op) {
 
 }  // namespace
 
-bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_GUESS; }
+bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_SETTLE_CONV; }
 bool needs_rare_rows(int32_t op) { return op == PK_OP_NGRAM || op == PK_OP_DILATED || op == PK_OP_SPARSE || op >= PK_OP_DELTA_SIGMOID; }
 
 int64_t rare_workspace_bytes(const Context &context, const Record &record, const pk_state &state) {
     if (record.op == PK_OP_SPARSE) return sparse_workspace_bytes(context, record.as<pk_op_sparse>(), state);
+    if (record.op == PK_OP_SETTLE_MAMBA) return settle_workspace_bytes(record.as<pk_op_settle_mamba>());
     if (record.op == PK_OP_SETTLE) return settle_workspace_bytes(context, record.as<pk_op_settle>(), state);
     return record.op == PK_OP_DELTA_SIGMOID ? delta_workspace_bytes(context, record.as<pk_op_delta>(), state) : 0;
 }
@@ -69,6 +70,8 @@ void run_rare(Run &run, const Record &record) {
         case PK_OP_DELTA_SIGMOID: run_delta(run, record.as<pk_op_delta>()); break;
         case PK_OP_KEEP: run_keep(run, record.as<pk_op_keep>()); break;
         case PK_OP_SETTLE: run_settle(run, record.as<pk_op_settle>()); break;
+        case PK_OP_SETTLE_MAMBA: run_settle(run, record.as<pk_op_settle_mamba>()); break;
+        case PK_OP_SETTLE_CONV: run_settle(run, record.as<pk_op_settle_conv>()); break;
         case PK_OP_SHIFT: run_shift(run); break;
         case PK_OP_GUESS: run_guess(run, record.as<pk_op_guess>()); break;
         default: break;

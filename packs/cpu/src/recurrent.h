@@ -88,4 +88,29 @@ inline void keep_tails(Run &run, const Taps &taps, int64_t state_offset, int64_t
     }
 }
 
+// Rows that check guesses, and live.
+inline bool is_draft(const Run &run, int64_t r) { return (numbers<const int32_t>(run.state.row_flags)[r] & (PK_ROW_DRAFT | PK_ROW_SCORE | PK_ROW_DEAD)) == PK_ROW_DRAFT; }
+
+inline uint8_t *slot_state(const Run &run, int64_t r) {
+    return numbers<uint8_t>(run.state.recurrent) + numbers<const int32_t>(run.state.row_slot)[r] * run.state.recurrent_stride;
+}
+
+// f32 rows that lie one after the other from `data` on.
+inline pk_tensor kept_rows(const void *data, int64_t cols) { return {reinterpret_cast<uint64_t>(data), PK_ROWS_T, cols, 4 * cols, PK_F32, PK_ROWS}; }
+
+// For every draft row that advanced by fewer tokens than it ran: its state is put back, then again(its slot's state, tokens that were right).
+// op: any of the settle ops of rare.h.
+template <class Op, class F>
+void settle_rows(const Run &run, const Op &op, F again) {
+    const auto *starts = numbers<const int32_t>(run.state.row_start), *positions = numbers<const int32_t>(run.state.row_position);
+    for (int64_t r = 0; r < run.n_rows; ++r) {
+        if (!is_draft(run, r)) continue;
+        const int64_t n_right = numbers<const int32_t>(run.state.length)[numbers<const int32_t>(run.state.row_slot)[r]] - positions[r];
+        if (n_right >= starts[r + 1] - starts[r] || n_right > op.max_tokens) continue;
+        uint8_t *slot = slot_state(run, r);
+        std::memcpy(slot + op.from_offset, slot + op.kept_offset, op.n_bytes);
+        again(slot, n_right);
+    }
+}
+
 }  // namespace pk

@@ -15,8 +15,11 @@ int32_t check_sparse(const pk_op_sparse &op, const pk_state &state, int64_t at);
 
 int32_t launch_keep(const Launch &l, const pk_op_keep &op);
 int32_t launch_settle(const Launch &l, const pk_op_settle &op);
+int32_t launch_settle(const Launch &l, const pk_op_settle_mamba &op);
+int32_t launch_settle(const Launch &l, const pk_op_settle_conv &op);
 int32_t launch_shift(const Launch &l);
 int32_t launch_guess(const Launch &l, const pk_op_guess &op);
 int32_t check_settle(const pk_op_settle &op, int64_t at);
+int32_t check_settle(const pk_op_settle_mamba &op, int64_t at);
 
 }  // namespace pk

@@ -1,4 +1,4 @@
-// Guessed tokens on the device (rare.h): what a gated delta net needs to take guesses back, and a model's own guess at the token after the next.
+// Guessed tokens on the device (rare.h): what layers with states need to take guesses back, and a model's own guess at the token after the next.
 //
 // Rows that check guesses come last in a step, so the kernels walk from the last row to the first that is none. Rows of one token have nothing
 // to take back: steps of nothing else run without keep and settle.
@@ -46,25 +46,50 @@ __global__ void __launch_bounds__(kThreads) keep_kernel(const __grid_constant__ 
     }
 }
 
-struct SettleArguments {
+// What the kernels that take guesses back have in common.
+struct Settle {
     RecurrentState state;
     const StepInfo *info;
     const int32_t *length;
     Taps taps;  // over kept inputs, behind the kept tail
-    const float *a_log, *dt_bias;
     int64_t state_offset, conv_offset, kept_state, rows_offset;
-    int32_t n_k_heads, n_v_heads, k_width, v_width, is_tiled, max_tokens;
+    int32_t max_tokens;
+};
+
+// Row r as it is run again, with its kept inputs; false: it has nothing to take back.
+__device__ __forceinline__ bool settled_row(const Settle &a, int r, RecurrentRow *q, Taps *taps) {
+    *q = recurrent_row(a.state, r);
+    const int n_right = a.length[a.state.row_slot[r]] - a.state.row_position[r];
+    if (q->is_dead || !is_draft(a.state.row_flags[r]) || n_right >= q->n || n_right > a.max_tokens) return false;
+    q->first = 0;
+    q->n = n_right;
+    *taps = a.taps;
+    taps->x = q->memory + a.rows_offset;
+    return true;
+}
+
+// Blocks of x move the tail of all channels.
+__device__ __forceinline__ void move_tail(const Settle &a, const RecurrentRow &q, const Taps &taps) {
+    float *tail = reinterpret_cast<float *>(q.memory + a.conv_offset);
+    for (int c = blockIdx.x * kThreads + threadIdx.x; c < taps.channels; c += gridDim.x * kThreads)
+        for (int i = 0; i < taps.width - 1; ++i) tail[i * taps.channels + c] = input_of(taps, q, q.n - taps.width + 1 + i, c);
+}
+
+struct DeltaSettle {
+    Settle at;
+    const float *a_log, *dt_bias;
+    int32_t n_k_heads, n_v_heads, k_width, v_width, is_tiled;
 };
 
 // Value columns go their own ways: a lane has one, a warp a part of its rows. S = decay S; d = beta (v - S^T k); S = S + k d^T.
-__device__ __forceinline__ void settle_columns(const SettleArguments &a, const RecurrentRow &q, const Taps &taps, int h) {
+__device__ __forceinline__ void settle_columns(const DeltaSettle &a, const RecurrentRow &q, const Taps &taps, int h) {
     __shared__ float key[256], value[32], parts[kWarps][32], gates[2];
     const int n_k = a.k_width, n_v = a.v_width, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = blockIdx.x * 32 + lane;
     const int g = a.is_tiled ? h % a.n_k_heads : h / (a.n_v_heads / a.n_k_heads), keys = a.n_k_heads * n_k, each = (n_k + kWarps - 1) / kWarps, i0 = warp * each;
     const int64_t at = static_cast<int64_t>(h) * n_k * n_v + j;
-    const float *kept = reinterpret_cast<const float *>(q.memory + a.kept_state) + at, *b = static_cast<const float *>(taps.x) + static_cast<int64_t>(a.max_tokens) * taps.channels;
-    const float *rate = b + static_cast<int64_t>(a.max_tokens) * a.n_v_heads;
-    float *state = reinterpret_cast<float *>(q.memory + a.state_offset) + at;
+    const float *kept = reinterpret_cast<const float *>(q.memory + a.at.kept_state) + at, *b = static_cast<const float *>(taps.x) + static_cast<int64_t>(a.at.max_tokens) * taps.channels;
+    const float *rate = b + static_cast<int64_t>(a.at.max_tokens) * a.n_v_heads;
+    float *state = reinterpret_cast<float *>(q.memory + a.at.state_offset) + at;
     float s[kMostRows];
 #pragma unroll
     for (int i = 0; i < kMostRows; ++i) s[i] = i < each && i0 + i < n_k && j < n_v && !q.begins ? kept[static_cast<int64_t>(i0 + i) * n_v] : 0.0f;
@@ -104,24 +129,84 @@ __device__ __forceinline__ void settle_columns(const SettleArguments &a, const R
 }
 
 // Grid: groups of 32 columns of a value head, value heads and one that moves the tail, groups of rows.
-__global__ void __launch_bounds__(kThreads) settle_kernel(const __grid_constant__ SettleArguments a) {
+__global__ void __launch_bounds__(kThreads) settle_delta_kernel(const __grid_constant__ DeltaSettle a) {
     wait_dependence();
     release_dependents();
-    for (int r = a.info->n_rows - 1 - static_cast<int>(blockIdx.z); r >= 0 && (a.state.row_flags[r] & PK_ROW_DRAFT); r -= gridDim.z) {
-        RecurrentRow q = recurrent_row(a.state, r);
-        const int n_right = a.length[a.state.row_slot[r]] - a.state.row_position[r];
-        if (q.is_dead || !is_draft(a.state.row_flags[r]) || n_right >= q.n || n_right > a.max_tokens) continue;
-        q.first = 0;
-        q.n = n_right;
-        Taps taps = a.taps;
-        taps.x = q.memory + a.rows_offset;
-        if (blockIdx.y < a.n_v_heads) {
+    for (int r = a.at.info->n_rows - 1 - static_cast<int>(blockIdx.z); r >= 0 && (a.at.state.row_flags[r] & PK_ROW_DRAFT); r -= gridDim.z) {
+        RecurrentRow q;
+        Taps taps;
+        if (!settled_row(a.at, r, &q, &taps)) continue;
+        if (blockIdx.y < a.n_v_heads)
             settle_columns(a, q, taps, blockIdx.y);
-            continue;
-        }
+        else
+            move_tail(a.at, q, taps);
+    }
+}
+
+struct MambaSettle {
+    Settle at;
+    const float *a_log, *dt_bias;
+    int32_t n_heads, head_width, n_groups, state_width;
+    float dt_low, dt_high;
+};
+
+// Head h: all elements of the state go their own ways. S = decay S + B (step x)^T. Shared: per token x, then B; then decays, then steps.
+__device__ __forceinline__ void settle_head(const MambaSettle &a, const RecurrentRow &q, const Taps &taps, int h, float *shared) {
+    const int n = a.state_width, p = a.head_width, each = n + p, group = h / (a.n_heads / a.n_groups);
+    float *decays = shared + a.at.max_tokens * each, *steps = decays + a.at.max_tokens;
+    const float *dt = static_cast<const float *>(taps.x) + static_cast<int64_t>(a.at.max_tokens) * taps.channels;
+    for (int i = threadIdx.x; i < q.n * each; i += kThreads) {
+        const int t = i / each, c = i % each;
+        shared[i] = convolved(taps, q, t, c < p ? h * p + c : a.n_heads * p + group * n + c - p);
+    }
+    if (threadIdx.x < q.n) {
+        const float x = dt[threadIdx.x * a.n_heads + h] + a.dt_bias[h];
+        const float step = fminf(fmaxf(x > 20.0f ? x : log1pf(expf(x)), a.dt_low), a.dt_high);
+        steps[threadIdx.x] = step;
+        decays[threadIdx.x] = expf(-expf(a.a_log[h]) * step);
+    }
+    __syncthreads();
+    const int64_t at = static_cast<int64_t>(h) * n * p;
+    const float *kept = reinterpret_cast<const float *>(q.memory + a.at.kept_state) + at;
+    float *state = reinterpret_cast<float *>(q.memory + a.at.state_offset) + at;
+    for (int i = threadIdx.x; i < n * p; i += kThreads) {
+        float s = q.begins ? 0.0f : kept[i];
+        for (int t = 0; t < q.n; ++t) s = decays[t] * s + shared[t * each + p + i / p] * (steps[t] * shared[t * each + i % p]);
+        state[i] = s;
+    }
+    __syncthreads();
+}
+
+// Grid: heads and some that move the tail, groups of rows.
+__global__ void __launch_bounds__(kThreads) settle_mamba_kernel(const __grid_constant__ MambaSettle a) {
+    extern __shared__ float shared[];
+    wait_dependence();
+    release_dependents();
+    for (int r = a.at.info->n_rows - 1 - static_cast<int>(blockIdx.y); r >= 0 && (a.at.state.row_flags[r] & PK_ROW_DRAFT); r -= gridDim.y) {
+        RecurrentRow q;
+        Taps taps;
+        if (!settled_row(a.at, r, &q, &taps)) continue;
+        settle_head(a, q, taps, blockIdx.x, shared);
+        move_tail(a.at, q, taps);
+    }
+}
+
+// Inputs of a gated short convolution: three parts, of which the product of the first and the last is convolved. Grid: channels, groups of rows.
+__global__ void __launch_bounds__(kThreads) settle_conv_kernel(const __grid_constant__ Settle a) {
+    wait_dependence();
+    release_dependents();
+    for (int r = a.info->n_rows - 1 - static_cast<int>(blockIdx.y); r >= 0 && (a.state.row_flags[r] & PK_ROW_DRAFT); r -= gridDim.y) {
+        RecurrentRow q;
+        Taps taps;
+        if (!settled_row(a, r, &q, &taps)) continue;
+        const float *x = static_cast<const float *>(taps.x);
         float *tail = reinterpret_cast<float *>(q.memory + a.conv_offset);
         for (int c = blockIdx.x * kThreads + threadIdx.x; c < taps.channels; c += gridDim.x * kThreads)
-            for (int i = 0; i < taps.width - 1; ++i) tail[i * taps.channels + c] = input_of(taps, q, q.n - taps.width + 1 + i, c);
+            for (int i = 0; i < taps.width - 1; ++i) {
+                const int t = q.n - taps.width + 1 + i;
+                const float *row = x + static_cast<int64_t>(t) * 3 * taps.channels;
+                tail[i * taps.channels + c] = t < 0 ? input_of(taps, q, t, c) : row[c] * row[2 * taps.channels + c];
+            }
     }
 }
 
@@ -199,6 +284,8 @@ int64_t elements(const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4
 // Rows of guesses of a launch are worked off by so many blocks at most.
 unsigned row_blocks(const Launch &l) { return static_cast<unsigned>(std::min(max_rows_of(l), kRowBlocks)); }
 
+int64_t mamba_shared(const pk_op_settle_mamba &op) { return 4 * int64_t{op.max_tokens} * (op.mamba.state_width + op.mamba.head_width + 2); }
+
 }  // namespace
 
 int32_t check_settle(const pk_op_settle &op, int64_t at) {
@@ -206,12 +293,17 @@ int32_t check_settle(const pk_op_settle &op, int64_t at) {
     return fail(PK_UNSUPPORTED, "op %lld (settle): keys of %d; the CUDA pack takes up to 256", (long long)at, op.delta.k_width);
 }
 
+int32_t check_settle(const pk_op_settle_mamba &op, int64_t at) {
+    if (mamba_shared(op) <= 48 * 1024 && op.max_tokens <= kThreads) return PK_OK;
+    return fail(PK_UNSUPPORTED, "op %lld (settle_mamba): %d tokens of heads of %d and %d; the CUDA pack takes fewer", (long long)at, op.max_tokens, op.mamba.state_width, op.mamba.head_width);
+}
+
 int32_t launch_keep(const Launch &l, const pk_op_keep &op) {
     if (l.decode_only) return PK_OK;
     KeepArguments a = {};
     a.state = recurrent_state(*l.state);
     a.info = l.info;
-    const pk_tensor *inputs[3] = {&op.qkv, &op.b, &op.a};
+    const pk_tensor *inputs[3] = {&op.x, &op.b, &op.a};
     for (int k = 0; k < 3; ++k) {
         a.x[k] = reinterpret_cast<const void *>(inputs[k]->data);
         a.stride[k] = elements(*inputs[k]);
@@ -227,30 +319,39 @@ int32_t launch_keep(const Launch &l, const pk_op_keep &op) {
     return launch(l, "keep", keep_kernel, dim3(blocks, row_blocks(l)), dim3(kThreads), 0, a);
 }
 
+// Of an op that takes guesses back, whose layer convolves x.
+template <class Op>
+Settle settle_of(const Launch &l, const Op &op, const Taps &taps, int64_t state_offset, int64_t conv_offset) {
+    Settle a = {recurrent_state(*l.state), l.info, reinterpret_cast<const int32_t *>(l.state->length), taps, state_offset, conv_offset,
+                op.kept_offset + state_offset - op.from_offset, op.rows_offset, op.max_tokens};
+    a.taps.offset = op.kept_offset + conv_offset - op.from_offset;
+    a.taps.stride = a.taps.channels;
+    a.taps.format = PK_F32;
+    return a;
+}
+
 int32_t launch_settle(const Launch &l, const pk_op_settle &op) {
     if (l.decode_only) return PK_OK;
     const pk_op_delta &delta = op.delta;
-    auto floats = [](const pk_tensor &t) { return reinterpret_cast<const float *>(t.data); };
-    SettleArguments a = {};
-    a.state = recurrent_state(*l.state);
-    a.info = l.info;
-    a.length = reinterpret_cast<const int32_t *>(l.state->length);
-    a.taps = taps_of(delta.qkv, delta.conv, {}, delta.conv_width, op.kept_offset + delta.conv_offset - op.from_offset);
-    a.taps.stride = a.taps.channels;
-    a.taps.format = PK_F32;
-    a.a_log = floats(delta.a_log);
-    a.dt_bias = floats(delta.dt_bias);
-    a.state_offset = delta.state_offset;
-    a.conv_offset = delta.conv_offset;
-    a.kept_state = op.kept_offset + delta.state_offset - op.from_offset;
-    a.rows_offset = op.rows_offset;
-    a.n_k_heads = delta.n_k_heads;
-    a.n_v_heads = delta.n_v_heads;
-    a.k_width = delta.k_width;
-    a.v_width = delta.v_width;
-    a.is_tiled = delta.is_tiled;
-    a.max_tokens = op.max_tokens;
-    return launch(l, "settle", settle_kernel, dim3((delta.v_width + 31) / 32, delta.n_v_heads + 1, row_blocks(l)), dim3(kThreads), 0, a);
+    const Settle at = settle_of(l, op, taps_of(delta.qkv, delta.conv, {}, delta.conv_width, 0), delta.state_offset, delta.conv_offset);
+    const DeltaSettle a = {at, reinterpret_cast<const float *>(delta.a_log.data), reinterpret_cast<const float *>(delta.dt_bias.data), delta.n_k_heads, delta.n_v_heads, delta.k_width, delta.v_width, delta.is_tiled};
+    return launch(l, "settle", settle_delta_kernel, dim3((delta.v_width + 31) / 32, delta.n_v_heads + 1, row_blocks(l)), dim3(kThreads), 0, a);
+}
+
+int32_t launch_settle(const Launch &l, const pk_op_settle_mamba &op) {
+    if (l.decode_only) return PK_OK;
+    const pk_op_mamba &m = op.mamba;
+    const Settle at = settle_of(l, op, taps_of(m.xbc, m.conv, m.bias, m.conv_width, 0), m.state_offset, m.conv_offset);
+    const MambaSettle a = {at, reinterpret_cast<const float *>(m.a_log.data), reinterpret_cast<const float *>(m.dt_bias.data), m.n_heads, m.head_width, m.n_groups, m.state_width, m.dt_low, m.dt_high};
+    return launch(l, "settle", settle_mamba_kernel, dim3(m.n_heads, row_blocks(l)), dim3(kThreads), mamba_shared(op), a);
+}
+
+int32_t launch_settle(const Launch &l, const pk_op_settle_conv &op) {
+    if (l.decode_only) return PK_OK;
+    Taps taps = taps_of(op.conv.x, op.conv.conv, {}, op.conv.conv_width, 0);
+    taps.channels = static_cast<int32_t>(op.conv.out.cols);
+    const Settle a = settle_of(l, op, taps, op.conv.conv_offset, op.conv.conv_offset);
+    return launch(l, "settle", settle_conv_kernel, dim3((taps.channels + kThreads - 1) / kThreads, row_blocks(l)), dim3(kThreads), 0, a);
 }
 
 int32_t launch_shift(const Launch &l) { return launch(l, "shift", shift_kernel, dim3(static_cast<unsigned>((l.max_tokens + kThreads - 1) / kThreads)), dim3(kThreads), 0, text_of(l)); }

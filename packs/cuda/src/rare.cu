@@ -236,7 +236,7 @@ int32_t launch_dilated(const Launch &l, const pk_op_dilated &op) {
 
 }  // namespace
 
-bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_GUESS; }
+bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_SETTLE_CONV; }
 
 int64_t rare_scratch(const pk_ctx *ctx, const Record &record, const pk_state &state) {
     if (record.op == PK_OP_SPARSE) return sparse_scratch(ctx, record.as<pk_op_sparse>(), state);
@@ -248,6 +248,7 @@ int64_t rare_scratch(const pk_ctx *ctx, const Record &record, const pk_state &st
 int32_t check_rare_op(pk_ctx *ctx, const Record &record, const pk_state &state, int64_t at) {
     if (record.op == PK_OP_SPARSE) return check_sparse(record.as<pk_op_sparse>(), state, at);
     if (record.op == PK_OP_SETTLE) return check_settle(record.as<pk_op_settle>(), at);
+    if (record.op == PK_OP_SETTLE_MAMBA) return check_settle(record.as<pk_op_settle_mamba>(), at);
     if (record.op == PK_OP_NGRAM && find_packed(ctx, record.as<pk_op_ngram>().table) == nullptr)
         return fail(PK_BAD_ARG, "op %lld ngram: the table was not made by pk_repack of this context", (long long)at);
     return PK_OK;
@@ -264,6 +265,8 @@ int32_t launch_rare(const Launch &l, const Record &record) {
         case PK_OP_DELTA_SIGMOID: return launch_delta(l, record.as<pk_op_delta>());
         case PK_OP_KEEP: return launch_keep(l, record.as<pk_op_keep>());
         case PK_OP_SETTLE: return launch_settle(l, record.as<pk_op_settle>());
+        case PK_OP_SETTLE_MAMBA: return launch_settle(l, record.as<pk_op_settle_mamba>());
+        case PK_OP_SETTLE_CONV: return launch_settle(l, record.as<pk_op_settle_conv>());
         case PK_OP_SHIFT: return launch_shift(l);
         case PK_OP_GUESS: return launch_guess(l, record.as<pk_op_guess>());
         default: return fail(PK_UNSUPPORTED, "%s: the CUDA pack has no kernel for this op", op_name(record.op));

@@ -378,7 +378,7 @@ class Blueprint:
     @property
     def may_take_back(self) -> bool:
         """True when every layer that remembers a sequence otherwise than by keys and values is one that can take guesses back."""
-        return all(layer.conv is None and layer.mamba is None and layer.ngram is None for layer in self.layers)
+        return all(layer.ngram is None for layer in self.layers)
 
     @property
     def lookback_tokens(self) -> int:

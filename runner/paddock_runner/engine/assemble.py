@@ -16,10 +16,11 @@ from ..files.view import TensorView
 from ..memory.arena import Arena, arena, pack_scratch_bytes
 from ..memory.state import (
     StateSizes,
-    delta_state_bytes,
     device_arrays,
+    layer_state,
     page_layout,
     pinned_arrays,
+    state_bytes,
     state_layout,
     token_buckets,
 )
@@ -110,7 +111,7 @@ def kept_places(blueprint: Blueprint) -> tuple[tuple[int, int, int] | None, ...]
     """Where layers keep what takes guesses back, and bytes of their state; () where nobody does."""
     kept = state_layout(blueprint).kept_offsets if blueprint.max_guesses else ()
     return tuple(
-        (*at, delta_state_bytes(layer.delta)) if at is not None and layer.delta is not None else None
+        (*at, state_bytes(need)) if at is not None and (need := layer_state(layer)) is not None else None
         for at, layer in zip(kept, blueprint.layers, strict=bool(kept))
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..blueprint.blueprint import Blueprint, Delta
-from .kinds import delta_net_bytes, mamba2_bytes, short_conv_bytes, stored_bytes
+from ..blueprint.blueprint import Blueprint, Layer
+from .kinds import StateBytes, delta_net_bytes, mamba2_bytes, short_conv_bytes, stored_bytes
 
 KV_BYTES = {name: stored_bytes(1, name) for name in ("f32", "f16", "bf16", "fp8")}
 ALIGN_BYTES = 256
@@ -143,22 +143,12 @@ def state_layout(blueprint: Blueprint) -> StateLayout:
     at = 0
     offsets: list[tuple[int, int] | None] = []
     for layer in blueprint.layers:
-        x = layer.delta
-        if layer.conv is not None:
-            offsets.append((at, at))
-            at += aligned(short_conv_bytes(layer.conv.width, layer.conv.conv_width).tail)
-            continue
-        if layer.mamba is not None:
-            y = layer.mamba
-            need = mamba2_bytes(y.n_heads, y.head_width, y.state_width, y.n_groups, y.conv_width)
-        elif x is not None:
-            need = delta_net_bytes(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width)
-        else:
+        need = layer_state(layer)
+        if need is None:
             offsets.append(None)
             continue
-        tail = at + aligned(need.state)
-        offsets.append((at, tail))
-        at = tail + aligned(need.tail)
+        offsets.append((at, at + aligned(need.state)))
+        at += state_bytes(need)
     ngram_offsets = []
     for layer in blueprint.layers:
         ngram_offsets.append(at if layer.ngram is not None else 0)
@@ -166,17 +156,36 @@ def state_layout(blueprint: Blueprint) -> StateLayout:
         at += aligned(4 * rows * blueprint.n_streams * blueprint.model_width)
     kept_offsets: list[tuple[int, int] | None] = []
     for layer in blueprint.layers:
-        z = layer.delta
-        if z is None or not blueprint.max_guesses:
+        need = layer_state(layer)
+        if need is None or not blueprint.max_guesses:
             kept_offsets.append(None)
             continue
-        rows = at + delta_state_bytes(z)
+        rows = at + state_bytes(need)
         kept_offsets.append((at, rows))
-        at = rows + aligned(4 * (blueprint.max_guesses + 1) * (z.n_channels + 2 * z.n_v_heads))
+        at = rows + aligned(4 * (blueprint.max_guesses + 1) * _n_inputs(layer))
     return StateLayout(tuple(offsets), at, tuple(ngram_offsets), tuple(kept_offsets))
 
 
-def delta_state_bytes(x: Delta) -> int:
-    """A gated delta net's states and its convolution's tail, as they lie one after the other."""
-    need = delta_net_bytes(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width)
+def layer_state(layer: Layer) -> StateBytes | None:
+    """A layer's matrix states and its convolution's tail; None: it has neither."""
+    if layer.conv is not None:
+        return short_conv_bytes(layer.conv.width, layer.conv.conv_width)
+    if (y := layer.mamba) is not None:
+        return mamba2_bytes(y.n_heads, y.head_width, y.state_width, y.n_groups, y.conv_width)
+    if (x := layer.delta) is not None:
+        return delta_net_bytes(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width)
+    return None
+
+
+def state_bytes(need: StateBytes) -> int:
+    """States and tail as they lie, one after the other."""
     return aligned(need.state) + aligned(need.tail)
+
+
+def _n_inputs(layer: Layer) -> int:
+    """Numbers of a token that the layer's state is computed from."""
+    if layer.conv is not None:
+        return 3 * layer.conv.width
+    if layer.mamba is not None:
+        return layer.mamba.n_channels + layer.mamba.n_heads
+    return layer.delta.n_channels + 2 * layer.delta.n_v_heads if layer.delta is not None else 0

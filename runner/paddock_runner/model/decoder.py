@@ -125,9 +125,9 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
         elif layer.delta is not None:
             out = delta_net(program, layer.delta, i, site, blueprint.norm_eps, blueprint.max_guesses)
         elif layer.conv is not None:
-            out = short_conv(program, layer.conv, i, site)
+            out = short_conv(program, layer.conv, i, site, blueprint.max_guesses)
         elif layer.mamba is not None:
-            out = mamba(program, layer.mamba, i, site, blueprint.norm_eps)
+            out = mamba(program, layer.mamba, i, site, blueprint.norm_eps, blueprint.max_guesses)
         _project(program, layer, out, w[at + "o.weight"], w.get(at + "o.bias"), site, blueprint.residual_scale)
         return
     qkv = _narrow(buffers["qkv"], a.qkv_width)

@@ -32,7 +32,7 @@ def delta_net(program: Program, x: Delta, i: int, site: Site, eps: float, max_gu
     weights = DeltaWeights(*(w[f"{at}delta_{name}.weight"] for name in ("conv", "a_log", "dt", "scale")))
     shape = DeltaShape(x.n_k_heads, x.n_v_heads, x.k_width, x.v_width, x.conv_width, *offsets, x.is_tiled)
     if kept := _kept(site, i, max_guesses):
-        program.keep((qkv, b, a), offsets[0], kept)
+        program.keep(qkv, (b, a), offsets[0], kept)
     program.delta((qkv, z, b, a), weights, out, shape, eps, x.gate_act)
     return out
 
@@ -43,15 +43,16 @@ def _kept(site: Site, i: int, max_guesses: int) -> Kept | None:
 
 
 def settle(program: Program, site: Site, max_guesses: int) -> None:
-    """After the draws: every delta net of the program takes back what was guessed wrong."""
+    """After the draws: every layer with a state takes back what was guessed wrong."""
     layers = (i for i, place in enumerate(site.kept) if place is not None)
-    for i, delta in zip(layers, [r for r in program.records if isinstance(r, abi.pk_op_delta)], strict=True):
-        kept = _kept(site, i, max_guesses)
-        if kept is not None:
-            program.settle(delta, kept)
+    records = [r for r in program.records if isinstance(r, (abi.pk_op_delta, abi.pk_op_mamba, abi.pk_op_conv))]
+    for i, record in zip(layers, records, strict=True):
+        kept, offsets = _kept(site, i, max_guesses), site.state_offsets[i]
+        if kept is not None and offsets is not None:
+            program.settle(record, offsets[0], kept)
 
 
-def short_conv(program: Program, x: ShortConv, i: int, site: Site) -> Tensor:
+def short_conv(program: Program, x: ShortConv, i: int, site: Site, max_guesses: int = 0) -> Tensor:
     """The layer's output before its last projection, [T, M]."""
     w, at, buffers = site.weights, f"layers.{i}.", site.buffers
     offsets = site.state_offsets[i]
@@ -59,11 +60,13 @@ def short_conv(program: Program, x: ShortConv, i: int, site: Site) -> Tensor:
         raise UnsupportedError(f"layer {i} has no recurrent state")
     mixed, out = replace(buffers["conv_mixed"], cols=3 * x.width), replace(buffers["attention_out"], cols=x.width)
     program.matmul(buffers["normed"], [w[at + "conv_in.weight"]], mixed, [w.get(at + "conv_in.bias")])
+    if kept := _kept(site, i, max_guesses):
+        program.keep(mixed, (None, None), offsets[0], kept)
     program.conv(mixed, (w[at + "conv.weight"], w.get(at + "conv.bias")), out, x.conv_width, offsets[1])
     return out
 
 
-def mamba(program: Program, x: Mamba, i: int, site: Site, eps: float) -> Tensor:
+def mamba(program: Program, x: Mamba, i: int, site: Site, eps: float, max_guesses: int = 0) -> Tensor:
     """The layer's output before its last projection, [T, H*P]."""
     w, at, buffers = site.weights, f"layers.{i}.", site.buffers
     offsets = site.state_offsets[i]
@@ -78,5 +81,7 @@ def mamba(program: Program, x: Mamba, i: int, site: Site, eps: float) -> Tensor:
         w[at + "mamba_conv.weight"], w.get(at + "mamba_conv.bias"), *(w[f"{at}mamba_{name}.weight"] for name in ("a_log", "dt_bias", "d", "scale"))
     )
     shape = MambaShape(x.n_heads, x.head_width, x.n_groups, x.state_width, x.conv_width, x.n_norms, *offsets, *x.step)
+    if kept := _kept(site, i, max_guesses):
+        program.keep(xbc, (dt, None), offsets[0], kept)
     program.mamba((xbc, z, dt), weights, out, shape, eps)
     return out

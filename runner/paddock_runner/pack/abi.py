@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "f4b8754ace0d401a"
+DIGEST = "1d079bd3cccb4fc6"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -614,6 +614,8 @@ PK_OP_KEEP = 71
 PK_OP_SETTLE = 72
 PK_OP_SHIFT = 73
 PK_OP_GUESS = 74
+PK_OP_SETTLE_MAMBA = 75
+PK_OP_SETTLE_CONV = 76
 
 
 class pk_op_softplus(Structure):
@@ -714,7 +716,7 @@ class pk_op_keep(Structure):
     _fields_ = [
         ("op", c_int32),
         ("size", c_int32),
-        ("qkv", pk_tensor),
+        ("x", pk_tensor),
         ("b", pk_tensor),
         ("a", pk_tensor),
         ("from_offset", c_int64),
@@ -731,6 +733,34 @@ class pk_op_settle(Structure):
         ("op", c_int32),
         ("size", c_int32),
         ("delta", pk_op_delta),
+        ("from_offset", c_int64),
+        ("n_bytes", c_int64),
+        ("kept_offset", c_int64),
+        ("rows_offset", c_int64),
+        ("max_tokens", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_settle_mamba(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("mamba", pk_op_mamba),
+        ("from_offset", c_int64),
+        ("n_bytes", c_int64),
+        ("kept_offset", c_int64),
+        ("rows_offset", c_int64),
+        ("max_tokens", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class pk_op_settle_conv(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("conv", pk_op_conv),
         ("from_offset", c_int64),
         ("n_bytes", c_int64),
         ("kept_offset", c_int64),

@@ -125,6 +125,14 @@ class Kept:
     max_tokens: int
 
 
+SETTLES: dict[type[ctypes.Structure], tuple[type[ctypes.Structure], int, str]] = {
+    abi.pk_op_delta: (abi.pk_op_settle, abi.PK_OP_SETTLE, "delta"),
+    abi.pk_op_mamba: (abi.pk_op_settle_mamba, abi.PK_OP_SETTLE_MAMBA, "mamba"),
+    abi.pk_op_conv: (abi.pk_op_settle_conv, abi.PK_OP_SETTLE_CONV, "conv"),
+}
+"""Layers with states: what takes their guesses back, and its field for the layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class NgramShape:
     """How tokens choose rows of a table: see pk_op_ngram."""
@@ -412,14 +420,14 @@ class Program:
         """The likeliest token of logits[S,V] becomes the guess after the one just drawn. first: number of the first record that serves it alone. See pk_op_guess."""
         self._add(abi.pk_op_guess, abi.PK_OP_GUESS, {"logits": logits}, first=first)
 
-    def keep(self, inputs: tuple[Tensor, Tensor, Tensor], from_offset: int, kept: Kept) -> None:
-        """What a delta net of qkv, b and a needs to take guesses back. See pk_op_keep."""
-        tensors: dict[str, Tensor | None] = dict(zip(("qkv", "b", "a"), inputs, strict=True))
-        self._add(abi.pk_op_keep, abi.PK_OP_KEEP, tensors, from_offset=from_offset, **asdict(kept))
+    def keep(self, x: Tensor, numbers: tuple[Tensor | None, Tensor | None], from_offset: int, kept: Kept) -> None:
+        """What a layer with a state needs to take guesses back. x: what it convolves; numbers: b and a of a delta net, dt of a mamba. See pk_op_keep."""
+        self._add(abi.pk_op_keep, abi.PK_OP_KEEP, {"x": x, "b": numbers[0], "a": numbers[1]}, from_offset=from_offset, **asdict(kept))
 
-    def settle(self, delta: ctypes.Structure, kept: Kept) -> None:
-        """The delta net of that record as it is after the guesses that were right. See pk_op_settle."""
-        self._add(abi.pk_op_settle, abi.PK_OP_SETTLE, {}, delta=delta, from_offset=delta.state_offset, **asdict(kept))
+    def settle(self, record: ctypes.Structure, from_offset: int, kept: Kept) -> None:
+        """The layer of that record as it is after the guesses that were right. See pk_op_settle."""
+        kind, op, name = SETTLES[type(record)]
+        self._add(kind, op, {}, **{name: record}, from_offset=from_offset, **asdict(kept))
 
     def delta(self, inputs: tuple[Tensor, Tensor, Tensor, Tensor], weights: DeltaWeights, out: Tensor, shape: DeltaShape, eps: float, gate: str = "silu") -> None:
         """out[T,H*Dv] of qkv[T,C], z[T,H*Dv], b[T,H], a[T,H]. See pk_op_delta. Source: Yang et al. 2024, eq. 10."""
