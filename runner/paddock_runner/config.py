@@ -76,7 +76,7 @@ class Config:
     )
     guesses: str = knob(
         "auto",
-        "tokens guessed ahead and checked in one row where that pays (CPU): auto looks them up in the text, lookup does so for hybrids too (their states are kept twice), mtp asks the model's own draft layer",
+        "tokens guessed ahead and checked in one row where that pays: auto looks them up in the text, lookup does so for hybrids too (their states are kept twice), mtp asks the model's own draft layer",
         choices=("auto", "off", "lookup", "mtp"),
     )
     recommended: tuple[str, ...] = knob(
