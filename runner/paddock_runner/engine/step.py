@@ -50,4 +50,4 @@ class Step:
     def period_us(self, now_ns: int, last_done_ns: int) -> float:
         """From the end of the step before, the host's share between them included, or from its launch if there was nothing to do."""
         begun_ns = self.launched_ns if self.launched_ns - last_done_ns > PAUSE_NS else last_done_ns
-        return (now_ns - begun_ns) / 1000
+        return (now_ns - begun_ns - self.waited_ns) / 1000
