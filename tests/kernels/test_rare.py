@@ -8,7 +8,17 @@ from harness import POISON, rounded
 from paddock_runner.errors import PackError
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
-from paddock_runner.pack.program import DeltaShape, DeltaWeights, Heads, Kept, MambaShape, MambaWeights, NgramShape, Program, Rotation
+from paddock_runner.pack.program import (
+    DeltaShape,
+    DeltaWeights,
+    Heads,
+    Kept,
+    MambaShape,
+    MambaWeights,
+    NgramShape,
+    Program,
+    Rotation,
+)
 from paddock_runner.pack.tensor import T, Tensor
 from test_ops import close
 from weights import random_weight
