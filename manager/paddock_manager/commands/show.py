@@ -87,6 +87,13 @@ def advice_of(short: str) -> str:
     return ", ".join(f"{key} {value:g}" for key, value in catalog.sampling(short).items()) if short else ""
 
 
+def _format(model: Model) -> str:
+    """The file's quant, and what most of its weights are where that is another word."""
+    most, kind = str(model.headline.get("format") or "?"), model.headline.get("kind") or "?"
+    is_mixed = model.quant and model.quant.lower() != most
+    return f"{model.quant}, mostly {most} ({kind})" if is_mixed else f"{most} ({kind})"
+
+
 def human(out: Ui, model: Model, with_files: bool) -> None:
     """For people."""
     head = model.headline
@@ -99,7 +106,7 @@ def human(out: Ui, model: Model, with_files: bool) -> None:
         ("source", model.source),
         ("licence", model.licence),
         ("family", str(head.get("family") or "unknown architecture")),
-        ("format", f"{head.get('format') or '?'} ({head.get('kind') or '?'})"),
+        ("format", _format(model)),
         ("parameters", count(head["n_params"]) if head.get("n_params") else "?"),
         ("gives", GIVES.get(str(head.get("task")), "text")),
         ("context", f"{head['max_ctx_tokens']} tokens" if head.get("max_ctx_tokens") else "?"),
