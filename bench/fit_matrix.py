@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import inspect
 import json
 import mmap
 import os
@@ -214,7 +215,8 @@ class Room:
     def measured(self, plan: MemoryPlan) -> dict[str, Any]:
         """What this process takes beyond `before` with that plan, and without it."""
         begun, device = time.monotonic(), self.device
-        program = assemble._build(device, plan.sizes, plan.kv_format, self.model[0], self.weights)
+        caches = ({},) if "caches" in inspect.signature(assemble._build).parameters else ()  # of experts in host memory: none here
+        program = assemble._build(device, plan.sizes, plan.kv_format, self.model[0], self.weights, *caches)
         assemble._load(device, plan.sizes, self.model[0], program)
         built, ready = time.monotonic(), self.used()
         device.grow_pages(plan.sizes.n_pages)
