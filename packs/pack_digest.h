@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "1d079bd3cccb4fc6"
+#define PK_ABI_DIGEST "017440e962f7b1ea"

@@ -18,7 +18,8 @@ typedef enum pk_rare_op {
     PK_OP_SHIFT = 73,         /* every token of the step becomes the one that follows it */
     PK_OP_GUESS = 74,         /* a guess at the token after the one just drawn */
     PK_OP_SETTLE_MAMBA = 75,  /* SETTLE for a pk_op_mamba */
-    PK_OP_SETTLE_CONV = 76    /* SETTLE for a pk_op_conv */
+    PK_OP_SETTLE_CONV = 76,   /* SETTLE for a pk_op_conv */
+    PK_OP_EXPERTS_FETCHED = 77 /* a pk_op_experts whose matrices lie in host memory: those that are chosen are fetched */
 } pk_rare_op;
 
 /* out = x * softplus(g), softplus(v) = log(1 + exp(v)); g has n columns, each of which counts for N / n neighbours of x. */
@@ -189,6 +190,30 @@ typedef struct pk_op_guess {
     pk_tensor logits;  /* [S,V] f32 */
     int64_t first;
 } pk_op_guess;
+
+/* What `experts` says, with the matrices in host memory (pinned, made by pk_repack): those of expert e lie within the n_bytes from
+ * home + e * stride on, in the same places for every e. The device has n_slots places of stride bytes for experts that stay, and
+ * n_staging = E - n_slots at staging (a multiple of stride from slots) for those that find no place in a step; ops may share these.
+ * A chosen expert that is in no slot is copied, lower ones first, to the slot that was not used for longest (the lower one of equals) of
+ * those without an expert that this step chose, else to staging. So results never depend on what was where.
+ * cache: i32 words, zeros before the first step: PK_CACHE_HEAD of them (word 0: steps), slot + 1 of expert [E] (0: none), where an expert of the last
+ * step lay [E] (times stride from slots), copies of the last step [2E] (expert, where), expert + 1 of slot [n_slots], last step of slot [n_slots].
+ * counts: host-visible u64 [4], written by every step: experts found in slots, copied to slots, copied to staging since the start; steps. */
+#define PK_CACHE_HEAD 16
+typedef struct pk_op_experts_fetched {
+    int32_t op;
+    int32_t size;
+    pk_op_experts experts;
+    uint64_t home;
+    uint64_t slots;
+    uint64_t staging;
+    uint64_t cache;
+    uint64_t counts;
+    int64_t stride;     /* bytes, a multiple of 64; also that of the three stacks */
+    int64_t n_bytes;    /* of an expert, at most stride */
+    int32_t n_slots;
+    int32_t n_staging;
+} pk_op_experts_fetched;
 
 /* ---- steps in two halves, for rows whose mask depends on the token before ---- */
 

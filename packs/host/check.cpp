@@ -176,13 +176,6 @@ class Checker : Checks {
         return like("x", op.x, "out", op.out);
     }
 
-    int32_t choices(const pk_tensor &ids, const pk_tensor &weights) const {
-        if (int32_t status = table("ids", ids, PK_I32)) return status;
-        if (int32_t status = table("weights", weights, PK_F32)) return status;
-        if (int32_t status = same_rows("ids", ids, "weights", weights)) return status;
-        return equal("ids width", ids.cols, "weights width", weights.cols);
-    }
-
     int32_t route(const pk_op_route &op) const {
         if (int32_t status = table("logits", op.logits, PK_F32)) return status;
         if (int32_t status = choices(op.ids, op.weights)) return status;
@@ -195,41 +188,6 @@ class Checker : Checks {
         if (int32_t status = range("n_group_best", op.n_group_best, 1, 2)) return status;
         if (int32_t status = range("chosen experts", op.ids.cols, 1, op.logits.cols / op.n_groups * op.n_groups_used)) return status;
         return op.bias.data ? vector("bias", op.bias, op.logits.cols) : PK_OK;
-    }
-
-    int32_t expert_weight(const char *operand, const pk_tensor &w, int64_t n, int64_t k) const {
-        if (!w.data) return fail(PK_BAD_ARG, "op %lld (%s): %s is absent", (Long)index_, name_, operand);
-        if (w.layout != PK_PACKED) return fail(PK_BAD_ARG, "op %lld (%s): %s is not packed (layout %d)", (Long)index_, name_, operand, w.layout);
-        if (!support_.is_weight(w.format)) return unsupported(operand, w.format);
-        if (w.stride < 1 || w.stride % 64) return fail(PK_BAD_ARG, "op %lld (%s): experts of %s are %lld bytes apart, not a multiple of 64", (Long)index_, name_, operand, (Long)w.stride);
-        if (int32_t status = equal("rows of a weight", w.rows, "wanted", n)) return status;
-        return equal("columns of a weight", w.cols, "wanted", k);
-    }
-
-    int32_t experts(const pk_op_experts &op) const {
-        if (int32_t status = activation("x", op.x)) return status;
-        if (int32_t status = choices(op.ids, op.weights)) return status;
-        if (int32_t status = same_rows("x", op.x, "ids", op.ids)) return status;
-        if (int32_t status = range("n_experts", op.n_experts, op.ids.cols, 4096)) return status;
-        if (int32_t status = range("act", op.act, PK_ACT_SILU, PK_ACT_RELU2)) return status;
-        if (op.act == PK_ACT_RELU2 && (op.gate.data || op.gate_bias.data)) return fail(PK_BAD_ARG, "op %lld (%s): experts with relu2 have no gate", (Long)index_, name_);
-        if (op.act != PK_ACT_RELU2)
-            if (int32_t status = expert_weight("gate", op.gate, op.up.rows, op.x.cols)) return status;
-        if (int32_t status = expert_weight("up", op.up, op.up.rows, op.x.cols)) return status;
-        if (int32_t status = expert_weight("down", op.down, op.x.cols, op.up.rows)) return status;
-        if (op.gate_bias.data)
-            if (int32_t status = vector("gate_bias", op.gate_bias, op.up.rows * op.n_experts)) return status;
-        if (op.up_bias.data)
-            if (int32_t status = vector("up_bias", op.up_bias, op.up.rows * op.n_experts)) return status;
-        if (op.down_bias.data)
-            if (int32_t status = vector("down_bias", op.down_bias, op.x.cols * op.n_experts)) return status;
-        if (int32_t status = rows("y", op.y)) return status;
-        if (int32_t status = same_rows("x", op.x, "y", op.y)) return status;
-        if (int32_t status = equal("x width", op.x.cols, "y width", op.y.cols)) return status;
-        if (!op.add.data) return PK_OK;
-        if (int32_t status = rows("add", op.add)) return status;
-        if (int32_t status = same_rows("y", op.y, "add", op.add)) return status;
-        return equal("y width", op.y.cols, "add width", op.add.cols);
     }
 
     int32_t sigmoid(const pk_op_sigmoid &op) const {

@@ -25,6 +25,7 @@ class RareChecker : Checks {
             case PK_OP_GUESS: return guess(record_.as<pk_op_guess>());
             case PK_OP_SETTLE_MAMBA: return settle_mamba(record_.as<pk_op_settle_mamba>());
             case PK_OP_SETTLE_CONV: return settle_conv(record_.as<pk_op_settle_conv>());
+            case PK_OP_EXPERTS_FETCHED: return fetched(record_.as<pk_op_experts_fetched>());
             default: return PK_OK;  // shift has no operands
         }
     }
@@ -130,6 +131,29 @@ class RareChecker : Checks {
         if (int32_t status = symbol("logits", op.logits, PK_ROWS_S)) return status;
         if (int32_t status = equal("logits width", op.logits.cols, "n_vocab", state_.n_vocab)) return status;
         return range("the first record that serves it", op.first, 0, index_);
+    }
+
+    int32_t fetched(const pk_op_experts_fetched &op) const {
+        if (int32_t status = experts(op.experts)) return status;
+        if (!op.home || !op.slots || !op.cache || !op.counts) return fail(PK_BAD_ARG, "op %lld (%s): home, slots, cache or counts are absent", (Long)index_, name_);
+        if (int32_t status = range("n_slots", op.n_slots, 1, op.experts.n_experts)) return status;
+        if (int32_t status = equal("n_slots and n_staging together", (int64_t)op.n_slots + op.n_staging, "n_experts", op.experts.n_experts)) return status;
+        if (int32_t status = range("stride", op.stride, 64, INT64_MAX)) return status;
+        if (int32_t status = equal("stride modulo 64", op.stride % 64, "wanted", 0)) return status;
+        if (int32_t status = range("n_bytes", op.n_bytes, 1, op.stride)) return status;
+        const pk_tensor *stacks[3] = {&op.experts.gate, &op.experts.up, &op.experts.down};
+        static const char *const kNames[3] = {"gate", "up", "down"};
+        for (int i = 0; i < 3; ++i) {
+            if (!stacks[i]->data) continue;
+            if (int32_t status = equal("bytes from expert to expert", stacks[i]->stride, "stride", op.stride)) return status;
+            if (stacks[i]->data < op.home || stacks[i]->data >= op.home + op.n_bytes)
+                return fail(PK_BAD_ARG, "op %lld (%s): %s lies %lld bytes from home, an expert has %lld", (Long)index_, name_, kNames[i], (Long)(stacks[i]->data - op.home), (Long)op.n_bytes);
+        }
+        // Distances are counted in i32.
+        const int64_t away = (int64_t)(op.staging - op.slots);
+        if (op.n_staging && (!op.staging || away % op.stride || away / op.stride < op.n_slots || away / op.stride > INT32_MAX - op.n_staging))
+            return fail(PK_BAD_ARG, "op %lld (%s): staging lies %lld bytes behind the slots, strides are %lld bytes", (Long)index_, name_, (Long)away, (Long)op.stride);
+        return PK_OK;
     }
 
     int32_t sparse(const pk_op_sparse &op) const {

@@ -34,6 +34,7 @@ constexpr Known kKnown[] = {
     {PK_OP_GUESS, sizeof(pk_op_guess), "guess"},
     {PK_OP_SETTLE_MAMBA, sizeof(pk_op_settle_mamba), "settle_mamba"},
     {PK_OP_SETTLE_CONV, sizeof(pk_op_settle_conv), "settle_conv"},
+    {PK_OP_EXPERTS_FETCHED, sizeof(pk_op_experts_fetched), "experts_fetched"},
 };
 
 const Known *find(int32_t op) {
@@ -50,7 +51,7 @@ const char *op_name(int32_t op) {
 }
 
 const char *op_names_json(bool (*has)(int32_t)) {
-    static thread_local char text[512];
+    static thread_local char text[1024];
     int64_t at = std::snprintf(text, sizeof text, "[");
     for (const Known &known : kKnown)
         if (known.op <= PK_OP_ADD || (has && has(known.op)))

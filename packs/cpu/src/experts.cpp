@@ -79,7 +79,12 @@ struct Scratch {
 
 pk_tensor dense(uint64_t data, int64_t cols) { return {data, PK_ROWS_T, cols, cols * 4, PK_F32, PK_ROWS}; }
 
-pk_op_matmul first_product(const pk_op_experts &op, uint64_t x, uint64_t hidden, int64_t e) {
+// Expert e's matrix of a stack.
+uint64_t matrix_of(const pk_tensor &stack, const ExpertPlaces &places, int64_t e) {
+    return stack.data + (places.at ? places.shift + places.at[e] * stack.stride : e * stack.stride);
+}
+
+pk_op_matmul first_product(const pk_op_experts &op, const ExpertPlaces &places, uint64_t x, uint64_t hidden, int64_t e) {
     pk_op_matmul m{};
     int64_t width = op.up.rows;
     bool is_clamped = op.act == PK_ACT_SWIGLU_CLAMP;
@@ -93,13 +98,13 @@ pk_op_matmul first_product(const pk_op_experts &op, uint64_t x, uint64_t hidden,
     }
     for (int i = 0; i < m.n_w; ++i) {
         m.w[i] = *weights[i];
-        m.w[i].data += e * weights[i]->stride;
+        m.w[i].data = matrix_of(*weights[i], places, e);
         if (biases[i]->data) m.bias[i] = {biases[i]->data + e * width * 4, 1, width, width * 4, PK_F32, PK_ROWS};
     }
     return m;
 }
 
-pk_op_matmul second_product(const pk_op_experts &op, uint64_t hidden, uint64_t out, int64_t e) {
+pk_op_matmul second_product(const pk_op_experts &op, const ExpertPlaces &places, uint64_t hidden, uint64_t out, int64_t e) {
     pk_op_matmul m{};
     int64_t width = op.up.rows, cols = op.y.cols;
     m.op = PK_OP_MATMUL, m.size = sizeof m, m.n_w = 1, m.act = PK_ACT_NONE, m.scale = 1;
@@ -107,7 +112,7 @@ pk_op_matmul second_product(const pk_op_experts &op, uint64_t hidden, uint64_t o
     if (op.act == PK_ACT_SWIGLU_CLAMP) m.x.stride = 2 * width * 4;
     m.y = dense(out, cols);
     m.w[0] = op.down;
-    m.w[0].data += e * op.down.stride;
+    m.w[0].data = matrix_of(op.down, places, e);
     if (op.down_bias.data) m.bias[0] = {op.down_bias.data + e * cols * 4, 1, cols, cols * 4, PK_F32, PK_ROWS};
     return m;
 }
@@ -127,7 +132,7 @@ Scratch scratch_of(const Context &context, const pk_op_experts &op, int64_t n_ro
     s.hidden = take(n_rows * op.up.rows * 4 * (op.act == PK_ACT_SWIGLU_CLAMP ? 2 : 1));
     s.out = take(n_rows * op.y.cols * 4);
     s.matmul = at;
-    int64_t first = matmul_workspace_bytes(context, first_product(op, 0, 0, 0), n_rows), second = matmul_workspace_bytes(context, second_product(op, 0, 0, 0), n_rows);
+    int64_t first = matmul_workspace_bytes(context, first_product(op, {}, 0, 0, 0), n_rows), second = matmul_workspace_bytes(context, second_product(op, {}, 0, 0, 0), n_rows);
     s.bytes = at + std::max(first, second);
     return s;
 }
@@ -184,7 +189,7 @@ void run_route(Run &run, const pk_op_route &op) {
     });
 }
 
-void run_experts(Run &run, const pk_op_experts &op) {
+void run_experts(Run &run, const pk_op_experts &op, const ExpertPlaces &places) {
     int64_t n_rows = resolve_rows(op.x.rows, run.n_tokens, run.n_samples), cols = op.x.cols, width = op.up.rows;
     Scratch s = scratch_of(run.context, op, n_rows);
     auto *starts = reinterpret_cast<int32_t *>(run.shared + s.starts), *rows = reinterpret_cast<int32_t *>(run.shared + s.rows);
@@ -201,7 +206,7 @@ void run_experts(Run &run, const pk_op_experts &op) {
         by_rows(n, [&](int64_t begin, int64_t end, int32_t) {
             for (int64_t i = begin; i < end; ++i) std::memcpy(x + i * cols, numbers<const float>(op.x.data + rows[first + i] * op.x.stride), cols * sizeof(float));
         });
-        matmul(run.context, first_product(op, address(x), address(hidden), e), n, run.shared + s.matmul);
+        matmul(run.context, first_product(op, places, address(x), address(hidden), e), n, run.shared + s.matmul);
         if (op.act == PK_ACT_SWIGLU_CLAMP)
             by_rows(n, [&](int64_t begin, int64_t end, int32_t) {
                 for (int64_t i = begin; i < end; ++i) clamp_row(op, hidden + i * 2 * width);
@@ -210,7 +215,7 @@ void run_experts(Run &run, const pk_op_experts &op) {
             by_rows(n, [&](int64_t begin, int64_t end, int32_t) {
                 for (int64_t i = begin * width; i < end * width; ++i) hidden[i] = hidden[i] > 0 ? hidden[i] * hidden[i] : 0.0f;
             });
-        matmul(run.context, second_product(op, address(hidden), address(out), e), n, run.shared + s.matmul);
+        matmul(run.context, second_product(op, places, address(hidden), address(out), e), n, run.shared + s.matmul);
         by_rows(n, [&](int64_t begin, int64_t end, int32_t) {
             for (int64_t i = begin; i < end; ++i) {
                 auto *y = numbers<float>(op.y.data + rows[first + i] * op.y.stride);

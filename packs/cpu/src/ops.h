@@ -56,7 +56,12 @@ void run_sample(Run &run, const pk_op_sample &op);
 void run_copy(Run &run, const pk_op_copy &op);
 void run_add(Run &run, const pk_op_add &op);
 void run_route(Run &run, const pk_op_route &op);
-void run_experts(Run &run, const pk_op_experts &op);
+// Where experts lie: expert e of a stack is at stack.data + shift + at[e] * stride, without `at` at stack.data + e * stride.
+struct ExpertPlaces {
+    int64_t shift = 0;
+    const int32_t *at = nullptr;
+};
+void run_experts(Run &run, const pk_op_experts &op, const ExpertPlaces &places = {});
 void run_conv(Run &run, const pk_op_conv &op);
 void run_delta(Run &run, const pk_op_delta &op);
 void run_mamba(Run &run, const pk_op_mamba &op);

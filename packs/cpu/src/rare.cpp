@@ -49,13 +49,14 @@ void run_weigh(Run &run, const pk_op_weigh &op) {
 
 }  // namespace
 
-bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_SETTLE_CONV; }
-bool needs_rare_rows(int32_t op) { return op == PK_OP_NGRAM || op == PK_OP_DILATED || op == PK_OP_SPARSE || op >= PK_OP_DELTA_SIGMOID; }
+bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_EXPERTS_FETCHED; }
+bool needs_rare_rows(int32_t op) { return op == PK_OP_NGRAM || op == PK_OP_DILATED || op == PK_OP_SPARSE || (op >= PK_OP_DELTA_SIGMOID && op <= PK_OP_SETTLE_CONV); }
 
 int64_t rare_workspace_bytes(const Context &context, const Record &record, const pk_state &state) {
     if (record.op == PK_OP_SPARSE) return sparse_workspace_bytes(context, record.as<pk_op_sparse>(), state);
     if (record.op == PK_OP_SETTLE_MAMBA) return settle_workspace_bytes(record.as<pk_op_settle_mamba>());
     if (record.op == PK_OP_SETTLE) return settle_workspace_bytes(context, record.as<pk_op_settle>(), state);
+    if (record.op == PK_OP_EXPERTS_FETCHED) return experts_workspace_bytes(context, record.as<pk_op_experts_fetched>().experts, state.max_step_tokens);
     return record.op == PK_OP_DELTA_SIGMOID ? delta_workspace_bytes(context, record.as<pk_op_delta>(), state) : 0;
 }
 
@@ -74,6 +75,7 @@ void run_rare(Run &run, const Record &record) {
         case PK_OP_SETTLE_CONV: run_settle(run, record.as<pk_op_settle_conv>()); break;
         case PK_OP_SHIFT: run_shift(run); break;
         case PK_OP_GUESS: run_guess(run, record.as<pk_op_guess>()); break;
+        case PK_OP_EXPERTS_FETCHED: run_experts_fetched(run, record.as<pk_op_experts_fetched>()); break;
         default: break;
     }
 }

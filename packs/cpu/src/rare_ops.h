@@ -16,6 +16,7 @@ void run_settle(Run &run, const pk_op_settle_mamba &op);
 void run_settle(Run &run, const pk_op_settle_conv &op);
 void run_shift(Run &run);
 void run_guess(Run &run, const pk_op_guess &op);
+void run_experts_fetched(Run &run, const pk_op_experts_fetched &op);
 void run_ngram(Run &run, const pk_op_ngram &op);
 void run_streams(Run &run, const pk_op_streams &op);
 void run_dilated(Run &run, const pk_op_dilated &op);

@@ -1,5 +1,6 @@
 // Mixture of experts on the device: how pairs (token, expert) are sorted, and the arguments of the products over them.
 #pragma once
+#include "../../rare.h"
 #include "context.h"
 
 namespace pk {
@@ -13,9 +14,15 @@ struct ExpertWeight {
     int32_t rows, padded_rows, block_stride, reserved;
 };
 
-// Pairs of one expert, neighbours in the sorted order.
+// Pairs of one expert, neighbours in the sorted order. place: where its matrices lie in their stacks.
 struct ExpertItem {
-    int32_t expert, first, count, reserved;
+    int32_t expert, first, count, place;
+};
+
+// Where experts lie: expert e of a stack is at stack.data + shift + at[e] * stride, without `at` at stack.data + e * stride.
+struct ExpertPlaces {
+    int64_t shift = 0;
+    const int32_t *at = nullptr;
 };
 
 // out[position, row] = product of the pair at that position, for rows [first_row, first_row + n_rows) of the weight. With two
@@ -28,6 +35,7 @@ struct ExpertProduct {
     const ExpertItem *items;
     const int32_t *n_items, *order;  // order: pair at a position; a pair is token * n_used + i
     const int32_t *ids;              // of a lone token, or null
+    const int32_t *places;           // of every expert, or null: the expert's number (lone tokens; items know theirs)
     const StepInfo *info;
     int64_t x_stride, out_stride, rows_symbol;  // elements
     int32_t x_format, out_format, is_wide, by_position;  // by_position: row of x is the position, not the pair's token
@@ -50,6 +58,27 @@ struct LoneEnd {
     int32_t add_format, y_format;
     float scale;
 };
+
+int32_t launch_experts_at(const Launch &l, const pk_op_experts &op, const ExpertPlaces &places);
+int32_t launch_fetched(const Launch &l, const pk_op_experts_fetched &op);
+int32_t check_fetched(pk_ctx *ctx, const pk_op_experts_fetched &op, int64_t at);
+
+#ifdef __CUDACC__
+// Waits until every block of the grid is here. `counter`: zero between launches; leave() puts it back.
+__device__ __forceinline__ void meet(int32_t *counter) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(counter, 1);
+        while (*reinterpret_cast<volatile int32_t *>(counter) < static_cast<int>(gridDim.x)) {}
+        __threadfence();
+    }
+    __syncthreads();
+}
+__device__ __forceinline__ void leave(int32_t *counter) {
+    if (threadIdx.x == 0 && atomicAdd(counter, 1) == 2 * static_cast<int>(gridDim.x) - 1) *counter = 0;
+}
+#endif
 
 constexpr int32_t kExpertThreads = 256;
 constexpr int32_t kTileRows = 128;  // pairs, and rows of W, of a tile of the product for many tokens

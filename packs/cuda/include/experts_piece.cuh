@@ -30,10 +30,12 @@ template <int kFormat> struct Piece<kFormat, false> {
 };
 template <int kFormat> using PieceOf = Piece<kFormat, is_block_format(kFormat)>;
 
+__device__ __forceinline__ int place_of(const ExpertProduct &p, int expert) { return p.places != nullptr ? p.places[expert] : expert; }
+
 __device__ __forceinline__ ExpertItem item_of(const ExpertProduct &p, int i) {
     if (p.ids != nullptr) {
-        const int e = p.ids[i];
-        return {e >= 0 && e < p.n_experts ? e : 0, i, 1, 0};  // an expert that is not there is left out of the sum
+        const int e = p.ids[i], expert = e >= 0 && e < p.n_experts ? e : 0;  // an expert that is not there is left out of the sum
+        return {expert, i, 1, place_of(p, expert)};
     }
     return i < *p.n_items ? p.items[i] : ExpertItem{0, 0, 0, 0};
 }

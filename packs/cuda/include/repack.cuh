@@ -12,10 +12,11 @@ struct RepackArguments {
     int32_t block_bytes;  // 0: what the format has; of Q4_Z
 };
 
-// Two pinned buffers and their device twins; free[i] is recorded when the device is done with buffer i.
+// Two pinned buffers and their device twins; free[i] is recorded when the device is done with buffer i. whole: where a weight
+// becomes what it is before it goes to host memory.
 struct RepackBuffers {
-    int64_t n_bytes = 0;
-    void *host[2] = {}, *device[2] = {};
+    int64_t n_bytes = 0, whole_bytes = 0;
+    void *host[2] = {}, *device[2] = {}, *whole = nullptr;
     cudaEvent_t free[2] = {};
 };
 
@@ -25,6 +26,7 @@ inline int32_t stored_format(int32_t format) { return format == PK_F32 ? PK_BF16
 // What `source` becomes. PK_UNSUPPORTED or PK_BAD_ARG with one sentence.
 int32_t describe(const pk_source &source, Packed *out);
 
-int32_t repack(pk_ctx *ctx, const pk_source &source, uint64_t device, const Packed &packed, RepackBuffers &buffers);
+// To device memory, or to pinned host memory by way of the device.
+int32_t repack(pk_ctx *ctx, const pk_source &source, uint64_t address, const Packed &packed, RepackBuffers &buffers);
 
 }  // namespace pk

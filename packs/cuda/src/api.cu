@@ -88,6 +88,7 @@ void drop_repack_buffers(FullContext &ctx) {
         if (b.device[i]) cudaFree(b.device[i]);
         if (b.free[i]) cudaEventDestroy(b.free[i]);
     }
+    if (b.whole) cudaFree(b.whole);
     b = {};
 }
 

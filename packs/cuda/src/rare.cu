@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../include/experts.cuh"
 #include "../include/recurrent.cuh"
 #include "program.h"
 
@@ -236,16 +237,18 @@ int32_t launch_dilated(const Launch &l, const pk_op_dilated &op) {
 
 }  // namespace
 
-bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_SETTLE_CONV; }
+bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_EXPERTS_FETCHED; }
 
 int64_t rare_scratch(const pk_ctx *ctx, const Record &record, const pk_state &state) {
     if (record.op == PK_OP_SPARSE) return sparse_scratch(ctx, record.as<pk_op_sparse>(), state);
+    if (record.op == PK_OP_EXPERTS_FETCHED) return experts_scratch(ctx, record.as<pk_op_experts_fetched>().experts, state.max_step_tokens);
     if (record.op != PK_OP_NGRAM) return 0;
     const auto &op = record.as<pk_op_ngram>();
     return int64_t{op.n_tokens - 1} * op.n_each * state.max_step_tokens * 4;
 }
 
 int32_t check_rare_op(pk_ctx *ctx, const Record &record, const pk_state &state, int64_t at) {
+    if (record.op == PK_OP_EXPERTS_FETCHED) return check_fetched(ctx, record.as<pk_op_experts_fetched>(), at);
     if (record.op == PK_OP_SPARSE) return check_sparse(record.as<pk_op_sparse>(), state, at);
     if (record.op == PK_OP_SETTLE) return check_settle(record.as<pk_op_settle>(), at);
     if (record.op == PK_OP_SETTLE_MAMBA) return check_settle(record.as<pk_op_settle_mamba>(), at);
@@ -262,6 +265,7 @@ int32_t launch_rare(const Launch &l, const Record &record) {
         case PK_OP_STREAMS: return launch_streams(l, record.as<pk_op_streams>());
         case PK_OP_DILATED: return launch_dilated(l, record.as<pk_op_dilated>());
         case PK_OP_SPARSE: return launch_sparse(l, record.as<pk_op_sparse>());
+        case PK_OP_EXPERTS_FETCHED: return launch_fetched(l, record.as<pk_op_experts_fetched>());
         case PK_OP_DELTA_SIGMOID: return launch_delta(l, record.as<pk_op_delta>());
         case PK_OP_KEEP: return launch_keep(l, record.as<pk_op_keep>());
         case PK_OP_SETTLE: return launch_settle(l, record.as<pk_op_settle>());

@@ -261,7 +261,7 @@ static void copy_in_parts(void *to, const uint8_t *from, int64_t n_bytes) {
     for (std::thread &t : threads) t.join();
 }
 
-int32_t repack(pk_ctx *ctx, const pk_source &s, uint64_t device, const Packed &p, RepackBuffers &buffers) {
+static int32_t repack_on_device(pk_ctx *ctx, const pk_source &s, uint64_t device, const Packed &p, RepackBuffers &buffers) {
     const bool grouped = s.scales == PK_SCALES_GROUP, is_block = is_block_format(p.format);
     const Block block = block_of(s.format);
     const int64_t source_row = grouped ? s.cols / 2 : s.cols / block.elements * block.bytes;
@@ -316,6 +316,23 @@ int32_t repack(pk_ctx *ctx, const pk_source &s, uint64_t device, const Packed &p
     ctx->n_repacked_bytes += s.n_bytes;
     // The caller may reuse its memory when this returns; the pinned buffers hold all that is still in flight.
     return p.scale_kind == PK_SCALES_NONE ? PK_OK : check(cudaStreamSynchronize(ctx->stream), "repack");
+}
+
+int32_t repack(pk_ctx *ctx, const pk_source &s, uint64_t address, const Packed &p, RepackBuffers &buffers) {
+    cudaPointerAttributes found = {};
+    if (int32_t e = check(cudaPointerGetAttributes(&found, reinterpret_cast<const void *>(address)), "repack")) return e;
+    if (found.type != cudaMemoryTypeHost) return repack_on_device(ctx, s, address, p, buffers);
+    if (buffers.whole_bytes < p.n_bytes) {
+        if (int32_t e = check(cudaStreamSynchronize(ctx->stream), "repack")) return e;
+        cudaFree(buffers.whole);
+        buffers.whole = nullptr;
+        buffers.whole_bytes = 0;
+        if (int32_t e = check(cudaMalloc(&buffers.whole, p.n_bytes), "repack")) return e;
+        buffers.whole_bytes = p.n_bytes;
+        ctx->n_allocations += 1;
+    }
+    if (int32_t e = repack_on_device(ctx, s, reinterpret_cast<uint64_t>(buffers.whole), p, buffers)) return e;
+    return check(cudaMemcpyAsync(reinterpret_cast<void *>(address), buffers.whole, p.n_bytes, cudaMemcpyDefault, ctx->stream), "repack");
 }
 
 }  // namespace pk

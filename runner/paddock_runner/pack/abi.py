@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "1d079bd3cccb4fc6"
+DIGEST = "017440e962f7b1ea"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -616,6 +616,7 @@ PK_OP_SHIFT = 73
 PK_OP_GUESS = 74
 PK_OP_SETTLE_MAMBA = 75
 PK_OP_SETTLE_CONV = 76
+PK_OP_EXPERTS_FETCHED = 77
 
 
 class pk_op_softplus(Structure):
@@ -783,6 +784,24 @@ class pk_op_guess(Structure):
         ("size", c_int32),
         ("logits", pk_tensor),
         ("first", c_int64),
+    ]
+PK_CACHE_HEAD = 16
+
+
+class pk_op_experts_fetched(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("experts", pk_op_experts),
+        ("home", c_uint64),
+        ("slots", c_uint64),
+        ("staging", c_uint64),
+        ("cache", c_uint64),
+        ("counts", c_uint64),
+        ("stride", c_int64),
+        ("n_bytes", c_int64),
+        ("n_slots", c_int32),
+        ("n_staging", c_int32),
     ]
 PK_ROW_HELD = 128
 

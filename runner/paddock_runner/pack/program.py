@@ -157,10 +157,26 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertCache:
+    """Where fetched experts come from and go to: addresses and sizes of pk_op_experts_fetched."""
+
+    home: int
+    slots: int
+    staging: int
+    cache: int
+    counts: int
+    stride: int
+    n_bytes: int
+    n_slots: int
+    n_staging: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stacks:
     """Expert matrices on the device: the first of each stack, with the bytes to the next as stride; biases [1, E*F], [1, E*M] or None.
 
-    activation: "silu", "gelu_tanh", "swiglu_clamp" (with limit and alpha), or "relu2" (without gates).
+    activation: "silu", "gelu_tanh", "swiglu_clamp" (with limit and alpha), or "relu2" (without gates). cache: the matrices lie in host memory,
+    and chosen ones are fetched.
     """
 
     gate: Tensor | None
@@ -171,6 +187,7 @@ class Stacks:
     activation: str = "silu"
     limit: float = 0.0
     alpha: float = 0.0
+    cache: ExpertCache | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +383,8 @@ class Program:
             limit=stacks.limit,
             alpha=stacks.alpha,
         )
+        if stacks.cache is not None:
+            self._add(abi.pk_op_experts_fetched, abi.PK_OP_EXPERTS_FETCHED, {}, experts=self.records.pop(), **asdict(stacks.cache))
 
     def sigmoid(self, x: Tensor, g: Tensor, out: Tensor) -> None:
         """out = x * sigmoid(g); g has x's columns, or one."""

@@ -33,6 +33,7 @@ struct SortArguments {
     ExpertItem *items;
     int32_t *n_items, *order, *rank;
     int32_t *cursors;  // [E]: pairs of an expert, then where its next pair goes
+    const int32_t *places;  // [E] or null
     const StepInfo *info;
     int64_t ids_stride, rows_symbol;
     int32_t n_used, n_experts, item_pairs, align;  // align: of an expert's first position
@@ -71,7 +72,8 @@ __device__ __forceinline__ void lay_items(const SortArguments &a, int32_t *count
         int pairs = 0, items = 0;
         const int room = (n + a.align - 1) / a.align * a.align, start = pairs_before + sum_to(room, &pairs) - room, at = items_before + sum_to(n_items, &items) - n_items;
         if (e < a.n_experts) counts[e] = start;
-        for (int i = 0; i < n_items; ++i) a.items[at + i] = {e, start + i * a.item_pairs, min(a.item_pairs, n - i * a.item_pairs), 0};
+        const int place = a.places != nullptr && e < a.n_experts ? a.places[e] : e;
+        for (int i = 0; i < n_items; ++i) a.items[at + i] = {e, start + i * a.item_pairs, min(a.item_pairs, n - i * a.item_pairs), place};
         pairs_before += pairs;
         items_before += items;
     }
@@ -307,10 +309,10 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     return p;
 }
 
-ExpertWeight weight_of(const Launch &l, const pk_tensor &w, const pk_tensor &bias) {
+ExpertWeight weight_of(const Launch &l, const pk_tensor &w, const pk_tensor &bias, int64_t shift) {
     const Packed &p = *find_packed(l.ctx, w);
     ExpertWeight e = {};
-    e.data = reinterpret_cast<const uint8_t *>(w.data);
+    e.data = reinterpret_cast<const uint8_t *>(w.data + shift);
     e.bias = reinterpret_cast<const float *>(bias.data);
     e.stride = w.stride;
     e.row_bytes = p.row_bytes;
@@ -366,7 +368,7 @@ int32_t lone_warps(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_units) 
     return best;
 }
 
-int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan) {
+int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan, const ExpertPlaces &places) {
     SortArguments a = {};
     a.ids = reinterpret_cast<const int32_t *>(op.ids.data);
     a.items = reinterpret_cast<ExpertItem *>(l.scratch + plan.items);
@@ -380,6 +382,7 @@ int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan) 
     a.n_experts = op.n_experts;
     a.item_pairs = plan.item_pairs;
     a.align = plan.is_grouped ? kGroupedAlign : 1;
+    a.places = places.at;
     if (plan.pairs <= kFewPairs) return launch(l, "expert_sort", expert_sort_kernel, dim3(1), dim3(kSortThreads), (op.n_experts + 32) * 4, a);
     const dim3 blocks(static_cast<unsigned>((plan.pairs + kSortThreads - 1) / kSortThreads));
     a.cursors = reinterpret_cast<int32_t *>(l.scratch + plan.cursors);
@@ -472,7 +475,9 @@ int32_t run_grouped(const Launch &l, const pk_op_experts &op, const Plan &plan) 
 
 }  // namespace
 
-int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
+int32_t launch_experts(const Launch &l, const pk_op_experts &op) { return launch_experts_at(l, op, {}); }
+
+int32_t launch_experts_at(const Launch &l, const pk_op_experts &op, const ExpertPlaces &places) {
     const int64_t n_rows = bound(l, op.x.rows);
     const Plan plan = plan_of(*l.ctx, op, n_rows);
     if (plan.bytes > l.scratch_bytes) return fail(PK_BAD_ARG, "experts: %lld bytes of scratch are needed, the workspace has %lld", (long long)plan.bytes, (long long)l.scratch_bytes);
@@ -491,12 +496,13 @@ int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
         x.cols = round_up(op.x.cols, 8);
     }
     if (!plan.is_lone)
-        if (int32_t e = launch_sort(l, op, plan)) return e;
+        if (int32_t e = launch_sort(l, op, plan, places)) return e;
     ExpertProduct p = {};
     p.items = reinterpret_cast<const ExpertItem *>(l.scratch + plan.items);
     p.n_items = reinterpret_cast<const int32_t *>(l.scratch + plan.n_items);
     p.order = reinterpret_cast<const int32_t *>(l.scratch + plan.order);
     p.ids = plan.is_lone ? reinterpret_cast<const int32_t *>(op.ids.data) : nullptr;
+    p.places = places.at;
     p.info = l.info;
     p.rows_symbol = op.x.rows;
     p.n_used = static_cast<int32_t>(op.ids.cols);
@@ -513,8 +519,8 @@ int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
     };
     const Packed &gate = *find_packed(l.ctx, first_stack(op)), &up = *find_packed(l.ctx, op.up), &down = *find_packed(l.ctx, op.down);
     const bool has_gate = op.gate.data != 0, is_one = has_gate && gate.format == up.format;
-    p.w[0] = has_gate ? weight_of(l, op.gate, op.gate_bias) : weight_of(l, op.up, op.up_bias);
-    if (is_one) p.w[1] = weight_of(l, op.up, op.up_bias);
+    p.w[0] = has_gate ? weight_of(l, op.gate, op.gate_bias, places.shift) : weight_of(l, op.up, op.up_bias, places.shift);
+    if (is_one) p.w[1] = weight_of(l, op.up, op.up_bias, places.shift);
     p.n_w = is_one ? 2 : 1;
     p.act = op.act;
     p.x = reinterpret_cast<const void *>(x.data);
@@ -532,12 +538,12 @@ int32_t launch_experts(const Launch &l, const pk_op_experts &op) {
     if (!is_lone)
         if (int32_t e = run(gate, 0)) return e;
     if (has_gate && !is_one) {
-        p.w[0] = weight_of(l, op.up, op.up_bias);
+        p.w[0] = weight_of(l, op.up, op.up_bias, places.shift);
         p.gate = p.out;
         if (int32_t e = run(up, 1)) return e;
     }
 
-    p.w[0] = weight_of(l, op.down, op.down_bias);
+    p.w[0] = weight_of(l, op.down, op.down_bias, places.shift);
     p.w[1] = {};
     p.gate = nullptr;
     p.act = PK_ACT_NONE;

@@ -10,21 +10,6 @@ namespace {
 
 constexpr int kAhead = 4;  // units of `down` a warp asks for before it waits
 
-// Waits until every block of the grid is here. `counter`: zero between launches; leave() puts it back.
-__device__ __forceinline__ void meet(int32_t *counter) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        atomicAdd(counter, 1);
-        while (*reinterpret_cast<volatile int32_t *>(counter) < static_cast<int>(gridDim.x)) {}
-        __threadfence();
-    }
-    __syncthreads();
-}
-__device__ __forceinline__ void leave(int32_t *counter) {
-    if (threadIdx.x == 0 && atomicAdd(counter, 1) == 2 * static_cast<int>(gridDim.x) - 1) *counter = 0;
-}
-
 // One token's gate and up: 16 hidden values of an expert a task, `warps_k` warps each. Shared: x, sums, partial sums.
 template <int kFormat>
 __device__ __forceinline__ void make_hidden(const ExpertProduct &p, uint8_t *xs) {
@@ -37,11 +22,11 @@ __device__ __forceinline__ void make_hidden(const ExpertProduct &p, uint8_t *xs)
     float block_scale[2][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}};
     auto load = [&]<int kTurn>(int task, int unit) {
         const int e = p.ids[task % p.n_used], row0 = task / p.n_used * 16;
-        const int expert = e >= 0 && e < p.n_experts ? e : 0;
+        const int place = place_of(p, e >= 0 && e < p.n_experts ? e : 0);
 #pragma unroll
         for (int t = 0; t < 2; ++t)
             if (t == 0 || is_gated) {
-                const uint8_t *matrix = p.w[t].data + expert * p.w[t].stride;
+                const uint8_t *matrix = p.w[t].data + place * p.w[t].stride;
                 const int from = min(row0, p.w[t].padded_rows - 16);
                 P::load(regs[kTurn][t], p.w[t], matrix, from, unit, p.n_units, lane);
                 if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) block_scale[kTurn][t] = block_scale_of(p.w[t], matrix, from, unit);
@@ -94,7 +79,8 @@ __device__ __forceinline__ void make_hidden(const ExpertProduct &p, uint8_t *xs)
         if (row >= p.padded_out) continue;
         float v = 0.0f;
         if (row < p.n_rows && is_there) {
-            const uint8_t *first_matrix = p.w[0].data + expert * p.w[0].stride;
+            const int place = place_of(p, expert);
+            const uint8_t *first_matrix = p.w[0].data + place * p.w[0].stride;
             float a = 0.0f, b = 0.0f;
             for (int k = 0; k < p.warps_k; ++k) {
                 a += red[(warp + k) * 32 + lane];
@@ -102,7 +88,7 @@ __device__ __forceinline__ void make_hidden(const ExpertProduct &p, uint8_t *xs)
             }
             v = finish(p.w[0], first_matrix, *reinterpret_cast<const float *>(first_matrix + p.w[0].scale_at), expert, row, a);
             if (is_gated) {
-                const uint8_t *second_matrix = p.w[1].data + expert * p.w[1].stride;
+                const uint8_t *second_matrix = p.w[1].data + place * p.w[1].stride;
                 v = gated(p, v, finish(p.w[1], second_matrix, *reinterpret_cast<const float *>(second_matrix + p.w[1].scale_at), expert, row, b));
             } else {
                 v = activate(v, p.act);
@@ -137,7 +123,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_lone_kernel(const __
     auto load = [&](Ahead &r, int step) {
         if (step >= n_steps) return;
         const int at = unit_of(step), slot = at / d.n_units, unit = at - slot * d.n_units;
-        const uint8_t *matrix = d.w[0].data + expert_of(slot) * d.w[0].stride;
+        const uint8_t *matrix = d.w[0].data + place_of(d, expert_of(slot)) * d.w[0].stride;
         const int from = min(row_of(step), d.w[0].padded_rows - 16);
         P::load(r.regs, d.w[0], matrix, from, unit, d.n_units, lane);
         if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) r.block_scale = block_scale_of(d.w[0], matrix, from, unit);
@@ -159,7 +145,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_lone_kernel(const __
     float acc[4] = {}, total[2] = {};
     auto step_of = [&](Ahead &r, int step) {
         const int at = unit_of(step), slot = at / d.n_units, unit = at - slot * d.n_units, row0 = row_of(step), expert = expert_of(slot);
-        const uint8_t *matrix = d.w[0].data + expert * d.w[0].stride, *x = shared + slot * d.x_row_bytes;
+        const uint8_t *matrix = d.w[0].data + place_of(d, expert) * d.w[0].stride, *x = shared + slot * d.x_row_bytes;
         multiply<kFormat>(r.regs, acc, x + (lane & 3) * 16 + unit * P::kU * 2, all_sums + slot * sums_floats + unit * (P::kU / P::kGroup) * 8 + 2 * (lane & 3), r.block_scale);
         load(r, step + kAhead);
         if (unit + 8 < d.n_units) return;  // the warp has more of this expert

@@ -35,9 +35,9 @@ __global__ void __launch_bounds__(kExpertThreads, 2) expert_stream_kernel(const 
     typename P::Registers regs[2];
     float block_scale[2] = {1.0f, 1.0f};
     auto row_of = [&](int group, int t) { return p.first_row + (group * warps_m + wm) * out_rows + (is_gated ? 0 : t * 16); };
-    auto load = [&](int expert, int group, int unit, int t) {
+    auto load = [&](int place, int group, int unit, int t) {
         const ExpertWeight &w = p.w[is_gated ? t : 0];
-        const uint8_t *matrix = w.data + expert * w.stride;
+        const uint8_t *matrix = w.data + place * w.stride;
         const int row0 = min(row_of(group, t), w.padded_rows - 16);
         P::load(regs[t], w, matrix, row0, unit, p.n_units, lane);
         if constexpr (!is_block_format(kFormat) && Rows<kFormat>::kIsFp8) block_scale[t] = block_scale_of(w, matrix, row0, unit);
@@ -45,11 +45,11 @@ __global__ void __launch_bounds__(kExpertThreads, 2) expert_stream_kernel(const 
     int index = task / n_groups;
     ExpertItem item = item_of(p, index);
     if (has_units) {
-        load(item.expert, task - index * n_groups, wk, 0);
-        load(item.expert, task - index * n_groups, wk, 1);
+        load(item.place, task - index * n_groups, wk, 0);
+        load(item.place, task - index * n_groups, wk, 1);
     }
     for (;;) {
-        const uint8_t *matrix[2] = {p.w[0].data + item.expert * p.w[0].stride, p.w[is_gated].data + item.expert * p.w[is_gated].stride};
+        const uint8_t *matrix[2] = {p.w[0].data + item.place * p.w[0].stride, p.w[is_gated].data + item.place * p.w[is_gated].stride};
         const float scales[2] = {*reinterpret_cast<const float *>(matrix[0] + p.w[0].scale_at), *reinterpret_cast<const float *>(matrix[1] + p.w[is_gated].scale_at)};
         const int n_tiles = (item.count + 7) >> 3;
         uint8_t *xs = shared;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kExpertThreads, 2) expert_stream_kernel(const 
         __syncthreads();
         if constexpr (P::kHasSums) {
             for (int q = 0; q < n_tiles; ++q)
-                stage_sums<kFormat>(p, ExpertItem{item.expert, item.first + 8 * q, min(8, item.count - 8 * q), 0}, xs + 8 * q * p.x_row_bytes, sums + q * sums_floats);
+                stage_sums<kFormat>(p, ExpertItem{item.expert, item.first + 8 * q, min(8, item.count - 8 * q), item.place}, xs + 8 * q * p.x_row_bytes, sums + q * sums_floats);
             __syncthreads();
         }
         // Lanes past the pairs read one that is there; their columns are never stored.
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kExpertThreads, 2) expert_stream_kernel(const 
                     multiply<kFormat>(regs[t], acc[0][t], x_lane[0] + u * P::kU * 2, sums + u * (P::kU / P::kGroup) * 8 + 2 * (lane & 3), block_scale[t]);
                     if constexpr (kMostTiles == 2)
                         if (n_tiles == 2) multiply<kFormat>(regs[t], acc[1][t], x_lane[1] + u * P::kU * 2, sums + sums_floats + u * (P::kU / P::kGroup) * 8 + 2 * (lane & 3), block_scale[t]);
-                    if (is_more) load(is_across ? next.expert : item.expert, is_across ? 0 : is_last ? group + 1 : group, is_last ? wk : u + p.warps_k, t);
+                    if (is_more) load(is_across ? next.place : item.place, is_across ? 0 : is_last ? group + 1 : group, is_last ? wk : u + p.warps_k, t);
                 }
             }
 #pragma unroll
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
     const int out_rows = is_gated ? kTileRows / 2 : kTileRows, n0 = p.first_row + blockIdx.y * out_rows;
     const int side = is_gated ? warp & 1 : 0, in_side = is_gated ? warp >> 1 : warp;
     const ExpertWeight &w = p.w[side];
-    const uint8_t *matrix = w.data + item.expert * w.stride;
+    const uint8_t *matrix = w.data + item.place * w.stride;
     const int row0 = min(n0 + in_side * 16, w.padded_rows - 16);
     uint8_t *xs = shared + (-shared_address(shared) & 1023), *ws = xs + kXStages * kStageBytes;
     auto tile_row = [&](int r) { return is_gated ? (in_side * 2 + (r >> 3)) * 16 + side * 8 + (r & 7) : in_side * 16 + r; };
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
             step.template operator()<3>(u);
         }
     }
-    const uint8_t *first = p.w[0].data + item.expert * p.w[0].stride, *second = is_gated ? p.w[1].data + item.expert * p.w[1].stride : first;
+    const uint8_t *first = p.w[0].data + item.place * p.w[0].stride, *second = is_gated ? p.w[1].data + item.place * p.w[1].stride : first;
     const float scales[2] = {*reinterpret_cast<const float *>(first + p.w[0].scale_at), *reinterpret_cast<const float *>(second + p.w[is_gated].scale_at)};
     const bool is_plain = p.w[0].row_scale_at < 0 && p.w[0].bias == nullptr && (!is_gated || (p.w[1].row_scale_at < 0 && p.w[1].bias == nullptr));
     const int end = p.first_row + p.n_rows, end_local = max(p.padded_out, p.n_rows);

@@ -1,0 +1,122 @@
+"""Experts in host memory: the same bits as experts on the device, whatever was where; and who lies where is what the rule says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from harness import POISON, Bench, rounded
+from paddock_runner.errors import PackError
+from paddock_runner.formats.table import by_name
+from paddock_runner.pack import abi
+from paddock_runner.pack.program import Epilogue, ExpertCache, Program, Stacks
+from paddock_runner.pack.tensor import T, Tensor
+from weights import Weight, random_weight, scaled_fp8
+
+
+def random_experts(kind: str, n: int, m: int, f: int, rng: np.random.Generator) -> list[list[Weight]]:
+    """Gate, up and down matrices of n experts. kind: a format; "fp8_e4m3 block": with scales; "q4_k and q6_k": down in the second."""
+    name, _, more = kind.partition(" ")
+    names = [name, name, "q6_k" if more.startswith("and") else name]
+    shapes = ((f, m), (f, m), (m, f))
+    if more == "block":
+        return [[scaled_fp8(name, *shape, more, rng) for _ in range(n)] for shape in shapes]
+    return [[random_weight(one, *shape, rng) for _ in range(n)] for one, shape in zip(names, shapes, strict=True)]
+
+
+class Layer:
+    """A layer's experts twice: on the device, and in host memory with n_slots places on the device."""
+
+    def __init__(self, b: Bench, parts: list[list[Weight]], n_slots: int) -> None:
+        self.b, self.n, self.n_slots = b, len(parts[0]), n_slots
+        sizes = [-(-b.device.packed_bytes(part[0].source()) // 256) * 256 for part in parts]
+        self.n_bytes, self.stride = sum(sizes), sum(sizes) + 512
+        home = b.device.alloc(self.n * self.stride, "home", is_pinned=True)
+        whole = b.device.alloc(self.n * self.stride, "whole")
+        b.device.fill(whole, POISON, self.n * self.stride)
+        offset, far, near = 0, [], []
+        for part, size in zip(parts, sizes, strict=True):
+            for base, stack in ((home, far), (whole, near)):
+                for e, matrix in enumerate(part):
+                    b.device.repack(matrix.source(), base + e * self.stride + offset, b.device.packed_bytes(matrix.source()))
+                stack.append(Tensor(base + offset, part[0].rows, part[0].cols, by_name(part[0].format).id, self.stride, abi.PK_PACKED))
+            offset += size
+        self.counts = b.device.alloc(32, "counts", is_pinned=True)
+        # Slots of another layer lie between this one's and what is shared.
+        pool = b.device.alloc((n_slots + 2 + self.n) * self.stride, "slots")
+        b.device.fill(pool, POISON, (n_slots + 2 + self.n) * self.stride)
+        words = abi.PK_CACHE_HEAD + 4 * self.n + 2 * n_slots
+        cache = b.device.alloc(4 * words, "cache")
+        b.device.fill(cache, 0, 4 * words)
+        staging = pool + (n_slots + 2) * self.stride
+        self.cache = ExpertCache(home, pool, staging, cache, self.counts, self.stride, self.n_bytes, n_slots, self.n - n_slots)
+        self.far, self.near = far, near
+        self.held: dict[int, int] = {}
+        """The rule in Python: slot -> expert, and when it was used last."""
+        self.used, self.clock, self.found = [0] * n_slots, 0, [0, 0, 0, 0]
+
+    def stacks(self, is_far: bool, biases: tuple[Tensor | None, ...]) -> Stacks:
+        return Stacks(*(self.far if is_far else self.near), self.n, biases, "silu", 0.0, 0.0, self.cache if is_far else None)
+
+    def follow(self, ids: np.ndarray) -> None:
+        """What a step with these choices does to the cache."""
+        self.clock += 1
+        chosen = sorted({int(e) for e in ids.reshape(-1) if 0 <= e < self.n})
+        for s, e in self.held.items():
+            if e in chosen:
+                self.used[s], self.found[0] = self.clock, self.found[0] + 1
+        missing = [e for e in chosen if e not in self.held.values()]
+        free = sorted((s for s in range(self.n_slots) if self.used[s] != self.clock), key=lambda s: (self.used[s], s))
+        for e, s in zip(missing, free, strict=False):
+            self.held[s], self.used[s] = e, self.clock
+        n = min(len(missing), len(free))
+        self.found = [self.found[0], self.found[1] + n, self.found[2] + len(missing) - n, self.found[3] + 1]
+
+    def check(self) -> None:
+        words = np.frombuffer(self.b.device.read(self.cache.cache, 4 * (abi.PK_CACHE_HEAD + 4 * self.n + 2 * self.n_slots)), np.int32)[abi.PK_CACHE_HEAD :]
+        slot_of, expert_of = words[: self.n], words[4 * self.n :][: self.n_slots]
+        assert {s: int(e) - 1 for s, e in enumerate(expert_of) if e} == self.held
+        assert {int(s) - 1: e for e, s in enumerate(slot_of) if s} == self.held
+        assert np.frombuffer(self.b.device.read(self.counts, 32), np.uint64).tolist() == self.found
+
+
+@pytest.mark.parametrize("kind, n_slots", [("bf16", 3), ("f16", 12), ("q4_k and q6_k", 1), ("fp8_e4m3 block", 5), ("mxfp4", 11), ("q8_0", 6)])
+def test_fetched_experts_give_the_same_bits_as_resident_ones(bench, rng, kind, n_slots):
+    b, m, f, n_experts, k = bench(), 512, 256, 12, 3
+    if by_name(kind.split()[0]).name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {kind}")
+    layer = Layer(b, random_experts(kind, n_experts, m, f, rng), n_slots)
+    biases = tuple(b.upload(rng.normal(size=(1, n_experts * n)), abi.PK_F32) for n in (f, f, m)) if kind == "mxfp4" else (None, None, None)
+    for n in (1, 2, 1, 1, 40, 3, 150, 1, 2, 8):
+        x, _ = b.activations(rng.normal(size=(n, m)) * 0.2, T, 8)
+        ids64 = np.array([rng.permutation(n_experts)[:k] for _ in range(n)])
+        if n == 3:
+            ids64[1, 1] = n_experts  # is left out
+        chosen = (b.upload(ids64, abi.PK_I32, T, 1), b.upload(rounded(rng.random((n, k)) + 0.1, abi.PK_F32), abi.PK_F32, T))
+        out = []
+        for is_far in (False, True):
+            y = b.output(n, m, T, 3, abi.PK_F32)
+            program = Program()
+            program.experts(x, chosen, layer.stacks(is_far, biases), y, Epilogue(scale=0.5))
+            b.run(program, n)
+            out.append(b.download(y, n))
+        assert np.isfinite(out[1]).all(), n
+        np.testing.assert_array_equal(out[1], out[0], err_msg=f"{n} tokens")
+        layer.follow(ids64)
+        layer.check()
+
+
+def test_a_cache_whose_parts_do_not_fit_each_other_is_refused(bench, rng):
+    b = bench()
+    layer = Layer(b, random_experts("bf16", 4, 64, 32, rng), 2)
+    x, _ = b.activations(np.zeros((1, 64)), T)
+    chosen = (b.upload(np.array([[0, 1]]), abi.PK_I32, T), b.upload(np.ones((1, 2)), abi.PK_F32, T))
+    wrong = [
+        ("n_slots", 5, "n_slots is 5, it must be 1 to 4"), ("n_staging", 1, "n_slots and n_staging together is 3, n_experts is 4"), ("n_bytes", 1 << 30, "n_bytes is"),
+        ("staging", layer.cache.staging + 64, "staging lies"), ("counts", 0, "home, slots, cache or counts are absent"), ("stride", layer.stride + 256, "bytes from expert to expert"),
+    ]  # fmt: skip
+    for name, value, sentence in wrong:
+        program = Program()
+        program.experts(x, chosen, layer.stacks(True, (None, None, None)), b.output(1, 64, T))
+        setattr(program.records[0], name, value)
+        with pytest.raises(PackError, match=sentence):
+            b.load(program)
