@@ -20,7 +20,7 @@ SERVER: Shape = {
     "max_batch": int, "planned_bytes": int, "started_at": float, "log": str,
 }  # fmt: skip
 PLAN: Shape = {
-    "lines": [{"name": str, "bytes": int, "source": str, "group": str}], "total_bytes": int, "peak_bytes": int, "max_ctx_tokens": int,
+    "lines": [{"name": str, "bytes": int, "source": str, "group": str}], "total_bytes": int, "peak_bytes": int, "host_bytes": int, "n_expert_slots": int, "max_ctx_tokens": int,
     "max_batch": int, "kv_format": str, "kv_token_bytes": int, "page_tokens": int, "n_pages": int, "pool_tokens": int,
 }  # fmt: skip
 REPORT: Shape = {

@@ -69,6 +69,10 @@ class Config:
     idle_release_s: float = knob(
         300.0, "time without a request after which memory of the page pool that holds nothing goes back to the device, 0 for never", unit="s", low=0
     )
+    expert_vram_gib: float = knob(
+        -1.0, "device memory for the experts of a mixture: as many as fit stay there, all lie in pinned host memory and are copied when chosen (default, -1: all lie on the device)",
+        unit="GiB", low=-1,
+    )  # fmt: skip
     memory_gib: float = knob(0.0, "memory that the model may take in all, 0 for what is free", unit="GiB", low=0)
     threads: int = knob(0, "CPU threads, 0 for one per core that we may use", low=0)
     steady_prompts: bool = knob(

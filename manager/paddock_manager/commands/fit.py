@@ -32,6 +32,7 @@ COMMAND = Command(
         Option("--ctx", "context per request (default 32768, or the model's)", "int", value="TOKENS"),
         Option("--batch", "requests at a time (default 1)", "int", value="N"),
         Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=("bf16", "f16", "f32", "fp8")),
+        Option("--expert-vram-gib", "device memory for the experts of a mixture; the others stay in host memory", "float", value="GIB"),
         Option("--device", "auto, cpu, cuda, or a GPU by number, UUID or name", "text", value="DEVICE"),
         Option("--threads", "CPU threads", "int", value="N"),
         Option("--vram", "a device with so much memory that is not here, as 24GiB", "size", value="SIZE"),
@@ -65,6 +66,7 @@ def run(values: Values, ui: Ui) -> int:
         values.text("kv") or None,
         int(known["fit.ctx"].value),
         int(known["fit.batch"].value),
+        values.number("expert_vram_gib"),
     )
     reports = [fit.report(name, checkpoint, w, wish) for w in where]
     for report in reports:
@@ -176,6 +178,8 @@ def _one(out: Ui, r: Report) -> None:
         out.line(
             f"the requests share {plan.pool_tokens} tokens of context, not {full}: each may be full, all at once may not"
         )
+    if plan.host_bytes:
+        out.line(f"experts: {plan.sizes.n_expert_slots} of a layer stay on the device; all lie in host memory, which takes {gib(plan.host_bytes)} GiB of it")
     for note in r.notes:
         out.line(f"note: {note}")
 
@@ -194,9 +198,11 @@ def _holders(where: Where) -> str:
 
 def wont_fit(r: Report, values: Values | None = None) -> WontFit:
     """The refusal, with what to type instead: the same question with what has to change."""
-    words = {"kv_format": "--kv", "max_batch": "--batch", "max_ctx_tokens": "--ctx"}
+    words = {"kv_format": "--kv", "max_batch": "--batch", "max_ctx_tokens": "--ctx", "expert_vram_gib": "--expert-vram-gib"}
     given = values.found if values else {}
     asked = {f"--{k}": str(given[k]) for k in ("ctx", "batch", "kv", "device", "arch") if k in given}
+    if "expert_vram_gib" in given:
+        asked["--expert-vram-gib"] = str(given["expert_vram_gib"])
     if "vram" in given:
         gibs, rest = divmod(int(given["vram"]), 2**30)
         asked["--vram"] = str(given["vram"]) if rest else f"{gibs}GiB"

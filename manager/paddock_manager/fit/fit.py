@@ -59,6 +59,7 @@ class Wish:
     kv_format: str | None = None
     default_ctx_tokens: int = DEFAULT_CTX_TOKENS
     default_batch: int = DEFAULT_BATCH
+    expert_gib: float | None = None
 
 
 @dataclass(slots=True)
@@ -146,6 +147,8 @@ def request_of(blueprint: Blueprint, where: Where, wish: Wish) -> PlanRequest:
     """The request, with the defaults where nothing was asked."""
     ctx = wish.ctx_tokens if wish.ctx_tokens is not None else min(wish.default_ctx_tokens, blueprint.max_ctx_tokens)
     request = PlanRequest(ctx, wish.batch if wish.batch is not None else wish.default_batch, where.facts)
+    if wish.expert_gib is not None:
+        request = replace(request, expert_bytes=int(wish.expert_gib * (1 << 30)))
     return replace(request, kv_format=wish.kv_format) if wish.kv_format else request
 
 

@@ -11,7 +11,7 @@ from ..blueprint.guessing import with_guesses
 from ..blueprint.names import tensors_by_name
 from ..blueprint.read import read_blueprint
 from ..config import Config
-from ..errors import PackError, UnknownModel
+from ..errors import PackError, UnknownModel, WontFit
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.view import TensorView
 from ..manifest import read_manifest, wheel_name
@@ -119,13 +119,22 @@ def plan_model(config: Config, path: Path, place: Place) -> Opened:
     if config.is_default("max_ctx_tokens"):
         ctx = min(ctx, blueprint.max_ctx_tokens)
     kv_format = "" if config.kv_format == "auto" else config.kv_format
-    request = PlanRequest(ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens, state_cache_bytes=_state_cache(config))
+    request = PlanRequest(ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens, state_cache_bytes=_bytes(config.state_cache_gib), expert_bytes=_bytes(config.expert_vram_gib))
     answer = solver(blueprint, views, place.facts.free_bytes, place.facts.kind)
-    return Opened(checkpoint, blueprint, views, _plan(answer, request), place)
+    found = _plan(answer, request)
+    host = hardware.memory().free_bytes if found.host_bytes else 0
+    if found.host_bytes > host:
+        gib = 1 << 30
+        raise WontFit(
+            f"experts in host memory take {found.host_bytes / gib:.2f} GiB, {host / gib:.2f} GiB of it are free", "choose a smaller quantization",
+            plan=found.as_json(), need_bytes=found.host_bytes, free_bytes=host,
+        )  # fmt: skip
+    return Opened(checkpoint, blueprint, views, found, place)
 
 
-def _state_cache(config: Config) -> int | None:
-    return None if config.state_cache_gib < 0 else int(config.state_cache_gib * (1 << 30))
+def _bytes(gib: float) -> int | None:
+    """So many GiB; None when nobody said."""
+    return None if gib < 0 else int(gib * (1 << 30))
 
 
 def _plan(answer: Solver, request: PlanRequest) -> MemoryPlan:

@@ -26,12 +26,13 @@ from ..memory.state import (
 )
 from ..model.decoder import rotations, trace
 from ..model.site import Site
-from ..model.weights import Progress, load_weights
+from ..model.weights import NOWHERE, Progress, load_weights
 from ..pack import abi
 from ..pack.device import Device
 from ..pack.library import load_pack
-from ..pack.program import Program
+from ..pack.program import ExpertCache, Program
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
+from .experts import FetchedExperts, put_away
 
 START_TOKENS = 1024
 """Tokens of every slot that have pages from the start on a GPU."""
@@ -66,8 +67,11 @@ def build_device(
 def fill_device(
     device: Device, sizes: StateSizes, kv_format: str, blueprint: Blueprint, views: Mapping[str, TensorView],
     progress: Progress | None = None, stages: log.Stages | None = None,
-) -> None:  # fmt: skip
-    """Makes an open device able to step. Raises: PackError, UnsupportedError, FileError; then it is of no use but to be closed."""
+) -> FetchedExperts | None:  # fmt: skip
+    """Makes an open device able to step. Returns what is known of experts in host memory, if there are any.
+
+    Raises: PackError, UnsupportedError, FileError; then the device is of no use but to be closed.
+    """
     free = device.free_bytes()
 
     def end(stage: str) -> None:
@@ -76,15 +80,19 @@ def fill_device(
         if stages is not None:
             stages.end(stage, bytes=before - free)
 
-    weights = load_weights(device, blueprint, views, progress)
+    away = put_away(device, views, sizes.n_expert_slots) if sizes.n_expert_slots else None
+    weights = load_weights(device, blueprint, views, progress, away.away if away else NOWHERE)
     end("weights")
-    program = _build(device, sizes, kv_format, blueprint, weights)
+    program = _build(device, sizes, kv_format, blueprint, weights, away.caches if away else {})
     end("state")
     _load(device, sizes, blueprint, program)
     end("program")
+    return away
 
 
-def _build(device: Device, sizes: StateSizes, kv_format: str, blueprint: Blueprint, weights: dict[str, Tensor]) -> Program:
+def _build(
+    device: Device, sizes: StateSizes, kv_format: str, blueprint: Blueprint, weights: dict[str, Tensor], caches: Mapping[str, ExpertCache]
+) -> Program:
     layout = page_layout(blueprint, kv_format, sizes.page_tokens)
     device.kv_format = KV_FORMATS[kv_format]
     device.reserve_kv(sizes.n_pages, layout.page_bytes)
@@ -103,6 +111,7 @@ def _build(device: Device, sizes: StateSizes, kv_format: str, blueprint: Bluepri
         layout.index_offsets,
         state_layout(blueprint).ngram_offsets,
         kept_places(blueprint),
+        caches,
     )
     return trace(blueprint, site)
 

@@ -64,6 +64,7 @@ class Engine:
         self.policy = policy or Policy()
         self.read_vectors = read_vectors
         self.start: Sequence[dict[str, object]] = ()
+        self.experts: Callable[[], dict[str, float]] = dict
         # The vectors of a step lie where the next one puts its own.
         self.run_ahead = device.facts.run_ahead if read_vectors is None else 0
         if sizes.n_results < self.run_ahead + 2:

@@ -27,7 +27,7 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     blueprint = with_guesses(read_blueprint(checkpoint, order.task), checkpoint, order.guesses)
     views = tensors_by_name(checkpoint, blueprint)
     stages.end("header")
-    fill_device(device, order.sizes, order.kv_format, blueprint, views, stages=stages)
+    experts = fill_device(device, order.sizes, order.kv_format, blueprint, views, stages=stages)
     tiers = None
     if order.host_cache_bytes or order.disk_cache_bytes:
         facts = tuple(file_facts(path) for path in sorted(checkpoint.paths))
@@ -37,5 +37,5 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     )
     if order.guesses == "off":
         policy = replace(policy, draft_rows=0)
-    config = EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None, tiers, stages)
+    config = EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None, tiers, stages, experts.report if experts else None)
     engine_main(config, device, [channel])

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
@@ -36,7 +36,7 @@ COLLECT_EVERY = 1000
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What the engine process needs to know: sizes of the device state, the scheduler's constants, where vectors are read (if any),
-    pages below the device (if any), and what its start took.
+    pages below the device (if any), what its start took, and what is told of experts in host memory (if any are there).
     """
 
     sizes: StateSizes
@@ -44,6 +44,7 @@ class EngineConfig:
     read_vectors: ReadVectors | None = None
     tiers: TierConfig | None = None
     stages: log.Stages | None = None
+    experts: Callable[[], dict[str, float]] | None = None
 
 
 class TierDevice(StepDevice, HostPages, StateDevice, Protocol):
@@ -194,6 +195,8 @@ def engine_main(config: EngineConfig, device: TierDevice, channels: Sequence[Cha
     """
     ports = [EnginePort(channel) for channel in channels]
     runner = Runner(Engine(config.sizes, device, ports, config.policy, read_vectors=config.read_vectors))
+    if config.experts is not None:
+        runner.engine.experts = config.experts
     if config.tiers is not None:
         runner.use_tiers(device, config.tiers)
 

@@ -85,6 +85,7 @@ def report(engine: Engine) -> dict[str, Any]:
             "evicted": ledger.states.n_evicted if ledger.states is not None else 0,
         },
         "tiers": tree.tiers.report() if tree.tiers is not None else {},
+        "experts": engine.experts(),
         "prefix_nodes": tree.n_nodes,
         "in_flight": len(engine.in_flight),
         "run_ahead": engine.run_ahead,

@@ -16,6 +16,7 @@ from ..files.view import TensorView
 from ..formats import cuda
 from ..formats.table import packed_bytes
 from .arena import arena, pack_scratch_bytes
+from .experts import MATRIX, ExpertLayers, expert_layers
 from .kinds import kv_token_bytes, latent_token_bytes, stored_bytes
 from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pinned_arrays, state_layout, token_buckets
 
@@ -70,6 +71,7 @@ def cuda_facts(n_processors: int, memory_bytes: int = 0, free_bytes: int = 0, na
 class PlanRequest:
     """What is asked for. n_pages: pages of the pool, scratch page included; None: enough for every slot's full context.
 
+    expert_bytes: of the device for experts, the others lie in host memory; None: all lie on the device.
     state_cache_bytes: for snapshots of recurrent states; None: two per slot and eight more, at most a tenth of the free memory. An empty kv_format and a max_step_tokens of 0 become what suits the device.
     """
 
@@ -81,6 +83,7 @@ class PlanRequest:
     page_tokens: int = 32
     n_pages: int | None = None
     state_cache_bytes: int | None = None
+    expert_bytes: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", self.kv_format or KV_FORMAT[self.device.kind])
@@ -89,7 +92,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlanLine:
-    """One cost. group: "weights", "vectors", "kv", "state", "snapshots", "pinned", "activations", "scratch" (the allocator's names), "graphs" or "process".
+    """One cost. group: "weights", "experts", "host experts", "vectors", "kv", "state", "snapshots", "pinned", "activations", "scratch" (the allocator's names), "graphs" or "process".
 
     source: "header" (from the file), "planner" (a formula that the allocator shares), "table" (measured once, elsewhere), "measured" (here).
     """
@@ -102,7 +105,8 @@ class PlanLine:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Every line, and the numbers people ask for. load_bytes: one tensor's staging buffer, gone before the state is allocated."""
+    """Every line, and the numbers people ask for. load_bytes: one tensor's staging buffer, gone before the state is allocated. host_bytes: of experts
+    in pinned host memory, beside the device's lines."""
 
     lines: tuple[PlanLine, ...]
     sizes: StateSizes
@@ -110,6 +114,7 @@ class MemoryPlan:
     kv_token_bytes: int
     page_bytes: int
     load_bytes: int
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -119,7 +124,7 @@ class MemoryPlan:
     @property
     def peak_bytes(self) -> int:
         """The most that is ever held: while serving, or (large tensors, small state) while loading."""
-        loaded = sum(line.n_bytes for line in self.lines if line.group in ("weights", "process"))
+        loaded = sum(line.n_bytes for line in self.lines if line.group in ("weights", "experts", "host experts", "process"))
         return max(self.total_bytes, loaded + self.load_bytes)
 
     @property
@@ -137,6 +142,8 @@ class MemoryPlan:
             "lines": [{"name": x.name, "bytes": x.n_bytes, "source": x.source, "group": x.group} for x in self.lines],
             "total_bytes": self.total_bytes,
             "peak_bytes": self.peak_bytes,
+            "host_bytes": self.host_bytes,
+            "n_expert_slots": self.sizes.n_expert_slots,
             "max_ctx_tokens": self.sizes.max_ctx_tokens,
             "max_batch": self.sizes.n_slots,
             "kv_format": self.kv_format,
@@ -152,7 +159,7 @@ def plan(blueprint: Blueprint, tensors: Mapping[str, TensorView], request: PlanR
 
     Raises: UsageError (context over the model's, no slots, a pool below one context), UnsupportedError (a format).
     """
-    return complete(blueprint, weight_lines(blueprint, tensors, request.device.kind), largest_tensor_bytes(tensors), request)
+    return complete(blueprint, weight_sizes(blueprint, tensors, request.device.kind), largest_tensor_bytes(tensors), request)
 
 
 def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
@@ -205,27 +212,55 @@ def _snapshots(request: PlanRequest, state_bytes: int) -> int:
     return asked // state_bytes
 
 
-def weight_lines(blueprint: Blueprint, tensors: Mapping[str, TensorView], kind: str = "cpu") -> tuple[PlanLine, ...]:
-    """Weights as the pack of that kind ("cpu" or "cuda") holds them: one line per format of matrices, one for all vectors."""
+@dataclass(frozen=True, slots=True)
+class WeightSizes:
+    """Weights as a pack holds them. matrices: bytes by format, without those of experts, which stand apart; experts: how they lie in host memory."""
+
+    name: str
+    matrices: Mapping[str, int]
+    expert_matrices: Mapping[str, int]
+    vectors: int
+    experts: ExpertLayers
+
+    def n_expert_slots(self, expert_bytes: int | None) -> int:
+        """Places of a layer for experts when the device has so many bytes for them; 0: all experts lie on the device. Raises: UsageError."""
+        return self.experts.slots_in(expert_bytes, self.name) if expert_bytes is not None else 0
+
+    def lines(self, n_slots: int = 0, is_host: bool = False) -> tuple[PlanLine, ...]:
+        """One line per format of matrices, one for all vectors; with experts in host memory a line for their places on the device, and, where
+        that is host memory too, one for them."""
+        matrices = dict(self.matrices)
+        for name, n in self.expert_matrices.items() if not n_slots else ():
+            matrices[name] = matrices.get(name, 0) + n
+        x, lines = self.experts, [PlanLine(f"weights {name}", n, "header", "weights") for name, n in sorted(matrices.items(), key=lambda m: -m[1])]
+        if n_slots:
+            lines.append(PlanLine(f"experts, {n_slots} of {x.most} a layer and {x.staging(n_slots)} shared", x.device_bytes(n_slots), "header", "experts"))
+        if n_slots and is_host:
+            lines.append(PlanLine("experts in host memory", x.host_bytes, "header", "host experts"))
+        return (*lines, PlanLine("norms and biases", self.vectors, "header", "vectors"))
+
+
+def weight_sizes(blueprint: Blueprint, tensors: Mapping[str, TensorView], kind: str = "cpu") -> WeightSizes:
+    """Weights as the pack of that kind ("cpu" or "cuda") holds them."""
     matrices: dict[str, int] = {}
+    experts: dict[str, int] = {}
+    packed: dict[str, int] = {}
     vectors = 0
     for name, view in tensors.items():
         if len(view.shape) == 2 and name.endswith(".weight"):
             rows, cols = view.shape
             if kind == "cuda":
-                n_bytes = aligned(cuda.packed_bytes(view.format, rows, cols, view.scales.kind if view.scales else ""))
+                packed[name] = aligned(cuda.packed_bytes(view.format, rows, cols, view.scales.kind if view.scales else ""))
             else:
-                n_bytes = aligned(packed_bytes(view.format, rows, cols))
-            matrices[view.format] = matrices.get(view.format, 0) + n_bytes
+                packed[name] = aligned(packed_bytes(view.format, rows, cols))
+            group = experts if MATRIX.fullmatch(name) else matrices
+            group[view.format] = group.get(view.format, 0) + packed[name]
         else:
             vectors += aligned(4 * view.n_elements)
     ropes = {layer.attention.rope for layer in blueprint.layers}
     vectors += sum(aligned(4 * (rope.width // 2)) for rope in ropes if rope is not None)
     vectors += sum(aligned(4 * n) for n in set(unit_norms(blueprint).values()))
-    lines = [
-        PlanLine(f"weights {name}", n, "header", "weights") for name, n in sorted(matrices.items(), key=lambda x: -x[1])
-    ]
-    return (*lines, PlanLine("norms and biases", vectors, "header", "vectors"))
+    return WeightSizes(blueprint.name or blueprint.family, matrices, experts, vectors, expert_layers(packed))
 
 
 def largest_tensor_bytes(tensors: Mapping[str, TensorView]) -> int:
@@ -233,9 +268,10 @@ def largest_tensor_bytes(tensors: Mapping[str, TensorView]) -> int:
     return max((view.n_bytes + (4 * view.scales.view.n_elements if view.scales else 0) for view in tensors.values()), default=0)
 
 
-def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: int, request: PlanRequest) -> MemoryPlan:
-    """The plan once its weight lines are known: solve.py calls this many times."""
-    sizes, device = state_sizes(blueprint, request), request.device
+def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, request: PlanRequest) -> MemoryPlan:
+    """The plan once the weights are summed: solve.py calls this many times. Raises: UsageError."""
+    n_slots = weights.n_expert_slots(request.expert_bytes)
+    sizes, device = replace(state_sizes(blueprint, request), n_expert_slots=n_slots), request.device
     layout = page_layout(blueprint, request.kv_format, sizes.page_tokens)
     pool = -(-sizes.n_pages * layout.page_bytes // device.granule_bytes) * device.granule_bytes
     arrays, pinned = device_arrays(sizes), pinned_arrays(sizes)
@@ -251,7 +287,7 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
     )
     is_host = device.kind == "cpu"
     lines = (
-        *weights,
+        *weights.lines(n_slots, is_host),
         PlanLine(
             f"kv {request.kv_format}, {sizes.n_pages - 1} pages of {sizes.page_tokens} tokens", pool, "planner", "kv"
         ),
@@ -275,7 +311,8 @@ def complete(blueprint: Blueprint, weights: tuple[PlanLine, ...], load_bytes: in
         + (stored_bytes(a.index.width, request.kv_format) if a.index is not None else 0)
         for a in attentions
     )
-    return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes if is_host else 0)
+    host_bytes = weights.experts.host_bytes if n_slots and not is_host else 0
+    return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes if is_host else 0, host_bytes)
 
 
 def graph_bytes(blueprint: Blueprint, sizes: StateSizes) -> int:

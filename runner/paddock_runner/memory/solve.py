@@ -9,18 +9,19 @@ from typing import Any
 from ..blueprint.blueprint import Blueprint
 from ..errors import WontFit
 from ..files.view import TensorView
-from .plan import MemoryPlan, PlanLine, PlanRequest, complete, largest_tensor_bytes, state_sizes, weight_lines
+from .plan import MemoryPlan, PlanRequest, WeightSizes, complete, largest_tensor_bytes, state_sizes, weight_sizes
 from .state import KV_BYTES
 
 MAX_BATCH = 1024
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Solver:
-    """A model and the bytes there are for it. Weight lines are summed once."""
+    """A model and the bytes there are for it. Weights are summed once."""
 
     blueprint: Blueprint
-    weights: tuple[PlanLine, ...]
+    weights: WeightSizes
     load_bytes: int
     free_bytes: int
 
@@ -51,8 +52,28 @@ class Solver:
         extra = _largest(lambda n: self.fits(replace(request, n_pages=least + n - 1)), full - least + 1)
         return least + extra - 1 if extra else 0
 
+    def most_expert_bytes(self, request: PlanRequest) -> int:
+        """The largest room for experts on the device (whole hundredths of a GiB) with which it fits, the others in host memory; 0 when none does."""
+        experts = self.weights.experts
+        if not experts.layers:
+            return 0
+        least = self.plan(replace(request, expert_bytes=experts.device_bytes(1)))
+        hundredths = (self.free_bytes - least.peak_bytes + experts.device_bytes(1)) * 100 // GIB
+        n_bytes = int(round(hundredths / 100, 2) * GIB)  # as a flag with two digits says it
+        return n_bytes if n_bytes >= experts.device_bytes(1) else 0
+
+    def _split(self, request: PlanRequest) -> dict[str, Any]:
+        """Experts in host memory, as many on the device as fit: as an alternative, empty when there is none."""
+        n_bytes = self.most_expert_bytes(request) if request.expert_bytes is None else 0
+        if not n_bytes:
+            return {}
+        found = self.plan(replace(request, expert_bytes=n_bytes))
+        return {
+            "change": "expert_vram_gib", "expert_vram_gib": round(n_bytes / GIB, 2), "n_expert_slots": found.sizes.n_expert_slots, "n_experts": self.weights.experts.most, "host_bytes": found.host_bytes
+        }  # fmt: skip
+
     def alternatives(self, request: PlanRequest) -> list[dict[str, Any]]:
-        """Requests that do fit, closest first: a smaller KV format, fewer slots, a shorter context. Each is itself a solution."""
+        """Requests that do fit, closest first: a smaller KV format, fewer slots, a shorter context, experts in host memory. Each is itself a solution."""
         found: list[dict[str, Any]] = []
         size = KV_BYTES[request.kv_format]
         for name in sorted((k for k, n in KV_BYTES.items() if n < size and k != "f16"), key=lambda k: -KV_BYTES[k]):
@@ -64,16 +85,20 @@ class Solver:
         ctx = self.largest_ctx_tokens(request)
         if ctx:
             found.append({"change": "max_ctx_tokens", "max_ctx_tokens": min(ctx, request.max_ctx_tokens)})
+        if split := self._split(request):
+            found.append(split)
         if not found:
             ctx = self.largest_ctx_tokens(replace(request, max_batch=1))
             if ctx:
                 found.append({"change": "both", "max_batch": 1, "max_ctx_tokens": min(ctx, request.max_ctx_tokens)})
+            elif split := self._split(replace(request, max_batch=1)):
+                found.append({**split, "max_batch": 1})
         return found
 
 
 def solver(blueprint: Blueprint, tensors: Mapping[str, TensorView], free_bytes: int, kind: str = "cpu") -> Solver:
     """A solver for these tensors and that many bytes of a device of that kind ("cpu" or "cuda")."""
-    return Solver(blueprint, weight_lines(blueprint, tensors, kind), largest_tensor_bytes(tensors), free_bytes)
+    return Solver(blueprint, weight_sizes(blueprint, tensors, kind), largest_tensor_bytes(tensors), free_bytes)
 
 
 def require_fit(answer: Solver, request: PlanRequest) -> MemoryPlan:
@@ -107,6 +132,9 @@ def _words(other: dict[str, Any]) -> str:
         parts.append(f"batch {other['max_batch']}")
     if "max_ctx_tokens" in other:
         parts.append(f"context {other['max_ctx_tokens']}")
+    if "expert_vram_gib" in other:
+        slots, most, host = other["n_expert_slots"], other["n_experts"], other["host_bytes"] / GIB
+        parts.append(f"--expert-vram-gib {other['expert_vram_gib']:.2f} ({slots} of {most} experts of a layer on the device, {host:.2f} GiB of host memory)")
     return "it fits with " + " and ".join(parts)
 
 

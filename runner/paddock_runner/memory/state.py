@@ -40,6 +40,7 @@ class StateSizes:
     n_snapshots: int = 0  # copies of a slot's recurrent states that the prefix cache may keep
     lookback_tokens: int = 0  # tokens that a step reads before its own: they must be there though their keys are cached
     max_guesses: int = 0  # guessed tokens of a row that recurrent states can take back
+    n_expert_slots: int = 0  # places of every layer for experts, which lie in host memory; 0: all lie on the device
 
     @property
     def slot_pages(self) -> int:

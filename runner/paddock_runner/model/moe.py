@@ -55,7 +55,7 @@ def _stacks(x: Experts, at: str, site: Site) -> Stacks:
     up, down = (w[f"{at}experts.{name}.weight"] for name in ("up", "down"))
     gate = w[at + "experts.gate.weight"] if x.is_gated else None
     biases = (w.get(at + "experts.gate.bias"), w.get(at + "experts.up.bias"), w.get(at + "experts.down.bias"))
-    return Stacks(gate, up, down, x.n_experts, biases, x.activation, x.limit, x.alpha)
+    return Stacks(gate, up, down, x.n_experts, biases, x.activation, x.limit, x.alpha, site.caches.get(at + "experts."))
 
 
 def weigh_shared(program: Program, hidden: Tensor, at: str, site: Site) -> None:

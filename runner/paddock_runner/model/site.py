@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..blueprint.blueprint import Blueprint, Rope
-from ..pack.program import Program, Rotation
+from ..pack.program import ExpertCache, Program, Rotation
 from ..pack.tensor import Tensor
 
 
@@ -16,7 +16,8 @@ class Site:
 
     state_offsets: of each recurrent layer: its state and its convolution's tail, in bytes from the start of a slot's. index_offsets: of a layer's
     index keys in a page. ngram_offsets: of the tail of its n-grams' convolution, in a slot's state. kept: of recurrent layers that take guesses back:
-    where their state of before and their inputs since lie in a slot's, and the state's bytes.
+    where their state of before and their inputs since lie in a slot's, and the state's bytes. caches: of experts in host memory, by the prefix of
+    their names.
     """
 
     weights: Mapping[str, Tensor]
@@ -28,6 +29,7 @@ class Site:
     index_offsets: tuple[int, ...] = ()
     ngram_offsets: tuple[int, ...] = ()
     kept: tuple[tuple[int, int, int] | None, ...] = ()
+    caches: Mapping[str, ExpertCache] = field(default_factory=dict)
 
 
 def norm(program: Program, blueprint: Blueprint, site: Site, name: str, x: Tensor, out: Tensor) -> None:

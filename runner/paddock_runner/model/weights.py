@@ -167,16 +167,28 @@ def _bad_scale(view: TensorView, value: str) -> FileError:
     return FileError(f"{view.path}: tensor {view.name} holds the scale {value}, expected positive numbers", path=str(view.path), field=view.name)
 
 
+@dataclass(frozen=True, slots=True)
+class Away:
+    """Matrices that do not lie among the others: addresses by name, and the bytes from one to the next of their stacks."""
+
+    places: Mapping[str, int]
+    stride: int
+
+
+NOWHERE = Away({}, 0)
+
+
 def load_weights(
-    device: Device, blueprint: Blueprint, views: Mapping[str, TensorView], progress: Progress | None = None
+    device: Device, blueprint: Blueprint, views: Mapping[str, TensorView], progress: Progress | None = None, away: Away = NOWHERE
 ) -> dict[str, Tensor]:
     """All weights of the model on the device, by our names: matrices packed, vectors as f32 [1, n].
 
-    progress: called with (bytes done, bytes in all) of the checkpoint. Raises: UnsupportedError, FileError, PackError.
+    away: matrices that have their places elsewhere. progress: called with (bytes done, bytes in all) of the checkpoint. Raises: UnsupportedError, FileError, PackError.
     """
     matrices = {name: view for name, view in views.items() if is_matrix(name, view)}
     sizes = {name: device.packed_bytes(source_of(view)) for name, view in matrices.items()}
-    places = _places(device.alloc(sum(aligned(n) for n in sizes.values()), "weights"), sizes)
+    here = {name: n for name, n in sizes.items() if name not in away.places}
+    places = {**_places(device.alloc(sum(aligned(n) for n in here.values()), "weights"), here), **away.places}
     total, done = sum(v.n_bytes for v in views.values()), 0
     staging, weights = Staging(), {}
     try:
@@ -198,7 +210,8 @@ def load_weights(
                 progress(done, total)
     finally:
         staging.close()
-    return {**weights, **ones(device, blueprint), **stacks(weights, sizes)}
+    strides = {name: away.stride if name in away.places else aligned(n) for name, n in sizes.items()}
+    return {**weights, **ones(device, blueprint), **stacks(weights, strides)}
 
 
 def ones(device: Device, blueprint: Blueprint) -> dict[str, Tensor]:
@@ -237,7 +250,7 @@ STACKED = (".experts.", ".ngram.")
 """In the names of matrices that are used as one stack."""
 
 
-def stacks(weights: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+def stacks(weights: Mapping[str, Tensor], strides: Mapping[str, int]) -> dict[str, Tensor]:
     """"layers.I.experts.gate.weight" for every "layers.I.experts.gate.0.weight" ...: the first matrix, with the bytes to the next. N-gram tables likewise.
 
     Raises: UnsupportedError when the experts of a stack have different formats.
@@ -252,7 +265,7 @@ def stacks(weights: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str,
                 kinds = " and ".join(table.by_id(t.format).name for t in (first, other))
                 raise UnsupportedError(f"{stem}: experts 0 and {e} have different formats ({kinds}), which is not supported", what="mixed experts")
             e += 1
-        found[f"{stem}.weight"] = Tensor(first.data, first.rows, first.cols, first.format, aligned(sizes[name]), abi.PK_PACKED)
+        found[f"{stem}.weight"] = Tensor(first.data, first.rows, first.cols, first.format, strides[name], abi.PK_PACKED)
     return found
 
 

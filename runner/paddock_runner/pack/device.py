@@ -180,6 +180,10 @@ class Device:
         """The bytes of a place in host memory."""
         return _host_view(self._host_states + host_place * self.state_bytes, self.state_bytes)
 
+    def host_view(self, address: int, n_bytes: int) -> memoryview:
+        """Bytes of pinned memory."""
+        return _host_view(address, n_bytes)
+
     def settle(self) -> None:
         """Waits until every copy and step that was given is done. Raises: PackError."""
         self.read(self.state.length, 4)

@@ -1,0 +1,63 @@
+"""Experts in host memory: allocates their home, their places on the device and what tells which are there; reads the counts back.
+
+Knows no kernels: packs/rare.h says what fetching does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..files.view import TensorView
+from ..memory.experts import COUNT_BYTES, MATRIX, ExpertLayer, ExpertLayers, expert_layers
+from ..model.weights import Away, source_of
+from ..pack.device import Device
+from ..pack.program import ExpertCache
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedExperts:
+    """Experts of a device: away: where their matrices lie in host memory; caches: of each layer, by the prefix of its experts' names."""
+
+    away: Away
+    caches: Mapping[str, ExpertCache]
+    counts: memoryview
+    layers: ExpertLayers
+    n_slots: int
+
+    def report(self) -> dict[str, float]:
+        """Since the start, over all layers: experts that steps found on the device, copied to places of their own, copied to shared ones; bytes
+        copied; and what share was found."""
+        words = self.counts.cast("Q")
+        step = COUNT_BYTES // 8
+        found, kept, passed = (sum(words[i * step + k] for i in range(len(self.layers.layers))) for k in range(3))
+        n_bytes = sum((words[i * step + 1] + words[i * step + 2]) * layer.n_bytes for i, layer in enumerate(self.layers.layers))
+        wanted = found + kept + passed
+        return {
+            "slots": self.n_slots, "of": self.layers.most, "found_total": found, "kept_total": kept, "passed_total": passed,
+            "copied_bytes_total": n_bytes, "found_share": round(found / wanted, 4) if wanted else 0.0,
+        }  # fmt: skip
+
+
+def put_away(device: Device, views: Mapping[str, TensorView], n_slots: int) -> FetchedExperts:
+    """Room for all experts in pinned host memory and for n_slots of each layer on the device. Raises: PackError, UnsupportedError."""
+    layers = expert_layers({name: device.packed_bytes(source_of(view)) for name, view in views.items() if MATRIX.fullmatch(name)})
+    stride, staged = layers.stride, layers.staging(n_slots)
+    n_own = sum(x.slots(n_slots) for x in layers.layers)
+    home = device.alloc(layers.host_bytes, "host experts", is_pinned=True)
+    room = device.alloc(layers.device_bytes(n_slots), "experts")
+    staging, cache = room + n_own * stride, room + (n_own + staged) * stride
+    counts = home + layers.host_bytes - COUNT_BYTES * len(layers.layers)
+    places: dict[str, int] = {}
+    caches: dict[str, ExpertCache] = {}
+    for i, x in enumerate(layers.layers):
+        n = x.slots(n_slots)
+        caches[x.prefix] = ExpertCache(home, room, staging if x.n_experts > n else 0, cache, counts + i * COUNT_BYTES, stride, x.n_bytes, n, x.n_experts - n)
+        places.update(_places(x, home, stride))
+        home, room, cache = home + x.n_experts * stride, room + n * stride, cache + x.cache_bytes(n_slots)
+    return FetchedExperts(Away(places, stride), caches, device.host_view(counts, COUNT_BYTES * len(layers.layers)), layers, n_slots)
+
+
+def _places(x: ExpertLayer, home: int, stride: int) -> dict[str, int]:
+    """Where every matrix of a layer's experts lies."""
+    return {f"{x.prefix}{kind}.{e}.weight": home + e * stride + at for e in range(x.n_experts) for kind, at in x.offsets.items()}
