@@ -53,7 +53,7 @@ int32_t victim_of(const pk_op_experts_fetched &op, const Cache &c) {
 // Gives every chosen expert a place. Returns the number of copies.
 int32_t choose_places(const pk_op_experts_fetched &op, const Cache &c) {
     auto *counts = numbers<uint64_t>(op.counts);
-    const auto first_staging = static_cast<int32_t>((op.staging - op.slots) / op.stride);
+    const auto first_staging = op.n_staging ? static_cast<int32_t>((op.staging - op.slots) / op.stride) : 0;
     int32_t n_copies = 0, n_staged = 0;
     for (int32_t s = 0; s < op.n_slots; ++s) {
         const int32_t e = c.expert_of[s] - 1;

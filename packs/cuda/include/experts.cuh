@@ -19,10 +19,11 @@ struct ExpertItem {
     int32_t expert, first, count, place;
 };
 
-// Where experts lie: expert e of a stack is at stack.data + shift + at[e] * stride, without `at` at stack.data + e * stride.
+// Where experts lie: expert e of a stack is at stack.data + shift + at[e] * stride, without `at` at stack.data + e * stride. n: at is below it.
 struct ExpertPlaces {
     int64_t shift = 0;
     const int32_t *at = nullptr;
+    int32_t n = 0;
 };
 
 // out[position, row] = product of the pair at that position, for rows [first_row, first_row + n_rows) of the weight. With two

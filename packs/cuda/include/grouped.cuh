@@ -15,7 +15,7 @@ struct GroupedProduct {
     const ExpertItem *items;
     const int32_t *n_items;
     int64_t positions, scale_stride, x_stride, out_stride;  // strides of x and out in elements
-    int32_t k, n_experts, first_row, n_rows, act;
+    int32_t k, n_places, first_row, n_rows, act;
 };
 
 // Rows of x to the positions of their pairs; e4m3: narrowed with a scale per row and 128 columns, zeros behind k.

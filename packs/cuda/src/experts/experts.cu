@@ -423,9 +423,9 @@ int32_t launch_combine(const Launch &l, const pk_op_experts &op, const Plan &pla
 }
 
 // Many pairs on Hopper's asynchronous units.
-int32_t run_grouped(const Launch &l, const pk_op_experts &op, const Plan &plan) {
+int32_t run_grouped(const Launch &l, const pk_op_experts &op, const Plan &plan, const ExpertPlaces &places) {
     auto floats = [&](int64_t at) { return reinterpret_cast<float *>(l.scratch + at); };
-    if (int32_t e = launch_sort(l, op, plan)) return e;
+    if (int32_t e = launch_sort(l, op, plan, places)) return e;
     SpreadArguments s = {};
     s.x = reinterpret_cast<const void *>(op.x.data);
     s.out = l.scratch + plan.x;
@@ -440,8 +440,8 @@ int32_t run_grouped(const Launch &l, const pk_op_experts &op, const Plan &plan) 
     s.k = static_cast<int32_t>(op.x.cols);
     if (int32_t e = launch_spread(l, s, plan.is_fp8, bound(l, op.x.rows))) return e;
     GroupedProduct g = {};
-    g.w[0] = weight_of(l, op.gate, op.gate_bias);
-    g.w[1] = weight_of(l, op.up, op.up_bias);
+    g.w[0] = weight_of(l, op.gate, op.gate_bias, places.shift);
+    g.w[1] = weight_of(l, op.up, op.up_bias, places.shift);
     g.x = l.scratch + plan.x;
     g.out = l.scratch + plan.hidden;
     g.x_scales = floats(plan.x_scales);
@@ -453,11 +453,11 @@ int32_t run_grouped(const Launch &l, const pk_op_experts &op, const Plan &plan) 
     g.x_stride = plan.x_cols;
     g.out_stride = plan.hidden_cols;
     g.k = static_cast<int32_t>(plan.x_cols);
-    g.n_experts = op.n_experts;
+    g.n_places = places.at != nullptr ? places.n : op.n_experts;
     g.n_rows = static_cast<int32_t>(op.up.rows);
     g.act = op.act;
     if (int32_t e = launch_grouped(l, g, plan.is_fp8, true)) return e;
-    g.w[0] = weight_of(l, op.down, op.down_bias);
+    g.w[0] = weight_of(l, op.down, op.down_bias, places.shift);
     g.x = g.out;
     g.x_scales = g.out_scales;
     g.x_stride = plan.hidden_cols;
@@ -481,7 +481,7 @@ int32_t launch_experts_at(const Launch &l, const pk_op_experts &op, const Expert
     const int64_t n_rows = bound(l, op.x.rows);
     const Plan plan = plan_of(*l.ctx, op, n_rows);
     if (plan.bytes > l.scratch_bytes) return fail(PK_BAD_ARG, "experts: %lld bytes of scratch are needed, the workspace has %lld", (long long)plan.bytes, (long long)l.scratch_bytes);
-    if (plan.is_grouped) return run_grouped(l, op, plan);
+    if (plan.is_grouped) return run_grouped(l, op, plan, places);
     pk_tensor x = op.x;
     if (!plan.is_stream && (x.format != PK_BF16 || !is_wide(x))) {
         pk_op_copy copy = {};

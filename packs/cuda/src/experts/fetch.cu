@@ -164,10 +164,10 @@ int32_t launch_fetched(const Launch &l, const pk_op_experts_fetched &op) {
     a.n_used = static_cast<int32_t>(op.experts.ids.cols);
     a.n_experts = n;
     a.n_slots = op.n_slots;
-    a.first_staging = static_cast<int32_t>(static_cast<int64_t>(op.staging - op.slots) / op.stride);
+    a.first_staging = op.n_staging ? static_cast<int32_t>(static_cast<int64_t>(op.staging - op.slots) / op.stride) : 0;
     const int64_t shared_bytes = (n + 2ll * op.n_slots) * 4;
     if (int32_t e = launch(l, "expert_fetch", expert_fetch_kernel, dim3(l.ctx->n_processors), dim3(kFetchThreads), shared_bytes, a)) return e;
-    return launch_experts_at(l, op.experts, {static_cast<int64_t>(op.slots - op.home), a.place_of});
+    return launch_experts_at(l, op.experts, {static_cast<int64_t>(op.slots - op.home), a.place_of, std::max(op.n_slots, a.first_staging + op.n_staging)});
 }
 
 }  // namespace pk

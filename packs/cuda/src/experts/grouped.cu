@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
             int4 item = item_at(blockIdx.x);
             for (int index = blockIdx.x; index < n_all; index += gridDim.x) {
                 const int4 next = item_at(index + gridDim.x);
-                const int expert = item.x, first = item.y, n0 = p.first_row + index % n_tiles * kOut;
+                const int place = item.w, first = item.y, n0 = p.first_row + index % n_tiles * kOut;
                 const bool is_whole = item.z > 64;
                 const int n_bytes = kRows * 128 + (is_whole ? 2 : 1) * kBoxBytes + (kFp8 ? kScaleBytes : 0);
                 for (int k = 0; k < n_steps; ++k) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
                     if (is_whole) copy_box(to + kBoxBytes, &maps.x, k * kBoxK, first + 64, barrier);
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        copy_expert_box(to + (2 + i) * kBoxBytes, kIsPair ? maps.w + (i & 1) : maps.w, k * kBoxK, n0 + 64 * (kIsPair ? i >> 1 : i), expert, barrier);
+                        copy_expert_box(to + (2 + i) * kBoxBytes, kIsPair ? maps.w + (i & 1) : maps.w, k * kBoxK, n0 + 64 * (kIsPair ? i >> 1 : i), place, barrier);
                     advance();
                 }
                 item = next;
@@ -119,18 +119,18 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
         const int row = p.first_row + index % n_tiles * kOut + (kIsPair ? 0 : 128 * wg);
         return min(row, p.w[side].rows - 1) >> 7;
     };
-    auto blocks_of = [&](int expert, int index, int side, int k) {
+    auto blocks_of = [&](int place, int index, int side, int k) {
         const ExpertWeight &w = p.w[side];
         if (w.block_scale_at < 0) return 1.0f;
-        return k + lane < n_steps ? __ldg(reinterpret_cast<const float *>(w.data + expert * w.stride + w.block_scale_at) + block_row(index, side) * w.block_stride + k + lane) : 0.0f;
+        return k + lane < n_steps ? __ldg(reinterpret_cast<const float *>(w.data + place * w.stride + w.block_scale_at) + block_row(index, side) * w.block_stride + k + lane) : 0.0f;
     };
     auto factors_of = [&](const int4 &item, int index) {
         Factors f = {};
         if (index >= n_all) return f;
 #pragma unroll
         for (int side = 0; side < (kIsPair ? 2 : 1); ++side) {
-            f.whole[side] = __ldg(reinterpret_cast<const float *>(p.w[side].data + item.x * p.w[side].stride + p.w[side].scale_at));
-            if constexpr (kFp8) f.block[side] = blocks_of(item.x, index, side, 0);
+            f.whole[side] = __ldg(reinterpret_cast<const float *>(p.w[side].data + item.w * p.w[side].stride + p.w[side].scale_at));
+            if constexpr (kFp8) f.block[side] = blocks_of(item.w, index, side, 0);
         }
         return f;
     };
@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
                 float block[2] = {factors.block[0], factors.block[1]};
                 for (int k = 0; k < n_steps; ++k) {
                     if (k != 0 && (k & 31) == 0) {
-                        block[0] = blocks_of(item.x, index, 0, k);
-                        if (kIsPair) block[1] = blocks_of(item.x, index, 1, k);
+                        block[0] = blocks_of(item.w, index, 0, k);
+                        if (kIsPair) block[1] = blocks_of(item.w, index, 1, k);
                     }
                     const float ws0 = __shfl_sync(~0u, block[0], p.w[0].block_scale_at < 0 ? 0 : k & 31), ws1 = kIsPair ? __shfl_sync(~0u, block[1], p.w[0].block_scale_at < 0 ? 0 : k & 31) : ws0;
                     barrier_wait(full + stage, phase);
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
         // Stores the first kHalves halves of the tile.
         auto store = [&]<int kHalves>() {
             const int n0 = p.first_row + index % n_tiles * kOut, in_tile = warp * 16 + (lane >> 2);
-            const uint8_t *matrix[2] = {p.w[0].data + item.x * p.w[0].stride, p.w[kIsPair].data + item.x * p.w[kIsPair].stride};
+            const uint8_t *matrix[2] = {p.w[0].data + item.w * p.w[0].stride, p.w[kIsPair].data + item.w * p.w[kIsPair].stride};
             auto row_scale = [&](int side, int row) { return __ldg(reinterpret_cast<const float *>(matrix[side] + p.w[side].row_scale_at) + min(row, p.w[side].rows - 1)); };
             if constexpr (kIsPair) {
                 const int column = n0 + 64 * wg;
@@ -390,8 +390,8 @@ int32_t run(const Launch &l, const GroupedProduct &p) {
     if (int32_t e = make_map(l, &maps.x, p.x, kFp8, 2, {k, static_cast<cuuint64_t>(p.positions), 1}, {static_cast<cuuint64_t>(p.x_stride) * kElement, 0})) return e;
     for (int i = 0; i < 2; ++i) {
         const ExpertWeight &w = p.w[kIsPair ? i : 0];
-        if (int32_t e = make_map(l, &maps.w[i], w.data, kFp8, 3, {static_cast<cuuint64_t>(w.row_bytes) / kElement, static_cast<cuuint64_t>(w.rows), static_cast<cuuint64_t>(p.n_experts)},
-                                 {static_cast<cuuint64_t>(w.row_bytes), static_cast<cuuint64_t>(p.n_experts > 1 ? w.stride : w.row_bytes)}))
+        if (int32_t e = make_map(l, &maps.w[i], w.data, kFp8, 3, {static_cast<cuuint64_t>(w.row_bytes) / kElement, static_cast<cuuint64_t>(w.rows), static_cast<cuuint64_t>(p.n_places)},
+                                 {static_cast<cuuint64_t>(w.row_bytes), static_cast<cuuint64_t>(p.n_places > 1 ? w.stride : w.row_bytes)}))
             return e;
     }
     return launch(l, "expert_grouped", expert_grouped_kernel<kFp8, kIsPair>, dim3(l.ctx->n_processors), dim3(kThreads), kSharedBytes, maps, p);
