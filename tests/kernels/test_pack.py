@@ -210,7 +210,7 @@ REFUSALS = [
     ("op 0 (gather): out has T rows, it must have S", raw("gather", t(), t())),
     ("op 0 (copy): x width is 64, out width is 63", raw("copy", t(), t(), out__cols=63)),
     ("op 0 (prepare): size is 16, the record has 8 bytes", raw("prepare", size=16)),
-    ("op 0: this pack has no op number 77", raw("commit", op=77)),
+    ("op 0: this pack has no op number 99", raw("commit", op=99)),
     ("op 0 (commit): size is -8", raw("commit", size=-8)),
 ]
 
