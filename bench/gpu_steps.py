@@ -1,6 +1,6 @@
 """Prices of steps on the CUDA pack: decode rows with prefill beside them, at several lengths and contexts. What the scheduler's model has to know.
 
-Usage: python -m bench.gpu_steps PACK [--formats fp8 bf16] [--rows 0 16 32] [--deep 32768]
+Usage: python -m bench.gpu_steps PACK [--formats fp8 bf16] [--rows 0 16 32] [--deep 32768] [--tokens 16 112 ...]
 Prints a table in milliseconds (median of the repeats), and points in the form that bench/modelled.py takes. Weights as in bench/gpu_models.
 """
 
@@ -38,7 +38,7 @@ def price(driver: Driver, rows: list[tuple[int, int]], starts: dict[int, np.ndar
     return statistics.median(found)
 
 
-def measure(device: Device, name: str, row_counts: list[int], deep: int) -> None:
+def measure(device: Device, name: str, row_counts: list[int], deep: int, tokens: list[int]) -> None:
     """The tables of one model. Decode rows are slots from 1 on, the prefill is slot 0's."""
     rng, driver = np.random.default_rng(1), Driver(device)
     for slot in range(1, LONG + 1):
@@ -53,13 +53,13 @@ def measure(device: Device, name: str, row_counts: list[int], deep: int) -> None
             driver.wait(driver.seq)
         for n_rows in row_counts:
             decode = [(slot, 1) for slot in range(1, n_rows + 1)]
-            for n in TOKENS:
-                if (not n and not n_rows) or (at and n > 512):
+            for n in tokens:
+                if not n and not n_rows:
                     continue
                 start = {0: rng.integers(0, 150000, n)} if n and not at else None
                 ms = price(driver, decode + ([(0, n)] if n else []), start, 3 if n < 1024 else 2)
                 tables.setdefault((at, n_rows), [0.0] * bool(not n_rows)).append(ms)
-    sys.stdout.write(f"{name:6} prefill " + "".join(f"{n:8}" for n in TOKENS) + "\n")
+    sys.stdout.write(f"{name:6} prefill " + "".join(f"{n:8}" for n in tokens) + "\n")
     for (at, n_rows), times in tables.items():
         sys.stdout.write(f"at {at:6} b{n_rows:3}   " + "".join(f"{ms:8.2f}" for ms in times) + "\n")
     for n_rows in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128):
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", default=["fp8", "bf16"])
     parser.add_argument("--rows", type=int, nargs="*", default=[0, 16, 32])
     parser.add_argument("--deep", type=int, default=32768)
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     options = parser.parse_args()
     plan = blueprint("8b")
     for kind in options.formats:
@@ -95,7 +96,7 @@ def main() -> None:
             device = build_device(Assembly(options.pack, sizes), plan, tensors)
             device.grow_pages(n_pages)
             sys.stdout.write(f"8b.{kind}: built in {time.perf_counter() - begun:.1f} s\n")
-            measure(device, f"8b.{kind}", options.rows, options.deep)
+            measure(device, f"8b.{kind}", options.rows, options.deep, options.tokens)
             device.close()
 
 

@@ -1,9 +1,11 @@
 """Streams that decode while a long prompt arrives: gaps between their tokens before and meanwhile, and the prompt's time to first token.
 
 Usage: python -m bench.longprefill MODEL [--pack PACK] [--streams 16] [--prompt 4000] [--rounds 3] [--threads N] [--machine NAME]
+       [--policy rest_steps=8 steady_ratio=1.5,long_step_ms=0 ...]
 The engine runs in this process, without a front: gaps are times between steps that gave every stream a token. Each round measures the prompt
 alone, the streams alone, and both, so that what else the machine does falls on all three. Goals: gap p50 at most 1.25 and p99 at most 1.5 times
 of before, time to first token at most 1.4 times alone. The last two cannot both be had where decoding leaves no arithmetic unused (a CPU).
+With --policy each of these changes to the scheduler's policy is measured, one after the other on one device: the price of one goal in the other's coin.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import random
 import statistics
 import sys
 from array import array
+from dataclasses import fields, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -21,6 +24,7 @@ from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.engine.loop import Engine, freeze
+from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.process import Runner
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.plan import PlanRequest, cpu_facts, cuda_facts, state_sizes
@@ -46,12 +50,16 @@ class Scene:
         request = PlanRequest(ctx, options.streams + 1, facts, n_pages=ctx // 32 + options.streams * (min(ctx, STREAM_TOKENS) // 32) + 2)
         sizes = state_sizes(blueprint, request)
         self.device = build_device(Assembly(pack, sizes, request.kv_format, n_threads=options.threads), blueprint, tensors_by_name(checkpoint, blueprint))
-        self.n_vocab = blueprint.n_vocab
+        self.n_vocab, self.sizes = blueprint.n_vocab, sizes
+        self.random = random.Random(1)
+        self.begin(Policy())
+
+    def begin(self, policy: Policy) -> None:
+        """A new engine with that policy on the same device; nothing is running on it."""
         channel = Channel.create()
         self.front = FrontPort(channel, True)
-        self.engine = Engine(sizes, self.device, [EnginePort(channel, True)])
+        self.engine = Engine(self.sizes, self.device, [EnginePort(channel, True)], policy)
         self.runner = Runner(self.engine)
-        self.random = random.Random(1)
         self.n_asked = 0
         self.ended: set[int] = set()
         self.first: dict[int, float] = {}
@@ -120,6 +128,13 @@ def share(values: list[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
 
 
+def policy_of(words: str) -> Policy:
+    """The default policy with changes as name=value, separated by commas."""
+    kinds = {field.name: type(field.default) for field in fields(Policy)}
+    changes = {name: kinds[name](value) for name, value in (word.split("=") for word in words.split(",") if word)}
+    return replace(Policy(), **changes)
+
+
 def measure(scene: Scene, options: argparse.Namespace) -> tuple[float, float, float]:
     """Rounds of the prompt alone, the streams alone, and both; ratios of gaps (p50, p99) and of the time to the first token."""
     scene.first_token_s(options.prompt // 4)
@@ -152,9 +167,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--machine", default="")
+    parser.add_argument("--policy", nargs="*", default=[], metavar="CHANGES")
     options = parser.parse_args()
     scene = Scene(options)
     freeze()
+    for changes in options.policy:
+        scene.begin(policy_of(changes))
+        sys.stdout.write(f"{changes}: ")
+        measure(scene, options)
+    if options.policy:
+        return
     p50, p99, ttft = measure(scene, options)
     if options.machine:
         name = f"{options.machine}.longprefill.{Path(options.model).stem}.{options.streams}x{options.prompt}"

@@ -72,7 +72,7 @@ async def client(a: argparse.Namespace, url: str, rng: random.Random, until: flo
         events = load.events(parts.hostname or "127.0.0.1", parts.port or 80, "/v1/completions", body, "")
         has_ended = False
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(a.timeout):
                 async for data in events:
                     if data == b"[DONE]":
                         has_ended = True
@@ -111,11 +111,12 @@ async def soak(a: argparse.Namespace, url: str, pid: int) -> list[dict[str, floa
     begun, looks, tally = time.monotonic(), list[dict[str, float]](), Tally()
     until = begun + 60 * a.minutes
     tasks = [asyncio.create_task(client(a, url, random.Random(k), until, tally)) for k in range(a.streams)]
-    last = begun
+    last, before = begun, usage(pid)["cpu_s"]
     while time.monotonic() < until:
         await asyncio.sleep(min(a.every, max(0.1, until - time.monotonic())))
-        now = time.monotonic()
-        looks.append(line((now - begun) / 60, tally, now - last, usage(pid)))
+        now, use = time.monotonic(), usage(pid)
+        before, use["cpu_us_token"] = use["cpu_s"], 1e6 * (use["cpu_s"] - before) / max(1, tally.n_tokens)
+        looks.append(line((now - begun) / 60, tally, now - last, use))
         tally.gaps, tally.first, tally.n_tokens, last = [], [], 0, now
     await asyncio.gather(*tasks)
     looks.append(line((time.monotonic() - begun) / 60, tally, max(1e-3, time.monotonic() - last), usage(pid)))
@@ -145,6 +146,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=2000)
     parser.add_argument("--abort", type=float, default=0.1)
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a request without an end is lost")
     parser.add_argument("--machine", default="")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
     a = parser.parse_args()
@@ -172,8 +174,9 @@ def main() -> int:
         f"{end['fds']:.0f}, gaps {first['itl_mean']:.2f} to {last['itl_mean']:.2f} ms; idle {100 * idle:.2f} % of a processor: {'; '.join(wrong) or 'nothing leaks'}\n"
     )
     if a.machine:
-        rows = [board.row(f"{a.machine}.soak.{k}", [last[k] / first[k]], "ratio", "lower") for k in ("rss_mib", "itl_mean")]
-        board.write(a.machine, "soak", [*rows, board.row(f"{a.machine}.idle_share", [idle], "share", "lower")], minutes=a.minutes, streams=a.streams)
+        rows = [board.row(f"{a.machine}.soak.{k}", [last[k] / first[k]], "ratio", "lower") for k in ("rss_mib", "itl_mean", "cpu_us_token") if first.get(k)]
+        rows += [board.row(f"{a.machine}.soak.{k}", [looks[-1][k]], "requests", "lower") for k in ("lost",)]
+        board.write(a.machine, "soak", [*rows, board.row(f"{a.machine}.idle_share", [idle], "share", "lower")], minutes=a.minutes, streams=a.streams, ended=looks[-1]["ended"], left=looks[-1]["aborted"])
     return 1 if wrong else 0
 
 

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "017440e962f7b1ea"
+#define PK_ABI_DIGEST "a709a8c99e686b0a"

@@ -19,7 +19,8 @@ typedef enum pk_rare_op {
     PK_OP_GUESS = 74,         /* a guess at the token after the one just drawn */
     PK_OP_SETTLE_MAMBA = 75,  /* SETTLE for a pk_op_mamba */
     PK_OP_SETTLE_CONV = 76,   /* SETTLE for a pk_op_conv */
-    PK_OP_EXPERTS_FETCHED = 77 /* a pk_op_experts whose matrices lie in host memory: those that are chosen are fetched */
+    PK_OP_EXPERTS_FETCHED = 77, /* a pk_op_experts whose matrices lie in host memory: those that are chosen are fetched */
+    PK_OP_POOL = 78           /* which pages QKV and ATTENTION use from here on */
 } pk_rare_op;
 
 /* out = x * softplus(g), softplus(v) = log(1 + exp(v)); g has n columns, each of which counts for N / n neighbours of x. */
@@ -214,6 +215,20 @@ typedef struct pk_op_experts_fetched {
     int32_t n_slots;
     int32_t n_staging;
 } pk_op_experts_fetched;
+
+/* From here on QKV and ATTENTION use these arrays instead of the state's of the same names, until the next such record; all 0: the state's again.
+ * So layers with a window can keep their keys and values apart, in pages that are given back behind it: entries of page_table behind a slot's window
+ * may name pages that others have by now. Page 0 is scratch there, too. All records of a program that are not 0 are the same; PREPARE fills their
+ * token_page, and writes pk_page_write into their page_table whose `reserved` is PK_PAGE_OF_POOL. */
+#define PK_PAGE_OF_POOL 1
+typedef struct pk_op_pool {
+    int32_t op;
+    int32_t size;
+    uint64_t kv;
+    int64_t kv_page_stride;
+    uint64_t page_table;
+    uint64_t token_page;
+} pk_op_pool;
 
 /* ---- steps in two halves, for rows whose mask depends on the token before ---- */
 

@@ -1,4 +1,5 @@
 // Checks of every record when a program is loaded, so that nothing is refused when a token is due.
+#include "kv_pool.h"
 #include "check.h"
 
 namespace pk {
@@ -222,8 +223,22 @@ int32_t check_state(const pk_state &s) {
 }
 
 int32_t check_records(const Records &records, const pk_state &state, const Support &support) {
-    for (int64_t i = 0; i < records.n(); ++i)
-        if (int32_t status = Checker(i, records[i], state, support).check()) return status;
+    const pk_op_pool pool = find_pool(records);
+    const pk_state pooled = with_pool(state, pool);
+    bool is_pooled = false;
+    for (int64_t i = 0; i < records.n(); ++i) {
+        if (int32_t status = Checker(i, records[i], is_pooled ? pooled : state, support).check()) return status;
+        if (records[i].op == PK_OP_POOL) {
+            const auto &op = records[i].as<pk_op_pool>();
+            is_pooled = op.kv != 0;
+            if (is_pooled && (op.kv != pool.kv || op.kv_page_stride != pool.kv_page_stride || op.page_table != pool.page_table || op.token_page != pool.token_page))
+                return fail(PK_BAD_ARG, "op %lld (pool): the program has another pool already", (long long)i);
+        }
+        if (is_pooled && records[i].op == PK_OP_ATTENTION) {
+            const auto &op = records[i].as<pk_op_attention>();
+            if (op.window == 0 || op.is_bidirectional) return fail(PK_BAD_ARG, "op %lld (attention): it sees more than a window of earlier tokens, and uses a pool of its own", (long long)i);
+        }
+    }
     return PK_OK;
 }
 

@@ -26,11 +26,17 @@ class RareChecker : Checks {
             case PK_OP_SETTLE_MAMBA: return settle_mamba(record_.as<pk_op_settle_mamba>());
             case PK_OP_SETTLE_CONV: return settle_conv(record_.as<pk_op_settle_conv>());
             case PK_OP_EXPERTS_FETCHED: return fetched(record_.as<pk_op_experts_fetched>());
+            case PK_OP_POOL: return pool(record_.as<pk_op_pool>());
             default: return PK_OK;  // shift has no operands
         }
     }
 
    private:
+    int32_t pool(const pk_op_pool &op) const {
+        const bool is_whole = op.kv && op.page_table && op.token_page && op.kv_page_stride > 0, is_none = !op.kv && !op.page_table && !op.token_page && !op.kv_page_stride;
+        return is_whole || is_none ? PK_OK : fail(PK_BAD_ARG, "op %lld (%s): a part of the pool is absent", (Long)index_, name_);
+    }
+
     int32_t softplus(const pk_op_softplus &op) const {
         if (int32_t status = activation("x", op.x)) return status;
         if (int32_t status = activation("g", op.g)) return status;

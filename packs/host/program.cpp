@@ -35,6 +35,7 @@ constexpr Known kKnown[] = {
     {PK_OP_SETTLE_MAMBA, sizeof(pk_op_settle_mamba), "settle_mamba"},
     {PK_OP_SETTLE_CONV, sizeof(pk_op_settle_conv), "settle_conv"},
     {PK_OP_EXPERTS_FETCHED, sizeof(pk_op_experts_fetched), "experts_fetched"},
+    {PK_OP_POOL, sizeof(pk_op_pool), "pool"},
 };
 
 const Known *find(int32_t op) {

@@ -86,6 +86,7 @@ int32_t check_writes(const Step &in, const pk_state &s) {
         if (int32_t status = check_slot("page write", i, w.slot, s)) return status;
         if (w.index < 0 || w.index >= s.slot_pages) return fail(PK_BAD_ARG, "step: page write %d has index %d of %d", i, w.index, s.slot_pages);
         if (w.page < 0) return fail(PK_BAD_ARG, "step: page write %d names page %d", i, w.page);
+        if (w.reserved < 0 || w.reserved > PK_PAGE_OF_POOL) return fail(PK_BAD_ARG, "step: page write %d is for table %d, there are 0 and 1", i, w.reserved);
     }
     for (int32_t i = 0; i < in.head->n_texts; ++i) {
         const pk_text &t = in.texts[i];

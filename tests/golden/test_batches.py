@@ -12,7 +12,7 @@ from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.files.checkpoint import open_checkpoint
-from paddock_runner.memory.state import StateSizes, state_layout
+from paddock_runner.memory.state import StateSizes, largest_window, state_layout, window_pages
 from paddock_runner.pack.device import Device
 from paddock_runner.pack.library import find_pack, load_pack
 
@@ -24,14 +24,16 @@ N_PAGES = 34
 
 
 class Place:
-    """A device with a tiny model. max_isa 2: f32 products, the same whatever else is in the batch."""
+    """A device with a tiny model. max_isa 2: f32 products, the same whatever else is in the batch. Layers with a window have as few pages of their own as can be."""
 
-    def __init__(self, name: str, n_slots: int = 6, max_guesses: int = 0) -> None:
+    def __init__(self, name: str, n_slots: int = 6, max_guesses: int = 0, has_windows: bool = True) -> None:
         checkpoint = open_checkpoint(TINY / name)
         blueprint = read_blueprint(checkpoint)
         blueprint = replace(blueprint, max_guesses=max_guesses if blueprint.has_states else 0)
         states = state_layout(blueprint).slot_bytes
         self.sizes = StateSizes(n_slots, 64, 4, N_PAGES if n_slots == 6 else 17 * n_slots, blueprint.n_vocab, max(24, 2 * n_slots), n_slots, 4, 3, 6, states, 9 if states else 0, blueprint.lookback_tokens, blueprint.max_guesses)
+        if has_windows and (window := largest_window(blueprint)):
+            self.sizes = replace(self.sizes, window_tokens=window, n_window_pages=window_pages(window, n_slots, self.sizes.slot_pages, 4, self.sizes.max_step_tokens) + 6)
         self.device = build_device(Assembly(find_pack("cpu"), self.sizes, "f32", max_isa=2), blueprint, tensors_by_name(checkpoint, blueprint))
 
     def conversation(self, prompt: list[int], more: list[list[int]], n_tokens: int) -> list[tuple[int, list[int], int, list[int]]]:
@@ -82,6 +84,22 @@ def test_answers_do_not_depend_on_what_else_is_in_the_batch(name):
         assert together[10:] == together[:3]
     finally:
         place.device.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gpt-oss", "exaone4", "mistral-window", "kolibri", "laguna"])
+def test_answers_are_the_same_when_pages_behind_the_window_are_given_back(name):
+    rng = random.Random(9)
+    common = [rng.randrange(100) for _ in range(20)]
+    prompts = [common[: rng.choice((0, 9, 20))] + [rng.randrange(100) for _ in range(rng.randrange(1, 22))] for _ in range(10)]
+    found = []
+    for has_windows in (False, True):
+        place = Place(name, has_windows=has_windows)
+        try:
+            assert bool(place.sizes.n_window_pages) == has_windows
+            found.append((place.answers(prompts, [20] * len(prompts)), [(prompt, answer) for _, prompt, _, answer in place.conversation(common[:7], [p[-8:] for p in prompts[:3]], 6)]))
+        finally:
+            place.device.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])

@@ -15,7 +15,7 @@ from harness import POISON
 from paddock_runner.errors import PackError
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
-from paddock_runner.pack.program import Program
+from paddock_runner.pack.program import Pages, Program
 from paddock_runner.pack.tensor import S, T, Tensor
 from test_sample import sampling
 
@@ -44,7 +44,7 @@ class Input:
             parts.append(struct.pack("<4i", slot, length, len(payload) // 4, 0) + bytes(p))
             payload += b"".join(struct.pack("<if", *b) for b in bias)
         parts += [struct.pack("<4i", slot, n, flags, 0) for slot, n, flags in self.rows]
-        parts += [struct.pack("<4i", *w, 0) for w in self.pages]
+        parts += [struct.pack("<4i", *w, *(() if len(w) == 4 else (0,))) for w in self.pages]
         for slot, position, tokens in self.texts:
             parts.append(struct.pack("<4i", slot, position, len(tokens), len(payload) // 4))
             payload += struct.pack(f"<{len(tokens)}i", *tokens)
@@ -62,7 +62,7 @@ class Input:
 class Machine:
     """The table model on a bench."""
 
-    def __init__(self, bench, table=None):
+    def __init__(self, bench, table=None, has_pool=False):
         self.b = b = bench(sizes=StateSizes(4, 32, 8, 20, V, 16, 4, 4, 3, 3))
         table = np.full((V, V), -3.0) if table is None else table
         if table.max() == -3.0:
@@ -76,6 +76,9 @@ class Machine:
         program.copy(gathered, logits)
         program.sample(logits)
         program.commit()
+        self.windows = b.output(1, 4 * 4 + 16, format=abi.PK_I32)
+        if has_pool:
+            program.pool(Pages(64, 64, self.windows.data, self.windows.data + 4 * 4 * 4))
         b.load(program, (16,))
         b.device.fill(b.state.results, POISON, 3 * 4 * RESULT.itemsize)
         self.seq = 0
@@ -137,6 +140,16 @@ def test_rows_and_tokens_are_laid_out_for_the_ops(bench):
     assert m.b.get("token_position", 12).tolist() == [*range(10), 0, 1]
     assert m.b.get("token_row", 12).tolist() == [0] * 10 + [1] * 2
     assert m.b.get("token_page", 12).tolist() == [1] * 8 + [2] * 2 + [13] * 2
+
+
+def test_pages_of_windows_have_a_table_of_their_own(bench):
+    m = Machine(bench, has_pool=True)
+    given = m.start(3, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], flags=0)
+    m.step(**given | {"pages": [*given["pages"], (3, 0, 5, abi.PK_PAGE_OF_POOL), (3, 1, 2, abi.PK_PAGE_OF_POOL)]})
+    assert m.b.get("token_page", 10).tolist() == [13] * 8 + [14] * 2
+    assert m.b.download(m.windows, 1)[0, 12:26].tolist() == [5, 2, *m.b.download(m.windows, 1)[0, 14:16].tolist(), *[5] * 8, *[2] * 2]
+    with pytest.raises(PackError, match="page write 4 is for table 2"):
+        m.step(**given | {"pages": [*given["pages"], (3, 0, 5, 2)]})
 
 
 def test_times_of_the_last_steps_are_kept_in_order(bench):

@@ -2,6 +2,7 @@
 
 The KV of position p is a hash of the KV of position p - 1 (read through the page table) and of token p, so a page that is shared,
 freed or written wrongly changes every later token. The next token is a hash of the last KV, seed and position.
+With pages of windows (sizes.n_window_pages) the hashes are kept there, too, and those that the window sees must be right when all rows have written.
 With recurrent layers (sizes.recurrent_bytes) the hash goes on from the slot's own state, which is saved and loaded apart from the pages.
 """
 
@@ -69,6 +70,10 @@ class FakeDevice:
         self.tokens = [[-1] * (sizes.max_ctx_tokens + 1) for _ in range(n)]
         self.length, self.alive = [0] * n, [False] * n
         self.table = [[0] * sizes.slot_pages for _ in range(n)]
+        self.window_table = [[0] * sizes.slot_pages for _ in range(n)]
+        self.window_kv: dict[tuple[int, int], int] = {}
+        self.seen: list[tuple[int, int, int]] = []
+        """What the windows of this step's rows see: page, place in it, and what must be there."""
         self.sampling: list[tuple] = [()] * n
         self.mask: list[int] = [0] * n
         self.kv: dict[tuple[int, int], int] = {}
@@ -251,15 +256,17 @@ class FakeDevice:
         for (slot, length, _, _), sampling in new:
             self.alive[slot], self.length[slot], self.sampling[slot] = True, length, sampling
             self.tokens[slot] = [-1] * (self.sizes.max_ctx_tokens + 1)
-        assert len({w[:2] for w in writes}) == len(writes), "two writes to one place of a page table"
-        for slot, index, page, _ in writes:
-            assert 0 < page < self.n_attached
-            self.table[slot][index] = page
+        assert len({(slot, index, pool) for slot, index, _, pool in writes}) == len(writes), "two writes to one place of a page table"
+        for slot, index, page, pool in writes:
+            assert 0 < page < (self.sizes.n_window_pages if pool else self.n_attached)
+            (self.window_table if pool else self.table)[slot][index] = page
         for slot, position, n, offset in texts:
             self.tokens[slot][position : position + n] = payload[offset : offset + n].tolist()
         block = seq % self.sizes.n_results * self.sizes.max_step_rows
         n_dead = 0
+        self.seen.clear()
         results = [result for slot, n, flags, _ in rows for result in self.results_of(slot, n, flags if not flags & abi.PK_ROW_HELD or slot in self.brought[seq] else LATE)]
+        assert all(self.window_kv[page, i] == kv for page, i, kv in self.seen), "a window sees what is not there"
         assert len(results) <= self.sizes.max_step_rows
         for i, result in enumerate(results):
             slot = result[0]
@@ -306,6 +313,12 @@ class FakeDevice:
             assert table[p // size] != 0 and tokens[p] >= 0
             kv = mix(kv, tokens[p])
             self.kv[table[p // size], p % size] = kv
+            if self.sizes.n_window_pages:
+                assert self.window_table[slot][p // size] != 0
+                self.window_kv[self.window_table[slot][p // size], p % size] = kv
+        if self.sizes.n_window_pages:
+            for p in range(max(0, first - self.sizes.window_tokens + 1), first + n):
+                self.seen.append((self.window_table[slot][p // size], p % size, self.kv[table[p // size], p % size]))
         self.length[slot] = length = first + n
         self.state[slot] = (length, kv)
         if not flags & abi.PK_ROW_SAMPLE:

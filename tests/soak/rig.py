@@ -127,7 +127,8 @@ class Rig:
         engine = self.engine
         assert engine.slots.n_free == self.sizes.n_slots and not engine.retiring
         tree, pool = engine.ledger.tree, engine.ledger.pool
-        states = engine.ledger.states
+        states, windows = engine.ledger.states, engine.ledger.windows
+        assert windows is None or windows.n_free + windows.n_kept == windows.n_pages - 1
         assert states is None or states.n_free + states.n_kept == states.n_places
         assert tree.n_evictable == tree.n_pages and pool.n_free + tree.n_pages == pool.n_attached - 1
         assert not engine.scheduler.has_prefill and not engine.masked and not engine.slots.decode

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from paddock_runner.engine.policy import Policy
-from paddock_runner.memory.state import StateSizes
+from paddock_runner.memory.state import StateSizes, window_pages
 from paddock_runner.wire.messages import Done, MaskUpdate, Reason, Refused, RefusedCode
 
 from tests.soak.fake_device import FakeDevice, alone
@@ -22,9 +22,9 @@ POLICY = Policy(max_queue=40, share_tokens=8, min_chunk_tokens=4, oldest_every=5
 class Storm:
     """One random run. Prompts are drawn from few families, so that prefixes are shared at every length."""
 
-    def __init__(self, seed: int, run_ahead: int, n_pages: int, n_fronts: int, n_snapshots: int = 0) -> None:
+    def __init__(self, seed: int, run_ahead: int, n_pages: int, n_fronts: int, n_snapshots: int = 0, window: int = 0, n_window_pages: int = 0) -> None:
         self.rng = rng = random.Random(seed)
-        sizes = replace(SIZES, n_pages=n_pages, n_snapshots=n_snapshots, recurrent_bytes=64 * (n_snapshots > 0))
+        sizes = replace(SIZES, n_pages=n_pages, n_snapshots=n_snapshots, recurrent_bytes=64 * (n_snapshots > 0), window_tokens=window, n_window_pages=n_window_pages)
         device = FakeDevice(sizes, run_ahead, seed, n_attached=rng.choice((0, 2, 30)), nan_token=NAN_TOKEN)
         self.rig = Rig(sizes, policy=POLICY, n_fronts=n_fronts, device=device)
         self.families = [[rng.randrange(480) for _ in range(90)] for _ in range(4)]
@@ -129,8 +129,8 @@ class Storm:
         return seen
 
 
-def storm(seed: int, run_ahead: int, n_pages: int, n_asks: int, n_fronts: int = 1, n_snapshots: int = 0) -> dict[str, int]:
-    scene = Storm(seed, run_ahead, n_pages, n_fronts, n_snapshots)
+def storm(seed: int, run_ahead: int, n_pages: int, n_asks: int, n_fronts: int = 1, n_snapshots: int = 0, window: int = 0, n_window_pages: int = 0) -> dict[str, int]:
+    scene = Storm(seed, run_ahead, n_pages, n_fronts, n_snapshots, window, n_window_pages)
     try:
         scene.run(n_asks)
         return scene.judge()
@@ -153,6 +153,14 @@ def test_a_storm_short_of_pages_preempts_and_still_answers_right(run_ahead: int)
 @pytest.mark.parametrize(("run_ahead", "n_pages", "n_snapshots"), [(0, 160, 40), (2, 160, 12), (3, 60, 12), (1, 30, 6)])
 def test_a_storm_on_a_recurrent_model_shares_prefixes_and_answers_right(run_ahead: int, n_pages: int, n_snapshots: int) -> None:
     seen = storm(200 + run_ahead, run_ahead, n_pages, 150, n_snapshots=n_snapshots)
+    assert seen["cached"] > 0, seen
+
+
+@pytest.mark.parametrize(("run_ahead", "n_pages", "window", "n_more"), [(0, 160, 5, 0), (1, 160, 9, 30), (3, 60, 4, 4), (2, 30, 10, 0), (0, 40, 1, 0)])
+def test_a_storm_on_a_model_with_windows_gives_their_pages_back_and_answers_right(run_ahead: int, n_pages: int, window: int, n_more: int) -> None:
+    """n_more: pages beyond those that running requests need, for what the prefix tree knows."""
+    least = window_pages(window, SIZES.n_slots, SIZES.slot_pages, SIZES.page_tokens, SIZES.max_step_tokens)
+    seen = storm(300 + run_ahead, run_ahead, n_pages, 150, window=window, n_window_pages=least + n_more)
     assert seen["cached"] > 0, seen
 
 

@@ -13,6 +13,7 @@
 
 #include "../../host/format.h"
 #include "../../host/guess.h"
+#include "../../host/kv_pool.h"
 #include "../../pack_digest.h"
 #include "isa.h"
 #include "matmul.h"
@@ -31,6 +32,8 @@ struct pk_program {
     int64_t sample_at = 0;  // the record at which a step's second half begins
     pk_step_head open = {};  // of the step whose second half has still to come; seq 0: none
     uint64_t open_ns = 0;    // when it began
+    pk_op_pool pool = {};    // of layers with a window
+    pk_state pooled = {};    // the state as they see it
 };
 
 namespace {
@@ -166,12 +169,14 @@ int32_t walk(pk_program *program, Run &run, int64_t first, int64_t end, float *u
         for (Angles &a : program->angles) a.n_ready = 0;
     const GuessPart guess = guess_part(program->records);
     const bool is_left_out = run.step && !runs_guess(*run.step);
+    Run pooled = {run.context, run.kernels, program->pooled, run.step, run.n_tokens, run.n_samples, run.n_rows, run.shared, nullptr, run.pool}, *at = &run;
     for (int64_t i = first; i < end; ++i) {
         if (is_left_out && i >= guess.first && i < guess.end) continue;
         int32_t which = program->angles_of[i];
-        run.angles = which < 0 ? nullptr : &program->angles[which];
+        if (program->records[i].op == PK_OP_POOL) at = program->records[i].as<pk_op_pool>().kv ? &pooled : &run;
+        at->angles = which < 0 ? nullptr : &program->angles[which];
         Clock::time_point start = us ? Clock::now() : Clock::time_point{};
-        if (int32_t status = run_record(run, program->records[i])) return status;
+        if (int32_t status = run_record(*at, program->records[i])) return status;
         if (us) us[i] = std::chrono::duration<float, std::micro>(Clock::now() - start).count();
     }
     return PK_OK;
@@ -179,7 +184,7 @@ int32_t walk(pk_program *program, Run &run, int64_t first, int64_t end, float *u
 
 Run run_of(pk_program *program, const Step *step, int64_t n_tokens, int64_t n_samples, int64_t n_rows) {
     return {*program->context, kernels_of(program->context->isa), program->state, step, n_tokens, n_samples, n_rows,
-            reinterpret_cast<uint8_t *>(program->state.workspace) + program->workspace.shared_at, nullptr};
+            reinterpret_cast<uint8_t *>(program->state.workspace) + program->workspace.shared_at, nullptr, program->pool};
 }
 
 // The step has ended: its times are kept.
@@ -381,6 +386,8 @@ int32_t pk_load(pk_ctx *ctx, const pk_state *state, const void *records, int64_t
         for (int64_t i = 0; i < program->records.n(); ++i)
             if (int32_t status = check_cpu(*ctx, program->records[i], i)) return status;
         while (program->sample_at < program->records.n() && program->records[program->sample_at].op != PK_OP_SAMPLE) ++program->sample_at;
+        program->pool = find_pool(program->records);
+        program->pooled = with_pool(program->state, program->pool);
         program->workspace = lay_out(*ctx, program->records, *state, &program->angles, &program->angles_of);
         if (state->workspace_bytes < program->workspace.bytes || (!state->workspace && program->workspace.bytes))
             return fail(PK_BAD_ARG, "load: the workspace has %lld bytes, this program needs %lld", (long long)state->workspace_bytes,

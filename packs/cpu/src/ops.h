@@ -33,6 +33,7 @@ struct Run {
     int64_t n_tokens, n_samples, n_rows;
     uint8_t *shared;   // workspace of the running op
     Angles *angles;    // of the running op, or nullptr
+    const pk_op_pool &pool;  // of layers with a window; all 0: they have none of their own
 };
 
 template <class Number>

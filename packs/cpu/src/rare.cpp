@@ -49,7 +49,7 @@ void run_weigh(Run &run, const pk_op_weigh &op) {
 
 }  // namespace
 
-bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_EXPERTS_FETCHED; }
+bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_POOL; }
 bool needs_rare_rows(int32_t op) { return op == PK_OP_NGRAM || op == PK_OP_DILATED || op == PK_OP_SPARSE || (op >= PK_OP_DELTA_SIGMOID && op <= PK_OP_SETTLE_CONV); }
 
 int64_t rare_workspace_bytes(const Context &context, const Record &record, const pk_state &state) {
@@ -76,7 +76,7 @@ void run_rare(Run &run, const Record &record) {
         case PK_OP_SHIFT: run_shift(run); break;
         case PK_OP_GUESS: run_guess(run, record.as<pk_op_guess>()); break;
         case PK_OP_EXPERTS_FETCHED: run_experts_fetched(run, record.as<pk_op_experts_fetched>()); break;
-        default: break;
+        default: break;  // pool: who walks the records sees to it
     }
 }
 

@@ -25,7 +25,8 @@ void apply_writes(const Run &run) {
     const pk_state &s = run.state;
     const Step &in = *run.step;
     for (int32_t i = 0; i < in.head->n_pages; ++i)
-        numbers<int32_t>(s.page_table)[int64_t{in.pages[i].slot} * s.slot_pages + in.pages[i].index] = in.pages[i].page;
+        if (const uint64_t table = in.pages[i].reserved == PK_PAGE_OF_POOL ? run.pool.page_table : s.page_table)
+            numbers<int32_t>(table)[int64_t{in.pages[i].slot} * s.slot_pages + in.pages[i].index] = in.pages[i].page;
     for (int32_t i = 0; i < in.head->n_texts; ++i) {
         const pk_text &t = in.texts[i];
         std::memcpy(numbers<int32_t>(s.tokens) + t.slot * (int64_t{s.max_ctx_tokens} + 1) + t.position, in.payload + t.offset, t.n * sizeof(int32_t));
@@ -45,12 +46,14 @@ void lay_row(const Run &run, int32_t r, int32_t slot, int32_t start, int32_t n, 
     numbers<int32_t>(s.row_flags)[r] = flags | (is_alive ? 0 : PK_ROW_DEAD);
     const int32_t *tokens = numbers<int32_t>(s.tokens) + slot * (int64_t{s.max_ctx_tokens} + 1) + position;
     const int32_t *pages = numbers<int32_t>(s.page_table) + int64_t{slot} * s.slot_pages;
+    const int32_t *pool_pages = run.pool.kv ? numbers<int32_t>(run.pool.page_table) + int64_t{slot} * s.slot_pages : nullptr;
     for (int32_t i = 0; i < n; ++i) {
         int32_t token = is_alive ? tokens[i] : 0;
         numbers<int32_t>(s.token_id)[start + i] = token < 0 || token >= s.n_vocab ? 0 : token;
         numbers<int32_t>(s.token_position)[start + i] = is_alive ? position + i : 0;
         numbers<int32_t>(s.token_row)[start + i] = r;
         numbers<int32_t>(s.token_page)[start + i] = is_alive ? pages[(position + i) / s.page_tokens] : 0;
+        if (pool_pages) numbers<int32_t>(run.pool.token_page)[start + i] = is_alive ? pool_pages[(position + i) / s.page_tokens] : 0;
     }
 }
 

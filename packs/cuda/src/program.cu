@@ -67,10 +67,20 @@ Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool de
 
 bool is_end(const Record &r) { return r.op == PK_OP_PREPARE || r.op == PK_OP_COMMIT; }
 
+// Enqueues record i. l: of the records before it; a record of a pool changes whose pages the next ones use.
+int32_t launch_next(pk_program &p, Launch &l, int64_t i) {
+    const Record &record = p.records[i];
+    if (record.op == PK_OP_PREPARE && p.pool.kv) return launch_prepare_pool(l, p.pool);
+    if (record.op != PK_OP_POOL) return launch_record(l, record);
+    l.state = record.as<pk_op_pool>().kv ? &p.pooled : &p.state;
+    return PK_OK;
+}
+
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
 int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends) {
     int32_t status = PK_OK;
     const GuessPart guess = guess_part(p.records);
+    Launch at = l;
     for (int64_t i = first; i < end && !status; ++i) {
         if (l.decode_only && with_ends && i >= guess.first && i < guess.end) continue;
         if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
@@ -84,7 +94,7 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
             status = persist::launch_run(l, *run);
             i = run->last - 1;
         } else if (with_ends || !is_end(p.records[i])) {
-            status = launch_record(l, p.records[i]);
+            status = launch_next(p, at, i);
         }
     }
     return status;
@@ -180,7 +190,7 @@ int32_t lay_dead_rows(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_
     const pk_state &s = p.state;
     const std::pair<uint64_t, const std::vector<int32_t> *> writes[] = {
         {s.row_slot, &slot}, {s.row_start, &start}, {s.row_position, &zero_rows}, {s.row_flags, &flags}, {s.token_id, &zero_tokens},
-        {s.token_position, &zero_tokens}, {s.token_row, &row_of}, {s.token_page, &zero_tokens}, {s.sample_row, &sample}, {s.sample_at, &sample_at}};
+        {s.token_position, &zero_tokens}, {s.token_row, &row_of}, {s.token_page, &zero_tokens}, {p.pool.token_page, &zero_tokens}, {s.sample_row, &sample}, {s.sample_at, &sample_at}};
     for (const auto &[device, values] : writes)
         if (int32_t e = put(p, device, *values)) return e;
     return PK_OK;
@@ -265,6 +275,8 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     std::memset(consumed, 0, kConsumedBytes);
     ctx.n_allocations += 3;
     ctx.allocated_bytes += ring_bytes + kConsumedBytes + static_cast<int64_t>(sizeof(StepInfo));
+    p.pool = find_pool(p.records);
+    p.pooled = with_pool(p.state, p.pool);
     p.shared_rows.open(ctx, p.records, p.state);
     if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(p.state.workspace), 0, kCounterBytes + share_bytes(p.state), ctx.stream), "load")) return e;
     std::vector<int32_t> sizes(buckets, buckets + (buckets ? n_buckets : 0));
@@ -439,11 +451,12 @@ int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t 
     if (int32_t e = check(cudaEventCreate(&begin), "run")) return e;
     if (int32_t e = check(cudaEventCreate(&end), "run")) return e;
     int32_t status = PK_OK;
+    Launch at = l;
     for (int32_t k = 0; k < n_repeats && !status; ++k)
         for (int64_t i = 0; i < n && !status; ++i) {
             if (is_end(p.records[i])) continue;
             cudaEventRecord(begin, stream);
-            status = launch_record(l, p.records[i]);
+            status = launch_next(p, at, i);
             cudaEventRecord(end, stream);
             if (!status) status = check(cudaEventSynchronize(end), "run");
             float ms = 0.0f;

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "../../host/kv_pool.h"
 #include "../../host/program.h"
 #include "../../host/step.h"
 #include "../include/context.h"
@@ -14,6 +15,8 @@ struct pk_program {
     pk_ctx *ctx = nullptr;
     pk_state state = {};
     pk::Records records;
+    pk_op_pool pool = {};   // of layers with a window; all 0: they have none of their own
+    pk_state pooled = {};   // the state as they see it
     // A captured step. `tail`: the nodes from PK_OP_SAMPLE on, which are switched off for steps with held rows.
     struct Graph {
         cudaGraphExec_t exec = nullptr;
@@ -59,6 +62,8 @@ int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_stat
 // The ops of rare.h: whether there is one of that number, and one record of it.
 bool has_rare_op(int32_t op);
 int32_t launch_rare(const Launch &l, const Record &record);
+// PREPARE of a program that may have a pool.
+int32_t launch_prepare_pool(const Launch &l, const pk_op_pool &pool);
 int64_t rare_scratch(const pk_ctx *ctx, const Record &record, const pk_state &state);
 int32_t check_rare_op(pk_ctx *ctx, const Record &record, const pk_state &state, int64_t at);
 // The checks that only these kernels know.

@@ -237,7 +237,7 @@ int32_t launch_dilated(const Launch &l, const pk_op_dilated &op) {
 
 }  // namespace
 
-bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_EXPERTS_FETCHED; }
+bool has_rare_op(int32_t op) { return op >= PK_OP_SOFTPLUS && op <= PK_OP_POOL; }
 
 int64_t rare_scratch(const pk_ctx *ctx, const Record &record, const pk_state &state) {
     if (record.op == PK_OP_SPARSE) return sparse_scratch(ctx, record.as<pk_op_sparse>(), state);

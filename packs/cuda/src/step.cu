@@ -46,7 +46,8 @@ __device__ __forceinline__ T *at(uint64_t address) {
 // Tokens that a row draws: after its last token, or after each.
 __device__ __forceinline__ int draws_of(int flags, int n_tokens) { return flags & PK_ROW_DRAFT ? n_tokens : flags & PK_ROW_SAMPLE ? 1 : 0; }
 
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ pk_state s, StepInfo *info, const uint8_t *ring, int64_t ring_bytes, int n_ring, volatile StepReport *report) {
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ pk_state s, StepInfo *info, const uint8_t *ring, int64_t ring_bytes, int n_ring, volatile StepReport *report,
+                                                           const __grid_constant__ pk_op_pool pool) {
     __shared__ int scan[32];
     __shared__ int carried[2], past;
     wait_dependence();
@@ -75,7 +76,9 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
         const int n = news[i].sampling.n_bias * 2;
         for (int j = tid; j < n; j += kThreads) at<int32_t>(s.bias)[static_cast<int64_t>(news[i].slot) * s.max_bias * 2 + j] = payload[news[i].bias_offset + j];
     }
-    for (int i = tid; i < head.n_pages; i += kThreads) at<int32_t>(s.page_table)[static_cast<int64_t>(pages[i].slot) * s.slot_pages + pages[i].index] = pages[i].page;
+    for (int i = tid; i < head.n_pages; i += kThreads)
+        if (const uint64_t table = pages[i].reserved == PK_PAGE_OF_POOL ? pool.page_table : s.page_table)
+            at<int32_t>(table)[static_cast<int64_t>(pages[i].slot) * s.slot_pages + pages[i].index] = pages[i].page;
     for (int i = 0; i < head.n_texts; ++i) {
         const pk_text t = texts[i];
         int32_t *to = at<int32_t>(s.tokens) + t.slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1) + t.position;
@@ -140,7 +143,9 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
         at<int32_t>(s.token_id)[t] = token < 0 || token >= s.n_vocab ? 0 : token;
         at<int32_t>(s.token_position)[t] = position;
         at<int32_t>(s.token_row)[t] = low;
-        at<int32_t>(s.token_page)[t] = is_alive ? at<int32_t>(s.page_table)[static_cast<int64_t>(slot) * s.slot_pages + position / s.page_tokens] : 0;
+        const int64_t entry = static_cast<int64_t>(slot) * s.slot_pages + position / s.page_tokens;
+        at<int32_t>(s.token_page)[t] = is_alive ? at<int32_t>(s.page_table)[entry] : 0;
+        if (pool.kv) at<int32_t>(pool.token_page)[t] = is_alive ? at<int32_t>(pool.page_table)[entry] : 0;
     }
     if (tid == 0) {
         info->seq = head.seq;
@@ -269,9 +274,11 @@ int32_t kernels_run() {
     return check(cudaFuncGetAttributes(&attributes, commit_kernel), "open");
 }
 
-int32_t launch_prepare(const Launch &l) {
+int32_t launch_prepare(const Launch &l) { return launch_prepare_pool(l, {}); }
+
+int32_t launch_prepare_pool(const Launch &l, const pk_op_pool &pool) {
     return launch(l, "prepare", prepare_kernel, dim3(1), dim3(kThreads), 0, *l.state, l.info, reinterpret_cast<const uint8_t *>(l.ring), l.ring_bytes, l.n_ring,
-                  reinterpret_cast<volatile StepReport *>(l.consumed));
+                  reinterpret_cast<volatile StepReport *>(l.consumed), pool);
 }
 
 int32_t launch_masks(const Launch &l, const uint8_t *input, int32_t n_masks, int32_t n_rows) {

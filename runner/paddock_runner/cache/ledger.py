@@ -8,22 +8,26 @@ from .pages import PagePool
 from .prefix import Node, PrefixTree
 from .states import StatePool
 from .tiers import Tiers, page_keys, root_key, state_key
+from .windows import WindowPool
 
 
 class Holding:
     """One request's pages. pages: in table order; the first n_settled are in the tree, the others are the request's.
 
     doubles: pages among the first n_settled that are the request's own, because the tree had others with the same tokens already.
+    windows: its pages of layers with a window, in table order, as far as it needed them yet; 0 behind the window, and n_behind such at the start.
     known_pages: how far the tree knew the prompt at the start, be it without a state to go on from. n_known: pages that need not be computed.
     """
 
-    __slots__ = ("below", "cached_pages", "doubles", "is_apart", "known_pages", "n_known", "n_settled", "node", "pages", "state_key")
+    __slots__ = ("below", "cached_pages", "doubles", "is_apart", "known_pages", "n_behind", "n_known", "n_settled", "node", "pages", "state_key", "windows")
 
     def __init__(self, node: Node, pages: list[int]) -> None:
         self.node = node
         self.pages = pages
         self.n_settled = self.cached_pages = self.known_pages = self.n_known = len(pages)
         self.doubles: list[int] = []
+        self.windows: list[int] = []
+        self.n_behind = 0
         self.state_key = b""
         """Of the recurrent states to start from, where they are in host memory."""
         self.below: list[bytes] = []
@@ -45,10 +49,11 @@ class Holding:
 class Ledger:
     """All page accounting of one engine. `grow` puts memory behind at least n pages and says how many have it now.
 
-    is_shared: computed prefixes are kept and shared. states: where snapshots of recurrent states go, for models that have such.
+    is_shared: computed prefixes are kept and shared. states: where snapshots of recurrent states go, for models that have such; windows: likewise
+    the pages of layers with a window.
     """
 
-    __slots__ = ("_grow", "is_shared", "page_tokens", "pool", "states", "tree")
+    __slots__ = ("_grow", "is_shared", "page_tokens", "pool", "states", "tree", "windows")
 
     def __init__(
         self,
@@ -57,10 +62,11 @@ class Ledger:
         grow: Callable[[int], int],
         is_shared: bool = True,
         states: StatePool | None = None,
+        windows: WindowPool | None = None,
     ) -> None:
         self.pool = pool
-        self.states = states
-        self.tree = PrefixTree(page_tokens, pool, states)
+        self.states, self.windows = states, windows
+        self.tree = PrefixTree(page_tokens, pool, states, windows)
         self.page_tokens = page_tokens
         self._grow = grow
         self.is_shared = is_shared
@@ -91,20 +97,25 @@ class Ledger:
     def open(self, tokens: bytes, salt: int, n_reserve: int) -> Holding | None:
         """Pages for all of `tokens`, the known prefix shared; None when they and n_reserve more are not there (nothing changed)."""
         n_tokens = len(tokens) // 4
-        most, n_known = (n_tokens - 1) // self.page_tokens, 0
-        if self.states is None:
-            node, pages = self.tree.match(tokens, salt, most)
-        else:
+        most, n_known, windows = (n_tokens - 1) // self.page_tokens, 0, list[int]()
+        if self.states is not None:
             node, pages, n_known = self.tree.match_state(tokens, salt, most)
+        elif self.windows is not None:
+            node, pages, windows, n_known = self.tree.match_window(tokens, salt, most)
+        else:
+            node, pages = self.tree.match(tokens, salt, most)
         deeper = self._deeper(tokens, salt, len(pages), most)
         if deeper:
             self.tree.unlock(node)
             node, pages = self.tree.match(tokens, salt, len(deeper))
         need = self.pages_for(n_tokens) - len(pages)
         if need + n_reserve > self.n_available:
+            if self.windows is not None:
+                self.windows.let_go(filter(None, windows), True)
             self.tree.unlock(node)
             return None
         holding = Holding(node, pages)
+        holding.windows, holding.n_behind = windows, windows.count(0)
         holding.known_pages = max(n_known, holding.known_pages)
         if deeper:
             self._pin(holding, deeper[len(pages) :], state_key(deeper[-1]))
@@ -113,6 +124,31 @@ class Ledger:
             self._pin(holding, self.below(node, tokens, len(pages), most), b"")
         pages += self.pool.take(need)
         return holding
+
+    # ---- layers with a window ----
+
+    def reach(self, holding: Holding, n_tokens: int) -> int:
+        """Pages of layers with a window for the first n_tokens, the last of holding.windows; how many are new."""
+        n = self.pages_for(n_tokens) - len(holding.windows) if self.windows is not None else 0
+        if n > 0 and self.windows is not None:
+            holding.windows += self.windows.take(n)
+        return max(0, n)
+
+    def pass_by(self, holding: Holding, n_tokens: int) -> None:
+        """The next token to be computed is at n_tokens: what no window sees from there is given back, and may be used from the next step on.
+
+        Where the prompt left what was known, others are likely to leave it, too: what they would see there is kept longer.
+        """
+        if self.windows is None:
+            return
+        first, end = holding.n_behind, min(self.windows.behind(n_tokens), len(holding.windows))
+        if end <= first:
+            return
+        parting = range(holding.known_pages - self.windows.n_back, holding.known_pages)
+        for i in range(first, end):
+            self.windows.let_go([holding.windows[i]], i in parting)
+            holding.windows[i] = 0
+        holding.n_behind = end
 
     def _pin(self, holding: Holding, below: list[bytes], key: bytes) -> None:
         """These pages and states in host memory are what the request begins with."""
@@ -219,7 +255,8 @@ class Ledger:
             return
         first = holding.n_settled
         pages = holding.pages[first : first + len(tokens) // 4 // self.page_tokens]
-        holding.node, n_known = self.tree.extend(holding.node, tokens, pages)
+        windows = holding.windows[first : first + len(pages)] if self.windows is not None else None
+        holding.node, n_known = self.tree.extend(holding.node, tokens, pages, windows)
         holding.doubles += pages[:n_known]
         holding.n_settled = first + len(pages)
 
@@ -283,6 +320,9 @@ class Ledger:
             self.keep_state(holding, place)
         if n_tokens >= self.page_tokens:
             self.settle(holding, tokens)
+        if self.windows is not None:
+            self.windows.let_go(holding.windows[holding.n_behind :], True)
+            holding.windows = []
         self.pool.give(holding.private)
         self.pool.give(holding.doubles)
         self.tree.unlock(holding.node)
@@ -331,6 +371,8 @@ class Ledger:
         """No page is lost or has two owners. Raises: PageFault."""
         holdings = list(holdings)
         self.tree.check()
+        if self.windows is not None:
+            self.windows.check(self.tree.nodes(), [holding.windows for holding in holdings])
         dead: dict[int, Node] = {}
         for holding in holdings:
             node: Node | None = holding.node

@@ -16,6 +16,7 @@ import numpy as np
 from .pages import PageFault, PagePool
 from .states import StatePool
 from .tiers import Tiers, page_keys, root_key
+from .windows import WindowPool
 
 MAX_LOOKS = 4
 """Edges, the newest, that are compared when it is asked where a prompt leaves what is known."""
@@ -24,10 +25,11 @@ MAX_LOOKS = 4
 class Node:
     """The pages of one edge. locks: requests whose path goes through here. used: the clock when it was last let go.
 
+    windows: its pages of layers with a window, 0 where they are not known (any more), where such layers have pages of their own.
     keys: of its pages in the tiers, where there are tiers. state: place of the recurrent states after the edge's last token, or -1.
     """
 
-    __slots__ = ("children", "edge", "is_dead", "keys", "locks", "pages", "parent", "salt", "state", "used")
+    __slots__ = ("children", "edge", "is_dead", "keys", "locks", "pages", "parent", "salt", "state", "used", "windows")
 
     def __init__(self, parent: Node | None, edge: bytes, pages: list[int], salt: int) -> None:
         self.parent = parent
@@ -38,6 +40,7 @@ class Node:
         self.locks = 0
         self.used = 0
         self.keys: list[bytes] = []
+        self.windows: list[int] = []
         self.state = -1
         self.is_dead = False
         """Cut off because its pages are not to be trusted; its pages go when its last lock goes."""
@@ -46,7 +49,7 @@ class Node:
 class PrefixTree:
     """Prefixes in pages. Tokens are int32 as bytes; all lengths are in pages of `page_tokens` tokens.
 
-    states: where the snapshots are, when a prefix needs one to be of use.
+    states: where the snapshots are, when a prefix needs one to be of use; windows: likewise the pages of layers with a window.
     """
 
     __slots__ = (
@@ -62,10 +65,11 @@ class PrefixTree:
         "n_pages",
         "states",
         "tiers",
+        "windows",
     )
 
-    def __init__(self, page_tokens: int, pool: PagePool, states: StatePool | None = None) -> None:
-        self.states = states
+    def __init__(self, page_tokens: int, pool: PagePool, states: StatePool | None = None, windows: WindowPool | None = None) -> None:
+        self.states, self.windows = states, windows
         self.tiers: Tiers | None = None
         """Where pages go that are forgotten here."""
         self._page_bytes = 4 * page_tokens
@@ -87,6 +91,8 @@ class PrefixTree:
         """Pages of the longest prefix that could be continued, at most max_pages; not to_states: that are here, states or not. Changes nothing."""
         if self.states is not None and to_states:
             return self._find_state(tokens, salt, max_pages)[1]
+        if self.windows is not None and to_states:
+            return self._find_window(tokens, salt, max_pages)[0]
         node = self._roots.get(salt)
         step = self._page_bytes
         at, end = 0, max_pages * step
@@ -161,6 +167,42 @@ class PrefixTree:
                 best, n_best = node, at // step
         return best, n_best, at // step
 
+    def match_window(self, tokens: bytes, salt: int, max_pages: int) -> tuple[Node, list[int], list[int], int]:
+        """As `match`, but ends where the windows before it are known: those pages, 0 for those further ahead, come third; they are held for the caller.
+        Also how many pages of the prompt are known in all."""
+        assert self.windows is not None
+        n, n_known = self._find_window(tokens, salt, max_pages)
+        node, pages = self.match(tokens, salt, n)
+        seen, walker, n_back = list[int](), node, self.windows.n_back
+        while walker.parent is not None and len(seen) < n_back:
+            seen[:0] = walker.windows
+            walker = walker.parent
+        seen = seen[max(0, len(seen) - n_back) :]
+        self.windows.hold(seen)
+        return node, pages, [0] * (n - len(seen)) + seen, n_known
+
+    def _find_window(self, tokens: bytes, salt: int, max_pages: int) -> tuple[int, int]:
+        """Pages to the deepest place on the prompt's path from which all that windows see is known, and the pages that are known in all."""
+        assert self.windows is not None
+        node, step, n_back = self._roots.get(salt), self._page_bytes, self.windows.n_back
+        at, end = 0, max_pages * step
+        best = n = n_seen = 0
+        while node is not None and at < end:
+            node = node.children.get(tokens[at : at + step])
+            if node is None:
+                break
+            is_whole = tokens.startswith(node.edge, at) and at + len(node.edge) <= end
+            n_bytes = len(node.edge) if is_whole else self._common(node.edge, tokens, at, end)
+            for page in node.windows[: n_bytes // step]:
+                n += 1
+                n_seen = n_seen + 1 if page else 0
+                if n_seen >= n_back or n_seen == n:
+                    best = n
+            at += n_bytes
+            if not is_whole:
+                break
+        return best, at // step
+
     def _common(self, edge: bytes, tokens: bytes, at: int, end: int) -> int:
         """Bytes, in whole pages, that `edge` and tokens[at:end] have in common."""
         step = self._page_bytes
@@ -232,8 +274,8 @@ class PrefixTree:
 
     # ---- growing ----
 
-    def extend(self, node: Node, tokens: bytes, pages: list[int]) -> tuple[Node, int]:
-        """Adds pages computed by the holder of a lock on `node`, which moves to the returned node.
+    def extend(self, node: Node, tokens: bytes, pages: list[int], windows: list[int] | None = None) -> tuple[Node, int]:
+        """Adds pages computed by the holder of a lock on `node`, which moves to the returned node. windows: the same tokens' pages of layers with a window.
 
         tokens: those of `pages`, whole pages, following `node`. Returns the node at their end and how many of the leading pages
         were known already: those stay the caller's, the others are the tree's from now on. On a dead node all stay the caller's.
@@ -250,6 +292,8 @@ class PrefixTree:
                 node = child
             else:
                 node = self._split(child, self._common(child.edge, tokens, at, len(tokens)) // step)
+            if windows and self.windows is not None:
+                self.windows.adopt(node, 0, windows[known : known + len(node.pages)])
             at += len(node.edge)
             known = at // step
         self._lock(node, start)
@@ -261,14 +305,23 @@ class PrefixTree:
             node.keys += self._keys(node, tokens[at:])
             node.edge += tokens[at:]
             node.pages += fresh
+            self._adopt(node, windows, known)
             return node, known
         leaf = Node(node, tokens[at:], fresh, node.salt)
         leaf.keys = self._keys(node, tokens[at:])
+        self._adopt(leaf, windows, known)
         leaf.locks = 1
         leaf.used = self._clock
         node.children[tokens[at : at + step]] = leaf
         self.n_nodes += 1
         return leaf, known
+
+    def _adopt(self, node: Node, windows: list[int] | None, n_known: int) -> None:
+        """A node has grown by the pages after the first n_known."""
+        if windows and self.windows is not None:
+            first = len(node.windows)
+            node.windows += [0] * (len(windows) - n_known)
+            self.windows.adopt(node, first, windows[n_known:])
 
     def before(self, node: Node) -> bytes:
         """The key at a node's end."""
@@ -285,6 +338,9 @@ class PrefixTree:
         assert parent is not None
         upper = Node(parent, node.edge[:at], node.pages[:n_pages], node.salt)
         upper.keys, node.keys = node.keys[:n_pages], node.keys[n_pages:]
+        upper.windows, node.windows = node.windows[:n_pages], node.windows[n_pages:]
+        if self.windows is not None:
+            self.windows.move(upper.windows, upper)
         upper.locks, upper.used, upper.is_dead = node.locks, node.used, node.is_dead
         parent.children[upper.edge[: self._page_bytes]] = upper
         node.edge, node.pages, node.parent = node.edge[at:], node.pages[n_pages:], upper
@@ -314,6 +370,7 @@ class PrefixTree:
                 del node.keys[-n:]
             self._give(node.pages[-n:])
             self._forget_state(node)
+            self._forget_windows(node, n)
             if n < len(node.pages):
                 del node.pages[-n:]
                 node.edge = node.edge[: -n * self._page_bytes]
@@ -354,6 +411,7 @@ class PrefixTree:
             node = stack.pop()
             order.append(node)
             self._forget_state(node)
+            self._forget_windows(node, len(node.pages))
             node.is_dead = True
             stack.extend(node.children.values())
         for node in reversed(order):
@@ -370,6 +428,13 @@ class PrefixTree:
     def _forget_state(self, node: Node) -> None:
         if self.states is not None:
             self.states.drop(node)
+
+    def _forget_windows(self, node: Node, n_pages: int) -> None:
+        """The node's last n_pages are no longer known."""
+        if self.windows is not None:
+            first = len(node.windows) - n_pages
+            self.windows.disown(node.windows[first:])
+            del node.windows[first:]
 
     def _remove(self, node: Node) -> None:
         assert node.parent is not None
@@ -400,6 +465,8 @@ class PrefixTree:
                 raise PageFault(
                     f"a node has {len(node.edge)} bytes of tokens for {len(node.pages)} pages", pages=node.pages
                 )
+            if self.windows is not None and len(node.windows) != len(node.pages):
+                raise PageFault(f"a node has {len(node.windows)} windows for {len(node.pages)} pages", pages=node.pages)
             for key, child in node.children.items():
                 if child.parent is not node or not child.edge.startswith(key) or len(key) != self._page_bytes:
                     raise PageFault("a node hangs under the wrong key or parent", pages=child.pages)

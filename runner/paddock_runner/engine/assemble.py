@@ -16,6 +16,7 @@ from ..files.view import TensorView
 from ..memory.arena import Arena, arena, pack_scratch_bytes
 from ..memory.state import (
     StateSizes,
+    aligned,
     device_arrays,
     layer_state,
     page_layout,
@@ -23,6 +24,7 @@ from ..memory.state import (
     state_bytes,
     state_layout,
     token_buckets,
+    window_arrays,
 )
 from ..model.decoder import rotations, trace
 from ..model.site import Site
@@ -30,7 +32,7 @@ from ..model.weights import NOWHERE, Progress, load_weights
 from ..pack import abi
 from ..pack.device import Device
 from ..pack.library import load_pack
-from ..pack.program import ExpertCache, Program
+from ..pack.program import ExpertCache, Pages, Program
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
 from .experts import FetchedExperts, put_away
 
@@ -93,7 +95,7 @@ def fill_device(
 def _build(
     device: Device, sizes: StateSizes, kv_format: str, blueprint: Blueprint, weights: dict[str, Tensor], caches: Mapping[str, ExpertCache]
 ) -> Program:
-    layout = page_layout(blueprint, kv_format, sizes.page_tokens)
+    layout = page_layout(blueprint, kv_format, sizes.page_tokens, sizes.n_window_pages > 0)
     device.kv_format = KV_FORMATS[kv_format]
     device.reserve_kv(sizes.n_pages, layout.page_bytes)
     device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))
@@ -112,8 +114,18 @@ def _build(
         state_layout(blueprint).ngram_offsets,
         kept_places(blueprint),
         caches,
+        windows_of(device, sizes, layout.window_page_bytes),
+        layout.is_windowed,
     )
     return trace(blueprint, site)
+
+
+def windows_of(device: Device, sizes: StateSizes, page_bytes: int) -> Pages | None:
+    """Memory for pages of layers with a window, where they have their own."""
+    if not sizes.n_window_pages:
+        return None
+    arrays = [device.alloc(aligned(n), "windows") for n in window_arrays(sizes).values()]
+    return Pages(device.alloc(aligned(sizes.n_window_pages * page_bytes), "windows"), page_bytes, *arrays)
 
 
 def kept_places(blueprint: Blueprint) -> tuple[tuple[int, int, int] | None, ...]:

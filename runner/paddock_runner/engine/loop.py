@@ -15,6 +15,7 @@ import numpy as np
 from ..cache.ledger import Ledger
 from ..cache.pages import PageFault, PagePool
 from ..cache.states import StatePool
+from ..cache.windows import WindowPool
 from ..errors import PackError, UsageError
 from ..memory.state import StateSizes
 from ..pack.abi import PK_ROW_LENGTH, PK_ROW_NAN, PK_ROW_SCORE, PK_ROW_STOP
@@ -76,7 +77,8 @@ class Engine:
         pool = PagePool(sizes.n_pages, min(sizes.n_pages, device.grow_pages(min(sizes.n_pages, 1 + GROW_PAGES))))
         states = StatePool(sizes.n_snapshots) if sizes.n_snapshots else None
         is_shared = (states is not None or not sizes.recurrent_bytes) and not self.policy.whole_prompts
-        self.ledger = Ledger(pool, sizes.page_tokens, device.grow_pages, is_shared, states)
+        windows = WindowPool(sizes.n_window_pages, sizes.window_tokens, sizes.page_tokens, sizes.window_back) if sizes.n_window_pages else None
+        self.ledger = Ledger(pool, sizes.page_tokens, device.grow_pages, is_shared, states, windows)
         self.states = StateKeeper(self.ledger, device)
         if states is not None:
             self.slots.border_tokens = sizes.page_tokens
@@ -92,7 +94,7 @@ class Engine:
             self, device.facts.has_drafts and (sizes.max_guesses > 0 or not sizes.recurrent_bytes)
         )
         self.in_flight: deque[Step] = deque()
-        self.launched_seq = self.read_seq = 0
+        self.launched_seq = self.read_seq = int(device.done[0])
         self.retiring: deque[tuple[int, Request]] = deque()
         """Ended requests with the last step that may touch their pages."""
         self._free_steps = [Step() for _ in range(self.run_ahead + 2)]
@@ -318,6 +320,7 @@ class Engine:
         if n_in_flight > self._ahead or ((self._must_drain or masking.late) and n_in_flight):
             return False
         self._must_drain = False
+        scheduler.pass_windows()
         if masking.late:
             for request in masking.restarts():
                 self._preempt(request)
@@ -422,6 +425,9 @@ class Engine:
                 n_new = self.ledger.add_pages(request.holding, 1)
             if n_new:
                 slots.write_pages(request, n_new)
+                if self.ledger.windows is not None:
+                    self.ledger.pass_by(request.holding, n)
+                    slots.write_windows(request, self.ledger.reach(request.holding, len(request.holding.pages) * self.sizes.page_tokens))
                 slots.mark(request, n)
         return True
 

@@ -76,6 +76,12 @@ def report(engine: Engine) -> dict[str, Any]:
             "evictable": tree.n_evictable,
             "tokens": engine.sizes.page_tokens,
         },
+        "windows": {
+            "all": ledger.windows.n_pages - 1 if ledger.windows is not None else 0,
+            "free": ledger.windows.n_free if ledger.windows is not None else 0,
+            "prefix": ledger.windows.n_kept if ledger.windows is not None else 0,
+            "evicted": ledger.windows.n_evicted if ledger.windows is not None else 0,
+        },
         "states": {
             "all": ledger.states.n_places if ledger.states is not None else 0,
             "free": ledger.states.n_free if ledger.states is not None else 0,

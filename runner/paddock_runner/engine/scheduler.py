@@ -33,7 +33,23 @@ class Scheduler:
     """Decides one step at a time. `on_start` hears of every request that gets a slot, before its first chunk."""
 
     __slots__ = (
-        "_guest", "_is_stuck", "_ledger", "_n_started", "_policy", "_quantum", "_slots", "cost", "held", "n_brought", "on_start", "pace", "preempted", "prefilling", "queue", "saves",
+        "_advanced",
+        "_guest",
+        "_is_stuck",
+        "_ledger",
+        "_n_started",
+        "_policy",
+        "_quantum",
+        "_slots",
+        "cost",
+        "held",
+        "n_brought",
+        "on_start",
+        "pace",
+        "preempted",
+        "prefilling",
+        "queue",
+        "saves",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +72,8 @@ class Scheduler:
         """States to be saved when the planned step has run: whose slot's, the node that ends there, and the place. The loop empties it."""
         self.n_brought = 0
         """Pages that came from host memory with the planned step. The loop reads and resets it."""
+        self._advanced: list[Request] = []
+        """Whose prompts the last planned step has read further."""
         self._is_stuck = False
         self._guest: Request | None = None
         self._n_started = 0
@@ -75,6 +93,13 @@ class Scheduler:
         self._is_stuck = False
 
     # ---- one step ----
+
+    def pass_windows(self) -> None:
+        """The planned step was given: what the next one does not see of prompts, in layers with a window, is given back."""
+        for request in self._advanced:
+            if request.holding is not None and request.done_tokens:
+                self._ledger.pass_by(request.holding, request.done_tokens)
+        self._advanced.clear()
 
     def plan(self, n_rows: int, now_ns: int) -> list[Chunk]:
         """Prefill chunks for a step that already has n_rows decode rows. Admits as it goes.
@@ -161,6 +186,10 @@ class Scheduler:
     def _advance(self, request: Request, n: int) -> bool:
         """Books a chunk. True when it is the last, which draws a token."""
         request.done_tokens += n
+        if self._ledger.windows is not None and request.holding is not None:
+            self._advanced.append(request)
+            if n_new := self._ledger.reach(request.holding, request.done_tokens):
+                self._slots.write_windows(request, n_new)
         self._charge(request, request.done_tokens)
         self._settle(request, request.done_tokens)
         if self._ledger.states is not None:
@@ -286,9 +315,9 @@ class Scheduler:
             n = min(last, common_tokens(request, other) // page_tokens * page_tokens)
             if n - known < share:
                 continue
+            if (self._ledger.states is not None or self._ledger.windows is not None) and other.done_tokens >= n:
+                continue
             if self._ledger.states is not None:
-                if other.done_tokens >= n:
-                    continue
                 other.marks = sorted({*other.marks, n})
             request.wait_for, request.wait_tokens = other, n
             return True

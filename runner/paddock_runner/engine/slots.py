@@ -15,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from ..memory.state import StateSizes
-from ..pack.abi import PK_ROW_DRAFT, PK_ROW_HELD, PK_ROW_SAMPLE, PK_ROW_SCORE
+from ..memory.state import AHEAD_TOKENS, StateSizes
+from ..pack.abi import PK_PAGE_OF_POOL, PK_ROW_DRAFT, PK_ROW_HELD, PK_ROW_SAMPLE, PK_ROW_SCORE
 from .request import Request
 
 HEAD = Struct("<Qiiiiiiii")
 NEW_SLOT = ROW = Struct("<iiii")
 NEW_SLOT_BYTES = 152
-AHEAD_TOKENS = 256
 SCORE = PK_ROW_SAMPLE | PK_ROW_DRAFT | PK_ROW_SCORE
 HELD = PK_ROW_SAMPLE | PK_ROW_HELD
 Chunk = tuple[Request, int, bool]
@@ -46,6 +45,7 @@ class SlotTable:
         "_moved",
         "_n_new",
         "_n_payload",
+        "_n_window_writes",
         "_n_written",
         "_new",
         "_page_template",
@@ -106,14 +106,15 @@ class SlotTable:
         """With a number here, a decoding slot is due at each multiple of it: its recurrent states can be saved there."""
         self.n_top = 0
         """Running requests that want the k best logprobs."""
-        self.pages_ahead = max(1, AHEAD_TOKENS // sizes.page_tokens)
+        self.pages_ahead = sizes.pages_ahead
         """Pages that a decoding request gets at a time, while there are plenty."""
-        self.max_page_writes = 2 * sizes.slot_pages + n * self.pages_ahead
+        self.max_page_writes = 2 * sizes.slot_pages + n * max(1, AHEAD_TOKENS // sizes.page_tokens)
+        n_window_writes = sizes.n_window_pages + n * sizes.window_back
         self.max_payload_words = 2 * self.row_stride + 2 * sizes.max_step_tokens + 2 * n * sizes.max_bias
         size = (
             HEAD.size
             + n * NEW_SLOT_BYTES
-            + 16 * (sizes.max_step_rows + self.max_page_writes + 2 * n)
+            + 16 * (sizes.max_step_rows + self.max_page_writes + n_window_writes + 2 * n)
             + 4 * self.max_payload_words
         )
         block = np.zeros(size // 8 + 1, np.uint64)
@@ -126,7 +127,7 @@ class SlotTable:
         self._page_writes = array("i")
         self._texts = array("i")
         self._payload: list[bytes] = []
-        self._n_payload = self._n_new = 0
+        self._n_payload = self._n_new = self._n_window_writes = 0
         self._last_rows = self._rows_at = -1
         self._is_changed = True
 
@@ -154,7 +155,9 @@ class SlotTable:
         self.read_length[slot] = 0
         if self._page_writes:
             kept = np.array(self._page_writes, np.int32).reshape(-1, 4)
-            self._page_writes = array("i", kept[kept[:, 0] != slot].tobytes())
+            kept = kept[kept[:, 0] != slot]
+            self._page_writes = array("i", kept.tobytes())
+            self._n_window_writes = int((kept[:, 3] == PK_PAGE_OF_POOL).sum())
         self._mark[slot] = self._due_at[slot] = 0
         self._free.append(slot)
 
@@ -168,7 +171,8 @@ class SlotTable:
         """The input block can take this start in the present step."""
         text = request.n_tokens if request.needs_history else request.remaining_tokens + self.sizes.lookback_tokens
         words = self._n_payload + text + 2 * request.n_bias
-        return words <= self.max_payload_words and len(self._page_writes) // 4 + n_pages <= self.max_page_writes
+        n_writes = len(self._page_writes) // 4 - self._n_window_writes + n_pages
+        return words <= self.max_payload_words and n_writes <= self.max_page_writes
 
     def start(self, request: Request) -> None:
         """Stages a new slot: its parameters, page table, and tokens; those that are cached only when a penalty or an n-gram looks at them."""
@@ -184,6 +188,8 @@ class SlotTable:
         writes[:, 0] = slot
         writes[:, 2] = pages
         self._page_writes.frombytes(writes.tobytes())
+        if holding.n_behind < len(holding.windows):
+            self.write_windows(request, len(holding.windows) - holding.n_behind)
         first = 0 if request.needs_history else max(0, request.done_tokens - self.sizes.lookback_tokens)
         self._texts.extend((slot, first, request.n_tokens - first, self._n_payload))
         self._pay(request.tokens[4 * first :] if first else request.tokens)
@@ -195,6 +201,15 @@ class SlotTable:
         pages = holding.pages
         for index in range(len(pages) - n, len(pages)):
             self._page_writes.extend((slot, index, pages[index], 0))
+
+    def write_windows(self, request: Request, n: int) -> None:
+        """Stages the last n entries of its table of the windows' pages."""
+        slot, holding = request.slot, request.holding
+        assert holding is not None
+        pages = holding.windows
+        for index in range(len(pages) - n, len(pages)):
+            self._page_writes.extend((slot, index, pages[index], PK_PAGE_OF_POOL))
+        self._n_window_writes += n
 
     def write_text(self, slot: int, position: int, tokens: bytes) -> None:
         """Stages tokens of a slot, from `position` on."""
@@ -365,6 +380,7 @@ class SlotTable:
             self._n_new = 0
         if self._page_writes:
             del self._page_writes[:]
+            self._n_window_writes = 0
         if self._texts:
             del self._texts[:]
         if self._n_payload:

@@ -18,7 +18,20 @@ from ..formats.table import packed_bytes
 from .arena import arena, pack_scratch_bytes
 from .experts import MATRIX, ExpertLayers, expert_layers
 from .kinds import kv_token_bytes, latent_token_bytes, stored_bytes
-from .state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pinned_arrays, state_layout, token_buckets
+from .state import (
+    KV_BYTES,
+    StateSizes,
+    aligned,
+    device_arrays,
+    largest_window,
+    page_layout,
+    pages_back,
+    pinned_arrays,
+    state_layout,
+    token_buckets,
+    window_arrays,
+    window_pages,
+)
 
 MIB = 1 << 20
 CPU_GRANULE_BYTES = 2 * MIB
@@ -32,6 +45,8 @@ GRAPH_BYTES_PER_LAYER = 42 * 1024
 
 STATE_CACHE_SHARE = 10
 """Where nobody chose, snapshots of recurrent states take at most one part in so many of the free memory."""
+WINDOW_CACHE_SHARE = 20
+"""Pages of layers with a window that only the prefix cache has take at most one part in so many of the free memory."""
 KV_FORMAT = {"cpu": "f16", "cuda": "bf16"}
 """The KV cache's format where nobody chose one: the one that the device's attention reads without converting."""
 STEP_TOKENS = {"cpu": 512, "cuda": 2560}
@@ -72,6 +87,7 @@ class PlanRequest:
     """What is asked for. n_pages: pages of the pool, scratch page included; None: enough for every slot's full context.
 
     expert_bytes: of the device for experts, the others lie in host memory; None: all lie on the device.
+    has_windows: layers with a window have pages of their own, which are given back behind it, where that takes less.
     state_cache_bytes: for snapshots of recurrent states; None: two per slot and eight more, at most a tenth of the free memory. An empty kv_format and a max_step_tokens of 0 become what suits the device.
     """
 
@@ -84,6 +100,7 @@ class PlanRequest:
     n_pages: int | None = None
     state_cache_bytes: int | None = None
     expert_bytes: int | None = None
+    has_windows: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", self.kv_format or KV_FORMAT[self.device.kind])
@@ -92,7 +109,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlanLine:
-    """One cost. group: "weights", "experts", "host experts", "vectors", "kv", "state", "snapshots", "pinned", "activations", "scratch" (the allocator's names), "graphs" or "process".
+    """One cost. group: "weights", "experts", "host experts", "vectors", "kv", "windows", "state", "snapshots", "pinned", "activations", "scratch" (the allocator's names), "graphs" or "process".
 
     source: "header" (from the file), "planner" (a formula that the allocator shares), "table" (measured once, elsewhere), "measured" (here).
     """
@@ -190,10 +207,23 @@ def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
             f"a pool of {n_pages} pages cannot hold one context of {slot_pages} pages and the scratch page"
         )
     states = state_layout(blueprint).slot_bytes
+    window = largest_window(blueprint) if request.has_windows else 0
+    n_window_pages = window_pages(window, request.max_batch, slot_pages, page, step) + _kept_pages(blueprint, request, window) if window else 0
+    if n_window_pages >= n_pages:
+        window = n_window_pages = 0
     return StateSizes(
         request.max_batch, slot_pages * page, page, n_pages, blueprint.n_ids, step, request.max_batch,
         recurrent_bytes=states, n_snapshots=_snapshots(request, states), lookback_tokens=blueprint.lookback_tokens, max_guesses=blueprint.max_guesses,
+        window_tokens=window, n_window_pages=n_window_pages,
     )  # fmt: skip
+
+
+def _kept_pages(blueprint: Blueprint, request: PlanRequest, window: int) -> int:
+    """Pages of layers with a window that the prefix cache may keep: what is seen from the ends of two prefixes per request and of eight more, at most a part
+    of the free memory, at least one such."""
+    layout = page_layout(blueprint, request.kv_format, request.page_tokens, has_windows=True)
+    n_each, n, free = pages_back(window, request.page_tokens) + 1, 2 * request.max_batch + 8, request.device.free_bytes
+    return n_each * (max(1, min(n, free // WINDOW_CACHE_SHARE // (n_each * layout.window_page_bytes))) if free else n)
 
 
 def _snapshots(request: PlanRequest, state_bytes: int) -> int:
@@ -272,10 +302,11 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
     """The plan once the weights are summed: solve.py calls this many times. Raises: UsageError."""
     n_slots = weights.n_expert_slots(request.expert_bytes)
     sizes, device = replace(state_sizes(blueprint, request), n_expert_slots=n_slots), request.device
-    layout = page_layout(blueprint, request.kv_format, sizes.page_tokens)
+    layout = page_layout(blueprint, request.kv_format, sizes.page_tokens, sizes.n_window_pages > 0)
+    windows = aligned(sizes.n_window_pages * layout.window_page_bytes) + sum(aligned(n) for n in window_arrays(sizes).values())
     pool = -(-sizes.n_pages * layout.page_bytes // device.granule_bytes) * device.granule_bytes
     arrays, pinned = device_arrays(sizes), pinned_arrays(sizes)
-    histories = aligned(arrays["tokens"]) + aligned(arrays["page_table"])
+    histories = sum(aligned(arrays.get(name, 0)) for name in ("tokens", "page_table"))
     sampling = sum(aligned(arrays[name]) for name in ("sampling", "bias", "mask"))
     states = aligned(arrays.get("recurrent", 0))
     snapshots = sizes.n_snapshots * sizes.recurrent_bytes
@@ -291,6 +322,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
         PlanLine(
             f"kv {request.kv_format}, {sizes.n_pages - 1} pages of {sizes.page_tokens} tokens", pool, "planner", "kv"
         ),
+        *([PlanLine(f"kv of windows, {sizes.n_window_pages - 1} pages of {sizes.page_tokens} tokens", windows, "planner", "windows")] if windows else []),
         *([PlanLine("recurrent states", states, "planner", "state")] if states else []),
         *([PlanLine(f"state snapshots, {sizes.n_snapshots}", snapshots, "planner", "snapshots")] if snapshots else []),
         PlanLine("token histories and page tables", histories, "planner", "state"),
@@ -303,7 +335,10 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
         *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes), "table", "graphs")]),
         PlanLine("process" if is_host else "CUDA context", device.process_bytes, device.process_source, "process"),
     )
-    attentions = [layer.attention for layer in blueprint.all_layers if layer.attention.kv_from is None]
+    attentions = [
+        layer.attention for layer, is_windowed in zip(blueprint.all_layers, layout.is_windowed, strict=True)
+        if layer.attention.kv_from is None and not is_windowed
+    ]  # fmt: skip
     token_bytes = sum(
         latent_token_bytes(a.latent.rank, a.latent.rope_width, request.kv_format)
         if a.latent is not None

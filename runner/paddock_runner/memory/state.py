@@ -9,6 +9,8 @@ from .kinds import StateBytes, delta_net_bytes, mamba2_bytes, short_conv_bytes, 
 
 KV_BYTES = {name: stored_bytes(1, name) for name in ("f32", "f16", "bf16", "fp8")}
 ALIGN_BYTES = 256
+AHEAD_TOKENS = 256
+"""Tokens for which a decoding request gets pages at a time, while there are plenty."""
 SAMPLING_BYTES, RESULT_BYTES, TOP_BYTES, BIAS_BYTES = (
     136,
     24,
@@ -41,11 +43,23 @@ class StateSizes:
     lookback_tokens: int = 0  # tokens that a step reads before its own: they must be there though their keys are cached
     max_guesses: int = 0  # guessed tokens of a row that recurrent states can take back
     n_expert_slots: int = 0  # places of every layer for experts, which lie in host memory; 0: all lie on the device
+    window_tokens: int = 0  # tokens that layers with a window see, where their keys and values have pages of their own
+    n_window_pages: int = 0  # those pages, scratch page 0 included
 
     @property
     def slot_pages(self) -> int:
         """Pages of a full context."""
         return self.max_ctx_tokens // self.page_tokens
+
+    @property
+    def window_back(self) -> int:
+        """Pages before a page's first token that layers with a window see from there."""
+        return pages_back(self.window_tokens, self.page_tokens)
+
+    @property
+    def pages_ahead(self) -> int:
+        """Pages that a decoding request gets at a time, while there are plenty."""
+        return pages_ahead(self.slot_pages, self.page_tokens)
 
     @property
     def mask_words(self) -> int:
@@ -82,6 +96,11 @@ def device_arrays(sizes: StateSizes) -> dict[str, int]:
     }
 
 
+def window_arrays(sizes: StateSizes) -> dict[str, int]:
+    """Bytes of the arrays that go with pages of layers with a window, by field name of pk_op_pool."""
+    return {"page_table": 4 * sizes.n_slots * sizes.slot_pages, "token_page": 4 * sizes.max_step_tokens} if sizes.n_window_pages else {}
+
+
 def pinned_arrays(sizes: StateSizes) -> dict[str, int]:
     """Bytes of each host-visible pk_state array, by field name."""
     block = sizes.n_results * sizes.max_step_rows
@@ -90,11 +109,16 @@ def pinned_arrays(sizes: StateSizes) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Where each layer's keys and values lie in a page. offsets: per layer (k, v) in bytes from the page's start; index_offsets: its index keys, or 0."""
+    """Where each layer's keys and values lie in a page. offsets: per layer (k, v) in bytes from the page's start; index_offsets: its index keys, or 0.
+
+    is_windowed: per layer, whether the page is one of the windows' pool, whose pages have window_page_bytes (0: there is no such pool).
+    """
 
     offsets: tuple[tuple[int, int], ...]
     page_bytes: int
     index_offsets: tuple[int, ...] = ()
+    is_windowed: tuple[bool, ...] = ()
+    window_page_bytes: int = 0
 
 
 def token_buckets(max_step_tokens: int) -> list[int]:
@@ -106,14 +130,50 @@ def token_buckets(max_step_tokens: int) -> list[int]:
     return [b for b in buckets if b < max_step_tokens] + [max_step_tokens]
 
 
-def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageLayout:
+def windowed_layers(blueprint: Blueprint) -> tuple[bool, ...]:
+    """Which layers' keys and values could lie in pages that are given back behind the window: those that nobody sees from further away."""
+    layers = [layer.attention for layer in blueprint.all_layers]
+    found = [a.window > 0 and a.causal and a.index is None and a.n_kv_heads > 0 for a in layers]
+    if blueprint.needs_whole_prompts or any(layer.delta or layer.conv or layer.mamba for layer in blueprint.layers):
+        return (False,) * len(layers)
+    for a, is_windowed in zip(layers, found, strict=True):
+        if a.kv_from is not None and not is_windowed:
+            found[a.kv_from] = False
+    return tuple(found[i if a.kv_from is None else a.kv_from] for i, a in enumerate(layers))
+
+
+def largest_window(blueprint: Blueprint) -> int:
+    """Tokens that the widest of those layers sees; 0: there are none."""
+    return max((x.attention.window for x, is_windowed in zip(blueprint.all_layers, windowed_layers(blueprint), strict=True) if is_windowed), default=0)
+
+
+def pages_back(window: int, page_tokens: int) -> int:
+    """Pages before a page's first token that a layer with that window sees from there."""
+    return -(-(window - 1) // page_tokens) if window else 0
+
+
+def pages_ahead(slot_pages: int, page_tokens: int) -> int:
+    """Pages that a decoding request gets at a time, while there are plenty: at most an eighth of what it may have."""
+    return max(1, min(AHEAD_TOKENS // page_tokens, slot_pages // 8))
+
+
+def window_pages(window: int, n_slots: int, slot_pages: int, page_tokens: int, max_step_tokens: int) -> int:
+    """Pages of the windows' pool, scratch page included, that let every slot go on at any time: of each what its window sees, the page that it writes,
+    one that is half behind, and those it has ahead; and what one step reads of prompts. More of them keep what prefixes can be gone on from."""
+    running = pages_back(window, page_tokens) + 3 + pages_ahead(slot_pages, page_tokens)
+    return 1 + n_slots * running + -(-max_step_tokens // page_tokens)
+
+
+def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int, has_windows: bool = False) -> PageLayout:
     """One page holds `page_tokens` tokens of every layer: K [K, B, D] then V [K, B, Dv], each aligned to 64 bytes; latent attention has no V, and a layer
-    that reads another's keys and values lies where that one does. Index keys [B, W] follow V."""
-    at = 0
+    that reads another's keys and values lies where that one does. Index keys [B, W] follow V. has_windows: layers with a window have pages of their own."""
+    is_windowed = windowed_layers(blueprint) if has_windows else (False,) * len(blueprint.all_layers)
+    ends = [0, 0]
     offsets: list[tuple[int, int]] = []
     index_offsets: list[int] = []
-    for layer in blueprint.all_layers:
+    for layer, pool in zip(blueprint.all_layers, is_windowed, strict=True):
         a = layer.attention
+        at = ends[pool]
         if a.kv_from is not None:
             offsets.append(offsets[a.kv_from])
             index_offsets.append(0)
@@ -125,7 +185,9 @@ def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int) -> PageL
         at = v_at + -(-v_bytes // 64) * 64
         index_offsets.append(at if a.index is not None else 0)
         at += -(-stored_bytes(page_tokens * a.index.width, kv_format) // 64) * 64 if a.index is not None else 0
-    return PageLayout(tuple(offsets), aligned(at), tuple(index_offsets))
+        ends[pool] = at
+    least = 1 if ends[1] else 0  # pages of models whose layers all have windows hold nothing, but are there
+    return PageLayout(tuple(offsets), aligned(max(least, ends[0])), tuple(index_offsets), is_windowed, aligned(ends[1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,7 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
         for part, name in ((q, "q_norm.weight"), (k, "k_norm.weight")):
             program.norm(part, w[at + name], part, blueprint.norm_eps)
     norms = [w.get(f"{at}{name}_norm.weight") if has else None for name, has in (("q", a.qk_norm), ("k", a.qk_norm), ("v", a.v_norm))]
+    site.use_pool(program, i, True)
     program.qkv(qkv, q, heads, norms, site.rotations[a.rope] if a.rope else None, blueprint.norm_eps)
     heads = replace(heads, parts=abi.PK_PARTS_QKV)
     out = _narrow(buffers["attention_out"], a.n_heads * a.values_width)
@@ -152,6 +153,7 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
         sparse_attention(program, blueprint, a, a.index, heads, (q, out), i, site)
     else:
         program.attention(q, out, heads, a.scale, View(a.window, not a.causal), a.softcap, w[at + "sinks.weight"] if a.sinks else None)
+    site.use_pool(program, i, False)
     if a.out_gate:
         gate = _narrow(buffers["attention_gate"], a.gate_width)
         program.matmul(buffers["normed"], [w[at + "q_gate.weight"]], gate)

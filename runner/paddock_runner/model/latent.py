@@ -32,9 +32,11 @@ def latent_attention(program: Program, a: Attention, i: int, site: Site) -> Tens
     program.copy(kv.columns(x.rank, x.rope_width), qkv.columns(key, x.rope_width))
     heads = Heads(a.n_heads, 1, a.head_width, x.rank, *site.kv_offsets[i], site.kv_format, abi.PK_PARTS_LATENT)
     q = qkv.columns(0, key)
+    site.use_pool(program, i, True)
     program.qkv(qkv, q, heads, (None, None), site.rotations[a.rope], NORM_EPS)
     latent, out = replace(buffers["latent_out"], cols=a.n_heads * x.rank), replace(buffers["attention_out"], cols=a.out_width)
     program.attention(q, latent, heads, a.scale, View(a.window), a.softcap)
+    site.use_pool(program, i, False)
     for h in range(a.n_heads):
         program.matmul(latent.columns(h * x.rank, x.rank), [w[f"{at}latent_v.{h}.weight"]], out.columns(h * x.v_width, x.v_width))
     return out

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..blueprint.blueprint import Blueprint, Rope
-from ..pack.program import ExpertCache, Program, Rotation
+from ..pack.program import ExpertCache, Pages, Program, Rotation
 from ..pack.tensor import Tensor
 
 
@@ -17,7 +17,8 @@ class Site:
     state_offsets: of each recurrent layer: its state and its convolution's tail, in bytes from the start of a slot's. index_offsets: of a layer's
     index keys in a page. ngram_offsets: of the tail of its n-grams' convolution, in a slot's state. kept: of recurrent layers that take guesses back:
     where their state of before and their inputs since lie in a slot's, and the state's bytes. caches: of experts in host memory, by the prefix of
-    their names.
+    their names. windows: pages of layers with a window, where those have
+    their own, and which layers that are.
     """
 
     weights: Mapping[str, Tensor]
@@ -30,6 +31,13 @@ class Site:
     ngram_offsets: tuple[int, ...] = ()
     kept: tuple[tuple[int, int, int] | None, ...] = ()
     caches: Mapping[str, ExpertCache] = field(default_factory=dict)
+    windows: Pages | None = None
+    is_windowed: tuple[bool, ...] = ()
+
+    def use_pool(self, program: Program, i: int, is_begun: bool) -> None:
+        """Before layer i's keys are written, and (not is_begun) after they have been read: whose pages they are in."""
+        if self.windows is not None and self.is_windowed[i]:
+            program.pool(self.windows if is_begun else None)
 
 
 def norm(program: Program, blueprint: Blueprint, site: Site, name: str, x: Tensor, out: Tensor) -> None:

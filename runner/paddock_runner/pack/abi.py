@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "017440e962f7b1ea"
+DIGEST = "a709a8c99e686b0a"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -617,6 +617,7 @@ PK_OP_GUESS = 74
 PK_OP_SETTLE_MAMBA = 75
 PK_OP_SETTLE_CONV = 76
 PK_OP_EXPERTS_FETCHED = 77
+PK_OP_POOL = 78
 
 
 class pk_op_softplus(Structure):
@@ -802,6 +803,18 @@ class pk_op_experts_fetched(Structure):
         ("n_bytes", c_int64),
         ("n_slots", c_int32),
         ("n_staging", c_int32),
+    ]
+PK_PAGE_OF_POOL = 1
+
+
+class pk_op_pool(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("kv", c_uint64),
+        ("kv_page_stride", c_int64),
+        ("page_table", c_uint64),
+        ("token_page", c_uint64),
     ]
 PK_ROW_HELD = 128
 

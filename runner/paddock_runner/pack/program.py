@@ -43,6 +43,16 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages that layers with a window have of their own: addresses of the pool, its table [slots, pages of a context] and each token's page; see pk_op_pool."""
+
+    kv: int
+    kv_page_stride: int
+    page_table: int
+    token_page: int
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """Which keys a query sees. window: so many tokens, 0 for all. is_bidirectional: also later ones of its row."""
 
@@ -312,6 +322,10 @@ class Program:
             rope_magnitude=rope.magnitude if rope else 1.0,
             eps=eps,
         )
+
+    def pool(self, pages: Pages | None) -> None:
+        """From here on qkv and attention use these pages; None: those of the state again."""
+        self._add(abi.pk_op_pool, abi.PK_OP_POOL, {}, **(asdict(pages) if pages is not None else {}))
 
     def attention(
         self, q: Tensor, out: Tensor, heads: Heads, scale: float, window: View | int = 0, softcap: float = 0.0, sinks: Tensor | None = None

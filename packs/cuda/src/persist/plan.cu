@@ -1,6 +1,7 @@
 // Reads a program's records as phases of the persistent decode kernel. A run is a row of records that are phases, each of
 // which reads what the one before it wrote; any other record ends it and is launched on its own.
 #include "../../include/persist/plan.h"
+#include "../../../rare.h"
 
 #include <algorithm>
 #include <cstring>
@@ -178,7 +179,8 @@ bool read_phase(const Launch &l, const Records &records, int64_t i, Draft *d) {
         d->phase.is_gathered = 1;
         return is_activation(d->x) && gather.x.cols == norm.x.cols;
     }
-    if (r.op == PK_OP_QKV && op_at(i + 1) == PK_OP_ATTENTION && l.decode_only) return read_attention(l, r.as<pk_op_qkv>(), records[i + 1].as<pk_op_attention>(), records, i + 2, d);
+    // Behind a record of a pool keys and values lie elsewhere, which phases do not know.
+    if (r.op == PK_OP_QKV && op_at(i + 1) == PK_OP_ATTENTION && l.decode_only && (i == 0 || records[i - 1].op != PK_OP_POOL)) return read_attention(l, r.as<pk_op_qkv>(), records[i + 1].as<pk_op_attention>(), records, i + 2, d);
     return false;
 }
 
