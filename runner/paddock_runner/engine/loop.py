@@ -12,15 +12,13 @@ from time import monotonic_ns
 
 import numpy as np
 
-from ..cache.ledger import Ledger
-from ..cache.pages import PageFault, PagePool
-from ..cache.states import StatePool
-from ..cache.windows import WindowPool
+from ..cache.pages import PageFault
 from ..errors import PackError, UsageError
 from ..memory.state import StateSizes
 from ..pack.abi import PK_ROW_LENGTH, PK_ROW_NAN, PK_ROW_SCORE, PK_ROW_STOP
 from ..wire.messages import BIND, Done, ErrorCode, Kind, Reason, Refused, RefusedCode, Started
 from ..wire.port import EnginePort
+from .accounts import GROW_PAGES, open_ledger
 from .cost import chunk_work
 from .counters import Counters
 from .device import StepDevice
@@ -42,7 +40,6 @@ SEE_EVERY, SEE_PREFILL_EVERY, SEE_FIRST = 16, 4, 64
 """Which steps the cost model learns from: the first ones, then a sample."""
 CONSIDER_EVERY = 4
 """Steps between two looks at whether guessing tokens would pay."""
-GROW_PAGES = 64
 RESULT_BYTES, TOP_BYTES = 24, 8
 
 
@@ -74,13 +71,9 @@ class Engine:
                 run_ahead=self.run_ahead, n_results=sizes.n_results,
             )  # fmt: skip
         self.slots = SlotTable(sizes)
-        pool = PagePool(sizes.n_pages, min(sizes.n_pages, device.grow_pages(min(sizes.n_pages, 1 + GROW_PAGES))))
-        states = StatePool(sizes.n_snapshots) if sizes.n_snapshots else None
-        is_shared = (states is not None or not sizes.recurrent_bytes) and not self.policy.whole_prompts
-        windows = WindowPool(sizes.n_window_pages, sizes.window_tokens, sizes.page_tokens, sizes.window_back) if sizes.n_window_pages else None
-        self.ledger = Ledger(pool, sizes.page_tokens, device.grow_pages, is_shared, states, windows)
+        self.ledger = open_ledger(sizes, device, self.policy)
         self.states = StateKeeper(self.ledger, device)
-        if states is not None:
+        if sizes.n_snapshots:
             self.slots.border_tokens = sizes.page_tokens
         tile = self.policy.tile_tokens if self.run_ahead else 1
         self.scheduler = Scheduler(self.policy, self.ledger, self.slots, self._started, tile)
