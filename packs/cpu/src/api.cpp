@@ -32,6 +32,7 @@ struct pk_program {
     int64_t sample_at = 0;  // the record at which a step's second half begins
     pk_step_head open = {};  // of the step whose second half has still to come; seq 0: none
     uint64_t open_ns = 0;    // when it began
+    bool leaves_guess = false;  // the step runs without the records of guesses; its second half does not know its rows
     pk_op_pool pool = {};    // of layers with a window
     pk_state pooled = {};    // the state as they see it
 };
@@ -168,7 +169,7 @@ int32_t walk(pk_program *program, Run &run, int64_t first, int64_t end, float *u
     if (first == 0)
         for (Angles &a : program->angles) a.n_ready = 0;
     const GuessPart guess = guess_part(program->records);
-    const bool is_left_out = run.step && !runs_guess(*run.step);
+    const bool is_left_out = run.step && program->leaves_guess;
     Run pooled = {run.context, run.kernels, program->pooled, run.step, run.n_tokens, run.n_samples, run.n_rows, run.shared, nullptr, run.pool}, *at = &run;
     for (int64_t i = first; i < end; ++i) {
         if (is_left_out && i >= guess.first && i < guess.end) continue;
@@ -414,6 +415,7 @@ int32_t pk_step(pk_program *program, const pk_step_head *input) {
         if (program->open.seq) return fail(PK_BAD_ARG, "step %llu: step %llu is not finished", (unsigned long long)input->seq, (unsigned long long)program->open.seq);
         const int64_t n = program->records.n();
         if (step.n_held && program->sample_at == n) return fail(PK_BAD_ARG, "step %llu: %d rows wait for a mask, the program draws nothing", (unsigned long long)input->seq, step.n_held);
+        program->leaves_guess = !runs_guess(step);
         Run run = run_of(program, &step, input->n_tokens, input->n_samples, input->n_rows);
         const uint64_t begun = now_ns();
         if (int32_t status = walk(program, run, 0, step.n_held ? program->sample_at : n, nullptr)) return status;

@@ -76,12 +76,7 @@ def report(engine: Engine) -> dict[str, Any]:
             "evictable": tree.n_evictable,
             "tokens": engine.sizes.page_tokens,
         },
-        "windows": {
-            "all": ledger.windows.n_pages - 1 if ledger.windows is not None else 0,
-            "free": ledger.windows.n_free if ledger.windows is not None else 0,
-            "prefix": ledger.windows.n_kept if ledger.windows is not None else 0,
-            "evicted": ledger.windows.n_evicted if ledger.windows is not None else 0,
-        },
+        "windows": _windows(ledger),
         "states": {
             "all": ledger.states.n_places if ledger.states is not None else 0,
             "free": ledger.states.n_free if ledger.states is not None else 0,
@@ -117,6 +112,14 @@ def report(engine: Engine) -> dict[str, Any]:
             for r in running
         ],
     }
+
+
+def _windows(ledger: Ledger) -> dict[str, int]:
+    """Pages of layers with a window."""
+    pool = ledger.windows
+    if pool is None:
+        return {"all": 0, "free": 0, "prefix": 0, "evicted": 0}
+    return {"all": pool.n_pages - 1, "free": pool.n_free, "prefix": pool.n_kept, "evicted": pool.n_evicted}
 
 
 def miss_of(ledger: Ledger, request: Request) -> tuple[Miss, int]:

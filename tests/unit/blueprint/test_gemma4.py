@@ -9,7 +9,7 @@ from paddock_runner.blueprint.names import expected_shapes, tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.errors import FileError, UnsupportedError
 from paddock_runner.files.checkpoint import open_checkpoint
-from paddock_runner.memory.plan import PlanRequest, complete, cpu_facts, cuda_facts, plan, state_sizes
+from paddock_runner.memory.plan import PlanRequest, complete, cpu_facts, cuda_facts, plan, state_sizes, weight_sizes
 from paddock_runner.memory.state import page_layout
 
 from tests.checkpoint_bytes import checkpoint, safetensors
@@ -88,7 +88,7 @@ def test_the_31b_at_its_long_context_keeps_only_what_windows_see():
     gb, lines = 1e9, {}
     for has_windows in (False, True):
         request = PlanRequest(131072, 1, cuda_facts(132, free_bytes=int(140e9)), has_windows=has_windows)
-        lines[has_windows] = complete(b, (), 0, request)
+        lines[has_windows] = complete(b, weight_sizes(b, {}), 0, request)
     assert 118 < lines[False].group_bytes("kv") / gb < 119
     # All tokens of ten layers; of the other fifty a window and a step's prompt tokens, and the windows of eight prefixes that can be gone on from.
     assert 10.7 < lines[True].group_bytes("kv") / gb < 10.8 and 9 < lines[True].group_bytes("windows") / gb < 10.5
