@@ -226,9 +226,10 @@ def wont_fit(r: Report, values: Values | None = None) -> WontFit:
         "free_bytes": r.where.facts.free_bytes,
         "alternatives": r.alternatives,
     }
-    return WontFit(
-        f"{r.name} needs {gib(r.plan.peak_bytes)} GiB, {gib(r.where.facts.free_bytes)} are free", hint, **facts
-    )
+    needs = f"{gib(r.plan.peak_bytes)} GiB, {gib(r.where.facts.free_bytes)} are free"
+    if r.plan.peak_bytes <= r.where.facts.free_bytes:
+        needs = f"{gib(r.plan.host_bytes)} GiB of host memory for its experts, {gib(r.where.host_free_bytes)} are free"
+    return WontFit(f"{r.name} needs {needs}", hint, **facts)
 
 
 def smaller(word: str, r: Report) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ PROCESSORS = {
 class Where:
     """A device to fit on. holders: who holds memory there now. source: measured, or told on the command line.
 
-    calibration: what `paddock doctor --gpu` found there.
+    calibration: what `paddock doctor --gpu` found there. host_free_bytes: host memory for experts beside a GPU; 0: not known.
     """
 
     facts: DeviceFacts
@@ -48,6 +48,7 @@ class Where:
     source: str
     holders: tuple[dict[str, Any], ...] = ()
     calibration: Calibration | None = None
+    host_free_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +121,14 @@ def report(name: str, checkpoint: Checkpoint, where: Where, wish: Wish) -> Repor
     plan, verdict = _verdict(answer, request)
     head = where.facts.free_bytes - plan.peak_bytes
     ctx, batch = answer.largest_ctx_tokens(request), answer.largest_batch(request)
-    others = answer.alternatives(request) if verdict in ("no", "shared") else []
-    limit = "the model's context" if ctx >= blueprint.max_ctx_tokens else _limited_by(answer, request)
     notes = [*blueprint.notes, *_load_note(plan, where.calibration)]
+    room = where.host_free_bytes or plan.host_bytes
+    if plan.host_bytes > room:
+        verdict = "no"
+        notes.append(f"its experts take {plan.host_bytes / 2**30:.2f} GiB of host memory, {room / 2**30:.2f} GiB of it are free")
+    others = answer.alternatives(request) if verdict in ("no", "shared") else []
+    others = [x for x in others if x.get("host_bytes", 0) <= (where.host_free_bytes or x.get("host_bytes", 0))]
+    limit = "the model's context" if ctx >= blueprint.max_ctx_tokens else _limited_by(answer, request)
     return Report(name, where, plan, verdict, head, ctx, batch, blueprint.max_ctx_tokens, limit, others, notes)
 
 
@@ -173,7 +179,8 @@ def on_gpu(gpu: Gpu) -> Where:
     holders = tuple({"pid": h.pid, "name": h.name, "used_bytes": h.used_bytes} for h in gpu.holders)
     facts = cuda_facts(gpu.n_processors, gpu.memory_bytes, gpu.free_bytes, gpu.name)
     measured = calibration.read(paths.places().home, gpu.name, gpu.driver)
-    return Where(calibration.applied(facts, measured), f"{gpu.name} ({gpu.uuid}, {gpu.arch})", "measured", holders, measured)
+    label = f"{gpu.name} ({gpu.uuid}, {gpu.arch})"
+    return Where(calibration.applied(facts, measured), label, "measured", holders, measured, host().free_bytes)
 
 
 def on_told(vram_bytes: int, arch: str) -> Where:

@@ -1,0 +1,45 @@
+"""Experts in host memory, as `paddock fit` offers them: the command to type fits itself, and host memory that is not there is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from paddock_manager.commands.fit import wont_fit
+from paddock_manager.fit import fit
+
+from bench import fit_shapes
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def answer(monkeypatch, tmp_path):
+    """The report for OLMoE in bf16 on 8 GiB, with a wish for experts and so much host memory."""
+    blueprint = fit_shapes.blueprint("olmoe-7b")
+    views = fit_shapes.views(blueprint, "bf16", tmp_path)
+    monkeypatch.setattr(fit, "read_blueprint", lambda _: blueprint)
+    monkeypatch.setattr(fit, "tensors_by_name", lambda *_: views)
+    where = fit.on_told(8 * GIB, "sm_89")
+    return lambda gib=None, host=0: fit.report("olmoe", None, replace(where, host_free_bytes=host), fit.Wish(expert_gib=gib))
+
+
+class Asked:
+    """What was typed."""
+
+    found = {"model": "olmoe", "vram": 8 * GIB, "arch": "sm_89"}
+
+
+def test_the_split_that_is_offered_fits_and_is_a_command(answer):
+    report = answer()
+    split = report.alternatives[0]
+    assert report.verdict == "no" and split["change"] == "expert_vram_gib" and split["host_bytes"] > 12 * GIB
+    assert f"paddock fit olmoe --arch sm_89 --vram 8GiB --expert-vram-gib {split['expert_vram_gib']}" in wont_fit(report, Asked()).hint
+    assert answer(split["expert_vram_gib"]).verdict in ("fits", "tight")
+
+
+def test_host_memory_that_is_not_there_is_said_and_no_split_offered(answer):
+    assert answer(host=4 * GIB).alternatives == [] and answer(host=64 * GIB).alternatives
+    report = answer(3.0, 4 * GIB)
+    assert report.verdict == "no" and "of host memory, 4.00 GiB of it are free" in report.notes[-1]
+    assert "GiB of host memory for its experts, 4.00 are free" in wont_fit(report, Asked()).message
