@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from paddock_manager.commands.fit import wont_fit
@@ -24,17 +25,15 @@ def answer(monkeypatch, tmp_path):
     return lambda gib=None, host=0: fit.report("olmoe", None, replace(where, host_free_bytes=host), fit.Wish(expert_gib=gib))
 
 
-class Asked:
-    """What was typed."""
-
-    found = {"model": "olmoe", "vram": 8 * GIB, "arch": "sm_89"}
+ASKED = SimpleNamespace(found={"model": "olmoe", "vram": 8 * GIB, "arch": "sm_89"})
+"""What was typed."""
 
 
 def test_the_split_that_is_offered_fits_and_is_a_command(answer):
     report = answer()
     split = report.alternatives[0]
     assert report.verdict == "no" and split["change"] == "expert_vram_gib" and split["host_bytes"] > 12 * GIB
-    assert f"paddock fit olmoe --arch sm_89 --vram 8GiB --expert-vram-gib {split['expert_vram_gib']}" in wont_fit(report, Asked()).hint
+    assert f"paddock fit olmoe --arch sm_89 --vram 8GiB --expert-vram-gib {split['expert_vram_gib']}" in wont_fit(report, ASKED).hint
     assert answer(split["expert_vram_gib"]).verdict in ("fits", "tight")
 
 
@@ -42,4 +41,4 @@ def test_host_memory_that_is_not_there_is_said_and_no_split_offered(answer):
     assert answer(host=4 * GIB).alternatives == [] and answer(host=64 * GIB).alternatives
     report = answer(3.0, 4 * GIB)
     assert report.verdict == "no" and "of host memory, 4.00 GiB of it are free" in report.notes[-1]
-    assert "GiB of host memory for its experts, 4.00 are free" in wont_fit(report, Asked()).message
+    assert "GiB of host memory for its experts, 4.00 are free" in wont_fit(report, ASKED).message
