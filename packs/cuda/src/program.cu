@@ -300,8 +300,8 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
         const int32_t samples = std::min(n, p.state.max_step_rows);
         if (is_step) {
             int32_t e = capture(p, launch_of(p, n, samples, false, p.overlap, n > 2), true, &bucket.mixed);
-            if (!e && n <= p.state.max_step_rows) e = capture(p, launch_of(p, n, samples, true, p.overlap, false), true, &bucket.decode);
-            if (!e && n <= p.state.max_step_rows && n >= 2 && p.shared_rows.record() >= 0) e = capture(p, launch_of(p, n, samples, true, p.overlap, true), true, &bucket.shared);
+            if (!e && n <= p.state.n_slots) e = capture(p, launch_of(p, n, samples, true, p.overlap, false), true, &bucket.decode);
+            if (!e && n <= p.state.n_slots && n >= 2 && p.shared_rows.record() >= 0) e = capture(p, launch_of(p, n, samples, true, p.overlap, true), true, &bucket.shared);
             if (e) {
                 p.buckets.push_back(bucket);
                 return e;

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 PROBE_HEAD_TOKENS = 256
 """After so many tokens a model's own guesses are tried again for a request where they did not pay."""
+LEAST_PROBE = 4
+"""Tokens that must have come before it is looked whether they could have been guessed."""
 BLANK_STEPS = 4
 """Steps in a row with nothing to guess for a request, after which it has a standing row again."""
 
@@ -28,7 +30,7 @@ BLANK_STEPS = 4
 class Drafter:
     """Who is guessed for, and with how many tokens."""
 
-    __slots__ = ("_counts", "_engine", "_turn", "accepted", "drafted", "is_on", "requests", "worth")
+    __slots__ = ("_counts", "_engine", "accepted", "drafted", "is_on", "requests", "worth")
 
     def __init__(self, engine: Engine, is_on: bool) -> None:
         self._engine = engine
@@ -38,7 +40,7 @@ class Drafter:
         self._counts = (1,) if engine.policy.draft_head else self._counts
         self.requests: list[Request] = []
         """Those without a standing row, because they are guessed for."""
-        self.drafted = self.accepted = self._turn = 0
+        self.drafted = self.accepted = 0
         self.worth = Worth()
 
     def may_guess(self, request: Request) -> bool:
@@ -68,48 +70,57 @@ class Drafter:
         return found
 
     def consider(self) -> None:
-        """Looks at one standing request as if it had been guessed for; switches it over when that would pay."""
+        """Looks at standing requests as if they had been guessed for; switches those over for which it would pay."""
         engine = self._engine
-        slots = engine.slots
-        decode = slots.decode
-        n_rows = len(decode) + len(self.requests)
-        if not decode or n_rows > engine.policy.draft_rows:
+        slots, policy = engine.slots, engine.policy
+        n_rows = len(slots.decode) + len(self.requests)
+        if not slots.decode or n_rows > policy.draft_rows:
             return
-        self._turn += 1
-        request = slots.request_of[decode[self._turn % len(decode)]]
-        if request is None or request.phase != Phase.DECODE or not self.may_guess(request):
+        found: list[tuple[float, int, Request]] = []
+        for slot in slots.decode:
+            request = slots.request_of[slot]
+            if request is not None and request.phase == Phase.DECODE and self.may_guess(request) and slots.launched(slot) >= request.guess.next_probe:
+                n_known = engine.given_tokens(request) + request.prompt_tokens
+                if self._probe(request, n_known):
+                    found.append((request.guess.rate, n_known, request))
+        if not found:
             return
-        most = max(self._counts)
-        guess = request.guess
-        if slots.launched(request.slot) < guess.next_probe:
-            return
-        n_known = engine.given_tokens(request) + request.prompt_tokens
-        guess.next_probe = n_known + most
-        if engine.policy.draft_head:
-            guess.rate = engine.policy.head_rate
-            self._switch(request, n_known, n_rows)
-            return
-        if n_known - most <= request.prompt_tokens:
-            return
-        text = slots.tokens_of(request, max(0, n_known - WINDOW_TOKENS), n_known)
-        cut = len(text) - 4 * most
-        found = look_up(text[:cut], most)
-        guess.see(common(found, text[cut:]), len(found) // 4 or 1)
-        self._switch(request, n_known, n_rows)
-
-    def _switch(self, request: Request, n_known: int, n_rows: int) -> None:
-        """From now on it is guessed for, if that would pay."""
-        engine, slots = self._engine, self._engine.slots
+        found.sort(key=lambda one: -one[0])
         rates = [r.guess.rate for r in self.requests]
-        worth, n = self.best([*rates, request.guess.rate], n_rows)
-        gain = engine.policy.draft_gain
-        need = min(1.0, gain) * self.best(rates, n_rows)[0] if rates else gain
+        need = min(1.0, policy.draft_gain) * self.best(rates, n_rows)[0] if rates else policy.draft_gain
+        options = [(*self.best([*rates, *(rate for rate, _, _ in found[:k])], n_rows), k) for k in range(1, len(found) + 1)]
+        worth, n, k = max(options)
         if worth <= need:
-            self.worth.fade(n_rows, n * (len(rates) + 1))
+            self.worth.fade(n_rows, n * (len(rates) + k))
             return
+        for _, n_known, request in found[:k]:
+            self._switch(request, n_known)
+
+    def _probe(self, request: Request, n_known: int) -> bool:
+        """Whether there is something to guess for it; its share of right guesses is known better then."""
+        guess, most = request.guess, max(self._counts)
+        if self._engine.policy.draft_head:
+            guess.next_probe = n_known + PROBE_HEAD_TOKENS
+            guess.believe(self._engine.policy.head_rate)
+            return True
+        n = min(most, n_known - request.prompt_tokens)
+        guess.next_probe = n_known + LEAST_PROBE
+        if n < LEAST_PROBE:
+            return False
+        text = self._engine.slots.tokens_of(request, max(0, n_known - WINDOW_TOKENS), n_known)
+        cut = len(text) - 4 * n
+        found = look_up(text[:cut], n)
+        n_right = common(found, text[cut:])
+        guess.see(n_right, len(found) // 4 or 1)
+        guess.next_probe = n_known + max(n_right, LEAST_PROBE)
+        return n_right > 0
+
+    def _switch(self, request: Request, n_known: int) -> None:
+        """From now on it is guessed for."""
+        slots = self._engine.slots
         slots.leave(request.slot)
         slots.mark(request, slots.launched(request.slot))
-        request.guess.begin(engine.launched_seq)
+        request.guess.begin(self._engine.launched_seq)
         slots.read_length[request.slot] = n_known
         self.requests.append(request)
 

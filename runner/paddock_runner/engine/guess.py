@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 NEEDLES = (4, 3, 2)
 """Last tokens that are looked for, longest first."""
 WINDOW_TOKENS = 16_384
 """How far back is looked."""
-KEEP = 0.85
+KEEP = 0.9
 """Weight of what was known against what was just seen."""
 PAUSE_TOKENS, MOST_PAUSE_TOKENS = 16, 1024
 """How many tokens a request is left alone after it was guessed for."""
@@ -14,24 +16,28 @@ PAUSE_TOKENS, MOST_PAUSE_TOKENS = 16, 1024
 
 def look_up(text: bytes, n: int) -> bytes:
     """At most n tokens (int32) that followed the end of `text` when it came up last; none when it never did."""
-    end = len(text) - 4
-    for size in NEEDLES:
-        needle = text[-4 * size :]
-        at = text.rfind(needle, 0, end) if len(needle) == 4 * size else -1
-        while at >= 0 and at % 4:
-            at = text.rfind(needle, 0, at + 4 * size - 1)
-        if at >= 0:
-            return text[at + 4 * size : at + 4 * (size + n)]
-    return b""
+    tokens = np.frombuffer(text, np.int32)
+    end = len(tokens) - 1  # what follows must be there
+    if end < 2:
+        return b""
+    places = np.flatnonzero(tokens[1:end] == tokens[end]) + 1
+    best = places[:0]
+    for back in range(1, NEEDLES[0]):
+        places = places[places >= back]
+        places = places[tokens[places - back] == tokens[end - back]]
+        if not len(places):
+            break
+        best = places
+    return tokens[best[-1] + 1 : best[-1] + 1 + n].tobytes() if len(best) else b""
 
 
 class Guess:
     """What is known of one request: share of right guesses, and totals. next_probe: tokens at which it is looked at again."""
 
-    __slots__ = ("_begun", "_pause", "accepted", "drafted", "has_own", "last_seq", "n_blank", "next_probe", "rate")
+    __slots__ = ("_begun", "_pause", "_right", "_seen", "accepted", "drafted", "has_own", "last_seq", "n_blank", "next_probe", "rate")
 
     def __init__(self) -> None:
-        self.rate = 0.0
+        self._right, self._seen, self.rate = 0.5, 1.0, 0.0
         self.drafted = self.accepted = self.next_probe = self.n_blank = 0
         self.last_seq = 0
         """The last step that may have a row of it."""
@@ -53,9 +59,14 @@ class Guess:
 
     def see(self, n_right: int, n_tried: int) -> None:
         """n_right guesses in a row were right, of n_tried."""
-        n_seen = min(n_right + 1, n_tried)
-        for i in range(n_seen):
-            self.rate = KEEP * self.rate + (1 - KEEP) * (i < n_right)
+        for i in range(min(n_right + 1, n_tried)):
+            self._right = KEEP * self._right + (i < n_right)
+            self._seen = KEEP * self._seen + 1.0
+        self.rate = self._right / self._seen
+
+    def believe(self, rate: float) -> None:
+        """What is taken for its share of right guesses before one was seen."""
+        self._right, self._seen, self.rate = rate, 1.0, rate
 
     def count(self, n_tried: int, n_right: int) -> None:
         """Adds to the totals."""

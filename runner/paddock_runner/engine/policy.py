@@ -56,7 +56,7 @@ class Policy:
     """Every so many admissions the oldest waiting request goes first, whatever its client has had: nobody starves."""
     whole_prompts: bool = False
     """A prompt runs in one step or waits for the next, and shares nothing: models whose tokens see later ones, or whose vectors are means."""
-    draft_tokens: tuple[int, ...] = (2, 4, 8)
+    draft_tokens: tuple[int, ...] = (2, 4, 8, 16)
     """How many tokens may be guessed at a time."""
     draft_rows: int = 8
     """Nobody is guessed for while more requests than this decode: a step is full anyway."""

@@ -47,6 +47,8 @@ STATE_CACHE_SHARE = 10
 """Where nobody chose, snapshots of recurrent states take at most one part in so many of the free memory."""
 WINDOW_CACHE_SHARE = 20
 """Pages of layers with a window that only the prefix cache has take at most one part in so many of the free memory."""
+SLOT_GUESSES, STEP_GUESSES = 16, 64
+"""Guessed tokens that a step has room for: of one slot, and in all."""
 KV_FORMAT = {"cpu": "f16", "cuda": "bf16"}
 """The KV cache's format where nobody chose one: the one that the device's attention reads without converting."""
 STEP_TOKENS = {"cpu": 512, "cuda": 2560}
@@ -212,7 +214,7 @@ def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
     if n_window_pages >= n_pages:
         window = n_window_pages = 0
     return StateSizes(
-        request.max_batch, slot_pages * page, page, n_pages, blueprint.n_ids, step, request.max_batch,
+        request.max_batch, slot_pages * page, page, n_pages, blueprint.n_ids, step, min(step, request.max_batch + _guess_rows(blueprint, request.max_batch)),
         recurrent_bytes=states, n_snapshots=_snapshots(request, states), lookback_tokens=blueprint.lookback_tokens, max_guesses=blueprint.max_guesses,
         window_tokens=window, n_window_pages=n_window_pages,
     )  # fmt: skip
@@ -224,6 +226,13 @@ def _kept_pages(blueprint: Blueprint, request: PlanRequest, window: int) -> int:
     layout = page_layout(blueprint, request.kv_format, request.page_tokens, has_windows=True)
     n_each, n, free = pages_back(window, request.page_tokens) + 1, 2 * request.max_batch + 8, request.device.free_bytes
     return n_each * (max(1, min(n, free // WINDOW_CACHE_SHARE // (n_each * layout.window_page_bytes))) if free else n)
+
+
+def _guess_rows(blueprint: Blueprint, max_batch: int) -> int:
+    """Draws of a step beyond one a slot: those of guessed tokens."""
+    if blueprint.pooling is not None or (blueprint.has_states and not blueprint.max_guesses):
+        return 0
+    return min(max_batch * (1 if blueprint.draft is not None else blueprint.max_guesses or SLOT_GUESSES), STEP_GUESSES)
 
 
 def _snapshots(request: PlanRequest, state_bytes: int) -> int:
@@ -354,7 +363,7 @@ def graph_bytes(blueprint: Blueprint, sizes: StateSizes) -> int:
     """What the driver takes for the launch graphs of a GPU: one of mixed steps for every bucket, one of decode where all rows fit, and one of
     decode with shared prefixes where there are two rows to share."""
     buckets = token_buckets(sizes.max_step_tokens)
-    n_graphs = len(buckets) + sum((n <= sizes.max_step_rows) + (2 <= n <= sizes.max_step_rows) for n in buckets)
+    n_graphs = len(buckets) + sum((n <= sizes.n_slots) + (2 <= n <= sizes.n_slots) for n in buckets)
     return n_graphs * blueprint.n_layers * GRAPH_BYTES_PER_LAYER
 
 
