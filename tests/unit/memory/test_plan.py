@@ -61,8 +61,8 @@ def test_state_activations_and_scratch_are_the_allocators_own_sums(model):
     assert found.sizes == sizes == StateSizes(4, 512, 32, 65, 40, 64, 64)
     assert found.group_bytes("state") == sum(aligned(n) for n in device_arrays(sizes).values())
     assert found.group_bytes("pinned") == sum(aligned(n) for n in pinned_arrays(sizes).values())
-    assert found.group_bytes("activations") == arena(blueprint, 64, 4, 4).n_bytes
-    assert found.group_bytes("scratch") == pack_scratch_bytes(blueprint, 64, 4, 2, found.sizes.max_ctx_tokens)
+    assert found.group_bytes("activations") == arena(blueprint, 64, 64, 4).n_bytes
+    assert found.group_bytes("scratch") == pack_scratch_bytes(blueprint, 64, 64, 2, found.sizes.max_ctx_tokens)
     assert found.total_bytes == sum(x.n_bytes for x in found.lines) <= found.peak_bytes
     assert all(x.n_bytes >= 0 for x in found.lines)
 
