@@ -424,6 +424,11 @@ class Scheduler:
             return None
         return max(running, key=lambda r: r.order)
 
+    @property
+    def could_yield(self) -> bool:
+        """Whether a client that comes now could get a slot though all are taken: another has many of them."""
+        return max((c.n_open - c.n_waiting for c in self.queue.clients.values()), default=0) >= LEAST_SLOTS and not self._policy.whole_prompts
+
     def yielder(self) -> Request | None:
         """The newest request of the client that has most of the slots, when all are taken and the queue's head is of a client that has none."""
         if self._slots.n_free or not self.queue.is_contested or self._policy.whole_prompts:

@@ -20,7 +20,7 @@ GATHER_SHARE = 0.25
 def hold_until_ns(engine: Engine, now_ns: int) -> int:
     """Until when the next step is not to be launched; 0: launch it now."""
     policy = engine.policy
-    if not engine.slots.n_free or engine.masked:
+    if engine.masked or not (engine.slots.n_free or (engine.scheduler.queue.n and engine.scheduler.could_yield)):
         return 0
     until = 0
     if engine.in_flight:
