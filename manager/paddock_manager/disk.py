@@ -133,6 +133,16 @@ def is_same_process(pid: int, born_at: float) -> bool:
     return now != 0.0 and (born_at == 0.0 or now == born_at)
 
 
+def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The kind of file system that a path lies on ("ext4", "nfs4"), by the longest mount point above it; "" where that is not told."""
+    try:
+        rows = [line.split() for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines()]
+    except OSError:
+        return ""
+    above = [(len(row[1]), row[2]) for row in rows if len(row) > 2 and path.resolve().is_relative_to(row[1].replace("\\040", " "))]
+    return max(above)[1] if above else ""
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None when the file is not there.
 

@@ -9,6 +9,8 @@ import struct
 from pathlib import Path
 
 import pytest
+from paddock_manager.disk import file_system
+from paddock_manager.paths import places
 
 from tests.cli.conftest import tiny_gguf
 
@@ -86,6 +88,33 @@ def test_model_in_another_root_is_offline_while_its_disk_is_away(paddock, repo, 
     assert [m["state"] for m in paddock("ls", "--json").json["models"]] == ["ok"]
     assert paddock("rm", REF).code == 0 and not (disk / REPO).exists()
     assert paddock("ls", "--json").json["models"] == []
+
+
+def test_folder_that_cannot_be_read_is_said_and_the_rest_listed(paddock, repo, monkeypatch):
+    pull(paddock, REF)
+    closed = places().models / "closed"
+    closed.mkdir()
+    scandir = os.scandir
+
+    def refusing(path):
+        if str(path) == str(closed):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    done = paddock("ls")
+    assert done.code == 0 and REF in done.out and f"{closed} cannot be read: Permission denied" in done.err
+    found = paddock("doctor", "--json").json["findings"]
+    assert [(f["says"], f["fix"]) for f in found if f["state"] == "wrong"] == [(f"{closed} cannot be read: Permission denied", f"chown or chmod {closed}")]
+
+
+def test_doctor_looks_at_every_root(paddock, tmp_path):
+    (tmp_path / "disk").mkdir()
+    paddock("config", "set", "store.roots", f"{tmp_path}/disk:{tmp_path}/away")
+    found = {f["check"]: f for f in paddock("doctor", "--json").json["findings"]}
+    kind = file_system(tmp_path)
+    assert kind and kind in found["disk"]["says"] and found["disk 1"]["says"].startswith(f"{tmp_path}/disk, {kind}, ")
+    assert found["disk 2"]["state"] == "warn" and "is away: its models are offline" in found["disk 2"]["says"] and "mount its disk" in found["disk 2"]["fix"]
 
 
 def test_second_quant_joins_the_first_in_its_root(paddock, repo, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from urllib.parse import urlsplit
 
 from paddock_runner.errors import PaddockError
 
-from paddock_manager import paths, settings
+from paddock_manager import disk, paths, settings
 from paddock_manager.fit import calibrate, gpus, history, packs
 from paddock_manager.fit.calibrate import Finding
 from paddock_manager.fleet import keys, spawn, state
@@ -72,26 +74,28 @@ def _python() -> Iterator[Finding]:
 
 
 def _disk(places: paths.Places) -> Iterator[Finding]:
-    import os
-    import shutil
+    """Our home, where pulls go, and the further folders of models, which may be away or read only."""
+    yield _folder("disk", places.home, "set PADDOCK_HOME to a folder of yours", "set PADDOCK_HOME to a larger disk")
+    for number, root in enumerate(places.more_roots, 1):
+        name = f"disk {number}"
+        if not root.is_dir():
+            yield Finding(name, "warn", f"{root} is away: its models are offline", f"mount its disk, or take it out of store.roots ({places.config_file})")
+        elif not os.access(root, os.R_OK | os.X_OK):
+            yield Finding(name, "wrong", f"{root} cannot be read", f"chown or chmod {root}, or take it out of store.roots")
+        elif not os.access(root, os.W_OK):
+            yield Finding(name, "ok", f"{root}, {disk.file_system(root)}, read only: its models can be used")
+        else:
+            yield _folder(name, root, "take it out of store.roots", "free some space")
 
-    folder = next(p for p in (places.home, *places.home.parents) if p.exists())
-    if not os.access(folder, os.W_OK | os.X_OK):
-        yield Finding(
-            "disk",
-            "wrong",
-            f"{folder} cannot be written",
-            f"chown or chmod {folder}, or set PADDOCK_HOME to a folder of yours",
-        )
-        return
-    free = shutil.disk_usage(folder).free
+
+def _folder(name: str, folder: Path, elsewhere: str, larger: str) -> Finding:
+    """Can it be written, on what file system does it lie, and is there room."""
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Finding(name, "wrong", f"{there} cannot be written", f"chown or chmod {there}, or {elsewhere}")
+    free = shutil.disk_usage(there).free
     low = free < LOW_DISK_BYTES
-    yield Finding(
-        "disk",
-        "warn" if low else "ok",
-        f"{places.home}, {size(free)} free",
-        "free some space, or set PADDOCK_HOME to a larger disk" if low else "",
-    )
+    return Finding(name, "warn" if low else "ok", f"{folder}, {disk.file_system(there)}, {size(free)} free", f"free some space, or {larger}" if low else "")
 
 
 def _models(places: paths.Places) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from paddock_runner.errors import AmbiguousModel, FileError, PaddockError, UnknownModel
 
@@ -22,12 +23,13 @@ from paddock_manager.store import record
 from paddock_manager.store.record import HIDDEN, Model, StoredFile
 
 PARTS = "parts"
+Found = TypeVar("Found")
 
 
 def models(places: Places, problems: list[PaddockError] | None = None) -> list[Model]:
     """All models, sorted by name. A damaged record is put into `problems` and the rest goes on."""
     found: list[Model] = []
-    for folder in _folders(places.models):
+    for folder in _folders(places.models, problems):
         found += _guarded(functools.partial(in_folder, places, folder), problems)
     for root in places.more_roots:
         found += _in_root(places, root, problems)
@@ -44,7 +46,7 @@ def _in_root(places: Places, root: Path, problems: list[PaddockError] | None) ->
     if not root.is_dir():
         return _guarded(functools.partial(_remembered, path), problems)
     found: list[Model] = []
-    for folder in _folders(root):
+    for folder in _folders(root, problems):
         found += _guarded(functools.partial(in_folder, places, folder), problems)
     rows = [m.to_record() | {"repo": m.repo, "quant": m.quant, "folder": str(m.folder)} for m in found]
     body = {"layout": LAYOUT, "root": str(root), "models": rows}
@@ -65,7 +67,7 @@ def _remembered(path: Path) -> list[Model]:
     return found
 
 
-def _guarded(read: Callable[[], list[Model]], problems: list[PaddockError] | None) -> list[Model]:
+def _guarded(read: Callable[[], list[Found]], problems: list[PaddockError] | None) -> list[Found]:
     try:
         return read()
     except PaddockError as error:
@@ -75,16 +77,28 @@ def _guarded(read: Callable[[], list[Model]], problems: list[PaddockError] | Non
         return []
 
 
-def _folders(root: Path) -> Iterator[Path]:
+def _folders(root: Path, problems: list[PaddockError] | None) -> Iterator[Path]:
     """Every ORG/REPO below the tree."""
+    for org in _guarded(functools.partial(_below, root), problems):
+        yield from _guarded(functools.partial(_below, org), problems)
+
+
+def _below(folder: Path) -> list[Path]:
+    """The folders in a folder, sorted; none where it is not there. Raises: FileError when it cannot be read."""
     try:
-        with os.scandir(root) as orgs:
-            org_paths = sorted(e.path for e in orgs if e.is_dir())
+        with os.scandir(folder) as entries:
+            return sorted(Path(e.path) for e in entries if _is_folder(e))
     except FileNotFoundError:
-        return
-    for org in org_paths:
-        with os.scandir(org) as repos:
-            yield from (Path(p) for p in sorted(e.path for e in repos if e.is_dir()))
+        return []
+    except OSError as error:
+        raise FileError(f"{folder} cannot be read: {error.strerror}", f"chown or chmod {folder}", path=str(folder)) from None
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def in_folder(places: Places, folder: Path) -> list[Model]:
