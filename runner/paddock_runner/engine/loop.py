@@ -224,7 +224,7 @@ class Engine:
             Done(
                 request.ask_id, reason, error, request.prompt_tokens, request.cached_tokens, n_output, request.n_preempted,
                 request.queued_ns if started else now - request.received_ns,
-                (first or now) - started if started else 0, now - first if first else 0,
+                (first or now) - started if started else 0, now - first if first else 0, request.guess.drafted, request.guess.accepted,
             ).encode(),
         )  # fmt: skip
         self.counters.ended[reason] += 1

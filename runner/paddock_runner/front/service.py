@@ -225,5 +225,6 @@ def _account(front: Front, exchange: Exchange, turn: Turn) -> None:
     exchange.log.update(
         prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens,
         first_token_ms=None if first is None else round(first, 3), gap_ms=None if gap is None else round(gap, 3),
+        **({"drafted_tokens": usage.drafted_tokens, "accepted_tokens": usage.accepted_tokens} if usage.drafted_tokens else {}),
         end=",".join(sorted({c.end.reason for c in turn.choices if c.end is not None})) or None,
     )  # fmt: skip

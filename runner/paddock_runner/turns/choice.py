@@ -63,8 +63,10 @@ class Choice:
         "_reader",
         "_sink",
         "_text",
+        "accepted_tokens",
         "ask_id",
         "cached_tokens",
+        "drafted_tokens",
         "end",
         "index",
         "lane",
@@ -89,6 +91,7 @@ class Choice:
         self._begun = 0
         self.shown_bytes = 0
         self.output_tokens = self.reasoning_tokens = self.cached_tokens = self.n_calls = 0
+        self.drafted_tokens = self.accepted_tokens = 0
         self.end: End | None = None
         self.walk: Walk | None = None
         self.prompt_probs: list[Prob] = []
@@ -181,6 +184,9 @@ class Choice:
 
     def on_ended(self, event: Done | Refused) -> None:
         """Nothing more will come from the engine."""
+        if isinstance(event, Done):
+            self.drafted_tokens += event.drafted_tokens
+            self.accepted_tokens += event.accepted_tokens
         if self.end is not None:
             return
         if isinstance(event, Refused) or event.reason == Reason.ERROR:

@@ -247,6 +247,8 @@ class Turn:
             sum(c.cached_tokens for c in self.choices[::n]),
             sum(c.output_tokens for c in self.choices),
             sum(c.reasoning_tokens for c in self.choices),
+            sum(c.drafted_tokens for c in self.choices),
+            sum(c.accepted_tokens for c in self.choices),
         )
 
     def prompt_probs(self, prompt: int) -> list[Prob]:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a turn. A prompt with several answers counts once; cached: its tokens that were not computed again."""
+    """Tokens of a turn. A prompt with several answers counts once; cached: its tokens that were not computed again; drafted: guessed ahead, accepted: guessed right."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -131,7 +131,7 @@ SINGLE = Struct("<iii4xf4x")
 """Of a ROW: slot, token, flags, logprob."""
 TOP = Struct("<if")
 STARTED = Struct("<Qiiqiiii")
-DONE = Struct("<Qiiiiiiqqq")
+DONE = Struct("<Qiiiiiiqqqii")
 REFUSED = Struct("<Qiiqqq")
 VECTOR = Struct("<Qii")
 """ask_id, numbers, 0; then f32 x numbers."""
@@ -330,7 +330,7 @@ class Started:
 
 @dataclass(slots=True)
 class Done:
-    """An ask ended; nothing follows for it. Times in ns: waiting, prefill (start to first token), decode (first to last)."""
+    """An ask ended; nothing follows for it. Times in ns: waiting, prefill (start to first token), decode (first to last). Tokens guessed ahead, and right ones."""
 
     ask_id: int
     reason: Reason
@@ -342,12 +342,14 @@ class Done:
     queued_ns: int = 0
     prefill_ns: int = 0
     decode_ns: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def encode(self) -> bytes:
         """The record's payload."""
         return DONE.pack(
             self.ask_id, self.reason, self.error, self.prompt_tokens, self.cached_tokens, self.output_tokens,
-            self.n_preempted, self.queued_ns, self.prefill_ns, self.decode_ns,
+            self.n_preempted, self.queued_ns, self.prefill_ns, self.decode_ns, self.drafted_tokens, self.accepted_tokens,
         )  # fmt: skip
 
     @classmethod

@@ -55,7 +55,7 @@ def test_more_than_17_stop_tokens_are_refused_with_both_numbers() -> None:
 def test_answers_arrive_as_they_were_sent() -> None:
     for event in (
         m.Started(1, 2, 3, 4),
-        m.Done(1, m.Reason.LENGTH, m.ErrorCode.NONE, 2, 3, 4, 5, 6, 7, 8),
+        m.Done(1, m.Reason.LENGTH, m.ErrorCode.NONE, 2, 3, 4, 5, 6, 7, 8, 9, 10),
         m.Refused(1, m.RefusedCode.QUEUE_FULL, 2, 3, 4, 5),
         m.State(5, {"slots": [1, None], "text": "é"}),
     ):
