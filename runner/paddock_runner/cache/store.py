@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from struct import Struct
+from threading import Lock
 from zlib import crc32
 
 from ..errors import Locked, UsageError
@@ -34,7 +35,7 @@ def pack_header(key: bytes, n_bytes: int, payload_crc: int) -> bytes:
 class PageStore:
     """A folder of segments. quota_bytes: of all segments together. Payloads have page_bytes each.
 
-    `read` and `append` may be called by one other thread, `close` when it has ended. Raises: Locked, UsageError when the folder cannot be used.
+    `append` may be called by one other thread and `read` by any number, `close` when they have ended. Raises: Locked, UsageError when the folder cannot be used.
     """
 
     def __init__(self, folder: Path, page_bytes: int, quota_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -44,6 +45,8 @@ class PageStore:
         self._index: dict[bytes, tuple[int, int]] = {}
         self._files: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
+        self._guard = Lock()
+        """Of the three above: a segment does not go while a reader finds its file."""
         self.n_cut = self.n_bad = self.n_dropped = 0
         """Records that were cut off at the opening, found bad when read, and dropped with old segments."""
         try:
@@ -86,26 +89,31 @@ class PageStore:
         if n != self._record:
             os.ftruncate(fd, at)
             raise OSError(28, "the page cache's disk is full")
-        self._sizes[number] = at + n
-        self._index[key] = (number, at)
-        self._make_room()
+        with self._guard:
+            self._sizes[number] = at + n
+            self._index[key] = (number, at)
+            self._make_room()
 
     def read(self, key: bytes, into: memoryview) -> bool:
         """Fills `into` with a page. False when there is none, or when it is not what was written: it is forgotten then."""
-        where = self._index.get(key)
+        with self._guard:
+            where = self._index.get(key)
+            fd = os.dup(self._files[where[0]]) if where is not None else -1
         if where is None:
             return False
-        number, at = where
-        fd = self._files.get(number)
         head = bytearray(HEADER.size)
         try:
-            n = self._whole(os.preadv, fd, [head, into], at) if fd is not None else 0
+            n = self._whole(os.preadv, fd, [head, into], where[1])
         except OSError:
             n = 0
+        finally:
+            os.close(fd)
         if n == self._record and self._is_whole(bytes(head), key) and HEADER.unpack(head)[3] == crc32(into):
             return True
-        self.n_bad += 1
-        self._index.pop(key, None)
+        with self._guard:
+            self.n_bad += 1
+            if self._index.get(key) == where:
+                del self._index[key]
         return False
 
     def _whole(self, call: Callable[..., int], fd: int, parts: Sequence[Part], at: int) -> int:

@@ -2,8 +2,8 @@
 than computing them again.
 
 A page is known by its key: a hash of its salt and of all tokens up to its end, so the same key always means the same content. Copies between
-device and host are made by the device in order with the steps. Files are read and written by one thread, which touches only host memory that the
-engine has handed to it; the engine never waits for it.
+device and host are made by the device in order with the steps. Files are written by one thread and read by a few, which touch only host memory that the
+engine has handed to them; the engine never waits for them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ from .store import KEY_BYTES, PageStore
 FIRST_RATE = {"host": 5e9, "disk": 5e8}
 """Bytes per second that are believed before anything was measured."""
 MOST_RATE = 1e11
+READERS = 4
+"""Threads that read files: one alone waits for the disk, copies and sums up in turn, and leaves it idle meanwhile."""
 MAX_WRITES = 64
 """Pages that may wait to be written; more are not kept on disk."""
+
+
+Job = tuple[str, bytes, memoryview]
+"""What a file thread is to do: "read" or "write", a page's key, and its place in host memory."""
 
 
 def root_key(salt: int) -> bytes:
@@ -73,7 +79,7 @@ class HostPages(Protocol):
 
 
 class Tiers:
-    """Where forgotten pages are. wake: called by the file thread when a page has come from disk."""
+    """Where forgotten pages are. wake: called by a file thread when a page has come from disk, or was written."""
 
     def __init__(self, device: HostPages, store: PageStore | None, wake: Callable[[], None] = lambda: None) -> None:
         self._device = device
@@ -82,12 +88,14 @@ class Tiers:
         self._free = list(range(device.n_host_pages - 1, -1, -1))
         self._host: OrderedDict[bytes, int] = OrderedDict()
         self._busy: dict[bytes, int] = {}
-        """Places that the file thread fills (keys not in _host) or reads (keys in _host)."""
+        """Places that file threads fill (keys not in _host) or write from (keys in _host)."""
         self._unwritten: deque[tuple[int, bytes]] = deque()
         self.seq = 0
         """The step whose end says that the copies made now have been made: the one that is launched next."""
-        self._jobs: SimpleQueue[tuple[str, bytes, memoryview | bytes] | None] = SimpleQueue()
-        self._done: deque[tuple[str, bytes, bool, int]] = deque()
+        self._writes: SimpleQueue[Job | None] = SimpleQueue()
+        self._reads: SimpleQueue[Job | None] = SimpleQueue()
+        self._done: deque[tuple[str, bytes, bool, int, int]] = deque()
+        self._read_ns, self._read_end_ns = 0.0, 0
         self._n_writing = 0
         self.rate = dict(FIRST_RATE)
         self.n_out = self.n_in = self.n_read = self.n_written = self.n_lost = 0
@@ -95,10 +103,11 @@ class Tiers:
         self._pins: dict[bytes, int] = {}
         """Pages in host memory that requests are about to bring back: how many."""
         self.version = 0
-        """Grows with what the file thread has done."""
-        self._thread = Thread(target=self._work, name="tiers", daemon=True) if store is not None else None
-        if self._thread is not None:
-            self._thread.start()
+        """Grows with what file threads have done."""
+        queues = [self._writes, *([self._reads] * READERS)] if store is not None else []
+        self._threads = [Thread(target=self._work, args=(jobs,), name="tiers", daemon=True) for jobs in queues]
+        for thread in self._threads:
+            thread.start()
 
     # ---- out ----
 
@@ -139,7 +148,7 @@ class Tiers:
             if place is not None and key not in self._busy:
                 self._busy[key] = place
                 self._n_writing += 1
-                self._jobs.put(("write", key, self._device.host_page(place)))
+                self._writes.put(("write", key, self._device.host_page(place)))
 
     @property
     def has_unwritten(self) -> bool:
@@ -205,7 +214,7 @@ class Tiers:
                     self._device.settle()  # a copy out of this place may still be on its way
                     is_settled = True
                 self._busy[key] = place
-                self._jobs.put(("read", key, self._device.host_page(place)))
+                self._reads.put(("read", key, self._device.host_page(place)))
                 is_waiting = True
             else:
                 break
@@ -240,21 +249,21 @@ class Tiers:
         """What bringing n_pages from a tier is expected to take."""
         return n_pages * self._device.page_bytes / self.rate[tier] * 1e6
 
-    # ---- the file thread ----
+    # ---- file threads ----
 
     def poll(self) -> bool:
-        """Takes in what the file thread has done. True when pages have come or places are free again."""
+        """Takes in what file threads have done. True when pages have come or places are free again."""
         done = self._done
         has_news = bool(done)
         while done:
-            kind, key, is_good, ns = done.popleft()
+            kind, key, is_good, begun_ns, end_ns = done.popleft()
             self.version += 1
             place = self._busy.pop(key)
             if kind == "read":
                 if is_good:
                     self._host[key] = place
                     self.n_read += 1
-                    self.rate["disk"] += 0.2 * (self._device.page_bytes / max(ns, 1) * 1e9 - self.rate["disk"])
+                    self._see_read(begun_ns, end_ns)
                 else:
                     self._free.append(place)
             else:
@@ -262,36 +271,44 @@ class Tiers:
                 self.n_written += is_good
         return has_news
 
-    def _work(self) -> None:
+    def _see_read(self, begun_ns: int, end_ns: int) -> None:
+        """A page has been read. Several are read at once: what one takes is the time since the one before has come."""
+        took = max(0, end_ns - max(begun_ns, self._read_end_ns))
+        self._read_end_ns = max(self._read_end_ns, end_ns)
+        self._read_ns += 0.1 * (took - self._read_ns) if self._read_ns else took
+        self.rate["disk"] = min(MOST_RATE, self._device.page_bytes / max(self._read_ns, 1) * 1e9)
+
+    def _work(self, jobs: SimpleQueue[Job | None]) -> None:
         assert self._store is not None
-        while (job := self._jobs.get()) is not None:
+        while (job := jobs.get()) is not None:
             kind, key, view = job
             begun = perf_counter_ns()
             try:
                 if kind == "read":
-                    assert isinstance(view, memoryview)
                     is_good = self._store.read(key, view)
                 else:
                     self._store.append(key, view)
                     is_good = True
             except OSError:
                 is_good = False
-            self._done.append((kind, key, is_good, perf_counter_ns() - begun))
+            self._done.append((kind, key, is_good, begun, perf_counter_ns()))
             self._wake()
 
     def close(self) -> None:
         """Writes what is to be written and lets go of the disk."""
-        if self._thread is not None and self._store is not None:
+        if self._threads and self._store is not None:
             self._device.settle()
             while self._unwritten:
                 self.write_out(self._unwritten[-1][0])
                 if self._unwritten:
                     self.poll()
-            self._jobs.put(None)
-            self._thread.join()
+            for jobs in (self._writes, *([self._reads] * READERS)):
+                jobs.put(None)
+            for thread in self._threads:
+                thread.join()
             self.poll()
             self._store.close()
-            self._thread = None
+            self._threads.clear()
 
 
 def folder_name(facts: Sequence[str]) -> str:

@@ -112,7 +112,8 @@ class TierKeeper:
         self._engine, self._device, self.tiers, self.states = engine, device, tiers, states
         self._kept_at = -1
         self._todo: Iterator[tuple[bytes, int]] = iter(())
-        if engine.ledger.is_shared and (engine.ledger.states is None or states is not None):
+        # Pages of layers with a window have no tiers: the plan gives such layers none of their own where there are tiers.
+        if engine.ledger.is_shared and engine.ledger.windows is None and (engine.ledger.states is None or states is not None):
             engine.ledger.use_tiers(tiers, states)
 
     @property

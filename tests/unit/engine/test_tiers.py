@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from paddock_runner.cache.store import PageStore
+from paddock_runner.cache.tiers import READERS
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.memory.state import StateSizes
 
@@ -234,3 +237,29 @@ def test_a_restart_comes_back_warm_from_disk_with_states(tmp_path: Path, run_ahe
     assert again.done.cached_tokens >= 196 and warm.engine.counters.prefill_tokens <= 8
     assert warm.runner.keeper.states.report()["read"] == 1  # type: ignore[union-attr]
     warm.close()
+
+
+def test_files_are_read_by_several_threads_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rig_on(tmp_path, True)
+    ask(rig, 0)
+    rig.close()
+    together, read = threading.Barrier(READERS), PageStore.read
+
+    def read_together(store: PageStore, key: bytes, into: memoryview) -> bool:
+        together.wait(30)
+        return read(store, key, into)
+
+    monkeypatch.setattr(PageStore, "read", read_together)
+    warm = rig_on(tmp_path, True)
+    again = ask(warm, 0, 4 * READERS * SMALL.page_tokens + 1)
+    assert again.done.cached_tokens == 4 * READERS * SMALL.page_tokens
+    warm.close()
+
+
+def test_tiers_stand_aside_where_layers_with_a_window_have_pages_of_their_own(tmp_path: Path) -> None:
+    sizes = replace(SMALL, window_tokens=8, n_window_pages=60)
+    rig = rig_on(tmp_path, False, sizes=sizes)
+    for first in (0, 300, 0):
+        ask(rig, first)
+    assert rig.engine.ledger.tree.tiers is None
+    rig.close()
