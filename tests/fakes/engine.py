@@ -127,8 +127,11 @@ class FakeEngine(threading.Thread):
             elif reader.kind == m.Kind.ABORT:
                 self._abort(m.ABORT.unpack_from(payload)[0])
             elif reader.kind == m.Kind.MASK and self.script.draw is not None:
-                ask_id, index, n_words = m.MASK.unpack_from(payload)
-                self._masks[ask_id, index] = bytes(payload[m.MASK.size : m.MASK.size + 4 * n_words])
+                ask_id, index, n_words, n_sure, _ = m.MASK.unpack_from(payload)
+                begin = m.MASK.size + 4 * n_sure
+                for i, token in enumerate(payload[m.MASK.size : begin].cast("i").tolist()):
+                    self._masks[ask_id, index + i] = (1 << token).to_bytes(4 * n_words, "little")
+                self._masks[ask_id, index + n_sure] = bytes(payload[begin : begin + 4 * n_words])
             elif reader.kind == m.Kind.QUERY:
                 (query,) = m.QUERY.unpack_from(payload)
                 self.port.send(m.Kind.STATE, m.State(query, {"slots": {"free": len(self._free)}, "counters": {"steps": self._seq}}).encode())

@@ -86,8 +86,8 @@ class FakeDevice:
         self.last_seq = 0
         self.open: bytes | None = None
         """The step that waits for pk_finish."""
-        self.brought: dict[int, set[int]] = {}
-        """Slots that got a mask, by step."""
+        self.brought: dict[int, dict[int, int]] = {}
+        """Masks of slots, by step."""
         self.n_attached = n_attached or sizes.n_pages
         self.fails_at = 0
         self.state: list[tuple[int, int]] = [(0, 0)] * n
@@ -221,9 +221,7 @@ class FakeDevice:
         data = ctypes.string_at(input_address + FINISH.size, n * (4 + size))
         slots = memoryview(data)[: 4 * n].cast("i").tolist()
         assert len(set(slots)) == n
-        for i, slot in enumerate(slots):
-            self.mask[slot] = int.from_bytes(data[4 * n + i * size : 4 * n + (i + 1) * size], "little")
-        self.brought[seq] = set(slots)
+        self.brought[seq] = {slot: int.from_bytes(data[4 * n + i * size : 4 * n + (i + 1) * size], "little") for i, slot in enumerate(slots)}
         self.open = None
         self.go_on()
 
@@ -262,10 +260,13 @@ class FakeDevice:
             (self.window_table if pool else self.table)[slot][index] = page
         for slot, position, n, offset in texts:
             self.tokens[slot][position : position + n] = payload[offset : offset + n].tolist()
+        brought = self.brought.pop(seq, {})
+        for slot, mask in brought.items():
+            self.mask[slot] = mask
         block = seq % self.sizes.n_results * self.sizes.max_step_rows
         n_dead = 0
         self.seen.clear()
-        results = [result for slot, n, flags, _ in rows for result in self.results_of(slot, n, flags if not flags & abi.PK_ROW_HELD or slot in self.brought[seq] else LATE)]
+        results = [result for slot, n, flags, _ in rows for result in self.results_of(slot, n, flags if not flags & abi.PK_ROW_HELD or slot in brought else LATE)]
         assert all(self.window_kv[page, i] == kv for page, i, kv in self.seen), "a window sees what is not there"
         assert len(results) <= self.sizes.max_step_rows
         for i, result in enumerate(results):

@@ -31,6 +31,8 @@ class Storm:
         self.expected: dict[int, list[int]] = {}
         self.front_of: dict[int, int] = {}
         self.masks: dict[int, list[int]] = {}
+        self.sent: dict[int, int] = {}
+        """Output tokens whose masks have been sent, or that are sure."""
         self.aborted: set[int] = set()
         self.abort_at: dict[int, int] = {}
         self.rig.on_token = self.token
@@ -50,7 +52,7 @@ class Storm:
         min_tokens = rng.choice((0, 0, 4))
         front = rng.randrange(len(rig.fronts))
         masked = rng.random() < 0.15 and NAN_TOKEN not in prompt
-        masks = [sum(1 << t for t in range(500) if rng.random() < 0.5 and t not in stop) | 1 for _ in range(97)] if masked else []
+        masks = self.some_masks(stop) if masked else []
         answer = rig.ask(
             prompt, n, front, seed=seed, salt=salt, stop=stop, min_tokens=min_tokens, client=rng.randrange(3), priority=rng.choice((0, 0, 0, 1)),
             repetition_penalty=rng.choice((1.0, 1.0, 1.5)), use_mask=masked, n_logprobs=rng.choice((-1, -1, 0, 2)), deadline_ns=1 if rng.random() < 0.02 else 0,
@@ -67,8 +69,24 @@ class Storm:
         elif act < 0.25:
             self.abort_at[ask_id] = rng.randrange(1, 30)
 
+    def some_masks(self, stop: tuple[int, ...]) -> list[int]:
+        """Masks of an answer; now and then nothing but one token may come, several times in a row."""
+        rng, masks = self.rng, list[int]()
+        while len(masks) < 97:
+            masks += [1 << rng.choice([t for t in range(500) if t not in stop]) for _ in range(rng.choice((0, 0, 1, 5, 20)))]
+            masks.append(sum(1 << t for t in range(500) if rng.random() < 0.5 and t not in stop) | 1)
+        return masks
+
     def send_mask(self, ask_id: int, index: int) -> None:
-        self.rig.fronts[self.front_of[ask_id]].masks([MaskUpdate(ask_id, index, self.masks[ask_id][index].to_bytes(64, "little"))])
+        masks, sure = self.masks[ask_id], list[int]()
+        first = index
+        if first < self.sent.get(ask_id, 0):
+            return
+        while (mask := masks[index]).bit_count() == 1 and index < 96:
+            sure.append(mask.bit_length() - 1)
+            index += 1
+        self.sent[ask_id] = index + 1
+        self.rig.fronts[self.front_of[ask_id]].masks([MaskUpdate(ask_id, first, mask.to_bytes(64, "little"), sure)])
 
     def token(self, answer: Answer) -> None:
         ask_id = answer.ask.ask_id

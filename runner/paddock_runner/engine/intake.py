@@ -109,11 +109,16 @@ class Intake:
         engine.scheduler.freed()
 
     def _mask(self, payload: memoryview, index: int) -> None:
-        ask_id, at, n_words = MASK.unpack_from(payload)
+        ask_id, at, n_words, n_sure, _ = MASK.unpack_from(payload)
         request = self._engine.requests[index].get(ask_id)
         if request is None or not request.use_mask:
             return
-        if n_words != self._engine.sizes.mask_words:
+        begin, sizes = MASK.size + 4 * n_sure, self._engine.sizes
+        sure = payload[MASK.size : begin].cast("i").tolist() if n_sure else ()
+        if n_words != sizes.mask_words or any(not 0 <= token < sizes.n_vocab for token in sure):
             self._engine.end(request, Reason.ERROR, ErrorCode.MASK)
             return
-        request.masks[at] = bytes(payload[MASK.size : MASK.size + 4 * n_words])
+        for token in sure:
+            request.sure[at] = token
+            at += 1
+        request.masks[at] = bytes(payload[begin : begin + 4 * n_words])

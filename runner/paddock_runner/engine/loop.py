@@ -30,7 +30,7 @@ from .request import Phase, Request
 from .scheduler import Scheduler
 from .slots import Chunk, SlotTable, draws_come_first
 from .states import StateKeeper
-from .step import Step
+from .step import Step, best_of
 from .timing import hold_until_ns, waits_for_company
 from .vectors import ReadVectors, send_vectors
 
@@ -40,7 +40,7 @@ SEE_EVERY, SEE_PREFILL_EVERY, SEE_FIRST = 16, 4, 64
 """Which steps the cost model learns from: the first ones, then a sample."""
 CONSIDER_EVERY = 4
 """Steps between two looks at whether guessing tokens would pay."""
-RESULT_BYTES, TOP_BYTES = 24, 8
+RESULT_BYTES = 24
 
 
 class Engine:
@@ -141,8 +141,8 @@ class Engine:
         index = seq % self.sizes.n_results
         block = self._blocks[index][:n_rows]
         if step.n_samples:
-            rows = self._row_bytes[index][: n_rows * RESULT_BYTES]
-            top = self._top(index, block) if step.has_top else b""
+            rows = self.masking.spell_out(step, block) if step.sure else self._row_bytes[index][: n_rows * RESULT_BYTES]
+            top = best_of(self.device.top, block, index * self.sizes.max_step_rows, self.sizes.max_top) if step.has_top else b""
             for port in self.ports:
                 port.send_rows(seq, self.sizes.n_slots, rows, top)
         is_eventful = np.count_nonzero(block[:, 2]) > 0
@@ -174,6 +174,8 @@ class Engine:
             self.ledger.tree.tiers.see(step.n_brought, self.last_took_ns / 1000 - step.price_us)
         elif step.drafts and not step.n_prefill:
             self.drafter.worth.see(step.n_decode, sum(n - 1 for _, n in step.drafts), step.period_us(now, self.last_done_ns))
+        elif step.n_more and not step.n_prefill:
+            self.masking.see(step, self.last_took_ns / 1000)
         elif not (step.waited_ns and self.run_ahead) and (seq < SEE_FIRST or seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0):
             self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self.last_took_ns / 1000)
         if self.drafter.is_on and step.is_plain and not step.n_prefill and not step.n_brought:
@@ -182,16 +184,6 @@ class Engine:
         if is_eventful:
             for i in np.flatnonzero(block[:, 2]).tolist():
                 self._row_event(*block[i, :4].tolist())
-
-    def _top(self, index: int, block: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> bytes:
-        parts = []
-        stride = self.sizes.max_top * TOP_BYTES
-        base = index * self.sizes.max_step_rows * stride
-        for i, n in enumerate(block[:, 5].tolist()):
-            if n:
-                at = base + i * stride
-                parts.append(bytes(self.device.top[at : at + n * TOP_BYTES]))
-        return b"".join(parts)
 
     def _row_event(self, slot: int, token: int, flags: int, length: int) -> None:
         request = self.slots.request_of[slot]
@@ -261,6 +253,7 @@ class Engine:
         self.scheduler.queue.close(request.client)
         request.move(Phase.ENDED)
         request.masks.clear()
+        request.sure.clear()
         del self.requests[request.port][request.ask_id]
 
     def _say(self, request: Request, kind: Kind, payload: bytes) -> None:
@@ -325,23 +318,25 @@ class Engine:
         if not self._make_way():
             self._must_drain = True
             return False
-        held = masking.rows() if self.masked else []
         drafts = drafter.rows(has_prefill) if drafter.requests else ()
-        n_decode = len(slots.decode) + len(held) + len(drafts)
+        n_decode = len(slots.decode) + len(drafts)
+        held = masking.rows(n_decode, has_prefill) if self.masked else ()
+        n_decode += len(held)
+        n_more = sum([n for _, n in held]) - len(held)
         now = self.clock()
         if self.run_ahead:
             self.hold_until_ns = hold_until_ns(self, now) if has_prefill or n_in_flight else 0
             if self.hold_until_ns:
                 return False
             has_prefill = has_prefill and not waits_for_company(self, now)
-        chunks = scheduler.plan(n_decode, now) if has_prefill else ()
+        chunks = scheduler.plan(n_decode, now, n_more) if has_prefill else ()
         if not n_decode and not chunks:
             return False
         step = self._free_steps.pop()
         self.launched_seq += 1
         step.seq = self.launched_seq
-        n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, [r.slot for r in held], drafts)
-        step.n_decode, step.n_prefill = n_decode, n_tokens - n_decode
+        n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, [(r.slot, n) for r, n in held], drafts)
+        step.n_decode, step.n_more, step.n_prefill = n_decode, n_more, n_tokens - n_decode - n_more
         scheduler.pace.n_gaps += n_decode
         step.is_plain = (
             step.n_samples <= n_decode + len(chunks) and not drafts and (len(chunks) < 2 or draws_come_first(chunks))
@@ -352,7 +347,7 @@ class Engine:
         step.done_ns = step.half_ns = step.waited_ns = 0
         step.work = 0.0
         step.n_brought, scheduler.n_brought = scheduler.n_brought, 0
-        step.price_us = scheduler.cost.decode_us(n_decode)
+        step.price_us = scheduler.cost.decode_us(n_decode) + (scheduler.cost.chunk_us(n_more, 0) if n_more else 0.0)
         step.launched_ns = now
         self.in_flight.append(step)
         self.device.step(slots.address)
@@ -433,6 +428,7 @@ class Engine:
     def _preempt(self, victim: Request) -> None:
         self._unlist(victim)
         self.scheduler.preempt(victim)
+        self._say(victim, Kind.BIND, BIND.pack(victim.ask_id, -1, 0))
         self.counters.preempted += 1
 
     def _started(self, request: Request, now_ns: int) -> None:

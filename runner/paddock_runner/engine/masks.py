@@ -4,15 +4,19 @@ A step with such rows is given in two halves (pk_step, pk_finish). While the fir
 masks of the tokens that the step before drew. A mask that is late is waited for as long as it would cost the other rows little; then its row
 is left out, which costs it that run, and never draws without. A request that was late waits for its mask before it runs again, the longer
 the more often that happened.
+
+Tokens that a grammar is certain of are not drawn, where that pays: their row runs them all at once.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from struct import Struct
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..memory.state import StateSizes
 from .request import Phase, Request
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from .loop import Engine
 
 HEAD = Struct("<Qii")
+FADE = 0.999
+"""What is believed of the cost of rows of several tokens fades with each look, so that it is measured again some day."""
 MOST_WARY = 63
 """Draws after which a request is trusted again, however often it was late."""
 RESTART_NS = 50_000_000
@@ -32,9 +38,10 @@ RESTART_NS = 50_000_000
 class MaskBlock:
     """The input of pk_finish, in one preallocated block in the layout of rare.h."""
 
-    __slots__ = ("_block", "address")
+    __slots__ = ("_block", "_n_words", "address")
 
     def __init__(self, sizes: StateSizes) -> None:
+        self._n_words = sizes.mask_words
         block = np.zeros((HEAD.size + 4 * sizes.n_slots * (1 + sizes.mask_words)) // 8 + 1, np.uint64)
         self.address = int(block.ctypes.data)
         self._block = block.data.cast("B")
@@ -51,14 +58,23 @@ class MaskBlock:
             at = end
 
 
+    def only(self, token: int) -> bytes:
+        """The mask of one token."""
+        words = np.zeros(self._n_words, np.uint32)
+        words[token >> 5] = 1 << (token & 31)
+        return words.tobytes()
+
+
 class Masking:
     """Which masked requests have a row in the next step, and when the step that waits for their masks is finished."""
 
-    __slots__ = ("_block", "_engine", "late", "open", "until_ns")
+    __slots__ = ("_block", "_engine", "_extra_us", "late", "open", "until_ns")
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._block = MaskBlock(engine.sizes)
+        self._extra_us = 0.0
+        """What rows of several tokens add to a step, as measured; 0 while that is not known."""
         self.late: list[Request] = []
         """Requests whose row was left out and whose recurrent states have to be made anew."""
         self.open: Step | None = None
@@ -72,19 +88,44 @@ class Masking:
         in_flight = self._engine.in_flight
         return self.open is not None and in_flight[0] is self.open
 
-    def rows(self) -> list[Request]:
-        """The decoding requests whose rows of the next step wait for masks."""
-        slots = self._engine.slots
-        return [
-            r for r in self._engine.masked
-            if not r.wary_draws or slots.launched(r.slot) + 1 - r.prompt_tokens in r.masks
-        ]  # fmt: skip
+    def rows(self, n_others: int, has_prefill: bool) -> list[tuple[Request, int]]:
+        """The decoding requests whose rows of the next step wait for masks, and how many tokens each of them runs; n_others: rows beside them.
 
-    def begin(self, step: Step, held: list[Request], chunks: Sequence[Chunk]) -> None:
-        """A step has been given. When somebody's first token or the rows of `held` wait for masks, it was only its first half."""
-        for request in held:
-            self._engine.slots.count_row(request.slot)
-        held += [request for request, _, samples in chunks if samples and request.use_mask]
+        A row runs tokens that its grammar is certain of without drawing them, where a step with more tokens pays.
+        """
+        engine = self._engine
+        slots, sizes = engine.slots, engine.sizes
+        found: list[tuple[Request, int]] = []
+        n_more, room = 0, sizes.max_step_tokens - n_others - len(engine.masked)
+        for request in engine.masked:
+            index = slots.launched(request.slot) + 1 - request.prompt_tokens
+            n = 0
+            if request.sure and request.n_logprobs < 0:
+                most = min(slots.left(request.slot) - 1, room - n_more)
+                while n < most and (token := request.sure.get(index + n)) is not None and token not in request.stop:
+                    n += 1
+                n_more += n
+            if n or not request.wary_draws or request.has_mask(index):
+                found.append((request, 1 + n))
+        if n_more and not self._pays(n_more, n_others + len(found), has_prefill):
+            found = [(request, 1) for request, _ in found]
+        for request, n in found:
+            request.run_tokens = n - 1
+            if n > 1:
+                first = slots.launched(request.slot) + 1
+                index = first - request.prompt_tokens
+                slots.write_text(request.slot, first, array("i", [request.sure[index + i] for i in range(n - 1)]).tobytes())
+        return found
+
+    def begin(self, step: Step, rows: Sequence[tuple[Request, int]], chunks: Sequence[Chunk]) -> None:
+        """A step has been given. When somebody's first token or these rows wait for masks, it was only its first half."""
+        for request, n in rows:
+            self._engine.slots.count_row(request.slot, n)
+        held = [request for request, _ in rows]
+        for request, _, samples in chunks:
+            if samples and request.use_mask:
+                request.run_tokens = 0
+                held.append(request)
         if held:
             step.held = held
             step.half_ns, step.done_ns = step.done_ns, 0
@@ -95,28 +136,18 @@ class Masking:
         step, engine = self.open, self._engine
         assert step is not None
         slots = engine.slots
-        masks, missing = [], []
+        ready: list[Request] = []
+        missing: list[Request] = []
         for request in step.held:
-            if request.phase != Phase.DECODE:
-                continue
-            words = request.masks.get(slots.launched(request.slot) - request.prompt_tokens)
-            if words is None:
-                missing.append(request)
-            else:
-                masks.append((request, words))
+            if request.phase == Phase.DECODE:
+                index = slots.launched(request.slot) - request.prompt_tokens
+                (ready if request.has_mask(index) else missing).append(request)
         if missing and not self._is_over(step, len(missing)):
             return False
         for request in missing:
             self._leave_out(request)
-        for request, _ in masks:
-            del request.masks[slots.launched(request.slot) - request.prompt_tokens]
-            if request.wary_draws:
-                request.wary_draws -= 1
-            elif request.n_late:
-                request.n_late -= 1
-        self._block.compose(step.seq, [(request.slot, words) for request, words in masks])
-        now = engine.clock()
-        step.waited_ns = max(0, now - self._half_ns(step))
+        self._block.compose(step.seq, [(request.slot, self._take(request, step)) for request in ready])
+        step.waited_ns = max(0, engine.clock() - self._half_ns(step))
         self.open = None
         self.until_ns = 0
         step.held = ()
@@ -125,12 +156,55 @@ class Masking:
             step.done_ns = engine.clock()
         return True
 
+    def spell_out(self, step: Step, block: NDArray[np.int32]) -> memoryview:
+        """The rows of a step as fronts are to see them: what rows ran without drawing it stands before what they drew.
+
+        block: i32 [rows, 6], pk_result. The tokens are noted in the slots' history.
+        """
+        slots, parts = self._engine.slots, []
+        for row in block:
+            slot, token, _, length = row[:4].tolist()
+            if token >= 0 and (sure := step.sure.pop(slot, None)):
+                first = length - len(sure)
+                slots.history[slot, first:length] = sure
+                told = np.zeros((len(sure), 6), np.int32)
+                told[:, 0], told[:, 1], told[:, 3] = slot, sure, range(first, length)
+                parts.append(told)
+                self._engine.counters.output_tokens += len(sure)
+            parts.append(row[None])
+        step.sure.clear()
+        return np.concatenate(parts).data.cast("B")
+
+    def _take(self, request: Request, step: Step) -> bytes:
+        """The mask with which the request's row draws now; what came before it is forgotten."""
+        index = self._engine.slots.launched(request.slot) - request.prompt_tokens
+        if request.run_tokens:
+            step.sure[request.slot] = [request.sure.pop(index - request.run_tokens + i) for i in range(request.run_tokens)]
+        if request.wary_draws:
+            request.wary_draws -= 1
+        elif request.n_late:
+            request.n_late -= 1
+        words = request.masks.pop(index, None)
+        return self._block.only(request.sure.pop(index)) if words is None else words
+
+    def _pays(self, n_more: int, n_rows: int, has_prefill: bool) -> bool:
+        """Whether so many tokens more are worth what they add to a step: on a GPU rows of several tokens cost what prefill costs beside decode rows."""
+        cost = self._engine.scheduler.cost
+        self._extra_us *= FADE
+        extra_us = cost.chunk_us(n_more, 0)
+        return n_more * cost.decode_us(n_rows) > n_rows * (extra_us if has_prefill else max(extra_us, self._extra_us))
+
+    def see(self, step: Step, us: float) -> None:
+        """Learns from a step without prefill whose rows ran several tokens."""
+        extra = max(0.0, us - self._engine.scheduler.cost.decode_us(step.n_decode))
+        self._extra_us += 0.1 * (extra - self._extra_us) if self._extra_us else extra
+
     def restarts(self) -> list[Request]:
         """Those that are late, once: nothing is in flight, and the caller preempts them."""
         late, self.late = self.late, []
         found = [request for request in late if request.phase == Phase.DECODE]
         for request in found:
-            self._engine.slots.count_row(request.slot, -1)
+            self._engine.slots.count_row(request.slot, -1 - request.run_tokens)
         return found
 
     def _half_ns(self, step: Step) -> int:
@@ -162,7 +236,7 @@ class Masking:
         """Somebody could be read in a step of their own; who waits for the first mask could not."""
         scheduler = self._engine.scheduler
         return bool(scheduler.queue.n or scheduler.held or scheduler.preempted) or any(
-            not r.use_mask or r.remaining_tokens > 1 or r.n_tokens - r.prompt_tokens in r.masks for r in scheduler.prefilling
+            not r.use_mask or r.remaining_tokens > 1 or r.has_mask(r.n_tokens - r.prompt_tokens) for r in scheduler.prefilling
         )
 
     def _leave_out(self, request: Request) -> None:
@@ -172,4 +246,4 @@ class Masking:
         if self._engine.sizes.recurrent_bytes:
             self.late.append(request)
         else:
-            self._engine.slots.count_row(request.slot, -1)
+            self._engine.slots.count_row(request.slot, -1 - request.run_tokens)

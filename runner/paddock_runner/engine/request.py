@@ -78,10 +78,13 @@ class Request:
         "prompt_tokens",
         "queued_ns",
         "received_ns",
+        "run_tokens",
         "salt",
         "sampling",
         "slot",
         "started_ns",
+        "stop",
+        "sure",
         "tokens",
         "uncached_tokens",
         "use_mask",
@@ -116,6 +119,11 @@ class Request:
         """The repetition penalty looks at the whole prompt, cached or not."""
         self.masks: dict[int, bytes] = {}
         """Masks that have come, by output index."""
+        self.sure: dict[int, int] = {}
+        """Tokens that its grammar is certain of, by output index."""
+        self.run_tokens = 0
+        """How many of them its last row ran without drawing them."""
+        self.stop: tuple[int, ...] = fields[16 : 16 + fields[15]]
         self.n_late = self.wary_draws = 0
         """What the next late mask would cost, and how many draws still need their mask before the row runs."""
         self.is_scored = bool(ask.is_scored)
@@ -166,6 +174,10 @@ class Request:
     def unscored_tokens(self) -> int:
         """Tokens of the prompt whose successors have still to be rated."""
         return max(0, self.prompt_tokens - 1 - self.done_tokens) if self.is_scored else 0
+
+    def has_mask(self, index: int) -> bool:
+        """Output token `index` can be drawn."""
+        return index in self.masks or index in self.sure
 
     def move(self, phase: Phase) -> None:
         """Raises: IllegalMove."""

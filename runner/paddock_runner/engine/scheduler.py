@@ -101,8 +101,8 @@ class Scheduler:
                 self._ledger.pass_by(request.holding, request.done_tokens)
         self._advanced.clear()
 
-    def plan(self, n_rows: int, now_ns: int) -> list[Chunk]:
-        """Prefill chunks for a step that already has n_rows decode rows. Admits as it goes.
+    def plan(self, n_rows: int, now_ns: int, n_more: int = 0) -> list[Chunk]:
+        """Prefill chunks for a step that already has n_rows decode rows, of n_more tokens more than rows. Admits as it goes.
 
         A request admitted here shares pages that an earlier chunk of the same step computes: the pack writes all KV of a layer
         before it reads any.
@@ -110,7 +110,7 @@ class Scheduler:
         if not self.prefilling and not self.held and (self._is_stuck or not self._slots.n_free):
             return []
         sizes = self._slots.sizes
-        tokens_left = sizes.max_step_tokens - n_rows
+        tokens_left = sizes.max_step_tokens - n_rows - n_more
         rows_left = sizes.max_step_rows - n_rows
         us_left, part = self._budget(n_rows, tokens_left, now_ns)
         if us_left != math.inf and self.pace.saves_up(us_left, self.prefilling[0].done_tokens if self.prefilling else 0):
@@ -165,7 +165,7 @@ class Scheduler:
         Ends at page borders, except at the prompt's end, and so that the step's tokens fill the device's tiles.
         """
         remaining = request.remaining_tokens
-        if request.use_mask and request.n_tokens - request.prompt_tokens not in request.masks:
+        if request.use_mask and not request.has_mask(request.n_tokens - request.prompt_tokens):
             remaining -= 1
         if self._policy.whole_prompts:
             return remaining if remaining <= tokens_left else 0

@@ -284,21 +284,25 @@ class SlotTable:
             return []
         return [slot for slot in dict.fromkeys(group) if self._due_at[slot] == at]
 
+    def left(self, slot: int) -> int:
+        """Tokens that a slot without a standing row can still run before something is done about it."""
+        return self._left[slot]
+
     def is_spent(self, slot: int) -> bool:
         """The same for one slot without a standing row."""
         return not self._left[slot]
 
     def count_row(self, slot: int, n: int = 1) -> None:
-        """A single row of a slot without a standing row is launched; -1: it was left out after all."""
+        """A single row of n tokens of a slot without a standing row is launched; below 0: it was left out after all."""
         self._mark[slot] += n
         self._left[slot] -= n
 
     # ---- the block ----
 
     def compose(
-        self, seq: int, chunks: Sequence[Chunk], singles: Sequence[int], drafts: Sequence[tuple[int, int]] = ()
+        self, seq: int, chunks: Sequence[Chunk], singles: Sequence[tuple[int, int]], drafts: Sequence[tuple[int, int]] = ()
     ) -> tuple[int, int, int]:
-        """Writes the input block: standing decode rows, then `singles` (slots, whose draws wait for masks), then prefill chunks, those that are rated last, then guesses.
+        """Writes the input block: standing decode rows, then `singles` (slot, tokens), whose draws wait for masks, then prefill chunks, those that are rated last, then guesses.
 
         drafts: (slot, tokens). Returns tokens, results and draws of the step.
         """
@@ -317,10 +321,10 @@ class SlotTable:
                     pack(rows, size * row, decode[row], 1, PK_ROW_SAMPLE, 0)
             self._moved.clear()
         n_rows = n_tokens = n_samples = n_decode
-        for slot in singles:
-            pack(rows, size * n_rows, slot, 1, HELD, 0)
+        for slot, n in singles:
+            pack(rows, size * n_rows, slot, n, HELD, 0)
             n_rows += 1
-            n_tokens += 1
+            n_tokens += n
             n_samples += 1
         scored: list[tuple[int, int, int]] = []
         for request, n, samples in chunks:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .request import Request
 
 PAUSE_NS = 1_000_000
 """A step that was launched later than this after the one before ended did not wait for the host alone."""
+TOP_BYTES = 8
 
 
 class Step:
@@ -25,17 +29,19 @@ class Step:
         "launched_ns",
         "n_brought",
         "n_decode",
+        "n_more",
         "n_prefill",
         "n_rows",
         "n_samples",
         "price_us",
         "seq",
+        "sure",
         "waited_ns",
         "work",
     )
 
     def __init__(self) -> None:
-        self.n_brought = self.seq = self.n_rows = self.n_samples = self.n_decode = self.n_prefill = 0
+        self.n_brought = self.seq = self.n_rows = self.n_samples = self.n_decode = self.n_prefill = self.n_more = 0
         self.work = self.price_us = 0.0
         self.launched_ns = self.done_ns = 0
         self.half_ns = self.waited_ns = 0
@@ -45,9 +51,20 @@ class Step:
         self.drafts: Sequence[tuple[int, int]] = ()
         self.held: Sequence[Request] = ()
         """Requests whose rows wait for a mask, until the second half has been given."""
+        self.sure: dict[int, list[int]] = {}
+        """Tokens that a slot's row ran before the one that it drew, and that nobody has been told."""
         self.firsts: list[Request] | None = None
 
     def period_us(self, now_ns: int, last_done_ns: int) -> float:
         """From the end of the step before, the host's share between them included, or from its launch if there was nothing to do."""
         begun_ns = self.launched_ns if self.launched_ns - last_done_ns > PAUSE_NS else last_done_ns
         return (now_ns - begun_ns - self.waited_ns) / 1000
+
+def best_of(top: memoryview, block: NDArray[np.int32], first: int, max_top: int) -> bytes:
+    """The best tokens of the rows of a step, pk_top after pk_top. block: i32 [rows, 6], pk_result; first: its place in the ring of rows."""
+    parts = []
+    for i, n in enumerate(block[:, 5].tolist(), first):
+        if n:
+            at = i * max_top * TOP_BYTES
+            parts.append(bytes(top[at : at + n * TOP_BYTES]))
+    return b"".join(parts)

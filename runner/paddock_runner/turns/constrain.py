@@ -1,7 +1,7 @@
 """Answers held to a grammar: compiled and walked in threads of their own, so that neither the event loop nor the engine waits.
 
-Every token that comes is followed by the mask of the next. Where the grammar leaves one way on, the masks of several tokens go
-out at once. The tokens of one step are walked together and their masks sent together: the engine's next step then has all of its
+Every token that comes is followed by the mask of the next. Where the grammar leaves one way on, the tokens of that way go out with the mask
+of the one behind them. The tokens of one step are walked together and their masks sent together: the engine's next step then has all of its
 rows, and half a batch costs it as much as a whole one. Answers whose masks are slow are walked one by one in a thread of their own.
 Knows nothing of what the grammar means.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
     from .choice import Choice
     from .desk import Desk
 
-MAX_AHEAD = 8
-"""Masks that may go out at once beyond the next."""
+MAX_SURE = 64
+"""Certain tokens that are followed at once."""
 SLOW_S = 0.01
 """A mask that takes longer, or the masks of one step together, are not waited for by others the next time."""
-Masks = list[tuple[int, bytes]]
-"""(output index, words) of masks to be sent."""
+Masks = list[tuple[int, bytes, list[int]]]
+"""(output index, words, certain tokens before that of the mask) of masks to be sent."""
 Jobs = list[tuple["Walk", int]]
 """Walks with the tokens that came."""
 Follow = Callable[[Jobs, list[Callable[[], None]]], list["Walk"]]
@@ -50,6 +49,7 @@ class Walk:
         "_is_walking",
         "_masks",
         "_pending",
+        "_sure",
         "_walker",
         "choice",
         "forced",
@@ -61,6 +61,7 @@ class Walk:
         self._walker = walker
         self.matcher = matcher
         self._index = 0
+        self._sure: list[int] = []
         self._expected: deque[int] = deque()
         self._pending: deque[int] = deque()
         self._masks: Masks = []
@@ -100,8 +101,9 @@ class Walk:
 
     def add_mask(self, words: bytes) -> None:
         """The mask of the first token that is not certain."""
-        self._masks.append((self._index, words))
-        self._index += 1
+        self._masks.append((self._index, words, self._sure))
+        self._index += len(self._sure) + 1
+        self._sure = []
 
     def settle(self) -> list[tuple[Desk, MaskUpdate]]:
         """The masks to send, unless the answer has ended meanwhile. Called in the event loop."""
@@ -112,7 +114,7 @@ class Walk:
             return []
         while self._pending and not self._is_walking:
             self.take(self._pending.popleft())
-        return [(choice.turn.desk, MaskUpdate(choice.ask_id, index, words)) for index, words in masks]
+        return [(choice.turn.desk, MaskUpdate(choice.ask_id, index, words, sure)) for index, words, sure in masks]
 
     def fail(self, error: PaddockError) -> None:
         """Ends the turn."""
@@ -123,14 +125,12 @@ class Walk:
         matcher = self.matcher
         forced = matcher.forced()
         if forced and not matcher.is_stopped:
-            del forced[MAX_AHEAD:]
+            del forced[MAX_SURE:]
             self._must_come(forced[: matcher.accept_some(forced)])
 
     def _must_come(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._masks.append((self._index, self._walker.only(token)))
-            self._expected.append(token)
-            self._index += 1
+        self._sure += tokens
+        self._expected += tokens
 
 
 @dataclass(slots=True)
@@ -186,12 +186,6 @@ class Walker:
         if self._step:
             step, self._step = self._step, []
             self._jobs.put(step)
-
-    def only(self, token: int) -> bytes:
-        """The mask of one token."""
-        words = array("I", bytes(4 * self._grammars.n_words))
-        words[token >> 5] = 1 << (token & 31)
-        return words.tobytes()
 
     def close(self) -> None:
         """Ends the threads."""

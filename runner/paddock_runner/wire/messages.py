@@ -7,6 +7,8 @@ the kind and the size; the layouts below begin after it. Token ids stay int32 bu
 from __future__ import annotations
 
 import json
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import Struct
@@ -118,11 +120,11 @@ prompt_length, min_length, max_length, n_logprobs, n_bias, use_mask, n_stop; sto
 ASK = Struct("<QQQQQiiiiiiii")
 BIAS = Struct("<if")
 ABORT = Struct("<Q")
-MASK = Struct("<Qii")
-"""ask_id, index, words; then u32 x words."""
+MASK = Struct("<Qiiii")
+"""ask_id, index, words, sure tokens, 0; then i32 x sure tokens, u32 x words."""
 QUERY = Struct("<Q")
 BIND = Struct("<Qii")
-"""ask_id, slot, 0: a running ask has moved to this slot. Handled by the front's port; the front never sees it."""
+"""ask_id, slot, 0: a running ask has moved to this slot (-1: to none for now; another front's may get its own). Handled by the front's port; the front never sees it."""
 STEP = Struct("<Qiiii")
 """seq, rows, top entries in all, slots of the engine, 0; then ROW x rows, then the top entries of the rows that have any."""
 ROW = Struct("<iiiifi")
@@ -253,22 +255,30 @@ class Abort:
 
 @dataclass(slots=True)
 class MaskUpdate:
-    """The tokens allowed as output token `index` of this ask: words is u32 [ceil(V/32)], bit set: allowed."""
+    """The tokens allowed as output token `index` of this ask: words is u32 [ceil(V/32)], bit set: allowed.
+
+    sure: tokens that are certain from `index` on, because the grammar allows nothing else; the mask is then that of the token behind them.
+    """
 
     ask_id: int
     index: int
     words: bytes
+    sure: Sequence[int] = ()
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the payload."""
-        return MASK.size + (len(self.words) + 7 & -8)
+        return MASK.size + (len(self.words) + 4 * len(self.sure) + 7 & -8)
 
     def write(self, data: memoryview, at: int) -> None:
         """Puts the payload into `n_bytes` of data."""
         words, begin = self.words, at + MASK.size
+        MASK.pack_into(data, at, self.ask_id, self.index, len(words) // 4, len(self.sure), 0)
+        if self.sure:
+            sure = array("i", self.sure).tobytes()
+            data[begin : begin + len(sure)] = sure
+            begin += len(sure)
         end = begin + len(words)
-        MASK.pack_into(data, at, self.ask_id, self.index, len(words) // 4)
         data[begin:end] = words
         if end & 7:
             data[end : end + 4] = bytes(4)

@@ -215,7 +215,8 @@ class FrontPort:
         self._unbind(ask_id)
         if ask_id in self._open:
             self._open[ask_id] = slot
-            asks[slot] = ask_id
+            if slot >= 0:
+                asks[slot] = ask_id
 
     def _unbind(self, ask_id: int) -> None:
         slot = self._open.get(ask_id, -1)

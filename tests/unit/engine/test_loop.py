@@ -10,6 +10,7 @@ from paddock_runner.engine.loop import Engine
 from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.report import device_us
 from paddock_runner.errors import PackError, UsageError
+from paddock_runner.pack.abi import PK_ROW_HELD
 from paddock_runner.wire.messages import ROW_SCORE, ErrorCode, MaskUpdate, Miss, Reason, RefusedCode
 
 from tests.soak.fake_device import FakeDevice, alone
@@ -325,6 +326,28 @@ def test_a_request_that_ends_while_its_row_waits_is_not_waited_for(run_ahead: in
         give(rig, (2, index))
     rig.run()
     assert asks[0].done.reason == Reason.ABORT and asks[1].tokens == alone([1, 2, 2], 9, 1000, 64)
+    rig.assert_empty()
+    rig.close()
+
+
+def test_tokens_that_the_grammar_is_certain_of_run_in_one_row_and_are_told_in_order(run_ahead: int) -> None:
+    sizes = replace(SIZES, recurrent_bytes=64, n_snapshots=8) if run_ahead == 1 else SIZES
+    rig = Rig(sizes, run_ahead=run_ahead)
+    asks = [rig.ask([1, 2, 3], 20, use_mask=True), rig.ask([1, 2, 3], 20, use_mask=True, n_logprobs=0), rig.ask([1, 2, 3], 20, use_mask=True, stop=(37,))]
+    sure = list(range(30, 40))
+    for ask in asks:
+        i = ask.ask.ask_id
+        rig.fronts[0].masks([MaskUpdate(i, 0, ANY, sure)])
+        rig.fronts[0].masks([MaskUpdate(i, n, ANY, [900] * (n == 12)) for n in range(11, 20)])
+    rig.run()
+    every = (1 << 1000) - 1
+    masks = [1 << token for token in sure] + [every, every, 1 << 900] + [every] * 7
+    expected = alone([1, 2, 3], 20, 1000, 64, masks=masks)
+    assert asks[0].tokens == asks[1].tokens == expected and asks[2].tokens == expected[:8] and asks[2].done.reason == Reason.STOP
+    assert rig.engine.counters.output_tokens == 48 and asks[0].done.output_tokens == 20 and not any(asks[0].flags[:-1])
+    widest = max(n for rows in rig.device.rows for slot, n, flags in rows if flags & PK_ROW_HELD and slot == 0)
+    assert widest == (4 if sizes.recurrent_bytes else 9), "up to a page's end, where there is none behind it yet or states may be saved"
+    assert all(n == 1 for rows in rig.device.rows[1:] for slot, n, _ in rows if slot == 1), "who wants probabilities has every token drawn"
     rig.assert_empty()
     rig.close()
 

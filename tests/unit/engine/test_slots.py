@@ -144,7 +144,7 @@ def test_single_rows_count_for_themselves_and_wait_for_their_mask() -> None:
     slots.join(masked, 3, has_row=False)
     slots.compose(3, (), ())
     assert slots.launched(masked.slot) == 3 and slots.launched(standing.slot) == 5 and not slots.is_spent(masked.slot)
-    assert slots.compose(4, (), [masked.slot]) == (2, 2, 2)
+    assert slots.compose(4, (), [(masked.slot, 1)]) == (2, 2, 2)
     slots.count_row(masked.slot)
     block = Block(slots.address)
     assert block.rows == [(0, 1, 1), (1, 1, 1 | abi.PK_ROW_HELD)] and not block.masks and not block.payload

@@ -85,6 +85,12 @@ def test_an_ask_that_moves_to_another_slot_is_followed(ports: tuple[FrontPort, E
     engine.send_rows(1, 400, rows((3, 50, 0, 11, 0, 0), (300, 51, 0, 11, 0, 0), (399, 51, 0, 11, 0, 0)))
     engine.publish()
     assert front.poll() == [m.StepResult(1, [(1, 51, 0, 0.0, ())])]
+    engine.send(m.Kind.BIND, m.BIND.pack(1, -1, 0))
+    engine.send_rows(2, 400, rows((300, 52, 0, 12, 0, 0), (399, 52, 0, 12, 0, 0)))
+    engine.send(m.Kind.BIND, m.BIND.pack(1, 2, 0))
+    engine.send_rows(3, 400, rows((2, 53, 0, 12, 0, 0)))
+    engine.publish()
+    assert front.poll() == [m.StepResult(2, []), m.StepResult(3, [(1, 53, 0, 0.0, ())])], "its old slot may be another front's by now"
 
 
 def test_a_full_ask_ring_is_busy_but_aborts_wait_their_turn() -> None:
