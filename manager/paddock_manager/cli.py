@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-from paddock_runner.errors import Cancelled, PaddockError, UsageError
+from paddock_runner.errors import Cancelled, DiskFull, FileError, PaddockError, UsageError
 
 from paddock_manager import options, paths
 from paddock_manager.ui import Ui
@@ -52,6 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except OSError as error:
+        return ui.fail(_of_system(error))
+
+
+def _of_system(error: OSError) -> PaddockError:
+    """What the system refused, where it names the file; else it is a bug of ours, and is raised again."""
+    import errno
+
+    if error.filename is None:
+        raise error
+    path, why = os.fsdecode(error.filename), error.strerror
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(f"{path}: {why}", "free some space, or set PADDOCK_HOME to a larger disk", path=path)
+    return FileError(f"{path}: {why}", "`paddock doctor` says which folders can be used", path=path)
 
 
 def dispatch(words: list[str], ui: Ui) -> int:

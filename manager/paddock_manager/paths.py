@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paddock_runner.errors import UsageError
+
 DEFAULT_HUB = "https://huggingface.co"
 
 
@@ -75,7 +77,7 @@ class Places:
 
 
 def places(environment: Mapping[str, str] | None = None) -> Places:
-    """PADDOCK_HOME, or the platform's data folder."""
+    """PADDOCK_HOME, or the platform's data folder. Raises: UsageError when that is no folder."""
     env = os.environ if environment is None else environment
     told = env.get("PADDOCK_HOME", "").strip()
     if told:
@@ -84,6 +86,8 @@ def places(environment: Mapping[str, str] | None = None) -> Places:
         import platformdirs
 
         home = Path(platformdirs.user_data_dir("paddock", appauthor=False))
+    if home.exists() and not home.is_dir():
+        raise UsageError(f"{home} is no folder", "set PADDOCK_HOME to one", path=str(home))
     return Places(home, _more_roots(home / "config.toml"))
 
 

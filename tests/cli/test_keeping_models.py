@@ -108,6 +108,26 @@ def test_folder_that_cannot_be_read_is_said_and_the_rest_listed(paddock, repo, m
     assert [(f["says"], f["fix"]) for f in found if f["state"] == "wrong"] == [(f"{closed} cannot be read: Permission denied", f"chown or chmod {closed}")]
 
 
+def test_links_to_nothing_and_names_that_are_no_text_end_nothing(paddock):
+    folder = places().models / "org" / "by-hand"
+    folder.mkdir(parents=True)
+    (folder / "loop.gguf").symlink_to(folder / "loop.gguf")
+    (folder / "tiny.Q4_0.gguf").write_bytes(tiny_gguf())
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.gguf")).write_bytes(b"GGUF")
+    found = paddock("ls", "--json").json["models"]
+    assert len(found) == 2 and "org/by-hand:Q4_0" in [m["ref"] for m in found]
+    assert paddock("du").code == 0 and paddock("gc").code == 0 and paddock("ls").code == 0
+
+
+def test_home_that_is_no_folder_or_cannot_be_made_is_one_line(paddock, repo, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PADDOCK_HOME", str(tmp_path / "file"))
+    assert (paddock("ls").code, paddock("ls").err.splitlines()[0]) == (2, f"error: {tmp_path}/file is no folder")
+    monkeypatch.setenv("PADDOCK_HOME", "/proc/paddock")
+    done = pull(paddock, REF)
+    assert done.code == 7 and "error: /proc/paddock: No such file or directory" in done.err
+
+
 def test_doctor_looks_at_every_root(paddock, tmp_path):
     (tmp_path / "disk").mkdir()
     paddock("config", "set", "store.roots", f"{tmp_path}/disk:{tmp_path}/away")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -87,18 +88,20 @@ def _below(folder: Path) -> list[Path]:
     """The folders in a folder, sorted; none where it is not there. Raises: FileError when it cannot be read."""
     try:
         with os.scandir(folder) as entries:
-            return sorted(Path(e.path) for e in entries if _is_folder(e))
+            found = [(Path(e.path), _stat(e)) for e in entries]
+            return sorted(path for path, s in found if s is not None and stat.S_ISDIR(s.st_mode))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise FileError(f"{folder} cannot be read: {error.strerror}", f"chown or chmod {folder}", path=str(folder)) from None
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """What an entry is; None for a link to nothing, to itself or to what is closed to us."""
     try:
-        return entry.is_dir()
+        return entry.stat()
     except OSError:
-        return False
+        return None
 
 
 def in_folder(places: Places, folder: Path) -> list[Model]:
@@ -125,7 +128,8 @@ def in_folder(places: Places, folder: Path) -> list[Model]:
 def _by_hand(repo: str, folder: Path) -> list[Model]:
     """Checkpoints without a record."""
     with os.scandir(folder) as entries:
-        files = sorted((e.name, e.stat().st_size, e.stat().st_mtime) for e in entries if e.is_file())
+        stats = [(e.name, _stat(e)) for e in entries]
+    files = sorted((name, s.st_size, s.st_mtime) for name, s in stats if s is not None and stat.S_ISREG(s.st_mode))
     if any(name == "config.json" for name, _, _ in files) and any(
         name.endswith(".safetensors") for name, _, _ in files
     ):
