@@ -26,9 +26,9 @@ class Oracle:
         for i in range(8, len(tokens)):
             self.next[array("i", tokens[max(0, i - 8) : i]).tobytes()] = tokens[i : i + 8]
 
-    def __call__(self, text: bytes, n: int) -> bytes:
+    def __call__(self, text: bytes, n: int) -> tuple[bytes, int]:
         found = self.next.get(text[-32:], [])[:n]
-        return array("i", [t if t % 5 else (t + 1) % 90 for t in found]).tobytes()
+        return array("i", [t if t % 5 else (t + 1) % 90 for t in found]).tobytes(), -1
 
 
 def answers(place: Place, guesses: bool, temperature: float, oracle: Oracle) -> tuple[list[list[int]], int]:

@@ -9,6 +9,7 @@ because a guess starts from the last token. Source of the look-up: Saxena, Promp
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .guess import WINDOW_TOKENS, common, look_up
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 PROBE_HEAD_TOKENS = 256
 """After so many tokens a model's own guesses are tried again for a request where they did not pay."""
+WEIGH_EVERY = 2
+"""Steps between two looks at how many tokens are best guessed."""
 LEAST_PROBE = 4
 """Tokens that must have come before it is looked whether they could have been guessed."""
 BLANK_STEPS = 4
@@ -30,7 +33,7 @@ BLANK_STEPS = 4
 class Drafter:
     """Who is guessed for, and with how many tokens."""
 
-    __slots__ = ("_counts", "_engine", "accepted", "drafted", "is_on", "requests", "worth")
+    __slots__ = ("_counts", "_engine", "_n_weighed", "_weighed", "accepted", "drafted", "is_on", "requests", "worth")
 
     def __init__(self, engine: Engine, is_on: bool) -> None:
         self._engine = engine
@@ -42,6 +45,7 @@ class Drafter:
         """Those without a standing row, because they are guessed for."""
         self.drafted = self.accepted = 0
         self.worth = Worth()
+        self._weighed, self._n_weighed = (0.0, 0), -1
 
     def may_guess(self, request: Request) -> bool:
         """Masks and best tokens need one token at a time."""
@@ -66,6 +70,8 @@ class Drafter:
         """How many tokens are best guessed for each of those with these rates, and what that is worth."""
         found = (0.0, 0)
         for n in self._counts:
+            if found[1] and n * len(rates) > self._room(n_rows):
+                break
             found = max(found, (self.value(n_rows, n * len(rates), sum(expected(rate, n) for rate in rates)), n))
         return found
 
@@ -109,7 +115,7 @@ class Drafter:
             return False
         text = self._engine.slots.tokens_of(request, max(0, n_known - WINDOW_TOKENS), n_known)
         cut = len(text) - 4 * n
-        found = look_up(text[:cut], n)
+        found, _ = look_up(text[:cut], n)
         n_right = common(found, text[cut:])
         guess.see(n_right, len(found) // 4 or 1)
         guess.next_probe = n_known + max(n_right, LEAST_PROBE)
@@ -136,14 +142,21 @@ class Drafter:
 
     # ---- rows ----
 
+    def _room(self, n_rows: int) -> int:
+        """Guesses that a step with so many rows can have in all."""
+        sizes = self._engine.sizes
+        return min(sizes.max_step_rows, sizes.max_step_tokens) - n_rows - len(self._engine.masked)
+
     def rows(self, has_prefill: bool) -> list[tuple[int, int]]:
         """(slot, tokens) of the rows of a step, guesses staged; with prefill beside them nobody is guessed for."""
         engine = self._engine
         slots, sizes, policy = engine.slots, engine.sizes, engine.policy
         n_rows = len(slots.decode) + len(self.requests)
-        room = min(sizes.max_step_rows, sizes.max_step_tokens) - n_rows - len(engine.masked)
+        room = self._room(n_rows)
         ready = [r for r in self.requests if r.guess.last_seq <= engine.read_seq]
-        worth, most = self.best([r.guess.rate for r in ready], n_rows)
+        if self._n_weighed != len(ready) or not engine.launched_seq % WEIGH_EVERY:
+            self._weighed, self._n_weighed = self.best([r.guess.rate for r in ready], n_rows), len(ready)
+        worth, most = self._weighed
         is_worth = worth >= min(1.0, policy.draft_gain)
         found = []
         for request in ready:
@@ -165,7 +178,11 @@ class Drafter:
         slots = self._engine.slots
         if n <= 0 or self._engine.policy.draft_head:  # the model's own guess stands there already
             return max(n, 0) if request.guess.has_own else 0
-        guess = look_up(slots.tokens_of(request, max(0, n_known - WINDOW_TOKENS), n_known), n)
+        guess = request.guess.go_on(partial(slots.tokens_of, request), n_known, n)
+        if not guess:
+            first = max(0, n_known - WINDOW_TOKENS)
+            guess, at = look_up(slots.tokens_of(request, first, n_known), n)
+            request.guess.found(at + first if at >= 0 else -1, n_known)
         request.guess.n_blank = 0 if guess else request.guess.n_blank + 1
         if guess:
             slots.write_text(request.slot, n_known, guess)
