@@ -39,7 +39,7 @@ def look_up(text: bytes, n: int) -> tuple[bytes, int]:
 class Guess:
     """What is known of one request: share of right guesses, and totals. next_probe: tokens at which it is looked at again."""
 
-    __slots__ = ("_begun", "_source", "_pause", "_right", "_seen", "accepted", "drafted", "has_own", "last_seq", "n_blank", "next_probe", "rate")
+    __slots__ = ("_begun", "_pause", "_right", "_seen", "_source", "accepted", "drafted", "has_own", "last_seq", "n_blank", "next_probe", "rate")
 
     def __init__(self) -> None:
         self._right, self._seen, self.rate = 0.5, 1.0, 0.0
