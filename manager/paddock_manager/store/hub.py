@@ -145,7 +145,7 @@ def data_host(web: Web, repo: str, commit: str, name: str) -> PaddockError | Non
 
 def search(web: Web, words: str, limit: int) -> list[dict[str, Any]]:
     """Repositories with GGUF files whose name holds the words: repo, downloads, likes. Raises: HubError."""
-    url = f"{web.endpoint}/api/models?search={quote(words, safe='')}&filter=gguf&sort=downloads&direction=-1&limit={limit}"
+    url = f"{web.endpoint}/api/models?search={quote(words, safe='', errors='replace')}&filter=gguf&sort=downloads&direction=-1&limit={limit}"
     with web.get(url) as response:
         if response.status_code != 200:
             raise web.status_error(response, "the search")
