@@ -76,7 +76,8 @@ class Rig:
         moved = self.runner.turn()
         if not moved and self.engine.masking.is_waiting:
             moved = self.engine.masking.until_ns > 0
-            self.device.now_ns = max(self.device.now_ns, self.engine.masking.until_ns)
+            if isinstance(self.device, FakeDevice):
+                self.device.now_ns = max(self.device.now_ns, self.engine.masking.until_ns)
         elif not moved and self.engine.in_flight:
             self.engine.wait()
             moved = True

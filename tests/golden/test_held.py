@@ -1,0 +1,127 @@
+"""Answers that are held to masks, through the engine and the real pack: every token is allowed, and neither company, guesses for others nor late masks change one."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+from paddock_runner.engine import drafts
+from paddock_runner.engine.policy import Policy
+from paddock_runner.wire.messages import MaskUpdate
+
+from tests.golden.test_batches import Place
+from tests.golden.test_drafts import Oracle
+from tests.soak.rig import Answer, Rig
+
+EAGER = Policy(draft_gain=0.0, draft_tokens=(4,))
+N_TOKENS = 24
+
+
+class Grammar:
+    """What may follow depends on the last token and on how many there are; now and then only one can, several times in a row."""
+
+    def __init__(self, n_vocab: int, seed: int) -> None:
+        self._n, self._seed = n_vocab, seed
+
+    def allowed(self, tokens: list[int]) -> int:
+        """Bit i: token i may follow."""
+        if self._seed < 0:
+            return (1 << self._n) - 1
+        at = len(tokens)
+        rng = random.Random(f"{self._seed} {at} {tokens[-1:]}")
+        if at % 9 < 4:
+            return 1 << (random.Random(at // 9).randrange(90) + at) % 90
+        return sum(1 << i for i in range(self._n) if rng.random() < 0.5) | 1
+
+    def update(self, ask_id: int, tokens: list[int]) -> tuple[MaskUpdate, int]:
+        """The mask behind these tokens and those that are sure to follow, and the output index behind it."""
+        sure = list[int]()
+        while (mask := self.allowed(tokens + sure)).bit_count() == 1:
+            sure.append(mask.bit_length() - 1)
+        words = mask.to_bytes(4 * ((self._n + 31) // 32), "little")
+        return MaskUpdate(ask_id, len(tokens), words, sure), len(tokens) + len(sure) + 1
+
+
+class Front:
+    """Sends masks when their tokens come, or `late` tokens of anybody later."""
+
+    def __init__(self, rig: Rig, late: random.Random | None) -> None:
+        self._rig, self._late = rig, late
+        self._grammars: dict[int, tuple[Grammar, Answer]] = {}
+        self._sent: dict[int, int] = {}
+        self._waiting: list[tuple[int, int]] = []
+        rig.on_token = self.token
+
+    def hold(self, answer: Answer, grammar: Grammar) -> None:
+        self._grammars[answer.ask.ask_id] = grammar, answer
+        self._send(answer.ask.ask_id)
+
+    def token(self, answer: Answer) -> None:
+        self._waiting = [(n - 1, ask_id) for n, ask_id in self._waiting]
+        if answer.ask.ask_id in self._grammars:
+            self._waiting.append((self._late.choice((0, 0, 0, 3)) if self._late else 0, answer.ask.ask_id))
+        self.flush(0)
+
+    def flush(self, most: int) -> None:
+        for n, ask_id in self._waiting[:]:
+            if n <= most:
+                self._waiting.remove((n, ask_id))
+                self._send(ask_id)
+
+    def _send(self, ask_id: int) -> None:
+        grammar, answer = self._grammars[ask_id]
+        if len(answer.tokens) >= self._sent.get(ask_id, 0):
+            update, self._sent[ask_id] = grammar.update(ask_id, answer.tokens)
+            self._rig.fronts[0].masks([update])
+
+
+def answers(place: Place, seeds: list[int | None], temperature: float, late: random.Random | None = None, guesses: bool = False) -> tuple[list[list[int]], Rig]:
+    """Answers at once, each held to the grammar of its seed, or to none."""
+    rig = Rig(replace(place.sizes), device=place.device, policy=EAGER)
+    rig.engine.launched_seq = rig.engine.read_seq = rig.engine.slots.seq = int(place.device.done[0])
+    rig.engine.drafter.is_on = guesses
+    front, found = Front(rig, late), []
+    for i, seed in enumerate(seeds):
+        answer = rig.ask([5, 6, 7, 8] * 3 + [i % 2], N_TOKENS, temperature=temperature, seed=3, use_mask=seed is not None)
+        found.append(answer)
+        if seed is not None:
+            front.hold(answer, Grammar(place.sizes.n_vocab, seed))
+    for _ in range(100_000):
+        if not rig.turn() and late is not None:
+            front.flush(99)
+        if all(a.end for a in found):
+            break
+    rig.run()
+    rig.assert_empty()
+    rig.close()
+    return [a.tokens for a in found], rig
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3.5"])
+def test_held_answers_obey_their_masks_whatever_else_happens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(name, max_guesses=4)
+    try:
+        n_right = n_late = 0
+        for temperature in (0.0, 0.9):
+            oracle = Oracle()
+            monkeypatch.setattr(drafts, "look_up", oracle)
+            seeds: list[int | None] = [None, 1, -1, 2]
+            alone = [answers(place, [None] * (i % 2) + [seed], temperature)[0][-1] for i, seed in enumerate(seeds)]
+            for tokens, seed in zip(alone, seeds, strict=True):
+                if seed is not None:
+                    grammar = Grammar(place.sizes.n_vocab, seed)
+                    assert all(grammar.allowed(tokens[:i]) >> token & 1 for i, token in enumerate(tokens)) and len(tokens) == N_TOKENS
+            assert alone[2] == alone[0], "under masks that allow everything the answer is the free one"
+            oracle.learn([5, 6, 7, 8] * 3 + [0] + alone[0])
+            assert answers(place, seeds, temperature)[0] == alone
+            guessed, rig = answers(place, seeds, temperature, guesses=True)
+            assert guessed == alone
+            n_right += rig.engine.drafter.accepted
+            late, rig = answers(place, seeds, temperature, random.Random(7))
+            assert late == alone
+            n_late += rig.engine.counters.late_masks
+        assert n_right > 0 and n_late > 0
+    finally:
+        place.device.close()
