@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from dataclasses import replace
 
 import pytest
