@@ -87,7 +87,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                                             "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}),
     "mixtral-8x7b": dense("mixtral", 4096, 14336, 32, (32, 8, 128), 32000, 32768, num_local_experts=8, num_experts_per_tok=2),
     "olmoe-7b": dense("olmoe", 2048, 1024, 16, (16, 16, 128), 50304, 4096, num_experts=64, num_experts_per_tok=8),
-    "glm-4.5-air": dense("glm4_moe", 4096, 10944, 46, (96, 8, 128), 151552, 131072, attention_bias=True, first_k_dense_replace=1, moe_intermediate_size=1408,
+    "glm-4.5-air-12l": dense("glm4_moe", 4096, 10944, 12, (96, 8, 128), 151552, 131072, attention_bias=True, first_k_dense_replace=1, moe_intermediate_size=1408,
                          n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
                          partial_rotary_factor=0.5),
     "laguna-xs": _laguna(),
@@ -104,10 +104,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                               n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8, topk_group=4, norm_topk_prob=True, routed_scaling_factor=2.5),
     "nemotron-3-nano": _nemotron(),
     "muse-glimmer-30b": {"model_type": "muse_glimmer_text"},
-    "kolibri-1": {"model_type": "kolibri1"},
+    "kolibri-1-10l": {"model_type": "kolibri1", "num_hidden_layers": 10, "layer_types": ([LOCAL] * 4 + [WIDE]) * 2},
     "bge-m3": _encoder(1024, 4096, 24, 16, 250002, 8194),
     "nomic-v1.5": {"model_type": "nomic_bert", "n_embd": 768, "n_inner": 3072, "n_layer": 12, "n_head": 12, "vocab_size": 30528, "n_positions": 8192, "rotary_emb_fraction": 1.0,
                    "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "activation_function": "swiglu", "layer_norm_epsilon": 1e-12, "type_vocab_size": 2,
                    "prenorm": False, "rotary_emb_base": 1000, "architectures": ["NomicBertModel"]},
 }  # fmt: skip
-"""flash-next-12l and deepseek-v3-7l are those models with fewer layers of each kind: whole they do not fit on one H200."""
+"""Names that end in a number of layers are those models with fewer of each kind: whole they do not fit on one H200, or take long to load."""

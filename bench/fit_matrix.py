@@ -185,12 +185,14 @@ def read_scales_once(view: TensorView) -> loader.ScaleValues | None:
         staging.close()
 
 
-def used_bytes(at: Ground) -> int:
+def used_bytes(at: Ground, nvml: Nvml | None = None) -> int:
     """In use on the GPU, or by this process."""
     if at.kind == "cpu":
         return measure(os.getpid(), "cpu")
-    with Nvml() as nvml:
-        gpu = nvml.gpus()[at.index]
+    if nvml is None:
+        with Nvml() as once:
+            return used_bytes(at, once)
+    gpu = nvml.gpus()[at.index]
     return gpu.memory_bytes - gpu.free_bytes
 
 
@@ -211,6 +213,7 @@ class Room:
 
     def __init__(self, model: Model, at: Ground, before: int, n_expert_slots: int) -> None:
         self.model, self.at, self.before = model, at, before
+        self.nvml = None if at.kind == "cpu" else Nvml()
         self.device = Device(load_pack(at.pack))
         self.away = put_away(self.device, model[1], n_expert_slots) if n_expert_slots else None
         self.weights = loader.load_weights(self.device, *model, None, self.away.away if self.away else loader.NOWHERE)
@@ -233,7 +236,7 @@ class Room:
 
     def used(self) -> int:
         """Bytes beyond those before."""
-        return used_bytes(self.at) - self.before
+        return used_bytes(self.at, self.nvml) - self.before
 
     def clear(self) -> None:
         """Takes everything away but the weights."""

@@ -76,8 +76,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 MODELS = [
     "gemma4-e2b.bf16", "gemma4-e4b.bf16", "gemma4-31b.fp8", "gemma4-26b-a4b.bf16", "qwen2.5-7b.bf16", "afm-4.5b.bf16", "seed-oss-36b.q4_k_m", "gemma2-9b.bf16",
     "granite-8b.bf16", "granite-3b-a800m.bf16", "phi-4.fp8", "olmo3-7b.bf16", "smollm3-3b.bf16", "exaone4-32b.fp8", "ministral3-8b.fp8", "mixtral-8x7b.q4_k_m", "olmoe-7b.bf16",
-    "glm-4.5-air.fp8", "laguna-xs.fp8", "lfm2-8b-a1b.bf16", "35b-a3b.fp8", "flash-next-12l.fp8", "deepseek-v2-lite.bf16", "deepseek-v3-7l.fp8", "nemotron-3-nano.bf16",
-    "muse-glimmer-30b.fp8", "kolibri-1.fp8", "bge-m3.bf16", "nomic-v1.5.bf16", "8b.fp8", "8b.bf16", "8b.q4_k_m", "27b-hybrid.fp8", "30b-a3b.fp8", "gpt-oss-20b.mxfp4", "gemma-12b.bf16",
+    "glm-4.5-air-12l.fp8", "laguna-xs.fp8", "lfm2-8b-a1b.bf16", "35b-a3b.fp8", "flash-next-12l.fp8", "deepseek-v2-lite.bf16", "deepseek-v3-7l.fp8", "nemotron-3-nano.bf16",
+    "muse-glimmer-30b.fp8", "kolibri-1-10l.fp8", "bge-m3.bf16", "nomic-v1.5.bf16", "8b.fp8", "8b.bf16", "8b.q4_k_m", "27b-hybrid.fp8", "30b-a3b.fp8", "gpt-oss-20b.mxfp4", "gemma-12b.bf16",
     "llama-8b.q8_0", "granite-h-tiny.bf16", "lfm2-1.2b.bf16", "0.6b.bf16",
 ]  # fmt: skip
 """Every family at hand, once or more."""
