@@ -11,7 +11,7 @@
 namespace pk {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kMostRows = 256 / kWarps, kRowBlocks = 8;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kRowBlocks = 8;
 
 // Rows of guesses, not of tokens to be rated.
 __device__ __forceinline__ bool is_draft(int flags) { return (flags & (PK_ROW_DRAFT | PK_ROW_SCORE)) == PK_ROW_DRAFT; }
@@ -81,7 +81,8 @@ struct DeltaSettle {
     int32_t n_k_heads, n_v_heads, k_width, v_width, is_tiled;
 };
 
-// Value columns go their own ways: a lane has one, a warp a part of its rows. S = decay S; d = beta (v - S^T k); S = S + k d^T.
+// Value columns go their own ways: a lane has one, a warp at most kRows of its rows. S = decay S; d = beta (v - S^T k); S = S + k d^T.
+template <int kRows>
 __device__ __forceinline__ void settle_columns(const DeltaSettle &a, const RecurrentRow &q, const Taps &taps, int h) {
     __shared__ float key[256], value[32], parts[kWarps][32], gates[2];
     const int n_k = a.k_width, n_v = a.v_width, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = blockIdx.x * 32 + lane;
@@ -90,9 +91,9 @@ __device__ __forceinline__ void settle_columns(const DeltaSettle &a, const Recur
     const float *kept = reinterpret_cast<const float *>(q.memory + a.at.kept_state) + at, *b = static_cast<const float *>(taps.x) + static_cast<int64_t>(a.at.max_tokens) * taps.channels;
     const float *rate = b + static_cast<int64_t>(a.at.max_tokens) * a.n_v_heads;
     float *state = reinterpret_cast<float *>(q.memory + a.at.state_offset) + at;
-    float s[kMostRows];
+    float s[kRows];
 #pragma unroll
-    for (int i = 0; i < kMostRows; ++i) s[i] = i < each && i0 + i < n_k && j < n_v && !q.begins ? kept[static_cast<int64_t>(i0 + i) * n_v] : 0.0f;
+    for (int i = 0; i < kRows; ++i) s[i] = i < each && i0 + i < n_k && j < n_v && !q.begins ? kept[static_cast<int64_t>(i0 + i) * n_v] : 0.0f;
     for (int t = 0; t < q.n; ++t) {
         for (int c = threadIdx.x; c < n_k; c += kThreads) key[c] = convolved(taps, q, t, keys + g * n_k + c);
         if (warp == 1 && j < n_v) value[lane] = convolved(taps, q, t, 2 * keys + h * n_v + j);
@@ -107,7 +108,7 @@ __device__ __forceinline__ void settle_columns(const DeltaSettle &a, const Recur
         const float by = rsqrtf(warp_sum(squares) + 1e-6f);
         float seen = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kMostRows; ++i)
+        for (int i = 0; i < kRows; ++i)
             if (i < each && i0 + i < n_k) {
                 s[i] *= gates[0];
                 seen += s[i] * (key[i0 + i] * by);
@@ -119,17 +120,18 @@ __device__ __forceinline__ void settle_columns(const DeltaSettle &a, const Recur
         for (int w = 0; w < kWarps; ++w) sum += parts[w][lane];
         const float d = gates[1] * (value[lane] - sum);
 #pragma unroll
-        for (int i = 0; i < kMostRows; ++i)
+        for (int i = 0; i < kRows; ++i)
             if (i < each && i0 + i < n_k) s[i] += key[i0 + i] * by * d;
         __syncthreads();
     }
 #pragma unroll
-    for (int i = 0; i < kMostRows; ++i)
+    for (int i = 0; i < kRows; ++i)
         if (i < each && i0 + i < n_k && j < n_v) state[static_cast<int64_t>(i0 + i) * n_v] = s[i];
 }
 
 // Grid: groups of 32 columns of a value head, value heads and one that moves the tail, groups of rows.
-__global__ void __launch_bounds__(kThreads) settle_delta_kernel(const __grid_constant__ DeltaSettle a) {
+template <int kRows>
+__global__ void __launch_bounds__(kThreads, kRows <= 16 ? 3 : 2) settle_delta_kernel(const __grid_constant__ DeltaSettle a) {
     wait_dependence();
     release_dependents();
     for (int r = a.at.info->n_rows - 1 - static_cast<int>(blockIdx.z); r >= 0 && (a.at.state.row_flags[r] & PK_ROW_DRAFT); r -= gridDim.z) {
@@ -137,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) settle_delta_kernel(const __grid_con
         Taps taps;
         if (!settled_row(a.at, r, &q, &taps)) continue;
         if (blockIdx.y < a.n_v_heads)
-            settle_columns(a, q, taps, blockIdx.y);
+            settle_columns<kRows>(a, q, taps, blockIdx.y);
         else
             move_tail(a.at, q, taps);
     }
@@ -335,7 +337,7 @@ int32_t launch_settle(const Launch &l, const pk_op_settle &op) {
     const pk_op_delta &delta = op.delta;
     const Settle at = settle_of(l, op, taps_of(delta.qkv, delta.conv, {}, delta.conv_width, 0), delta.state_offset, delta.conv_offset);
     const DeltaSettle a = {at, reinterpret_cast<const float *>(delta.a_log.data), reinterpret_cast<const float *>(delta.dt_bias.data), delta.n_k_heads, delta.n_v_heads, delta.k_width, delta.v_width, delta.is_tiled};
-    return launch(l, "settle", settle_delta_kernel, dim3((delta.v_width + 31) / 32, delta.n_v_heads + 1, row_blocks(l)), dim3(kThreads), 0, a);
+    return launch(l, "settle", delta.k_width <= 128 ? settle_delta_kernel<16> : settle_delta_kernel<32>, dim3((delta.v_width + 31) / 32, delta.n_v_heads + 1, row_blocks(l)), dim3(kThreads), 0, a);
 }
 
 int32_t launch_settle(const Launch &l, const pk_op_settle_mamba &op) {
