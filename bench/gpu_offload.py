@@ -25,6 +25,7 @@ from paddock_runner.engine.experts import FetchedExperts
 from paddock_runner.files.view import Scales, TensorView
 from paddock_runner.formats.table import by_name
 from paddock_runner.memory.state import StateSizes
+from paddock_runner.model import decoder, moe
 from paddock_runner.pack import abi
 from paddock_runner.pack.device import Device
 from paddock_runner.pack.library import load_pack
@@ -97,7 +98,7 @@ class Case:
 
     def told(self) -> dict[str, float]:
         """The counts so far."""
-        return self.experts.report() if self.experts is not None else {"found_total": 0, "kept_total": 0, "passed_total": 0, "copied_bytes_total": 0}
+        return self.experts.report() if self.experts is not None else dict.fromkeys(("found_total", "kept_total", "passed_total", "ahead_total", "copied_bytes_total"), 0)
 
     def begin(self, batch: int, n: int = 128, seed: int = 5) -> dict[int, int]:
         """Slots with prompts of their own; returns their lengths."""
@@ -143,13 +144,13 @@ class Case:
     def row(self, what: str, n: int, seconds: float, before: dict[str, float]) -> dict[str, Any]:
         """A row of the board, printed too."""
         now = self.told()
-        found, kept, passed, n_bytes = (now[k] - before[k] for k in ("found_total", "kept_total", "passed_total", "copied_bytes_total"))
+        found, kept, passed, ahead, n_bytes = (now[k] - before[k] for k in ("found_total", "kept_total", "passed_total", "ahead_total", "copied_bytes_total"))
         wanted = found + kept + passed
         row = {
             "id": f"h200.offload.{self.name}.{self.share}.{what}", "value": n / seconds, "unit": "tok/s", "better": "higher", "samples": STEPS,
-            "found_share": found / wanted if wanted else 1.0, "copied_gbs": n_bytes / seconds / 1e9, "copied_bytes": n_bytes,
+            "found_share": found / wanted if wanted else 1.0, "ahead": ahead, "copied_gbs": n_bytes / seconds / 1e9, "copied_bytes": n_bytes,
         }  # fmt: skip
-        sys.stdout.write(f"{self.name} {self.share:3} % {what:14} {n / seconds:9.1f} tok/s, {seconds * 1e3:8.1f} ms, found {row['found_share']:.3f}, {n_bytes / 1e9:7.2f} GB at {row['copied_gbs']:5.1f} GB/s\n")
+        sys.stdout.write(f"{self.name} {self.share:3} % {what:14} {n / seconds:9.1f} tok/s, {seconds * 1e3:8.1f} ms, found {row['found_share']:.3f}, {ahead:5} ahead, {n_bytes / 1e9:7.2f} GB at {row['copied_gbs']:5.1f} GB/s\n")
         sys.stdout.flush()
         return row
 
@@ -192,7 +193,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--ahead", default="", help="KiB of a layer's experts that are copied on a guess instead of what is built in; none: nothing is copied ahead, prompts' neither")
     options = parser.parse_args()
+    if options.ahead == "none":
+        decoder._later_experts = lambda *_: None  # type: ignore[assignment,return-value]
+    elif options.ahead:
+        moe.AHEAD_BYTES = int(options.ahead) << 10
     rows: list[dict[str, Any]] = []
     options.out.mkdir(parents=True, exist_ok=True)
     for kind in options.formats:

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "a709a8c99e686b0a"
+#define PK_ABI_DIGEST "5e6fbf8f60bd8dae"

@@ -192,28 +192,45 @@ typedef struct pk_op_guess {
     int64_t first;
 } pk_op_guess;
 
-/* What `experts` says, with the matrices in host memory (pinned, made by pk_repack): those of expert e lie within the n_bytes from
- * home + e * stride on, in the same places for every e. The device has n_slots places of stride bytes for experts that stay, and
- * n_staging = E - n_slots at staging (a multiple of stride from slots) for those that find no place in a step; ops may share these.
- * A chosen expert that is in no slot is copied, lower ones first, to the slot that was not used for longest (the lower one of equals) of
- * those without an expert that this step chose, else to staging. So results never depend on what was where.
- * cache: i32 words, zeros before the first step: PK_CACHE_HEAD of them (word 0: steps), slot + 1 of expert [E] (0: none), where an expert of the last
- * step lay [E] (times stride from slots), copies of the last step [2E] (expert, where), expert + 1 of slot [n_slots], last step of slot [n_slots].
- * counts: host-visible u64 [4], written by every step: experts found in slots, copied to slots, copied to staging since the start; steps. */
+/* Experts of a layer in host memory (pinned, made by pk_repack): the matrices of expert e lie within the n_bytes from home + e * stride on, in
+ * the same places for every e. The device has n_slots places of stride bytes for experts that stay, and n_staging = E - n_slots at staging (a
+ * multiple of stride from slots) for those that find no place in a step; layers may share these.
+ * cache: i32 words, zeros before the first step: PK_CACHE_HEAD of them (word 0: steps; word 2: the step for which every expert without a slot was
+ * copied to staging), slot + 1 of expert [E] (0: none), where an expert of the last step lay [E] (times stride from slots), where it was copied
+ * to [E], copies of the last step [2E] (expert, where), expert + 1 of slot [n_slots], last step of slot [n_slots].
+ * counts: host-visible u64 [5], written by every step: experts found on the device, copied to slots, copied to staging; steps; copied ahead. */
 #define PK_CACHE_HEAD 16
-typedef struct pk_op_experts_fetched {
-    int32_t op;
-    int32_t size;
-    pk_op_experts experts;
+typedef struct pk_expert_cache {
     uint64_t home;
     uint64_t slots;
     uint64_t staging;
     uint64_t cache;
     uint64_t counts;
-    int64_t stride;     /* bytes, a multiple of 64; also that of the three stacks */
+    int64_t stride;     /* bytes, a multiple of 64 */
     int64_t n_bytes;    /* of an expert, at most stride */
     int32_t n_slots;
     int32_t n_staging;
+    int32_t n_experts;  /* E */
+    int32_t reserved;
+} pk_expert_cache;
+
+/* What `experts` says, with the three stacks in `here`, whose stride is theirs. A chosen expert that is nowhere on the device is copied,
+ * lower ones first, to the slot that was not used for longest (the lower one of equals) of those without an expert that this step chose, else to
+ * staging. So results never depend on what was where.
+ * next: of the next such layer, whose staging is not this one's; home 0: there is none. Beside this layer's products and what follows until then,
+ * experts go to it ahead: where the step's choices are at least twice its experts, all that have no slot, to empty slots and to staging; where the step
+ * has at most PK_AHEAD_TOKENS tokens, the first n_most without a slot that `expected` names (column after column), to slots: those not used for longest
+ * but not of experts that are named; a slot that was filled so counts as never used until its expert is chosen. */
+#define PK_AHEAD_TOKENS 16
+typedef struct pk_op_experts_fetched {
+    int32_t op;
+    int32_t size;
+    pk_op_experts experts;
+    pk_expert_cache here;
+    pk_expert_cache next;
+    pk_tensor expected;  /* [T,k] i32, or absent: nothing is expected */
+    int32_t n_most;
+    int32_t reserved;
 } pk_op_experts_fetched;
 
 /* From here on QKV and ATTENTION use these arrays instead of the state's of the same names, until the next such record; all 0: the state's again.

@@ -139,27 +139,41 @@ class RareChecker : Checks {
         return range("the first record that serves it", op.first, 0, index_);
     }
 
+    int32_t cache(const pk_expert_cache &c) const {
+        if (!c.home || !c.slots || !c.cache || !c.counts) return fail(PK_BAD_ARG, "op %lld (%s): home, slots, cache or counts are absent", (Long)index_, name_);
+        if (int32_t status = range("n_experts", c.n_experts, 1, 4096)) return status;
+        if (int32_t status = range("n_slots", c.n_slots, 1, c.n_experts)) return status;
+        if (int32_t status = equal("n_slots and n_staging together", (int64_t)c.n_slots + c.n_staging, "n_experts", c.n_experts)) return status;
+        if (int32_t status = range("stride", c.stride, 64, INT64_MAX)) return status;
+        if (int32_t status = equal("stride modulo 64", c.stride % 64, "wanted", 0)) return status;
+        if (int32_t status = range("n_bytes", c.n_bytes, 1, c.stride)) return status;
+        // Distances are counted in i32.
+        const int64_t away = (int64_t)(c.staging - c.slots);
+        if (c.n_staging && (!c.staging || away % c.stride || away / c.stride < c.n_slots || away / c.stride > INT32_MAX - c.n_staging))
+            return fail(PK_BAD_ARG, "op %lld (%s): staging lies %lld bytes behind the slots, strides are %lld bytes", (Long)index_, name_, (Long)away, (Long)c.stride);
+        return PK_OK;
+    }
+
     int32_t fetched(const pk_op_experts_fetched &op) const {
         if (int32_t status = experts(op.experts)) return status;
-        if (!op.home || !op.slots || !op.cache || !op.counts) return fail(PK_BAD_ARG, "op %lld (%s): home, slots, cache or counts are absent", (Long)index_, name_);
-        if (int32_t status = range("n_slots", op.n_slots, 1, op.experts.n_experts)) return status;
-        if (int32_t status = equal("n_slots and n_staging together", (int64_t)op.n_slots + op.n_staging, "n_experts", op.experts.n_experts)) return status;
-        if (int32_t status = range("stride", op.stride, 64, INT64_MAX)) return status;
-        if (int32_t status = equal("stride modulo 64", op.stride % 64, "wanted", 0)) return status;
-        if (int32_t status = range("n_bytes", op.n_bytes, 1, op.stride)) return status;
+        const pk_expert_cache &c = op.here;
         const pk_tensor *stacks[3] = {&op.experts.gate, &op.experts.up, &op.experts.down};
         static const char *const kNames[3] = {"gate", "up", "down"};
         for (int i = 0; i < 3; ++i) {
             if (!stacks[i]->data) continue;
-            if (int32_t status = equal("bytes from expert to expert", stacks[i]->stride, "stride", op.stride)) return status;
-            if (stacks[i]->data < op.home || stacks[i]->data >= op.home + op.n_bytes)
-                return fail(PK_BAD_ARG, "op %lld (%s): %s lies %lld bytes from home, an expert has %lld", (Long)index_, name_, kNames[i], (Long)(stacks[i]->data - op.home), (Long)op.n_bytes);
+            if (int32_t status = equal("bytes from expert to expert", stacks[i]->stride, "stride", c.stride)) return status;
+            if (stacks[i]->data < c.home || stacks[i]->data >= c.home + c.n_bytes)
+                return fail(PK_BAD_ARG, "op %lld (%s): %s lies %lld bytes from home, an expert has %lld", (Long)index_, name_, kNames[i], (Long)(stacks[i]->data - c.home), (Long)c.n_bytes);
         }
-        // Distances are counted in i32.
-        const int64_t away = (int64_t)(op.staging - op.slots);
-        if (op.n_staging && (!op.staging || away % op.stride || away / op.stride < op.n_slots || away / op.stride > INT32_MAX - op.n_staging))
-            return fail(PK_BAD_ARG, "op %lld (%s): staging lies %lld bytes behind the slots, strides are %lld bytes", (Long)index_, name_, (Long)away, (Long)op.stride);
-        return PK_OK;
+        if (int32_t status = equal("experts of the cache", c.n_experts, "n_experts", op.experts.n_experts)) return status;
+        if (int32_t status = cache(c)) return status;
+        if (!op.next.home) return PK_OK;
+        if (int32_t status = cache(op.next)) return status;
+        if (op.next.n_staging && op.next.staging == c.staging) return fail(PK_BAD_ARG, "op %lld (%s): the next layer's staging is this one's", (Long)index_, name_);
+        if (int32_t status = range("n_most", op.n_most, 0, op.next.n_experts)) return status;
+        if (!op.expected.data) return PK_OK;
+        if (int32_t status = table("expected", op.expected, PK_I32)) return status;
+        return same_rows("x", op.experts.x, "expected", op.expected);
     }
 
     int32_t sparse(const pk_op_sparse &op) const {

@@ -8,7 +8,7 @@ from harness import POISON, Bench, rounded
 from paddock_runner.errors import PackError
 from paddock_runner.formats.table import by_name
 from paddock_runner.pack import abi
-from paddock_runner.pack.program import Epilogue, ExpertCache, Program, Stacks
+from paddock_runner.pack.program import Ahead, Epilogue, ExpertCache, Program, Stacks
 from paddock_runner.pack.tensor import T, Tensor
 from weights import Weight, random_weight, scaled_fp8
 
@@ -40,22 +40,23 @@ class Layer:
                     b.device.repack(matrix.source(), base + e * self.stride + offset, b.device.packed_bytes(matrix.source()))
                 stack.append(Tensor(base + offset, part[0].rows, part[0].cols, by_name(part[0].format).id, self.stride, abi.PK_PACKED))
             offset += size
-        self.counts = b.device.alloc(32, "counts", is_pinned=True)
+        self.counts = b.device.alloc(40, "counts", is_pinned=True)
         # Slots of another layer lie between this one's and what is shared.
-        pool = b.device.alloc((n_slots + 2 + self.n) * self.stride, "slots")
-        b.device.fill(pool, POISON, (n_slots + 2 + self.n) * self.stride)
-        words = abi.PK_CACHE_HEAD + 4 * self.n + 2 * n_slots
-        cache = b.device.alloc(4 * words, "cache")
-        b.device.fill(cache, 0, 4 * words)
-        staging = pool + (n_slots + 2) * self.stride
-        self.cache = ExpertCache(home, pool, staging, cache, self.counts, self.stride, self.n_bytes, n_slots, self.n - n_slots)
+        n_places = n_slots + 2 + self.n - n_slots
+        pool = b.device.alloc(n_places * self.stride, "slots")
+        b.device.fill(pool, POISON, n_places * self.stride)
+        self.words = abi.PK_CACHE_HEAD + 5 * self.n + 2 * n_slots
+        cache = b.device.alloc(4 * self.words, "cache")
+        b.device.fill(cache, 0, 4 * self.words)
+        staging = pool + (n_slots + 2) * self.stride if self.n > n_slots else 0
+        self.cache = ExpertCache(home, pool, staging, cache, self.counts, self.stride, self.n_bytes, n_slots, self.n - n_slots, self.n)
         self.far, self.near = far, near
         self.held: dict[int, int] = {}
         """The rule in Python: slot -> expert, and when it was used last."""
-        self.used, self.clock, self.found = [0] * n_slots, 0, [0, 0, 0, 0]
+        self.used, self.clock, self.is_staged, self.found = [0] * n_slots, 0, False, [0, 0, 0, 0, 0]
 
-    def stacks(self, is_far: bool, biases: tuple[Tensor | None, ...]) -> Stacks:
-        return Stacks(*(self.far if is_far else self.near), self.n, biases, "silu", 0.0, 0.0, self.cache if is_far else None)
+    def stacks(self, is_far: bool, biases: tuple[Tensor | None, ...], ahead: Ahead | None = None) -> Stacks:
+        return Stacks(*(self.far if is_far else self.near), self.n, biases, "silu", 0.0, 0.0, self.cache if is_far else None, ahead if is_far else None)
 
     def follow(self, ids: np.ndarray) -> None:
         """What a step with these choices does to the cache."""
@@ -65,18 +66,36 @@ class Layer:
             if e in chosen:
                 self.used[s], self.found[0] = self.clock, self.found[0] + 1
         missing = [e for e in chosen if e not in self.held.values()]
+        if self.is_staged:
+            self.found[0], missing, self.is_staged = self.found[0] + len(missing), [], False
         free = sorted((s for s in range(self.n_slots) if self.used[s] != self.clock), key=lambda s: (self.used[s], s))
         for e, s in zip(missing, free, strict=False):
             self.held[s], self.used[s] = e, self.clock
         n = min(len(missing), len(free))
-        self.found = [self.found[0], self.found[1] + n, self.found[2] + len(missing) - n, self.found[3] + 1]
+        self.found = [self.found[0], self.found[1] + n, self.found[2] + len(missing) - n, self.found[3] + 1, self.found[4]]
+
+    def expect(self, n_chosen: int, expected: np.ndarray, n_most: int) -> None:
+        """What a step of the layer before does to the cache."""
+        if n_chosen >= 2 * self.n:
+            self.is_staged, self.found[4] = True, self.found[4] + self.n - len(self.held)
+            away = [e for e in range(self.n) if e not in self.held.values()]
+            self.held |= dict(zip([s for s in range(self.n_slots) if s not in self.held], away, strict=False))
+            return
+        if len(expected) > abi.PK_AHEAD_TOKENS:
+            return
+        named = [int(e) for e in expected.T.reshape(-1) if 0 <= e < self.n]
+        picked = [e for i, e in enumerate(named) if e not in self.held.values() and e not in named[:i]][:n_most]
+        free = sorted((s for s in range(self.n_slots) if self.held.get(s) not in named), key=lambda s: (self.used[s], s))
+        for e, s in zip(picked, free, strict=False):
+            self.held[s], self.used[s], self.found[4] = e, 0, self.found[4] + 1
 
     def check(self) -> None:
-        words = np.frombuffer(self.b.device.read(self.cache.cache, 4 * (abi.PK_CACHE_HEAD + 4 * self.n + 2 * self.n_slots)), np.int32)[abi.PK_CACHE_HEAD :]
-        slot_of, expert_of = words[: self.n], words[4 * self.n :][: self.n_slots]
+        words = np.frombuffer(self.b.device.read(self.cache.cache, 4 * self.words), np.int32)[abi.PK_CACHE_HEAD :]
+        slot_of, expert_of, used = words[: self.n], words[5 * self.n :][: self.n_slots], words[5 * self.n + self.n_slots :]
         assert {s: int(e) - 1 for s, e in enumerate(expert_of) if e} == self.held
         assert {int(s) - 1: e for e, s in enumerate(slot_of) if s} == self.held
-        assert np.frombuffer(self.b.device.read(self.counts, 32), np.uint64).tolist() == self.found
+        assert used.tolist() == self.used
+        assert np.frombuffer(self.b.device.read(self.counts, 40), np.uint64).tolist() == self.found
 
 
 @pytest.mark.parametrize("kind, n_slots", [("bf16", 3), ("f16", 12), ("q4_k and q6_k", 1), ("fp8_e4m3 block", 5), ("mxfp4", 11), ("q8_0", 6)])
@@ -105,6 +124,36 @@ def test_fetched_experts_give_the_same_bits_as_resident_ones(bench, rng, kind, n
         layer.check()
 
 
+@pytest.mark.parametrize("n_slots", [2, 7, 11])
+def test_what_is_copied_ahead_changes_no_bits_and_follows_the_rule(bench, rng, n_slots):
+    b, m, f, n_experts, k = bench(), 64, 32, 12, 3
+    first, second = (Layer(b, random_experts("bf16", n_experts, m, f, rng), n) for n in (3, n_slots))
+    nothing = (None, None, None)
+    for n in (40, 2, 1, 40, 1, 1, 16, 5, 7, 1, 250, 2) if n_slots > 2 else (1, 2, 1, 1, 4, 40, 1, 2, 16, 2):
+        x, _ = b.activations(rng.normal(size=(n, m)) * 0.2, T)
+        ids = [np.array([rng.permutation(n_experts)[:k] for _ in range(n)]) for _ in range(2)]
+        expected = np.where(rng.random((n, k)) < 0.7, ids[1], rng.integers(0, n_experts + 1, (n, k)))
+        factors = b.upload(rounded(rng.random((n, k)) + 0.1, abi.PK_F32), abi.PK_F32, T)
+        chosen = [(b.upload(one, abi.PK_I32, T, 1), factors) for one in ids]
+        n_most = int(rng.integers(1, 4))
+        ahead = Ahead(second.cache, b.upload(expected, abi.PK_I32, T, 2), n_most)
+        out = []
+        for is_far in (False, True):
+            y, z = b.output(n, m, T, 0, abi.PK_F32), b.output(n, m, T, 0, abi.PK_F32)
+            program = Program()
+            program.experts(x, chosen[0], first.stacks(is_far, nothing, ahead), y)
+            program.experts(x, chosen[1], second.stacks(is_far, nothing), z)
+            b.run(program, n)
+            out.append((b.download(y, n), b.download(z, n)))
+        np.testing.assert_array_equal(out[1], out[0], err_msg=f"{n} tokens")
+        first.follow(ids[0])
+        second.expect(n * k, expected, n_most)
+        second.follow(ids[1])
+        first.check()
+        second.check()
+    assert second.found[4] > 5
+
+
 def test_a_cache_whose_parts_do_not_fit_each_other_is_refused(bench, rng):
     b = bench()
     layer = Layer(b, random_experts("bf16", 4, 64, 32, rng), 2)
@@ -113,10 +162,15 @@ def test_a_cache_whose_parts_do_not_fit_each_other_is_refused(bench, rng):
     wrong = [
         ("n_slots", 5, "n_slots is 5, it must be 1 to 4"), ("n_staging", 1, "n_slots and n_staging together is 3, n_experts is 4"), ("n_bytes", 1 << 30, "n_bytes is"),
         ("staging", layer.cache.staging + 64, "staging lies"), ("counts", 0, "home, slots, cache or counts are absent"), ("stride", layer.stride + 256, "bytes from expert to expert"),
+        ("n_experts", 5, "experts of the cache is 5, n_experts is 4"),
     ]  # fmt: skip
     for name, value, sentence in wrong:
         program = Program()
         program.experts(x, chosen, layer.stacks(True, (None, None, None)), b.output(1, 64, T))
-        setattr(program.records[0], name, value)
+        setattr(program.records[0].here, name, value)
         with pytest.raises(PackError, match=sentence):
             b.load(program)
+    program = Program()
+    program.experts(x, chosen, layer.stacks(True, (None, None, None), Ahead(layer.cache)), b.output(1, 64, T))
+    with pytest.raises(PackError, match="the next layer's staging is this one's"):
+        b.load(program)

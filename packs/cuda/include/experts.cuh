@@ -63,6 +63,7 @@ struct LoneEnd {
 int32_t launch_experts_at(const Launch &l, const pk_op_experts &op, const ExpertPlaces &places);
 int32_t launch_fetched(const Launch &l, const pk_op_experts_fetched &op);
 int32_t check_fetched(pk_ctx *ctx, const pk_op_experts_fetched &op, int64_t at);
+void drop_fetches(const pk_ctx *ctx);  // when a context closes
 
 #ifdef __CUDACC__
 // Waits until every block of the grid is here. `counter`: zero between launches; leave() puts it back.

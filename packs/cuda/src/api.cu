@@ -7,6 +7,7 @@
 
 #include "../../host/format.h"
 #include "../../pack_digest.h"
+#include "../include/experts.cuh"
 #include "../include/format/rows.cuh"
 #include "../include/format/unit.cuh"
 #include "../include/memory.h"
@@ -180,6 +181,7 @@ void pk_close(pk_ctx *ctx) {
     if (!ctx) return;
     cudaSetDevice(ctx->device);
     drop_repack_buffers(full(ctx));
+    drop_fetches(ctx);
     while (!ctx->reserved.empty())
         if (memory_release(*ctx, ctx->reserved.begin()->first)) break;
     cudaStreamDestroy(ctx->stream);

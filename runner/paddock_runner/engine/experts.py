@@ -26,15 +26,15 @@ class FetchedExperts:
     n_slots: int
 
     def report(self) -> dict[str, float]:
-        """Since the start, over all layers: experts that steps found on the device, copied to places of their own, copied to shared ones; bytes
-        copied; and what share was found."""
+        """Since the start, over all layers: experts that steps found on the device, copied to places of their own, copied to shared ones, and that
+        were copied before a layer chose; bytes copied; and what share was found."""
         words = self.counts.cast("Q")
         step = COUNT_BYTES // 8
-        found, kept, passed = (sum(words[i * step + k] for i in range(len(self.layers.layers))) for k in range(3))
-        n_bytes = sum((words[i * step + 1] + words[i * step + 2]) * layer.n_bytes for i, layer in enumerate(self.layers.layers))
+        found, kept, passed, ahead = (sum(words[i * step + k] for i in range(len(self.layers.layers))) for k in (0, 1, 2, 4))
+        n_bytes = sum((words[i * step + 1] + words[i * step + 2] + words[i * step + 4]) * layer.n_bytes for i, layer in enumerate(self.layers.layers))
         wanted = found + kept + passed
         return {
-            "slots": self.n_slots, "of": self.layers.most, "found_total": found, "kept_total": kept, "passed_total": passed,
+            "slots": self.n_slots, "of": self.layers.most, "found_total": found, "kept_total": kept, "passed_total": passed, "ahead_total": ahead,
             "copied_bytes_total": n_bytes, "found_share": round(found / wanted, 4) if wanted else 0.0,
         }  # fmt: skip
 
@@ -42,20 +42,22 @@ class FetchedExperts:
 def put_away(device: Device, views: Mapping[str, TensorView], n_slots: int) -> FetchedExperts:
     """Room for all experts in pinned host memory and for n_slots of each layer on the device. Raises: PackError, UnsupportedError."""
     layers = expert_layers({name: device.packed_bytes(source_of(view)) for name, view in views.items() if MATRIX.fullmatch(name)})
-    stride, staged = layers.stride, layers.staging(n_slots)
+    stride, (even, odd) = layers.stride, layers.staging(n_slots)
     n_own = sum(x.slots(n_slots) for x in layers.layers)
     home = device.alloc(layers.host_bytes, "host experts", is_pinned=True)
     room = device.alloc(layers.device_bytes(n_slots), "experts")
-    staging, cache = room + n_own * stride, room + (n_own + staged) * stride
+    shared, cache = (room + n_own * stride, room + (n_own + even) * stride), room + (n_own + even + odd) * stride
     counts = home + layers.host_bytes - COUNT_BYTES * len(layers.layers)
+    view = device.host_view(counts, COUNT_BYTES * len(layers.layers))
     places: dict[str, int] = {}
     caches: dict[str, ExpertCache] = {}
     for i, x in enumerate(layers.layers):
         n = x.slots(n_slots)
-        caches[x.prefix] = ExpertCache(home, room, staging if x.n_experts > n else 0, cache, counts + i * COUNT_BYTES, stride, x.n_bytes, n, x.n_experts - n)
+        staging = shared[i % 2] if x.n_experts > n else 0
+        caches[x.prefix] = ExpertCache(home, room, staging, cache, counts + i * COUNT_BYTES, stride, x.n_bytes, n, x.n_experts - n, x.n_experts)
         places.update(_places(x, home, stride))
         home, room, cache = home + x.n_experts * stride, room + n * stride, cache + x.cache_bytes(n_slots)
-    return FetchedExperts(Away(places, stride), caches, device.host_view(counts, COUNT_BYTES * len(layers.layers)), layers, n_slots)
+    return FetchedExperts(Away(places, stride), caches, view, layers, n_slots)
 
 
 def _places(x: ExpertLayer, home: int, stride: int) -> dict[str, int]:

@@ -46,6 +46,8 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
 
     at = place("residual", 0, wide, is_f32=True)
     at = place("normed", at, m)
+    if experts := [x.experts.n_used for x in blueprint.layers if x.experts is not None]:
+        at = place("expected_ids", at, max(experts), is_i32=True)  # read beside what follows
     if blueprint.input_width:
         at = place("layer_inputs", at, blueprint.n_layers * blueprint.input_width)
     shared = place("branch", at, m)
@@ -133,6 +135,7 @@ def _place_experts(blueprint: Blueprint, place: Callable[..., int], at: int) -> 
     at = place("router", at, max(x.n_experts for x in experts), is_f32=True)
     at = place("expert_ids", at, n_used, is_i32=True)
     at = place("expert_weights", at, n_used, is_f32=True)
+    at = place("expected_weights", at, n_used, is_f32=True)
     if any(x.is_beside for x in experts):
         at = place("experts_out", at, blueprint.model_width)
     return place("shared_gate", at, 1)

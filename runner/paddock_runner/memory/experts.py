@@ -32,7 +32,7 @@ class ExpertLayer:
 
     def cache_bytes(self, n_slots: int) -> int:
         """Of what tells where the experts are."""
-        return aligned(4 * (CACHE_HEAD_WORDS + 4 * self.n_experts + 2 * self.slots(n_slots)))
+        return aligned(4 * (CACHE_HEAD_WORDS + 5 * self.n_experts + 2 * self.slots(n_slots)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,16 @@ class ExpertLayers:
         """Of all experts in host memory, and of the counts."""
         return sum(layer.n_experts for layer in self.layers) * self.stride + COUNT_BYTES * len(self.layers)
 
-    def staging(self, n_slots: int) -> int:
-        """Places that layers share, for the experts of a step that find no place in a layer's own."""
-        return max((layer.n_experts - layer.slots(n_slots) for layer in self.layers), default=0)
+    def staging(self, n_slots: int) -> tuple[int, int]:
+        """Places that layers share, for the experts of a step that find no place in a layer's own: those of every other layer, and of those
+        between, so that one layer's can be filled while another's are in use."""
+        even, odd = ([layer.n_experts - layer.slots(n_slots) for layer in self.layers[first::2]] for first in (0, 1))
+        return max(even, default=0), max(odd, default=0)
 
     def device_bytes(self, n_slots: int) -> int:
         """Of the places, the layers' own and the shared ones, and of what tells where the experts are."""
         own = sum(layer.slots(n_slots) for layer in self.layers)
-        return (own + self.staging(n_slots)) * self.stride + sum(layer.cache_bytes(n_slots) for layer in self.layers)
+        return (own + sum(self.staging(n_slots))) * self.stride + sum(layer.cache_bytes(n_slots) for layer in self.layers)
 
     def slots_in(self, n_bytes: int, name: str = "this model") -> int:
         """Places of a layer that so many bytes allow; 0 when all experts find a place, so that none need be in host memory.
@@ -96,7 +98,7 @@ def expert_layers(sizes: Mapping[str, int]) -> ExpertLayers:
             kinds[kind] = max(kinds.get(kind, 0), aligned(n_bytes))
             counts[prefix] = max(counts.get(prefix, 0), int(match[3]) + 1)
     layers = []
-    for prefix, kinds in found.items():
+    for prefix, kinds in sorted(found.items(), key=lambda item: re.sub(r"\d+", lambda n: n[0].zfill(6), item[0])):
         offsets, at = {}, 0
         for kind in ("gate", "up", "down"):
             if kind in kinds:

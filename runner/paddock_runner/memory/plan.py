@@ -273,7 +273,7 @@ class WeightSizes:
             matrices[name] = matrices.get(name, 0) + n
         x, lines = self.experts, [PlanLine(f"weights {name}", n, "header", "weights") for name, n in sorted(matrices.items(), key=lambda m: -m[1])]
         if n_slots:
-            lines.append(PlanLine(f"experts, {n_slots} of {x.most} a layer and {x.staging(n_slots)} shared", x.device_bytes(n_slots), "header", "experts"))
+            lines.append(PlanLine(f"experts, {n_slots} of {x.most} a layer and {sum(x.staging(n_slots))} shared", x.device_bytes(n_slots), "header", "experts"))
         if n_slots and is_host:
             lines.append(PlanLine("experts in host memory", x.host_bytes, "header", "host experts"))
         return (*lines, PlanLine("norms and biases", self.vectors, "header", "vectors"))

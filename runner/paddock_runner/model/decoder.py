@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..blueprint.blueprint import Blueprint, Layer, Rope
+from ..blueprint.blueprint import Blueprint, Experts, Layer, Rope
 from ..errors import UnsupportedError
 from ..pack import abi
 from ..pack.device import Device, f32_tensor
@@ -166,7 +166,7 @@ def _feed_forward(program: Program, blueprint: Blueprint, layer: Layer, at: str,
     x = layer.experts
     is_added = x is not None and not x.is_beside
     if is_added:
-        experts(program, layer, at, site, blueprint.residual_scale)
+        experts(program, layer, at, site, blueprint.residual_scale, _later_experts(blueprint, at, site))
         if not f.width:
             return
     hidden = _narrow(buffers["feed_forward"], f.width)
@@ -183,6 +183,15 @@ def _feed_forward(program: Program, blueprint: Blueprint, layer: Layer, at: str,
     )
     if x is not None and x.is_beside:
         experts_beside(program, x, at, site, blueprint.norm_eps)
+
+
+def _later_experts(blueprint: Blueprint, at: str, site: Site) -> tuple[str, Experts] | None:
+    """The next layer with experts, when both this one's and its own lie in host memory. Experts beside a feed-forward have a router of their own kind."""
+    for i in range(int(at.split(".")[1]) + 1, blueprint.n_layers) if at + "experts." in site.caches else ():
+        x, later = blueprint.layers[i].experts, f"layers.{i}."
+        if x is not None:
+            return (later, x) if later + "experts." in site.caches and not x.is_beside else None
+    return None
 
 
 def _project(

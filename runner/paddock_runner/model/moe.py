@@ -6,17 +6,25 @@ from dataclasses import replace
 
 from ..blueprint.blueprint import Experts, Layer
 from ..errors import UnsupportedError
-from ..pack.program import Choice, Epilogue, Program, Stacks
+from ..pack.program import Ahead, Choice, Epilogue, Program, Stacks
 from ..pack.tensor import Tensor
 from .site import Site
 
+AHEAD_BYTES = 5 << 20
+"""What PCIe brings about while a GPU computes a layer of a few rows: so much is copied on a guess, and not more."""
 
-def experts(program: Program, layer: Layer, at: str, site: Site, residual_scale: float) -> None:
-    """The chosen experts' feed-forward of the normed residual, onto the residual or (with post norms) into the branch buffer."""
+
+def experts(program: Program, layer: Layer, at: str, site: Site, residual_scale: float, later: tuple[str, Experts] | None = None) -> None:
+    """The chosen experts' feed-forward of the normed residual, onto the residual or (with post norms) into the branch buffer.
+
+    later: the next layer with experts, where both lie in host memory.
+    """
     x, buffers = layer.experts, site.buffers
     if x is None:
         raise UnsupportedError(f"{at}experts is no layer with experts")
     chosen, stacks = _chosen(program, x, at, site), _stacks(x, at, site)
+    if later is not None:
+        stacks = replace(stacks, ahead=_ahead(program, *later, site))
     if layer.joins_later:
         program.experts(buffers["normed"], chosen, stacks, buffers["branch"])
     else:
@@ -36,10 +44,17 @@ def experts_beside(program: Program, x: Experts, at: str, site: Site, eps: float
     program.norm(out, None, None, eps, branch, w[at + "experts_post_norm.weight"])
 
 
-def _chosen(program: Program, x: Experts, at: str, site: Site) -> tuple[Tensor, Tensor]:
-    """Ids and weights of the experts that the router picks for what is in `normed`."""
+def _ahead(program: Program, at: str, x: Experts, site: Site) -> Ahead:
+    """What the next layer may choose: its router's answer to this layer's input, which a layer changes little."""
+    cache = site.caches[at + "experts."]
+    n_most = min(AHEAD_BYTES // cache.n_bytes, x.n_used)
+    return Ahead(cache, _chosen(program, x, at, site, "expected")[0] if n_most else None, n_most)
+
+
+def _chosen(program: Program, x: Experts, at: str, site: Site, where: str = "expert") -> tuple[Tensor, Tensor]:
+    """Ids and weights of the experts that the router picks for what is in `normed`, in the buffers of that name."""
     w, buffers = site.weights, site.buffers
-    logits, ids, weights = (buffers[n] for n in ("router", "expert_ids", "expert_weights"))
+    logits, ids, weights = (buffers[n] for n in ("router", where + "_ids", where + "_weights"))
     logits = replace(logits, cols=x.n_experts)
     ids, weights = replace(ids, cols=x.n_used), replace(weights, cols=x.n_used)
     program.matmul(buffers["normed"], [w[at + "router.weight"]], logits, [w.get(at + "router.bias")], Epilogue(scale=x.router_scale, softcap=x.router_softcap))

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "a709a8c99e686b0a"
+DIGEST = "5e6fbf8f60bd8dae"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -789,11 +789,8 @@ class pk_op_guess(Structure):
 PK_CACHE_HEAD = 16
 
 
-class pk_op_experts_fetched(Structure):
+class pk_expert_cache(Structure):
     _fields_ = [
-        ("op", c_int32),
-        ("size", c_int32),
-        ("experts", pk_op_experts),
         ("home", c_uint64),
         ("slots", c_uint64),
         ("staging", c_uint64),
@@ -803,6 +800,22 @@ class pk_op_experts_fetched(Structure):
         ("n_bytes", c_int64),
         ("n_slots", c_int32),
         ("n_staging", c_int32),
+        ("n_experts", c_int32),
+        ("reserved", c_int32),
+    ]
+PK_AHEAD_TOKENS = 16
+
+
+class pk_op_experts_fetched(Structure):
+    _fields_ = [
+        ("op", c_int32),
+        ("size", c_int32),
+        ("experts", pk_op_experts),
+        ("here", pk_expert_cache),
+        ("next", pk_expert_cache),
+        ("expected", pk_tensor),
+        ("n_most", c_int32),
+        ("reserved", c_int32),
     ]
 PK_PAGE_OF_POOL = 1
 

@@ -168,7 +168,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCache:
-    """Where fetched experts come from and go to: addresses and sizes of pk_op_experts_fetched."""
+    """Where a layer's fetched experts come from and go to: see pk_expert_cache."""
 
     home: int
     slots: int
@@ -179,6 +179,20 @@ class ExpertCache:
     n_bytes: int
     n_slots: int
     n_staging: int
+    n_experts: int
+
+    def record(self) -> abi.pk_expert_cache:
+        """As the pack takes it."""
+        return abi.pk_expert_cache(**asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What is copied for the next layer with experts before it chooses. expected: ids [T,k] that it may choose, best first; n_most of them at most."""
+
+    next: ExpertCache
+    expected: Tensor | None = None
+    n_most: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +200,7 @@ class Stacks:
     """Expert matrices on the device: the first of each stack, with the bytes to the next as stride; biases [1, E*F], [1, E*M] or None.
 
     activation: "silu", "gelu_tanh", "swiglu_clamp" (with limit and alpha), or "relu2" (without gates). cache: the matrices lie in host memory,
-    and chosen ones are fetched.
+    and chosen ones are fetched; ahead: and for the next layer, too.
     """
 
     gate: Tensor | None
@@ -198,6 +212,7 @@ class Stacks:
     limit: float = 0.0
     alpha: float = 0.0
     cache: ExpertCache | None = None
+    ahead: Ahead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +413,12 @@ class Program:
             alpha=stacks.alpha,
         )
         if stacks.cache is not None:
-            self._add(abi.pk_op_experts_fetched, abi.PK_OP_EXPERTS_FETCHED, {}, experts=self.records.pop(), **asdict(stacks.cache))
+            self._fetch(self.records.pop(), stacks.cache, stacks.ahead)
+
+    def _fetch(self, experts: ctypes.Structure, here: ExpertCache, ahead: Ahead | None) -> None:
+        more = {"next": ahead.next.record(), "n_most": ahead.n_most} if ahead is not None else {}
+        tensors = {"expected": ahead.expected if ahead is not None else None}
+        self._add(abi.pk_op_experts_fetched, abi.PK_OP_EXPERTS_FETCHED, tensors, experts=experts, here=here.record(), **more)
 
     def sigmoid(self, x: Tensor, g: Tensor, out: Tensor) -> None:
         """out = x * sigmoid(g); g has x's columns, or one."""

@@ -34,18 +34,18 @@ def test_places_are_the_layers_own_and_those_that_a_step_may_need_besides():
     x = expert_layers(sizes | {"layers.0.router.weight": 99})
     assert [(y.prefix, y.n_experts, y.n_bytes) for y in x.layers] == [("layers.0.experts.", 8, 3072), ("layers.5.experts.", 18, 3072)]
     assert x.layers[0].offsets == {"gate": 0, "up": 1024, "down": 2048} and x.stride == 3072 and x.most == 18
-    assert x.staging(3) == 15 and x.staging(18) == 0
+    assert x.staging(3) == (5, 15) and x.staging(18) == (0, 0)
     places = x.device_bytes(10) - sum(y.cache_bytes(10) for y in x.layers)
-    assert places == (8 + 10 + 8) * 3072
+    assert places == (8 + 10 + 0 + 8) * 3072
     assert x.host_bytes == 26 * 3072 + 2 * 256
 
 
 def test_as_many_places_as_bytes_allow_and_no_host_memory_when_all_find_one():
-    x = expert_layers({f"layers.{i}.experts.{kind}.{e}.weight": 1 << 20 for i in range(4) for kind in ("up", "down") for e in range(16)})
+    x = expert_layers({f"layers.{i}.experts.{kind}.{e}.weight": 1 << 20 for i in range(6) for kind in ("up", "down") for e in range(16)})
     for n in (1, 2, 9, 15):
         assert x.slots_in(x.device_bytes(n)) == n and (n == 1 or x.slots_in(x.device_bytes(n) - 1) == n - 1)
     assert x.slots_in(x.device_bytes(16)) == 0 and x.slots_in(1 << 50) == 0
-    with pytest.raises(UsageError, match=r"0\.00 GiB of device memory were asked for experts, m needs 0\.04 GiB at the least"):
+    with pytest.raises(UsageError, match=r"0\.00 GiB of device memory were asked for experts, m needs 0\.07 GiB at the least"):
         x.slots_in(1 << 20, "m")
     with pytest.raises(UsageError, match="m has none"):
         expert_layers({"layers.0.up.weight": 5}).slots_in(1 << 30, "m")

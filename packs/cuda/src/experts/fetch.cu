@@ -1,10 +1,14 @@
 // Experts whose matrices lie in host memory: one launch decides which chosen experts are copied where, and copies them; then the
-// products run over the places of the device.
+// products run over the places of the device, while a second stream copies what the next layer will probably want.
 //
 // One block decides, in shared memory, while the others wait at a barrier of the grid; then all blocks copy, 16 bytes a load, each
-// thread with several under way: PCIe takes about two microseconds there and back, and only what is under way keeps it full.
+// thread with several under way: PCIe takes about two microseconds there and back, and only what is under way keeps it full. Four blocks are
+// enough for that. Copies ahead have as many multiprocessors to themselves: kernels whose grid is all multiprocessors, and
+// that take all registers of each, would otherwise wait for them, or they for those.
 #include <algorithm>
 #include <climits>
+#include <map>
+#include <mutex>
 
 #include "../../include/device.cuh"
 #include "../../include/experts.cuh"
@@ -12,118 +16,207 @@
 namespace pk {
 namespace {
 
-constexpr int kFetchThreads = 512, kLoads = 4, kHit = INT_MAX;
+constexpr int kFetchThreads = 512, kWarps = kFetchThreads / 32, kLoads = 4, kHit = INT_MAX, kAheadBlocks = 4;
 constexpr int64_t kPieceBytes = int64_t{kFetchThreads} * kLoads * 16;
-// Words of the cache's head, after the count of steps: copies of this step; u64 counts from word 4 on.
-constexpr int kCopiesWord = 1, kCountsWord = 4;
+// Words of a cache's head: steps, copies of this step, the step whose experts were all staged, u64 counts from word 4 on.
+constexpr int kCopiesWord = 1, kStagedWord = 2, kCountsWord = 4;
 
-struct FetchArguments {
-    const int32_t *ids;
+struct CacheArguments {
     const uint8_t *home;
     uint8_t *slots;
-    int32_t *head, *slot_of, *place_of, *copies, *expert_of, *used;
+    int32_t *head, *slot_of, *place_of, *staged_of, *copies, *expert_of, *used;
     uint64_t *counts;
-    int32_t *counter;  // zero between launches
-    const StepInfo *info;
-    int64_t ids_stride, rows_symbol, stride, n_bytes;
-    int32_t n_used, n_experts, n_slots, first_staging;
+    int64_t stride, n_bytes;
+    int32_t n_experts, n_slots, first_staging;
 };
 
-__device__ __forceinline__ void decide(const FetchArguments &a, int32_t *shared) {
-    __shared__ int32_t scan[kFetchThreads / 32], n_missing, n_found;
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    int32_t *chosen = shared, *key = chosen + a.n_experts, *victims = key + a.n_slots;
-    const int last = a.head[0], clock = last == INT_MAX ? 1 : last + 1, n_pairs = rows_of(a.info, a.rows_symbol) * a.n_used;
-    for (int e = tid; e < a.n_experts; e += kFetchThreads) chosen[e] = 0;
-    if (tid == 0) n_missing = n_found = 0;
+struct FetchArguments {
+    CacheArguments c;
+    const int32_t *ids;  // ahead: those expected, or null
+    int32_t *counter;    // zero between launches
+    const StepInfo *info;
+    int64_t ids_stride, rows_symbol;
+    int32_t n_used, n_chosen, n_most;  // n_used: columns of ids; n_chosen: of the step's choices
+};
+
+__device__ __forceinline__ void count(const CacheArguments &c, int which, int n) {
+    uint64_t *sum = reinterpret_cast<uint64_t *>(c.head + kCountsWord) + which;
+    *sum += n;
+    c.counts[which] = *sum;
+}
+
+// Where e stands among those with a flag, in the order of e; adds to *before. All threads of the block call it. scan: [kWarps].
+__device__ __forceinline__ int ordered(bool flag, int *before, int32_t *scan) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const unsigned mask = __ballot_sync(~0u, flag);
+    if (lane == 0) scan[warp] = __popc(mask);
     __syncthreads();
-    for (int p = tid; p < n_pairs; p += kFetchThreads) {
+    int at = *before + __popc(mask & ((1u << lane) - 1)), all = *before;
+    for (int w = 0; w < kWarps; ++w) {
+        if (w < warp) at += scan[w];
+        all += scan[w];
+    }
+    *before = all;
+    __syncthreads();
+    return at;
+}
+
+// victims[i]: the slot that was not used for i-th longest, of those whose key is not kHit; up to n of them.
+__device__ __forceinline__ void rank_victims(const int32_t *key, int n_slots, int n, int32_t *victims) {
+    for (int s = threadIdx.x; s < n_slots; s += kFetchThreads) {
+        const int mine = key[s];
+        if (mine == kHit) continue;
+        int rank = 0;
+        for (int t = 0; t < n_slots; ++t) rank += key[t] < mine || (key[t] == mine && t < s);
+        if (rank < n) victims[rank] = s;
+    }
+}
+
+__device__ __forceinline__ void put(const CacheArguments &c, int expert, int slot, int when) {
+    if (const int old = c.expert_of[slot]) c.slot_of[old - 1] = 0;
+    c.expert_of[slot] = expert + 1;
+    c.slot_of[expert] = slot + 1;
+    c.used[slot] = when;
+}
+
+__device__ __forceinline__ void mark(const FetchArguments &a, int32_t *named, int n_pairs) {
+    for (int e = threadIdx.x; e < a.c.n_experts; e += kFetchThreads) named[e] = 0;
+    __syncthreads();
+    for (int p = threadIdx.x; p < n_pairs; p += kFetchThreads) {
         const int e = a.ids[p / a.n_used * a.ids_stride + p % a.n_used];
-        if (e >= 0 && e < a.n_experts) chosen[e] = 1;
+        if (e >= 0 && e < a.c.n_experts) named[e] = 1;
     }
     __syncthreads();
-    for (int s = tid; s < a.n_slots; s += kFetchThreads) {
-        const int e = a.expert_of[s] - 1;
-        int use = last == INT_MAX ? 0 : a.used[s];
+}
+
+// Gives every chosen expert a place.
+__device__ __forceinline__ void choose_places(const FetchArguments &a, int32_t *shared) {
+    __shared__ int32_t scan[kWarps], n_found;
+    const CacheArguments &c = a.c;
+    const int tid = threadIdx.x;
+    int32_t *chosen = shared, *key = chosen + c.n_experts, *victims = key + c.n_slots;
+    const bool wraps = c.head[0] == INT_MAX;
+    const int clock = wraps ? 1 : c.head[0] + 1;
+    const bool is_staged = !wraps && c.head[kStagedWord] == clock;
+    if (tid == 0) n_found = 0;
+    mark(a, chosen, rows_of(a.info, a.rows_symbol) * a.n_used);
+    for (int s = tid; s < c.n_slots; s += kFetchThreads) {
+        const int e = c.expert_of[s] - 1;
+        int use = wraps ? 0 : c.used[s];
         if (e >= 0 && chosen[e]) {
             chosen[e] = 2;
-            a.place_of[e] = s;
-            a.used[s] = clock;
+            c.place_of[e] = s;
+            c.used[s] = clock;
             use = kHit;
             atomicAdd(&n_found, 1);
-        } else if (last == INT_MAX) {
-            a.used[s] = 0;
+        } else if (wraps) {
+            c.used[s] = 0;
         }
         key[s] = use;
     }
     __syncthreads();
-    // Missing experts in the order of their numbers.
-    int before = 0;
-    for (int first = 0; first < a.n_experts; first += kFetchThreads) {
-        const int e = first + tid, is_missing = e < a.n_experts && chosen[e] == 1;
-        const unsigned mask = __ballot_sync(~0u, is_missing);
-        if (lane == 0) scan[warp] = __popc(mask);
-        __syncthreads();
-        int at = before + __popc(mask & ((1u << lane) - 1)), all = before;
-        for (int w = 0; w < kFetchThreads / 32; ++w) {
-            if (w < warp) at += scan[w];
-            all += scan[w];
+    const int n_free = c.n_slots - n_found;
+    __syncthreads();
+    int n_missing = 0;
+    for (int first = 0; first < c.n_experts; first += kFetchThreads) {
+        const int e = first + tid, what = e < c.n_experts ? chosen[e] : 2;
+        if (what == 1 && is_staged) {
+            c.place_of[e] = c.staged_of[e];
+            atomicAdd(&n_found, 1);
         }
-        if (is_missing) a.copies[2 * at] = e;
-        if (e < a.n_experts && chosen[e] == 0) a.place_of[e] = 0;
-        before = all;
-        __syncthreads();
+        const bool is_missing = what == 1 && !is_staged;
+        const int at = ordered(is_missing, &n_missing, scan);
+        if (is_missing) c.copies[2 * at] = e;
+        if (what == 0) c.place_of[e] = 0;
     }
-    if (tid == 0) n_missing = before;
-    const int n_free = a.n_slots - n_found;
-    if (before > 0)
-        for (int s = tid; s < a.n_slots; s += kFetchThreads) {
-            const int mine = key[s];
-            if (mine == kHit) continue;
-            int rank = 0;
-            for (int t = 0; t < a.n_slots; ++t) rank += key[t] < mine || (key[t] == mine && t < s);
-            if (rank < before) victims[rank] = s;
-        }
+    if (n_missing > 0) rank_victims(key, c.n_slots, n_missing, victims);
     __syncthreads();
     for (int i = tid; i < n_missing; i += kFetchThreads) {
-        const int e = a.copies[2 * i];
-        int place = a.first_staging + i - n_free;
-        if (i < n_free) {
-            place = victims[i];
-            if (const int old = a.expert_of[place]) a.slot_of[old - 1] = 0;
-            a.expert_of[place] = e + 1;
-            a.slot_of[e] = place + 1;
-            a.used[place] = clock;
-        }
-        a.place_of[e] = place;
-        a.copies[2 * i + 1] = place;
+        const int e = c.copies[2 * i], place = i < n_free ? victims[i] : c.first_staging + i - n_free;
+        if (i < n_free) put(c, e, place, clock);
+        c.place_of[e] = place;
+        c.copies[2 * i + 1] = place;
     }
     if (tid == 0) {
-        a.head[0] = clock;
-        a.head[kCopiesWord] = n_missing;
-        uint64_t *sums = reinterpret_cast<uint64_t *>(a.head + kCountsWord);
-        const int to_slots = min(n_missing, n_free);
-        const uint64_t more[4] = {static_cast<uint64_t>(n_found), static_cast<uint64_t>(to_slots), static_cast<uint64_t>(n_missing - to_slots), 1};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            sums[i] += more[i];
-            a.counts[i] = sums[i];
-        }
+        c.head[0] = clock;
+        if (wraps) c.head[kStagedWord] = 0;
+        c.head[kCopiesWord] = n_missing;
+        count(c, 0, n_found);
+        count(c, 1, min(n_missing, n_free));
+        count(c, 2, max(0, n_missing - n_free));
+        count(c, 3, 1);
     }
 }
 
-// Grid: at most as many blocks as run at once. Shared: i32 [E + 2 n_slots].
-__global__ void __launch_bounds__(kFetchThreads) expert_fetch_kernel(const __grid_constant__ FetchArguments a) {
-    extern __shared__ int32_t shared[];
-    wait_dependence();
-    release_dependents();
-    if (blockIdx.x == 0) decide(a, shared);
-    meet(a.counter);
-    const int64_t n = __ldcg(a.head + kCopiesWord), n_vectors = a.n_bytes / 16, pieces = (a.n_bytes + kPieceBytes - 1) / kPieceBytes;
+// Which experts of the next layer are copied before it is known what it wants. One block.
+__device__ __forceinline__ void look_ahead(const FetchArguments &a, int32_t *shared) {
+    __shared__ int32_t scan[kWarps], n_picked;
+    const CacheArguments &c = a.c;
+    const int tid = threadIdx.x, n_rows = rows_of(a.info, a.rows_symbol);
+    int32_t *named = shared, *key = named + c.n_experts, *victims = key + c.n_slots;
+    int n_copies = 0;
+    if (n_rows * a.n_chosen >= 2 * c.n_experts) {
+        int n_empty = 0;
+        for (int first = 0; first < c.n_slots; first += kFetchThreads) {
+            const int s = first + tid;
+            const bool is_empty = s < c.n_slots && c.expert_of[s] == 0;
+            const int at = ordered(is_empty, &n_empty, scan);
+            if (is_empty) victims[at] = s;
+        }
+        __syncthreads();
+        for (int first = 0; first < c.n_experts; first += kFetchThreads) {
+            const int e = first + tid;
+            const bool is_away = e < c.n_experts && c.slot_of[e] == 0;
+            const int at = ordered(is_away, &n_copies, scan);
+            if (!is_away) continue;
+            const int place = at < n_empty ? victims[at] : c.first_staging + at - n_empty;
+            if (at < n_empty) put(c, e, place, 0);
+            else c.staged_of[e] = place;
+            c.copies[2 * at] = e;
+            c.copies[2 * at + 1] = place;
+        }
+        if (tid == 0) c.head[kStagedWord] = c.head[0] == INT_MAX ? 1 : c.head[0] + 1;
+    } else if (n_rows <= PK_AHEAD_TOKENS && a.ids != nullptr) {
+        mark(a, named, n_rows * a.n_used);
+        for (int s = tid; s < c.n_slots; s += kFetchThreads) {
+            const int e = c.expert_of[s] - 1;
+            key[s] = e >= 0 && named[e] ? kHit : c.used[s];
+        }
+        if (tid == 0) {
+            // A named expert that has a slot, or was picked, is not picked again.
+            int n = 0;
+            for (int i = 0; i < a.n_used && n < a.n_most; ++i)
+                for (int t = 0; t < n_rows && n < a.n_most; ++t) {
+                    const int e = a.ids[t * a.ids_stride + i];
+                    if (e < 0 || e >= c.n_experts || named[e] == 2 || c.slot_of[e] != 0) continue;
+                    named[e] = 2;
+                    c.copies[2 * n++] = e;
+                }
+            n_picked = n;
+        }
+        __syncthreads();
+        int n_free = 0;
+        for (int first = 0; first < c.n_slots; first += kFetchThreads) ordered(first + tid < c.n_slots && key[first + tid] != kHit, &n_free, scan);
+        n_copies = min(n_picked, n_free);
+        if (n_copies > 0) rank_victims(key, c.n_slots, n_copies, victims);
+        __syncthreads();
+        for (int i = tid; i < n_copies; i += kFetchThreads) {
+            put(c, c.copies[2 * i], victims[i], 0);
+            c.copies[2 * i + 1] = victims[i];
+        }
+    }
+    if (tid == 0) {
+        c.head[kCopiesWord] = n_copies;
+        count(c, 4, n_copies);
+    }
+}
+
+__device__ __forceinline__ void run_copies(const CacheArguments &c) {
+    const int64_t n = __ldcg(c.head + kCopiesWord), n_vectors = c.n_bytes / 16, pieces = (c.n_bytes + kPieceBytes - 1) / kPieceBytes;
     for (int64_t i = blockIdx.x; i < n * pieces; i += gridDim.x) {
         const int64_t copy = i / pieces, first = (i - copy * pieces) * (kPieceBytes / 16) + threadIdx.x;
-        const uint4 *from = reinterpret_cast<const uint4 *>(a.home + __ldcg(a.copies + 2 * copy) * a.stride);
-        uint4 *to = reinterpret_cast<uint4 *>(a.slots + __ldcg(a.copies + 2 * copy + 1) * a.stride);
+        const uint4 *from = reinterpret_cast<const uint4 *>(c.home + __ldcg(c.copies + 2 * copy) * c.stride);
+        uint4 *to = reinterpret_cast<uint4 *>(c.slots + __ldcg(c.copies + 2 * copy + 1) * c.stride);
         uint4 v[kLoads];
 #pragma unroll
         for (int j = 0; j < kLoads; ++j)
@@ -132,42 +225,142 @@ __global__ void __launch_bounds__(kFetchThreads) expert_fetch_kernel(const __gri
         for (int j = 0; j < kLoads; ++j)
             if (first + j * kFetchThreads < n_vectors) to[first + j * kFetchThreads] = v[j];
     }
+}
+
+// Grid: at most as many blocks as run at once. Shared: i32 [E + 2 n_slots].
+__global__ void __launch_bounds__(kFetchThreads) expert_fetch_kernel(const __grid_constant__ FetchArguments a) {
+    extern __shared__ int32_t shared[];
+    wait_dependence();
+    release_dependents();
+    if (blockIdx.x == 0) choose_places(a, shared);
+    meet(a.counter);
+    run_copies(a.c);
     leave(a.counter);
+}
+
+// Two launches: blocks that waited for each other beside a kernel whose blocks do so too might wait for ever.
+__global__ void __launch_bounds__(kFetchThreads) expert_ahead_kernel(const __grid_constant__ FetchArguments a) {
+    extern __shared__ int32_t shared[];
+    look_ahead(a, shared);
+}
+__global__ void __launch_bounds__(kFetchThreads) expert_copy_kernel(const __grid_constant__ CacheArguments c) { run_copies(c); }
+
+CacheArguments cache_of(const pk_expert_cache &from) {
+    CacheArguments c = {};
+    c.home = reinterpret_cast<const uint8_t *>(from.home);
+    c.slots = reinterpret_cast<uint8_t *>(from.slots);
+    c.head = reinterpret_cast<int32_t *>(from.cache);
+    c.slot_of = c.head + PK_CACHE_HEAD;
+    c.place_of = c.slot_of + from.n_experts;
+    c.staged_of = c.place_of + from.n_experts;
+    c.copies = c.staged_of + from.n_experts;
+    c.expert_of = c.copies + 2 * from.n_experts;
+    c.used = c.expert_of + from.n_slots;
+    c.counts = reinterpret_cast<uint64_t *>(from.counts);
+    c.stride = from.stride;
+    c.n_bytes = from.n_bytes;
+    c.n_experts = from.n_experts;
+    c.n_slots = from.n_slots;
+    c.first_staging = from.n_staging ? static_cast<int32_t>(static_cast<int64_t>(from.staging - from.slots) / from.stride) : 0;
+    return c;
+}
+
+// The stream beside a context's own. waits_for: the cache whose copies ahead have been given and not been waited for.
+struct Side {
+    cudaStream_t stream = nullptr;
+    cudaEvent_t forked = nullptr, joined = nullptr;
+    uint64_t waits_for = 0;
+};
+
+std::mutex lock;
+std::map<const pk_ctx *, Side> &sides() {
+    static auto *map = new std::map<const pk_ctx *, Side>;
+    return *map;
+}
+
+Side *side_of(const pk_ctx *ctx) {
+    std::lock_guard guard(lock);
+    auto found = sides().find(ctx);
+    return found == sides().end() ? nullptr : &found->second;
+}
+
+int32_t make_side(pk_ctx *ctx) {
+    std::lock_guard guard(lock);
+    Side &side = sides()[ctx];
+    side.waits_for = 0;
+    if (side.stream != nullptr) return PK_OK;
+    if (int32_t e = check(cudaStreamCreateWithFlags(&side.stream, cudaStreamNonBlocking), "experts")) return e;
+    if (int32_t e = check(cudaEventCreateWithFlags(&side.forked, cudaEventDisableTiming), "experts")) return e;
+    if (int32_t e = check(cudaEventCreateWithFlags(&side.joined, cudaEventDisableTiming), "experts")) return e;
+    if (ctx->n_processors > 8 * kAheadBlocks) ctx->n_processors -= kAheadBlocks;
+    return PK_OK;
+}
+
+// On the side, from here on: what the next layer will probably want.
+int32_t fork_ahead(const Launch &l, const pk_op_experts_fetched &op, Side *side) {
+    const int64_t bound_rows = bound(l, op.experts.x.rows);
+    const bool may_be_few = bound_rows <= PK_AHEAD_TOKENS && op.expected.data && op.n_most > 0;
+    if (side == nullptr || (!may_be_few && bound_rows * op.experts.ids.cols < 2 * op.next.n_experts)) return PK_OK;
+    FetchArguments a = {};
+    a.c = cache_of(op.next);
+    a.ids = reinterpret_cast<const int32_t *>(op.expected.data);
+    a.ids_stride = op.expected.stride / 4;
+    a.n_used = static_cast<int32_t>(op.expected.cols);
+    a.n_chosen = static_cast<int32_t>(op.experts.ids.cols);
+    a.n_most = op.n_most;
+    a.info = l.info;
+    a.rows_symbol = op.experts.x.rows;
+    if (int32_t e = check(cudaEventRecord(side->forked, l.stream), "experts")) return e;
+    if (int32_t e = check(cudaStreamWaitEvent(side->stream, side->forked), "experts")) return e;
+    Launch beside = l;
+    beside.stream = side->stream;
+    beside.overlap = false;
+    if (int32_t e = launch(beside, "expert_ahead", expert_ahead_kernel, dim3(1), dim3(kFetchThreads), (op.next.n_experts + 2ll * op.next.n_slots) * 4, a)) return e;
+    if (int32_t e = launch(beside, "expert_copy", expert_copy_kernel, dim3(kAheadBlocks), dim3(kFetchThreads), 0, a.c)) return e;
+    side->waits_for = op.next.cache;
+    return check(cudaEventRecord(side->joined, side->stream), "experts");
 }
 
 }  // namespace
 
+void drop_fetches(const pk_ctx *ctx) {
+    std::lock_guard guard(lock);
+    auto found = sides().find(ctx);
+    if (found == sides().end()) return;
+    if (found->second.stream) cudaStreamDestroy(found->second.stream);
+    if (found->second.forked) cudaEventDestroy(found->second.forked);
+    if (found->second.joined) cudaEventDestroy(found->second.joined);
+    sides().erase(found);
+}
+
 int32_t check_fetched(pk_ctx *ctx, const pk_op_experts_fetched &op, int64_t at) {
-    if (op.n_bytes % 16 || op.stride % 128) return fail(PK_BAD_ARG, "op %lld experts_fetched: experts of %lld bytes, %lld apart: the CUDA pack wants multiples of 16 and 128", (long long)at, (long long)op.n_bytes, (long long)op.stride);
+    for (const pk_expert_cache *c : {&op.here, &op.next})
+        if (c->home && (c->n_bytes % 16 || c->stride % 128))
+            return fail(PK_BAD_ARG, "op %lld experts_fetched: experts of %lld bytes, %lld apart: the CUDA pack wants multiples of 16 and 128", (long long)at, (long long)c->n_bytes, (long long)c->stride);
+    if (op.next.home)
+        if (int32_t e = make_side(ctx)) return e;
     return check_experts(ctx, op.experts, at);
 }
 
 int32_t launch_fetched(const Launch &l, const pk_op_experts_fetched &op) {
-    const int32_t n = op.experts.n_experts;
+    Side *side = side_of(l.ctx);
+    if (side != nullptr && side->waits_for == op.here.cache) {
+        side->waits_for = 0;
+        if (int32_t e = check(cudaStreamWaitEvent(l.stream, side->joined), "experts")) return e;
+    }
     FetchArguments a = {};
+    a.c = cache_of(op.here);
     a.ids = reinterpret_cast<const int32_t *>(op.experts.ids.data);
-    a.home = reinterpret_cast<const uint8_t *>(op.home);
-    a.slots = reinterpret_cast<uint8_t *>(op.slots);
-    a.head = reinterpret_cast<int32_t *>(op.cache);
-    a.slot_of = a.head + PK_CACHE_HEAD;
-    a.place_of = a.slot_of + n;
-    a.copies = a.place_of + n;
-    a.expert_of = a.copies + 2 * n;
-    a.used = a.expert_of + op.n_slots;
-    a.counts = reinterpret_cast<uint64_t *>(op.counts);
     a.counter = l.counters;
     a.info = l.info;
     a.ids_stride = op.experts.ids.stride / 4;
     a.rows_symbol = op.experts.x.rows;
-    a.stride = op.stride;
-    a.n_bytes = op.n_bytes;
-    a.n_used = static_cast<int32_t>(op.experts.ids.cols);
-    a.n_experts = n;
-    a.n_slots = op.n_slots;
-    a.first_staging = op.n_staging ? static_cast<int32_t>(static_cast<int64_t>(op.staging - op.slots) / op.stride) : 0;
-    const int64_t shared_bytes = (n + 2ll * op.n_slots) * 4;
+    a.n_used = a.n_chosen = static_cast<int32_t>(op.experts.ids.cols);
+    const int64_t shared_bytes = (op.here.n_experts + 2ll * op.here.n_slots) * 4;
     if (int32_t e = launch(l, "expert_fetch", expert_fetch_kernel, dim3(l.ctx->n_processors), dim3(kFetchThreads), shared_bytes, a)) return e;
-    return launch_experts_at(l, op.experts, {static_cast<int64_t>(op.slots - op.home), a.place_of, std::max(op.n_slots, a.first_staging + op.n_staging)});
+    if (op.next.home)
+        if (int32_t e = fork_ahead(l, op, side)) return e;
+    return launch_experts_at(l, op.experts, {static_cast<int64_t>(op.here.slots - op.here.home), a.c.place_of, std::max(op.here.n_slots, a.c.first_staging + op.here.n_staging)});
 }
 
 }  // namespace pk
