@@ -8,7 +8,8 @@ from harness import POISON, Bench, rounded
 from paddock_runner.errors import PackError
 from paddock_runner.formats.table import by_name
 from paddock_runner.pack import abi
-from paddock_runner.pack.program import Ahead, Epilogue, ExpertCache, Program, Stacks
+from paddock_runner.pack.fetched import Ahead, ExpertCache
+from paddock_runner.pack.program import Epilogue, Program, Stacks
 from paddock_runner.pack.tensor import T, Tensor
 from weights import Weight, random_weight, scaled_fp8
 

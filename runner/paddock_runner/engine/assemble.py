@@ -31,8 +31,9 @@ from ..model.site import Site
 from ..model.weights import NOWHERE, Progress, load_weights
 from ..pack import abi
 from ..pack.device import Device
+from ..pack.fetched import ExpertCache
 from ..pack.library import load_pack
-from ..pack.program import ExpertCache, Pages, Program
+from ..pack.program import Pages, Program
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
 from .experts import FetchedExperts, put_away
 

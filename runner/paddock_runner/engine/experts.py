@@ -12,7 +12,7 @@ from ..files.view import TensorView
 from ..memory.experts import COUNT_BYTES, MATRIX, ExpertLayer, ExpertLayers, expert_layers
 from ..model.weights import Away, source_of
 from ..pack.device import Device
-from ..pack.program import ExpertCache
+from ..pack.fetched import ExpertCache
 
 
 @dataclass(frozen=True, slots=True)

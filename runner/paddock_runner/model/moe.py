@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ..blueprint.blueprint import Experts, Layer
 from ..errors import UnsupportedError
-from ..pack.program import Ahead, Choice, Epilogue, Program, Stacks
+from ..pack.fetched import Ahead
+from ..pack.program import Choice, Epilogue, Program, Stacks
 from ..pack.tensor import Tensor
 from .site import Site
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..blueprint.blueprint import Blueprint, Rope
-from ..pack.program import ExpertCache, Pages, Program, Rotation
+from ..pack.fetched import ExpertCache
+from ..pack.program import Pages, Program, Rotation
 from ..pack.tensor import Tensor
 
 

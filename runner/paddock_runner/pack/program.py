@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import PackError
 from . import abi
+from .fetched import Ahead, ExpertCache
 from .tensor import Tensor
 
 SCORES = {"softmax": abi.PK_SCORE_SOFTMAX, "sigmoid": abi.PK_SCORE_SIGMOID, "chosen": abi.PK_SCORE_CHOSEN}
@@ -164,35 +165,6 @@ class Choice:
     n_groups: int = 1
     n_groups_used: int = 1
     n_group_best: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertCache:
-    """Where a layer's fetched experts come from and go to: see pk_expert_cache."""
-
-    home: int
-    slots: int
-    staging: int
-    cache: int
-    counts: int
-    stride: int
-    n_bytes: int
-    n_slots: int
-    n_staging: int
-    n_experts: int
-
-    def record(self) -> abi.pk_expert_cache:
-        """As the pack takes it."""
-        return abi.pk_expert_cache(**asdict(self))
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """What is copied for the next layer with experts before it chooses. expected: ids [T,k] that it may choose, best first; n_most of them at most."""
-
-    next: ExpertCache
-    expected: Tensor | None = None
-    n_most: int = 0
 
 
 @dataclass(frozen=True, slots=True)
