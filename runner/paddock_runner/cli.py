@@ -177,6 +177,8 @@ def _print_plan(opened: Any, as_json: bool) -> int:
     print(
         f"  {'in all':44} {plan.total_bytes / (1 << 20):12.2f} MiB  (peak {plan.peak_bytes / (1 << 20):.2f}, free {facts.free_bytes / (1 << 20):.2f})"
     )
+    if plan.host_bytes:
+        print(f"  {'experts in host memory, beside that':44} {plan.host_bytes / (1 << 20):12.2f} MiB  header")
     print(f"  {plan.pool_tokens} KV tokens in all, {plan.kv_token_bytes} bytes each")
     return 0
 
