@@ -8,7 +8,7 @@
 namespace pk {
 namespace {
 
-constexpr int32_t kStagedWord = 2;
+constexpr int32_t kStagedWord = 2, kLastStep = INT32_MAX - 1;  // then steps are counted anew
 
 // The words of a cache.
 struct Cache {
@@ -32,7 +32,7 @@ struct Cache {
     int32_t clock() const { return head[0]; }
 
     void tick() {
-        if (head[0] == INT32_MAX) {
+        if (head[0] == kLastStep) {
             std::fill(used, used + layer.n_slots, 0);
             head[0] = head[kStagedWord] = 0;
         }
@@ -121,7 +121,7 @@ void stage_all(Cache &c) {
         c.staged_of[e] = c.first_staging + n_staged++;
         c.copy(e, c.staged_of[e]);
     }
-    c.head[kStagedWord] = c.clock() == INT32_MAX ? 1 : c.clock() + 1;
+    c.head[kStagedWord] = c.clock() == kLastStep ? 1 : c.clock() + 1;
 }
 
 // The first n_most experts without a slot that are expected.

@@ -16,7 +16,7 @@
 namespace pk {
 namespace {
 
-constexpr int kFetchThreads = 512, kWarps = kFetchThreads / 32, kLoads = 4, kHit = INT_MAX, kAheadBlocks = 4;
+constexpr int kFetchThreads = 512, kWarps = kFetchThreads / 32, kLoads = 4, kHit = INT_MAX, kLastStep = INT_MAX - 1, kAheadBlocks = 4;
 constexpr int64_t kPieceBytes = int64_t{kFetchThreads} * kLoads * 16;
 // Words of a cache's head: steps, copies of this step, the step whose experts were all staged, u64 counts from word 4 on.
 constexpr int kCopiesWord = 1, kStagedWord = 2, kCountsWord = 4;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void choose_places(const FetchArguments &a, int32_t *
     const CacheArguments &c = a.c;
     const int tid = threadIdx.x;
     int32_t *chosen = shared, *key = chosen + c.n_experts, *victims = key + c.n_slots;
-    const bool wraps = c.head[0] == INT_MAX;
+    const bool wraps = c.head[0] == kLastStep;
     const int clock = wraps ? 1 : c.head[0] + 1;
     const bool is_staged = !wraps && c.head[kStagedWord] == clock;
     if (tid == 0) n_found = 0;
@@ -175,7 +175,7 @@ __device__ __forceinline__ void look_ahead(const FetchArguments &a, int32_t *sha
             c.copies[2 * at] = e;
             c.copies[2 * at + 1] = place;
         }
-        if (tid == 0) c.head[kStagedWord] = c.head[0] == INT_MAX ? 1 : c.head[0] + 1;
+        if (tid == 0) c.head[kStagedWord] = c.head[0] == kLastStep ? 1 : c.head[0] + 1;
     } else if (n_rows <= PK_AHEAD_TOKENS && a.ids != nullptr) {
         mark(a, named, n_rows * a.n_used);
         for (int s = tid; s < c.n_slots; s += kFetchThreads) {
