@@ -1,11 +1,12 @@
 """Streams that decode while a long prompt arrives: gaps between their tokens before and meanwhile, and the prompt's time to first token.
 
 Usage: python -m bench.longprefill MODEL [--pack PACK] [--streams 16] [--prompt 4000] [--rounds 3] [--threads N] [--machine NAME]
-       [--policy rest_steps=8 steady_ratio=1.5,long_step_ms=0 ...]
+       [--policy long_delay=1.2 long_delay=2,deep_chunk_tokens=128 ...] [--guests 128 2048]
 The engine runs in this process, without a front: gaps are times between steps that gave every stream a token. Each round measures the prompt
 alone, the streams alone, and both, so that what else the machine does falls on all three. Goals: gap p50 at most 1.25 and p99 at most 1.5 times
 of before, time to first token at most 1.4 times alone. The last two cannot both be had where decoding leaves no arithmetic unused (a CPU).
 With --policy each of these changes to the scheduler's policy is measured, one after the other on one device: the price of one goal in the other's coin.
+With --guests, for each length: a client with one prompt of so many tokens comes at random while another has 64 of them; its time to first token, against alone.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import sys
 from array import array
 from dataclasses import fields, replace
 from pathlib import Path
-from time import perf_counter
+from time import monotonic_ns, perf_counter
 
 from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
+from paddock_runner.engine.cost import CostModel
 from paddock_runner.engine.loop import Engine, freeze
 from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.process import Runner
@@ -60,16 +62,17 @@ class Scene:
         self.front = FrontPort(channel, True)
         self.engine = Engine(self.sizes, self.device, [EnginePort(channel, True)], policy)
         self.runner = Runner(self.engine)
+        self.engine.scheduler.cost.__class__ = Seeing
         self.n_asked = 0
         self.ended: set[int] = set()
         self.first: dict[int, float] = {}
         self.counts: dict[int, int] = {}
 
-    def ask(self, n_prompt: int, n_tokens: int) -> int:
-        """One more request; its id."""
+    def ask(self, n_prompt: int, n_tokens: int, client: int = 0) -> int:
+        """One more request, of a client of its own where none is named; its id."""
         self.n_asked += 1
         prompt = array("i", [self.random.randrange(300, self.n_vocab) for _ in range(n_prompt)])
-        self.front.ask(Ask(self.n_asked, prompt, max_tokens=n_tokens, temperature=0.0, client=self.n_asked))
+        self.front.ask(Ask(self.n_asked, prompt, max_tokens=n_tokens, temperature=0.0, client=client or 1000 + self.n_asked, received_ns=monotonic_ns()))
         return self.n_asked
 
     def turn(self) -> set[int]:
@@ -96,10 +99,10 @@ class Scene:
         while self.engine.n_open or self.engine.in_flight:
             self.turn()
 
-    def first_token_s(self, n_prompt: int) -> float:
+    def first_token_s(self, n_prompt: int, client: int = 0) -> float:
         """Time to the first token of a new prompt."""
         begun = perf_counter()
-        ask_id = self.ask(n_prompt, 1)
+        ask_id = self.ask(n_prompt, 1, client)
         while ask_id not in self.first:
             self.turn()
         return self.first[ask_id] - begun
@@ -123,9 +126,44 @@ class Scene:
         return found
 
 
+PRICES: dict[tuple[int, int, int], list[float]] = {}
+"""Milliseconds of steps with prefill beside decode rows, by rows, tokens of prefill, and thousands of tokens before them."""
+
+
+class Seeing(CostModel):
+    """The engine's cost model, whose measurements are kept."""
+
+    __slots__ = ()
+
+    def see(self, n_decode: int, n_tokens: int, work: float, us: float) -> None:
+        """As the model does."""
+        super().see(n_decode, n_tokens, work, us)
+        if n_decode and n_tokens:
+            PRICES.setdefault((n_decode, n_tokens, round((work / n_tokens - n_tokens / 2) / 8192) * 8), []).append(us / 1000)
+
+
 def share(values: list[float], q: float) -> float:
     """A quantile."""
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
+
+
+def guests(scene: Scene, n_prompt: int, rounds: int, n_many: int = 64) -> None:
+    """A client with one prompt beside one with many; prints its time to first token, alone and by when it comes."""
+    alone = statistics.median(scene.first_token_s(n_prompt) for _ in range(5))
+    found = []
+    for _ in range(rounds):
+        for _ in range(n_many):
+            scene.ask(n_prompt, 128, client=1)
+        until = perf_counter() + scene.random.uniform(0.05, 0.6)
+        while perf_counter() < until:
+            scene.turn()
+        found.append(scene.first_token_s(n_prompt, client=2))
+        scene.finish()
+    found.sort()
+    sys.stdout.write(
+        f"{n_prompt} tokens alone {1e3 * alone:.1f} ms; beside {n_many}: p50 {1e3 * found[rounds // 2]:.1f} ms {found[rounds // 2] / alone:.2f}x, most {1e3 * found[-1]:.1f} ms {found[-1] / alone:.2f}x\n"
+    )
+    sys.stdout.flush()
 
 
 def policy_of(words: str) -> Policy:
@@ -154,6 +192,10 @@ def measure(scene: Scene, options: argparse.Namespace) -> tuple[float, float, fl
         f"gaps before p50 {share(quiet, 0.5):.2f} p99 {share(quiet, 0.99):.2f} ms; meanwhile p50 {share(busy, 0.5):.2f} p99 {share(busy, 0.99):.2f} ms "
         f"({len(busy)} gaps): {p50:.2f}x, {p99:.2f}x; first token alone {statistics.median(alone):.2f} s, beside {statistics.median(beside):.2f} s: {ttft:.2f}x\n"
     )
+    steps = [f"{n}@{at}k {statistics.median(ms):.1f}" for (rows, n, at), ms in sorted(PRICES.items()) if rows == options.streams and len(ms) > 1]
+    sys.stdout.write("  steps with prefill, tokens@before ms: " + "  ".join(steps) + "\n")
+    sys.stdout.flush()
+    PRICES.clear()
     return p50, p99, ttft
 
 
@@ -168,6 +210,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--machine", default="")
     parser.add_argument("--policy", nargs="*", default=[], metavar="CHANGES")
+    parser.add_argument("--guests", type=int, nargs="*", default=[], metavar="TOKENS")
     options = parser.parse_args()
     scene = Scene(options)
     freeze()
@@ -175,7 +218,9 @@ def main() -> None:
         scene.begin(policy_of(changes))
         sys.stdout.write(f"{changes}: ")
         measure(scene, options)
-    if options.policy:
+    for n_prompt in options.guests:
+        guests(scene, n_prompt, 4 * options.rounds)
+    if options.policy or options.guests:
         return
     p50, p99, ttft = measure(scene, options)
     if options.machine:

@@ -33,7 +33,8 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
         facts = tuple(file_facts(path) for path in sorted(checkpoint.paths))
         tiers = TierConfig(order.host_cache_bytes, order.disk_cache_bytes, Path(order.cache_folder), facts)
     policy = Policy(
-        max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts, idle_release_s=order.idle_release_s, draft_head=blueprint.draft is not None
+        max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts, idle_release_s=order.idle_release_s, draft_head=blueprint.draft is not None,
+        long_delay=order.long_delay,
     )
     if order.guesses == "off":
         policy = replace(policy, draft_rows=0)

@@ -15,8 +15,6 @@ MAX_SAVED = 8
 SPLIT = 1.8
 """Prompts that come together are read in two steps, the first with one part in so many of their tokens: more than half of them start early, and the last
 starts no later than it would have, and no later than so many times the first."""
-LONG_STEP_RATIO = 4
-"""Where a chunk that is worth its launch takes longer than a step of decode rows by itself, a step takes one of so many times that, and decode rows alone have the next ones."""
 STARTS_PER_GAP = 2
 """Streams that may be held up for each prompt that starts in a long step."""
 
@@ -25,12 +23,12 @@ class Pace:
     """Budgets of steps, and what was spent beyond the steady pace. quantum: tokens of prefill below which a step gets no cheaper."""
 
     __slots__ = (
-        "_carry_us", "_cost", "_credit_ns", "_credit_us", "_gap_credit", "_gaps_seen", "_n_rested", "_n_saved", "_policy", "_quantum", "n_gaps",
+        "_carry_us", "_cost", "_credit_ns", "_credit_us", "_gap_credit", "_gaps_seen", "_n_saved", "_policy", "_quantum", "_rest", "n_gaps",
     )  # fmt: skip
 
     def __init__(self, policy: Policy, cost: CostModel, quantum: int = 1) -> None:
         self._policy, self._cost, self._quantum = policy, cost, quantum
-        self._n_rested = 0
+        self._rest = 0.0
         self._credit_us = policy.burst_ms * 1000
         self._credit_ns = 0
         self._gap_credit = float(policy.long_gaps)
@@ -61,17 +59,27 @@ class Pace:
         ):
             us = max(base * (policy.burst_ratio - 1), 1000 * policy.burst_step_ms - base)
         is_too_little = quantum > 1 and self._cost.tokens_for(us, position) < quantum
-        if is_too_little and 1000 * policy.long_step_ms >= LONG_STEP_RATIO * base:
-            self._n_rested += 1
-            if self._n_rested <= policy.rest_steps:
+        if is_too_little and policy.long_delay > 1:
+            # A round is one step with prefill and some without. Decode rows take (1 + rests) * base of it: so much may delay the prompt.
+            if self._rest >= 1:
+                self._rest -= 1
                 return 0.0
-            self._n_rested = 0
-            return 1000 * policy.long_step_ms
+            least_us = self._cost.chunk_us(self.least_tokens(position) + 1, position)
+            us = max(us, least_us, (1 + policy.rest_steps) * base / (policy.long_delay - 1))
+            self._rest += max(policy.rest_steps, us * (policy.long_delay - 1) / base - 1)
+            return us
         return us + self._carry_us
+
+    def least_tokens(self, position: int) -> int:
+        """The smallest chunk that is worth its time, `position` tokens into its prompt."""
+        policy = self._policy
+        if self._quantum > 1 and position >= policy.deep_tokens:
+            return policy.deep_chunk_tokens
+        return max(self._quantum, policy.min_chunk_tokens)
 
     def saves_up(self, us: float, position: int) -> bool:
         """Whether the time is too little for a chunk at that position: then it is kept for the next step."""
-        least = max(self._quantum, self._policy.min_chunk_tokens)
+        least = self.least_tokens(position)
         if not us or (self._n_saved < MAX_SAVED and self._cost.tokens_for(us, position) < least):
             self._carry_us = us
             self._n_saved += 1

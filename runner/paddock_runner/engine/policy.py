@@ -36,10 +36,14 @@ class Policy:
     """The first step of a burst that does not fit into one has at least so many: more tokens keep the matrix units no busier."""
     tile_tokens: int = 128
     """On devices with run-ahead: matrix products come in tiles of so many tokens, and attention over a long context is no cheaper for fewer."""
-    long_step_ms: float = 50.0
-    """There, a prompt for which the steady pace leaves no time gets a chunk that takes so long, ..."""
-    rest_steps: int = 2
-    """... and so many steps of decode rows alone follow: what prefill takes is lost to the streams sooner or later, but most of their gaps stay as they were."""
+    deep_tokens: int = 8192
+    """There, attention over a context of so many tokens takes most of the time, ..."""
+    deep_chunk_tokens: int = 384
+    """... and takes no less for a chunk of fewer than these: it would not fill the device."""
+    long_delay: float = 1.3
+    """There, a prompt for which the steady pace leaves no time gets chunks so large that it takes this many times as long as alone, ..."""
+    rest_steps: float = 1.125
+    """... and so many steps of decode rows alone follow each: what prefill takes is lost to the streams sooner or later, but most of their gaps stay as they were."""
     min_chunk_tokens: int = 16
     """Prefill goes on with at least this many tokens a step: smaller chunks waste the matrix kernels."""
     share_tokens: int = 64

@@ -174,7 +174,7 @@ class Scheduler:
         n = min(remaining, tokens_left)
         if us_left != math.inf:
             affordable = self.cost.tokens_for(us_left, request.done_tokens)
-            n = min(n, max(affordable, self._quantum, self._policy.min_chunk_tokens))
+            n = min(n, max(affordable, self.pace.least_tokens(request.done_tokens)))
         if n < request.remaining_tokens:
             to_tile = (n_before + n) // self._quantum * self._quantum - n_before
             n = to_tile if to_tile > 0 else n
