@@ -21,10 +21,10 @@ import build
 
 MATRIX = re.compile(r"\b(HMMA|HGMMA|QGMMA|IMMA|IGMMA|QMMA|OMMA|UTC\w*MMA)(?:\.[\w.]+)?")
 ANYWHERE = {
-    "stream_matmul": "HMMA", "gemm_mma": "HMMA|QMMA", "attention_prefill_kernel": "HMMA", "expert_stream_kernel": "HMMA", "expert_tiles_kernel": "HMMA", "delta_chunk_kernel": "HMMA",
+    "stream_matmul": "HMMA", "gemm_mma": "HMMA|QMMA", "attention_prefill_kernel": "HMMA", "expert_stream_kernel": "HMMA", "expert_tiles_kernel": "HMMA|HGMMA", "delta_chunk_kernel": "HMMA",
     "delta_scan_kernel": "HMMA",
 }  # fmt: skip
-OWN = {"sm_90a": {"gemm_wgmma": "HGMMA|QGMMA", "attention_wgmma": "HGMMA"}, "sm_100f": {"gemm_tcgen05": "UTCHMMA"}}
+OWN = {"sm_90a": {"gemm_wgmma": "HGMMA|QGMMA", "attention_wgmma": "HGMMA", "expert_grouped_kernel": "HGMMA|QGMMA"}, "sm_100f": {"gemm_tcgen05": "UTCHMMA"}}
 WHOLE = {"sm_90a": ("HGMMA", "QGMMA"), "sm_89": ("QMMA",), "sm_120f": ("QMMA",)}
 """Instructions that must be somewhere in a library of the architecture: bf16 and fp8 products."""
 MISSING = {
