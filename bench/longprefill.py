@@ -218,6 +218,8 @@ def main() -> None:
         scene.begin(policy_of(changes))
         sys.stdout.write(f"{changes}: ")
         measure(scene, options)
+    if options.guests:
+        scene.begin(Policy())
     for n_prompt in options.guests:
         guests(scene, n_prompt, 4 * options.rounds)
     if options.policy or options.guests:
