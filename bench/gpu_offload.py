@@ -1,6 +1,6 @@
 """Mixtures of a real shape with experts in host memory, on the CUDA pack, without HTTP: tokens against all experts on the device, speed, hits, bytes over PCIe.
 
-Usage: python -m bench.gpu_offload PACK --out FOLDER [--formats fp8 q4_k_m bf16] [--shares 100 50 25] [--layers N] [--rows 1 8 32] [--prompt 2048]. Weights are random, each expert's
+Usage: python -m bench.gpu_offload PACK --out FOLDER [--formats fp8 q4_k_m bf16] [--shares 100 50 25] [--layers N] [--rows 1 8 32] [--prompts 2048 8192]. Weights are random, each expert's
 its own part of one file per format. Decode is fed random tokens, so that choices are as even as a random router makes them: real routers have favourites, and find more.
 """
 
@@ -35,7 +35,7 @@ from .gpu_models import SHORT_PAGES, Driver
 from .gpu_weights import Weight
 
 POOL_BYTES = 192 << 20
-STEPS, GREEDY, CTX = 16, 24, 4096
+STEPS, GREEDY = 16, 24
 
 
 def views(plan: Blueprint, kind: str, folder: Path) -> dict[str, TensorView]:
@@ -162,11 +162,12 @@ def run(options: argparse.Namespace, kind: str, folder: Path) -> list[dict[str, 
     tensors, rows = views(plan, kind, folder), []
     said: dict[int, list[tuple[int, list[list[int]]]]] = {}
     most = max(options.rows)
-    n_pages = 1 + CTX // 16 + most * SHORT_PAGES
+    longest = max(2048, *options.prompts)
+    n_pages = 1 + longest // 16 + most * SHORT_PAGES
     for share in options.shares:
         experts = plan.layers[0].experts
         n_slots = experts.n_experts * share // 100 if experts is not None and share < 100 else 0
-        sizes = StateSizes(most, CTX, 16, n_pages, plan.n_vocab, max(options.prompt, 256), most, 8, 5, 8, n_expert_slots=n_slots)
+        sizes = StateSizes(most, longest, 16, n_pages, plan.n_vocab, longest, most, 8, 5, 8, n_expert_slots=n_slots)
         start = time.perf_counter()
         device = Device(load_pack(options.pack))
         fetched = fill_device(device, sizes, "bf16", plan, tensors)
@@ -179,8 +180,7 @@ def run(options: argparse.Namespace, kind: str, folder: Path) -> list[dict[str, 
             sys.stdout.write(f"{kind} {share} %: {GREEDY} greedy steps of {batch} row(s): same tokens as {same} of {[s for s, _ in said[batch]]} %; {[t[0] for t in tokens[:6]]}\n")
             said[batch].append((share, tokens))
         rows += [case.decode(batch) for batch in options.rows]
-        if options.prompt:
-            rows.append(case.prefill(options.prompt))
+        rows += [case.prefill(n) for n in options.prompts]
         device.close()
     return rows
 
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--shares", type=int, nargs="*", default=[100, 50, 25], help="percent of the experts that have places; 100: experts on the device alone, whose lone tokens have a kernel of their own, so that 99 is what 50 is to be compared with")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--prompt", type=int, default=2048)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--ahead", default="", help="KiB of a layer's experts that are copied on a guess instead of what is built in; none: nothing is copied ahead, prompts' neither")
     options = parser.parse_args()
     if options.ahead == "none":

@@ -50,7 +50,7 @@ class Config:
         flag="--max-ctx", unit="tokens", low=1,
     )  # fmt: skip
     max_step_tokens: int = knob(
-        0, "tokens of one step, prefill included, at most; 0: 512 on the CPU, 2560 on a GPU", unit="tokens", low=0
+        0, "tokens of one step, prefill included, at most; 0: 512 on the CPU, 2560 on a GPU, 8192 on one whose experts lie in host memory", unit="tokens", low=0
     )
     kv_format: str = knob(
         "auto", "format of the KV cache; auto: f16 on the CPU, bf16 on a GPU", flag="--kv-dtype",

@@ -53,6 +53,9 @@ KV_FORMAT = {"cpu": "f16", "cuda": "bf16"}
 """The KV cache's format where nobody chose one: the one that the device's attention reads without converting."""
 STEP_TOKENS = {"cpu": 512, "cuda": 2560}
 """Tokens of the largest step where nobody chose: enough to keep the matrix units busy and for more than half of 32 prompts of 128, few enough for a step to stay short."""
+AWAY_STEP_TOKENS = 8192
+"""The same where experts lie in host memory: a step of a long prompt copies nearly all that are missing, however many tokens it has."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
@@ -106,7 +109,8 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", self.kv_format or KV_FORMAT[self.device.kind])
-        object.__setattr__(self, "max_step_tokens", self.max_step_tokens or STEP_TOKENS[self.device.kind])
+        is_away = self.expert_bytes is not None and self.device.kind == "cuda"
+        object.__setattr__(self, "max_step_tokens", self.max_step_tokens or (AWAY_STEP_TOKENS if is_away else STEP_TOKENS[self.device.kind]))
 
 
 @dataclass(frozen=True, slots=True)

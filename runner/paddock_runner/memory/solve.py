@@ -57,7 +57,7 @@ class Solver:
         experts = self.weights.experts
         if not experts.layers:
             return 0
-        least = self.plan(replace(request, expert_bytes=experts.device_bytes(1)))
+        least = self.plan(_away(request, experts.device_bytes(1)))
         hundredths = (self.free_bytes - least.peak_bytes + experts.device_bytes(1)) * 100 // GIB
         n_bytes = int(round(hundredths / 100, 2) * GIB)  # as a flag with two digits says it
         return n_bytes if n_bytes >= experts.device_bytes(1) else 0
@@ -67,7 +67,9 @@ class Solver:
         n_bytes = self.most_expert_bytes(request) if request.expert_bytes is None else 0
         if not n_bytes:
             return {}
-        found = self.plan(replace(request, expert_bytes=n_bytes))
+        found = self.plan(_away(request, n_bytes))
+        if not found.sizes.n_expert_slots:
+            return {}
         return {
             "change": "expert_vram_gib", "expert_vram_gib": round(n_bytes / GIB, 2), "n_expert_slots": found.sizes.n_expert_slots, "n_experts": self.weights.experts.most, "host_bytes": found.host_bytes
         }  # fmt: skip
@@ -121,6 +123,11 @@ def require_fit(answer: Solver, request: PlanRequest) -> MemoryPlan:
         free_bytes=answer.free_bytes,
         alternatives=others,
     )
+
+
+def _away(request: PlanRequest, expert_bytes: int) -> PlanRequest:
+    """The request with so many bytes of the device for experts, and with the steps that suit that."""
+    return replace(request, expert_bytes=expert_bytes, max_step_tokens=0)
 
 
 def _words(other: dict[str, Any]) -> str:
