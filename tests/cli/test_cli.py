@@ -172,7 +172,7 @@ def test_fit_of_a_real_model_is_the_runners_plan(paddock, models_dir):
 
 def test_fit_refuses_with_numbers_and_with_what_fits(paddock, models_dir):
     path = models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    where = ("--device", "cpu", "--threads", "2", "--vram", "250MiB")
+    where = ("--device", "cpu", "--threads", "2", "--vram", "350MiB")
     done = paddock("fit", str(path), "--ctx", "8192", *where, "--json")
     assert done.code == 9
     report = done.json["reports"][0]

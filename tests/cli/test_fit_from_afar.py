@@ -92,7 +92,7 @@ def test_smaller_quants_of_the_repository_that_fit_are_named_as_commands(paddock
     from tests.cli.test_tutorial import qwen3_8b
     from tests.fakes.hub import Hollow
 
-    small = {"m-Q2_K.gguf": Hollow(b"GGUF", 3_281_728_416), "m-Q3_K_M.gguf": Hollow(b"GGUF", 4_124_162_208), "m-Q8_0.gguf": Hollow(b"GGUF", 8_709_518_112)}
+    small = {"m-Q2_K.gguf": Hollow(b"GGUF", 3_281_728_416), "m-Q3_K_M.gguf": Hollow(b"GGUF", 3_924_162_208), "m-Q8_0.gguf": Hollow(b"GGUF", 8_709_518_112)}
     hub.add("org/eight", {"m-Q4_K_M.gguf": qwen3_8b(), **small})
     words = ("fit", "org/eight:Q4_K_M", "--vram", "5GiB", "--arch", "sm_89", "--ctx", "512")
     done = paddock(*words, "--json")

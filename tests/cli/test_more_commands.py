@@ -180,8 +180,8 @@ def test_pull_says_whether_it_fits_before_the_weights_move(paddock, hub, models_
     monkeypatch.setattr(pull, "WORTH_A_VERDICT_BYTES", 0)
     monkeypatch.setattr(fit, "find_where", lambda *a: [fit.on_host(2, 8 << 30)])
     done = paddock("pull", "org/smol", "--dry-run")
-    assert done.code == 0 and re.search(r"\n\d+M parameters; fits here: 0\.3\d of 8\.00 GiB free on CPU, as told, at context 8192 x 1\n", done.err)
-    monkeypatch.setattr(fit, "find_where", lambda *a: [fit.on_host(2, 200 << 20)])
+    assert done.code == 0 and re.search(r"\n\d+M parameters; fits here: 0\.4\d of 8\.00 GiB free on CPU, as told, at context 8192 x 1\n", done.err)
+    monkeypatch.setattr(fit, "find_where", lambda *a: [fit.on_host(2, 320 << 20)])
     refused = paddock("pull", "org/smol", "--require-fit", "--json")
     assert refused.code == 9 and refused.json["error"]["facts"]["alternatives"]
     assert not (places().models / "org/smol" / path.name).exists()

@@ -122,11 +122,11 @@ def test_solutions_fit_and_the_next_larger_do_not(free_mib, model):
 
 
 def test_plan_that_does_not_fit_names_both_numbers_and_what_would(model):
-    answer, request = solver(*model, 70 * MIB), PlanRequest(8192, 64, CPU, "f16")
+    answer, request = solver(*model, 140 * MIB), PlanRequest(8192, 64, CPU, "f16")
     with pytest.raises(WontFit) as caught:
         require_fit(answer, request)
     facts = caught.value.facts
-    assert facts["need_bytes"] > facts["free_bytes"] == 70 * MIB and facts["alternatives"]
+    assert facts["need_bytes"] > facts["free_bytes"] == 140 * MIB and facts["alternatives"]
     for other in facts["alternatives"]:
         assert answer.fits(replace(request, **{k: v for k, v in other.items() if k != "change"}))
     assert "it fits with" in str(caught.value)
