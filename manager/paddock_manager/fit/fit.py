@@ -121,7 +121,7 @@ def report(name: str, checkpoint: Checkpoint, where: Where, wish: Wish) -> Repor
     plan, verdict = _verdict(answer, request)
     head = where.facts.free_bytes - plan.peak_bytes
     ctx, batch = answer.largest_ctx_tokens(request), answer.largest_batch(request)
-    notes = [*blueprint.notes, *_load_note(plan, where.calibration)]
+    notes = [*blueprint.notes, *_load_note(plan, where.calibration), *_fetch_note(blueprint, answer, plan, where.calibration)]
     room = where.host_free_bytes or plan.host_bytes
     if plan.host_bytes > room:
         verdict = "no"
@@ -140,6 +140,19 @@ def _load_note(plan: MemoryPlan, measured: Calibration | None) -> list[str]:
     return [f"from memory to the GPU its weights take {seconds:.1f} s or more, at {measured.host_bytes_per_s / 1e9:.1f} GB/s as measured"]
 
 
+def _fetch_note(blueprint: Blueprint, answer: Solver, plan: MemoryPlan, measured: Calibration | None) -> list[str]:
+    """What a token copies of experts in host memory, if all are chosen equally often; they are not, and those often chosen stay on the device."""
+    n = plan.sizes.n_expert_slots
+    used = [layer.experts.n_used for layer in blueprint.all_layers if layer.experts is not None]
+    if not n:
+        return []
+    away = sum(k * x.n_bytes * max(0, x.n_experts - n) / x.n_experts for k, x in zip(used, answer.weights.experts.layers, strict=False))
+    words = f"were its experts chosen equally often, a token would copy {away / 1e9:.2f} GB of them"
+    if measured is None:
+        return [words]
+    return [f"{words}, which takes {away / measured.host_bytes_per_s * 1e3:.0f} ms at {measured.host_bytes_per_s / 1e9:.1f} GB/s as measured"]
+
+
 def _verdict(answer: Solver, request: PlanRequest) -> tuple[MemoryPlan, str]:
     """The plan as the runner would make it: full contexts for all requests, else the largest pool of pages that they share."""
     plan = answer.plan(request)
@@ -154,7 +167,7 @@ def request_of(blueprint: Blueprint, where: Where, wish: Wish) -> PlanRequest:
     ctx = wish.ctx_tokens if wish.ctx_tokens is not None else min(wish.default_ctx_tokens, blueprint.max_ctx_tokens)
     request = PlanRequest(ctx, wish.batch if wish.batch is not None else wish.default_batch, where.facts)
     if wish.expert_gib is not None:
-        request = replace(request, expert_bytes=int(wish.expert_gib * (1 << 30)))
+        request = replace(request, expert_bytes=int(wish.expert_gib * (1 << 30)), max_step_tokens=0)
     return replace(request, kv_format=wish.kv_format) if wish.kv_format else request
 
 
