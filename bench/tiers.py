@@ -145,7 +145,7 @@ def main() -> None:
     pack = a.pack or find_pack("cpu")
     facts = cuda_facts(132) if "cuda" in pack.name else cpu_facts(os.cpu_count() or 1)
     ctx = a.tokens + 64
-    request = PlanRequest(ctx, 2, facts, kv_format=a.kv, n_pages=ctx // 32 + 64, has_windows=False)
+    request = PlanRequest(ctx, 2, facts, kv_format=a.kv, n_pages=ctx // 32 + 64)
     sizes = state_sizes(blueprint, request)
     device = build_device(Assembly(pack, sizes, request.kv_format), blueprint, tensors_by_name(checkpoint, blueprint))
     device.grow_pages(sizes.n_pages)

@@ -127,7 +127,7 @@ def test_a_second_turn_computes_only_what_is_new_and_answers_what_it_answers_alo
         place.device.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2", "granite-hybrid"])
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2", "granite-hybrid", "gemma3", "gpt-oss"])
 def test_a_restart_answers_from_pages_on_disk_what_it_answered_before(name, tmp_path):
     place = Place(name)
     try:
@@ -145,6 +145,8 @@ def test_a_restart_answers_from_pages_on_disk_what_it_answered_before(name, tmp_
             place.device.fill(place.device.kv_address, 0xFF, N_PAGES * place.device.kv_page_bytes)
             if place.sizes.recurrent_bytes:
                 place.device.fill(place.device.state.recurrent, 0xFF, place.sizes.n_slots * place.sizes.recurrent_bytes)
+            if place.device.windows is not None:
+                place.device.fill(place.device.windows.kv, 0xFF, place.sizes.n_window_pages * place.device.window_bytes)
         assert [n for n, _ in found] == [0, 40] and found[0][1] == found[1][1]
     finally:
         place.device.close()

@@ -170,6 +170,27 @@ class FakeDevice:
 
         self._copy(copy)
 
+    @property
+    def window_bytes(self) -> int:
+        return 8 * self.sizes.page_tokens
+
+    def alloc_host_windows(self, n: int) -> None:
+        self.host_windows = memoryview(bytearray(n * self.window_bytes))
+
+    def host_window(self, place: int) -> memoryview:
+        return self.host_windows[place * self.window_bytes : (place + 1) * self.window_bytes]
+
+    def window_out(self, page: int, place: int) -> None:
+        size = self.sizes.page_tokens
+        self._copy(lambda: self.host_window(place).cast("q").__setitem__(slice(0, size), array("q", [self.window_kv.get((page, i), -1) for i in range(size)])))
+
+    def window_in(self, place: int, page: int) -> None:
+        def copy() -> None:
+            for i, value in enumerate(self.host_window(place).cast("q").tolist()):
+                self.window_kv[page, i] = value
+
+        self._copy(copy)
+
     def settle(self) -> None:
         while self.can_run:
             self.run_one()

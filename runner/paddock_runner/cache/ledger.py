@@ -16,10 +16,11 @@ class Holding:
 
     doubles: pages among the first n_settled that are the request's own, because the tree had others with the same tokens already.
     windows: its pages of layers with a window, in table order, as far as it needed them yet; 0 behind the window, and n_behind such at the start.
+    prompt_pages: how much of the prompt, in whole pages, one finds that asks it again.
     known_pages: how far the tree knew the prompt at the start, be it without a state to go on from. n_known: pages that need not be computed.
     """
 
-    __slots__ = ("below", "cached_pages", "doubles", "is_apart", "known_pages", "n_behind", "n_known", "n_settled", "node", "pages", "state_key", "windows")
+    __slots__ = ("below", "cached_pages", "doubles", "is_apart", "known_pages", "n_behind", "n_known", "n_settled", "node", "pages", "prompt_pages", "state_key", "windows")
 
     def __init__(self, node: Node, pages: list[int]) -> None:
         self.node = node
@@ -27,7 +28,7 @@ class Holding:
         self.n_settled = self.cached_pages = self.known_pages = self.n_known = len(pages)
         self.doubles: list[int] = []
         self.windows: list[int] = []
-        self.n_behind = 0
+        self.n_behind = self.prompt_pages = 0
         self.state_key = b""
         """Of the recurrent states to start from, where they are in host memory."""
         self.below: list[bytes] = []
@@ -71,11 +72,13 @@ class Ledger:
         self._grow = grow
         self.is_shared = is_shared
 
-    def use_tiers(self, tiers: Tiers, states: Tiers | None = None) -> None:
-        """Pages that are forgotten go to these tiers, and prompts look for their pages there; the same for states, where there are such."""
+    def use_tiers(self, tiers: Tiers, others: Tiers | None = None) -> None:
+        """Pages that are forgotten go to these tiers, and prompts look for their pages there; the others are for states or pages of layers with a window."""
         self.tree.tiers = tiers
         if self.states is not None:
-            self.states.tiers = states
+            self.states.tiers = others
+        if self.windows is not None:
+            self.windows.tiers = others
 
     @property
     def n_available(self) -> int:
@@ -104,8 +107,11 @@ class Ledger:
             node, pages, windows, n_known = self.tree.match_window(tokens, salt, most)
         else:
             node, pages = self.tree.match(tokens, salt, most)
-        deeper = self._deeper(tokens, salt, len(pages), most)
+        deeper = self._deeper(tokens, salt, len(pages), most) or self._deeper_window(tokens, salt, len(pages), most)
         if deeper:
+            if self.windows is not None:
+                self.windows.let_go(filter(None, windows), True)
+                windows = []
             self.tree.unlock(node)
             node, pages = self.tree.match(tokens, salt, len(deeper))
         need = self.pages_for(n_tokens) - len(pages)
@@ -116,9 +122,10 @@ class Ledger:
             return None
         holding = Holding(node, pages)
         holding.windows, holding.n_behind = windows, windows.count(0)
-        holding.known_pages = max(n_known, holding.known_pages)
+        holding.known_pages, holding.prompt_pages = max(n_known, holding.known_pages), most
         if deeper:
             self._pin(holding, deeper[len(pages) :], state_key(deeper[-1]))
+            self._bring_windows(holding, tokens, salt, deeper)
         self._make_room(need)
         if not deeper:
             self._pin(holding, self.below(node, tokens, len(pages), most), b"")
@@ -126,6 +133,40 @@ class Ledger:
         return holding
 
     # ---- layers with a window ----
+
+    def _deeper_window(self, tokens: bytes, salt: int, n_have: int, most: int, is_disk: bool = False) -> list[bytes]:
+        """Keys of the pages up to the deepest place, beyond n_have pages, where these and all that windows see from there are on the device or in host memory.
+
+        is_disk: or on disk.
+        """
+        tiers, windows = self.tree.tiers, self.windows.tiers if self.windows is not None else None
+        if tiers is None or windows is None or self.windows is None or n_have >= most or (tiers.is_empty and windows.is_empty):
+            return []
+        size = 4 * self.page_tokens
+        keys, known = page_keys(root_key(salt), tokens[: most * size], size), self.tree.known_windows(tokens, salt, most)
+        n = len(known) + tiers.find(keys[len(known) :])[is_disk]
+        while n > n_have:
+            seen = range(n - 1, max(0, n - self.windows.n_back) - 1, -1)
+            gap = next((i for i in seen if not (i < len(known) and known[i]) and not windows.find([keys[i]])[is_disk]), -1)
+            if gap < 0:
+                return keys[:n]
+            n = gap
+        return []
+
+    def _bring_windows(self, holding: Holding, tokens: bytes, salt: int, keys: list[bytes]) -> None:
+        """What windows see from the end of the pages with these keys is held, or copied from host memory, in order with the steps."""
+        if self.windows is None or self.windows.tiers is None:
+            return
+        known, first = self.tree.known_windows(tokens, salt, len(keys)), max(0, len(keys) - self.windows.n_back)
+        seen = [known[i] if i < len(known) else 0 for i in range(first, len(keys))]
+        missing = [i for i, page in enumerate(seen) if not page]
+        wanted = [keys[first + i] for i in missing]
+        self.windows.hold(filter(None, seen))
+        self.windows.tiers.pin(wanted)
+        for i, page in zip(missing, pages := self.windows.take(len(missing)), strict=True):
+            seen[i] = page
+        self.windows.tiers.bring(wanted, pages)
+        holding.windows, holding.n_behind = [0] * first + seen, first
 
     def reach(self, holding: Holding, n_tokens: int) -> int:
         """Pages of layers with a window for the first n_tokens, the last of holding.windows; how many are new."""
@@ -137,16 +178,17 @@ class Ledger:
     def pass_by(self, holding: Holding, n_tokens: int) -> None:
         """The next token to be computed is at n_tokens: what no window sees from there is given back, and may be used from the next step on.
 
-        Where the prompt left what was known, others are likely to leave it, too: what they would see there is kept longer.
+        Where the prompt left what was known others are likely to leave it, too, and its last page is where one goes on that asks it again: what
+        they would see there is kept longer.
         """
         if self.windows is None:
             return
         first, end = holding.n_behind, min(self.windows.behind(n_tokens), len(holding.windows))
         if end <= first:
             return
-        parting = range(holding.known_pages - self.windows.n_back, holding.known_pages)
+        n_back = self.windows.n_back
         for i in range(first, end):
-            self.windows.let_go([holding.windows[i]], i in parting)
+            self.windows.let_go([holding.windows[i]], any(at - n_back <= i < at for at in (holding.known_pages, holding.prompt_pages)))
             holding.windows[i] = 0
         holding.n_behind = end
 
@@ -200,7 +242,7 @@ class Ledger:
     def below(self, node: Node, tokens: bytes, first: int, most: int) -> list[bytes]:
         """Keys of the pages after the first ones that are in host memory now."""
         tiers = self.tree.tiers
-        if tiers is None or self.states is not None or first >= most:
+        if tiers is None or self.states is not None or self.windows is not None or first >= most:
             return []
         size = 4 * self.page_tokens
         keys = page_keys(self.tree.before(node), tokens[first * size : most * size], size)
@@ -216,6 +258,8 @@ class Ledger:
             return False
         if self.states is not None:
             return self._fetch_states(tokens, salt, us_of)
+        if self.windows is not None:
+            return self._fetch_windows(tokens, salt, us_of)
         most, size = (len(tokens) // 4 - 1) // self.page_tokens, 4 * self.page_tokens
         node, pages = self.tree.match(tokens, salt, most)
         before, first = self.tree.before(node), len(pages)
@@ -245,6 +289,24 @@ class Ledger:
             return False
         is_coming = tiers.fetch(keys[n_device:])
         return states.fetch([key]) or is_coming
+
+    def _fetch_windows(self, tokens: bytes, salt: int, us_of: Callable[[int, int], float]) -> bool:
+        """The same for a model with pages of windows: pages, and what windows see from their end."""
+        tiers, windows = self.tree.tiers, self.windows.tiers if self.windows is not None else None
+        most = (len(tokens) // 4 - 1) // self.page_tokens
+        n_have = self.tree.peek(tokens, salt, most)
+        keys = self._deeper_window(tokens, salt, n_have, most, is_disk=True)
+        if not keys or tiers is None or windows is None or self.windows is None:
+            return False
+        known = self.tree.known_windows(tokens, salt, len(keys))
+        seen = [keys[i] for i in range(max(0, len(keys) - self.windows.n_back), len(keys)) if i >= len(known) or not known[i]]
+        n_pages = len(keys) - len(known) - tiers.find(keys[len(known) :])[0]
+        n_windows = sum(not windows.find([key])[0] for key in seen)
+        us = tiers.us("disk", n_pages) + windows.us("disk", n_windows)
+        if not (n_pages or n_windows) or us > us_of((len(keys) - n_have) * self.page_tokens, n_have * self.page_tokens):
+            return False
+        is_coming = tiers.fetch(keys[len(known) :])
+        return windows.fetch(seen) or is_coming
 
     def settle(self, holding: Holding, tokens: bytes) -> None:
         """Shares what is computed: `tokens` are those of whole pages after the settled ones."""

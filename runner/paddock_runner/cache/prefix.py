@@ -184,24 +184,29 @@ class PrefixTree:
     def _find_window(self, tokens: bytes, salt: int, max_pages: int) -> tuple[int, int]:
         """Pages to the deepest place on the prompt's path from which all that windows see is known, and the pages that are known in all."""
         assert self.windows is not None
-        node, step, n_back = self._roots.get(salt), self._page_bytes, self.windows.n_back
+        known, n_back = self.known_windows(tokens, salt, max_pages), self.windows.n_back
+        best = n_seen = 0
+        for n, page in enumerate(known, 1):
+            n_seen = n_seen + 1 if page else 0
+            if n_seen >= n_back or n_seen == n:
+                best = n
+        return best, len(known)
+
+    def known_windows(self, tokens: bytes, salt: int, max_pages: int) -> list[int]:
+        """For each page of the prompt that is known: its page of layers with a window, or 0."""
+        node, step, found = self._roots.get(salt), self._page_bytes, list[int]()
         at, end = 0, max_pages * step
-        best = n = n_seen = 0
         while node is not None and at < end:
             node = node.children.get(tokens[at : at + step])
             if node is None:
                 break
             is_whole = tokens.startswith(node.edge, at) and at + len(node.edge) <= end
             n_bytes = len(node.edge) if is_whole else self._common(node.edge, tokens, at, end)
-            for page in node.windows[: n_bytes // step]:
-                n += 1
-                n_seen = n_seen + 1 if page else 0
-                if n_seen >= n_back or n_seen == n:
-                    best = n
+            found += node.windows[: n_bytes // step]
             at += n_bytes
             if not is_whole:
                 break
-        return best, at // step
+        return found
 
     def _common(self, edge: bytes, tokens: bytes, at: int, end: int) -> int:
         """Bytes, in whole pages, that `edge` and tokens[at:end] have in common."""
@@ -365,6 +370,8 @@ class PrefixTree:
             self.n_evictable -= n
             if self.states is not None:
                 self.states.spill(node)
+            if self.windows is not None:
+                self.windows.spill(node, len(node.windows) - n)
             if self.tiers is not None:
                 self.tiers.spill(node.keys[-n:], node.pages[-n:])
                 del node.keys[-n:]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .pages import PageFault, PagePool
+from .tiers import Tiers
 
 if TYPE_CHECKING:
     from .prefix import Node
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class WindowPool:
     """n_back: pages before a page's first token that are seen from there. n_pages counts the scratch page."""
 
-    __slots__ = ("_ends", "_middles", "_owner", "_pool", "_uses", "n_back", "n_evicted", "n_pages", "page_tokens", "window")
+    __slots__ = ("_ends", "_middles", "_owner", "_pool", "_uses", "n_back", "n_evicted", "n_pages", "page_tokens", "tiers", "window")
 
     def __init__(self, n_pages: int, window: int, page_tokens: int, n_back: int) -> None:
         self.n_pages, self.window, self.page_tokens, self.n_back = n_pages, window, page_tokens, n_back
@@ -32,6 +33,8 @@ class WindowPool:
         self._middles: OrderedDict[int, None] = OrderedDict()
         self._ends: OrderedDict[int, None] = OrderedDict()
         self.n_evicted = 0
+        self.tiers: Tiers | None = None
+        """Where pages go from which somebody is likely to go on, when they are forgotten here: under the keys of the tree's pages."""
 
     @property
     def n_free(self) -> int:
@@ -104,9 +107,26 @@ class WindowPool:
                     self._ends.pop(page, None)
                     self._pool.give([page])
 
+    def spill(self, node: Node, first: int) -> None:
+        """The node's pages from `first` on are about to be forgotten."""
+        if self.tiers is not None and node.keys:
+            for key, page in zip(node.keys[first:], node.windows[first:], strict=True):
+                if page in self._ends:
+                    self.tiers.spill([key], [page])
+
+    def ends(self) -> Iterator[tuple[bytes, int]]:
+        """Keys and pages from which somebody is likely to go on, the newest first."""
+        for page in reversed(list(self._ends)):
+            node = self._owner[page]
+            if node.keys:
+                yield node.keys[node.windows.index(page)], page
+
     def _forget(self, page: int) -> None:
-        windows = self._owner[page].windows
-        windows[windows.index(page)] = 0
+        node = self._owner[page]
+        at = node.windows.index(page)
+        if self.tiers is not None and node.keys and page in self._ends:
+            self.tiers.spill([node.keys[at]], [page])
+        node.windows[at] = 0
         self.disown([page])
         self.n_evicted += 1
 

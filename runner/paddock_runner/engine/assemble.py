@@ -100,6 +100,7 @@ def _build(
     device.kv_format = KV_FORMATS[kv_format]
     device.reserve_kv(sizes.n_pages, layout.page_bytes)
     device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))
+    device.windows = windows_of(device, sizes, layout.window_page_bytes)
     device.alloc_snapshots(sizes.n_snapshots)
     plan = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, ELEMENT_BYTES[device.facts.activation])
     buffers = place(device, plan, sizes)
@@ -115,7 +116,7 @@ def _build(
         state_layout(blueprint).ngram_offsets,
         kept_places(blueprint),
         caches,
-        windows_of(device, sizes, layout.window_page_bytes),
+        device.windows,
         layout.is_windowed,
     )
     return trace(blueprint, site)

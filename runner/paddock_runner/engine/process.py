@@ -23,7 +23,7 @@ from .giving import Giver
 from .intake import Intake
 from .loop import Engine, freeze
 from .policy import Policy
-from .tiering import HostStates, StateDevice, TierConfig, TierKeeper
+from .tiering import STAGING_STATES, HostStates, HostWindows, StateDevice, TierConfig, TierKeeper, WindowDevice
 from .vectors import ReadVectors
 
 OVERFLOW_RETRY_MS = 5
@@ -47,7 +47,7 @@ class EngineConfig:
     experts: Callable[[], dict[str, float]] | None = None
 
 
-class TierDevice(StepDevice, HostPages, StateDevice, Protocol):
+class TierDevice(StepDevice, HostPages, StateDevice, WindowDevice, Protocol):
     """A device whose pages can be copied to host memory. page_facts: what a page's bytes depend on."""
 
     kv_page_bytes: int
@@ -95,16 +95,18 @@ class Runner:
             )
             return
         sizes = self.engine.sizes
-        state_bytes = device.state_bytes if sizes.recurrent_bytes else 0
-        n, n_states = config.host_pages(device.kv_page_bytes, state_bytes), config.host_states(state_bytes) if state_bytes else 1
-        if not n or not n_states:
+        other_bytes = device.state_bytes if sizes.recurrent_bytes else device.window_bytes if sizes.n_window_pages else 0
+        n = config.host_pages(device.kv_page_bytes, other_bytes)
+        n_others = config.host_others(other_bytes, STAGING_STATES + 2 * sizes.window_back) if other_bytes else 1
+        if not n or not n_others:
             return
         device.alloc_host_pages(n)
         store = config.store(sizes, device.kv_page_bytes, device.page_facts)
-        states = None
-        if state_bytes:
-            states = Tiers(HostStates(device, n_states), config.store(sizes, device.kv_page_bytes, device.page_facts, state_bytes), self.wake)
-        self.keeper = TierKeeper(self.engine, device, Tiers(device, store, self.wake), states)
+        others = None
+        if other_bytes:
+            host: HostPages = HostWindows(device, n_others) if sizes.n_window_pages else HostStates(device, n_others)
+            others = Tiers(host, config.store(sizes, device.kv_page_bytes, device.page_facts, other_bytes), self.wake)
+        self.keeper = TierKeeper(self.engine, device, Tiers(device, store, self.wake), others)
 
     def close(self) -> None:
         """Lets go of every front."""

@@ -30,28 +30,28 @@ class TierConfig:
     folder: Path
     model: tuple[str, ...]
 
-    def host_pages(self, page_bytes: int, state_bytes: int = 0) -> int:
-        """Places for pages in host memory; 0: no tiers."""
-        n = self.host_bytes * (STATE_SHARE - bool(state_bytes)) // STATE_SHARE // page_bytes
+    def host_pages(self, page_bytes: int, other_bytes: int = 0) -> int:
+        """Places for pages in host memory; 0: no tiers. other_bytes: of a slot's states, or of a page of layers with a window, where there are such."""
+        n = self.host_bytes * (STATE_SHARE - bool(other_bytes)) // STATE_SHARE // page_bytes
         return max(n, STAGING_PAGES) if self.disk_bytes else n
 
-    def host_states(self, state_bytes: int) -> int:
-        """Places for recurrent states in host memory."""
-        n = self.host_bytes // STATE_SHARE // state_bytes
-        return max(n, STAGING_STATES) if self.disk_bytes else n
+    def host_others(self, other_bytes: int, n_least: int = STAGING_STATES) -> int:
+        """Places for those in host memory. n_least: with a disk, so many in any case."""
+        n = self.host_bytes // STATE_SHARE // other_bytes
+        return max(n, n_least) if self.disk_bytes else n
 
-    def store(self, sizes: StateSizes, page_bytes: int, facts: tuple[str, ...], state_bytes: int = 0) -> PageStore | None:
-        """The model's folder, where a disk was asked for: of pages, or with state_bytes of states. facts: what else their bytes depend on.
+    def store(self, sizes: StateSizes, page_bytes: int, facts: tuple[str, ...], other_bytes: int = 0) -> PageStore | None:
+        """The model's folder, where a disk was asked for: of pages, or with other_bytes of those. facts: what else their bytes depend on.
 
         Raises: Locked, UsageError.
         """
         if not self.disk_bytes:
             return None
-        name = folder_name((*self.model, *facts, str(sizes.page_tokens), str(sizes.max_ctx_tokens), str(page_bytes), str(sizes.recurrent_bytes)))
+        name = folder_name((*self.model, *facts, str(sizes.page_tokens), str(sizes.max_ctx_tokens), str(page_bytes), str(sizes.recurrent_bytes), *([str(sizes.window_tokens)] if sizes.n_window_pages else [])))
         share = self.disk_bytes // STATE_SHARE
-        if state_bytes:
-            return PageStore(self.folder / f"{name}-states", state_bytes, share)
-        return PageStore(self.folder / name, page_bytes, self.disk_bytes - share * bool(sizes.recurrent_bytes))
+        if other_bytes:
+            return PageStore(self.folder / f"{name}-{'windows' if sizes.n_window_pages else 'states'}", other_bytes, share)
+        return PageStore(self.folder / name, page_bytes, self.disk_bytes - share * bool(sizes.recurrent_bytes or sizes.n_window_pages))
 
 
 class StateDevice(Protocol):
@@ -103,22 +103,57 @@ class HostStates:
         self._device.settle()
 
 
+class WindowDevice(Protocol):
+    """What a device has for pages of layers with a window in host memory."""
+
+    @property
+    def window_bytes(self) -> int:
+        """Of such a page."""
+        ...
+
+    def alloc_host_windows(self, n: int) -> None:
+        """Memory for n of them."""
+
+    def window_out(self, page: int, place: int) -> None:
+        """Copies one to host memory, in order with the steps."""
+
+    def window_in(self, place: int, page: int) -> None:
+        """Copies it back."""
+
+    def host_window(self, place: int) -> memoryview:
+        """Its bytes."""
+        ...
+
+    def settle(self) -> None:
+        """Waits until every copy is made."""
+
+
+class HostWindows:
+    """Pages of layers with a window as the tiers see pages."""
+
+    def __init__(self, device: WindowDevice, n: int) -> None:
+        self.n_host_pages, self.page_bytes = n, device.window_bytes
+        self.page_out, self.page_in, self.host_page, self.settle = device.window_out, device.window_in, device.host_window, device.settle
+        device.alloc_host_windows(n)
+
+
 class TierKeeper:
-    """What a turn does about tiers. device: the engine's, with places in host memory. states: tiers of recurrent states, for models that have them."""
+    """What a turn does about tiers. device: the engine's, with places in host memory. others: tiers of recurrent states or of pages of layers with a window,
+    for models that have them."""
 
-    __slots__ = ("_device", "_engine", "_kept_at", "_todo", "states", "tiers")
+    __slots__ = ("_device", "_engine", "_kept_at", "_todo", "others", "tiers")
 
-    def __init__(self, engine: Engine, device: HostPages, tiers: Tiers, states: Tiers | None = None) -> None:
-        self._engine, self._device, self.tiers, self.states = engine, device, tiers, states
+    def __init__(self, engine: Engine, device: HostPages, tiers: Tiers, others: Tiers | None = None) -> None:
+        self._engine, self._device, self.tiers, self.others = engine, device, tiers, others
         self._kept_at = -1
         self._todo: Iterator[tuple[bytes, int]] = iter(())
-        # Pages of layers with a window have no tiers: the plan gives such layers none of their own where there are tiers.
-        if engine.ledger.is_shared and engine.ledger.windows is None and (engine.ledger.states is None or states is not None):
-            engine.ledger.use_tiers(tiers, states)
+        ledger = engine.ledger
+        if ledger.is_shared and ((ledger.states is None and ledger.windows is None) or others is not None):
+            ledger.use_tiers(tiers, others)
 
     @property
     def _all(self) -> tuple[Tiers, ...]:
-        return (self.tiers,) if self.states is None else (self.tiers, self.states)
+        return (self.tiers,) if self.others is None else (self.tiers, self.others)
 
     def turn(self) -> None:
         """Before a step is launched."""
@@ -130,23 +165,26 @@ class TierKeeper:
             if tiers.has_unwritten:
                 tiers.write_out(engine.read_seq)
 
-    def _keep_states(self) -> None:
-        """Copies out states that are only on the device, as far as there is room."""
-        pool, states = self._engine.ledger.states, self.states
-        if pool is None or states is None:
+    def _keep_others(self) -> None:
+        """Copies out states, or pages of layers with a window, that are only on the device, as far as there is room."""
+        states, windows, others = self._engine.ledger.states, self._engine.ledger.windows, self.others
+        if others is None:
             return
-        for node in pool.nodes()[::-1]:
-            if states.n_unwritten >= states.n_places // 2:
+        found = windows.ends() if windows is not None else []
+        if states is not None:
+            found = [(state_key(node.keys[-1]), node.state) for node in states.nodes()[::-1] if node.keys]
+        for key, place in found:
+            if others.n_unwritten >= others.n_places // 2:
                 return
-            if node.keys and not states.knows(key := state_key(node.keys[-1])):
-                states.copy_out(key, node.state)
+            if not others.knows(key):
+                others.copy_out(key, place)
 
     def idle(self) -> bool:
         """Nothing runs: pages that are only on the device are copied out, a few at a time. True while there are more."""
         engine, tiers = self._engine, self.tiers
         if engine.n_open or engine.in_flight or engine.ledger.tree.tiers is None:
             return False
-        self._keep_states()
+        self._keep_others()
         if self._kept_at != engine.launched_seq:
             self._kept_at = engine.launched_seq
             self._todo = iter(

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import PackError
 from . import abi
 from .library import Pack
-from .program import Program
+from .program import Pages, Program
 from .tensor import Tensor
 
 ALIGN_BYTES = 256
@@ -56,6 +56,9 @@ class Device:
         self.allocated: dict[str, int] = {}
         self.kv_bytes = self.kv_page_bytes = 0
         self.kv_address = self._attached_bytes = 0
+        self.windows: Pages | None = None
+        """Pages of layers with a window, where these have their own."""
+        self._host_windows = 0
         self.vectors: Tensor | None = None
         """Where a program without a head leaves its rows."""
 
@@ -179,6 +182,33 @@ class Device:
     def host_state(self, host_place: int) -> memoryview:
         """The bytes of a place in host memory."""
         return _host_view(self._host_states + host_place * self.state_bytes, self.state_bytes)
+
+    # ---- pages of layers with a window ----
+
+    def alloc_host_windows(self, n: int) -> None:
+        """Pinned memory for n such pages."""
+        self._host_windows = self.alloc(n * self.window_bytes, "window cache", is_pinned=True)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of such a page; 0: there are none."""
+        return self.windows.kv_page_stride if self.windows is not None else 0
+
+    def window_out(self, page: int, place: int) -> None:
+        """Copies such a page to a place in host memory, in order with the steps. Raises: PackError."""
+        self.copy(self._host_windows + place * self.window_bytes, self._window_at(page), self.window_bytes)
+
+    def window_in(self, place: int, page: int) -> None:
+        """Copies it back. Raises: PackError."""
+        self.copy(self._window_at(page), self._host_windows + place * self.window_bytes, self.window_bytes)
+
+    def host_window(self, place: int) -> memoryview:
+        """The bytes of a place in host memory."""
+        return _host_view(self._host_windows + place * self.window_bytes, self.window_bytes)
+
+    def _window_at(self, page: int) -> int:
+        assert self.windows is not None
+        return self.windows.kv + page * self.windows.kv_page_stride
 
     def host_view(self, address: int, n_bytes: int) -> memoryview:
         """Bytes of pinned memory."""

@@ -11,7 +11,7 @@ import pytest
 from paddock_runner.cache.store import PageStore
 from paddock_runner.cache.tiers import READERS
 from paddock_runner.engine.tiering import TierConfig
-from paddock_runner.memory.state import StateSizes
+from paddock_runner.memory.state import StateSizes, window_pages
 
 from tests.soak.fake_device import FakeDevice, alone
 from tests.soak.rig import SIZES, Answer, Rig
@@ -210,7 +210,7 @@ def test_states_come_back_with_their_pages_from_host_memory(tmp_path: Path, run_
     ask(rig, 300, 202)
     again = ask(rig, 0, 202)
     assert again.done.cached_tokens >= 196 and rig.engine.counters.prefill_tokens <= 200 + 200 + 8
-    assert rig.runner.keeper.states.report()["restored"] == 1  # type: ignore[union-attr]
+    assert rig.runner.keeper.others.report()["restored"] == 1  # type: ignore[union-attr]
     rig.assert_empty()
     rig.close()
 
@@ -235,7 +235,7 @@ def test_a_restart_comes_back_warm_from_disk_with_states(tmp_path: Path, run_ahe
     warm = rig_on(tmp_path, True, run_ahead, sizes=HYBRID)
     again = ask(warm, 0, 202)
     assert again.done.cached_tokens >= 196 and warm.engine.counters.prefill_tokens <= 8
-    assert warm.runner.keeper.states.report()["read"] == 1  # type: ignore[union-attr]
+    assert warm.runner.keeper.others.report()["read"] == 1  # type: ignore[union-attr]
     warm.close()
 
 
@@ -256,10 +256,53 @@ def test_files_are_read_by_several_threads_at_once(tmp_path: Path, monkeypatch: 
     warm.close()
 
 
-def test_tiers_stand_aside_where_layers_with_a_window_have_pages_of_their_own(tmp_path: Path) -> None:
-    sizes = replace(SMALL, window_tokens=8, n_window_pages=60)
-    rig = rig_on(tmp_path, False, sizes=sizes)
-    for first in (0, 300, 0):
+WINDOWED = replace(SMALL, window_tokens=10, n_window_pages=window_pages(10, 4, SMALL.slot_pages, SMALL.page_tokens, SMALL.max_step_tokens) + 8)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_what_windows_see_comes_back_with_the_pages_from_host_memory(tmp_path: Path, run_ahead: int) -> None:
+    rig = rig_on(tmp_path, False, run_ahead, sizes=WINDOWED)
+    for first in (0, 300, 600):
         ask(rig, first)
-    assert rig.engine.ledger.tree.tiers is None
+    again = ask(rig, 0)
+    assert again.done.cached_tokens == 196
+    assert rig.runner.keeper.others.report()["restored"] >= 1  # type: ignore[union-attr]
+    assert rig.runner.keeper.tiers.report()["restored"] > 10  # type: ignore[union-attr]
+    rig.assert_empty()
     rig.close()
+
+
+def test_windows_that_were_pushed_out_alone_come_back_to_pages_that_stayed(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, False, sizes=replace(WINDOWED, n_pages=300))
+    for first in (0, 300, 600, 900):
+        ask(rig, first, 100)
+    pool = rig.engine.ledger.windows
+    assert pool is not None
+    pool.let_go(pool.take(pool.n_free + pool.n_kept), False)
+    assert ask(rig, 0, 100).done.cached_tokens == 96
+    tiers, others = rig.runner.keeper.tiers, rig.runner.keeper.others  # type: ignore[union-attr]
+    assert tiers.n_in == 0 and others.n_in == pool.n_back  # type: ignore[union-attr]
+    rig.assert_empty()
+    rig.close()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_restart_comes_back_warm_from_disk_with_windows(tmp_path: Path, run_ahead: int) -> None:
+    rig = rig_on(tmp_path, True, run_ahead, sizes=WINDOWED)
+    ask(rig, 0)
+    rig.close()
+    warm = rig_on(tmp_path, True, run_ahead, sizes=WINDOWED)
+    again = ask(warm, 0)
+    assert again.done.cached_tokens == 196 and warm.engine.counters.prefill_tokens <= 8
+    assert warm.runner.keeper.others.report()["read"] == 3  # type: ignore[union-attr]
+    warm.close()
+
+
+@pytest.mark.parametrize(("run_ahead", "disk", "n_host"), [(0, False, 60), (2, True, 30), (3, False, 300)])
+def test_a_storm_on_a_model_with_windows_answers_right_with_tiers(tmp_path: Path, run_ahead: int, disk: bool, n_host: int) -> None:
+    scene = Storm(500 + run_ahead, run_ahead, 40, 1, window=7, n_window_pages=window_pages(7, 6, 24, 4, 40) + 4)
+    scene.rig.runner.use_tiers(scene.rig.device, TierConfig(n_host * scene.rig.device.page_bytes, (1 << 22) * disk, tmp_path, ("storm",)))
+    scene.run(120)
+    seen = scene.judge()
+    assert seen["cached"] > 0 and scene.rig.runner.keeper.others.report()["restored"] > 0  # type: ignore[union-attr]
+    scene.rig.close()
