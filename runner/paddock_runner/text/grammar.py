@@ -226,6 +226,16 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return matcher
 
+    def accept(self, taken: Sequence[tuple[Matcher, int]]) -> list[bool]:
+        """What `Matcher.accept` says of each matcher's token, for several at once. To be called from one thread only, the same as `masks`."""
+        found: list[bool] = self._pool().consume_token_par([(matcher.native, token) for matcher, token in taken]) if taken else []
+        return found
+
+    def _pool(self) -> Any:
+        if self._executor is None:
+            self._executor = _library().LLExecutor(self.n_threads)
+        return self._executor
+
     def masks(self, matchers: Sequence[Matcher]) -> list[bytes | PaddockError]:
         """Which tokens may come next, for each of several matchers, computed together; an error where the grammar is too costly to follow.
 
@@ -236,11 +246,9 @@ class Grammars:
             return []
         if len(self._words) < len(matchers) * self.n_words:
             self._words = array("i", bytes(size * len(matchers)))
-        if self._executor is None:
-            self._executor = _library().LLExecutor(self.n_threads)
         natives = [(matcher.native, i) for i, matcher in enumerate(matchers)]
         with memoryview(self._words).cast("B") as words:
-            self._executor.unsafe_compute_mask_ptr(natives, self._words.buffer_info()[0], size, len(natives))
+            self._pool().unsafe_compute_mask_ptr(natives, self._words.buffer_info()[0], size, len(natives))
             return [
                 _refused(native.get_error()) if native.is_error() else bytes(words[i * size : (i + 1) * size])
                 for native, i in natives

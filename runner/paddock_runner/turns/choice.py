@@ -113,8 +113,8 @@ class Choice:
         self.output_tokens += 1
         if self.output_tokens == 1:
             self.turn.on_first_token(self)
-        if self.walk is not None and not flags:
-            self.walk.take(token)
+        if self.walk is not None and self.tokens is not None and not flags:
+            self.walk.take(token)  # the end of its reasoning may be put in before it is followed; others' were followed before anything was written
         try:
             text = self._text.push(token)
         except IndexError:  # a row of the embedding that the tokenizer has no text for
@@ -163,6 +163,7 @@ class Choice:
         closing, self._max_reasoning, self.tokens = self.turn.reasoning_end, -1, None
         if self.walk is not None:
             self.walk.forced = closing
+            self.turn.desk.hold(self, self.walk)
             return
         for token in closing:
             if self.end is None:

@@ -77,22 +77,35 @@ class Walk:
     def begin(self, choice: Choice) -> None:
         """Its answer's ask was sent: sends the first masks."""
         self.choice = choice
+        choice.turn.desk.hold(choice, self)
         send(self.settle())
 
     def take(self, token: int) -> None:
         """A token came, which was not the last. Called in the event loop."""
-        if self._is_walking:
-            self._pending.append(token)
-        elif not self._expected:
-            self._is_walking = True
+        with self._walker.lock:
+            if self._is_walking:
+                self._pending.append(token)
+                return
+            is_expected = bool(self._expected)
+            if not is_expected:
+                self._is_walking = True
+        if not is_expected:
             self._walker.push(self, token)
         elif self._expected.popleft() != token:
             self.fail(_astray())
 
-    def step(self, token: int) -> None:
-        """Follows a token, and those that are certain behind it; `add_mask` has to come next. Called in a thread. Raises: PaddockError."""
+    def take_pending(self) -> None:
+        """Takes the tokens that came while it was walking. Called in the event loop."""
+        while self._pending and not self._is_walking:
+            self.take(self._pending.popleft())
+
+    def follow(self, is_allowed: bool) -> None:
+        """The matcher has taken a token, or not: goes on with those that are certain behind it; `add_mask` has to come next. Called in a thread.
+
+        Raises: PaddockError.
+        """
         matcher = self.matcher
-        if not matcher.accept(token):
+        if not is_allowed:
             raise _astray()
         if self.forced:
             forced, self.forced = self.forced, ()
@@ -106,14 +119,16 @@ class Walk:
         self._sure = []
 
     def settle(self) -> list[tuple[Desk, MaskUpdate]]:
-        """The masks to send, unless the answer has ended meanwhile. Called in the event loop."""
-        masks, self._masks = self._masks, []
-        self._is_walking = False
+        """The masks to send, unless the answer has ended meanwhile."""
+        with self._walker.lock:
+            masks, self._masks = self._masks, []
+            self._is_walking = False
+            is_pending = bool(self._pending)
         choice = self.choice
         if choice is None or choice.end is not None:
             return []
-        while self._pending and not self._is_walking:
-            self.take(self._pending.popleft())
+        if is_pending:
+            self._walker.call(self.take_pending)
         return [(choice.turn.desk, MaskUpdate(choice.ask_id, index, words, sure)) for index, words, sure in masks]
 
     def fail(self, error: PaddockError) -> None:
@@ -151,6 +166,14 @@ class Walker:
         self._step: Jobs = []
         self._threads: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.lock = threading.Lock()
+        """Held while a walk changes hands between the event loop and a thread."""
+
+    def call(self, act: Callable[[], None]) -> None:
+        """Has something done in the event loop."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(act)
 
     def warm(self) -> Future[None]:
         """Builds the tokenizer's table, which the first grammar would wait for: in a thread, though the interpreter's lock is held meanwhile."""
@@ -207,21 +230,21 @@ class Walker:
         while (step := jobs.get()) is not None:
             failed: list[Callable[[], None]] = []
             walked = follow(step, failed)
-            loop = self._loop
-            if loop is None or loop.is_closed():
-                return
-            loop.call_soon_threadsafe(_settle, walked, failed)
+            send([update for walk in walked for update in walk.settle()])
+            for act in failed:
+                self.call(act)
 
     def _together(self, step: Jobs, failed: list[Callable[[], None]]) -> list[Walk]:
         """Follows the tokens, then has the masks computed by several threads at once."""
         walked: list[Walk] = []
-        for walk, token in step:
+        begun = perf_counter()
+        allowed = self._grammars.accept([(walk.matcher, token) for walk, token in step])
+        for (walk, _), is_allowed in zip(step, allowed, strict=True):
             try:
-                walk.step(token)
+                walk.follow(is_allowed)
                 walked.append(walk)
             except PaddockError as error:
                 failed.append(partial(walk.fail, error))
-        begun = perf_counter()
         found = self._grammars.masks([walk.matcher for walk in walked])
         is_slow = perf_counter() - begun > SLOW_S
         for walk, mask in zip(walked, found, strict=True):
@@ -237,7 +260,7 @@ class Walker:
         for walk, token in step:
             begun = thread_time()
             try:
-                walk.step(token)
+                walk.follow(walk.matcher.accept(token))
                 walk.add_mask(walk.matcher.mask().tobytes())
             except PaddockError as error:
                 failed.append(partial(walk.fail, error))
@@ -252,12 +275,6 @@ def send(updates: list[tuple[Desk, MaskUpdate]]) -> None:
         by_desk.setdefault(desk, []).append(update)
     for desk, some in by_desk.items():
         desk.masks(some)
-
-
-def _settle(walks: list[Walk], failed: list[Callable[[], None]]) -> None:
-    for act in failed:
-        act()
-    send([update for walk in walks for update in walk.settle()])
 
 
 def _astray() -> PackError:

@@ -14,6 +14,7 @@ from .lane import Apart, Together
 
 if TYPE_CHECKING:
     from .choice import Choice
+    from .constrain import Walk
     from .lane import Lane
     from .turn import Turn
 
@@ -27,6 +28,8 @@ class Desk:
         self.on_taken: Callable[[], None] = lambda: None
         """Called when choices have what came, before anything is written."""
         self._choices: dict[int, Choice] = {}
+        self._walks: dict[int, Walk] = {}
+        """Of answers that are held to a grammar, by ask."""
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._vectors: dict[int, asyncio.Future[bytes]] = {}
         self._touched: list[Turn] = []
@@ -75,11 +78,17 @@ class Desk:
 
     def abort(self, ask_id: int) -> None:
         """Ends an ask; its choice hears no more of it."""
+        self._walks.pop(ask_id, None)
         if self._choices.pop(ask_id, None) is not None:
             self._port.abort(ask_id)
 
+    def hold(self, choice: Choice, walk: Walk) -> None:
+        """This walk follows the choice's tokens, before anything else is done with them; not where reasoning may be ended behind a token."""
+        if choice.tokens is None:
+            self._walks[choice.ask_id] = walk
+
     def masks(self, updates: Sequence[MaskUpdate]) -> None:
-        """Sends masks of output tokens, together."""
+        """Sends masks of output tokens, together. Any thread may."""
         self._port.masks(updates)
 
     def drain(self) -> None:
@@ -114,6 +123,8 @@ class Desk:
             self.on_dead()
             return
         self.now_ns = time.monotonic_ns()
+        if self._walks:
+            self._follow(events)
         self.together.hold()
         try:
             for event in events:
@@ -132,6 +143,16 @@ class Desk:
             self._lanes.clear()
             self._touched.clear()
             self.together.release()
+
+    def _follow(self, events: list[Event]) -> None:
+        """Tokens of held answers set out to be walked: the engine waits for their masks, and for nothing else here."""
+        walks = self._walks
+        for event in events:
+            if type(event) is StepResult:
+                for row in event.rows:
+                    if (walk := walks.get(row[0])) is not None and not row[2]:
+                        walk.take(row[1])
+        self.on_taken()
 
     def _take(self, rows: Sequence[Row], is_alone: bool) -> None:
         """Hands a step's tokens to their choices: by the short way where that is open, which is written out here.
@@ -170,6 +191,7 @@ class Desk:
                 choice.on_started(event)
                 self.touch(choice.turn)
         elif isinstance(event, Done | Refused):
+            self._walks.pop(event.ask_id, None)
             if (choice := self._choices.pop(event.ask_id, None)) is not None:
                 choice.on_ended(event)
                 self.touch(choice.turn)

@@ -6,6 +6,7 @@ EnginePort: records in through `next`, rows and notices out; never blocks on a f
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -46,7 +47,7 @@ MAX_TURNS = 4
 
 
 class FrontPort:
-    """The front's end. All calls from one thread. Every ask ends with exactly one Done or Refused, also when the engine dies."""
+    """The front's end. All calls from one thread, but for `masks`. Every ask ends with exactly one Done or Refused, also when the engine dies."""
 
     def __init__(self, channel: Channel, shares_process: bool = False) -> None:
         self._end = End(channel, is_front=True, shares_process=shares_process)
@@ -58,6 +59,8 @@ class FrontPort:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_events: Callable[[list[Event]], None] | None = None
         self._n_queries = 0
+        self._lock = threading.Lock()
+        """Held while something is written."""
         self.is_dead = False
         """The engine has gone; every call raises PackError from then on."""
 
@@ -74,12 +77,13 @@ class FrontPort:
         """
         self._check()
         payload = ask.encode()
-        if self._waiting or not self._writer.push(Kind.ASK, payload):
-            raise Busy(
-                "the engine does not keep up with new requests", "try again", 100, waiting_bytes=self._writer.used_bytes
-            )
-        self._open[ask.ask_id] = -1
-        self._writer.publish()
+        with self._lock:
+            if self._waiting or not self._writer.push(Kind.ASK, payload):
+                raise Busy(
+                    "the engine does not keep up with new requests", "try again", 100, waiting_bytes=self._writer.used_bytes
+                )
+            self._open[ask.ask_id] = -1
+            self._writer.publish()
 
     def abort(self, ask_id: int) -> None:
         """Asks for the end of an ask; Done with reason ABORT (or whatever was quicker) follows. Unknown ids are ignored."""
@@ -87,18 +91,20 @@ class FrontPort:
             self._send(Kind.ABORT, Abort(ask_id).encode())
 
     def masks(self, updates: Sequence[MaskUpdate]) -> None:
-        """Sends masks of output tokens; the engine sees all of them or none."""
-        writer, is_free = self._writer, not self._waiting and not self.is_dead
-        for update in updates:
-            if update.ask_id not in self._open:
-                continue
-            size = update.n_bytes
-            if is_free and (at := writer.reserve(Kind.MASK, size)) >= 0:
-                update.write(writer.data, at)
-            else:
-                is_free = False
-                self._append(Kind.MASK, update.encode())
-        writer.publish()
+        """Sends masks of output tokens; the engine sees all of them or none. Any thread may."""
+        with self._lock:
+            writer, is_free = self._writer, not self._waiting and not self.is_dead
+            for update in updates:
+                if update.ask_id not in self._open:
+                    continue
+                size = update.n_bytes
+                if is_free and (at := writer.reserve(Kind.MASK, size)) >= 0:
+                    update.write(writer.data, at)
+                else:
+                    is_free = False
+                    self._append(Kind.MASK, update.encode())
+            if not self.is_dead:
+                writer.publish()
 
     def drain(self) -> None:
         """Tells the engine to take no new asks and to end when the open ones have ended."""
@@ -150,29 +156,34 @@ class FrontPort:
     def close(self) -> None:
         """Stops listening and lets go of the channel; the engine aborts what is open."""
         self._unlisten()
-        self._end.close()
-        self.is_dead = True
+        with self._lock:
+            self.is_dead = True
+            self._end.close()
 
     def _check(self) -> None:
         if self.is_dead or (self._loop is None and not self._end.peer_is_alive()):
             raise PackError("the engine process has ended", "see the runner's log; start it again")
 
     def _send(self, kind: Kind, payload: bytes) -> None:
-        self._append(kind, payload)
-        self._writer.publish()
+        with self._lock:
+            self._append(kind, payload)
+            self._writer.publish()
 
     def _append(self, kind: Kind, payload: bytes) -> None:
         if self.is_dead:
             return
         if self._waiting or not self._writer.push(kind, payload):
             self._waiting.append((kind, payload))
-            self._retry_later()
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._retry_later)
 
     def _flush(self) -> None:
         waiting = self._waiting
-        while waiting and self._writer.push(*waiting[0]):
-            waiting.popleft()
-        self._writer.publish()
+        if waiting:
+            with self._lock:
+                while waiting and self._writer.push(*waiting[0]):
+                    waiting.popleft()
+                self._writer.publish()
 
     def _retry_later(self) -> None:
         if self._loop is not None:
