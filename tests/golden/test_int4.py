@@ -19,6 +19,7 @@ CONFIGS = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
     "gptq-act-order": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False},
+    "auto-round": {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": GROUP, "sym": False},
     "compressed-tensors": {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"type": "int", "num_bits": 4, "symmetric": False, "group_size": GROUP}}}},
 }
 

@@ -17,6 +17,8 @@ from ..files.view import Int4, Scales, TensorView
 
 SUPPORTED = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4", "gptq", "awq")
 """Values of quantization_config.quant_method."""
+AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
+"""Values that say who quantised, not how it is stored."""
 
 CODES = ("weight", "weight_packed", "qweight")
 FP8_SCALES = ("weight_scale_inv", "weight_scale", "scale")
@@ -27,14 +29,25 @@ DEFAULT_BLOCK = (128, 128)
 FLOATS = ("f32", "bf16", "f16")
 
 
+def _settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """quantization_config, empty where there is none. What AutoRound packs as GPTQ or AWQ do is theirs."""
+    config = checkpoint.config.get("quantization_config")
+    if not isinstance(config, dict):
+        return {"quant_method": "unknown"} if config else {}
+    method, packing = str(config.get("quant_method", "unknown")), str(config.get("packing_format", ""))
+    if method in AUTO_ROUND:
+        method = next((m for m in ("gptq", "awq") if m in packing), f"{method} in {packing or 'a packing of its own'}")
+    return {**config, "quant_method": method}
+
+
 def require_known_method(checkpoint: Checkpoint) -> None:
     """Raises: UnsupportedError for a folder whose quantization nobody applies, by name."""
-    config = checkpoint.config.get("quantization_config")
+    config = _settings(checkpoint)
     if not config:
         return
-    method = config.get("quant_method", "unknown") if isinstance(config, dict) else "unknown"
+    method = config["quant_method"]
     if method not in SUPPORTED:
-        raise _refusal(checkpoint, str(method))
+        raise _refusal(checkpoint, method)
     for weights in _weight_settings(config):
         if weights.get("type") == "int" and weights.get("num_bits") != 4:
             raise _refusal(checkpoint, f"{method} int{weights.get('num_bits', '')}")
@@ -61,9 +74,7 @@ def _weight_settings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def block_shape(checkpoint: Checkpoint) -> tuple[int, int]:
     """Rows and columns of a block of fp8 scales. Raises: FileError."""
-    config = checkpoint.config.get("quantization_config")
-    if not isinstance(config, dict):
-        return DEFAULT_BLOCK
+    config = _settings(checkpoint)
     for source, key in ((config, "weight_block_size"), *((w, "block_structure") for w in _weight_settings(config))):
         if source.get(key):
             rows, cols = Fields(source, str(checkpoint.path / "config.json"), "field").integers(key, 2, high=1 << 20)
@@ -96,8 +107,7 @@ def join_scales(ours: Mapping[str, TensorView], checkpoint: Checkpoint) -> dict[
     Raises: FileError naming the tensor whose scales are missing or have the wrong shape; UnsupportedError (integer codes).
     """
     block = block_shape(checkpoint)
-    config = checkpoint.config.get("quantization_config")
-    settings: Mapping[str, Any] = config if isinstance(config, dict) else {}
+    settings = _settings(checkpoint)
     groups: dict[str, Parts] = {}
     for name, view in ours.items():
         stem, _, kind = name.rpartition(".")

@@ -89,6 +89,7 @@ def test_rows_of_a_weight_take_their_scales_with_them():
     "config, said",
     [
         ({"quant_method": "aqlm"}, "quantization aqlm"),
+        ({"quant_method": "auto-round", "bits": 4}, "quantization auto-round in a packing of its own"),
         ({"quant_method": "bitsandbytes"}, "quantization bitsandbytes"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}}}, "compressed-tensors int8"),
     ],
