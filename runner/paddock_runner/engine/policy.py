@@ -62,7 +62,7 @@ class Policy:
     """A prompt runs in one step or waits for the next, and shares nothing: models whose tokens see later ones, or whose vectors are means."""
     draft_tokens: tuple[int, ...] = (2, 4, 8, 16)
     """How many tokens may be guessed at a time."""
-    draft_rows: int = 8
+    draft_rows: int = 16
     """Nobody is guessed for while more requests than this decode: a step is full anyway."""
     draft_gain: float = 1.1
     """Guessing begins when it is expected to be worth so many times a step without."""
