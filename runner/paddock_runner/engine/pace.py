@@ -59,7 +59,7 @@ class Pace:
         ):
             us = max(base * (policy.burst_ratio - 1), 1000 * policy.burst_step_ms - base)
         is_too_little = quantum > 1 and self._cost.tokens_for(us, position) < quantum
-        if is_too_little and policy.long_delay > 1:
+        if is_too_little and base > 0 and policy.long_delay > 1:
             # A round is one step with prefill and some without. Decode rows take (1 + rests) * base of it: so much may delay the prompt.
             if self._rest >= 1:
                 self._rest -= 1

@@ -102,3 +102,9 @@ def test_more_than_half_of_a_burst_is_in_its_first_step(pace: Pace) -> None:
 
 def test_nobody_decodes_all_the_time_there_is(pace: Pace) -> None:
     assert pace.budget_us(0, 1, False, 100) == math.inf
+
+
+def test_a_cost_model_that_has_seen_steps_for_nothing_still_gives_a_budget() -> None:
+    cost = CostModel()
+    cost.terms = [0.0, 0.0, 10_000.0, 0.0]
+    assert Pace(Policy(), cost, 128).budget_us(16, 1, False, 100_000) >= 0
