@@ -139,7 +139,7 @@ class Choice:
 
     def _try_lane(self, token: int) -> None:
         """Takes the short way from here, if it can be taken, also for this token the next time."""
-        if self.walk is not None:
+        if self.walk is not None and self.tokens is not None:
             self._is_plain = False
             return
         self.lane = self._sink.lane(self.index) if self._text.is_settled else None
