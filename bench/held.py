@@ -1,6 +1,6 @@
 """What structured output costs: tokens a second of answers held to a JSON schema, beside free ones on the same runner in the same run.
 
-Usage: python -m bench.held MODEL [--streams 32] [--tokens 96] [--rounds 12] [--machine cpu2] [--dry] [--options ...]
+Usage: python -m bench.held MODEL [--streams 32] [--tokens 96] [--rounds 12] [--machine cpu2] [--dry] [--out FOLDER --commit ID] [--options ...]
 A round is free, held, held, free answers; its `loss` is the share of the free rate that the held answers do not reach, and the board has
 the median of the rounds: what slows the machine down slowly cancels out. The schema leaves much open (strings, numbers), so that nearly every
 token needs a mask of its own. Tokens per step tell whether the batch stays whole. `gap` is the time from the end of one step to the begin of
@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from bench import board
+from bench.gpu_cells import gpu
 from bench.served import runner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +60,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--machine", default="cpu2")
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
+    parser.add_argument("--out", type=Path, help="a folder for the board, where this tree is no git checkout; --commit: which tree it is")
+    parser.add_argument("--commit", default="")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="more flags of the runner, at the end")
     a = parser.parse_args()
     wishes: dict[str, dict[str, Any]] = {"free": {"ignore_eos": True}, "held": {"guided_json": SCHEMA}}
@@ -89,7 +92,13 @@ def main() -> None:
         rows.append(board.row(f"{name}.{kind}_tokens_per_step", figures["tokens_per_step"], "tokens"))
         rows.append(board.row(f"{name}.{kind}_late_masks", figures["late_masks"], "masks", "lower"))
         rows += [board.row(f"{name}.{kind}_{word}", figures[word], "us", "lower") for word in ("step_us", "gap_us")]
-    board.write(a.machine, "held", rows, streams=a.streams, tokens=a.tokens)
+    if a.out is None:
+        board.write(a.machine, "held", rows, streams=a.streams, tokens=a.tokens)
+        return
+    a.out.mkdir(parents=True, exist_ok=True)
+    found_board = board.document(a.machine, rows, a.commit, **gpu(), streams=a.streams, tokens=a.tokens)
+    (a.out / f"held-{Path(a.model).stem.lower()}-{a.tokens}.json").write_text(json.dumps(found_board, indent=1) + "\n")
+    sys.stdout.write(f"{name}: loss {statistics.median(losses):.1f} %, of steps {of_steps:.1f} %\n")
 
 
 if __name__ == "__main__":
