@@ -37,6 +37,7 @@ from bench import board
 
 ANSWER = 16
 READ_BYTES = 8 << 20
+NAP_S = 0.0003
 
 
 class Session:
@@ -63,8 +64,11 @@ class Session:
         begun, first, tokens = perf_counter(), 0.0, list[int]()
         self.front.ask(Ask(self.n_asked, array("i", self.prompt), max_tokens=ANSWER, temperature=0.0))
         while True:
-            if not self.runner.turn() and self.engine.in_flight:
-                self.engine.wait()
+            if not self.runner.turn():
+                if self.engine.in_flight:
+                    self.engine.wait()
+                else:
+                    sleep(NAP_S)  # as the runner does, which parks: spinning would keep Python from the threads that read files
             for event in self.front.poll():
                 if isinstance(event, StepResult):
                     first = first or perf_counter() - begun

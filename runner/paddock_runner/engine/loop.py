@@ -37,7 +37,8 @@ from .vectors import ReadVectors, send_vectors
 WAIT_US = 100_000
 LIFE_CHECK_NS = 100_000_000
 SEE_EVERY, SEE_PREFILL_EVERY, SEE_FIRST = 16, 4, 64
-"""Which steps the cost model learns from: the first ones, then a sample."""
+SEE_LONG_US = 10_000
+"""Which steps the cost model learns from: the first ones, then a sample, and those that hold up streams for long."""
 CONSIDER_EVERY = 4
 """Steps between two looks at whether guessing tokens would pay."""
 RESULT_BYTES = 24
@@ -176,7 +177,9 @@ class Engine:
             self.drafter.worth.see(step.n_decode, sum(n - 1 for _, n in step.drafts), step.period_us(now, self.last_done_ns))
         elif step.n_more and not step.n_prefill:
             self.masking.see(step, self.last_took_ns / 1000)
-        elif not (step.waited_ns and self.run_ahead) and (seq < SEE_FIRST or seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0):
+        elif not (step.waited_ns and self.run_ahead) and (
+            seq < SEE_FIRST or seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or (step.n_decode and step.n_prefill and step.price_us > SEE_LONG_US)
+        ):
             self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self.last_took_ns / 1000)
         if self.drafter.is_on and step.is_plain and not step.n_prefill and not step.n_brought:
             self.drafter.worth.see_plain(step.n_decode, step.period_us(now, self.last_done_ns))
