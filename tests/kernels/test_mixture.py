@@ -11,7 +11,7 @@ from paddock_runner.pack.tensor import T
 from test_experts import stack_of
 from weights import random_weight, scaled_fp8
 
-M, F, SHARED, N_EXPERTS, N_USED, EPS = 1024, 128, 256, 20, 3, 1e-6
+M, F, SHARED, N_EXPERTS, N_USED, BEFORE, EPS = 1024, 128, 256, 20, 3, 2048, 1e-6
 
 
 def matrix(kind, rows, cols, rng):
@@ -40,6 +40,9 @@ def test_a_mixture_in_one_program_equals_its_ops_one_by_one(bench, rng, level, k
         lambda p: p.route(logits, bias, ids, factors, choice),
         lambda p: p.experts(normed, (ids, factors), stacks, residual, Epilogue(add=residual, scale=0.7)),
     ]
+    if shared == "with a gate":
+        o, out = matrix(kind, M, BEFORE, rng).upload(b), b.activations(rng.normal(size=(n, BEFORE)) * 0.02, T)[0]
+        records.insert(0, lambda p: p.matmul(out, [o], residual, after=Epilogue(add=residual, scale=0.9)))
     if shared != "none":
         both = [matrix(kind, SHARED, M, rng).upload(b) for _ in range(2)]
         down, own = matrix(kind, M, SHARED, rng).upload(b), matrix("bf16", 1, M, rng).upload(b)

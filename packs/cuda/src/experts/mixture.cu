@@ -1,6 +1,7 @@
-// A lone token's mixture in one launch: norm, router, choice, gate and up, down and the sum, with the shared expert beside the chosen ones.
+// A lone token's mixture in one launch: norm, router, choice, gate and up, down and the sum, with the shared expert beside the chosen ones;
+// in front of it the product that ends the branch before.
 //
-// A block a multiprocessor; the blocks meet twice. First the router's rows and the shared expert's gate and up (every block norms the residual for itself);
+// A block a multiprocessor; the blocks meet after that product and twice more. First the router's rows and the shared expert's gate and up (every block norms the residual for itself);
 // then each warp makes the choice for itself from the logits and the blocks share gate and up of the chosen; then 16 rows of the output
 // each, all experts as one long row of K, whose first units are on their way before the meeting. What is read once by all (scales
 // of matrices, weights of the choice) is asked for as soon as the choice is known: one after the other they cost a microsecond each.
@@ -150,7 +151,22 @@ __device__ __forceinline__ Choice choose(const MixtureArguments &a) {
     return mine;
 }
 
-// Grid: multiprocessors. Shared: x in both orders, later hidden rows; partial sums.
+__device__ __forceinline__ void load8_coherent(const float *p, float (&v)[8]) {
+    const float4 a = __ldcg(reinterpret_cast<const float4 *>(p)), b = __ldcg(reinterpret_cast<const float4 *>(p) + 1);
+    v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w; v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
+}
+
+// bf16 values that other blocks or kernels wrote, n a multiple of 8.
+template <int kFormat>
+__device__ __forceinline__ void stage_row(uint8_t *xs, const bf16 *x, int n) {
+    for (int k = threadIdx.x * 8; k < n; k += kExpertThreads * 8) {
+        const uint4 p = __ldcg(reinterpret_cast<const uint4 *>(x + k));
+        const float v[8] = {low_f32(p.x), high_f32(p.x), low_f32(p.y), high_f32(p.y), low_f32(p.z), high_f32(p.z), low_f32(p.w), high_f32(p.w)};
+        stage8<kFormat>(xs, k, v);
+    }
+}
+
+// Grid: multiprocessors. Shared: x in both orders, before and after that other rows; partial sums.
 template <int kFormat>
 __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid_constant__ MixtureArguments a) {
     constexpr int kU = Rows<kFormat>::kU, kBf16U = Rows<PK_BF16>::kU;
@@ -161,7 +177,45 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
     if (rows_of(a.info, a.rows_symbol) < 1) return;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3;
     uint8_t *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
-    const int n_units = a.m / kU, n_shared_units = a.f_shared / kU;
+    const int n_units = a.m / kU, n_shared_units = a.f_shared / kU, n_tiles = (a.m + 15) / 16;
+    int met = 0;
+    auto meet_all = [&] { meet(a.counter, ++met * gridDim.x); };
+    auto put = [&](const float (&acc)[4]) {
+        if (c == 0) {
+            red[warp][r] = acc[0];
+            red[warp][r + 8] = acc[2];
+        }
+        __syncthreads();
+    };
+
+    // The product before: 16 rows each.
+    if (a.before.data != nullptr) {
+        Ahead ahead[kAheadFirst];
+        const int n = a.before_k / kU / kBlockWarps;
+        const float scale = matrix_scale(a.before, 0) * a.before_scale;
+        bool is_staged = false;
+        for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
+            auto load = [&](Ahead &to, int step) { load_unit_of<kFormat>(to, a.before, a.before.data, tile * 16, step * kBlockWarps + warp); };
+            prime(ahead, n, load);
+            const int row = tile * 16 + tid;
+            const float old = tid < 16 && row < a.m ? __ldcg(a.residual + row) : 0.0f;
+            if (!is_staged) {
+                stage_row<kFormat>(shared, a.before_x, a.before_k);
+                __syncthreads();
+                is_staged = true;
+            }
+            float acc[4] = {};
+            stream_steps(ahead, n, load, [&](Ahead &from, int step) { multiply<kFormat>(from.regs, acc, shared + c * 16 + (step * kBlockWarps + warp) * kU * 2, nullptr, from.scale); });
+            put(acc);
+            if (tid < 16 && row < a.m) {
+                float v = 0.0f;
+#pragma unroll
+                for (int k = 0; k < kBlockWarps; ++k) v += red[k][tid];
+                a.residual[row] = fmaf(v, scale, old);
+            }
+            __syncthreads();
+        }
+    }
 
     // First: router, the shared expert's gate and up, and its own gate. A task is a block's: its warps take turns at the units.
     const int router_tiles = (a.n_experts + 15) / 16, shared_tiles = (a.f_shared + 15) / 16, n_first = router_tiles + shared_tiles + (a.switching.data != nullptr);
@@ -215,17 +269,18 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
             }
         };
         auto norm = [&] {
+            if (a.before.data != nullptr) meet_all();
             float square = 0.0f;
             for (int k = tid * 8; k < a.m; k += kExpertThreads * 8) {
                 float v[8];
-                load8(a.residual, k, PK_F32, v);
+                load8_coherent(a.residual + k, v);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) square = fmaf(v[i], v[i], square);
             }
             const float factor = rsqrtf(block_sum(square, sums) / static_cast<float>(a.m) + a.eps);
             for (int k = tid * 8; k < a.m; k += kExpertThreads * 8) {
                 float v[8], w[8];
-                load8(a.residual, k, PK_F32, v);
+                load8_coherent(a.residual + k, v);
                 load8(a.norm, k, PK_F32, w);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) v[i] *= factor * w[i];
@@ -246,7 +301,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         }
         norm_once();
     }
-    meet(a.counter, gridDim.x);
+    meet_all();
 
     // The choice, and what depends on nothing else.
     const Choice choice = choose(a);
@@ -311,7 +366,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
     }
 
     // Down: all experts one after the other, the shared one last.
-    const int own_units = a.f / kU, all_units = a.n_used * own_units + n_shared_units, n = (all_units - warp + kBlockWarps - 1) / kBlockWarps, n_tiles = (a.m + 15) / 16;
+    const int own_units = a.f / kU, all_units = a.n_used * own_units + n_shared_units, n = (all_units - warp + kBlockWarps - 1) / kBlockWarps;
     bool has_met = false;
     Ahead ahead[kAheadDown];
     for (int tile = blockIdx.x; tile < n_tiles || !has_met; tile += gridDim.x) {
@@ -326,26 +381,17 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         };
         const int mine = tile < n_tiles ? n : 0, row = tile * 16 + tid;
         prime(ahead, mine, load);
-        const float old = tid < 16 && row < a.m && mine ? a.residual[row] : 0.0f;
+        const float old = tid < 16 && row < a.m && mine ? __ldcg(a.residual + row) : 0.0f;
         if (!has_met) {
-            meet(a.counter, 2 * gridDim.x);
+            meet_all();
             has_met = true;
-            const int n_own = a.n_used * a.f / 8, n_all = n_own + a.f_shared / 8;
-            for (int i = tid; i < n_all; i += kExpertThreads) {
-                const bool is_own = i < n_own;
-                const uint4 p = __ldcg(reinterpret_cast<const uint4 *>(is_own ? a.hidden : a.shared_hidden) + (is_own ? i : i - n_own));
-                const float v[8] = {low_f32(p.x), high_f32(p.x), low_f32(p.y), high_f32(p.y), low_f32(p.z), high_f32(p.z), low_f32(p.w), high_f32(p.w)};
-                stage8<kFormat>(shared, i * 8, v);
-            }
+            stage_row<kFormat>(shared, a.hidden, a.n_used * a.f);
+            if (a.f_shared) stage_row<kFormat>(shared + 2 * a.n_used * a.f, a.shared_hidden, a.f_shared);
             __syncthreads();
         }
         float acc[4] = {};
         stream_steps(ahead, mine, load, [&](Ahead &from, int step) { multiply<kFormat>(from.regs, acc, shared + c * 16 + (step * kBlockWarps + warp) * kU * 2, nullptr, from.scale); });
-        if (c == 0) {
-            red[warp][r] = acc[0];
-            red[warp][r + 8] = acc[2];
-        }
-        __syncthreads();
+        put(acc);
         if (tid < 16 && row < a.m && mine) {
             float v = old;
 #pragma unroll
@@ -354,7 +400,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         }
         __syncthreads();
     }
-    if (tid == 0 && atomicAdd(a.counter, 1) == 3 * static_cast<int>(gridDim.x) - 1) *a.counter = 0;
+    if (tid == 0 && atomicAdd(a.counter, 1) == (met + 1) * static_cast<int>(gridDim.x) - 1) *a.counter = 0;
 }
 
 // Reads records as one mixture. False: not for this kernel.
@@ -384,6 +430,20 @@ struct Reader {
         return e;
     }
     static bool same(const pk_tensor &a, const pk_tensor &b) { return a.data == b.data && a.cols == b.cols && a.format == b.format; }
+
+    // The product that ends the branch before, whose format is seen to later.
+    void product_before() {
+        MixtureArguments &a = out->arguments;
+        if (!is(PK_OP_MATMUL) || next + 1 >= records.n() || records[next + 1].op != PK_OP_NORM) return;
+        const auto &op = records[next].as<pk_op_matmul>();
+        if (op.n_w != 1 || op.act != PK_ACT_NONE || op.softcap > 0.0f || op.bias[0].data || op.x.format != PK_BF16 || op.x.data % 16 || op.x.rows != PK_ROWS_T || op.y.format != PK_F32) return;
+        if (op.add.data != op.y.data || op.y.data != records[next + 1].as<pk_op_norm>().x.data || find_packed(l.ctx, op.w[0]) == nullptr) return;
+        a.before = weight(op.w[0]);
+        a.before_x = reinterpret_cast<const bf16 *>(op.x.data);
+        a.before_k = static_cast<int32_t>(op.x.cols);
+        a.before_scale = op.scale;
+        ++next;
+    }
 
     bool norm_and_router() {
         MixtureArguments &a = out->arguments;
@@ -431,6 +491,7 @@ struct Reader {
         if (op.x.data != reinterpret_cast<uint64_t>(a.normed) || op.ids.data != reinterpret_cast<uint64_t>(a.ids) || op.weights.data != reinterpret_cast<uint64_t>(a.weights) || op.y.data != residual || op.add.data != residual) return false;
         const int32_t unit = up->format == PK_BF16 ? 64 : 128;
         if (a.m % (unit * kBlockWarps) || a.m % (64 * kBlockWarps) || op.up.rows % 128 || up->cols != a.m) return false;
+        if (a.before.data != nullptr && (!plain(records[out->first].as<pk_op_matmul>().w[0], up->format) || a.before_k % (unit * kBlockWarps))) return false;
         out->format = up->format;
         a.gate = weight(op.gate);
         a.up = weight(op.up);
@@ -491,7 +552,7 @@ struct Reader {
     }
 };
 
-int64_t shared_bytes(const MixtureArguments &a) { return 2 * std::max<int64_t>(2 * a.m, int64_t{a.n_used} * a.f + a.f_shared); }
+int64_t shared_bytes(const MixtureArguments &a) { return 2 * std::max({int64_t{2} * a.m, int64_t{a.n_used} * a.f + a.f_shared, int64_t{a.before_k}}); }
 
 }  // namespace
 
@@ -501,6 +562,7 @@ std::vector<Mixture> find_mixtures(const Launch &l, const Records &records) {
         Mixture m;
         m.first = i;
         Reader reader = {l, records, &m, i};
+        reader.product_before();
         if (!reader.norm_and_router() || !reader.experts()) continue;
         reader.shared_expert();
         m.last = reader.next;
