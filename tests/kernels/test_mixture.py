@@ -50,6 +50,11 @@ def test_a_mixture_in_one_program_equals_its_ops_one_by_one(bench, rng, level, k
         if shared == "with a gate":
             records += [lambda p: p.matmul(normed, [own], switch), lambda p: p.sigmoid(hidden, switch, hidden)]
         records.append(lambda p: p.matmul(hidden, [down], residual, after=Epilogue(add=residual, scale=0.5)))
+    # What the next layer's norm is multiplied with: several products, in two formats.
+    wide, small = b.output(n, 160 + 80, T), b.output(n, 24, T, format=abi.PK_F32)
+    products = [(wide, [matrix(kind, rows, M, rng).upload(b) for rows in (160, 80)]), (small, [matrix("bf16", 24, M, rng).upload(b)])]
+    records.append(lambda p: p.norm(residual, norm, normed, EPS))
+    records += [lambda p, y=y, w=w: p.matmul(normed, w, y) for y, w in products]
     start = rounded(rng.normal(size=(n, M)), abi.PK_F32).astype(np.float32)
     found = []
     for groups in ([[record] for record in records], [records], [records], [records]):
@@ -59,12 +64,13 @@ def test_a_mixture_in_one_program_equals_its_ops_one_by_one(bench, rng, level, k
             for record in group:
                 record(program)
             b.run(program, n)
-        found.append((b.download(ids, n), b.download(factors, n), b.download(residual, n) - start))
+        found.append((b.download(ids, n), b.download(factors, n), b.download(residual, n) - start, b.download(wide, n), b.download(small, n)))
     wanted, first = found[:2]
     np.testing.assert_array_equal(first[0], wanted[0])
     np.testing.assert_allclose(first[1], wanted[1], rtol=2e-3 if b.activation == abi.PK_BF16 else 1e-5)
-    error = np.linalg.norm(first[2] - wanted[2], axis=1) / np.linalg.norm(wanted[2], axis=1)
-    assert np.isfinite(first[2]).all() and error.max() <= 1e-2, error
+    for got, other in zip(first[2:], wanted[2:], strict=True):
+        error = np.linalg.norm(got - other, axis=1) / np.linalg.norm(other, axis=1)
+        assert np.isfinite(got).all() and error.max() <= 1e-2, error
     for again in found[2:]:
         for got, other in zip(again, first, strict=True):
             np.testing.assert_array_equal(got, other)

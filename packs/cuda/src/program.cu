@@ -76,6 +76,22 @@ int32_t launch_next(pk_program &p, Launch &l, int64_t i) {
     return PK_OK;
 }
 
+// In a step of one token: what one launch does that begins with record i and ends before `end`. The record behind it; i when there is none.
+int64_t launch_lone(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
+    if (!l.decode_only || l.max_tokens != 1) return i;
+    for (const Mixture &m : p.mixtures)
+        if (m.first == i && m.last <= end) {
+            *status = launch_mixture(l, m);
+            return m.last;
+        }
+    for (const Abreast &a : p.abreast)
+        if (a.first == i && a.last <= end) {
+            *status = launch_abreast(l, a);
+            return a.last;
+        }
+    return i;
+}
+
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
 int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends) {
     int32_t status = PK_OK;
@@ -86,10 +102,8 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
         if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
         if (status) break;
         const persist::Run *run = l.share ? nullptr : persist::find_run(p.plans, l, i);
-        const auto mixture = std::find_if(p.mixtures.begin(), p.mixtures.end(), [&](const Mixture &m) { return l.decode_only && l.max_tokens == 1 && m.first == i && m.last <= end; });
-        if (mixture != p.mixtures.end()) {
-            status = launch_mixture(l, *mixture);
-            i = mixture->last - 1;
+        if (const int64_t next = launch_lone(p, l, i, end, &status); next > i) {
+            i = next - 1;
         } else if (run && run->last <= end) {
             status = persist::launch_run(l, *run);
             i = run->last - 1;
@@ -287,8 +301,11 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     // A single product in a step is as fast on its own; programs that are run piece by piece may consist of one.
     const Launch lone = launch_of(p, 1, 1, true, false, false);
     p.mixtures = find_mixtures(lone, p.records);
+    // Between mixtures the persistent kernel has single products only.
+    if (!p.mixtures.empty()) p.abreast = find_abreast(lone, p.records);
     persist::Taken taken;
     for (const Mixture &m : p.mixtures) taken.emplace_back(m.first, m.last);
+    for (const Abreast &a : p.abreast) taken.emplace_back(a.first, a.last);
     p.plans.emplace_back();
     if (int32_t e = persist::make_plan(lone, p.records, 1, is_step ? 2 : 1, taken, &p.plans.back())) return e;
     ctx.n_allocations += p.plans.back().memory != nullptr;

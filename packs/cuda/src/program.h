@@ -6,6 +6,7 @@
 #include "../../host/kv_pool.h"
 #include "../../host/program.h"
 #include "../../host/step.h"
+#include "../include/abreast.cuh"
 #include "../include/context.h"
 #include "../include/mixture.cuh"
 #include "../include/persist/plan.h"
@@ -35,7 +36,8 @@ struct pk_program {
         pk::Launch launch;
     };
     std::vector<Bucket> buckets;
-    std::vector<pk::Mixture> mixtures;     // of steps of one token
+    std::vector<pk::Mixture> mixtures;     // of steps of one token, as the next
+    std::vector<pk::Abreast> abreast;
     std::vector<pk::persist::Plan> plans;  // of steps of few rows, fewest first
     pk::StepInfo *info = nullptr;
     uint8_t *ring = nullptr;        // pinned, n_ring blocks of ring_bytes

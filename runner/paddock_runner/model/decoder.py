@@ -135,6 +135,9 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
     if a.kv_from is not None:
         parts = [at + "q"]
     program.matmul(buffers["normed"], [w[p + ".weight"] for p in parts], qkv, [w.get(p + ".bias") for p in parts])
+    gate = _narrow(buffers["attention_gate"], a.gate_width) if a.out_gate else None
+    if gate is not None:  # beside what else reads the norm
+        program.matmul(buffers["normed"], [w[at + "q_gate.weight"]], gate)
     heads = Heads(
         a.n_heads, a.n_kv_heads, a.head_width, a.values_width, *site.kv_offsets[i], site.kv_format,
         abi.PK_PARTS_QKV if a.kv_from is None else abi.PK_PARTS_Q,
@@ -154,9 +157,7 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
     else:
         program.attention(q, out, heads, a.scale, View(a.window, not a.causal), a.softcap, w[at + "sinks.weight"] if a.sinks else None)
     site.use_pool(program, i, False)
-    if a.out_gate:
-        gate = _narrow(buffers["attention_gate"], a.gate_width)
-        program.matmul(buffers["normed"], [w[at + "q_gate.weight"]], gate)
+    if gate is not None:
         (program.softplus if a.gate_act == "softplus" else program.sigmoid)(out, gate, out)
     _project(program, layer, out, w[at + "o.weight"], w.get(at + "o.bias"), site, blueprint.residual_scale)
 

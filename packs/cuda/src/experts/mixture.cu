@@ -8,13 +8,13 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../../include/experts_piece.cuh"
+#include "../../include/lone_row.cuh"
 #include "../../include/mixture.cuh"
 
 namespace pk {
 namespace {
 
-constexpr int kBlockWarps = kExpertThreads / 32, kPerLane = 16;  // experts a lane looks at
+constexpr int kPerLane = 16;  // experts a lane looks at
 constexpr int kAheadFirst = 4, kAheadHidden = 8, kAheadDown = 6;
 
 __device__ __forceinline__ void meet(int32_t *counter, int target) {
@@ -28,51 +28,6 @@ __device__ __forceinline__ void meet(int32_t *counter, int target) {
     }
     __syncthreads();
 }
-
-struct Ahead {
-    RowsRegisters regs;
-    float scale = 1.0f;
-};
-
-// Steps [0, n) of a warp, kAhead of them under way; load(r, step) has been called for the first kAhead.
-template <int kAhead, class Load, class Use>
-__device__ __forceinline__ void stream_steps(Ahead (&ahead)[kAhead], int n, const Load &load, const Use &use) {
-    for (int base = 0; base < n; base += kAhead) {
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            if (base + i >= n) break;
-            use(ahead[i], base + i);
-            if (base + i + kAhead < n) load(ahead[i], base + i + kAhead);
-        }
-    }
-}
-template <int kAhead, class Load>
-__device__ __forceinline__ void prime(Ahead (&ahead)[kAhead], int n, const Load &load) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-        if (i < n) load(ahead[i], i);
-}
-
-// Eight values from k on, as the product of a format wants x.
-template <int kFormat>
-__device__ __forceinline__ void stage8(uint8_t *xs, int k, const float (&v)[8]) {
-    uint2 low = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])), high = make_uint2(pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
-    if constexpr (Rows<kFormat>::kIsFp8) {
-        low = make_uint2(pack_bf16(v[0], v[2]), pack_bf16(v[1], v[3]));
-        high = make_uint2(pack_bf16(v[4], v[6]), pack_bf16(v[5], v[7]));
-    }
-    *reinterpret_cast<uint2 *>(xs + 2 * staged_position<kFormat>(k)) = low;
-    *reinterpret_cast<uint2 *>(xs + 2 * staged_position<kFormat>(k + 4)) = high;
-}
-
-template <int kFormat>
-__device__ __forceinline__ void load_unit_of(Ahead &r, const ExpertWeight &w, const uint8_t *matrix, int row0, int unit) {
-    const int lane = threadIdx.x & 31;
-    load_rows<kFormat>(r.regs, matrix + row0 * w.row_bytes, w.row_bytes, unit, lane);
-    r.scale = Rows<kFormat>::kIsFp8 ? block_scale_of(w, matrix, row0, unit) : 1.0f;
-}
-
-__device__ __forceinline__ float matrix_scale(const ExpertWeight &w, int expert) { return __ldg(reinterpret_cast<const float *>(w.data + expert * w.stride + w.scale_at)); }
 
 __device__ __forceinline__ float gated_by(const MixtureArguments &a, float gate, float up) {
     if (a.act != PK_ACT_SWIGLU_CLAMP) return activate(gate, a.act) * up;
@@ -149,21 +104,6 @@ __device__ __forceinline__ Choice choose(const MixtureArguments &a) {
     const bool divides = a.is_normalised || a.score == PK_SCORE_CHOSEN;
     mine.weight *= divides ? a.choice_scale / (sum > 0.0f ? sum : 1.0f) : a.choice_scale;
     return mine;
-}
-
-__device__ __forceinline__ void load8_coherent(const float *p, float (&v)[8]) {
-    const float4 a = __ldcg(reinterpret_cast<const float4 *>(p)), b = __ldcg(reinterpret_cast<const float4 *>(p) + 1);
-    v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w; v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
-}
-
-// bf16 values that other blocks or kernels wrote, n a multiple of 8.
-template <int kFormat>
-__device__ __forceinline__ void stage_row(uint8_t *xs, const bf16 *x, int n) {
-    for (int k = threadIdx.x * 8; k < n; k += kExpertThreads * 8) {
-        const uint4 p = __ldcg(reinterpret_cast<const uint4 *>(x + k));
-        const float v[8] = {low_f32(p.x), high_f32(p.x), low_f32(p.y), high_f32(p.y), low_f32(p.z), high_f32(p.z), low_f32(p.w), high_f32(p.w)};
-        stage8<kFormat>(xs, k, v);
-    }
 }
 
 // Grid: multiprocessors. Shared: x in both orders, before and after that other rows; partial sums.
@@ -270,25 +210,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         };
         auto norm = [&] {
             if (a.before.data != nullptr) meet_all();
-            float square = 0.0f;
-            for (int k = tid * 8; k < a.m; k += kExpertThreads * 8) {
-                float v[8];
-                load8_coherent(a.residual + k, v);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) square = fmaf(v[i], v[i], square);
-            }
-            const float factor = rsqrtf(block_sum(square, sums) / static_cast<float>(a.m) + a.eps);
-            for (int k = tid * 8; k < a.m; k += kExpertThreads * 8) {
-                float v[8], w[8];
-                load8_coherent(a.residual + k, v);
-                load8(a.norm, k, PK_F32, w);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) v[i] *= factor * w[i];
-                stage8<PK_BF16>(x_plain, k, v);
-                if constexpr (kFormat != PK_BF16) stage8<kFormat>(x_own, k, v);
-                if (blockIdx.x == 0) store8(a.normed, k, PK_BF16, v);
-            }
-            __syncthreads();
+            stage_normed<kFormat>(a.residual, a.norm, a.eps, a.m, x_plain, x_own, a.normed, sums);
         };
         bool is_normed = false;
         auto norm_once = [&] {
