@@ -66,26 +66,36 @@ __device__ __forceinline__ void stage_row(uint8_t *xs, const bf16 *x, int n) {
     }
 }
 
-// The row's rms norm times `weight`, staged for BF16 and for kFormat (the same place for BF16 itself); the first block also writes it to `normed`. sums: [33]. m: a multiple of 8.
+constexpr int kNormParts = 4, kMostNormed = kNormParts * kExpertThreads * 8;
+
+// The row's rms norm times `weight`, staged for BF16 and for kFormat (the same place for BF16 itself); the first block also writes it to `normed`. sums: [33]. m: a
+// multiple of 8, at most kMostNormed.
 template <int kFormat>
 __device__ __forceinline__ void stage_normed(const float *x, const float *weight, float eps, int m, uint8_t *plain, uint8_t *own, bf16 *normed, float *sums) {
-    float square = 0.0f;
-    for (int k = threadIdx.x * 8; k < m; k += kExpertThreads * 8) {
-        float v[8];
-        load8_coherent(x + k, v);
+    float v[kNormParts][8], w[kNormParts][8], square = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) square = fmaf(v[i], v[i], square);
+    for (int i = 0; i < kNormParts; ++i) {
+        const int k = (i * kExpertThreads + static_cast<int>(threadIdx.x)) * 8;
+        if (k >= m) continue;
+        load8_coherent(x + k, v[i]);
+        load8(weight, k, PK_F32, w[i]);
     }
-    const float factor = rsqrtf(block_sum(square, sums) / static_cast<float>(m) + eps);
-    for (int k = threadIdx.x * 8; k < m; k += kExpertThreads * 8) {
-        float v[8], w[8];
-        load8_coherent(x + k, v);
-        load8(weight, k, PK_F32, w);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] *= factor * w[i];
-        stage8<PK_BF16>(plain, k, v);
-        if constexpr (kFormat != PK_BF16) stage8<kFormat>(own, k, v);
-        if (blockIdx.x == 0) store8(normed, k, PK_BF16, v);
+    for (int i = 0; i < kNormParts; ++i)
+        if ((i * kExpertThreads + static_cast<int>(threadIdx.x)) * 8 < m) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) square = fmaf(v[i][e], v[i][e], square);
+        }
+    const float factor = rsqrtf(block_sum(square, sums) / static_cast<float>(m) + eps);
+#pragma unroll
+    for (int i = 0; i < kNormParts; ++i) {
+        const int k = (i * kExpertThreads + static_cast<int>(threadIdx.x)) * 8;
+        if (k >= m) continue;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[i][e] *= factor * w[i][e];
+        stage8<PK_BF16>(plain, k, v[i]);
+        if constexpr (kFormat != PK_BF16) stage8<kFormat>(own, k, v[i]);
+        if (blockIdx.x == 0) store8(normed, k, PK_BF16, v[i]);
     }
     __syncthreads();
 }

@@ -261,6 +261,13 @@ static void copy_in_parts(void *to, const uint8_t *from, int64_t n_bytes) {
     for (std::thread &t : threads) t.join();
 }
 
+static bool lies_pinned(const void *p) {
+    cudaPointerAttributes found = {};
+    const bool is = cudaPointerGetAttributes(&found, p) == cudaSuccess && found.type == cudaMemoryTypeHost;
+    cudaGetLastError();
+    return is;
+}
+
 static int32_t repack_on_device(pk_ctx *ctx, const pk_source &s, uint64_t device, const Packed &p, RepackBuffers &buffers) {
     const bool grouped = s.scales == PK_SCALES_GROUP, is_block = is_block_format(p.format);
     const Block block = block_of(s.format);
@@ -270,16 +277,25 @@ static int32_t repack_on_device(pk_ctx *ctx, const pk_source &s, uint64_t device
     if (int32_t e = check(cudaMemsetAsync(out, 0, p.n_bytes, ctx->stream), "repack")) return e;
     const int64_t most = buffers.n_bytes / (source_row + scale_row) / 128 * 128;
     if (most < 128) return fail(PK_UNSUPPORTED, "repack: rows of %lld bytes are too long", (long long)source_row);
+    const bool is_pinned = !grouped && lies_pinned(reinterpret_cast<const void *>(s.data));  // the device copies from there
     for (int64_t row = 0, turn = 0; row < s.rows; row += most, ++turn) {
         const int i = turn & 1;
         const int64_t n = std::min(most, s.rows - row);
-        if (int32_t e = check(cudaEventSynchronize(buffers.free[i]), "repack")) return e;
-        copy_in_parts(buffers.host[i], reinterpret_cast<const uint8_t *>(s.data) + row * source_row, n * source_row);
+        const void *from = reinterpret_cast<const uint8_t *>(s.data) + row * source_row;
+        if (!is_pinned) {
+            if (int32_t e = check(cudaEventSynchronize(buffers.free[i]), "repack")) return e;
+            copy_in_parts(buffers.host[i], static_cast<const uint8_t *>(from), n * source_row);
+            from = buffers.host[i];
+        }
         if (grouped) std::memcpy(static_cast<uint8_t *>(buffers.host[i]) + n * source_row, reinterpret_cast<const uint8_t *>(s.scale_data) + row * scale_row, n * scale_row);
         if (!is_block && s.format != PK_F32) {
-            if (int32_t e = check(cudaMemcpy2DAsync(out + row * p.row_bytes, p.row_bytes, buffers.host[i], source_row, source_row, n, cudaMemcpyHostToDevice, ctx->stream), "repack")) return e;
+            if (p.row_bytes == source_row) {
+                if (int32_t e = check(cudaMemcpyAsync(out + row * p.row_bytes, from, n * source_row, cudaMemcpyHostToDevice, ctx->stream), "repack")) return e;
+            } else if (int32_t e = check(cudaMemcpy2DAsync(out + row * p.row_bytes, p.row_bytes, from, source_row, source_row, n, cudaMemcpyHostToDevice, ctx->stream), "repack")) {
+                return e;
+            }
         } else {
-            if (int32_t e = check(cudaMemcpyAsync(buffers.device[i], buffers.host[i], n * (source_row + scale_row), cudaMemcpyHostToDevice, ctx->stream), "repack")) return e;
+            if (int32_t e = check(cudaMemcpyAsync(buffers.device[i], from, n * (source_row + scale_row), cudaMemcpyHostToDevice, ctx->stream), "repack")) return e;
             RepackArguments a = {};
             a.source = static_cast<const uint8_t *>(buffers.device[i]);
             a.group_scales = grouped ? a.source + n * source_row : nullptr;
@@ -315,7 +331,7 @@ static int32_t repack_on_device(pk_ctx *ctx, const pk_source &s, uint64_t device
     }
     ctx->n_repacked_bytes += s.n_bytes;
     // The caller may reuse its memory when this returns; the pinned buffers hold all that is still in flight.
-    return p.scale_kind == PK_SCALES_NONE ? PK_OK : check(cudaStreamSynchronize(ctx->stream), "repack");
+    return p.scale_kind == PK_SCALES_NONE && !is_pinned ? PK_OK : check(cudaStreamSynchronize(ctx->stream), "repack");
 }
 
 int32_t repack(pk_ctx *ctx, const pk_source &s, uint64_t address, const Packed &p, RepackBuffers &buffers) {

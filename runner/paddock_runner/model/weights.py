@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,34 +32,52 @@ Progress = Callable[[int, int], None]
 
 READERS = 6
 PIECE_BYTES = 8 << 20
+PINNED_BYTES = 256 << 20
+"""The largest tensor that is read ahead into memory which a GPU copies from by itself."""
 
 
 class Staging:
     """One buffer that grows to the largest tensor; tensors are read into it with pread, so that page cache is not counted as ours.
 
     Large tensors are read in pieces by several threads: one copies from page cache at a fraction of the memory's speed, and
-    leaves a disk's queue empty.
+    leaves a disk's queue empty. ahead: buffers that the tensor after the one in use is read into meanwhile, in turns; () for none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: Sequence[memoryview] = ()) -> None:
         self._files: dict[Path, int] = {}
         self._buffer = mmap.mmap(-1, 1 << 20)
         self._readers = ThreadPoolExecutor(READERS, "reader")
+        self._ahead = ahead
+        self._turn = 0
+        self._coming: tuple[TensorView, memoryview, list[Future[None]]] | None = None
+
+    def begin(self, view: TensorView) -> None:
+        """Starts to read a tensor that a later `read` will ask for, if it fits. What `read` gave last stays valid, what it gave before does not."""
+        if self._coming is None and self._ahead and view.n_bytes <= len(self._ahead[self._turn]):
+            target = self._ahead[self._turn][: view.n_bytes]
+            self._turn = (self._turn + 1) % len(self._ahead)
+            self._coming = view, target, self._start(view, target)
 
     def read(self, view: TensorView) -> memoryview:
         """The tensor's bytes; valid until the next read. Raises: FileError when the file is shorter than its header says."""
-        if len(self._buffer) < view.n_bytes:
-            self._buffer.close()
-            self._buffer = mmap.mmap(-1, view.n_bytes)
+        if self._coming is not None and self._coming[0] is view:
+            _, target, parts = self._coming
+            self._coming = None
+        else:
+            if len(self._buffer) < view.n_bytes:
+                self._buffer.close()
+                self._buffer = mmap.mmap(-1, view.n_bytes)
+            target = memoryview(self._buffer)[: view.n_bytes]
+            parts = self._start(view, target)
+        for part in parts:
+            part.result()
+        return target
+
+    def _start(self, view: TensorView, target: memoryview) -> list[Future[None]]:
         if view.path not in self._files:
             self._files[view.path] = os.open(view.path, os.O_RDONLY)
-        target = memoryview(self._buffer)[: view.n_bytes]
         pieces = [slice(at, min(at + PIECE_BYTES, view.n_bytes)) for at in range(0, view.n_bytes, PIECE_BYTES)]
-        if len(pieces) > 1:
-            list(self._readers.map(lambda piece: self._read_piece(view, target, piece), pieces))
-        elif pieces:
-            self._read_piece(view, target, pieces[0])
-        return target
+        return [self._readers.submit(self._read_piece, view, target, piece) for piece in pieces]
 
     def _read_piece(self, view: TensorView, target: memoryview, piece: slice) -> None:
         handle, done = self._files[view.path], piece.start
@@ -190,12 +208,16 @@ def load_weights(
     here = {name: n for name, n in sizes.items() if name not in away.places}
     places = {**_places(device.alloc(sum(aligned(n) for n in here.values()), "weights"), here), **away.places}
     total, done = sum(v.n_bytes for v in views.values()), 0
-    staging, weights = Staging(), {}
+    pinned = _pinned(device, views)
+    staging, weights = Staging([device.host_bytes(*place) for place in pinned]), {}
     try:
-        for name, view in _in_file_order(views):
+        in_order = _in_file_order(views)
+        for (name, view), (_, following) in zip(in_order, [*in_order[1:], in_order[-1]], strict=True):
             if name in matrices:
                 scales = read_scales(staging, view)
                 data = _int4(staging, view) if view.int4 else _transposed(staging, view.transposed_of) if view.transposed_of else arranged(view, staging.read(view))
+                if following is not view and following.int4 is None and following.transposed_of is None:
+                    staging.begin(following)
                 device.repack(source_of(view, data.ctypes.data, scales), places[name], sizes[name])
                 weights[name] = Tensor(places[name], view.shape[0], view.shape[1], table.by_name(view.format).id, 0, abi.PK_PACKED)
             else:
@@ -210,6 +232,8 @@ def load_weights(
                 progress(done, total)
     finally:
         staging.close()
+        for address, _ in pinned:
+            device.free(address, "staging", is_pinned=True)
     strides = {name: away.stride if name in away.places else aligned(n) for name, n in sizes.items()}
     return {**weights, **ones(device, blueprint), **stacks(weights, strides)}
 
@@ -281,5 +305,13 @@ def _vector(device: Device, view: TensorView, data: NDArray[np.uint8], offset: f
     return Tensor(address, 1, view.n_elements, abi.PK_F32)
 
 
-def _in_file_order(views: Mapping[str, TensorView]) -> Iterable[tuple[str, TensorView]]:
+def _pinned(device: Device, views: Mapping[str, TensorView]) -> list[tuple[int, int]]:
+    """Address and size of the buffers that a GPU's weights are read into; none on a CPU, where reading ahead would only take memory."""
+    size = max((v.n_bytes for v in views.values() if v.n_bytes <= PINNED_BYTES), default=0)
+    if device.facts.is_host or not size:
+        return []
+    return [(device.alloc(size, "staging", is_pinned=True), size) for _ in range(2)]
+
+
+def _in_file_order(views: Mapping[str, TensorView]) -> list[tuple[str, TensorView]]:
     return sorted(views.items(), key=lambda item: (str(item[1].path), item[1].offset))

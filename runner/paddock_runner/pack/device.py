@@ -86,6 +86,17 @@ class Device:
         self.allocated[name] = self.allocated.get(name, 0) + n_bytes
         return address.value
 
+    def free(self, address: int, name: str, is_pinned: bool = False) -> None:
+        """Gives back everything that `alloc` counted under `name`, one address of it."""
+        memory = abi.PK_MEMORY_PINNED if is_pinned else abi.PK_MEMORY_DEVICE
+        self._owned.remove((memory, address))
+        self.allocated.pop(name, None)
+        self.pack.call("pk_free", self._ctx, memory, address)
+
+    def host_bytes(self, address: int, n_bytes: int) -> memoryview:
+        """Pinned memory as Python sees it."""
+        return _host_view(address, n_bytes)
+
     def write(self, address: int, data: bytes | memoryview | ctypes.Array[Any], n_bytes: int | None = None) -> None:
         """Copies host bytes to the device."""
         if isinstance(data, memoryview) and data.readonly:

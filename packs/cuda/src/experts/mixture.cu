@@ -14,7 +14,7 @@
 namespace pk {
 namespace {
 
-constexpr int kPerLane = 16;  // experts a lane looks at
+constexpr int kMostPerLane = 16;  // experts a lane looks at
 constexpr int kAheadFirst = 4, kAheadHidden = 8, kAheadDown = 6;
 
 __device__ __forceinline__ void meet(int32_t *counter, int target) {
@@ -48,6 +48,7 @@ struct Choice {
 };
 
 // A warp chooses as route_kernel does, without groups: every lane looks at kPerLane experts.
+template <int kPerLane>
 __device__ __forceinline__ Choice choose(const MixtureArguments &a) {
     const int lane = threadIdx.x & 31;
     float score[kPerLane], key[kPerLane];
@@ -63,7 +64,7 @@ __device__ __forceinline__ Choice choose(const MixtureArguments &a) {
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < kPerLane; ++j) {
-            score[j] = lane + 32 * j < a.n_experts ? expf(score[j] - largest) : 0.0f;
+            score[j] = lane + 32 * j < a.n_experts ? __expf(score[j] - largest) : 0.0f;
             sum += score[j];
         }
         const float factor = 1.0f / warp_sum(sum);
@@ -71,7 +72,7 @@ __device__ __forceinline__ Choice choose(const MixtureArguments &a) {
         for (int j = 0; j < kPerLane; ++j) score[j] *= factor;
     } else if (a.score == PK_SCORE_SIGMOID) {
 #pragma unroll
-        for (int j = 0; j < kPerLane; ++j) score[j] = 1.0f / (1.0f + expf(-score[j]));
+        for (int j = 0; j < kPerLane; ++j) score[j] = 1.0f / (1.0f + __expf(-score[j]));
     }
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
@@ -97,7 +98,7 @@ __device__ __forceinline__ Choice choose(const MixtureArguments &a) {
         const float v = __shfl_sync(~0u, its_score, e & 31);
         if (lane == (e & 31)) taken |= 1u << (e >> 5);
         if (i == 0) first = v;
-        const float w = a.score == PK_SCORE_CHOSEN ? expf(v - first) : v;
+        const float w = a.score == PK_SCORE_CHOSEN ? __expf(v - first) : v;
         sum += w;
         if (lane == i) mine = {e, w};
     }
@@ -226,15 +227,15 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
     meet_all();
 
     // The choice, and what depends on nothing else.
-    const Choice choice = choose(a);
-    const float switched = a.switching.data != nullptr ? 1.0f / (1.0f + __expf(-__ldcg(a.switched))) : 1.0f;
-    float gate_scale = 0.0f, up_scale = 0.0f, down_factor = 0.0f;
+    // (Nothing is computed from these loads before the weights are asked for: a warp waits where it first uses what it loads.)
+    const float switch_logit = a.switching.data != nullptr ? __ldcg(a.switched) : 0.0f, shared_scale = a.f_shared ? matrix_scale(a.shared_down, 0) : 0.0f;
+    const Choice choice = a.n_experts <= 32 * kMostPerLane / 2 ? choose<kMostPerLane / 2>(a) : choose<kMostPerLane>(a);
+    float gate_scale = 0.0f, up_scale = 0.0f, down_scale = 0.0f;
     if (lane < a.n_used) {
         gate_scale = matrix_scale(a.gate, choice.id);
         up_scale = matrix_scale(a.up, choice.id);
-        down_factor = matrix_scale(a.down, choice.id) * choice.weight * a.experts_scale;
+        down_scale = matrix_scale(a.down, choice.id);
     }
-    const float shared_factor = a.f_shared ? matrix_scale(a.shared_down, 0) * switched * a.shared_scale : 0.0f;
     if (blockIdx.x == 0 && warp == 0 && lane < a.n_used) {
         a.ids[lane] = choice.id;
         a.weights[lane] = choice.weight;
@@ -289,6 +290,8 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
 
     // Down: all experts one after the other, the shared one last.
     const int own_units = a.f / kU, all_units = a.n_used * own_units + n_shared_units, n = (all_units - warp + kBlockWarps - 1) / kBlockWarps;
+    const float factor_of = lane < a.n_used ? down_scale * choice.weight * a.experts_scale : 0.0f;
+    const float shared_factor = shared_scale * a.shared_scale * (a.switching.data != nullptr ? 1.0f / (1.0f + __expf(-switch_logit)) : 1.0f);
     bool has_met = false;
     Ahead ahead[kAheadDown];
     for (int tile = blockIdx.x; tile < n_tiles || !has_met; tile += gridDim.x) {
@@ -296,10 +299,8 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
             const int at = step * kBlockWarps + warp, slot = at / own_units;
             const bool is_own = slot < a.n_used;
             const int expert = __shfl_sync(~0u, choice.id, is_own ? slot : 0);
-            const float factor = __shfl_sync(~0u, down_factor, is_own ? slot : 0);
             const ExpertWeight &w = is_own ? a.down : a.shared_down;
             load_unit_of<kFormat>(to, w, w.data + (is_own ? expert * w.stride : 0), tile * 16, is_own ? at - slot * own_units : at - a.n_used * own_units);
-            to.scale *= is_own ? factor : shared_factor;
         };
         const int mine = tile < n_tiles ? n : 0, row = tile * 16 + tid;
         prime(ahead, mine, load);
@@ -312,7 +313,11 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
             __syncthreads();
         }
         float acc[4] = {};
-        stream_steps(ahead, mine, load, [&](Ahead &from, int step) { multiply<kFormat>(from.regs, acc, shared + c * 16 + (step * kBlockWarps + warp) * kU * 2, nullptr, from.scale); });
+        stream_steps(ahead, mine, load, [&](Ahead &from, int step) {
+            const int at = step * kBlockWarps + warp, slot = at / own_units;
+            const float factor = __shfl_sync(~0u, factor_of, slot < a.n_used ? slot : 0);
+            multiply<kFormat>(from.regs, acc, shared + c * 16 + at * kU * 2, nullptr, from.scale * (slot < a.n_used ? factor : shared_factor));
+        });
         put(acc);
         if (tid < 16 && row < a.m && mine) {
             float v = old;
@@ -389,7 +394,7 @@ struct Reader {
         ++next;
         if (!is(PK_OP_ROUTE)) return false;
         const auto &route = records[next].as<pk_op_route>();
-        if (route.n_groups > 1 || route.logits.data != router.y.data || route.ids.cols > 32 || route.logits.cols > 32 * kPerLane) return false;
+        if (route.n_groups > 1 || route.logits.data != router.y.data || route.ids.cols > 32 || route.logits.cols > 32 * kMostPerLane) return false;
         a.choice_bias = reinterpret_cast<const float *>(route.bias.data);
         a.ids = reinterpret_cast<int32_t *>(route.ids.data);
         a.weights = reinterpret_cast<float *>(route.weights.data);
@@ -412,7 +417,7 @@ struct Reader {
         const uint64_t residual = reinterpret_cast<uint64_t>(a.residual);
         if (op.x.data != reinterpret_cast<uint64_t>(a.normed) || op.ids.data != reinterpret_cast<uint64_t>(a.ids) || op.weights.data != reinterpret_cast<uint64_t>(a.weights) || op.y.data != residual || op.add.data != residual) return false;
         const int32_t unit = up->format == PK_BF16 ? 64 : 128;
-        if (a.m % (unit * kBlockWarps) || a.m % (64 * kBlockWarps) || op.up.rows % 128 || up->cols != a.m) return false;
+        if (a.m > kMostNormed || a.m % (unit * kBlockWarps) || a.m % (64 * kBlockWarps) || op.up.rows % 128 || up->cols != a.m) return false;
         if (a.before.data != nullptr && (!plain(records[out->first].as<pk_op_matmul>().w[0], up->format) || a.before_k % (unit * kBlockWarps))) return false;
         out->format = up->format;
         a.gate = weight(op.gate);
@@ -428,7 +433,7 @@ struct Reader {
         int64_t least = INT64_MAX;
         for (int32_t n : {8, 4, 2, 1}) {
             const int64_t teams = int64_t{l.ctx->n_processors} * (kBlockWarps / n), rounds = units / n * ((tasks + teams - 1) / teams);
-            if (rounds < least) {
+            if (rounds <= least) {  // of equals, fewer warps a task
                 least = rounds;
                 a.warps_k = n;
             }

@@ -145,7 +145,7 @@ std::vector<Abreast> find_abreast(const Launch &l, const Records &records) {
         };
         int64_t next = i + 1;
         while (next < records.n() && records[next].op == PK_OP_MATMUL && take(records[next].as<pk_op_matmul>())) ++next;
-        if (next < i + 3 || a.m % (128 * kBlockWarps) || 4 * a.m > 160 * 1024) continue;
+        if (next < i + 3 || a.m % (128 * kBlockWarps) || a.m > kMostNormed) continue;
         // The fewest rounds of units and tasks; of equals, fewer warps a task.
         const int64_t units = a.m / 128;
         int64_t least = INT64_MAX;
