@@ -152,7 +152,7 @@ struct CombineArguments {
     float scale;
 };
 
-// y[:, first : first + n] = add + scale * sum of the token's experts. Grid: tokens, columns.
+// y[:, first : first + n] = add + scale * sum of the token's experts. Grid: tokens, columns. 64 threads or more.
 __global__ void __launch_bounds__(256) expert_combine_kernel(const __grid_constant__ CombineArguments a) {
     __shared__ int32_t positions[kMostChosen];
     __shared__ float factors[kMostChosen];
@@ -171,8 +171,31 @@ __global__ void __launch_bounds__(256) expert_combine_kernel(const __grid_consta
     }
     __syncthreads();
     if (a.is_wide) {
-        for (int c = (blockIdx.y * 256 + threadIdx.x) * 8; c < a.n; c += gridDim.y * 2048) {
-            float v[8] = {}, x[8];
+        const int c = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+        if (c >= a.n) return;
+        float v[8] = {}, x[8], old[8] = {};
+        if (a.add != nullptr) load8(a.add, t * a.add_stride + a.first + c, a.add_format, old);
+        if (a.out_format == PK_BF16) {
+            constexpr int kFlight = 8;  // loads under way
+            for (int first = 0; first < a.n_used; first += kFlight) {
+                uint4 raw[kFlight];
+#pragma unroll
+                for (int i = 0; i < kFlight; ++i) {
+                    const int at = first + i < a.n_used ? positions[first + i] : -1;
+                    raw[i] = at >= 0 ? __ldcs(reinterpret_cast<const uint4 *>(static_cast<const bf16 *>(a.out) + at * a.out_stride + c)) : make_uint4(0, 0, 0, 0);
+                }
+#pragma unroll
+                for (int i = 0; i < kFlight; ++i) {
+                    const float f = first + i < a.n_used ? factors[first + i] : 0.0f;
+                    const uint32_t w[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        v[2 * e] = fmaf(f, low_f32(w[e]), v[2 * e]);
+                        v[2 * e + 1] = fmaf(f, high_f32(w[e]), v[2 * e + 1]);
+                    }
+                }
+            }
+        } else {
 #pragma unroll 4
             for (int i = 0; i < a.n_used; ++i) {
                 if (positions[i] < 0) continue;
@@ -180,16 +203,13 @@ __global__ void __launch_bounds__(256) expert_combine_kernel(const __grid_consta
 #pragma unroll
                 for (int e = 0; e < 8; ++e) v[e] = fmaf(factors[i], x[e], v[e]);
             }
-            if (a.add != nullptr) {
-                load8(a.add, t * a.add_stride + a.first + c, a.add_format, x);
-#pragma unroll
-                for (int e = 0; e < 8; ++e) v[e] += x[e];
-            }
-            store8(a.y, t * a.y_stride + a.first + c, a.y_format, v);
         }
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[e] += old[e];
+        store8(a.y, t * a.y_stride + a.first + c, a.y_format, v);
         return;
     }
-    for (int c = blockIdx.y * 256 + threadIdx.x; c < a.n; c += gridDim.y * 256) {
+    for (int c = blockIdx.y * blockDim.x + threadIdx.x; c < a.n; c += gridDim.y * blockDim.x) {
         float v = 0.0f;
         for (int i = 0; i < a.n_used; ++i)
             if (positions[i] >= 0) v = fmaf(factors[i], load_as_f32(a.out, positions[i] * a.out_stride + c, a.out_format), v);
@@ -418,8 +438,9 @@ int32_t launch_combine(const Launch &l, const pk_op_experts &op, const Plan &pla
     a.scale = op.scale;
     auto is_eight = [](const void *p, int64_t stride) { return p == nullptr || (stride % 8 == 0 && reinterpret_cast<uint64_t>(p) % 16 == 0); };
     a.is_wide = n % 8 == 0 && first % 8 == 0 && is_eight(a.out, a.out_stride) && is_eight(a.add, a.add_stride) && is_eight(a.y, a.y_stride);
-    const int64_t each = a.is_wide ? 2048 : 1024;
-    return launch(l, "expert_combine", expert_combine_kernel, dim3(static_cast<unsigned>(bound(l, op.x.rows)), static_cast<unsigned>((n + each - 1) / each)), dim3(256), 0, a);
+    // Eight columns a thread, or four turns of one.
+    const int64_t threads = a.is_wide ? std::clamp<int64_t>(round_up(n / 8, 32), 64, 256) : 256, each = a.is_wide ? 8 * threads : 1024;
+    return launch(l, "expert_combine", expert_combine_kernel, dim3(static_cast<unsigned>(bound(l, op.x.rows)), static_cast<unsigned>((n + each - 1) / each)), dim3(static_cast<unsigned>(threads)), 0, a);
 }
 
 // Many pairs on Hopper's asynchronous units.
