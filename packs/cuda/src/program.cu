@@ -93,8 +93,11 @@ int64_t launch_lone(const pk_program &p, const Launch &l, int64_t i, int64_t end
 }
 
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
-int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends) {
+int32_t enqueue(pk_program &p, const Launch &given, int64_t first, int64_t end, bool with_ends) {
     int32_t status = PK_OK;
+    Launch l = given;
+    // Between a lone token's short kernels the next one's weights are on their way before the one before it has ended.
+    l.overlap = l.overlap || (!p.mixtures.empty() && l.decode_only && l.max_tokens == 1);
     const GuessPart guess = guess_part(p.records);
     Launch at = l;
     for (int64_t i = first; i < end && !status; ++i) {

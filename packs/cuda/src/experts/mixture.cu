@@ -113,9 +113,6 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
     constexpr int kU = Rows<kFormat>::kU, kBf16U = Rows<PK_BF16>::kU;
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float red[kBlockWarps][32], sums[33];
-    wait_dependence();
-    release_dependents();
-    if (rows_of(a.info, a.rows_symbol) < 1) return;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3;
     uint8_t *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
     const int n_units = a.m / kU, n_shared_units = a.f_shared / kU, n_tiles = (a.m + 15) / 16;
@@ -129,15 +126,22 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         __syncthreads();
     };
 
-    // The product before: 16 rows each.
-    if (a.before.data != nullptr) {
-        Ahead ahead[kAheadFirst];
-        const int n = a.before_k / kU / kBlockWarps;
+    // The product before: 16 rows each. Its first weights are asked for ahead of the wait for earlier kernels.
+    Ahead first_ahead[kAheadFirst];
+    const int n_before = a.before.data != nullptr ? a.before_k / kU / kBlockWarps : 0;
+    auto prime_before = [&](int tile) {
+        prime(first_ahead, tile < n_tiles ? n_before : 0, [&](Ahead &to, int step) { load_unit_of<kFormat>(to, a.before, a.before.data, tile * 16, step * kBlockWarps + warp); });
+    };
+    prime_before(blockIdx.x);
+    wait_dependence();
+    release_dependents();
+    if (rows_of(a.info, a.rows_symbol) < 1) return;
+    if (n_before) {
         const float scale = matrix_scale(a.before, 0) * a.before_scale;
         bool is_staged = false;
         for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
             auto load = [&](Ahead &to, int step) { load_unit_of<kFormat>(to, a.before, a.before.data, tile * 16, step * kBlockWarps + warp); };
-            prime(ahead, n, load);
+            if (is_staged) prime_before(tile);
             const int row = tile * 16 + tid;
             const float old = tid < 16 && row < a.m ? __ldcg(a.residual + row) : 0.0f;
             if (!is_staged) {
@@ -146,7 +150,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
                 is_staged = true;
             }
             float acc[4] = {};
-            stream_steps(ahead, n, load, [&](Ahead &from, int step) { multiply<kFormat>(from.regs, acc, shared + c * 16 + (step * kBlockWarps + warp) * kU * 2, nullptr, from.scale); });
+            stream_steps(first_ahead, n_before, load, [&](Ahead &from, int step) { multiply<kFormat>(from.regs, acc, shared + c * 16 + (step * kBlockWarps + warp) * kU * 2, nullptr, from.scale); });
             put(acc);
             if (tid < 16 && row < a.m) {
                 float v = 0.0f;

@@ -14,9 +14,6 @@ template <int kFormat>
 __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid_constant__ AbreastArguments a) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ float red[kBlockWarps][16], sums[33];
-    wait_dependence();
-    release_dependents();
-    if (rows_of(a.info, a.rows_symbol) < 1) return;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
     const int wk = warp % a.warps_k, team = warp / a.warps_k, all_teams = gridDim.x * (kBlockWarps / a.warps_k), first = team * gridDim.x + blockIdx.x;
     uint8_t *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
@@ -60,6 +57,9 @@ __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid
     Ahead ahead[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(ahead[i]);
+    wait_dependence();
+    release_dependents();
+    if (rows_of(a.info, a.rows_symbol) < 1) return;
     stage_normed<kFormat>(a.residual, a.norm, a.eps, a.m, x_plain, x_own, a.normed, sums);
     float acc[4] = {};
     auto use = [&](const Ahead &from) {
