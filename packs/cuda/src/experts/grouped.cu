@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
                     }
                     const float ws0 = __shfl_sync(~0u, block[0], p.w[0].block_scale_at < 0 ? 0 : k & 31), ws1 = kIsPair ? __shfl_sync(~0u, block[1], p.w[0].block_scale_at < 0 ? 0 : k & 31) : ws0;
                     barrier_wait(full + stage, phase);
-                    const uint32_t x_low = x_first + stage * (kStageBytes / 16), w_low = w_first + stage * (kStageBytes / 16);
+                    const uint32_t x_low = __shfl_sync(~0u, x_first + stage * (kStageBytes / 16), 0), w_low = __shfl_sync(~0u, w_first + stage * (kStageBytes / 16), 0);
                     const float *scales = scale_ring + stage * kPairs + warp * 16 + (lane >> 2);
                     float xs[kHalves][2];
 #pragma unroll
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
                 int previous = -1;
                 for (int k = 0; k < n_steps; ++k) {
                     barrier_wait(full + stage, phase);
-                    const uint32_t x_low = x_first + stage * (kStageBytes / 16), w_low = w_first + stage * (kStageBytes / 16);
+                    const uint32_t x_low = __shfl_sync(~0u, x_first + stage * (kStageBytes / 16), 0), w_low = __shfl_sync(~0u, w_first + stage * (kStageBytes / 16), 0);
                     wgmma_fence();
 #pragma unroll
                     for (int half = 0; half < kHalves; ++half)
