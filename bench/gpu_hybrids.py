@@ -116,7 +116,7 @@ def take_apart(driver: Driver, steps: list[tuple[int, int]], starts: dict[int, n
         total[name.replace("pk::(anonymous namespace)::", "").split("(")[0][-70:]].append(end - start)
     busy = sum(e - s for s, e, _ in kernels)
     sys.stdout.write(f"{title}: {len(kernels)} kernels, span {kernels[-1][1] - kernels[0][0]:.0f} us, busy {busy:.0f} us\n")
-    for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:20]:
+    for name, times in sorted(total.items(), key=lambda item: -sum(item[1]))[:12]:
         sys.stdout.write(f"   {sum(times):9.0f} us  {len(times):4} x {statistics.median(times):7.1f}  {name}\n")
 
 

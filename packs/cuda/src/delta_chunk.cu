@@ -495,12 +495,8 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
 
 #ifdef PK_WGMMA
 // The same on Hopper: one warpgroup makes D, the other O, both the state; S, D and its decayed copy are B operands with their columns
-// contiguous, W, Q, P and K come as fragments. A third warpgroup copies: a fence for what wgmma reads waits for all copies of its thread. Named barriers
-// tell that a chunk has arrived (and that the state lies in shared memory) and that its stage has been read, so that nobody waits while copies are asked for.
-constexpr int kScanThreads = kThreads + 128, kArrived = 1, kRead = kArrived + kHopperStages, kMade = kRead + kHopperStages;  // numbers of barriers
-
-__device__ __forceinline__ void arrive_at(int barrier, int n_threads) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(n_threads) : "memory"); }
-__device__ __forceinline__ void wait_at(int barrier, int n_threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(n_threads) : "memory"); }
+// contiguous, W, Q, P and K come as fragments. A third warpgroup copies: a fence for what wgmma reads waits for all copies of its thread.
+constexpr int kScanThreads = kThreads + 128;
 
 __global__ void __launch_bounds__(kScanThreads, 1) delta_scan_hopper_kernel(const __grid_constant__ ChunkArguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -520,12 +516,13 @@ __global__ void __launch_bounds__(kScanThreads, 1) delta_scan_hopper_kernel(cons
     if (warp >= 8) {
         auto copy_stage = [&](int slot) { copy_scan_stage(a, q, base, slot, end, h, slice, stages + slot % kHopperStages * kScanStage, threadIdx.x - kThreads, kScanThreads - kThreads); };
         for (int i = 0; i < kHopperStages - 1; ++i) copy_stage(begin + i);
+        // In step with the barriers below: the chunk has arrived; D is there; all have read the chunk.
         for (int slot = begin; slot < end; ++slot) {
-            const int next = slot + kHopperStages - 1;
             wait_async<kHopperStages - 2>();
-            arrive_at(kArrived + slot % kHopperStages, kScanThreads);
-            if (slot > begin && next < end) wait_at(kRead + next % kHopperStages, kScanThreads);
-            copy_stage(next);
+            __syncthreads();
+            copy_stage(slot + kHopperStages - 1);
+            __syncthreads();
+            __syncthreads();
         }
         return;
     }
@@ -547,7 +544,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) delta_scan_hopper_kernel(cons
 #pragma unroll
             for (int half = 0; half < 2; ++half) *reinterpret_cast<uint32_t *>(ss + narrow(srow + 8 * half, n) + scol * 2) = pack_bf16(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
         fence_async_proxy();
-        wait_at(kArrived + slot % kHopperStages, kScanThreads);
+        __syncthreads();
         const uint8_t *stage = stages + slot % kHopperStages * kScanStage;
         const uint32_t at = shared_address(stage), ks = at + 2 * kWideBytes, ps = at + 3 * kWideBytes;
         const uint8_t *us = stage + 3 * kWideBytes + kNarrowBytes;
@@ -586,20 +583,15 @@ __global__ void __launch_bounds__(kScanThreads, 1) delta_scan_hopper_kernel(cons
 #pragma unroll
         for (int i = 0; i < 32; ++i) s[i] *= shrink;
         fence_async_proxy();
-        wait_at(kMade, kThreads);
-        const bool is_reused = slot + kHopperStages < end;
-        if (!makes_o && is_reused) arrive_at(kRead + slot % kHopperStages, kScanThreads);
-        if (makes_o) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) load_a<narrow>(left[k], ps, row0, 2 * k);
-            if (is_reused) arrive_at(kRead + slot % kHopperStages, kScanThreads);
-        }
+        __syncthreads();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) wgmma_bf16_registers_n64_transposed(s, keys[k][0], keys[k][1], keys[k][2], keys[k][3], matrix_descriptor(shared_address(decayed) + k * 2048), 1);
         wgmma_commit();
         wgmma_wait<0>();
         if (makes_o) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) load_a<narrow>(left[k], ps, row0, 2 * k);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 4; ++k) wgmma_bf16_registers_n64_transposed(x, left[k][0], left[k][1], left[k][2], left[k][3], matrix_descriptor(shared_address(ds) + k * 2048), 1);
@@ -622,6 +614,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) delta_scan_hopper_kernel(cons
                 }
             }
         }
+        __syncthreads();
     }
 #pragma unroll
     for (int n = 0; n < 8; ++n)
