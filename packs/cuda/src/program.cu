@@ -77,8 +77,15 @@ int32_t launch_next(pk_program &p, Launch &l, int64_t i) {
 }
 
 // In a step of one token: what one launch does that begins with record i and ends before `end`. The record behind it; i when there is none.
-int64_t launch_lone(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
-    if (!l.decode_only || l.max_tokens != 1) return i;
+int64_t launch_lone(const pk_program &p, const Launch &given, int64_t i, int64_t end, int32_t *status) {
+    if (!given.decode_only || given.max_tokens != 1 || p.mixtures.empty()) return i;
+    // The next kernel's weights are on their way before the one before it has ended.
+    Launch l = given;
+    l.overlap = true;
+    if (p.records[i].op == PK_OP_DELTA) {
+        *status = launch_record(l, p.records[i]);
+        return i + 1;
+    }
     for (const Mixture &m : p.mixtures)
         if (m.first == i && m.last <= end) {
             *status = launch_mixture(l, m);
@@ -93,11 +100,8 @@ int64_t launch_lone(const pk_program &p, const Launch &l, int64_t i, int64_t end
 }
 
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
-int32_t enqueue(pk_program &p, const Launch &given, int64_t first, int64_t end, bool with_ends) {
+int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends) {
     int32_t status = PK_OK;
-    Launch l = given;
-    // Between a lone token's short kernels the next one's weights are on their way before the one before it has ended.
-    l.overlap = l.overlap || (!p.mixtures.empty() && l.decode_only && l.max_tokens == 1);
     const GuessPart guess = guess_part(p.records);
     Launch at = l;
     for (int64_t i = first; i < end && !status; ++i) {
