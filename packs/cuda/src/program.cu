@@ -77,15 +77,8 @@ int32_t launch_next(pk_program &p, Launch &l, int64_t i) {
 }
 
 // In a step of one token: what one launch does that begins with record i and ends before `end`. The record behind it; i when there is none.
-int64_t launch_lone(const pk_program &p, const Launch &given, int64_t i, int64_t end, int32_t *status) {
-    if (!given.decode_only || given.max_tokens != 1 || p.mixtures.empty()) return i;
-    // The next kernel's weights are on their way before the one before it has ended.
-    Launch l = given;
-    l.overlap = true;
-    if (p.records[i].op == PK_OP_DELTA) {
-        *status = launch_record(l, p.records[i]);
-        return i + 1;
-    }
+int64_t launch_lone(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
+    if (!l.decode_only || l.max_tokens != 1) return i;
     for (const Mixture &m : p.mixtures)
         if (m.first == i && m.last <= end) {
             *status = launch_mixture(l, m);

@@ -67,6 +67,8 @@ class Staging:
             if len(self._buffer) < view.n_bytes:
                 self._buffer.close()
                 self._buffer = mmap.mmap(-1, view.n_bytes)
+                if hasattr(mmap, "MADV_HUGEPAGE"):  # making gigabytes page by page takes longer than reading them
+                    self._buffer.madvise(mmap.MADV_HUGEPAGE)
             target = memoryview(self._buffer)[: view.n_bytes]
             parts = self._start(view, target)
         for part in parts:
