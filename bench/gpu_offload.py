@@ -44,7 +44,7 @@ def views(plan: Blueprint, kind: str, folder: Path) -> dict[str, TensorView]:
     (folder / "scales").write_bytes(np.full(1 << 18, 1.5e-3, np.float32).tobytes())
     shapes = expected_shapes(plan)
     formats = {n: format_of(n, kind, s, int(n.split(".")[1]) if n.startswith("layers.") else -1, plan.n_layers) for n, s in shapes.items()}
-    for name in set(formats.values()):
+    for name in sorted(set(formats.values())):
         form = by_name(name)
         most = max(int(np.prod(s)) // form.block_elements * form.block_bytes for n, s in shapes.items() if formats[n] == name)
         raw = (1 + 0.1 * rng.standard_normal(1 << 16, np.float32)).tobytes() if name == "f32" else Weight(name, 4096, 8192).fill(rng).data.tobytes()

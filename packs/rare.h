@@ -196,7 +196,7 @@ typedef struct pk_op_guess {
  * the same places for every e. The device has n_slots places of stride bytes for experts that stay, and n_staging = E - n_slots at staging (a
  * multiple of stride from slots) for those that find no place in a step; layers may share these.
  * cache: i32 words, zeros before the first step: PK_CACHE_HEAD of them (word 0: steps; word 2: the step for which every expert without a slot was
- * copied to staging), slot + 1 of expert [E] (0: none), where an expert of the last step lay [E] (times stride from slots), where it was copied
+ * copied to staging; word 14: how many more guesses were right than wrong, -4 to 64), slot + 1 of expert [E] (0: none), where an expert of the last step lay [E] (times stride from slots), where it was copied
  * to [E], copies of the last step [2E] (expert, where), expert + 1 of slot [n_slots], last step of slot [n_slots].
  * counts: host-visible u64 [5], written by every step: experts found on the device, copied to slots, copied to staging; steps; copied ahead. */
 #define PK_CACHE_HEAD 16
@@ -218,8 +218,8 @@ typedef struct pk_expert_cache {
  * lower ones first, to the slot that was not used for longest (the lower one of equals) of those without an expert that this step chose, else to
  * staging. So results never depend on what was where.
  * next: of the next such layer, whose staging is not this one's; home 0: there is none. Beside this layer's products and what follows until then,
- * experts go to it ahead: where the step's choices are at least twice its experts, all that have no slot, to empty slots and to staging; where the step
- * has at most PK_AHEAD_TOKENS tokens, the first n_most without a slot that `expected` names (column after column), to slots: those not used for longest
+ * experts go to it ahead: where the step's choices are at least four times its experts, all that have no slot, to empty slots and to staging; where the
+ * step has at most PK_AHEAD_TOKENS tokens (and, while more guesses were wrong than right, in every sixteenth step only), the first n_most without a slot that `expected` names (column after column), to slots: those not used for longest
  * but not of experts that are named; a slot that was filled so counts as never used until its expert is chosen. */
 #define PK_AHEAD_TOKENS 16
 typedef struct pk_op_experts_fetched {

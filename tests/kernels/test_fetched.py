@@ -54,7 +54,7 @@ class Layer:
         self.far, self.near = far, near
         self.held: dict[int, int] = {}
         """The rule in Python: slot -> expert, and when it was used last."""
-        self.used, self.clock, self.is_staged, self.found = [0] * n_slots, 0, False, [0, 0, 0, 0, 0]
+        self.used, self.clock, self.is_staged, self.balance, self.found = [0] * n_slots, 0, False, 0, [0, 0, 0, 0, 0]
 
     def stacks(self, is_far: bool, biases: tuple[Tensor | None, ...], ahead: Ahead | None = None) -> Stacks:
         return Stacks(*(self.far if is_far else self.near), self.n, biases, "silu", 0.0, 0.0, self.cache if is_far else None, ahead if is_far else None)
@@ -65,6 +65,7 @@ class Layer:
         chosen = sorted({int(e) for e in ids.reshape(-1) if 0 <= e < self.n})
         for s, e in self.held.items():
             if e in chosen:
+                self.balance = min(64, self.balance + 2 * (self.used[s] == 0))
                 self.used[s], self.found[0] = self.clock, self.found[0] + 1
         missing = [e for e in chosen if e not in self.held.values()]
         if self.is_staged:
@@ -77,21 +78,24 @@ class Layer:
 
     def expect(self, n_chosen: int, expected: np.ndarray, n_most: int) -> None:
         """What a step of the layer before does to the cache."""
-        if n_chosen >= 2 * self.n:
+        if n_chosen >= 4 * self.n:
             self.is_staged, self.found[4] = True, self.found[4] + self.n - len(self.held)
             away = [e for e in range(self.n) if e not in self.held.values()]
             self.held |= dict(zip([s for s in range(self.n_slots) if s not in self.held], away, strict=False))
             return
-        if len(expected) > abi.PK_AHEAD_TOKENS:
+        if len(expected) > abi.PK_AHEAD_TOKENS or (self.balance < 0 and self.clock % 16):
             return
         named = [int(e) for e in expected.T.reshape(-1) if 0 <= e < self.n]
         picked = [e for i, e in enumerate(named) if e not in self.held.values() and e not in named[:i]][:n_most]
         free = sorted((s for s in range(self.n_slots) if self.held.get(s) not in named), key=lambda s: (self.used[s], s))
         for e, s in zip(picked, free, strict=False):
             self.held[s], self.used[s], self.found[4] = e, 0, self.found[4] + 1
+        self.balance = max(-4, self.balance - min(len(picked), len(free)))
 
     def check(self) -> None:
-        words = np.frombuffer(self.b.device.read(self.cache.cache, 4 * self.words), np.int32)[abi.PK_CACHE_HEAD :]
+        words = np.frombuffer(self.b.device.read(self.cache.cache, 4 * self.words), np.int32)
+        assert (words[0], words[14]) == (self.clock, self.balance)
+        words = words[abi.PK_CACHE_HEAD :]
         slot_of, expert_of, used = words[: self.n], words[5 * self.n :][: self.n_slots], words[5 * self.n + self.n_slots :]
         assert {s: int(e) - 1 for s, e in enumerate(expert_of) if e} == self.held
         assert {int(s) - 1: e for e, s in enumerate(slot_of) if s} == self.held
@@ -125,15 +129,15 @@ def test_fetched_experts_give_the_same_bits_as_resident_ones(bench, rng, kind, n
         layer.check()
 
 
-@pytest.mark.parametrize("n_slots", [2, 7, 11])
-def test_what_is_copied_ahead_changes_no_bits_and_follows_the_rule(bench, rng, n_slots):
+@pytest.mark.parametrize("n_slots, knows", [(2, 0.7), (7, 0.7), (11, 0.9), (5, 0.0)])
+def test_what_is_copied_ahead_changes_no_bits_and_follows_the_rule(bench, rng, n_slots, knows):
     b, m, f, n_experts, k = bench(), 64, 32, 12, 3
     first, second = (Layer(b, random_experts("bf16", n_experts, m, f, rng), n) for n in (3, n_slots))
     nothing = (None, None, None)
     for n in (40, 2, 1, 40, 1, 1, 16, 5, 7, 1, 250, 2) if n_slots > 2 else (1, 2, 1, 1, 4, 40, 1, 2, 16, 2):
         x, _ = b.activations(rng.normal(size=(n, m)) * 0.2, T)
         ids = [np.array([rng.permutation(n_experts)[:k] for _ in range(n)]) for _ in range(2)]
-        expected = np.where(rng.random((n, k)) < 0.7, ids[1], rng.integers(0, n_experts + 1, (n, k)))
+        expected = np.where(rng.random((n, k)) < knows, ids[1], rng.integers(0, n_experts + 1, (n, k)))
         factors = b.upload(rounded(rng.random((n, k)) + 0.1, abi.PK_F32), abi.PK_F32, T)
         chosen = [(b.upload(one, abi.PK_I32, T, 1), factors) for one in ids]
         n_most = int(rng.integers(1, 4))
@@ -152,7 +156,7 @@ def test_what_is_copied_ahead_changes_no_bits_and_follows_the_rule(bench, rng, n
         second.follow(ids[1])
         first.check()
         second.check()
-    assert second.found[4] > 5
+    assert second.found[4] > 5 or not knows
 
 
 def test_a_cache_whose_parts_do_not_fit_each_other_is_refused(bench, rng):

@@ -8,7 +8,7 @@
 namespace pk {
 namespace {
 
-constexpr int32_t kStagedWord = 2, kLastStep = INT32_MAX - 1;  // then steps are counted anew
+constexpr int32_t kStagedWord = 2, kGuessWord = 14, kLeastGuess = -4, kMostGuess = 64, kTryEvery = 16, kLastStep = INT32_MAX - 1;  // then steps are counted anew
 
 // The words of a cache.
 struct Cache {
@@ -82,6 +82,7 @@ void choose_places(Cache &c, const pk_tensor &ids, int64_t n_rows) {
         const int32_t e = c.expert_of[s] - 1;
         if (e < 0 || c.place_of[e] >= 0) continue;
         c.place_of[e] = s;
+        if (c.used[s] == 0) c.head[kGuessWord] = std::min(kMostGuess, c.head[kGuessWord] + 2);
         c.used[s] = c.clock();
         ++c.counts[0];
     }
@@ -126,6 +127,7 @@ void stage_all(Cache &c) {
 
 // The first n_most experts without a slot that are expected.
 void put_expected(Cache &c, const pk_tensor &ids, int64_t n_rows, int32_t n_most) {
+    if (c.head[kGuessWord] < 0 && c.clock() % kTryEvery) return;
     auto named = [&](int64_t t, int64_t i) { return numbers<const int32_t>(ids.data + t * ids.stride)[i]; };
     auto is_named = [&](int32_t e) {
         for (int64_t t = 0; t < n_rows; ++t)
@@ -138,14 +140,15 @@ void put_expected(Cache &c, const pk_tensor &ids, int64_t n_rows, int32_t n_most
             const int32_t e = named(t, i);
             if (e < 0 || e >= c.layer.n_experts || c.slot_of[e]) continue;
             const int32_t s = c.victim([&](int32_t slot) { return !c.expert_of[slot] || !is_named(c.expert_of[slot] - 1); });
-            if (s < 0) return;
+            if (s < 0) break;
             c.put(e, s, 0);
         }
+    c.head[kGuessWord] = std::max(kLeastGuess, c.head[kGuessWord] - c.n_copies);
 }
 
 void look_ahead(Run &run, const pk_op_experts_fetched &op, int64_t n_rows) {
     Cache c(op.next);
-    if (n_rows * op.experts.ids.cols >= 2 * op.next.n_experts)
+    if (n_rows * op.experts.ids.cols >= 4 * op.next.n_experts)
         stage_all(c);
     else if (n_rows <= PK_AHEAD_TOKENS && op.expected.data)
         put_expected(c, op.expected, n_rows, op.n_most);

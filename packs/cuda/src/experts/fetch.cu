@@ -18,8 +18,9 @@ namespace {
 
 constexpr int kFetchThreads = 512, kWarps = kFetchThreads / 32, kLoads = 4, kHit = INT_MAX, kLastStep = INT_MAX - 1, kAheadBlocks = 4;
 constexpr int64_t kPieceBytes = int64_t{kFetchThreads} * kLoads * 16;
-// Words of a cache's head: steps, copies of this step, the step whose experts were all staged, u64 counts from word 4 on.
-constexpr int kCopiesWord = 1, kStagedWord = 2, kCountsWord = 4;
+// Words of a cache's head: steps, copies of this step, the step whose experts were all staged, u64 counts from word 4 on, right guesses less wrong ones.
+constexpr int kCopiesWord = 1, kStagedWord = 2, kCountsWord = 4, kGuessWord = 14;
+constexpr int kLeastGuess = -4, kMostGuess = 64, kTryEvery = 16, kManyTimes = 4;
 
 struct CacheArguments {
     const uint8_t *home;
@@ -91,14 +92,14 @@ __device__ __forceinline__ void mark(const FetchArguments &a, int32_t *named, in
 
 // Gives every chosen expert a place.
 __device__ __forceinline__ void choose_places(const FetchArguments &a, int32_t *shared) {
-    __shared__ int32_t scan[kWarps], n_found;
+    __shared__ int32_t scan[kWarps], n_found, n_right;
     const CacheArguments &c = a.c;
     const int tid = threadIdx.x;
     int32_t *chosen = shared, *key = chosen + c.n_experts, *victims = key + c.n_slots;
     const bool wraps = c.head[0] == kLastStep;
     const int clock = wraps ? 1 : c.head[0] + 1;
     const bool is_staged = !wraps && c.head[kStagedWord] == clock;
-    if (tid == 0) n_found = 0;
+    if (tid == 0) n_found = n_right = 0;
     mark(a, chosen, rows_of(a.info, a.rows_symbol) * a.n_used);
     for (int s = tid; s < c.n_slots; s += kFetchThreads) {
         const int e = c.expert_of[s] - 1;
@@ -107,6 +108,7 @@ __device__ __forceinline__ void choose_places(const FetchArguments &a, int32_t *
             chosen[e] = 2;
             c.place_of[e] = s;
             c.used[s] = clock;
+            if (use == 0) atomicAdd(&n_right, 1);
             use = kHit;
             atomicAdd(&n_found, 1);
         } else if (wraps) {
@@ -140,6 +142,7 @@ __device__ __forceinline__ void choose_places(const FetchArguments &a, int32_t *
     if (tid == 0) {
         c.head[0] = clock;
         if (wraps) c.head[kStagedWord] = 0;
+        if (n_right) c.head[kGuessWord] = min(kMostGuess, c.head[kGuessWord] + 2 * n_right);
         c.head[kCopiesWord] = n_missing;
         count(c, 0, n_found);
         count(c, 1, min(n_missing, n_free));
@@ -155,7 +158,8 @@ __device__ __forceinline__ void look_ahead(const FetchArguments &a, int32_t *sha
     const int tid = threadIdx.x, n_rows = rows_of(a.info, a.rows_symbol);
     int32_t *named = shared, *key = named + c.n_experts, *victims = key + c.n_slots;
     int n_copies = 0;
-    if (n_rows * a.n_chosen >= 2 * c.n_experts) {
+    const bool may_guess = c.head[kGuessWord] >= 0 || c.head[0] % kTryEvery == 0;
+    if (n_rows * a.n_chosen >= kManyTimes * c.n_experts) {
         int n_empty = 0;
         for (int first = 0; first < c.n_slots; first += kFetchThreads) {
             const int s = first + tid;
@@ -176,7 +180,7 @@ __device__ __forceinline__ void look_ahead(const FetchArguments &a, int32_t *sha
             c.copies[2 * at + 1] = place;
         }
         if (tid == 0) c.head[kStagedWord] = c.head[0] == kLastStep ? 1 : c.head[0] + 1;
-    } else if (n_rows <= PK_AHEAD_TOKENS && a.ids != nullptr) {
+    } else if (n_rows <= PK_AHEAD_TOKENS && a.ids != nullptr && may_guess) {
         mark(a, named, n_rows * a.n_used);
         for (int s = tid; s < c.n_slots; s += kFetchThreads) {
             const int e = c.expert_of[s] - 1;
@@ -204,6 +208,7 @@ __device__ __forceinline__ void look_ahead(const FetchArguments &a, int32_t *sha
             put(c, c.copies[2 * i], victims[i], 0);
             c.copies[2 * i + 1] = victims[i];
         }
+        if (tid == 0) c.head[kGuessWord] = max(kLeastGuess, c.head[kGuessWord] - n_copies);
     }
     if (tid == 0) {
         c.head[kCopiesWord] = n_copies;
@@ -300,7 +305,7 @@ int32_t make_side(pk_ctx *ctx) {
 int32_t fork_ahead(const Launch &l, const pk_op_experts_fetched &op, Side *side) {
     const int64_t bound_rows = bound(l, op.experts.x.rows);
     const bool may_be_few = bound_rows <= PK_AHEAD_TOKENS && op.expected.data && op.n_most > 0;
-    if (side == nullptr || (!may_be_few && bound_rows * op.experts.ids.cols < 2 * op.next.n_experts)) return PK_OK;
+    if (side == nullptr || (!may_be_few && bound_rows * op.experts.ids.cols < kManyTimes * op.next.n_experts)) return PK_OK;
     FetchArguments a = {};
     a.c = cache_of(op.next);
     a.ids = reinterpret_cast<const int32_t *>(op.expected.data);
