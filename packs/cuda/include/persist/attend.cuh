@@ -130,10 +130,10 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
                 rows[i] = (at + row == position ? area + kNewAt + is_v * 2 * kD : taker.slot_at(n_pieces == 2 ? row >> 3 : 0) + (n_pieces == 2 ? row & 7 : row) * (2 * kD)) + 16 * c;
             }
         };
-        auto release = [&] {
+        auto release = [&](uint32_t used) {
             __syncwarp();
 #pragma unroll 1
-            for (int i = 0; i < n_pieces; ++i) taker.release(lane);
+            for (int i = 0; i < n_pieces; ++i) taker.release(lane, used);
         };
         const uint8_t *rows[2];
         find(false, rows);
@@ -144,7 +144,7 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
             mma_bf16(s, k.x, l.x, k.y, l.y, x.x, x.y);
             mma_bf16(s, k.z, l.z, k.w, l.w, x.z, x.w);
         }
-        release();
+        release(__float_as_uint(s[0]) ^ __float_as_uint(s[1]) ^ __float_as_uint(s[2]) ^ __float_as_uint(s[3]));
         // Logits in base 2, capped; without a division here, which would be a call.
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[e] = is_capped ? t.softcap * kLog2e * quick_tanh(s[e] * factor) : s[e] * factor;
@@ -178,7 +178,10 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
             mma_bf16(h.o[2 * j], transposed(x.x), transposed(x.y), transposed(y.x), transposed(y.y), weights[0], weights[1]);
             mma_bf16(h.o[2 * j + 1], transposed(x.z), transposed(x.w), transposed(y.z), transposed(y.w), weights[0], weights[1]);
         }
-        release();
+        uint32_t used = 0;
+#pragma unroll
+        for (int i = 0; i < kD / 16; ++i) used ^= __float_as_uint(h.o[i][0]) ^ __float_as_uint(h.o[i][2]);
+        release(used);
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e)

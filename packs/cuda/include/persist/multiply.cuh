@@ -29,6 +29,7 @@ template <int kFormat, int kRows>
 struct RowsProduct {
     static constexpr int kSums = 4;
     float sum[4];
+    __device__ uint32_t used() const { return __float_as_uint(sum[0]) ^ __float_as_uint(sum[1]) ^ __float_as_uint(sum[2]) ^ __float_as_uint(sum[3]); }
     __device__ void clear() { sum[0] = sum[1] = sum[2] = sum[3] = 0.0f; }
     // x: the staged rows; chunk: index of the chunk within the staged part; scale_at: which of the four staged scales is first.
     __device__ void add(const uint8_t *slot, const uint8_t *xs, int x_row, int chunk, int scale_at, int lane) {
@@ -177,6 +178,8 @@ struct BlockProduct {
     static constexpr int kR = kRows < 4 ? kRows : 4, kSets = kRows / kR, kG = 4 / kR;  // kG groups share an accumulator
     static constexpr int kGroups = 8 * C::kSub, kBlocks = kG * 1 / C::kSub > 0 ? kG / C::kSub : 1;
     float sum[kSets][2];
+    // Made from all that was read.
+    __device__ uint32_t used() const { return __float_as_uint(sum[0][0]) ^ __float_as_uint(sum[0][1]); }
     __device__ void clear() {
 #pragma unroll
         for (int s = 0; s < kSets; ++s) sum[s][0] = sum[s][1] = 0.0f;

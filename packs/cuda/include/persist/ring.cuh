@@ -9,6 +9,11 @@ __device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(uint32_t at) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory"); }
+// Arrives once the warp's loads that `bits` was made from have been carried out. A load from shared memory may still be under way when an arrival
+// behind it has been seen, and a bulk copy is quick enough to overtake it (LOG.md, P9).
+__device__ __forceinline__ void barrier_arrive_after(uint32_t at, uint32_t bits) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0x7fc12345;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n@!p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(at), "r"(bits) : "memory");
+}
 __device__ __forceinline__ bool barrier_try(uint32_t at, uint32_t parity) {
     uint32_t done;
     asm volatile(
@@ -83,9 +88,9 @@ struct Taker {
     __device__ __forceinline__ int index(int ahead) const { return slot.at + ahead < n_slots ? slot.at + ahead : slot.at + ahead - n_slots; }
     __device__ __forceinline__ const uint8_t *slot_at(int ahead) const { return ring + index(ahead) * slot_bytes; }
     __device__ __forceinline__ void await(int ahead) const { barrier_wait(full + 8 * index(ahead), slot.at + ahead < n_slots ? slot.parity : slot.parity ^ 1); }
-    // By a warp that has read the next slot and met after that.
-    __device__ __forceinline__ void release(int lane) {
-        if (lane == 0) barrier_arrive(empty + 8 * slot.at);
+    // By a warp that has read the next slot and met after that; used: made from everything that was read.
+    __device__ __forceinline__ void release(int lane, uint32_t used) {
+        if (lane == 0) barrier_arrive_after(empty + 8 * slot.at, used);
         slot.advance(n_slots);
     }
 };

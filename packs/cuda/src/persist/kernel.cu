@@ -230,12 +230,12 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
                 product.add(taker.slot_at(0), g.xs, g.x_row, chunk, scale_at, lane);
                 product.add(taker.slot_at(1), g.xs, g.x_row, chunk + kWarps, scale_at, lane);
                 __syncwarp();
-                taker.release(lane);
+                taker.release(lane, product.used());
             } else {
                 product.add(taker.slot_at(0), g.xs, g.x_row, chunk, scale_at, lane);
                 __syncwarp();
             }
-            taker.release(lane);
+            taker.release(lane, product.used());
             next += is_pair ? 2 * kWarps : kWarps;
         }
         product.store(to, lane);
