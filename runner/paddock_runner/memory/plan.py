@@ -369,10 +369,11 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
 
 def graph_bytes(blueprint: Blueprint, sizes: StateSizes) -> int:
     """What the driver takes for the launch graphs of a GPU: one of mixed steps for every bucket, one of decode where all rows fit, and one of
-    decode with shared prefixes where there are two rows to share."""
+    decode with shared prefixes where there are two rows to share. A layer with experts in host memory has five launches more, beside a dozen."""
     buckets = token_buckets(sizes.max_step_tokens)
     n_graphs = len(buckets) + sum((n <= sizes.n_slots) + (2 <= n <= sizes.n_slots) for n in buckets)
-    return n_graphs * blueprint.n_layers * GRAPH_BYTES_PER_LAYER
+    away = 5 * len(blueprint.layers) // 12 if sizes.n_expert_slots else 0
+    return n_graphs * (blueprint.n_layers + away) * GRAPH_BYTES_PER_LAYER
 
 
 def with_pages(request: PlanRequest, n_pages: int | None) -> PlanRequest:
