@@ -8,7 +8,7 @@ device is for experts, which lie in host memory. Each row: the runner's plan
 steps of a whole prompt chunk and of decode for all slots; then NVML's bytes in use less those before. A row holds when it was not planned under and at
 most 1 % or 64 MiB over. A model's rows run in one process that loads its weights once (zeros, converted as any are) and takes everything else away
 between them; "left" is what that process still had then beyond what it had after its first row (0: every row is as in a process of its own). Rows that a time limit leaves out are named. --merge makes one board of several,
-later rows instead of earlier ones. On a machine without a GPU, --device cpu rehearses.
+later rows instead of earlier ones, each with its commit. On a machine without a GPU, --device cpu rehearses.
 """
 
 from __future__ import annotations
@@ -356,8 +356,8 @@ def told(row: Row, plan: MemoryPlan, found: dict[str, Any], left: int) -> dict[s
 def merged(arguments: argparse.Namespace) -> int:
     """Writes one board of several."""
     boards = [json.loads(path.read_text()) for path in arguments.merge]
-    rows = {row["id"]: row for found in boards for row in found["rows"]}
-    whole = boards[-1] | {"rows": [rows[key] for key in sorted(rows)]}
+    rows = {row["id"]: {"commit": found["commit"], **row} for found in boards for row in found["rows"]}
+    whole = boards[-1] | {"command": "python -m bench.fit_matrix, in several runs", "rows": [rows[key] for key in sorted(rows)]}
     (arguments.out / arguments.file).write_text(json.dumps(whole, indent=1) + "\n")
     sys.stdout.write(f"{sum(r['holds'] for r in rows.values())} of {len(rows)} rows hold\n")
     return 0
