@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from paddock_runner.blueprint.families import FAMILIES
 from paddock_runner.blueprint.names import expected_shapes
+from paddock_runner.memory.plan import MIB, cuda_facts, graph_bytes
 
 from bench.fit_shapes import MODELS, blueprint, config
 
@@ -21,3 +23,18 @@ def test_every_family_has_a_shape():
 @pytest.mark.parametrize("name", BILLIONS)
 def test_a_shape_has_the_parameters_of_its_model(name):
     assert round(sum(math.prod(shape) for shape in expected_shapes(blueprint(name)).values()) / 1e9, 2) == BILLIONS[name]
+
+
+TAKEN_MIB = {
+    "deepseek-v2-lite": (641, 671), "35b-a3b": (607, 639), "27b-hybrid": (601, 633), "granite-h-tiny": (586, 613), "laguna-xs": (592, 614),
+    "30b-a3b": (586, 610), "gpt-oss-20b": (556, 570), "granite-3b-a800m": (561, 576), "gemma-12b": (562, 578), "llama-8b": (566, 578), "nomic-v1.5": (540, 543),
+}  # fmt: skip
+"""Context and launch graphs as an H200 had them with one slot and with 32, at most (bench.fit_matrix, 2026-11-30, a process with all rows)."""
+
+
+@pytest.mark.parametrize("name", TAKEN_MIB)
+def test_context_and_graphs_are_planned_with_what_was_measured_and_little_more(name):
+    for n_slots, taken in zip((1, 32), TAKEN_MIB[name], strict=True):
+        sizes = SimpleNamespace(max_step_tokens=2560, n_slots=n_slots)
+        planned = (graph_bytes(blueprint(name), sizes) + cuda_facts(132).process_bytes) / MIB
+        assert taken + 16 < planned < taken + 128, (name, n_slots, planned)
