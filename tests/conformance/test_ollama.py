@@ -17,7 +17,7 @@ LOOK = {"type": "function", "function": {"name": "look", "description": "", "par
 def lines(server: Live, path: str, **body: Any) -> list[dict[str, Any]]:
     answer = server.post(path, {"model": MODEL, **body})
     assert answer.status_code == 200 and answer.headers["content-type"] == "application/x-ndjson", answer.text
-    found = [json.loads(line) for line in answer.text.split("\n") if line]
+    found = [json.loads(line) for line in answer.text.splitlines()]
     assert all(not line["done"] for line in found[:-1]) and found[-1]["done"] and {line["model"] for line in found} == {MODEL}
     return found
 
@@ -114,6 +114,16 @@ def test_failure_in_a_stream_is_its_last_line(server: Live) -> None:
             raw += part
             server.script.error, server.script.n_tokens = ErrorCode.NAN, 1 << 30
     assert "NaN" in json.loads(raw.strip().split(b"\n")[-1])["error"]
+
+
+def test_every_line_of_a_stream_that_had_to_wait_is_json(server: Live) -> None:
+    server.script.starts = False
+    with server.client() as client, client.stream("POST", "/api/chat", json={"messages": ASK}) as answer:
+        raw = b""
+        for part in answer.iter_raw():
+            raw += part
+            server.script.starts = True
+    assert raw.startswith(b" ") and all(json.loads(line)["model"] == MODEL for line in raw.splitlines())
 
 
 def test_client_that_leaves_aborts_the_answer(server: Live) -> None:

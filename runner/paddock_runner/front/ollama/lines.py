@@ -53,7 +53,7 @@ class Lines:
         self._calls: list[Call] = []
         self.end = End("stop")
         stream.on_caught_up = self._release
-        stream.comment = b"\n"
+        stream.comment = b" "  # in front of the next line: Ollama's own client reads a line of nothing as JSON
 
     def started(self) -> None:
         """Nothing to say yet."""
