@@ -126,15 +126,16 @@ class Engine:
         done = self.device.done[0]
         if in_flight[0].seq > done:
             return False
+        is_alone = in_flight[0].seq == done
         while in_flight and in_flight[0].seq <= done:
             step = in_flight.popleft()
-            self._read(step)
+            self._read(step, is_alone)
             self._free_steps.append(step)
         if self.retiring:
             self._retire()
         return True
 
-    def _read(self, step: Step) -> None:
+    def _read(self, step: Step, is_alone: bool) -> None:
         now = step.done_ns or self.clock()
         seq, n_rows = step.seq, step.n_rows
         self.read_seq = seq
@@ -174,15 +175,15 @@ class Engine:
         if step.n_brought and self.ledger.tree.tiers is not None:
             self.ledger.tree.tiers.see(step.n_brought, self.last_took_ns / 1000 - step.price_us)
         elif step.drafts and not step.n_prefill:
-            self.drafter.worth.see(step.n_decode, sum(n - 1 for _, n in step.drafts), step.period_us(now, self.last_done_ns))
+            self.drafter.worth.see(step.n_decode, step.n_more, step.period_us(now, self.last_done_ns))
         elif step.n_more and not step.n_prefill:
             self.masking.see(step, self.last_took_ns / 1000)
         elif not (step.waited_ns and self.run_ahead) and (
             seq < SEE_FIRST or seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or (step.n_decode and step.n_prefill and step.price_us > SEE_LONG_US)
         ):
             self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self.last_took_ns / 1000)
-        if self.drafter.is_on and step.is_plain and not step.n_prefill and not step.n_brought:
-            self.drafter.worth.see_plain(step.n_decode, step.period_us(now, self.last_done_ns))
+        if self.drafter.is_on and is_alone and step.is_plain and not step.n_prefill and not step.n_brought:
+            self.drafter.worth.see_plain(seq, step.n_decode, step.period_us(now, self.last_done_ns))
         self.last_done_ns = now
         if is_eventful:
             for i in np.flatnonzero(block[:, 2]).tolist():
@@ -325,7 +326,7 @@ class Engine:
         n_decode = len(slots.decode) + len(drafts)
         held = masking.rows(n_decode, has_prefill) if self.masked else ()
         n_decode += len(held)
-        n_more = sum([n for _, n in held]) - len(held)
+        n_more = sum([n for _, n in (*held, *drafts)]) - len(held) - len(drafts)
         now = self.clock()
         if self.run_ahead:
             self.hold_until_ns = hold_until_ns(self, now) if has_prefill or n_in_flight else 0

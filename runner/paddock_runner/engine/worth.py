@@ -6,8 +6,11 @@ read one step before it gives the next. Both are measured together, for every nu
 
 from __future__ import annotations
 
-KEEP = 0.8
-"""Weight of what was known of a step's time against the step that was just seen."""
+from collections import deque
+from statistics import median
+
+N_SEEN = 5
+"""Steps of a kind that are remembered: their median is what such a step takes, whatever one of them waited for."""
 FADE = 0.995
 """What guesses were seen to add fades with each look that decides against them, so that it is measured again some day."""
 
@@ -20,37 +23,43 @@ def expected(rate: float, n: int) -> float:
 class Worth:
     """Times of steps, in microseconds."""
 
-    __slots__ = ("_extra", "_plain")
+    __slots__ = ("_faded", "_last", "_plain", "_with")
 
     def __init__(self) -> None:
-        self._plain: dict[int, float] = {}
-        self._extra: dict[tuple[int, int], float] = {}
+        self._last = (-1, 0)
+        self._plain: dict[int, deque[float]] = {}
+        self._with: dict[tuple[int, int], deque[float]] = {}
+        self._faded: dict[tuple[int, int], float] = {}
 
-    def see_plain(self, n_rows: int, us: float) -> None:
-        """A step of rows of one token took so long, from the end of the one before."""
-        known = self._plain.get(n_rows)
-        self._plain[n_rows] = us if known is None else KEEP * known + (1 - KEEP) * us
+    def see_plain(self, seq: int, n_rows: int, us: float) -> None:
+        """Step number seq, of rows of one token, took so long from the end of the one before. One after a step of another kind does not count."""
+        if self._last == (seq - 1, n_rows):
+            self._plain.setdefault(n_rows, deque(maxlen=N_SEEN)).append(us)
+        self._last = seq, n_rows
 
     def see(self, n_rows: int, n_guesses: int, us: float) -> None:
         """A step with guesses took so long."""
-        if n_guesses and n_rows in self._plain:
-            key, extra = (n_rows, _size(n_guesses)), max(0.0, us - self._plain[n_rows])
-            known = self._extra.get(key)
-            self._extra[key] = extra if known is None else KEEP * known + (1 - KEEP) * extra
+        if n_guesses:
+            key = n_rows, _size(n_guesses)
+            self._with.setdefault(key, deque(maxlen=N_SEEN)).append(us)
+            self._faded[key] = 1.0
 
     def plain_us(self, n_rows: int, otherwise: float) -> float:
         """A step without guesses; otherwise: what is believed before one was seen."""
-        return self._plain.get(n_rows, otherwise)
+        return median(self._plain[n_rows]) if n_rows in self._plain else otherwise
 
     def extra_us(self, n_rows: int, n_guesses: int, otherwise: float) -> float:
         """What that many guesses add; otherwise: what is believed before any were seen."""
-        return self._extra.get((n_rows, _size(n_guesses)), otherwise)
+        key = n_rows, _size(n_guesses)
+        if key not in self._with or n_rows not in self._plain:
+            return otherwise
+        return max(0.0, median(self._with[key]) - median(self._plain[n_rows])) * self._faded[key]
 
     def fade(self, n_rows: int, n_guesses: int) -> None:
         """It was decided against them, by what is known."""
-        key = (n_rows, _size(n_guesses))
-        if key in self._extra:
-            self._extra[key] *= FADE
+        key = n_rows, _size(n_guesses)
+        if key in self._faded:
+            self._faded[key] *= FADE
 
 
 def _size(n_guesses: int) -> int:

@@ -80,8 +80,10 @@ def test_a_file_that_is_written_again_with_edits_comes_more_than_twice_as_quickl
 def test_guesses_cost_what_steps_with_them_were_seen_to_take_more() -> None:
     worth = Worth()
     assert worth.plain_us(2, 70.0) == 70.0 and worth.extra_us(2, 4, 9.0) == 9.0
-    worth.see_plain(2, 100.0)
-    worth.see(2, 12, 150.0)
+    for seq, us in ((4, 300.0), (5, 100.0), (7, 300.0)):
+        worth.see_plain(seq, 2, us)
+    for us in (150.0, 900.0, 149.0, 150.0, 151.0):
+        worth.see(2, 12, us)
     worth.see(3, 12, 150.0)
     assert worth.extra_us(2, 16, 0.0) == worth.extra_us(2, 9, 0.0) == 50.0 and worth.extra_us(3, 12, 1.0) == 1.0
     worth.fade(2, 16)
