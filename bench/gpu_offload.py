@@ -35,7 +35,7 @@ from .gpu_models import SHORT_PAGES, Driver
 from .gpu_weights import Weight
 
 POOL_BYTES = 192 << 20
-STEPS, GREEDY = 16, 24
+STEPS, GREEDY = 12, 16
 
 
 def views(plan: Blueprint, kind: str, folder: Path) -> dict[str, TensorView]:
@@ -103,15 +103,14 @@ class Case:
     def begin(self, batch: int, n: int = 128, seed: int = 5) -> dict[int, int]:
         """Slots with prompts of their own; returns their lengths."""
         rng = np.random.default_rng(seed)
-        for s in range(batch):
-            self.driver.send([(s, n)], {s: rng.integers(0, 150000, n)})
+        self.driver.send([(s, n) for s in range(batch)], {s: rng.integers(0, 150000, n) for s in range(batch)})
         self.driver.wait(self.driver.seq)
         return dict.fromkeys(range(batch), n)
 
     def greedy(self, batch: int) -> list[list[int]]:
         """What that many rows say, a list of tokens a step."""
         self.begin(batch)
-        found = [self.driver.drawn(1)]
+        found = [self.driver.drawn(batch)]
         for _ in range(GREEDY):
             self.driver.send([(s, 1) for s in range(batch)])
             found.append(self.driver.drawn(batch))
@@ -155,14 +154,14 @@ class Case:
         return row
 
 
-def run(options: argparse.Namespace, kind: str, folder: Path) -> list[dict[str, Any]]:
-    """All shares of one format."""
+def run(options: argparse.Namespace, kind: str, folder: Path, rows: list[dict[str, Any]]) -> None:
+    """All shares of one format: their rows are added, and written when a share is done."""
     plan = blueprint("30b-a3b")
     plan = replace(plan, layers=plan.layers[: options.layers or plan.n_layers])
-    tensors, rows = views(plan, kind, folder), []
+    tensors = views(plan, kind, folder)
     said: dict[int, list[tuple[int, list[list[int]]]]] = {}
     most = max(options.rows)
-    longest = max(2048, *options.prompts)
+    longest = max(2048, 128 * most, *options.prompts)
     n_pages = 1 + longest // 16 + most * SHORT_PAGES
     for share in options.shares:
         experts = plan.layers[0].experts
@@ -182,7 +181,7 @@ def run(options: argparse.Namespace, kind: str, folder: Path) -> list[dict[str, 
         rows += [case.decode(batch) for batch in options.rows]
         rows += [case.prefill(n) for n in options.prompts]
         device.close()
-    return rows
+        (options.out / "offload.json").write_text(json.dumps({"rows": rows}, indent=1))
 
 
 def main() -> None:
@@ -205,8 +204,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for kind in options.formats:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            rows += run(options, kind, Path(folder))
-        (options.out / "offload.json").write_text(json.dumps({"rows": rows}, indent=1))
+            run(options, kind, Path(folder), rows)
 
 
 if __name__ == "__main__":
