@@ -229,3 +229,23 @@ def test_rows_shared_out_among_many_threads_are_all_written_once(bench, rng, nam
         x, x64 = b.activations(rng.standard_normal((n, cols)), T)
         for _ in range(3):
             check(b, product(b, x, [w], n), x64, weight.values.astype(np.float64), name)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q4_k"])
+def test_tiles_that_do_not_fill_the_device_are_cut_along_k(bench, rng, name):
+    b = bench()
+    weights = [random_weight(name, rows, 2304, rng) for rows in (272, 40, 33)]
+    on_device = [w.upload(b) for w in weights]
+    exact = np.concatenate([w.values for w in weights]).astype(np.float64)
+    for n in (131, 256):
+        x, x64 = b.activations(rng.standard_normal((n, 2304)) * 0.1, T)
+        check(b, product(b, x, on_device, n), x64, exact, name)
+        got = product(b, x, [on_device[0], on_device[0]], n, (), Epilogue(act="gelu_tanh"))
+        u = x64 @ weights[0].values.T.astype(np.float64)
+        allowed = tolerance(b, name, n) * np.outer(
+            np.linalg.norm(x64, axis=1), np.linalg.norm(weights[0].values, axis=1)
+        )
+        assert (
+            np.abs(got - act(u, "gelu_tanh") * u)
+            <= 2.2 * allowed * np.abs(u) + 1.3 * allowed**2 + 2**-8 * np.abs(act(u, "gelu_tanh") * u) + 1e-6
+        ).all()

@@ -1,8 +1,12 @@
 // Arguments of the tiled matmuls (more rows than the streaming kernel takes): y[rows, N] = x[rows, K] W^T, bf16 operands.
 #pragma once
 #include "context.h"
+#include "skinny.cuh"
 
 namespace pk {
+
+constexpr int64_t kGemmFlagBytes = 4 * kMaxBlocks * 4, kGemmFlagsAt = kCounterBytes - kSkinnyFlagBytes - kGemmFlagBytes;  // before the skinny kernel's
+constexpr int64_t kPartFloats = 128 * 256;  // the sums of a tile
 
 struct GemmWeight {
     const void *data;        // bf16 [rows, K] row-major
@@ -24,11 +28,15 @@ struct GemmArguments {
     const void *add;
     const StepInfo *info;
     const float *x_scale;  // [K/128][rows]; FP8 only
+    float *partial;        // gemm_partial_bytes; null: no tile is cut along K
+    int32_t *flags;        // kGemmFlagBytes, zero before the first launch, then the kernel's own
     int64_t x_scale_stride;
     int64_t x_row_bytes, y_stride, add_stride;
     int64_t rows_symbol;
     int32_t y_format, add_format;
     int32_t n_w, k, n_tiles, min_rows, act;
+    bool are_unpacked;     // the weights are what the kernel before leaves
+    int32_t planned_rows;  // rows that tiles are dealt out for; 0: as many as the step has
     float scale, softcap;
 };
 
@@ -38,6 +46,7 @@ bool has_fp8_mma();
 int32_t launch_gemm_mma(const Launch &l, GemmArguments arguments, int64_t max_rows);
 // Hopper: TMA and wgmma.
 bool has_wgmma(const pk_ctx *ctx);
+int64_t gemm_partial_bytes(int32_t n_processors);
 int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 
 // Blackwell: TMA and tcgen05; bf16 only, and only where the context tries kernels that never ran.

@@ -296,7 +296,7 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
     int n_items = 0;
     while (nth_item(n_items) < n_items_of(a, n_tiles)) ++n_items;
     if (threadIdx.x < 128) {
-        fewer_registers<kCopy ? 40 : 72>();
+        fewer_registers<kCopy ? (kHalf ? 56 : 40) : 72>();
         if constexpr (kStaged)
             produce_widened<kD>(a, shared, ends, b, items, n_tiles);
         else if constexpr (!kCopy)
@@ -306,7 +306,7 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
         else
             produce_q<kD, kHalf>(a, shared, ends, b, items, n_tiles);
     } else {
-        more_registers<kCopy ? 232 : 216>();
+        more_registers<kCopy ? (kHalf ? 224 : 232) : 216>();
         consume<kD, kHalf, kCap, kStaged ? 1 : kQBuffers<kD>>(a, shared, b, items, n_items);
     }
 }

@@ -1,161 +1,131 @@
 // Tiled matmul on Hopper: y[rows, N] = x[rows, K] W^T with TMA, an mbarrier ring and wgmma, for more than 64 rows.
 //
 // Block: one producer thread that copies boxes, two consumer warpgroups; persistent over tiles, grouped so that concurrent
-// blocks share boxes in L2. BF16: 128 x 256 tiles, 64 of K a stage, 64 rows a warpgroup. FP8: 256 x 128 tiles, 128 of K a
-// stage, 128 rows a warpgroup in two halves; what 128 of K add up to is added with its scales (x: per row and 128 of K; W: per
-// 128 x 128), so that the tensor core's short accumulator never sums more than 128 products; the warpgroups take turns, so that
-// one multiplies while the other adds. With an activation the first half of a tile is gate, the second up. Assumes swizzled
-// 128-byte boxes (K padded to whole boxes). Does not handle: fewer rows than min_rows.
+// blocks share boxes in L2. Tiles that do not fill the device once are cut along K (stream-K): every block gets one run of
+// their steps, parts of tiles go through memory and are added by all the blocks that have one. BF16: 128 x 256 tiles, 64 of K
+// a stage, 64 rows a warpgroup. FP8: 256 x 128 tiles (few rows: 128 x 256), 128 of K a stage, a warpgroup multiplies 64 x 128
+// twice; what 128 of K add up to is added with its scales (x: per row and 128 of K; W: per 128 x 128), so that the tensor
+// core's short accumulator never sums more than 128 products; the warpgroups take turns, so that one multiplies while the
+// other adds. With an activation the first half of a tile is gate, the second up. Weights are asked for before the kernels
+// ahead are done, where the bound of rows tells the tiles. Assumes swizzled 128-byte boxes (K padded to whole boxes) and, where
+// tiles are cut, blocks that all run at once. Does not handle: fewer rows than min_rows.
 #include "../../include/gemm_boxes.cuh"
+#include "../../include/gemm_store.cuh"
 #include "../../include/wgmma.cuh"
 
 namespace pk {
 namespace {
 
-constexpr int kThreads = 384, kPitch = 36, kOutBytes = 8 * 16 * kPitch * 4;
-template <bool kFp8> constexpr int kM = kFp8 ? 256 : 128;
-template <bool kFp8> constexpr int kGroupM = 2048 / kM<kFp8>;  // tiles of x that go through W together
-template <bool kFp8> constexpr int kN = kFp8 ? 128 : 256;
-constexpr int kRing = 4;
-template <bool kFp8> constexpr int kStageBytes = (kM<kFp8> + kN<kFp8>) * 128;
-template <bool kFp8> constexpr int kScaleBytes = kFp8 ? kM<kFp8> * 4 : 0;  // of a stage: one per row of x
-template <bool kFp8> constexpr int kSharedBytes = kRing * (kStageBytes<kFp8> + kScaleBytes<kFp8>) + 1024 + kOutBytes;
+constexpr int kThreads = 384, kConsumers = 256, kOutBytes = 8 * 16 * kStorePitch * 4;
+// Steps of K that splitting the last tiles must save: laying parts down and adding them up takes about 5 us.
+constexpr int split_cost(bool is_fp8) { return is_fp8 ? 6 : 8; }
+constexpr int kPlannedRows = 512;  // bound of rows up to which tiles are cut, and dealt out by the bound
+// Tiles of rows of x by rows of W: BF16 128 x 256; FP8 256 x 128, and 128 x 256 for few rows.
+enum Tiling { kBf16, kTall, kWide };
+template <int kTiling> constexpr bool kFp8 = kTiling != kBf16;
+template <int kTiling> constexpr int kM = kTiling == kTall ? 256 : 128;
+template <int kTiling> constexpr int kGroupM = 2048 / kM<kTiling>;  // tiles of x that go through W together
+template <int kTiling> constexpr int kN = kTiling == kTall ? 128 : 256;
+constexpr int kRing = 4, kStageBytes = 384 * 128;
+template <int kTiling> constexpr int kScaleBytes = kFp8<kTiling> ? kM<kTiling> * 4 : 0;  // of a stage: one per row of x
+template <int kTiling> constexpr int kSharedBytes = kRing * (kStageBytes + kScaleBytes<kTiling>) + 1024 + kOutBytes;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Pairs of columns, word i of lane c of four neighbours: columns 8i + 2c. Lane c gets the words of columns 8c to 8c + 7.
-__device__ __forceinline__ uint4 gather_columns(uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3, int c) {
-    const bool odd = c & 1, high = c & 2;
-    const uint32_t a = __shfl_xor_sync(~0u, odd ? v0 : v1, 1), b = __shfl_xor_sync(~0u, odd ? v2 : v3, 1);
-    const uint32_t w0 = odd ? a : v0, w1 = odd ? v1 : a, w2 = odd ? b : v2, w3 = odd ? v3 : b;
-    const uint32_t d = __shfl_xor_sync(~0u, high ? w0 : w2, 2), e = __shfl_xor_sync(~0u, high ? w1 : w3, 2);
-    return high ? make_uint4(d, e, w2, w3) : make_uint4(w0, w1, d, e);
+__device__ __forceinline__ int load_acquire(const int *p) {
+    int v;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
 }
+__device__ __forceinline__ void store_release(int *p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+__device__ __forceinline__ float shared_float(uint32_t at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
 
-// Stores a whole tile's accumulators of rows `row` and row + 8, columns 8j + 2c and the next; false when this is no usual case.
-template <int kTileN>
-__device__ __forceinline__ bool direct_store(const GemmArguments &a, int weight, bool gated, int n0, int row, int c, int n_rows, const float (&acc)[kTileN / 2]) {
-    const GemmWeight &w = a.w[weight];
-    const int wide = gated ? kTileN / 2 : kTileN;
-    if (n0 + wide > w.rows || w.row_scale != nullptr || w.bias != nullptr || a.softcap > 0.0f || ((a.y_stride | w.first_column) & 1) || (reinterpret_cast<uintptr_t>(a.y) & 7)) return false;
-    const int64_t at = row * a.y_stride + w.first_column + n0 + 2 * c;
-    const bool in[2] = {row < n_rows, row + 8 < n_rows};
-    // BF16: pairs of columns of four lanes put together, 16 bytes a store where y allows it.
-    const bool whole = ((a.y_stride | w.first_column) & 7) == 0 && (reinterpret_cast<uintptr_t>(a.y) & 15) == 0;
-    auto store_pairs = [&](auto n, auto pair) {
-        bf16 *y = static_cast<bf16 *>(a.y) + at;
-        if (whole) {
-            y += 6 * c;
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-#pragma unroll
-                for (int j = 0; j < decltype(n)::value; j += 4) {
-                    const uint4 v = gather_columns(pair(j, h), pair(j + 1, h), pair(j + 2, h), pair(j + 3, h), c);
-                    if (in[h]) *reinterpret_cast<uint4 *>(y + 8 * h * a.y_stride + 8 * j) = v;
-                }
-            return;
-        }
-#pragma unroll
-        for (int j = 0; j < decltype(n)::value; ++j)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const uint32_t v = pair(j, h);
-                if (in[h]) *reinterpret_cast<uint32_t *>(y + 8 * h * a.y_stride + 8 * j) = v;
-            }
-    };
-    if (gated) {
-        const GemmWeight &u = a.w[1];
-        if (a.act != PK_ACT_SILU || a.add != nullptr || a.y_format != PK_BF16 || u.row_scale != nullptr || u.bias != nullptr) return false;
-        const float f = w.scale, g = u.scale * a.scale;
-        auto pair = [&](int j, int h) {
-            float v[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float gate = acc[4 * j + 2 * h + e] * f;
-                v[e] = __fdividef(gate, 1.0f + __expf(-gate)) * acc[4 * (j + kTileN / 16) + 2 * h + e] * g;
-            }
-            return pack_bf16(v[0], v[1]);
-        };
-        store_pairs(std::integral_constant<int, kTileN / 16>(), pair);
-        return true;
+// A tile that several blocks share, the first of them and how many; no parts: the block shares none.
+struct Shared {
+    int tile, owner, n_parts;
+};
+
+// How the steps of the first n_tiles tiles are dealt out: a run a block, as equal as can be (stream-K, Osama et al. 2023).
+struct Runs {
+    uint32_t total, n_work;
+    int n_steps;
+    __device__ __forceinline__ Runs(int n_tiles, int n_steps, int n_blocks) : total(n_tiles * n_steps), n_work(min(static_cast<uint32_t>(n_blocks), total)), n_steps(n_steps) {}
+    __device__ __forceinline__ int first_of(int block) const { return static_cast<int>(block < n_work ? total * block / n_work : total); }
+    // The first tile (0) or the last (1) of block `me`.
+    __device__ __forceinline__ Shared shared(int me, int which) const {
+        const int begin = first_of(me), end = first_of(me + 1);
+        const int tile = (which == 0 ? begin : end - 1) / n_steps, first = tile * n_steps, last = first + n_steps;
+        if (begin >= end || (begin <= first && end >= last) || (which == 1 && tile == begin / n_steps)) return {0, 0, 0};
+        int owner = static_cast<int>(static_cast<uint32_t>(first) * n_work / total), n = 1;
+        while (first_of(owner + 1) <= first) ++owner;
+        while (first_of(owner) > first) --owner;
+        while (owner + n < static_cast<int>(n_work) && first_of(owner + n) < last) ++n;
+        return {tile, owner, n};
     }
-    if (a.act != PK_ACT_NONE) return false;
-    const float f = w.scale * a.scale;
-    if (a.y_format == PK_BF16) {
-        if (a.add != nullptr) return false;
-        store_pairs(std::integral_constant<int, kTileN / 8>(), [&](int j, int h) { return pack_bf16(acc[4 * j + 2 * h] * f, acc[4 * j + 2 * h + 1] * f); });
-        return true;
-    }
-    if (a.add != nullptr && a.add_format != PK_F32) return false;
-    constexpr int kFlight = 8;  // loads under way
-    if constexpr (kTileN > 128) {
-        // F32, where registers are few: two columns a lane.
-        if (((a.add_stride & 1) | (reinterpret_cast<uintptr_t>(a.add) & 7)) != 0) return false;
-        float *y = static_cast<float *>(a.y) + at;
-        const float *add = static_cast<const float *>(a.add) + row * a.add_stride + w.first_column + n0 + 2 * c;
-#pragma unroll
-        for (int first = 0; first < kTileN / 8; first += kFlight)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float2 old[kFlight];
-#pragma unroll
-                for (int j = 0; j < kFlight; ++j) old[j] = in[h] && a.add != nullptr ? *reinterpret_cast<const float2 *>(add + 8 * h * a.add_stride + 8 * (first + j)) : make_float2(0.0f, 0.0f);
-#pragma unroll
-                for (int j = 0; j < kFlight; ++j) {
-                    const float *v = acc + 4 * (first + j) + 2 * h;
-                    if (in[h]) *reinterpret_cast<float2 *>(y + 8 * h * a.y_stride + 8 * (first + j)) = make_float2(v[0] * f + old[j].x, v[1] * f + old[j].y);
-                }
-            }
-        return true;
-    }
-    // F32: lanes 2i and 2i + 1 share columns of two neighbouring groups of eight, so that each has four in a row.
-    if (((a.y_stride | a.add_stride | w.first_column) & 3) != 0 || ((reinterpret_cast<uintptr_t>(a.y) | reinterpret_cast<uintptr_t>(a.add)) & 15) != 0) return false;
-    const bool odd = c & 1;
-    const int64_t to = row * a.y_stride + w.first_column + n0 + 8 * odd + 2 * (c & 2), from = row * a.add_stride + w.first_column + n0 + 8 * odd + 2 * (c & 2);
-    float *y = static_cast<float *>(a.y) + to;
-    const float *add = static_cast<const float *>(a.add) + from;
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int first = 0; first < kTileN / 8; first += 2 * kFlight) {
-            float4 old[kFlight];
-#pragma unroll
-            for (int j = 0; j < kFlight; ++j) old[j] = in[h] && a.add != nullptr ? __ldcg(reinterpret_cast<const float4 *>(add + 8 * h * a.add_stride + 8 * (first + 2 * j))) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-            for (int j = 0; j < kFlight; ++j) {
-                const float *v = acc + 4 * (first + 2 * j) + 2 * h;  // 0, 1 of one group, 4, 5 of the next
-                const float p = __shfl_xor_sync(~0u, odd ? v[0] : v[4], 1), q = __shfl_xor_sync(~0u, odd ? v[1] : v[5], 1);
-                const float4 o = odd ? make_float4(p, q, v[4], v[5]) : make_float4(v[0], v[1], p, q);
-                if (in[h]) __stcg(reinterpret_cast<float4 *>(y + 8 * h * a.y_stride + 8 * (first + 2 * j)), make_float4(o.x * f + old[j].x, o.y * f + old[j].y, o.z * f + old[j].z, o.w * f + old[j].w));
-            }
-        }
-    return true;
-}
+};
 #endif
 
-template <bool kFp8>
+template <int kTiling>
 __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int kTileN = kN<kFp8>, kRows = kM<kFp8>, kBytes = kStageBytes<kFp8>, kBoxK = kFp8 ? 128 : 64, kHalf = kTileN / 2;
+    constexpr bool kIsFp8 = kFp8<kTiling>;
+    constexpr int kTileN = kN<kTiling>, kRows = kM<kTiling>, kBytes = kStageBytes, kBoxK = kIsFp8 ? 128 : 64, kHalf = kTileN / 2;
     extern __shared__ uint8_t raw[];
     __shared__ uint64_t full[kRing], empty[kRing];
     uint8_t *ring = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     float *scale_ring = reinterpret_cast<float *>(ring + kRing * kBytes);
-    float *out_tile = scale_ring + kRing * kScaleBytes<kFp8> / 4;
+    float *out_tile = scale_ring + kRing * kScaleBytes<kTiling> / 4;
+    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
+    const int n_blocks = gridDim.x, me = blockIdx.x, n_steps = (a.k + kBoxK - 1) / kBoxK;
+    // What is needed once a tile stays in shared memory: registers are for sums.
+    __shared__ volatile int plan_rows, plan_all, plan_split, plan_end, true_rows;
+    auto plan = [&](int n_rows) {
+        const int n_all = (n_rows + kRows - 1) / kRows * a.n_tiles, last_wave = n_all % n_blocks;
+        // Tiles that do not fill the device once are cut along K: every block gets one run of their steps, before its whole tiles.
+        const int n_split = a.partial != nullptr && last_wave > 0 && (n_blocks - last_wave) * n_steps > split_cost(kIsFp8) * n_blocks ? last_wave : 0;
+        plan_rows = n_rows;
+        plan_all = n_all;
+        plan_split = n_split;
+        plan_end = Runs(n_split, n_steps, n_blocks).first_of(me + 1);
+    };
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {
             barrier_init(full + i, 1);
             barrier_init(empty + i, 2);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        if (a.planned_rows > 0) plan(a.planned_rows);
+    }
+    if (a.planned_rows == 0) {
+        wait_dependence();
+        const int n_rows = rows_of(a.info, a.rows_symbol);
+        if (n_rows < a.min_rows) return;
+        if (threadIdx.x == 0) plan(n_rows);
     }
     __syncthreads();
-    wait_dependence();
     release_dependents();
-    const int n_rows = rows_of(a.info, a.rows_symbol);
-    if (n_rows < a.min_rows) return;
-    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
-    const int m_tiles = (n_rows + kRows - 1) / kRows, n_all = m_tiles * a.n_tiles, n_steps = (a.k + kBoxK - 1) / kBoxK;
-    auto tile_of = [&](int index) { return gemm_tile<kRows, kTileN, kGroupM<kFp8>>(a, index, m_tiles, gated); };
+    auto tile_of = [&](int index) { return gemm_tile<kRows, kTileN, kGroupM<kTiling>>(a, index, (plan_rows + kRows - 1) / kRows, gated); };
+    int at = Runs(plan_split, n_steps, n_blocks).first_of(me), next_whole = plan_split + me;
+    // The next run: steps k0 to k1 of a tile.
+    auto next_run = [&](int &index, int &k0, int &k1) {
+        const int end = plan_end;
+        if (at < end) {
+            index = at / n_steps;
+            k0 = at - index * n_steps;
+            k1 = min(n_steps, k0 + end - at);
+            at += k1 - k0;
+            return true;
+        }
+        index = next_whole;
+        k0 = 0;
+        k1 = n_steps;
+        next_whole += n_blocks;
+        return index < plan_all;
+    };
     const int group = threadIdx.x >> 7;
     int stage = 0;
     uint32_t phase = 0;
@@ -171,95 +141,132 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
     if (group == 0) {
         fewer_registers<40>();
         if (threadIdx.x == 0) {
-            for (int index = blockIdx.x; index < n_all; index += gridDim.x) {
-                const GemmTile t = tile_of(index);
+            auto copy_weights = [&](const GemmTile &t, int k, int stage) {
+                barrier_expect(full + stage, kBytes + kScaleBytes<kTiling>);
                 const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
-                for (int k = 0; k < n_steps; ++k) {
-                    barrier_wait(empty + stage, phase ^ 1);
-                    barrier_expect(full + stage, kBytes + kScaleBytes<kFp8>);
-                    if constexpr (kFp8) copy_bytes(shared_address(scale_ring + stage * kRows), a.x_scale + k * a.x_scale_stride + t.m0, kScaleBytes<kFp8>, full + stage);
-                    uint8_t *to = ring + stage * kBytes;
-                    copy_box(to, &maps.x, k * kBoxK, t.m0, full + stage);
-                    copy_box(to + kRows * 128, first, k * kBoxK, t.n0, full + stage);
-                    copy_box(to + (kRows + kHalf) * 128, second, k * kBoxK, gated ? t.n0 : t.n0 + kHalf, full + stage);
+                uint8_t *to = ring + stage * kBytes;
+                copy_box(to + kRows * 128, first, k * kBoxK, t.n0, full + stage);
+                copy_box(to + (kRows + kHalf) * 128, second, k * kBoxK, gated ? t.n0 : t.n0 + kHalf, full + stage);
+            };
+            // Weights do not depend on the kernels before: where the tiles are known the ring begins to fill while those still run.
+            int n_ahead = 0;
+            if (a.planned_rows > 0) {
+                const int kept_at = at, kept_whole = next_whole;
+                int index, k0, k1;
+                if (next_run(index, k0, k1)) {
+                    n_ahead = min(kRing, k1 - k0);
+                    const GemmTile t = tile_of(index);
+                    for (int i = 0; i < n_ahead; ++i) copy_weights(t, k0 + i, i);
+                }
+                at = kept_at;
+                next_whole = kept_whole;
+                wait_dependence();
+            }
+            for (int index, k0, k1; next_run(index, k0, k1);) {
+                const GemmTile t = tile_of(index);
+                for (int k = k0; k < k1; ++k) {
+                    if (--n_ahead < 0) {
+                        barrier_wait(empty + stage, phase ^ 1);
+                        copy_weights(t, k, stage);
+                    }
+                    if constexpr (kIsFp8) copy_bytes(shared_address(scale_ring + stage * kRows), a.x_scale + k * a.x_scale_stride + t.m0, kScaleBytes<kTiling>, full + stage);
+                    copy_box(ring + stage * kBytes, &maps.x, k * kBoxK, t.m0, full + stage);
                     advance();
                 }
             }
         }
     } else {
     more_registers<232>();
+    if (a.planned_rows > 0) wait_dependence();
+    if (threadIdx.x == 128) true_rows = rows_of(a.info, a.rows_symbol);
+    consumers_sync();
     // Turns of the two warpgroups, of FP8.
     auto my_turn = [](int wg) { asm volatile("bar.sync %0, 256;" ::"r"(2 + wg) : "memory"); };
     auto your_turn = [](int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(3 - wg) : "memory"); };
     const int wg = group - 1, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-    if (kFp8 && wg == 1) your_turn(wg);
+    if (kIsFp8 && wg == 1) your_turn(wg);
     const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + kRows * 128), x_first = matrix_descriptor_low(shared_address(ring) + wg * (kRows / 2) * 128);
-    for (int index = blockIdx.x; index < n_all; index += gridDim.x) {
+    const uint32_t scales_first = shared_address(scale_ring) + 4 * (wg * (kRows / 2) + warp * 16 + (lane >> 2));
+    for (int index, k0, k1; next_run(index, k0, k1);) {
         const GemmTile t = tile_of(index);
-        constexpr int kHalves = kRows / 128;  // of 64 rows, of a warpgroup
-        float acc[kHalves][kTileN / 2];
-        if constexpr (kFp8) {
-            float part[kTileN / 2];
+        float acc[128];  // FP8: two halves of 64 x 128, of rows or of columns
+        if constexpr (kIsFp8) {
+            float part[64];
 #pragma unroll
-            for (int half = 0; half < kHalves; ++half)
-#pragma unroll
-                for (int i = 0; i < kTileN / 2; ++i) acc[half][i] = 0.0f;
+            for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
+            const bool two_scales = gated || kTiling == kWide;
             const GemmWeight &w0 = a.w[t.weight], &w1 = a.w[gated ? 1 : t.weight];
+            const int n1 = gated || kTiling == kTall ? t.n0 : min(t.n0 + 128, w1.rows - 1);
             const float *s0 = w0.block_scale ? w0.block_scale + (t.n0 >> 7) * w0.block_stride : nullptr;
-            const float *s1 = w1.block_scale ? w1.block_scale + (t.n0 >> 7) * w1.block_stride : nullptr;
+            const float *s1 = w1.block_scale ? w1.block_scale + (n1 >> 7) * w1.block_stride : nullptr;
             // A lane keeps the weights' scales of stage 32 i + lane, and the next ones; read by shuffles, they are there in time.
             auto scales_of = [&](const float *s, int k) { return s == nullptr ? 1.0f : k + lane < n_steps ? __ldg(s + k + lane) : 0.0f; };
-            float w_now[2] = {}, w_next[2] = {scales_of(s0, 0), gated ? scales_of(s1, 0) : 0.0f};
-            for (int k = 0; k < n_steps; ++k) {
-                if ((k & 31) == 0) {
-                    w_now[0] = w_next[0];
-                    w_now[1] = w_next[1];
-                    w_next[0] = scales_of(s0, k + 32);
-                    if (gated) w_next[1] = scales_of(s1, k + 32);
-                }
-                const float ws0 = __shfl_sync(~0u, w_now[0], k & 31), ws1 = gated ? __shfl_sync(~0u, w_now[1], k & 31) : ws0;
+            float w_now[2] = {}, w_next[2] = {scales_of(s0, k0 & ~31), two_scales ? scales_of(s1, k0 & ~31) : 0.0f};
+            // Descriptors differ in the low word only.
+            uint32_t x_low, w_low;
+            auto await_stage = [&] {
                 barrier_wait(full + stage, phase);
-                // Descriptors differ in the low word only.
-                const uint32_t x_low = x_first + stage * (kBytes / 16), w_low = w_first + stage * (kBytes / 16);
-                const float *scales = scale_ring + stage * kRows + wg * (kRows / 2) + warp * 16 + (lane >> 2);
-                float xs[kHalves][2];
+                x_low = __shfl_sync(~0u, x_first + stage * (kBytes / 16), 0);
+                w_low = __shfl_sync(~0u, w_first + stage * (kBytes / 16), 0);
+            };
+            await_stage();
+            for (int k = k0; k < k1; ++k) {
+                float xs[2][2], ws0, ws1;
 #pragma unroll
-                for (int half = 0; half < kHalves; ++half) {
-                    xs[half][0] = scales[64 * half];
-                    xs[half][1] = scales[64 * half + 8];
-                }
-#pragma unroll
-                for (int half = 0; half < kHalves; ++half) {
+                for (int half = 0; half < 2; ++half) {
+                    const uint32_t x_half = x_low + (kTiling == kTall ? 512 * half : 0), w_half = w_low + (kTiling == kTall ? 0 : 1024 * half);
                     // One warpgroup's products run while the other adds.
                     my_turn(wg);
                     wgmma_fence();
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) wgmma_e4m3_n128(part, (uint64_t{0x40000040} << 32) | (x_low + 512 * half + 2 * i), (uint64_t{0x40000040} << 32) | (w_low + 2 * i), i > 0);
+                    for (int i = 0; i < 4; ++i) wgmma_e4m3_n128(part, (uint64_t{0x40000040} << 32) | (x_half + 2 * i), (uint64_t{0x40000040} << 32) | (w_half + 2 * i), i > 0);
                     wgmma_commit();
                     your_turn(wg);
+                    // While they run: the scales of this stage, then the next stage.
+                    const int used = stage;
+                    if (half == 0) {
+                        if (k == k0 || (k & 31) == 0) {
+                            w_now[0] = w_next[0];
+                            w_now[1] = w_next[1];
+                            w_next[0] = scales_of(s0, (k & ~31) + 32);
+                            if (two_scales) w_next[1] = scales_of(s1, (k & ~31) + 32);
+                        }
+                        ws0 = __shfl_sync(~0u, w_now[0], k & 31);
+                        ws1 = two_scales ? __shfl_sync(~0u, w_now[1], k & 31) : ws0;
+                        const uint32_t scales = scales_first + stage * kRows * 4;
+#pragma unroll
+                        for (int i = 0; i < (kTiling == kTall ? 2 : 1); ++i) {
+                            xs[i][0] = shared_float(scales + 256 * i);
+                            xs[i][1] = shared_float(scales + 256 * i + 32);
+                        }
+                    } else {
+                        advance();
+                        if (k + 1 < k1) await_stage();
+                    }
                     wgmma_wait<0>();
 #pragma unroll
-                    for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");
-                    if (half == kHalves - 1) release(stage);
+                    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");
+                    if (half == 1) release(used);
+                    const int x_at = kTiling == kTall ? half : 0;
 #pragma unroll
-                    for (int j = 0; j < kTileN / 8; ++j) {
-                        const float w = j < kTileN / 16 ? ws0 : ws1, f0 = xs[half][0] * w, f1 = xs[half][1] * w;
-                        acc[half][4 * j] = fmaf(f0, part[4 * j], acc[half][4 * j]);
-                        acc[half][4 * j + 1] = fmaf(f0, part[4 * j + 1], acc[half][4 * j + 1]);
-                        acc[half][4 * j + 2] = fmaf(f1, part[4 * j + 2], acc[half][4 * j + 2]);
-                        acc[half][4 * j + 3] = fmaf(f1, part[4 * j + 3], acc[half][4 * j + 3]);
+                    for (int j = 0; j < 16; ++j) {
+                        const float w = (kTiling == kTall ? j < 8 : half == 0) ? ws0 : ws1, f0 = xs[x_at][0] * w, f1 = xs[x_at][1] * w;
+                        float *sum = acc + 64 * half + 4 * j;
+                        sum[0] = fmaf(f0, part[4 * j], sum[0]);
+                        sum[1] = fmaf(f0, part[4 * j + 1], sum[1]);
+                        sum[2] = fmaf(f1, part[4 * j + 2], sum[2]);
+                        sum[3] = fmaf(f1, part[4 * j + 3], sum[3]);
                     }
                 }
-                advance();
             }
         } else {
             int previous = -1;
-            for (int k = 0; k < n_steps; ++k) {
+            for (int k = k0; k < k1; ++k) {
                 barrier_wait(full + stage, phase);
                 const uint32_t x_low = x_first + stage * (kBytes / 16), w_low = w_first + stage * (kBytes / 16);
                 wgmma_fence();
 #pragma unroll
-                for (int i = 0; i < 4; ++i) wgmma_bf16_n256(acc[0], (uint64_t{0x40000040} << 32) | (x_low + 2 * i), (uint64_t{0x40000040} << 32) | (w_low + 2 * i), k > 0 || i > 0);
+                for (int i = 0; i < 4; ++i) wgmma_bf16_n256(acc, (uint64_t{0x40000040} << 32) | (x_low + 2 * i), (uint64_t{0x40000040} << 32) | (w_low + 2 * i), k > k0 || i > 0);
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (previous >= 0) release(previous);
@@ -269,95 +276,78 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
             wgmma_wait<0>();
             release(previous);
         }
+        if (k1 - k0 < n_steps) {
+            // A part of a tile: laid down for whoever adds it up.
+            const int thread = fresh_thread();
+            float4 *to = reinterpret_cast<float4 *>(a.partial + (2 * me + (k0 == 0)) * kPartFloats) + (thread / 32 - 4) * 1024 + (thread & 31);
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-        const int m_first = t.m0 + wg * (kRows / 2) + 64 * half + warp * 16;
-        // The usual cases straight from the registers, two neighbours a store: whole tiles without scales per column or bias.
-        if (direct_store<kTileN>(a, t.weight, gated, t.n0, m_first + (lane >> 2), lane & 3, n_rows, acc[half])) continue;
-        // Sixteen rows x 32 columns at a time through shared memory (gated: 16 of gate, 16 of up), so that one copy of the
-        // epilogue serves all accumulators and lanes store neighbouring columns.
-        float *mine = out_tile + (threadIdx.x / 32 - 4) * 16 * kPitch;
-        const GemmWeight &w = a.w[t.weight];
-        const int wide = gated ? 16 : 32, n_chunks = kTileN / 32;
-#pragma unroll 1
-        for (int chunk = 0; chunk < n_chunks; ++chunk) {
-            __syncwarp();
-#pragma unroll
-            for (int c = 0; c < kTileN / 32; ++c) {
-                if (c != chunk) continue;
-#pragma unroll
-                for (int q = 0; q < 4; ++q) {
-                    const int plain = 4 * c + q, twin = 2 * c + (q & 1) + (q >> 1) * (kTileN / 16);
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        mine[((lane >> 2) + 8 * (e >> 1)) * kPitch + 8 * q + 2 * (lane & 3) + (e & 1)] = gated ? acc[half][4 * twin + e] : acc[half][4 * plain + e];
-                }
-            }
-            __syncwarp();
-            const int column = t.n0 + chunk * wide + (lane & (wide - 1));
-            if (column >= w.rows) continue;
-            const float f0 = w.scale * (w.row_scale ? w.row_scale[column] : 1.0f), b0 = w.bias ? w.bias[column] : 0.0f;
-            const float f1 = gated ? a.w[1].scale * (a.w[1].row_scale ? a.w[1].row_scale[column] : 1.0f) : 0.0f, b1 = gated && a.w[1].bias ? a.w[1].bias[column] : 0.0f;
-            const int n_here = min(16, n_rows - m_first);
-            const float *from = mine + (lane & (wide - 1));
-            const int64_t at = w.first_column + column;
-            if (a.act == PK_ACT_NONE && a.softcap <= 0.0f && n_here == 16 && (a.add == nullptr || a.add_format == PK_F32)) {
-                // The usual cases, without a decision per element: bf16, or f32 with the residual added.
-                const float f = f0 * a.scale, b = b0 * a.scale;
-                if (a.y_format == PK_BF16 && a.add == nullptr) {
-                    bf16 *to = static_cast<bf16 *>(a.y) + m_first * a.y_stride + at;
-#pragma unroll
-                    for (int r = 0; r < 16; ++r) to[r * a.y_stride] = __float2bfloat16(from[r * kPitch] * f + b);
-                    continue;
-                }
-                if (a.y_format == PK_F32) {
-                    float *to = static_cast<float *>(a.y) + m_first * a.y_stride + at, old[16];
-                    const float *add = static_cast<const float *>(a.add) + m_first * a.add_stride + at;
-#pragma unroll
-                    for (int r = 0; r < 16; ++r) old[r] = a.add ? add[r * a.add_stride] : 0.0f;
-#pragma unroll
-                    for (int r = 0; r < 16; ++r) to[r * a.y_stride] = from[r * kPitch] * f + b + old[r];
-                    continue;
-                }
-            }
-            if (gated && a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16 && n_here == 16) {
-                bf16 *to = static_cast<bf16 *>(a.y) + (m_first + (lane >> 4)) * a.y_stride + at;
-                from += (lane >> 4) * kPitch;
-#pragma unroll
-                for (int r = 0; r < 16; r += 2) {
-                    const float g = from[r * kPitch] * f0 + b0, u = from[r * kPitch + 16] * f1 + b1;
-                    to[r * a.y_stride] = __float2bfloat16(__fdividef(g, 1.0f + __expf(-g)) * u * a.scale);
-                }
-                continue;
-            }
-#pragma unroll 1
-            for (int r = gated ? lane >> 4 : 0; r < n_here; r += gated ? 2 : 1) {
-                const int m = m_first + r;
-                float v = from[r * kPitch] * f0 + b0;
-                if (gated) v = activate(v, a.act) * (from[r * kPitch + 16] * f1 + b1);
-                v *= a.scale;
-                if (a.softcap > 0.0f) v = a.softcap * quick_tanh(v / a.softcap);
-                if (a.add != nullptr) {
-                    const float old = load_as_f32(a.add, m * a.add_stride + at, a.add_format);
-                    v = a.act != PK_ACT_NONE && !gated ? activate(old, a.act) * v : v + old;
-                }
-                store_from_f32(a.y, m * a.y_stride + at, a.y_format, v);
-            }
+            for (int j = 0; j < 32; ++j) __stcg(to + j * 32, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
+            consumers_sync();
+            if (threadIdx.x == 128) store_release(a.flags + 2 * kMaxBlocks + 2 * me + (k0 == 0), __ldcg(a.flags + me) + 1);
+            continue;
         }
+        const int warp8 = fresh_thread() / 32 - 4, m_first = t.m0 + (warp8 >> 2) * (kRows / 2) + (warp8 & 3) * 16;
+        if constexpr (kTiling == kTall) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) store_sums<128>(a, t.weight, gated, t.n0, m_first + 64 * half, true_rows, Half{acc, 64 * half}, out_tile);
+        } else {
+            store_sums<256>(a, t.weight, gated, t.n0, m_first, true_rows, acc, out_tile);
         }
     }
-    if (kFp8 && wg == 0) my_turn(wg);
+    if (kIsFp8 && wg == 0) my_turn(wg);
+    if (plan_split == 0) return;
+    const int n_rows = true_rows, now = __ldcg(a.flags + me) + 1;  // the number of the launch
+    const Runs runs(plan_split, n_steps, n_blocks);
+    // The blocks of a cut tile deal its pieces of 16 rows and 64 columns (gated: 32 of gate and of up) among their warps.
+#pragma unroll 1
+    for (int which = 0; which < 2; ++which) {
+        const Shared cut = runs.shared(me, which);
+        if (cut.n_parts == 0) continue;
+        const int n_parts = cut.n_parts, owner = cut.owner;
+        for (int i = threadIdx.x - 128; i < n_parts; i += kConsumers)
+            while (load_acquire(a.flags + 2 * kMaxBlocks + 2 * (owner + i) + (i == 0)) != now) {}
+        consumers_sync();
+        const GemmTile t = tile_of(cut.tile);
+        for (int piece = wg * 4 + warp + (me - owner) * 8; piece < 32; piece += n_parts * 8) {
+            const int from_warp = piece & 7, quarter = piece >> 3, half = kTiling == kTall ? quarter >> 1 : 0, in = kTiling == kTall ? quarter & 1 : quarter;
+            const int m_first = t.m0 + (from_warp >> 2) * (kRows / 2) + 64 * half + (from_warp & 3) * 16;
+            if (m_first >= n_rows) continue;
+            const int first = half * (kTileN / 8) + in * (gated ? 4 : 8), jump = gated ? kTileN / 16 - 4 : 0;
+            float sum[32] = {};
+#pragma unroll 2
+            for (int part = 0; part < n_parts; ++part) {
+                const float4 *from = reinterpret_cast<const float4 *>(a.partial + (2 * (owner + part) + (part == 0)) * kPartFloats) + from_warp * 1024 + first * 32 + lane;
+                float4 v[8];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] = __ldcg(from + (j < 4 ? j : j + jump) * 32);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    sum[4 * j] += v[j].x; sum[4 * j + 1] += v[j].y; sum[4 * j + 2] += v[j].z; sum[4 * j + 3] += v[j].w;
+                }
+            }
+            store_sums<64>(a, t.weight, gated, t.n0 + in * (gated ? 32 : 64), m_first, n_rows, sum, out_tile);
+        }
+    }
+    // Every block counts the launches that cut tiles; they all have the same blocks.
+    consumers_sync();
+    if (threadIdx.x == 128) a.flags[me] = now;
     }
 #endif
 }
 
-template <bool kFp8>
+template <int kTiling>
 int32_t launch_tiles(const Launch &l, GemmArguments a, int64_t max_rows, int64_t x_cols) {
     GemmMaps maps;
-    if (int32_t e = gemm_maps<kM<kFp8>, kN<kFp8>>(l, &maps, a, max_rows, x_cols, kFp8)) return e;
-    const int64_t all = (max_rows + kM<kFp8> - 1) / kM<kFp8> * a.n_tiles;
-    const unsigned blocks = static_cast<unsigned>(all < l.ctx->n_processors ? all : l.ctx->n_processors);
-    return launch(l, "gemm_wgmma", gemm_wgmma_kernel<kFp8>, dim3(blocks), dim3(kThreads), kSharedBytes<kFp8>, maps, a);
+    if (int32_t e = gemm_maps<kM<kTiling>, kN<kTiling>>(l, &maps, a, max_rows, x_cols, kFp8<kTiling>)) return e;
+    // Of many rows each block of a cut tile would be elsewhere in K, so that boxes of W and x met in L2 no longer.
+    if (l.ctx->n_processors > kMaxBlocks || max_rows > kPlannedRows) a.partial = nullptr;
+    // Few tiles of rows: cut by the bound, which is known before the kernels ahead are done. Rows past the true ones are not stored.
+    if (a.min_rows == 0 && max_rows <= kPlannedRows && !a.are_unpacked) a.planned_rows = static_cast<int32_t>(max_rows);
+    const int64_t all = (max_rows + kM<kTiling> - 1) / kM<kTiling> * a.n_tiles;
+    const unsigned blocks = static_cast<unsigned>(all < l.ctx->n_processors && a.partial == nullptr ? all : l.ctx->n_processors);
+    Launch own = l;
+    own.overlap = l.overlap || a.planned_rows > 0 || kFp8<kTiling>;  // FP8: the blocks set themselves up while x is narrowed
+    return launch(own, "gemm_wgmma", gemm_wgmma_kernel<kTiling>, dim3(blocks), dim3(kThreads), kSharedBytes<kTiling>, maps, a);
 }
 
 }  // namespace
@@ -371,11 +361,13 @@ bool has_wgmma(const pk_ctx *ctx) {
 #endif
 }
 
+int64_t gemm_partial_bytes(int32_t n_processors) { return 2 * n_processors * kPartFloats * 4; }
+
 int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &a, int64_t max_rows) {
-    if (a.x_scale == nullptr) return launch_tiles<false>(l, a, max_rows, a.k);
-    Launch own = l;
-    own.overlap = true;  // the product's blocks set themselves up while x is narrowed
-    return launch_tiles<true>(own, a, max_rows, (a.k + 127) / 128 * 128);
+    if (a.x_scale == nullptr) return launch_tiles<kBf16>(l, a, max_rows, a.k);
+    const int64_t padded = (a.k + 127) / 128 * 128;
+    // An odd number of halves of a tall tile's rows: the other form computes none in vain.
+    return max_rows <= 128 || (max_rows > 256 && max_rows <= 384) ? launch_tiles<kWide>(l, a, max_rows, padded) : launch_tiles<kTall>(l, a, max_rows, padded);
 }
 
 }  // namespace pk

@@ -16,7 +16,8 @@ namespace {
 constexpr int64_t kPanelBytes = 64 << 20;
 constexpr int64_t kStreamRows = 64;   // the streaming kernel takes so many rows where there is no wgmma,
 constexpr int64_t kDotRows = 2;       // so many where there is,
-constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here.
+constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here,
+constexpr int64_t kPlainRows = 64;    // or to here, where tiles read the weights as they are.
 
 int64_t align256(int64_t n) { return (n + 255) & ~int64_t{255}; }
 
@@ -84,8 +85,8 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     }
     StreamShape s = stream_shape(l.ctx->n_processors, max_rows, tiles * (tile_rows / 32), n_units, facts.unit, facts.group, gated);
     const int64_t partial = s.n_slices > 1 ? static_cast<int64_t>(s.n_slices) * s.n_tiles * tile_rows * 8 * s.n_tokens8 * 4 : 0;
-    if (partial > l.scratch_bytes || s.n_tiles * 4ll > kCounterBytes - kSkinnyFlagBytes)
-        return fail(PK_BAD_ARG, "matmul: partial sums take %lld bytes and %d counters, the workspace has %lld and %lld", (long long)partial, s.n_tiles, (long long)l.scratch_bytes, (long long)(kCounterBytes / 4));
+    if (partial > l.scratch_bytes || s.n_tiles * 4ll > kGemmFlagsAt)
+        return fail(PK_BAD_ARG, "matmul: partial sums take %lld bytes and %d counters, the workspace has %lld and %lld", (long long)partial, s.n_tiles, (long long)l.scratch_bytes, (long long)(kGemmFlagsAt / 4));
     a.x = reinterpret_cast<const void *>(op.x.data);
     a.y = reinterpret_cast<void *>(op.y.data);
     a.add = reinterpret_cast<const void *>(op.add.data);
@@ -217,6 +218,9 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     a.act = op.act;
     a.scale = op.scale;
     a.softcap = op.softcap;
+    a.flags = l.counters + kGemmFlagsAt / 4;
+    // Parts of tiles lie behind everything else, where there is room.
+    auto place_parts = [&](uint8_t *at) { a.partial = at + gemm_partial_bytes(l.ctx->n_processors) <= l.scratch + l.scratch_bytes ? reinterpret_cast<float *>(at) : nullptr; };
     // Weight i of the group as operand `side` of a launch.
     auto weight = [&](int side, int i, int64_t first_row, int64_t n_rows, const void *data, int64_t row_bytes, int64_t column) {
         const Packed &p = *packed[g.first + i];
@@ -240,6 +244,7 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
             weight(i, i, 0, p.rows, reinterpret_cast<const void *>(op.w[g.first + i].data), p.row_bytes, column);
             column += gated ? 0 : p.rows;
         }
+        place_parts(is_fp8 ? l.scratch + align256(fp8_scratch(max_rows, a.k)) : scratch);
         if (is_fp8)
             if (int32_t status = narrow_fp8(l, a, max_rows, op.x.format)) return status;
         return launch_gemm(l, a, max_rows);
@@ -249,6 +254,8 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     int64_t tallest = 0;
     for (int i = 0; i < g.n; ++i) tallest = std::max(tallest, (packed[g.first + i]->rows + 127) / 128 * 128);
     const int64_t most = std::min(tallest, std::max<int64_t>(128, kPanelBytes / (row_bytes * sides) / 128 * 128));
+    place_parts(scratch + sides * align256(most * row_bytes));
+    a.are_unpacked = true;
     int64_t column = g.first_column;
     for (int i = 0; i < (gated ? 1 : g.n); ++i) {
         const Packed &p = *packed[g.first + i];
@@ -289,7 +296,8 @@ int n_groups(const pk_op_matmul &op, const Packed *const *packed, Group *groups)
 // step is its own.
 int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed) {
     const int64_t max_rows = bound(l, op.x.rows), small = has_wgmma(l.ctx) ? kDotRows : kStreamRows;
-    int64_t most = has_wgmma(l.ctx) ? kSkinnyRows : kStreamRows;
+    const bool is_plain = packed[g.first]->format == PK_BF16 || packed[g.first]->format == PK_FP8_E4M3;
+    int64_t most = !has_wgmma(l.ctx) ? kStreamRows : is_plain ? kPlainRows : kSkinnyRows;
     const bool ladder = op.x.rows == PK_ROWS_S;
     int64_t below = 0;
     const int64_t steps[5] = {small < 8 ? small : 8, 16, 32, 64, 128};
@@ -300,8 +308,8 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const
         if (int32_t status = rows <= small ? run_stream(l, op, g, packed, least, here) : run_skinny(l, op, g, packed, least, here, 0)) return status;
         below = rows;
     }
-    if (max_rows > most && most == kSkinnyRows && (ladder || max_rows <= 2 * most) && packed[g.first]->format != PK_BF16 && packed[g.first]->format != PK_FP8_E4M3) {
-        // Twice through packed weights is still less than unpacking them. BF16 and FP8 are not unpacked.
+    if (max_rows > most && has_wgmma(l.ctx) && (ladder || max_rows <= 2 * most) && !is_plain) {
+        // Twice through packed weights is still less than unpacking them.
         const int32_t here = static_cast<int32_t>(std::min(2 * most, max_rows));
         for (int32_t row : {0, static_cast<int32_t>(most)})
             if (int32_t status = run_skinny(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, here, row)) return status;
@@ -376,7 +384,7 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
     int64_t rows = 0;
     for (int i = 0; i < op.n_w; ++i) rows = std::max(rows, op.w[i].rows);
     const int64_t gemm = align256(max_rows * k * 2) + std::min<int64_t>(kPanelBytes, 2 * align256((rows + 127) / 128 * 128 * k * 2)) + (1 << 20);
-    return std::max({stream, gemm, fp8_scratch(max_rows, k)});
+    return std::max({stream, gemm, fp8_scratch(max_rows, k)}) + (has_wgmma(ctx) ? gemm_partial_bytes(ctx->n_processors) + 512 : 0);
 }
 
 }  // namespace pk

@@ -17,34 +17,52 @@ __global__ void __launch_bounds__(256) quantise_kernel(const __grid_constant__ Q
     if (row0 >= n_rows || n_rows < a.min_rows || g * 128 >= a.out_stride) return;
     const int first = g * 128 + lane * 4;
     float v[kEach][4];
+    // One decision for all loads, so that they are under way together.
+    auto at = [&](int r) { return min(row0 + r, n_rows - 1) * a.x_stride + first; };
+    const bool is_in = first < a.k;
+    if (a.is_wide && a.x_format == PK_BF16) {
+        uint2 p[kEach];
 #pragma unroll
-    for (int r = 0; r < kEach; ++r) {
-        const int64_t at = min(row0 + r, n_rows - 1) * a.x_stride + first;
-        if (a.is_wide && first < a.k) {
-            if (a.x_format == PK_BF16) {
-                const uint2 p = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(a.x) + at);
-                v[r][0] = low_f32(p.x); v[r][1] = high_f32(p.x); v[r][2] = low_f32(p.y); v[r][3] = high_f32(p.y);
-            } else {
-                const float4 p = *reinterpret_cast<const float4 *>(static_cast<const float *>(a.x) + at);
-                v[r][0] = p.x; v[r][1] = p.y; v[r][2] = p.z; v[r][3] = p.w;
-            }
-        } else {
+        for (int r = 0; r < kEach; ++r) p[r] = is_in ? *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(a.x) + at(r)) : make_uint2(0, 0);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[r][i] = first + i < a.k ? load_as_f32(a.x, at + i, a.x_format) : 0.0f;
+        for (int r = 0; r < kEach; ++r) {
+            v[r][0] = low_f32(p[r].x); v[r][1] = high_f32(p[r].x); v[r][2] = low_f32(p[r].y); v[r][3] = high_f32(p[r].y);
         }
+    } else if (a.is_wide) {
+#pragma unroll
+        for (int r = 0; r < kEach; ++r) {
+            const float4 p = is_in ? *reinterpret_cast<const float4 *>(static_cast<const float *>(a.x) + at(r)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            v[r][0] = p.x; v[r][1] = p.y; v[r][2] = p.z; v[r][3] = p.w;
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < kEach; ++r)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[r][i] = first + i < a.k ? load_as_f32(a.x, at(r) + i, a.x_format) : 0.0f;
     }
-    float mine = 0.0f;  // the scale of row `lane`
+    // The largest of eight rows at once: lanes halve what they hold and what they stand for. Four lanes end up with a row each.
+    float most[kEach];
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) most[r] = fmaxf(fmaxf(fabsf(v[r][0]), fabsf(v[r][1])), fmaxf(fabsf(v[r][2]), fabsf(v[r][3])));
+#pragma unroll
+    for (int n = kEach / 2, far = 16; n; n /= 2, far /= 2)
+#pragma unroll
+        for (int r = 0; r < n; ++r) {
+            const bool upper = lane & far;
+            const float other = __shfl_xor_sync(~0u, upper ? most[r] : most[r + n], far);
+            most[r] = fmaxf(upper ? most[r + n] : most[r], other);
+        }
+    most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 2));
+    most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 1));
+    const float scale = most[0] > 0.0f ? most[0] / 448.0f : 1.0f, inverse = 1.0f / scale;
 #pragma unroll
     for (int r = 0; r < kEach; ++r) {
-        float most = fmaxf(fmaxf(fabsf(v[r][0]), fabsf(v[r][1])), fmaxf(fabsf(v[r][2]), fabsf(v[r][3])));
-        for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
-        const float scale = most > 0.0f ? most / 448.0f : 1.0f, inverse = 1.0f / scale;
-        if (lane == r) mine = scale;
-        const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(v[r][0] * inverse, v[r][1] * inverse), __NV_SATFINITE, __NV_E4M3);
-        const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(v[r][2] * inverse, v[r][3] * inverse), __NV_SATFINITE, __NV_E4M3);
+        const float f = __shfl_sync(~0u, inverse, r * 4);
+        const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(v[r][0] * f, v[r][1] * f), __NV_SATFINITE, __NV_E4M3);
+        const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(v[r][2] * f, v[r][3] * f), __NV_SATFINITE, __NV_E4M3);
         if (row0 + r < n_rows) *reinterpret_cast<uint32_t *>(a.out + (row0 + r) * a.out_stride + first) = low | high << 16;
     }
-    if (lane < kEach && row0 + lane < n_rows) a.scales[g * a.scale_stride + row0 + lane] = mine;
+    if ((lane & 3) == 0 && row0 + lane / 4 < n_rows) a.scales[g * a.scale_stride + row0 + lane / 4] = scale;
 }
 
 }  // namespace

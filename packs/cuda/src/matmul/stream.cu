@@ -55,7 +55,8 @@ __device__ __forceinline__ int staged_position(int k) {
 template <int kFormat>
 __device__ __forceinline__ void stage_x(const StreamArguments &a, uint8_t *xs, int k0, int k_count, int n_rows) {
     const int per_row = k_count / 8, n_pieces = per_row * a.staged_rows;
-    constexpr int kFlight = 6;  // loads that a thread has under way
+    // Loads that a thread has under way: beside the first weights, which some formats hold in many registers.
+    constexpr int kFlight = sizeof(typename Weight<kFormat, is_block_format(kFormat)>::Registers) > 120 ? 3 : 6;
     for (int first = threadIdx.x; first < n_pieces; first += kFlight * kStreamThreads) {
         float v[kFlight][8];
 #pragma unroll

@@ -1,0 +1,227 @@
+// How the tiled products on Hopper store a warp's sums: 16 rows of x, columns as wgmma leaves them.
+#pragma once
+#include "device.cuh"
+#include "gemm.cuh"
+
+namespace pk {
+
+constexpr int kStorePitch = 36;  // floats from one row of a warp's 16 x 32 in shared memory to the next
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// threadIdx.x, which the compiler takes for another value every time: what follows from it is not kept in registers over the products.
+__device__ __forceinline__ int fresh_thread() {
+    int v;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
+    return v;
+}
+
+// Pairs of columns, word i of lane c of four neighbours: columns 8i + 2c. Lane c gets the words of columns 8c to 8c + 7.
+__device__ __forceinline__ uint4 gather_columns(uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3, int c) {
+    const bool odd = c & 1, high = c & 2;
+    const uint32_t a = __shfl_xor_sync(~0u, odd ? v0 : v1, 1), b = __shfl_xor_sync(~0u, odd ? v2 : v3, 1);
+    const uint32_t w0 = odd ? a : v0, w1 = odd ? v1 : a, w2 = odd ? b : v2, w3 = odd ? v3 : b;
+    const uint32_t d = __shfl_xor_sync(~0u, high ? w0 : w2, 2), e = __shfl_xor_sync(~0u, high ? w1 : w3, 2);
+    return high ? make_uint4(d, e, w2, w3) : make_uint4(w0, w1, d, e);
+}
+
+// Adds to four floats where they lie.
+__device__ __forceinline__ void add_in_memory(float *to, float4 v) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+// Half of an array of sums as an array.
+struct Half {
+    const float (&all)[128];
+    int first;
+    __device__ __forceinline__ float operator[](int i) const { return all[first + i]; }
+};
+
+// Stores a whole tile's accumulators of rows `row` and row + 8, columns 8j + 2c and the next; false when this is no usual case.
+template <int kTileN, class Sums>
+__device__ __forceinline__ bool direct_store(const GemmArguments &a, int weight, bool gated, int n0, int row, int c, int n_rows, const Sums &acc) {
+    const GemmWeight &w = a.w[weight];
+    const int wide = gated ? kTileN / 2 : kTileN;
+    if (n0 + wide > w.rows || w.row_scale != nullptr || w.bias != nullptr || a.softcap > 0.0f || ((a.y_stride | w.first_column) & 1) || (reinterpret_cast<uintptr_t>(a.y) & 7)) return false;
+    const int64_t at = row * a.y_stride + w.first_column + n0 + 2 * c;
+    const bool in[2] = {row < n_rows, row + 8 < n_rows};
+    // BF16: pairs of columns of four lanes put together, 16 bytes a store where y allows it.
+    const bool whole = ((a.y_stride | w.first_column) & 7) == 0 && (reinterpret_cast<uintptr_t>(a.y) & 15) == 0;
+    auto store_pairs = [&](auto n, auto pair) {
+        bf16 *y = static_cast<bf16 *>(a.y) + at;
+        if (whole) {
+            y += 6 * c;
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int j = 0; j < decltype(n)::value; j += 4) {
+                    const uint4 v = gather_columns(pair(j, h), pair(j + 1, h), pair(j + 2, h), pair(j + 3, h), c);
+                    if (in[h]) *reinterpret_cast<uint4 *>(y + 8 * h * a.y_stride + 8 * j) = v;
+                }
+            return;
+        }
+#pragma unroll
+        for (int j = 0; j < decltype(n)::value; ++j)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const uint32_t v = pair(j, h);
+                if (in[h]) *reinterpret_cast<uint32_t *>(y + 8 * h * a.y_stride + 8 * j) = v;
+            }
+    };
+    if (gated) {
+        const GemmWeight &u = a.w[1];
+        if (a.act != PK_ACT_SILU || a.add != nullptr || a.y_format != PK_BF16 || u.row_scale != nullptr || u.bias != nullptr) return false;
+        const float f = w.scale, g = u.scale * a.scale;
+        auto pair = [&](int j, int h) {
+            float v[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float gate = acc[4 * j + 2 * h + e] * f;
+                v[e] = __fdividef(gate, 1.0f + __expf(-gate)) * acc[4 * (j + kTileN / 16) + 2 * h + e] * g;
+            }
+            return pack_bf16(v[0], v[1]);
+        };
+        store_pairs(std::integral_constant<int, kTileN / 16>(), pair);
+        return true;
+    }
+    if (a.act != PK_ACT_NONE) return false;
+    const float f = w.scale * a.scale;
+    if (a.y_format == PK_BF16) {
+        if (a.add != nullptr) return false;
+        store_pairs(std::integral_constant<int, kTileN / 8>(), [&](int j, int h) { return pack_bf16(acc[4 * j + 2 * h] * f, acc[4 * j + 2 * h + 1] * f); });
+        return true;
+    }
+    if (a.add != nullptr && a.add_format != PK_F32) return false;
+    if constexpr (kTileN <= 128) {
+        // Lanes 2i and 2i + 1 share columns of two neighbouring groups of eight, so that each has four in a row.
+        if (((a.y_stride | a.add_stride | w.first_column) & 3) == 0 && ((reinterpret_cast<uintptr_t>(a.y) | reinterpret_cast<uintptr_t>(a.add)) & 15) == 0) {
+            constexpr int kFlight = kTileN / 16;  // loads under way
+            const bool odd = c & 1;
+            // What lies in y already is added where it lies, in pieces of cut tiles: nobody waits for it.
+            const bool in_memory = kTileN == 64 && a.add == a.y && a.add_stride == a.y_stride;
+            const int64_t to = row * a.y_stride + w.first_column + n0 + 8 * odd + 2 * (c & 2), from = row * a.add_stride + w.first_column + n0 + 8 * odd + 2 * (c & 2);
+            float *y = static_cast<float *>(a.y) + to;
+            const float *add = static_cast<const float *>(a.add) + from;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float4 old[kFlight];
+#pragma unroll
+                for (int j = 0; j < kFlight; ++j)
+                    old[j] = in[h] && a.add != nullptr && !in_memory ? __ldcg(reinterpret_cast<const float4 *>(add + 8 * h * a.add_stride + 16 * j)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+                for (int j = 0; j < kFlight; ++j) {
+                    const int v = 8 * j + 2 * h;  // two of one group, two of the next
+                    const float v0 = acc[v], v1 = acc[v + 1], v4 = acc[v + 4], v5 = acc[v + 5];
+                    const float p = __shfl_xor_sync(~0u, odd ? v0 : v4, 1), q = __shfl_xor_sync(~0u, odd ? v1 : v5, 1);
+                    const float4 o = odd ? make_float4(p, q, v4, v5) : make_float4(v0, v1, p, q);
+                    const float4 sum = make_float4(o.x * f + old[j].x, o.y * f + old[j].y, o.z * f + old[j].z, o.w * f + old[j].w);
+                    float *at = y + 8 * h * a.y_stride + 16 * j;
+                    if (!in[h]) continue;
+                    if (in_memory) add_in_memory(at, sum);
+                    else __stcg(reinterpret_cast<float4 *>(at), sum);
+                }
+            }
+            return true;
+        }
+    }
+    // Two columns a lane.
+    constexpr int kFlight = kTileN >= 128 ? 8 : kTileN / 8;  // loads under way
+    if (((a.add_stride & 1) | (reinterpret_cast<uintptr_t>(a.add) & 7)) != 0) return false;
+    float *y = static_cast<float *>(a.y) + at;
+    const float *add = static_cast<const float *>(a.add) + row * a.add_stride + w.first_column + n0 + 2 * c;
+#pragma unroll
+    for (int first = 0; first < kTileN / 8; first += kFlight)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float2 old[kFlight];
+#pragma unroll
+            for (int j = 0; j < kFlight; ++j) old[j] = in[h] && a.add != nullptr ? *reinterpret_cast<const float2 *>(add + 8 * h * a.add_stride + 8 * (first + j)) : make_float2(0.0f, 0.0f);
+#pragma unroll
+            for (int j = 0; j < kFlight; ++j) {
+                const float v[2] = {acc[4 * (first + j) + 2 * h], acc[4 * (first + j) + 2 * h + 1]};
+                if (in[h]) *reinterpret_cast<float2 *>(y + 8 * h * a.y_stride + 8 * (first + j)) = make_float2(v[0] * f + old[j].x, v[1] * f + old[j].y);
+            }
+        }
+    return true;
+}
+
+// Stores sums of 16 rows, the first m_first, by kTileN columns (gated: half of them gate, half up) from column n0 of weight
+// `weight` on. `tiles`: 16 x kStorePitch floats of shared memory for every warp after the fourth.
+template <int kTileN, class Sums>
+__device__ __forceinline__ void store_sums(const GemmArguments &a, int weight, bool gated, int n0, int m_first, int n_rows, const Sums &acc, float *tiles) {
+    const int thread = fresh_thread(), lane = thread & 31;
+    float *mine = tiles + (thread / 32 - 4) * 16 * kStorePitch;
+    // The usual cases straight from the registers, two neighbours a store: whole tiles without scales per column or bias.
+    if (direct_store<kTileN>(a, weight, gated, n0, m_first + (lane >> 2), lane & 3, n_rows, acc)) return;
+    // Sixteen rows x 32 columns at a time through shared memory (gated: 16 of gate, 16 of up), so that one copy of the
+    // epilogue serves all accumulators and lanes store neighbouring columns.
+    const GemmWeight &w = a.w[weight];
+    const int wide = gated ? 16 : 32, n_chunks = kTileN / 32;
+#pragma unroll 1
+    for (int chunk = 0; chunk < n_chunks; ++chunk) {
+        __syncwarp();
+#pragma unroll
+        for (int c = 0; c < kTileN / 32; ++c) {
+            if (c != chunk) continue;
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                const int plain = 4 * c + q, twin = 2 * c + (q & 1) + (q >> 1) * (kTileN / 16);
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    mine[((lane >> 2) + 8 * (e >> 1)) * kStorePitch + 8 * q + 2 * (lane & 3) + (e & 1)] = gated ? acc[4 * twin + e] : acc[4 * plain + e];
+            }
+        }
+        __syncwarp();
+        const int column = n0 + chunk * wide + (lane & (wide - 1));
+        if (column >= w.rows) continue;
+        const float f0 = w.scale * (w.row_scale ? w.row_scale[column] : 1.0f), b0 = w.bias ? w.bias[column] : 0.0f;
+        const float f1 = gated ? a.w[1].scale * (a.w[1].row_scale ? a.w[1].row_scale[column] : 1.0f) : 0.0f, b1 = gated && a.w[1].bias ? a.w[1].bias[column] : 0.0f;
+        const int n_here = min(16, n_rows - m_first);
+        const float *from = mine + (lane & (wide - 1));
+        const int64_t at = w.first_column + column;
+        if (a.act == PK_ACT_NONE && a.softcap <= 0.0f && n_here == 16 && (a.add == nullptr || a.add_format == PK_F32)) {
+            // The usual cases, without a decision per element: bf16, or f32 with the residual added.
+            const float f = f0 * a.scale, b = b0 * a.scale;
+            if (a.y_format == PK_BF16 && a.add == nullptr) {
+                bf16 *to = static_cast<bf16 *>(a.y) + m_first * a.y_stride + at;
+#pragma unroll
+                for (int r = 0; r < 16; ++r) to[r * a.y_stride] = __float2bfloat16(from[r * kStorePitch] * f + b);
+                continue;
+            }
+            if (a.y_format == PK_F32) {
+                float *to = static_cast<float *>(a.y) + m_first * a.y_stride + at, old[16];
+                const float *add = static_cast<const float *>(a.add) + m_first * a.add_stride + at;
+#pragma unroll
+                for (int r = 0; r < 16; ++r) old[r] = a.add ? add[r * a.add_stride] : 0.0f;
+#pragma unroll
+                for (int r = 0; r < 16; ++r) to[r * a.y_stride] = from[r * kStorePitch] * f + b + old[r];
+                continue;
+            }
+        }
+        if (gated && a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16 && n_here == 16) {
+            bf16 *to = static_cast<bf16 *>(a.y) + (m_first + (lane >> 4)) * a.y_stride + at;
+            from += (lane >> 4) * kStorePitch;
+#pragma unroll
+            for (int r = 0; r < 16; r += 2) {
+                const float g = from[r * kStorePitch] * f0 + b0, u = from[r * kStorePitch + 16] * f1 + b1;
+                to[r * a.y_stride] = __float2bfloat16(__fdividef(g, 1.0f + __expf(-g)) * u * a.scale);
+            }
+            continue;
+        }
+#pragma unroll 1
+        for (int r = gated ? lane >> 4 : 0; r < n_here; r += gated ? 2 : 1) {
+            const int m = m_first + r;
+            float v = from[r * kStorePitch] * f0 + b0;
+            if (gated) v = activate(v, a.act) * (from[r * kStorePitch + 16] * f1 + b1);
+            v *= a.scale;
+            if (a.softcap > 0.0f) v = a.softcap * quick_tanh(v / a.softcap);
+            if (a.add != nullptr) {
+                const float old = load_as_f32(a.add, m * a.add_stride + at, a.add_format);
+                v = a.act != PK_ACT_NONE && !gated ? activate(old, a.act) * v : v + old;
+            }
+            store_from_f32(a.y, m * a.y_stride + at, a.y_format, v);
+        }
+    }
+}
+#endif
+
+}  // namespace pk
