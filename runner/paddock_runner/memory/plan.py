@@ -46,7 +46,9 @@ bench/fit_matrix.py (driver 580): 517 to 560 MiB."""
 GRAPH_BYTES_PER_LAYER = 42 * 1024
 """Of one launch graph, for each layer with attention of its own heads and a dense feed-forward. Measured on an H200: 1.45 MB for 36 layers."""
 GRAPH_BYTES_PER_PART = 20 * 1024
-"""What each other part of a layer adds: experts, a shared expert, a delta rule, an index, streams, n-grams. Measured: 8 to 22 KiB."""
+"""What each other part of a layer adds: experts, a shared expert, a delta rule, an index, n-grams. Measured: 8 to 22 KiB."""
+GRAPH_BYTES_PER_STREAM = 35 * 1024
+"""What each stream of the residual adds: ten launches. From GRAPH_BYTES_PER_LAYER's dozen of launches, not measured."""
 GRAPH_BYTES_PER_LATENT_HEAD = 9 * 1024
 """What a head of latent attention adds: products of its own, into the latent's space and out of it. Measured with 16 heads: 158 KiB."""
 
@@ -377,14 +379,16 @@ def graph_bytes(blueprint: Blueprint, sizes: StateSizes) -> int:
     buckets = token_buckets(sizes.max_step_tokens)
     n_graphs = len(buckets) + sum((n <= sizes.n_slots) + (2 <= n <= sizes.n_slots) for n in buckets)
     away = 5 * len(blueprint.layers) // 12 if sizes.n_expert_slots else 0
-    return n_graphs * (sum(_layer_graph_bytes(layer) for layer in blueprint.layers) + away * GRAPH_BYTES_PER_LAYER)
+    streams = sum(layer.has_streams for layer in blueprint.layers) * blueprint.n_streams
+    layers = sum(_layer_graph_bytes(layer) for layer in blueprint.layers)
+    return n_graphs * (layers + streams * GRAPH_BYTES_PER_STREAM + away * GRAPH_BYTES_PER_LAYER)
 
 
 def _layer_graph_bytes(layer: Layer) -> int:
     """Of one layer in one launch graph."""
     heads = layer.attention.n_heads if layer.attention.latent is not None else 0
     has_shared = layer.experts is not None and layer.feed_forward.width > 0
-    parts = (layer.experts, has_shared or None, layer.delta, layer.attention.index, layer.has_streams or None, layer.ngram)
+    parts = (layer.experts, has_shared or None, layer.delta, layer.attention.index, layer.ngram)
     return GRAPH_BYTES_PER_LAYER + sum(x is not None for x in parts) * GRAPH_BYTES_PER_PART + heads * GRAPH_BYTES_PER_LATENT_HEAD
 
 
