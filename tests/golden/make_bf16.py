@@ -4,8 +4,8 @@ Usage: python tests/golden/make_bf16.py (torch and transformers; a tool, never i
 log-probability among the twenty best tokens; of these the median and the largest, from each position on that a mode of bench/gpu_golden.py
 begins at: later positions are further off, so a mode is held to the positions that it measures.
 
-A family whose attention chooses blocks by an index has "moved" beside them: the largest difference in f32 with all weights moved by at most half a step of
-bf16, each at random, over twelve draws. Where two blocks nearly tie, that little makes another one be seen, and one run in bf16 meets few of those places.
+A family whose attention chooses blocks by an index has the same two numbers "moved": in f32 with all weights moved by at most half a step of bf16, each at random; over
+twelve draws the median of the medians, and the largest of all. Where two blocks nearly tie, that little makes another one be seen, and one run in bf16 meets few of those places.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def main() -> None:
         off = distances(golden.parent)
         found[golden.parent.name] = {str(n): [round(statistics.median(off[n - 1 :]), 4), round(max(off[n - 1 :]), 4)] for n in PROMPTS}
         if any(word in (golden.parent / "config.json").read_text() for word in CHOOSES):
-            found[golden.parent.name]["moved"] = [round(max(max(distances(golden.parent, seed)) for seed in range(N_MOVED)), 4)]
+            moved = [distances(golden.parent, seed) for seed in range(N_MOVED)]
+            for n in PROMPTS:
+                middle = statistics.median(statistics.median(off[n - 1 :]) for off in moved)
+                found[golden.parent.name][f"moved {n}"] = [round(float(middle), 4), round(max(map(max, moved)), 4)]
     lines = ",\n".join(f' "{name}": {json.dumps(pair)}' for name, pair in found.items())
     (HERE / "bf16.json").write_text(f"{{\n{lines}\n}}\n")
 
