@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
+import ollama
 import pytest
 from paddock_runner.wire.messages import SAMPLING, ErrorCode
 
-from tests.conformance.live import MODEL, Live
+from tests.conformance.live import KEY, MODEL, Live
 
 ASK = [{"role": "user", "content": "Hi"}]
 LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}}
@@ -124,6 +126,20 @@ def test_every_line_of_a_stream_that_had_to_wait_is_json(server: Live) -> None:
             raw += part
             server.script.starts = True
     assert raw.startswith(b" ") and all(json.loads(line)["model"] == MODEL for line in raw.splitlines())
+
+
+def test_ollamas_own_client_reads_everything(server: Live) -> None:
+    with ollama.Client(host=server.url, headers={"authorization": f"Bearer {KEY}"}) as client:
+        assert [m.model for m in client.list().models] == [m.model for m in client.ps().models] == [MODEL]
+        assert client.show(MODEL).capabilities and client.show(MODEL).details is not None
+        assert client.chat(MODEL, messages=ASK).message.content == client.generate(MODEL, prompt="Hi").response == "Hello there, general."
+        server.script.starts = False
+        threading.Timer(0.4, lambda: setattr(server.script, "starts", True)).start()
+        parts = list(client.chat(MODEL, messages=ASK, stream=True))
+        assert "".join(part.message.content or "" for part in parts) == "Hello there, general." and parts[-1].done and parts[-1].eval_count
+        with pytest.raises(ollama.ResponseError, match="is not served here") as caught:
+            client.chat("nobody", messages=ASK)
+    assert caught.value.status_code == 404
 
 
 def test_client_that_leaves_aborts_the_answer(server: Live) -> None:

@@ -19,6 +19,7 @@ from .. import log
 from ..blueprint.blueprint import Blueprint
 from ..config import Config
 from ..errors import PackError, PaddockError, UsageError
+from ..files.quant import n_parameters, quant_name
 from ..front import auth
 from ..front.server import Server
 from ..front.service import Front
@@ -78,8 +79,10 @@ def _facts(opened: Opened) -> dict[str, Any]:
     formats: dict[str, int] = {}
     for view in opened.views.values():
         formats[view.format] = formats.get(view.format, 0) + view.n_bytes
+    format = max(formats, key=lambda k: formats[k])
     return {
-        "family": opened.blueprint.family, "task": opened.blueprint.task, "format": max(formats, key=lambda k: formats[k]), "device": opened.place.facts.kind,
+        "family": opened.blueprint.family, "task": opened.blueprint.task, "format": format, "device": opened.place.facts.kind,
+        "quant": quant_name(opened.checkpoint, format), "parameters": n_parameters(opened.views.values()), "files": opened.checkpoint.kind,
         "max_batch": opened.plan.sizes.n_slots, "kv_format": opened.plan.kv_format, "pool_tokens": opened.plan.pool_tokens,
         "memory_bytes": opened.plan.total_bytes,
     }  # fmt: skip

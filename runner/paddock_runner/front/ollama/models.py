@@ -52,6 +52,7 @@ async def post_show(front: Front, exchange: Exchange) -> None:
             "model_info": {
                 "general.architecture": family, f"{family}.context_length": served.max_ctx_tokens,
                 f"{family}.vocab_size": served.n_rows, "general.basename": served.name,
+                **({"general.parameter_count": n} if (n := served.facts.get("parameters")) else {}),
             },
             "capabilities": abilities, "modified_at": entry["modified_at"],
         }
@@ -65,6 +66,11 @@ async def post_pull(front: Front, exchange: Exchange) -> None:
     await exchange.answer(200, b'{"status":"success"}\n', b"application/x-ndjson")
 
 
+def _size(n: int) -> str:
+    """Parameters as Ollama writes them: "494.03M", "7.6B"; nothing where they are not known."""
+    return "" if not n else f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.2f}M"
+
+
 def _entry(front: Front) -> dict[str, Any]:
     served, facts = front.served, front.served.facts
     family = str(facts.get("family", "unknown"))
@@ -72,7 +78,7 @@ def _entry(front: Front) -> dict[str, Any]:
         "name": served.name, "model": served.name, "modified_at": datetime.fromtimestamp(served.created_s, UTC).isoformat(),
         "size": facts.get("memory_bytes", 0), "digest": sha256(served.name.encode()).hexdigest(),
         "details": {
-            "parent_model": "", "format": "gguf", "family": family, "families": [family], "parameter_size": "",
-            "quantization_level": str(facts.get("format", "")),
+            "parent_model": "", "format": str(facts.get("files", "gguf")), "family": family, "families": [family],
+            "parameter_size": _size(facts.get("parameters", 0)), "quantization_level": str(facts.get("quant", "")),
         },
     }  # fmt: skip
