@@ -11,6 +11,8 @@ from statistics import median
 
 N_SEEN = 5
 """Steps of a kind that are remembered: their median is what such a step takes, whatever one of them waited for."""
+ENOUGH = 3
+"""Fewer steps of a kind are not held against guesses: one may have waited for something else."""
 FADE = 0.995
 """What guesses were seen to add fades with each look that decides against them, so that it is measured again some day."""
 
@@ -53,7 +55,8 @@ class Worth:
         key = n_rows, _size(n_guesses)
         if key not in self._with or n_rows not in self._plain:
             return otherwise
-        return max(0.0, median(self._with[key]) - median(self._plain[n_rows])) * self._faded[key]
+        extra = max(0.0, median(self._with[key]) - median(self._plain[n_rows])) * self._faded[key]
+        return extra if len(self._with[key]) >= ENOUGH else min(extra, otherwise)
 
     def fade(self, n_rows: int, n_guesses: int) -> None:
         """It was decided against them, by what is known."""

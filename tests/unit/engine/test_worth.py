@@ -85,6 +85,8 @@ def test_guesses_cost_what_steps_with_them_were_seen_to_take_more() -> None:
     for us in (150.0, 900.0, 149.0, 150.0, 151.0):
         worth.see(2, 12, us)
     worth.see(3, 12, 150.0)
+    worth.see(2, 1, 950.0)
+    assert worth.extra_us(2, 1, 30.0) == 30.0
     assert worth.extra_us(2, 16, 0.0) == worth.extra_us(2, 9, 0.0) == 50.0 and worth.extra_us(3, 12, 1.0) == 1.0
     worth.fade(2, 16)
     assert 49.0 < worth.extra_us(2, 12, 0.0) < 50.0
