@@ -8,7 +8,7 @@ from .pages import PagePool
 from .prefix import Node, PrefixTree
 from .states import StatePool
 from .tiers import Tiers, page_keys, root_key, state_key
-from .windows import WindowPool
+from .windows import WindowPool, deepest
 
 
 class Holding:
@@ -145,13 +145,8 @@ class Ledger:
         size = 4 * self.page_tokens
         keys, known = page_keys(root_key(salt), tokens[: most * size], size), self.tree.known_windows(tokens, salt, most)
         n = len(known) + tiers.find(keys[len(known) :])[is_disk]
-        while n > n_have:
-            seen = range(n - 1, max(0, n - self.windows.n_back) - 1, -1)
-            gap = next((i for i in seen if not (i < len(known) and known[i]) and not windows.find([keys[i]])[is_disk]), -1)
-            if gap < 0:
-                return keys[:n]
-            n = gap
-        return []
+        n = deepest(n, self.windows.n_back, lambda i: (i < len(known) and known[i]) or windows.find([keys[i]])[is_disk])
+        return keys[:n] if n > n_have else []
 
     def _bring_windows(self, holding: Holding, tokens: bytes, salt: int, keys: list[bytes]) -> None:
         """What windows see from the end of the pages with these keys is held, or copied from host memory, in order with the steps."""

@@ -16,7 +16,7 @@ import numpy as np
 from .pages import PageFault, PagePool
 from .states import StatePool
 from .tiers import Tiers, page_keys, root_key
-from .windows import WindowPool
+from .windows import WindowPool, deepest
 
 MAX_LOOKS = 4
 """Edges, the newest, that are compared when it is asked where a prompt leaves what is known."""
@@ -184,13 +184,8 @@ class PrefixTree:
     def _find_window(self, tokens: bytes, salt: int, max_pages: int) -> tuple[int, int]:
         """Pages to the deepest place on the prompt's path from which all that windows see is known, and the pages that are known in all."""
         assert self.windows is not None
-        known, n_back = self.known_windows(tokens, salt, max_pages), self.windows.n_back
-        best = n_seen = 0
-        for n, page in enumerate(known, 1):
-            n_seen = n_seen + 1 if page else 0
-            if n_seen >= n_back or n_seen == n:
-                best = n
-        return best, len(known)
+        known = self.known_windows(tokens, salt, max_pages)
+        return deepest(len(known), self.windows.n_back, known.__getitem__), len(known)
 
     def known_windows(self, tokens: bytes, salt: int, max_pages: int) -> list[int]:
         """For each page of the prompt that is known: its page of layers with a window, or 0."""

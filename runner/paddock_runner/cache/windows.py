@@ -10,7 +10,7 @@ A page that is given back may be written by the next step already: steps run in 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .pages import PageFault, PagePool
@@ -18,6 +18,16 @@ from .tiers import Tiers
 
 if TYPE_CHECKING:
     from .prefix import Node
+
+
+def deepest(n: int, n_back: int, is_there: Callable[[int], object]) -> int:
+    """The largest number of pages up to n whose last n_back (or all of them) are there."""
+    while n > 0:
+        gap = next((i for i in range(n - 1, max(0, n - n_back) - 1, -1) if not is_there(i)), -1)
+        if gap < 0:
+            return n
+        n = gap
+    return 0
 
 
 class WindowPool:
