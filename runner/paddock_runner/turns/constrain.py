@@ -41,7 +41,7 @@ Follow = Callable[[Jobs, list[Callable[[], None]]], list["Walk"]]
 
 
 class Walk:
-    """One answer's way through a grammar. `first`: the masks to send right behind its ask. Made in a thread."""
+    """One answer's way through a grammar. Made in a thread."""
 
     __slots__ = (
         "_expected",
@@ -74,11 +74,10 @@ class Walk:
         self._go_on()
         self.add_mask(matcher.mask().tobytes())
 
-    def begin(self, choice: Choice) -> None:
-        """Its answer's ask was sent: sends the first masks."""
+    def begin(self, choice: Choice) -> list[MaskUpdate]:
+        """The masks to send with its answer's ask."""
         self.choice = choice
-        choice.turn.desk.hold(choice, self)
-        send(self.settle())
+        return [update for _, update in self.settle()]
 
     def take(self, token: int) -> None:
         """A token came, which was not the last. Called in the event loop."""

@@ -60,10 +60,12 @@ class Desk:
         self._next_id += 1
         return self._next_id
 
-    def send(self, ask: Ask, choice: Choice) -> None:
-        """Sends an ask; its events go to `choice`. Raises: Busy, TooLarge, PackError."""
-        self._port.ask(ask)
+    def send(self, ask: Ask, choice: Choice, masks: Sequence[MaskUpdate] = ()) -> None:
+        """Sends an ask, with the first masks of an answer that is held; its events go to `choice`. Raises: Busy, TooLarge, PackError."""
+        self._port.ask(ask, masks)
         self._choices[ask.ask_id] = choice
+        if choice.walk is not None:
+            self.hold(choice, choice.walk)
 
     async def vector(self, ask: Ask) -> bytes:
         """What a model without a head makes of an ask: f32 numbers. Cancelling ends the ask. Raises: PaddockError (refused, failed, full)."""

@@ -160,9 +160,7 @@ class Turn:
                     if self._reading.guide is not None:
                         choice.walk = self._reading.guide.walks[choice.index]
                         ask.use_mask = True
-                    self.desk.send(ask, choice)
-                    if choice.walk is not None:
-                        choice.walk.begin(choice)
+                    self.desk.send(ask, choice, choice.walk.begin(choice) if choice.walk is not None else ())
                     self.choices.append(choice)
                     self._n_open += 1
         except PaddockError as error:

@@ -69,8 +69,8 @@ class FrontPort:
         """Asks that have not ended."""
         return len(self._open)
 
-    def ask(self, ask: Ask) -> None:
-        """Sends an ask.
+    def ask(self, ask: Ask, masks: Sequence[MaskUpdate] = ()) -> None:
+        """Sends an ask, and masks of its first output tokens, which the engine sees together.
 
         Raises: Busy when the ring is full (nothing was sent), TooLarge when it can never fit, UsageError from Ask.encode,
         PackError when the engine has gone.
@@ -83,6 +83,7 @@ class FrontPort:
                     "the engine does not keep up with new requests", "try again", 100, waiting_bytes=self._writer.used_bytes
                 )
             self._open[ask.ask_id] = -1
+            self._write(masks)
             self._writer.publish()
 
     def abort(self, ask_id: int) -> None:
@@ -93,18 +94,9 @@ class FrontPort:
     def masks(self, updates: Sequence[MaskUpdate]) -> None:
         """Sends masks of output tokens; the engine sees all of them or none. Any thread may."""
         with self._lock:
-            writer, is_free = self._writer, not self._waiting and not self.is_dead
-            for update in updates:
-                if update.ask_id not in self._open:
-                    continue
-                size = update.n_bytes
-                if is_free and (at := writer.reserve(Kind.MASK, size)) >= 0:
-                    update.write(writer.data, at)
-                else:
-                    is_free = False
-                    self._append(Kind.MASK, update.encode())
+            self._write(updates)
             if not self.is_dead:
-                writer.publish()
+                self._writer.publish()
 
     def drain(self) -> None:
         """Tells the engine to take no new asks and to end when the open ones have ended."""
@@ -176,6 +168,17 @@ class FrontPort:
             self._waiting.append((kind, payload))
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._retry_later)
+
+    def _write(self, updates: Sequence[MaskUpdate]) -> None:
+        writer, is_free = self._writer, not self._waiting and not self.is_dead
+        for update in updates:
+            if update.ask_id not in self._open:
+                continue
+            if is_free and (at := writer.reserve(Kind.MASK, update.n_bytes)) >= 0:
+                update.write(writer.data, at)
+            else:
+                is_free = False
+                self._append(Kind.MASK, update.encode())
 
     def _flush(self) -> None:
         waiting = self._waiting

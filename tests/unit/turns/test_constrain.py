@@ -34,9 +34,6 @@ class Desk:
         self.changed = asyncio.Event()
         self.loop = asyncio.get_running_loop()
 
-    def hold(self, choice: Any, walk: Any) -> None:
-        """Tokens are handed over by the tests."""
-
     def masks(self, updates: Sequence[MaskUpdate]) -> None:
         if updates:
             self.sent.append(updates)
@@ -70,7 +67,7 @@ def walked(make: Callable[[], grammar.Constraint], n: int, test: Callable[[list[
         walker, desk = Walker(SMALL, SMALL.n_vocab), Desk()
         walks = (await walker.guide(make, n)).walks
         for i, walk in enumerate(walks):
-            walk.begin(Choice(desk, i))  # type: ignore[arg-type]
+            desk.masks(walk.begin(Choice(desk, i)))  # type: ignore[arg-type]
         try:
             await test(walks, desk, walker)
         finally:

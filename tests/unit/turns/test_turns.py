@@ -37,7 +37,7 @@ class Port:
     def listen(self, loop: Any, on_events: Any) -> None:
         self.tell = on_events
 
-    def ask(self, ask: m.Ask) -> None:
+    def ask(self, ask: m.Ask, masks: object = ()) -> None:
         if len(self.asks) >= self.full_after:
             raise Busy("full")
         self.asks.append(ask)

@@ -77,6 +77,13 @@ def test_requests_reach_the_engine_and_answers_the_front(ports: tuple[FrontPort,
     assert front.n_open == 0
 
 
+def test_an_ask_and_its_first_masks_are_seen_together() -> None:
+    front, engine, _ = pair(ask_bytes=1 << 16)
+    front.ask(m.Ask(1, IDS, use_mask=True), [m.MaskUpdate(1, 0, b"\xff" * 12, (7, 8)), m.MaskUpdate(2, 0, b"\xff" * 12)])
+    kinds = [kind for kind, _ in take(engine)]
+    assert kinds == [m.Kind.ASK, m.Kind.MASK], "and nobody's who has not asked"
+
+
 def test_an_ask_that_moves_to_another_slot_is_followed(ports: tuple[FrontPort, EnginePort]) -> None:
     front, engine = ports
     front.ask(m.Ask(1, IDS))
