@@ -15,7 +15,6 @@ namespace pk {
 namespace {
 
 constexpr int kMostPerLane = 16;  // experts a lane looks at
-constexpr int kAheadFirst = 4, kAheadHidden = 8, kAheadDown = 6;
 
 __device__ __forceinline__ void meet(int32_t *counter, int target) {
     __syncthreads();
@@ -83,6 +82,7 @@ __device__ __forceinline__ Choice choose(const MixtureArguments &a) {
     Choice mine = {0, 0.0f};
     float sum = 0.0f, first = 0.0f;
     uint32_t taken = 0;  // bits j of the lane's experts
+#pragma unroll 1
     for (int i = 0; i < a.n_used; ++i) {
         float best = 0.0f, its_score = 0.0f;
         int at = -1;
@@ -111,122 +111,102 @@ __device__ __forceinline__ Choice choose(const MixtureArguments &a) {
 template <int kFormat>
 __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid_constant__ MixtureArguments a) {
     constexpr int kU = Rows<kFormat>::kU, kBf16U = Rows<PK_BF16>::kU;
-    extern __shared__ __align__(128) uint8_t shared[];
+    extern __shared__ __align__(128) uint8_t dynamic[];
     __shared__ float red[kBlockWarps][32], sums[33];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3;
-    uint8_t *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
+    WarpRing ring(dynamic);
+    uint8_t *shared = dynamic + kRingBytes, *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
     const int n_units = a.m / kU, n_shared_units = a.f_shared / kU, n_tiles = (a.m + 15) / 16;
     int met = 0;
     auto meet_all = [&] { meet(a.counter, ++met * gridDim.x); };
-    auto put = [&](const float (&acc)[4]) {
+    // Sums of a warp's 16 rows (column 0 of the product, all columns are the same) to red[warp][16 side ...].
+    auto put = [&](const float (&acc)[4], int side) {
         if (c == 0) {
-            red[warp][r] = acc[0];
-            red[warp][r + 8] = acc[2];
+            red[warp][16 * side + r] = acc[0];
+            red[warp][16 * side + r + 8] = acc[2];
         }
-        __syncthreads();
+    };
+    auto sum_of = [&](int at) {
+        float v = 0.0f;
+#pragma unroll
+        for (int k = 0; k < kBlockWarps; ++k) v += red[k][at];
+        return v;
     };
 
     // The product before: 16 rows each. Its first weights are asked for ahead of the wait for earlier kernels.
-    Ahead first_ahead[kAheadFirst];
     const int n_before = a.before.data != nullptr ? a.before_k / kU / kBlockWarps : 0;
-    auto prime_before = [&](int tile) {
-        prime(first_ahead, tile < n_tiles ? n_before : 0, [&](Ahead &to, int step) { load_unit_of<kFormat>(to, a.before, a.before.data, tile * 16, step * kBlockWarps + warp); });
-    };
-    prime_before(blockIdx.x);
+    auto ask_before = [&](int tile, int step) { ask_unit(ring, tile < n_tiles && step < n_before, a.before, a.before.data, tile * 16, step * kBlockWarps + warp); };
+    if (n_before) prime([&](int step) { ask_before(blockIdx.x, step); });
     wait_dependence();
     release_dependents();
     if (rows_of(a.info, a.rows_symbol) < 1) return;
     if (n_before) {
         const float scale = matrix_scale(a.before, 0) * a.before_scale;
-        bool is_staged = false;
+        stage_row<kFormat>(shared, a.before_x, a.before_k);
+        __syncthreads();
         for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
-            auto load = [&](Ahead &to, int step) { load_unit_of<kFormat>(to, a.before, a.before.data, tile * 16, step * kBlockWarps + warp); };
-            if (is_staged) prime_before(tile);
+            auto ask = [&](int step) { ask_before(tile, step); };
+            if (tile != static_cast<int>(blockIdx.x)) prime(ask);
             const int row = tile * 16 + tid;
             const float old = tid < 16 && row < a.m ? __ldcg(a.residual + row) : 0.0f;
-            if (!is_staged) {
-                stage_row<kFormat>(shared, a.before_x, a.before_k);
-                __syncthreads();
-                is_staged = true;
-            }
             float acc[4] = {};
-            stream_steps(first_ahead, n_before, load, [&](Ahead &from, int step) { multiply<kFormat>(from.regs, acc, shared + c * 16 + (step * kBlockWarps + warp) * kU * 2, nullptr, from.scale); });
-            put(acc);
-            if (tid < 16 && row < a.m) {
-                float v = 0.0f;
-#pragma unroll
-                for (int k = 0; k < kBlockWarps; ++k) v += red[k][tid];
-                a.residual[row] = fmaf(v, scale, old);
-            }
+            stream_steps(ring, n_before, ask, [&](const RowsRegisters &unit, float factor, int step) { multiply<kFormat>(unit, acc, shared + c * 16 + (step * kBlockWarps + warp) * kU * 2, nullptr, factor); });
+            put(acc, 0);
+            __syncthreads();
+            if (tid < 16 && row < a.m) a.residual[row] = fmaf(sum_of(tid), scale, old);
             __syncthreads();
         }
     }
 
     // First: router, the shared expert's gate and up, and its own gate. A task is a block's: its warps take turns at the units.
     const int router_tiles = (a.n_experts + 15) / 16, shared_tiles = (a.f_shared + 15) / 16, n_first = router_tiles + shared_tiles + (a.switching.data != nullptr);
-    {
-        Ahead ahead[kAheadFirst];
-        auto run = [&](int task, auto both, auto prepare) {
-            constexpr bool kIsBoth = decltype(both)::value;
-            constexpr int kF = kIsBoth ? kFormat : PK_BF16, kUnit = Rows<kF>::kU;
-            const bool is_router = task < router_tiles;
-            const ExpertWeight &w0 = kIsBoth ? a.shared_gate : is_router ? a.router : a.switching;
-            const int row0 = (is_router ? task : kIsBoth ? task - router_tiles : 0) * 16, each = a.m / kUnit / kBlockWarps, n = (kIsBoth ? 2 : 1) * each;
-            auto load = [&](Ahead &to, int step) {
-                const int side = kIsBoth && step >= each, unit = (step - side * each) * kBlockWarps + warp;
-                const ExpertWeight &w = kIsBoth && side ? a.shared_up : w0;
-                load_unit_of<kF>(to, w, w.data, row0, unit);
-            };
-            prime(ahead, n, load);
-            const float scale0 = matrix_scale(w0, 0), scale1 = kIsBoth ? matrix_scale(a.shared_up, 0) : 1.0f;
-            prepare();
-            float acc[2][4] = {};
-            const uint8_t *x = (kIsBoth ? x_own : x_plain) + c * 16;
-            stream_steps(ahead, n, load, [&](Ahead &from, int step) {
-                const int side = kIsBoth && step >= each, unit = (step - side * each) * kBlockWarps + warp;
-                if (kIsBoth && side) multiply<kF>(from.regs, acc[1], x + unit * kUnit * 2, nullptr, from.scale);
-                else multiply<kF>(from.regs, acc[0], x + unit * kUnit * 2, nullptr, from.scale);
-            });
-            __syncthreads();
-            if (c == 0) {
-#pragma unroll
-                for (int side = 0; side < 2; ++side) {
-                    red[warp][16 * side + r] = acc[side][0];
-                    red[warp][16 * side + r + 8] = acc[side][2];
-                }
-            }
-            __syncthreads();
-            if (tid >= 16) return;
-            float v = 0.0f, u = 0.0f;
-#pragma unroll
-            for (int k = 0; k < kBlockWarps; ++k) {
-                v += red[k][tid];
-                u += red[k][16 + tid];
-            }
-            const int row = row0 + tid;
-            v *= scale0;
-            if (kIsBoth) {
-                if (row < a.f_shared) a.shared_hidden[row] = __float2bfloat16(gated_by(a, v, u * scale1));
-            } else if (is_router) {
-                if (row < a.n_experts) a.logits[row] = (v + (a.router_bias != nullptr ? a.router_bias[row] : 0.0f)) * a.router_scale;
-            } else if (row == 0) {
-                *a.switched = v * a.switch_scale;
-            }
+    bool is_normed = false;
+    for (int task = blockIdx.x; task < n_first || !is_normed; task += gridDim.x) {
+        const bool is_here = task < n_first, is_router = task < router_tiles, is_both = is_here && !is_router && task < router_tiles + shared_tiles;
+        const ExpertWeight &w0 = is_both ? a.shared_gate : is_router ? a.router : a.switching;
+        const int row0 = (is_router ? task : is_both ? task - router_tiles : 0) * 16, each = a.m / (is_both ? kU : kBf16U) / kBlockWarps, n = is_here ? (is_both ? 2 : 1) * each : 0;
+        auto ask = [&](int step) {
+            const bool side = is_both && step >= each;
+            const ExpertWeight &w = side ? a.shared_up : w0;
+            ask_unit(ring, step < n, w, w.data, row0, (side ? step - each : step) * kBlockWarps + warp);
         };
-        auto norm = [&] {
-            if (a.before.data != nullptr) meet_all();
+        prime(ask);
+        const float scale0 = is_here ? matrix_scale(w0, 0) : 0.0f, scale1 = is_both ? matrix_scale(a.shared_up, 0) : 1.0f;
+        if (!is_normed) {
+            if (n_before) meet_all();
             stage_normed<kFormat>(a.residual, a.norm, a.eps, a.m, x_plain, x_own, a.normed, sums);
-        };
-        bool is_normed = false;
-        auto norm_once = [&] {
-            if (!is_normed) norm();
             is_normed = true;
-        };
-        for (int task = blockIdx.x; task < n_first; task += gridDim.x) {
-            if (task >= router_tiles && task < router_tiles + shared_tiles) run(task, std::true_type(), norm_once);
-            else run(task, std::false_type(), norm_once);
         }
-        norm_once();
+        if (!is_here) break;
+        float acc[4] = {}, gate[4] = {};
+        if (is_both) {
+            stream_steps(ring, n, ask, [&](const RowsRegisters &unit, float factor, int step) {
+                const int at = (step >= each ? step - each : step) * kBlockWarps + warp;
+                multiply<kFormat>(unit, acc, x_own + c * 16 + at * kU * 2, nullptr, factor);
+                if (step != each - 1) return;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    gate[i] = acc[i];
+                    acc[i] = 0.0f;
+                }
+            });
+        } else {
+            stream_steps(ring, n, ask, [&](const RowsRegisters &unit, float factor, int step) { multiply<PK_BF16>(unit, gate, x_plain + c * 16 + (step * kBlockWarps + warp) * kBf16U * 2, nullptr, factor); });
+        }
+        __syncthreads();
+        put(gate, 0);
+        put(acc, 1);
+        __syncthreads();
+        if (tid >= 16) continue;
+        const float v = sum_of(tid) * scale0, u = sum_of(16 + tid) * scale1;
+        const int row = row0 + tid;
+        if (is_both) {
+            if (row < a.f_shared) a.shared_hidden[row] = __float2bfloat16(gated_by(a, v, u));
+        } else if (is_router) {
+            if (row < a.n_experts) a.logits[row] = (v + (a.router_bias != nullptr ? a.router_bias[row] : 0.0f)) * a.router_scale;
+        } else if (row == 0) {
+            *a.switched = v * a.switch_scale;
+        }
     }
     meet_all();
 
@@ -247,39 +227,40 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
 
     // Gate and up: 16 hidden values of an expert a task, warps_k warps each.
     {
-        Ahead ahead[kAheadHidden];
         const int wk = warp % a.warps_k, team = warp / a.warps_k, n_teams = kBlockWarps / a.warps_k, tiles = (a.f + 15) / 16, n_tasks = tiles * a.n_used;
         const int first = team * gridDim.x + blockIdx.x, all_teams = gridDim.x * n_teams, each = n_units / a.warps_k;
-        const int n_own = first < n_tasks ? (n_tasks - first - 1) / all_teams + 1 : 0;
-        auto load = [&](Ahead &to, int step) {
-            const int own = step / (2 * each), in = step - own * 2 * each, side = in >= each, unit = (in - side * each) * a.warps_k + wk;
-            const int task = first + own * all_teams, expert = __shfl_sync(~0u, choice.id, task % a.n_used);
+        const int n_own = first < n_tasks ? (n_tasks - first - 1) / all_teams + 1 : 0, n = n_own * 2 * each;
+        auto ask = [&](int step) {
+            const int own = step / (2 * each), in = step - own * 2 * each, side = in >= each, task = first + own * all_teams, expert = __shfl_sync(~0u, choice.id, task % a.n_used);
             const ExpertWeight &w = side ? a.up : a.gate;
-            load_unit_of<kFormat>(to, w, w.data + expert * w.stride, task / a.n_used * 16, unit);
+            ask_unit(ring, step < n, w, w.data + expert * w.stride, task / a.n_used * 16, (in - side * each) * a.warps_k + wk);
         };
-        const int n = n_own * 2 * each;
-        prime(ahead, n, load);
-        float acc[2][4] = {};
-        stream_steps(ahead, n, load, [&](Ahead &from, int step) {
-            const int own = step / (2 * each), in = step - own * 2 * each, side = in >= each, unit = (in - side * each) * a.warps_k + wk;
-            const uint8_t *x = x_own + c * 16 + unit * kU * 2;
-            if (side) multiply<kFormat>(from.regs, acc[1], x, nullptr, from.scale);
-            else multiply<kFormat>(from.regs, acc[0], x, nullptr, from.scale);
-            if (in + 1 < 2 * each) return;
-            const int task = first + own * all_teams, slot = task % a.n_used, row = task / a.n_used * 16 + lane;
-            if (a.warps_k > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * a.warps_k) : "memory");
-            if (c == 0) {
+        prime(ask);
+        float acc[4] = {}, gate[4] = {};
+        stream_steps(ring, n, ask, [&](const RowsRegisters &unit, float factor, int step) {
+            const int own = step / (2 * each), in = step - own * 2 * each, at = (in >= each ? in - each : in) * a.warps_k + wk;
+            multiply<kFormat>(unit, acc, x_own + c * 16 + at * kU * 2, nullptr, factor);
+            if (in == each - 1) {
 #pragma unroll
-                for (int s = 0; s < 2; ++s) {
-                    red[warp][16 * s + r] = acc[s][0];
-                    red[warp][16 * s + r + 8] = acc[s][2];
+                for (int i = 0; i < 4; ++i) {
+                    gate[i] = acc[i];
+                    acc[i] = 0.0f;
                 }
             }
-            if (a.warps_k > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * a.warps_k) : "memory");
-            else __syncwarp();
+            if (in + 1 < 2 * each) return;
+            const int task = first + own * all_teams, slot = task % a.n_used, row = task / a.n_used * 16 + lane;
+            auto team_sync = [&] {
+                if (a.warps_k > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * a.warps_k) : "memory");
+                else __syncwarp();
+            };
+            team_sync();
+            put(gate, 0);
+            put(acc, 1);
+            team_sync();
             const float gs = __shfl_sync(~0u, gate_scale, slot), us = __shfl_sync(~0u, up_scale, slot);
             if (wk == 0 && lane < 16 && row < a.f) {
                 float v = 0.0f, u = 0.0f;
+#pragma unroll 1
                 for (int k = 0; k < a.warps_k; ++k) {
                     v += red[warp + k][lane];
                     u += red[warp + k][16 + lane];
@@ -288,7 +269,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
             }
             __syncwarp();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) acc[0][i] = acc[1][i] = 0.0f;
+            for (int i = 0; i < 4; ++i) acc[i] = 0.0f;
         });
     }
 
@@ -297,17 +278,16 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
     const float factor_of = lane < a.n_used ? down_scale * choice.weight * a.experts_scale : 0.0f;
     const float shared_factor = shared_scale * a.shared_scale * (a.switching.data != nullptr ? 1.0f / (1.0f + __expf(-switch_logit)) : 1.0f);
     bool has_met = false;
-    Ahead ahead[kAheadDown];
     for (int tile = blockIdx.x; tile < n_tiles || !has_met; tile += gridDim.x) {
-        auto load = [&](Ahead &to, int step) {
+        const int mine = tile < n_tiles ? n : 0, row = tile * 16 + tid;
+        auto ask = [&](int step) {
             const int at = step * kBlockWarps + warp, slot = at / own_units;
             const bool is_own = slot < a.n_used;
             const int expert = __shfl_sync(~0u, choice.id, is_own ? slot : 0);
             const ExpertWeight &w = is_own ? a.down : a.shared_down;
-            load_unit_of<kFormat>(to, w, w.data + (is_own ? expert * w.stride : 0), tile * 16, is_own ? at - slot * own_units : at - a.n_used * own_units);
+            ask_unit(ring, step < mine, w, w.data + (is_own ? expert * w.stride : 0), tile * 16, is_own ? at - slot * own_units : at - a.n_used * own_units);
         };
-        const int mine = tile < n_tiles ? n : 0, row = tile * 16 + tid;
-        prime(ahead, mine, load);
+        prime(ask);
         const float old = tid < 16 && row < a.m && mine ? __ldcg(a.residual + row) : 0.0f;
         if (!has_met) {
             meet_all();
@@ -317,18 +297,14 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
             __syncthreads();
         }
         float acc[4] = {};
-        stream_steps(ahead, mine, load, [&](Ahead &from, int step) {
+        stream_steps(ring, mine, ask, [&](const RowsRegisters &unit, float factor, int step) {
             const int at = step * kBlockWarps + warp, slot = at / own_units;
-            const float factor = __shfl_sync(~0u, factor_of, slot < a.n_used ? slot : 0);
-            multiply<kFormat>(from.regs, acc, shared + c * 16 + at * kU * 2, nullptr, from.scale * (slot < a.n_used ? factor : shared_factor));
+            const float weight = __shfl_sync(~0u, factor_of, slot < a.n_used ? slot : 0);
+            multiply<kFormat>(unit, acc, shared + c * 16 + at * kU * 2, nullptr, factor * (slot < a.n_used ? weight : shared_factor));
         });
-        put(acc);
-        if (tid < 16 && row < a.m && mine) {
-            float v = old;
-#pragma unroll
-            for (int k = 0; k < kBlockWarps; ++k) v += red[k][tid];
-            a.residual[row] = v;
-        }
+        put(acc, 0);
+        __syncthreads();
+        if (tid < 16 && row < a.m && mine) a.residual[row] = old + sum_of(tid);
         __syncthreads();
     }
     if (tid == 0 && atomicAdd(a.counter, 1) == (met + 1) * static_cast<int>(gridDim.x) - 1) *a.counter = 0;
@@ -483,7 +459,7 @@ struct Reader {
     }
 };
 
-int64_t shared_bytes(const MixtureArguments &a) { return 2 * std::max({int64_t{2} * a.m, int64_t{a.n_used} * a.f + a.f_shared, int64_t{a.before_k}}); }
+int64_t shared_bytes(const MixtureArguments &a) { return kRingBytes + 2 * std::max({int64_t{2} * a.m, int64_t{a.n_used} * a.f + a.f_shared, int64_t{a.before_k}}); }
 
 }  // namespace
 

@@ -8,15 +8,14 @@
 namespace pk {
 namespace {
 
-constexpr int kAhead = 8;
-
 template <int kFormat>
 __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid_constant__ AbreastArguments a) {
-    extern __shared__ __align__(128) uint8_t shared[];
+    extern __shared__ __align__(128) uint8_t dynamic[];
+    WarpRing ring(dynamic);
     __shared__ float red[kBlockWarps][16], sums[33];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
     const int wk = warp % a.warps_k, team = warp / a.warps_k, all_teams = gridDim.x * (kBlockWarps / a.warps_k), first = team * gridDim.x + blockIdx.x;
-    uint8_t *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
+    uint8_t *shared = dynamic + kRingBytes, *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
     const int n_tasks = first < a.n_tiles ? (a.n_tiles - first - 1) / all_teams + 1 : 0;
 
     // Where a warp is: one that loads and, behind it, one that multiplies.
@@ -47,26 +46,27 @@ __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid
     Cursor loading, using_;
     begin(loading, 0);
     begin(using_, 0);
-    auto load = [&](Ahead &to) {
-        if (loading.task >= n_tasks) return;
-        load_rows<PK_BF16>(to.regs, loading.rows, loading.row_bytes, loading.unit, lane);  // units of every format are 128 bytes wide
-        to.scale = loading.block != nullptr ? __ldg(loading.block + loading.unit) : 1.0f;
+    auto ask = [&](int) {
+        const bool is = loading.task < n_tasks;
+        ring.ask(is, loading.rows, loading.row_bytes, loading.unit, loading.block != nullptr ? loading.block + loading.unit : nullptr);
         loading.unit += a.warps_k;
-        if (loading.unit >= loading.end) begin(loading, loading.task + 1);
+        if (is && loading.unit >= loading.end) begin(loading, loading.task + 1);
     };
-    Ahead ahead[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load(ahead[i]);
+    prime(ask);
     wait_dependence();
     release_dependents();
     if (rows_of(a.info, a.rows_symbol) < 1) return;
     stage_normed<kFormat>(a.residual, a.norm, a.eps, a.m, x_plain, x_own, a.normed, sums);
     float acc[4] = {};
-    auto use = [&](const Ahead &from) {
-        if (kFormat == PK_BF16 || !using_.is_own) multiply<PK_BF16>(from.regs, acc, x_plain + c * 16 + using_.unit * 128, nullptr, from.scale);
-        else multiply<kFormat>(from.regs, acc, x_own + c * 16 + using_.unit * 2 * Rows<kFormat>::kU, nullptr, from.scale);
+#pragma unroll 1
+    while (using_.task < n_tasks) {
+        RowsRegisters unit;
+        const float factor = ring.take(unit);
+        if (kFormat == PK_BF16 || !using_.is_own) multiply<PK_BF16>(unit, acc, x_plain + c * 16 + using_.unit * 128, nullptr, factor);
+        else multiply<kFormat>(unit, acc, x_own + c * 16 + using_.unit * 2 * Rows<kFormat>::kU, nullptr, factor);
+        ask(0);
         using_.unit += a.warps_k;
-        if (using_.unit < using_.end) return;
+        if (using_.unit < using_.end) continue;
         const AbreastWeight &w = a.w[using_.which];
         const int row = (first + using_.task * all_teams - w.first_tile) * 16 + lane;
         if (a.warps_k > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * a.warps_k) : "memory");
@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid
         else __syncwarp();
         if (wk == 0 && lane < 16 && row < w.w.rows) {
             float v = 0.0f;
+#pragma unroll 1
             for (int k = 0; k < a.warps_k; ++k) v += red[warp + k][lane];
             v *= w.scale;
             store_from_f32(w.y, row, w.y_format, w.bias != nullptr ? v + w.bias[row] : v);
@@ -86,14 +87,6 @@ __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[i] = 0.0f;
         begin(using_, using_.task + 1);
-    };
-    while (using_.task < n_tasks) {
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            if (using_.task >= n_tasks) break;
-            use(ahead[i]);
-            load(ahead[i]);
-        }
     }
 }
 
@@ -168,7 +161,7 @@ int32_t launch_abreast(const Launch &l, const Abreast &abreast) {
     AbreastArguments a = abreast.arguments;
     a.info = l.info;
     const dim3 blocks(l.ctx->n_processors), threads(kExpertThreads);
-    return abreast.format == PK_BF16 ? launch(l, "abreast", abreast_kernel<PK_BF16>, blocks, threads, 2 * a.m, a) : launch(l, "abreast", abreast_kernel<PK_FP8_E4M3>, blocks, threads, 4 * a.m, a);
+    return abreast.format == PK_BF16 ? launch(l, "abreast", abreast_kernel<PK_BF16>, blocks, threads, kRingBytes + 2 * a.m, a) : launch(l, "abreast", abreast_kernel<PK_FP8_E4M3>, blocks, threads, kRingBytes + 4 * a.m, a);
 }
 
 }  // namespace pk
