@@ -26,7 +26,7 @@ def test_a_shape_has_the_parameters_of_its_model(name):
 
 
 TAKEN_MIB = {
-    "deepseek-v2-lite": (641, 671), "35b-a3b": (607, 639), "27b-hybrid": (601, 633), "granite-h-tiny": (586, 613), "laguna-xs": (592, 614),
+    "deepseek-v2-lite": (643, 673), "deepseek-v3-7l": (740, 784), "nemotron-3-nano": (562, 577), "lfm2-8b-a1b": (551, 562), "35b-a3b": (609, 640), "27b-hybrid": (601, 633), "granite-h-tiny": (586, 613), "laguna-xs": (592, 614),
     "30b-a3b": (586, 610), "gpt-oss-20b": (556, 570), "granite-3b-a800m": (561, 576), "gemma-12b": (562, 578), "llama-8b": (566, 578), "nomic-v1.5": (540, 543),
 }  # fmt: skip
 """Context and launch graphs as an H200 had them with one slot and with 32, at most (bench.fit_matrix, 2026-11-30, a process with all rows)."""
@@ -37,4 +37,4 @@ def test_context_and_graphs_are_planned_with_what_was_measured_and_little_more(n
     for n_slots, taken in zip((1, 32), TAKEN_MIB[name], strict=True):
         sizes = SimpleNamespace(max_step_tokens=2560, n_slots=n_slots, n_expert_slots=0)
         planned = (graph_bytes(blueprint(name), sizes) + cuda_facts(132).process_bytes) / MIB
-        assert taken + 16 < planned < taken + 128, (name, n_slots, planned)
+        assert taken + 16 < planned < taken + 160, (name, n_slots, planned)
