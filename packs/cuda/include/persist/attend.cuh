@@ -295,22 +295,21 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
     }
 }
 
-// area: kAttendBytes of shared memory. base: phases before this launch; at: this phase. False: this block has no part in it and
-// has not met the others.
+// area: kAttendBytes of shared memory. base: phases before this launch; at: this phase.
 template <int kD>
-__device__ __forceinline__ bool attend(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
+__device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
     const Attend &t = p.attend;
     const Span span = span_of(t, facts.position);
-    if (span.head < 0) return false;
+    if (span.head < 0) return;
     if (facts.is_dead) {
         const int n = t.n_heads / t.n_kv_heads * kD;
         if (span.split == 0)
             for (int j = thread_here(); j < n; j += kConsumers) write_output(p.y, static_cast<int64_t>(span.head) * n + j, 0.0f, true, base + at + 1);
-        return false;
+        return;
     }
+    join_consumers(kConsumers);  // nobody multiplies any more with what lies here
     place_new<kD>(p, a, span, facts, area, base + p.x.source + 1);
     mark(a, at, 1);
-    wait_async<0>();
     join_consumers(kConsumers);
     mark(a, at, 3);
     HeadSums<kD> sums;
@@ -318,7 +317,6 @@ __device__ __forceinline__ bool attend(const Phase &p, const Arguments &a, const
     mark(a, at, 4);
     join_warps<kD>(p, a, span, area, sums, base + at + 1);
     mark(a, at, 5);
-    return true;
 }
 
 }  // namespace pk::persist

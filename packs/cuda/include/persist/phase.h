@@ -10,7 +10,9 @@ namespace pk::persist {
 constexpr int kWarps = 8;                       // that multiply, a ring of weights each
 constexpr int kConsumers = 32 * kWarps;
 constexpr int kProducers = 4;                   // warps that fill the rings, each of kWarps / kProducers of them
-constexpr int kThreads = kConsumers + 32 * kProducers;
+constexpr int kWriters = 4;                     // warps that add up what the multiplying ones left, and hand it on
+constexpr int kThreads = kConsumers + 32 * (kProducers + kWriters);
+constexpr int kConsumerRegisters = 168, kOtherRegisters = 88;
 constexpr int kMaxRows = 8;
 
 enum PhaseKind : int32_t { kMatmul = 0, kAttend = 1, kPublish = 2 };
@@ -105,7 +107,9 @@ struct RowFacts {
     int32_t position, slot, page, is_dead;
 };
 
-constexpr int kPhases = 4;  // descriptions that the multiplying warps keep: a warp may be one phase behind another
+constexpr int kPhases = 4;     // descriptions that multiplying and writing warps share: three phases ahead of the writers
+constexpr int kSquaresAt = 0;  // of a buffer of sums: sums of squares, a float a warp
+constexpr int kSumsAt = 128;   // [tiles][warps][16 rows]
 
 // Offsets in dynamic shared memory.
 struct Layout {

@@ -34,8 +34,9 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
                  : "memory");
 }
-// All consumer threads.
+// All threads that multiply; all that write.
 __device__ __forceinline__ void join_consumers(int n_threads) { asm volatile("bar.sync 1, %0;" ::"r"(n_threads) : "memory"); }
+__device__ __forceinline__ void join_writers(int n_threads) { asm volatile("bar.sync 2, %0;" ::"r"(n_threads) : "memory"); }
 
 // Completes a phase of the barrier when this thread's copies have arrived; the count stays as it was.
 __device__ __forceinline__ void barrier_follow(uint32_t at) { asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(at) : "memory"); }
@@ -48,6 +49,13 @@ __device__ __forceinline__ uint4 load_packets2(const void *p) {
     uint64_t a, b;
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(p) : "memory");
     return make_uint4(static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b), static_cast<uint32_t>(b >> 32));
+}
+// Two packets, asked for unless both are there.
+__device__ __forceinline__ void load_packets2_again(uint4 &v, const void *p, uint32_t epoch) {
+    uint64_t a = static_cast<uint64_t>(v.y) << 32 | v.x, b = static_cast<uint64_t>(v.w) << 32 | v.z;
+    const uint32_t missing = (v.y ^ epoch) | (v.w ^ epoch);
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];\n}" : "+l"(a), "+l"(b) : "l"(p), "r"(missing) : "memory");
+    v = make_uint4(static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b), static_cast<uint32_t>(b >> 32));
 }
 __device__ __forceinline__ uint2 load_packet(const void *p) {
     uint64_t a;
@@ -64,6 +72,14 @@ __device__ __forceinline__ int thread_here() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
     return i;
 }
+
+// A phase of a barrier; at: its address, 0 for none.
+struct Met {
+    uint32_t at, parity;
+    __device__ __forceinline__ void await() const {
+        if (at) barrier_wait(at, parity);
+    }
+};
 
 // A place in a ring of slots.
 struct Slot {
@@ -83,7 +99,7 @@ struct Taker {
     uint32_t full, empty;
     int n_slots, slot_bytes;
     Slot slot;
-    int flip = 0;
+    uint32_t n_groups = 0;
     // The slot `ahead` of the next one.
     __device__ __forceinline__ int index(int ahead) const { return slot.at + ahead < n_slots ? slot.at + ahead : slot.at + ahead - n_slots; }
     __device__ __forceinline__ const uint8_t *slot_at(int ahead) const { return ring + index(ahead) * slot_bytes; }

@@ -9,10 +9,21 @@
 
 namespace pk::persist {
 
-// Times of one block's first thread, for the bench.
-__device__ __forceinline__ void mark(const Arguments &a, int phase, int at) {
+// Times of a block's first thread that multiplies, or that writes, for the bench.
+__device__ __forceinline__ void mark(const Arguments &a, int phase, int at, int thread = 0) {
 #ifdef PK_PERSIST_TRACE
-    if (a.trace && thread_here() == 0 && blockIdx.x == a.trace_block) a.trace[phase * 8 + at] = clock64();
+    if (a.trace && thread_here() == thread) a.trace[(phase * gridDim.x + blockIdx.x) * 8 + at] = clock64();
+#endif
+}
+
+// A block's clock against the device's, behind the phases.
+__device__ __forceinline__ void mark_start(const Arguments &a, int at) {
+#ifdef PK_PERSIST_TRACE
+    if (!a.trace || threadIdx.x) return;
+    long long now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    a.trace[(a.n_phases * gridDim.x + blockIdx.x) * 8 + at] = clock64();
+    a.trace[(a.n_phases * gridDim.x + blockIdx.x) * 8 + at + 1] = now;
 #endif
 }
 
@@ -76,8 +87,7 @@ __device__ __forceinline__ uint32_t gather_bytes(uint32_t a, uint32_t b, uint32_
 // Eight elements of a block of 32, whose others the neighbouring three lanes hold. With q the element over the block's scale,
 // rounded, q + 128 stands in the mantissa after one addition: its second byte is the high byte of q, its first one, turned
 // around, the low byte, both signed.
-template <int kRows>
-__device__ __forceinline__ void put_integers(uint8_t *xs, float *scales, const float *v, int piece, int row, bool is_bytes) {
+__device__ __forceinline__ void put_integers(uint8_t *xs, float *scales, const float *v, int piece, bool is_bytes) {
     float most = fabsf(v[0]), first = (v[0] + v[1]) + (v[2] + v[3]), second = (v[4] + v[5]) + (v[6] + v[7]);
 #pragma unroll
     for (int i = 1; i < 8; ++i) most = fmaxf(most, fabsf(v[i]));
@@ -92,12 +102,12 @@ __device__ __forceinline__ void put_integers(uint8_t *xs, float *scales, const f
 #pragma unroll
     for (int i = 0; i < 8; ++i) q[i] = __float_as_uint(fmaf(v[i], inverse, 12582912.0f + 128.0f));
     const int block = piece >> 2, c = piece & 3;
-    uint8_t *to = xs + (block * kRows + row) * 64 + c * 8;
+    uint8_t *to = xs + block * 64 + c * 8;
     // The order in which a lane's codes lie in the words of a unit.
     const uint32_t b = is_bytes ? q[2] : q[4], d = is_bytes ? q[3] : q[5], e = is_bytes ? q[4] : q[2], g = is_bytes ? q[5] : q[3];
     *reinterpret_cast<uint2 *>(to) = make_uint2(gather_bytes<1>(q[0], b, q[1], d), gather_bytes<1>(e, q[6], g, q[7]));
     *reinterpret_cast<uint2 *>(to + 32) = make_uint2(gather_bytes<0>(q[0], b, q[1], d) ^ 0x80808080u, gather_bytes<0>(e, q[6], g, q[7]) ^ 0x80808080u);
-    if (c == 0) *reinterpret_cast<float4 *>(scales + (block * kRows + row) * 4) = make_float4(most * (1.0f / kMostInteger), first, second, 0.0f);
+    if (c == 0) *reinterpret_cast<float4 *>(scales + block * 4) = make_float4(most * (1.0f / kMostInteger), first, second, 0.0f);
 }
 
 __device__ __forceinline__ void put_bf16(uint8_t *row, const float *v, int piece) {
@@ -138,8 +148,11 @@ __device__ __forceinline__ void publish(const Phase &p, int n_rows, uint32_t epo
 // Stages what this warp multiplies first: the chunks of its own number, and those kWarps further on. kNorm: x is F32 and takes
 // the norm's weights; the norm's factor is the same for all of x and comes in when the sums are complete. Otherwise x is BF16 and
 // taken as it is. Returns this lane's sum of squares.
+//
+// x of the phase before may still be multiplied with by slower warps, although what this warp stages has come: it lies elsewhere in
+// x, and this block's outputs need not be in it. `before` tells when none does.
 template <bool kInteger, bool kNorm>
-__device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int at, uint8_t *xs, int row, uint32_t base) {
+__device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int at, uint8_t *xs, int row, uint32_t base, const Met &before) {
     constexpr int kKept = kNorm ? 2 : 6, kBytes = kNorm ? 8 : 4, kWords = kNorm ? 4 : 2;
     const int lane = thread_here() & 31, warp = thread_here() >> 5, staging = p.staging;
     const int shift = !kInteger && staging == kStageBf16 ? 4 : 5, in = lane & ((1 << shift) - 1), n_chunks = p.k >> (shift + 3);  // lanes of a chunk
@@ -164,68 +177,80 @@ __device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int a
                 *reinterpret_cast<float4 *>(w[j] + 4) = __ldg(reinterpret_cast<const float4 *>(p.norm + element + (kInteger ? 16 : 4)));
             }
         }
-        uint4 raw[kKept][kWords];
-        // A few lanes ask for one packet each until it has come; then all is asked for, and what is missing waited for in the same
-        // way. Asking for everything too early is in the way of this block's own outputs, and of the weights.
+        // A few lanes ask for one packet each until the first has come; then all is asked for, and what is missing again and again. Asking for
+        // everything early is in the way of other blocks' outputs, and of the weights.
         const uint8_t *last = from[kKept - 1] + ((kInteger ? 16 : 4) + 2) * kBytes;
-        bool is_there = lane & 3;
-        while (true) {
-            while (__any_sync(~0u, !is_there))
-                if (!is_there) is_there = load_packet(last).y == epoch;
+        bool is_there = false;
+        while (!__any_sync(~0u, is_there))
+            if ((lane & 3) == 0) is_there = load_packet(last).y == epoch;
+        uint4 raw[kKept][kWords];
+#pragma unroll
+        for (int j = 0; j < kKept; ++j)
+#pragma unroll
+            for (int i = 0; i < kWords; ++i) raw[j][i] = make_uint4(0, piece[j] < 0 ? epoch : ~epoch, 0, epoch);
+        do {
+            uint32_t missing = 0;
 #pragma unroll
             for (int j = 0; j < kKept; ++j)
 #pragma unroll
-                for (int i = 0; i < kWords; ++i)
-                    raw[j][i] = load_packets2(from[j] + (i & (kWords / 2 - 1)) * 16 + (i / (kWords / 2)) * ((kInteger ? 16 : 4) * kBytes));
-            is_there = true;
+                for (int i = 0; i < kWords; ++i) load_packets2_again(raw[j][i], from[j] + (i & (kWords / 2 - 1)) * 16 + (i / (kWords / 2)) * ((kInteger ? 16 : 4) * kBytes), epoch);
 #pragma unroll
             for (int j = 0; j < kKept; ++j)
 #pragma unroll
-                for (int i = 0; i < kWords; ++i) is_there &= raw[j][i].y == epoch && raw[j][i].w == epoch;
-            if (__all_sync(~0u, is_there)) break;
-        }
+                for (int i = 0; i < kWords; ++i) missing |= (raw[j][i].y ^ epoch) | (raw[j][i].w ^ epoch);
+            is_there = missing == 0;
+        } while (!__all_sync(~0u, is_there));
         mark(a, at, 1);
+        before.await();
+        // What is put down next stands in front, so that putting down stays a loop: code that runs once costs more to fetch than to carry out.
+        float v[kNorm ? kKept : 1][8];
+        uint32_t pairs[kNorm ? 1 : kKept][4];
 #pragma unroll
         for (int j = 0; j < kKept; ++j) {
-            float v[8];
             if constexpr (kNorm) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    v[2 * i] = __uint_as_float(raw[j][i].x);
-                    v[2 * i + 1] = __uint_as_float(raw[j][i].z);
+                    v[j][2 * i] = __uint_as_float(raw[j][i].x);
+                    v[j][2 * i + 1] = __uint_as_float(raw[j][i].z);
                 }
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    if (piece[j] >= 0) squares += v[e] * v[e];
-                    v[e] *= w[j][e];
+                    if (piece[j] >= 0) squares += v[j][e] * v[j][e];
+                    v[j][e] *= w[j][e];
                 }
             } else {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    v[4 * i] = low_f32(raw[j][i].x);
-                    v[4 * i + 1] = high_f32(raw[j][i].x);
-                    v[4 * i + 2] = low_f32(raw[j][i].z);
-                    v[4 * i + 3] = high_f32(raw[j][i].z);
+                for (int i = 0; i < 4; ++i) pairs[j][i] = i & 1 ? raw[j][i / 2].z : raw[j][i / 2].x;
+            }
+        }
+        int at_piece = ((first + mine) << shift) + in;
+#pragma unroll 1
+        for (int j = 0; j < kKept; ++j, at_piece += apart << shift) {
+            if (first + j * apart + warp >= n_chunks) break;  // whole warps
+            if constexpr (!kNorm) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    v[0][2 * i] = low_f32(pairs[0][i]);
+                    v[0][2 * i + 1] = high_f32(pairs[0][i]);
                 }
             }
             if constexpr (kInteger) {
-                if (first + j * apart + warp < n_chunks) put_integers<1>(xs, scales, v, piece[j], 0, staging == kStageBytes);  // whole warps
+                put_integers(xs, scales, v[0], at_piece, staging == kStageBytes);
             } else if (staging == kStageFp8) {
-                if (first + j * apart + warp < n_chunks) put_f16(xs, scales, v, piece[j], lane);  // whole warps
-            } else if (piece[j] >= 0) {
-                put_bf16(xs, v, piece[j]);
+                put_f16(xs, scales, v[0], at_piece, lane);
+            } else if (at_piece < p.k / 8) {
+                put_bf16(xs, v[0], at_piece);
             }
+#pragma unroll
+            for (int i = 0; i + 1 < kKept; ++i)
+#pragma unroll
+                for (int e = 0; e < (kNorm ? 8 : 4); ++e) {
+                    if constexpr (kNorm) v[i][e] = v[i + 1][e];
+                    else pairs[i][e] = pairs[i + 1][e];
+                }
         }
     }
     return squares;
-}
-
-// By all threads of one block: the normed row, for whoever reads it after this launch.
-__device__ __noinline__ void write_normed(const Phase &p, int row, float factor, uint32_t base) {
-    for (int i = thread_here(); i < p.k; i += kConsumers) {
-        const uint2 v = await_packet(packet_at<true>(p.x.packets, row * p.x.stride + i), base + p.x.source + 1);
-        reinterpret_cast<bf16 *>(p.normed.data)[i] = __float2bfloat16(__uint_as_float(v.x) * factor * __ldg(p.norm + i));
-    }
 }
 
 }  // namespace pk::persist

@@ -3,10 +3,11 @@
 // One block a multiprocessor. Four warps of each block stream this block's share of every weight of every phase, and of the
 // row's keys and values, into rings in shared memory (one ring a multiplying warp), in order and without regard to what blocks
 // wait for: they depend on nothing, so the memory stays busy meanwhile. Eight warps take chunks of 16 rows x 128 or 256 elements
-// of K in turn, add them up per tile of 16 rows, join in shared memory and write. Where K allows it, a warp multiplies the part of
-// x that it staged itself, so that the join is a phase's only meeting. Blocks hand activations on as packets (phase.h): there is
-// no barrier of the grid. A buffer of packets is written again four phases later at the earliest: every phase reads what the
-// one before it wrote, so nobody can be that far ahead of a reader. Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K.
+// of K in turn, leave sums per tile of 16 rows in one of two buffers, and go on to the next phase; where K allows it, a warp
+// multiplies the part of x that it staged itself, so that they do not meet. Four more warps add up and write; whatever an output
+// needs beside its sums is there before them. Blocks hand activations on as packets (phase.h): there is no barrier of the grid.
+// A buffer of packets is written again four phases later at the earliest: every phase reads what the one before it wrote, so
+// nobody can be that far ahead of a reader. Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K.
 // No local memory: what 256 threads spill does not fit the L1 that the rings leave, and each reload waits behind the weights.
 // Assumes that all blocks are resident: launched cooperatively.
 #include "../../include/persist/phase.h"
@@ -14,6 +15,7 @@
 #include "../../include/persist/attend.cuh"
 #include "../../include/persist/multiply.cuh"
 #include "../../include/persist/stage.cuh"
+#include "../../include/persist/write.cuh"
 
 namespace pk::persist {
 namespace {
@@ -22,27 +24,12 @@ constexpr int kMaxSlots = 8;
 
 struct Shared {
     uint64_t full[kWarps][kMaxSlots], empty[kWarps][kMaxSlots];
-    float squares[2][kWarps];
+    uint64_t described[kPhases], summed[2], written[2];
     RowFacts row;
     int gather;
     int n_tokens, n_samples;
     uint32_t base;
 };
-
-struct Range {
-    int begin, end;
-};
-// The tiles of this block: the first `more` blocks of a phase have one more than the others.
-__device__ __forceinline__ Range range_of(const Phase &p) {
-    const int n = gridDim.x, at = blockIdx.x + p.shift, b = at < n ? at : at - n, each = p.each, more = p.more;
-    const int begin = b * each + min(b, more);
-    return {begin, begin + each + (b < more)};
-}
-// The tiles of weight i that belong to this block, counted within the weight.
-__device__ __forceinline__ Range tiles_of(const Range &all, const Weight &w) {
-    const int first = w.first_tile;
-    return {max(all.begin, first) - first, min(all.end, first + w.n_tiles) - first};
-}
 
 constexpr int kPhaseVectors = (sizeof(Phase) + 15) / 16, kPhaseStride = (sizeof(Phase) + 127) / 128 * 128;
 static_assert(sizeof(Phase) % 16 == 0 && kPhaseVectors <= 64);
@@ -159,6 +146,19 @@ struct Producer {
     }
 };
 
+// What all but the producers are told of a phase.
+__device__ __forceinline__ const Phase &description(uint8_t *shared, const Layout &layout, int p) {
+    return *reinterpret_cast<const Phase *>(shared + layout.phases + (2 * kProducers + (p & (kPhases - 1))) * kPhaseStride);
+}
+__device__ __forceinline__ void ask_description(const Arguments &a, const uint64_t *described, uint8_t *shared, const Layout &layout, int p) {
+    const uint32_t barrier = shared_address(described + (p & (kPhases - 1)));
+    barrier_expect(barrier, sizeof(Phase));
+    copy_bulk(shared_address(&description(shared, layout, p)), a.phases + p, sizeof(Phase), barrier, read_once_policy());
+}
+__device__ __forceinline__ int rows_in(const Phase &p, const Shared &s) {
+    return p.rows_symbol == PK_ROWS_T ? s.n_tokens : p.rows_symbol == PK_ROWS_S ? s.n_samples : static_cast<int>(p.rows_symbol);
+}
+
 __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout) {
     Producer producer;
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) % kProducers;
@@ -190,14 +190,7 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
     wait_async<0>();
 }
 
-__device__ __forceinline__ float finish(const Weight &w, int row, float v) {
-    v *= w.scale;
-    if (w.row_scale != nullptr) v *= __ldg(w.row_scale + row);
-    return w.bias != nullptr ? v + __ldg(w.bias + row) : v;
-}
-__device__ __forceinline__ float gate_of(float v, int32_t act) { return act == PK_ACT_SILU ? __fdividef(v, 1.0f + __expf(-v)) : activate(v, act); }
-
-// Tiles of one weight (gate and up by turns) that are added up together.
+// What a warp multiplies: tiles of one weight, gate and up by turns, that are added up together.
 struct Group {
     int first, n;       // among the weight's tiles of this block
     int chunks;         // of a tile
@@ -206,13 +199,17 @@ struct Group {
     bool has_scales;
     const uint8_t *xs;
     float *sums;        // [tiles][warps][16 rows]
+#ifdef PK_PERSIST_TRACE
+    long long waited = 0;
+#endif
 };
 
 // This warp's chunks of the group.
 template <int kFormat>
 __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
+    constexpr bool kPairs = kFormat == PK_Q4_K || kFormat == PK_Q6_K;
     const int lane = thread_here() & 31;
-    Product<kFormat, 1> product;
+    Product<kFormat> product;
     float *to = g.sums + (thread_here() >> 5) * 16;
     int next = g.next;
 #pragma unroll 1
@@ -222,17 +219,23 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
 #pragma unroll 1
         while (next < end) {
             const int chunk = next - begin, scale_at = g.has_scales ? 2 * chunk & 3 : -1;
-            const bool is_pair = next + kWarps < end;
+            const bool is_pair = kPairs && next + kWarps < end;
+#ifdef PK_PERSIST_TRACE
+            const long long began = clock64();
+#endif
             taker.await(0);
+            if (is_pair) taker.await(1);
+#ifdef PK_PERSIST_TRACE
+            g.waited += clock64() - began;
+#endif
             if (is_pair) {
-                // Two at once: one's products hide the other's waits.
-                taker.await(1);
-                product.add(taker.slot_at(0), g.xs, g.x_row, chunk, scale_at, lane);
-                product.add(taker.slot_at(1), g.xs, g.x_row, chunk + kWarps, scale_at, lane);
+                const uint8_t *const slots[2] = {taker.slot_at(0), taker.slot_at(1)};
+                product.add(slots, g.xs, g.x_row, chunk, scale_at, lane);
                 __syncwarp();
                 taker.release(lane, product.used());
             } else {
-                product.add(taker.slot_at(0), g.xs, g.x_row, chunk, scale_at, lane);
+                const uint8_t *const slots[1] = {taker.slot_at(0)};
+                product.add(slots, g.xs, g.x_row, chunk, scale_at, lane);
                 __syncwarp();
             }
             taker.release(lane, product.used());
@@ -243,151 +246,161 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
     g.next = next;
 }
 
-// Adds up what the warps left of a group, and writes it. factor: the norm's.
-__device__ __forceinline__ void write_group(const Phase &phase, const Weight &w, const Group &g, int first_row, float factor, uint2 early, uint32_t base, int at) {
-    const int lane = thread_here() & 31, is_gated = phase.is_gated, n_outputs = (g.n >> is_gated) * 16, first_column = w.first_column;
-    const Place add = phase.add;
-#pragma unroll 1
-    for (int first = thread_here() & ~31; first < n_outputs; first += kConsumers) {
-        const int o = first + lane, column = first_row + o;
-        const bool is_valid = o < n_outputs && column < w.rows;
-        float out = 0.0f;
-        if (is_valid) {
-            float v[2] = {0.0f, 0.0f};
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-                if (side > is_gated) break;
-                const float *sums = g.sums + ((o / 16 << is_gated) + side) * (kWarps * 16) + o % 16;
-#pragma unroll
-                for (int k = 0; k < kWarps; ++k) v[side] += sums[k * 16];
-            }
-            out = finish(w, column, v[0] * factor);
-            if (is_gated) out = gate_of(out, phase.act) * finish(phase.w[1], column, v[1] * factor);
-            out *= phase.scale;
-            if (phase.softcap > 0.0f) out = phase.softcap * quick_tanh(__fdividef(out, phase.softcap));
-            if (add.packets) {
-                const uint32_t epoch = base + add.source + 1;
-                if (first >= kConsumers || early.y != epoch) early = await_packet(added_at(add, first_column + column), epoch);
-                out += add.format == PK_F32 ? __uint_as_float(early.x) : column & 1 ? high_f32(early.x) : low_f32(early.x);
-            }
-        }
-        __syncwarp();
-        write_output(phase.y, first_column + column, out, is_valid, base + at + 1);
-    }
+// x of a phase; the sum of squares of what this warp staged.
+__device__ __forceinline__ float stage_x(const Phase &p, const Arguments &a, int at, uint8_t *xs, int row, uint32_t base, const Met &before) {
+    const bool is_integer = p.staging > kStageFp8;
+    if (p.norm == nullptr) return is_integer ? stage<true, false>(p, a, at, xs, row, base, before) : stage<false, false>(p, a, at, xs, row, base, before);
+    return warp_sum(is_integer ? stage<true, true>(p, a, at, xs, row, base, before) : stage<false, true>(p, a, at, xs, row, base, before));
 }
 
-__device__ __forceinline__ int rows_in(const Phase &p, const Shared &s) {
-    return p.rows_symbol == PK_ROWS_T ? s.n_tokens : p.rows_symbol == PK_ROWS_S ? s.n_samples : static_cast<int>(p.rows_symbol);
+// By a warp that has nothing more to leave in a buffer of sums, or had nothing.
+__device__ __forceinline__ void hand_on(Shared &s, Taker &taker, int lane) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&s.summed[taker.n_groups & 1]));
+    ++taker.n_groups;
 }
+__device__ __forceinline__ void await_buffer(const Shared &s, const Taker &taker) { barrier_wait(shared_address(&s.written[taker.n_groups & 1]), (taker.n_groups >> 1 & 1) ^ 1); }
 
-// False: nothing to do for this block, which has not met its other warps.
+// False: nothing to do for this block.
 __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout, Taker &taker, int at) {
     const int warp = thread_here() >> 5, lane = thread_here() & 31, is_gated = phase.is_gated;
     uint8_t *xs = shared + layout.x;
     const Range all = range_of(phase);
     if (all.end <= all.begin) return false;
-    const uint32_t base = s.base;
-    const int x_index = phase.is_gathered ? s.gather : 0;
-    const bool has_norm = phase.norm != nullptr, is_integer = phase.staging > kStageFp8, is_there = rows_in(phase, s) > 0;
-    float squares;
-    if (is_integer) squares = has_norm ? stage<true, true>(phase, a, at, xs, x_index, base) : stage<true, false>(phase, a, at, xs, x_index, base);
-    else squares = has_norm ? stage<false, true>(phase, a, at, xs, x_index, base) : stage<false, false>(phase, a, at, xs, x_index, base);
-    float *const shared_squares = s.squares[at & 1];
-    if (has_norm) {
-        squares = warp_sum(squares);
-        if (lane == 0) shared_squares[warp] = squares;
-    }
-    // Usually a warp multiplies what it has staged itself.
-    bool is_own = true;
+    const int x_index = phase.is_gathered ? s.gather : 0, most = tiles_once(a);
+    bool has_norm = phase.norm != nullptr, is_own = true;
     for (int i = 0; i < phase.n_w; ++i) is_own &= phase.w[i].n_chunks % kWarps == 0;
+    // The first group, so that nothing is left to do when x has come.
+    const int n_w = is_gated ? 1 : phase.n_w;
+    int i = 0, n_tiles, format;
+    Group g;
+    g.x_row = x_row_bytes(phase.staging, phase.k);
+    g.xs = xs;
+    auto open = [&] {
+        for (;; ++i) {
+            const Range tiles = tiles_of(all, phase.w[i]);
+            n_tiles = max(0, tiles.end - tiles.begin) << is_gated;
+            if (n_tiles > 0 || i + 1 == n_w) break;
+        }
+        g.first = 0;
+        g.next = warp;
+        g.chunks = phase.w[i].n_chunks;
+        g.has_scales = phase.w[i].block_scale != nullptr;
+        format = phase.w[i].format;
+    };
+    open();
+    // All warps have left their last sums, or had none to leave.
+    const uint32_t last = taker.n_groups - 1;
+    const Met before = {taker.n_groups ? shared_address(&s.summed[last & 1]) : 0, last >> 1 & 1};
+    const float squares = stage_x(phase, a, at, xs, x_index, s.base, before);
+    // Usually a warp multiplies what it has staged itself.
     if (is_own) __syncwarp();
     else join_consumers(kConsumers);
     mark(a, at, 3);
-    bool is_first = true;
 #pragma unroll 1
-    for (int i = 0; i < (is_gated ? 1 : phase.n_w); ++i) {
-        const Weight &w = phase.w[i];
-        const Range tiles = tiles_of(all, w);
-        if (tiles.end <= tiles.begin) continue;
-        const int n_tiles = (tiles.end - tiles.begin) << is_gated, format = w.format, most = a.part_bytes / (4 * kWarps * 16) & ~1;
-        Group g;
-        g.chunks = w.n_chunks;
-        g.next = warp;
-        g.has_scales = w.block_scale != nullptr;
-        g.x_row = x_row_bytes(phase.staging, phase.k);
-        g.xs = xs;
-#pragma unroll 1
-        for (g.first = 0; g.first < n_tiles; g.first += most) {
-            g.n = min(most, n_tiles - g.first);
-            g.sums = reinterpret_cast<float *>(shared + layout.part + (taker.flip & 1) * a.part_bytes);
-            taker.flip ^= 1;
-            const int first_row = (tiles.begin + (g.first >> is_gated)) * 16;
-            // What this thread's output is added to, asked early.
-            uint2 early = {0, 0};
-            if (phase.add.packets) {
-                const int column = first_row + thread_here();
-                if (thread_here() < (g.n >> is_gated) * 16 && column < w.rows) early = load_packet(added_at(phase.add, w.first_column + column));
-            }
-            switch (format) {
-                case PK_BF16: multiply<PK_BF16>(g, taker); break;
-                case PK_FP8_E4M3: multiply<PK_FP8_E4M3>(g, taker); break;
-                case PK_Q8_0: multiply<PK_Q8_0>(g, taker); break;
-                case PK_Q4_K: multiply<PK_Q4_K>(g, taker); break;
-                default: multiply<PK_Q6_K>(g, taker); break;
-            }
-            mark(a, at, 4);
-            wait_async<0>();
-            join_consumers(kConsumers);
-            mark(a, at, 5);
-            float factor = 1.0f;
-            if (has_norm) {
-                float sum = 0.0f;
-#pragma unroll
-                for (int k = 0; k < kWarps; ++k) sum += shared_squares[k];
-                factor = rsqrtf(sum * phase.inverse_k + phase.eps);
-            }
-            if (is_there) write_group(phase, w, g, first_row, factor, early, base, at);
-            if (is_first && phase.normed.data && is_there && blockIdx.x == 0) write_normed(phase, x_index, factor, base);
-            is_first = false;
+    while (true) {
+        g.n = min(most, n_tiles - g.first);
+        uint8_t *buffer = shared + layout.part + (taker.n_groups & 1) * a.part_bytes;
+        g.sums = reinterpret_cast<float *>(buffer + kSumsAt);
+        await_buffer(s, taker);
+        switch (format) {
+            case PK_BF16: multiply<PK_BF16>(g, taker); break;
+            case PK_FP8_E4M3: multiply<PK_FP8_E4M3>(g, taker); break;
+            case PK_Q8_0: multiply<PK_Q8_0>(g, taker); break;
+            case PK_Q4_K: multiply<PK_Q4_K>(g, taker); break;
+            default: multiply<PK_Q6_K>(g, taker); break;
         }
+        mark(a, at, 4);
+#ifdef PK_PERSIST_TRACE
+        if (a.trace && thread_here() == 0) a.trace[(at * gridDim.x + blockIdx.x) * 8 + 2] = g.waited;
+#endif
+        if (has_norm && lane == 0) reinterpret_cast<float *>(buffer + kSquaresAt)[warp] = squares;
+        has_norm = false;
+        hand_on(s, taker, lane);
+        g.first += g.n;
+        if (g.first < n_tiles) continue;
+        if (++i >= n_w) break;
+        open();
+        if (n_tiles <= 0) break;
     }
     return true;
 }
 
 __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout) {
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    uint8_t *phases = shared + layout.phases + 2 * kProducers * kPhaseStride;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     Taker taker;
     taker.n_slots = a.n_slots;
     taker.slot_bytes = a.slot_bytes;
     taker.ring = shared + warp * a.n_slots * a.slot_bytes;
     taker.full = shared_address(s.full[warp]);
     taker.empty = shared_address(s.empty[warp]);
-    // The next phase's description is asked at the beginning of a phase and there at its end.
-    auto ask = [&](int p) {
-        if (warp == 0)
-            for (int i = lane; i < kPhaseVectors; i += 32) copy16_async(shared_address(phases + (p & (kPhases - 1)) * kPhaseStride) + 16 * i, reinterpret_cast<const uint4 *>(a.phases + p) + i, true);
-        commit_async();
-    };
-    ask(0);
-    wait_async<0>();
-    join_consumers(kConsumers);
 #pragma unroll 1
     for (int p = 0; p < a.n_phases; ++p) {
         mark(a, p, 0);
-        const Phase &phase = *reinterpret_cast<const Phase *>(phases + (p & (kPhases - 1)) * kPhaseStride);
-        if (p + 1 < a.n_phases) ask(p + 1);
-        // A warp goes on as soon as all have come to the phase's last meeting: sums and descriptions are kept for those behind.
-        bool has_met = false;
+        const Phase &phase = description(shared, layout, p);
+        barrier_wait(shared_address(&s.described[p & (kPhases - 1)]), p / kPhases & 1);
+        bool has_part = false;
         if (phase.kind == kPublish) publish(phase, min(1, rows_in(phase, s)), s.base + p + 1);
-        else if (phase.kind == kMatmul) has_met = matmul_phase(phase, a, s, shared, layout, taker, p);
-        else if (phase.attend.head_width == 128) has_met = attend<128>(phase, a, s.row, shared + layout.x, taker, s.base, p);
-        else has_met = attend<64>(phase, a, s.row, shared + layout.x, taker, s.base, p);
-        if (!has_met) {
-            wait_async<0>();
-            join_consumers(kConsumers);
+        else if (phase.kind == kMatmul) has_part = matmul_phase(phase, a, s, shared, layout, taker, p);
+        else if (phase.attend.head_width == 128) attend<128>(phase, a, s.row, shared + layout.x, taker, s.base, p);
+        else attend<64>(phase, a, s.row, shared + layout.x, taker, s.base, p);
+        if (!has_part) {
+            await_buffer(s, taker);
+            hand_on(s, taker, lane);
         }
-        mark(a, p, 6);
+    }
+}
+
+// Warps that write: they know what an output needs before its sums are complete, and the others go on to the next phase meanwhile.
+__device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout) {
+    const int tid = threadIdx.x - (kThreads - 32 * kWriters);
+    uint32_t n_groups = 0;
+    auto await_sums = [&] { barrier_wait(shared_address(&s.summed[n_groups & 1]), n_groups >> 1 & 1); };
+    auto give_back = [&] {
+        __syncwarp();
+        if ((tid & 31) == 0) barrier_arrive(shared_address(&s.written[n_groups & 1]));
+        ++n_groups;
+    };
+#pragma unroll 1
+    for (int p = 0; p < a.n_phases; ++p) {
+        const Phase &phase = description(shared, layout, p);
+        barrier_wait(shared_address(&s.described[p & (kPhases - 1)]), p / kPhases & 1);
+        const Range all = phase.kind == kMatmul ? range_of(phase) : Range{0, 0};
+        const bool is_there = rows_in(phase, s) > 0;
+        bool is_first = true;
+        float factor = 1.0f;
+#pragma unroll 1
+        for (int i = 0; all.begin < all.end && i < (phase.is_gated ? 1 : phase.n_w); ++i) {
+            const Weight &w = phase.w[i];
+            const Range tiles = tiles_of(all, w);
+            const int n_tiles = max(0, tiles.end - tiles.begin) << phase.is_gated, most = tiles_once(a);
+#pragma unroll 1
+            for (int first = 0; first < n_tiles; first += most) {
+                const uint8_t *buffer = shared + layout.part + (n_groups & 1) * a.part_bytes;
+                const float *const sums = reinterpret_cast<const float *>(buffer + kSumsAt);
+                const int first_row = (tiles.begin + (first >> phase.is_gated)) * 16, n_outputs = is_there ? (min(most, n_tiles - first) >> phase.is_gated) * 16 : 0;
+                Output output;
+                output.prepare(phase, w, sums, first_row + tid, tid, tid < n_outputs);
+                await_sums();
+                mark(a, p, 5, kThreads - 32 * kWriters);
+                if (is_first && phase.norm != nullptr) factor = norm_factor(phase, reinterpret_cast<const float *>(buffer + kSquaresAt));
+#pragma unroll 1
+                for (int o = tid; o - (tid & 31) < n_outputs; o += 32 * kWriters) {
+                    if (o != tid) output.prepare(phase, w, sums, first_row + o, o, o < n_outputs);
+                    output.write(phase, factor, s.base + p + 1, s.base);
+                }
+                mark(a, p, 6, kThreads - 32 * kWriters);
+                give_back();
+                if (is_first && phase.normed.data && is_there && blockIdx.x == 0) write_normed(phase, phase.is_gathered ? s.gather : 0, factor, s.base, tid);
+                is_first = false;
+            }
+        }
+        if (is_first) {
+            await_sums();
+            give_back();
+        }
+        join_writers(32 * kWriters);
+        if (tid == 0 && p + kPhases < a.n_phases) ask_description(a, s.described, shared, layout, p + kPhases);
     }
 }
 
@@ -411,20 +424,33 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
                 barrier_init(shared_address(&s.full[w][i]), 1);
                 barrier_init(shared_address(&s.empty[w][i]), 1);
             }
+        for (int i = 0; i < kPhases; ++i) barrier_init(shared_address(&s.described[i]), 1);
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(shared_address(&s.summed[i]), kWarps);
+            barrier_init(shared_address(&s.written[i]), kWriters);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         s.row = {0, 0, 0, 1};
         s.gather = 0;
+        for (int i = 0; i < min(kPhases, a.n_phases); ++i) ask_description(a, s.described, shared, layout, i);
     }
     __syncthreads();
+    mark_start(a, 0);
     read_step(a, s);
     __syncthreads();
-    if (threadIdx.x >= kConsumers) {
+    if (threadIdx.x >= kThreads - 32 * kWriters) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
+        write(a, s, shared, layout);
+    } else if (threadIdx.x >= kConsumers) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
         produce(a, s, shared, layout);
     } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
         consume(a, s, shared, layout);
     }
     __syncthreads();
+    mark_start(a, 2);
     // The last block to end moves the epoch on: all others have read it.
     if (threadIdx.x == 0 && atomicAdd(a.epochs + 1, 1) == gridDim.x - 1) {
         a.epochs[0] = s.base + a.n_phases;

@@ -296,17 +296,15 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
         if (p.kind != kMatmul) continue;
         for (int i = 0; i < p.n_w; ++i) {
             slot = std::max(slot, slot_bytes(p.w[i].format));
-            // More than four chunks under way gain nothing and keep others waiting; row-major formats want all that fit.
-            if (!is_rows(p.w[i].format)) a->most_sent = 4;
+            if (p.w[i].format == PK_Q8_0) a->most_sent = 4;  // more gains nothing and keeps others waiting; other formats want all that fit
         }
         p.each = p.n_tiles / n_blocks;
         p.more = p.n_tiles % n_blocks;
         x = std::max(x, staged_bytes(p.staging, 1, p.k));
     }
     a->slot_bytes = slot;
-    a->part_bytes = kTilesOnce * 1024;
-    // What attention writes before its first meeting must not reach the sums of the phase before.
-    if (attends) x = std::max({x, kScratchAt, kAttendBytes - 2 * a->part_bytes});
+    a->part_bytes = kSumsAt + kTilesOnce * 4 * kWarps * 16;
+    if (attends) x = std::max(x, kAttendBytes);
     a->x_bytes = (x + 127) / 128 * 128;
     a->n_slots = 0;
     a->n_slots = std::min<int32_t>(8, (static_cast<int32_t>(kSharedBytes) - layout_of(*a).end) / (kWarps * slot));
