@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from paddock_runner.engine import drafts
+from paddock_runner.engine import drafts, masks
 from paddock_runner.engine.policy import Policy
 from paddock_runner.wire.messages import MaskUpdate
 
+from tests.golden.drafted import folder
 from tests.golden.test_batches import Place
 from tests.golden.test_drafts import Oracle
+from tests.golden.test_mtp import Place as Drafted
 from tests.soak.rig import Answer, Rig
 
+pytestmark = pytest.mark.timeout(60)
 EAGER = Policy(draft_gain=0.0, draft_tokens=(4,))
 N_TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recurrent states are made anew after a short wait, and guesses pay whatever the clock says."""
+    monkeypatch.setattr(masks, "RESTART_NS", 1_000_000)
+    monkeypatch.setattr(drafts.Drafter, "best", lambda self, rates, n_rows: (2.0, max(self._counts)))
 
 
 class Grammar:
@@ -76,9 +87,11 @@ class Front:
             self._rig.fronts[0].masks([update])
 
 
-def answers(place: Place, seeds: list[int | None], temperature: float, late: random.Random | None = None, guesses: bool = False) -> tuple[list[list[int]], Rig]:
+def answers(
+    place: Place | Drafted, seeds: list[int | None], temperature: float, late: random.Random | None = None, guesses: bool = False, policy: Policy = EAGER
+) -> tuple[list[list[int]], Rig]:
     """Answers at once, each held to the grammar of its seed, or to none."""
-    rig = Rig(replace(place.sizes), device=place.device, policy=EAGER)
+    rig = Rig(replace(place.sizes), device=place.device, policy=policy)
     rig.engine.launched_seq = rig.engine.read_seq = rig.engine.slots.seq = int(place.device.done[0])
     rig.engine.drafter.is_on = guesses
     front, found = Front(rig, late), []
@@ -87,11 +100,9 @@ def answers(place: Place, seeds: list[int | None], temperature: float, late: ran
         found.append(answer)
         if seed is not None:
             front.hold(answer, Grammar(place.sizes.n_vocab, seed))
-    for _ in range(100_000):
+    while not all(a.end for a in found):
         if not rig.turn() and late is not None:
             front.flush(99)
-        if all(a.end for a in found):
-            break
     rig.run()
     rig.assert_empty()
     rig.close()
@@ -122,5 +133,19 @@ def test_held_answers_obey_their_masks_whatever_else_happens(name: str, monkeypa
             assert late == alone
             n_late += rig.engine.counters.late_masks
         assert n_right > 0 and n_late > 0
+    finally:
+        place.device.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe"])
+def test_held_answers_beside_a_models_own_guesses_are_those_without(name: str, tmp_path: Path) -> None:
+    place = Drafted(folder(name, tmp_path), n_slots=8)
+    policy, seeds = Policy(draft_gain=0.0, draft_head=True), [None, 1, -1, 2]
+    try:
+        plain, _ = answers(place, seeds, 0.8, policy=policy)
+        guessed, rig = answers(place, seeds, 0.8, guesses=True, policy=policy)
+        assert guessed == plain and rig.engine.drafter.drafted > 0 and plain[2] == plain[0]
+        late, rig = answers(place, seeds, 0.8, random.Random(3), guesses=True, policy=policy)
+        assert late == plain and rig.engine.counters.late_masks > 0
     finally:
         place.device.close()
