@@ -38,7 +38,7 @@ class Order(msgspec.Struct, frozen=True):
     cache_folder: str = ""
     idle_release_s: float = 0.0
     guesses: str = "auto"
-    long_delay: float = 1.35
+    long_delay: float = 1.3
 
 
 def send(process: subprocess.Popen[bytes], words: Opening | Order) -> None:

@@ -61,6 +61,7 @@ class Pace:
         is_too_little = quantum > 1 and self._cost.tokens_for(us, position) < quantum
         if is_too_little and base > 0 and policy.long_delay > 1:
             # A round is one step with prefill and some without. Decode rows take (1 + rests) * base of it: so much may delay the prompt.
+            base = self._cost.quiet_us(n_rows) or base
             if self._rest >= 1:
                 self._rest -= 1
                 return 0.0

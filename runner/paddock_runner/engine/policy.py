@@ -40,7 +40,7 @@ class Policy:
     """There, attention over a context of so many tokens takes most of the time, ..."""
     deep_chunk_tokens: int = 384
     """... and takes no less for a chunk of fewer than these: it would not fill the device."""
-    long_delay: float = 1.35
+    long_delay: float = 1.3
     """There, a prompt for which the steady pace leaves no time gets chunks so large that it takes this many times as long as alone, ..."""
     rest_steps: float = 1.125
     """... and so many steps of decode rows alone follow each: what prefill takes is lost to the streams sooner or later, but most of their gaps stay as they were."""

@@ -108,3 +108,14 @@ def test_a_cost_model_that_has_seen_steps_for_nothing_still_gives_a_budget() -> 
     cost = CostModel()
     cost.terms = [0.0, 0.0, 10_000.0, 0.0]
     assert Pace(Policy(), cost, 128).budget_us(16, 1, False, 100_000) >= 0
+
+
+def test_rounds_count_with_decode_steps_as_they_were_measured_not_as_the_fit_has_them() -> None:
+    cost = CostModel()
+    for _ in range(40):
+        cost.see(16, 0, 0.0, 5800.0)
+    cost.terms = [9000.0, 0.0, 5000.0, 500.0]
+    assert cost.quiet_us(16) == pytest.approx(5800.0) and cost.quiet_us(18) == pytest.approx(5800.0)
+    assert cost.quiet_us(64) == cost.decode_us(64) and CostModel().quiet_us(16) == CostModel().decode_us(16)
+    pace = Pace(Policy(), cost, 128)
+    assert pace.budget_us(16, 1, False, 65_000, 32_768) == pytest.approx((1 + Policy().rest_steps) * 5800 / (Policy().long_delay - 1))
