@@ -85,7 +85,9 @@ class Drafter:
         found: list[tuple[float, int, Request]] = []
         for slot in slots.decode:
             request = slots.request_of[slot]
-            if request is not None and request.phase == Phase.DECODE and self.may_guess(request) and slots.launched(slot) >= request.guess.next_probe:
+            if request is None or request.phase != Phase.DECODE or not self.may_guess(request) or engine.read_seq < request.first_seq:
+                continue
+            if slots.launched(slot) >= request.guess.next_probe:
                 n_known = engine.given_tokens(request) + request.prompt_tokens
                 if self._probe(request, n_known):
                     found.append((request.guess.rate, n_known, request))

@@ -238,7 +238,7 @@ class Engine:
         A standing row is in every step, so the last block that was read has it, or none has; rows that wait for masks are noted.
         """
         known, slot = request.n_tokens, request.slot
-        if slot >= 0:
+        if slot >= 0 and self.read_seq >= request.first_seq:
             block = self._last_block
             found = block[(block[:, 0] == slot) & (block[:, 1] >= 0), 3].tolist()
             known = max(known, int(self.slots.read_length[slot]), *found)
@@ -376,6 +376,7 @@ class Engine:
             step.price_us += self.scheduler.cost.chunk_us(n, request.done_tokens - n)
             if samples:
                 firsts.append(request)
+                request.first_seq = step.seq
                 self.slots.join(request, request.n_tokens, not request.use_mask)
                 if request.use_mask:
                     self.masked.append(request)

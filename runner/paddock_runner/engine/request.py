@@ -39,6 +39,9 @@ class IllegalMove(PaddockError):
     code = "illegal_move"
 
 
+NEVER = 1 << 62
+
+
 class Request:
     """One ask in the engine. Lengths in tokens, times in ns of the monotonic clock."""
 
@@ -55,6 +58,7 @@ class Request:
         "fetch_until_ns",
         "fetch_version",
         "first_ns",
+        "first_seq",
         "guess",
         "holding",
         "is_poisoned",
@@ -130,6 +134,8 @@ class Request:
         """The prompt's tokens are rated while it is computed, which has still to be done."""
         self.phase = Phase.WAITING
         self.slot = -1
+        self.first_seq = NEVER
+        """The step that draws its first token in its slot: earlier results of that slot are another's."""
         self.holding: Holding | None = None
         self.done_tokens = 0
         """Tokens whose prefill has been launched or was cached."""

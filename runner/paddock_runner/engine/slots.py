@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from ..memory.state import AHEAD_TOKENS, StateSizes
 from ..pack.abi import PK_PAGE_OF_POOL, PK_ROW_DRAFT, PK_ROW_HELD, PK_ROW_SAMPLE, PK_ROW_SCORE
-from .request import Request
+from .request import NEVER, Request
 
 HEAD = Struct("<Qiiiiiiii")
 NEW_SLOT = ROW = Struct("<iiii")
@@ -142,7 +142,7 @@ class SlotTable:
         """A slot for the request. The caller has made sure that one is free."""
         slot = self._free.pop()
         self.request_of[slot] = request
-        request.slot = slot
+        request.slot, request.first_seq = slot, NEVER
         self.n_top += request.n_logprobs > 0
         return slot
 

@@ -160,3 +160,15 @@ def test_a_storm_with_an_oracle_that_errs_answers_right(run_ahead: int, n_pages:
     assert scene.rig.engine.drafter.drafted > 0 or n_pages < 100
     scene.rig.close()
 
+
+
+def test_who_had_a_slot_before_tells_nothing_about_the_next() -> None:
+    rig = Rig(BIG, run_ahead=2)
+    rig.ask(list(range(10)), 100)
+    rig.run()
+    second = rig.ask(list(range(20, 30)), 30)
+    while second.end is None:
+        rig.turn()
+        for request in filter(None, rig.engine.slots.request_of):
+            assert rig.engine.given_tokens(request) <= 30 and rig.engine.given_tokens(request) >= len(second.tokens) - 2
+    rig.close()
