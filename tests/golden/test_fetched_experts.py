@@ -29,6 +29,16 @@ def opened(name: str):
     return blueprint, tensors_by_name(checkpoint, blueprint)
 
 
+def held(device, experts):
+    """Which experts are in each layer's places; their bytes are what host memory has."""
+    for cache in experts.caches.values():
+        words = np.frombuffer(device.read(cache.cache, 4 * (CACHE_HEAD_WORDS + 5 * cache.n_experts + 2 * cache.n_slots)), np.int32)
+        slots = (words[CACHE_HEAD_WORDS + 5 * cache.n_experts :][: cache.n_slots] - 1).tolist()
+        for slot, expert in enumerate(slots):
+            assert device.read(cache.slots + slot * cache.stride, cache.n_bytes) == device.read(cache.home + expert * cache.stride, cache.n_bytes)
+        yield slots
+
+
 @pytest.mark.parametrize("name", [n for n in FAMILIES if (TINY / n).exists()])
 def test_answers_are_the_same_however_few_experts_have_a_place(name):
     blueprint, views = opened(name)
@@ -41,10 +51,12 @@ def test_answers_are_the_same_however_few_experts_have_a_place(name):
         device = Device(load_pack(find_pack("cpu")), 0, 2, 2)
         try:
             experts = fill_device(device, replace(found.sizes, n_expert_slots=n_slots), found.kv_format, blueprint, views)
+            assert experts is None or all(slots == list(range(len(slots))) for slots in held(device, experts))
             teacher = Teacher(device, 16)
             bests = [teacher.begin(ids[:20])] + [teacher.follow(token) for token in ids[20:]]
             said.append(bests)
             if experts is not None:
+                assert all(len(set(slots)) == len(slots) for slots in held(device, experts))
                 assert device.allocated["experts"] == weights.experts.device_bytes(n_slots)
                 assert device.allocated["host experts"] == weights.experts.host_bytes
                 told = experts.report()

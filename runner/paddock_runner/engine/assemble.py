@@ -85,6 +85,8 @@ def fill_device(
 
     away = put_away(device, views, sizes.n_expert_slots) if sizes.n_expert_slots else None
     weights = load_weights(device, blueprint, views, progress, away.away if away else NOWHERE)
+    if away is not None:
+        away.fill_places(device)
     end("weights")
     program = _build(device, sizes, kv_format, blueprint, weights, away.caches if away else {})
     end("state")

@@ -5,11 +5,12 @@ Knows no kernels: packs/rare.h says what fetching does.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..files.view import TensorView
-from ..memory.experts import COUNT_BYTES, MATRIX, ExpertLayer, ExpertLayers, expert_layers
+from ..memory.experts import CACHE_HEAD_WORDS, COUNT_BYTES, MATRIX, ExpertLayer, ExpertLayers, expert_layers
 from ..model.weights import Away, source_of
 from ..pack.device import Device
 from ..pack.fetched import ExpertCache
@@ -24,6 +25,16 @@ class FetchedExperts:
     counts: memoryview
     layers: ExpertLayers
     n_slots: int
+
+    def fill_places(self, device: Device) -> None:
+        """Copies the first experts of every layer to its places, as if a step had used them: nobody's first request finds them empty. Raises: PackError."""
+        for layer in self.layers.layers:
+            c = self.caches[layer.prefix]
+            numbers = list(range(1, c.n_slots + 1))
+            head, slot_of = [1, *[0] * (CACHE_HEAD_WORDS - 1)], numbers + [0] * (c.n_experts - c.n_slots)
+            words = array("i", [*head, *slot_of, *[0] * (4 * c.n_experts), *numbers, *[1] * c.n_slots])
+            device.copy(c.slots, c.home, (c.n_slots - 1) * c.stride + c.n_bytes)
+            device.write(c.cache, words.tobytes())
 
     def report(self) -> dict[str, float]:
         """Since the start, over all layers: experts that steps found on the device, copied to places of their own, copied to shared ones, and that
