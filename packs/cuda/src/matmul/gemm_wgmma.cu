@@ -17,8 +17,8 @@ namespace pk {
 namespace {
 
 constexpr int kThreads = 384, kConsumers = 256, kOutBytes = 8 * 16 * kStorePitch * 4;
-// Steps of K that splitting the last tiles must save: laying parts down and adding them up takes about 5 us.
-constexpr int split_cost(bool is_fp8) { return is_fp8 ? 6 : 8; }
+// Steps of K that splitting the last tiles must save: laying parts down and adding them up takes about 20 us, behind whole tiles more.
+constexpr int split_cost(bool is_fp8, bool has_whole) { return is_fp8 ? 20 : has_whole ? 40 : 32; }
 constexpr int kPlannedRows = 512;  // bound of rows up to which tiles are cut, and dealt out by the bound
 // Tiles of rows of x by rows of W: BF16 128 x 256; FP8 256 x 128, and 128 x 256 for few rows.
 enum Tiling { kBf16, kTall, kWide };
@@ -44,12 +44,12 @@ __device__ __forceinline__ float shared_float(uint32_t at) {
 }
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
 
-// A tile that several blocks share, the first of them and how many; no parts: the block shares none.
+// A tile (or column of tiles) that several blocks (groups of them) share, the first of them and how many; no parts: none is shared.
 struct Shared {
     int tile, owner, n_parts;
 };
 
-// How the steps of the first n_tiles tiles are dealt out: a run a block, as equal as can be (stream-K, Osama et al. 2023).
+// How the steps of the first n_tiles tiles are dealt out: a run a block (or group), as equal as can be (stream-K, Osama et al. 2023).
 struct Runs {
     uint32_t total, n_work;
     int n_steps;
@@ -82,15 +82,20 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
     const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
     const int n_blocks = gridDim.x, me = blockIdx.x, n_steps = (a.k + kBoxK - 1) / kBoxK;
     // What is needed once a tile stays in shared memory: registers are for sums.
-    __shared__ volatile int plan_rows, plan_all, plan_split, plan_end, true_rows;
+    __shared__ volatile int plan_rows, plan_columns, plan_height, plan_split, plan_end, true_rows;
+    // BF16: blocks work in groups of as many as there are tiles of rows, where those are few: a column of tiles each, in step, so
+    // that they share boxes of W. Columns that do not fill the device once are cut along K: every group gets one run of their steps.
+    constexpr bool kInStep = !kIsFp8;  // FP8 has half as many tiles of rows, and gains less than the divisions take
+    auto height_of = [&] { return kInStep ? plan_height : 1; };
     auto plan = [&](int n_rows) {
-        const int n_all = (n_rows + kRows - 1) / kRows * a.n_tiles, last_wave = n_all % n_blocks;
-        // Tiles that do not fill the device once are cut along K: every block gets one run of their steps, before its whole tiles.
-        const int n_split = a.partial != nullptr && last_wave > 0 && (n_blocks - last_wave) * n_steps > split_cost(kIsFp8) * n_blocks ? last_wave : 0;
+        const int m_tiles = (n_rows + kRows - 1) / kRows, height = kInStep && a.partial != nullptr && m_tiles > 0 && m_tiles <= 4 ? m_tiles : 1;
+        const int n_columns = m_tiles * a.n_tiles / height, n_groups = n_blocks / height, last_wave = n_columns % n_groups;
+        const int n_split = a.partial != nullptr && last_wave > 0 && (n_groups - last_wave) * n_steps > split_cost(kIsFp8, n_columns > n_groups) * n_groups ? last_wave : 0;
         plan_rows = n_rows;
-        plan_all = n_all;
+        plan_height = height;
+        plan_columns = n_columns;
         plan_split = n_split;
-        plan_end = Runs(n_split, n_steps, n_blocks).first_of(me + 1);
+        plan_end = me / height < n_groups ? Runs(n_split, n_steps, n_groups).first_of(me / height + 1) : 0;
     };
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {
@@ -109,22 +114,25 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
     __syncthreads();
     release_dependents();
     auto tile_of = [&](int index) { return gemm_tile<kRows, kTileN, kGroupM<kTiling>>(a, index, (plan_rows + kRows - 1) / kRows, gated); };
-    int at = Runs(plan_split, n_steps, n_blocks).first_of(me), next_whole = plan_split + me;
+    const int n_groups = n_blocks / height_of(), my_group = me / height_of();
+    int at = Runs(plan_split, n_steps, n_groups).first_of(my_group), next_whole = my_group < n_groups ? plan_split + my_group : plan_columns;
     // The next run: steps k0 to k1 of a tile.
     auto next_run = [&](int &index, int &k0, int &k1) {
-        const int end = plan_end;
+        const int end = plan_end, height = height_of(), row = me % height;
         if (at < end) {
-            index = at / n_steps;
-            k0 = at - index * n_steps;
+            const int column = at / n_steps;
+            index = column * height + row;
+            k0 = at - column * n_steps;
             k1 = min(n_steps, k0 + end - at);
             at += k1 - k0;
             return true;
         }
-        index = next_whole;
+        const int column = next_whole;
+        index = column * height + row;
         k0 = 0;
         k1 = n_steps;
-        next_whole += n_blocks;
-        return index < plan_all;
+        next_whole += n_blocks / height;
+        return column < plan_columns;
     };
     const int group = threadIdx.x >> 7;
     int stage = 0;
@@ -297,18 +305,19 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
     if (kIsFp8 && wg == 0) my_turn(wg);
     if (plan_split == 0) return;
     const int n_rows = true_rows, now = __ldcg(a.flags + me) + 1;  // the number of the launch
-    const Runs runs(plan_split, n_steps, n_blocks);
+    const int height = height_of(), row = me % height;
+    const Runs runs(plan_split, n_steps, n_blocks / height);
     // The blocks of a cut tile deal its pieces of 16 rows and 64 columns (gated: 32 of gate and of up) among their warps.
 #pragma unroll 1
     for (int which = 0; which < 2; ++which) {
-        const Shared cut = runs.shared(me, which);
+        const Shared cut = runs.shared(me / height, which);
         if (cut.n_parts == 0) continue;
-        const int n_parts = cut.n_parts, owner = cut.owner;
+        const int n_parts = cut.n_parts, owner = cut.owner;  // of groups
         for (int i = threadIdx.x - 128; i < n_parts; i += kConsumers)
-            while (load_acquire(a.flags + 2 * kMaxBlocks + 2 * (owner + i) + (i == 0)) != now) {}
+            while (load_acquire(a.flags + 2 * kMaxBlocks + 2 * ((owner + i) * height + row) + (i == 0)) != now) {}
         consumers_sync();
-        const GemmTile t = tile_of(cut.tile);
-        for (int piece = wg * 4 + warp + (me - owner) * 8; piece < 32; piece += n_parts * 8) {
+        const GemmTile t = tile_of(cut.tile * height + row);
+        for (int piece = wg * 4 + warp + (me / height - owner) * 8; piece < 32; piece += n_parts * 8) {
             const int from_warp = piece & 7, quarter = piece >> 3, half = kTiling == kTall ? quarter >> 1 : 0, in = kTiling == kTall ? quarter & 1 : quarter;
             const int m_first = t.m0 + (from_warp >> 2) * (kRows / 2) + 64 * half + (from_warp & 3) * 16;
             if (m_first >= n_rows) continue;
@@ -316,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
             float sum[32] = {};
 #pragma unroll 2
             for (int part = 0; part < n_parts; ++part) {
-                const float4 *from = reinterpret_cast<const float4 *>(a.partial + (2 * (owner + part) + (part == 0)) * kPartFloats) + from_warp * 1024 + first * 32 + lane;
+                const float4 *from = reinterpret_cast<const float4 *>(a.partial + (2 * ((owner + part) * height + row) + (part == 0)) * kPartFloats) + from_warp * 1024 + first * 32 + lane;
                 float4 v[8];
 #pragma unroll
                 for (int j = 0; j < 8; ++j) v[j] = __ldcg(from + (j < 4 ? j : j + jump) * 32);
