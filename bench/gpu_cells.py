@@ -1,7 +1,7 @@
 """Serving cells of one GPU in one call: weights are made up, a runner serves them, load comes over HTTP; a compact table.
 
 Usage: python -m bench.gpu_cells --pack PACK --out FOLDER [--formats fp8 bf16] [--cells 128/128c32x96 ...] [--long 65000] [--twin] [--model 8b] [--options ...]
-A cell is PROMPT/ANSWERcSTREAMSxREQUESTS, closed loop, prompts as ids. --long: 16 streams decode, then a prompt of that length comes; gaps are those between its
+A cell is PROMPT/ANSWERcSTREAMSxREQUESTS, closed loop, prompts as ids. Nothing is guessed ahead: answers of random weights go round in circles, and would be guessed too well. --long: 16 streams decode, then a prompt of that length comes; gaps are those between its
 sending and its first token, as ratios of the gaps before. --twin: throughput of the engine without HTTP beside the same steps from a loop in C++ (bench.twin).
 """
 
@@ -112,7 +112,7 @@ def save(a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 def serve(folder: Path, name: str, a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Everything of one checkpoint."""
-    flags = ["--device", a.device, *(["--kernel-pack", str(a.pack)] if a.pack else []), "--log-level", "warning", *a.options]
+    flags = ["--device", a.device, *(["--kernel-pack", str(a.pack)] if a.pack else []), "--log-level", "warning", "--guesses", "off", *a.options]
     begun = time.monotonic()
     with served.runner(folder, *flags, limit_s=a.limit) as (url, _):
         sys.stdout.write(f"{name}: ready after {time.monotonic() - begun:.1f} s\n")

@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=["--max-ctx", "8448", "--max-batch", "128"])
     a = parser.parse_args()
     served.use_this_tree()
-    words = ["--device", "cuda", *(["--kernel-pack", str(a.pack)] if a.pack else []), *a.options]
+    words = ["--device", "cuda", "--guesses", "off", *(["--kernel-pack", str(a.pack)] if a.pack else []), *a.options]
     planned = json.loads(subprocess.run([sys.executable, "-m", "paddock_runner", "plan", str(a.checkpoint), *words, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout)
     planned = planned.get("plan", planned)
     before, rows = used_mib(), []
