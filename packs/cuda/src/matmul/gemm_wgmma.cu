@@ -271,7 +271,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
             int previous = -1;
             for (int k = k0; k < k1; ++k) {
                 barrier_wait(full + stage, phase);
-                const uint32_t x_low = x_first + stage * (kBytes / 16), w_low = w_first + stage * (kBytes / 16);
+                // The same for all lanes, which the compiler learns from the shuffle: half the moves to uniform registers.
+                const uint32_t x_low = __shfl_sync(~0u, x_first + stage * (kBytes / 16), 0), w_low = __shfl_sync(~0u, w_first + stage * (kBytes / 16), 0);
                 wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < 4; ++i) wgmma_bf16_n256(acc, (uint64_t{0x40000040} << 32) | (x_low + 2 * i), (uint64_t{0x40000040} << 32) | (w_low + 2 * i), k > k0 || i > 0);
