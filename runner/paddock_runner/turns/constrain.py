@@ -82,21 +82,24 @@ class Walk:
     def take(self, token: int) -> None:
         """A token came, which was not the last. Called in the event loop."""
         with self._walker.lock:
-            if self._is_walking:
-                self._pending.append(token)
-                return
-            is_expected = bool(self._expected)
-            if not is_expected:
-                self._is_walking = True
-        if not is_expected:
-            self._walker.push(self, token)
-        elif self._expected.popleft() != token:
-            self.fail(_astray())
+            self._pending.append(token)
+            if self._is_walking or len(self._pending) > 1:
+                return  # it has its turn when those before it have had theirs
+        self.take_pending()
 
     def take_pending(self) -> None:
-        """Takes the tokens that came while it was walking. Called in the event loop."""
-        while self._pending and not self._is_walking:
-            self.take(self._pending.popleft())
+        """Takes the tokens that came, until one has to be walked. Called in the event loop."""
+        while True:
+            with self._walker.lock:
+                if self._is_walking or not self._pending:
+                    return
+                token = self._pending.popleft()
+                is_expected = bool(self._expected)
+                self._is_walking = not is_expected
+            if not is_expected:
+                self._walker.push(self, token)
+            elif self._expected.popleft() != token:
+                self.fail(_astray())
 
     def follow(self, is_allowed: bool) -> None:
         """The matcher has taken a token, or not: goes on with those that are certain behind it; `add_mask` has to come next. Called in a thread.

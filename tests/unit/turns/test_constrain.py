@@ -91,6 +91,19 @@ def test_masks_of_one_step_go_out_together() -> None:
     walked(lambda: grammar.regex("a[cd]|b[ef]"), 5, test)
 
 
+def test_tokens_that_come_without_waiting_are_walked_in_order() -> None:
+    async def test(walks: list[Any], desk: Desk, walker: Walker) -> None:
+        del desk.sent[:]
+        (walk,) = walks
+        for token in b"abcdefgh" * 8:
+            walk.take(BY_BYTE[bytes([token])])
+            await asyncio.sleep(0)
+        await desk.until(64)
+        assert walk.choice.error is None and [u.index for sent in desk.sent for u in sent] == list(range(1, 65))
+
+    walked(lambda: grammar.regex("([abcdefgh][abcdefgh])+x"), 1, test)
+
+
 def test_a_step_of_nothing_but_tokens_that_are_not_allowed_ends_these_answers_alone() -> None:
     async def test(walks: list[Any], desk: Desk, walker: Walker) -> None:
         del desk.sent[:]
