@@ -74,9 +74,9 @@ class Recorder:
         self.launched.append(monotonic_ns())
         self._step(address)
 
-    def take(self, step: Any) -> None:
+    def take(self, step: Any, is_alone: bool) -> None:
         """When the engine reads a step."""
-        self._read(step)
+        self._read(step, is_alone)
         self.read.append(monotonic_ns())
 
     def stop(self) -> None:

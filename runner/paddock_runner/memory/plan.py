@@ -43,6 +43,8 @@ memory is the host's. Measured with vocabularies of 49k, 152k and 262k tokens: 8
 CUDA_CONTEXT_BYTES_PER_PROCESSOR = 4 * MIB + 320 * 1024
 """Of the driver, the pack's code and what its kernels spill, for each multiprocessor. Measured on an H200's 132 with the models of
 bench/fit_matrix.py (driver 580): 517 to 560 MiB."""
+HOST_BYTES_PER_MAPPED_BYTE = 200
+"""Pinned host memory of which the driver keeps a byte of tables on the device. Measured once: 54 MiB for the 12.9 GB of an OLMoE's experts, one in 230."""
 GRAPH_BYTES_PER_LAYER = 42 * 1024
 """Of one launch graph, for each layer with attention of its own heads and a dense feed-forward. Measured on an H200: 1.45 MB for 36 layers."""
 GRAPH_BYTES_PER_PART = 20 * 1024
@@ -339,6 +341,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
         blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.n_processors, sizes.max_ctx_tokens
     )
     is_host = device.kind == "cpu"
+    host_bytes = weights.experts.host_bytes if n_slots and not is_host else 0
     lines = (
         *weights.lines(n_slots, is_host),
         PlanLine(
@@ -355,6 +358,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
         PlanLine("vectors" if blueprint.pooling else "logits", logits, "planner", "activations"),
         PlanLine("kernel scratch", scratch, "planner", "scratch"),
         *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes), "table", "graphs")]),
+        *([PlanLine("tables of experts in host memory", host_bytes // HOST_BYTES_PER_MAPPED_BYTE, "table", "graphs")] if host_bytes else []),
         PlanLine("process" if is_host else "CUDA context", device.process_bytes, device.process_source, "process"),
         *([PlanLine("front and tokenizer", FRONT_BYTES + FRONT_BYTES_PER_TOKEN * blueprint.n_vocab, "table", "front")] if is_host else []),
     )
@@ -369,7 +373,6 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
         + (stored_bytes(a.index.width, request.kv_format) if a.index is not None else 0)
         for a in attentions
     )
-    host_bytes = weights.experts.host_bytes if n_slots and not is_host else 0
     return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes if is_host else 0, host_bytes)
 
 

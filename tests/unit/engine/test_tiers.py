@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from paddock_runner.cache import tiers as tiers_module
 from paddock_runner.cache.store import PageStore
 from paddock_runner.cache.tiers import READERS
 from paddock_runner.engine.tiering import TierConfig
@@ -250,6 +251,7 @@ def test_files_are_read_by_several_threads_at_once(tmp_path: Path, monkeypatch: 
         return read(store, key, into)
 
     monkeypatch.setattr(PageStore, "read", read_together)
+    monkeypatch.setattr(tiers_module, "perf_counter_ns", lambda: 0)  # waiting for each other makes reads no dearer than prompts
     warm = rig_on(tmp_path, True)
     again = ask(warm, 0, 4 * READERS * SMALL.page_tokens + 1)
     assert again.done.cached_tokens == 4 * READERS * SMALL.page_tokens
