@@ -22,6 +22,12 @@ SMALL = replace(SIZES, n_slots=4, max_ctx_tokens=256, n_pages=80, max_step_token
 HOST = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def reads_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine is, reading pays."""
+    monkeypatch.setattr(tiers_module, "perf_counter_ns", lambda: 0)
+
+
 def rig_on(folder: Path, disk: bool, run_ahead: int = 0, host: int = HOST, sizes: StateSizes = SMALL) -> Rig:
     rig = Rig(sizes, run_ahead=run_ahead)
     rig.runner.use_tiers(rig.device, TierConfig(host, (1 << 24) * disk, folder, ("model",)))
@@ -251,7 +257,6 @@ def test_files_are_read_by_several_threads_at_once(tmp_path: Path, monkeypatch: 
         return read(store, key, into)
 
     monkeypatch.setattr(PageStore, "read", read_together)
-    monkeypatch.setattr(tiers_module, "perf_counter_ns", lambda: 0)  # waiting for each other makes reads no dearer than prompts
     warm = rig_on(tmp_path, True)
     again = ask(warm, 0, 4 * READERS * SMALL.page_tokens + 1)
     assert again.done.cached_tokens == 4 * READERS * SMALL.page_tokens
