@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any
 
+import pytest
 from paddock_runner.engine.loop import Engine
 from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.process import Runner
@@ -16,7 +17,7 @@ from paddock_runner.wire.channel import Channel
 from paddock_runner.wire.messages import Ask, Done, Reason, Refused, Started, State, StepResult, Vector
 from paddock_runner.wire.port import EnginePort, FrontPort
 
-from tests.soak.fake_device import FakeDevice
+from tests.soak.fake_device import FakeDevice, alone
 
 SIZES = StateSizes(n_slots=4, max_ctx_tokens=64, page_tokens=4, n_pages=65, n_vocab=1000, max_step_tokens=32, max_step_rows=8, max_bias=4, max_top=3, n_results=6)
 AT_ONCE = Policy(lead_ms=0.0, gather_ms=0.0)
@@ -147,3 +148,21 @@ class Rig:
 
 def ended_well(answer: Answer) -> bool:
     return isinstance(answer.end, Done) and answer.end.reason in (Reason.STOP, Reason.LENGTH)
+
+
+def right(answer: Answer, sizes: StateSizes = SIZES) -> bool:
+    """The answer is what its prompt gives alone."""
+    ask = answer.ask
+    return answer.tokens == alone(list(memoryview(ask.prompt)), ask.max_tokens, sizes.n_vocab, sizes.max_ctx_tokens, ask.seed, ask.stop, ask.min_tokens)
+
+
+def turns(rig: Rig, n: int) -> None:
+    """So many turns, one after the other."""
+    for _ in range(n):
+        rig.turn()
+
+
+@pytest.fixture(name="run_ahead", params=[0, 1, 2, 3], ids=lambda n: f"run_ahead_{n}")
+def every_run_ahead(request: pytest.FixtureRequest) -> int:
+    """How many steps a device is given before the first is read: a test file that takes this fixture runs its tests for each."""
+    return int(request.param)
