@@ -1,7 +1,8 @@
 """Prices of steps on the CUDA pack: decode rows with prefill beside them, at several lengths and contexts. What the scheduler's model has to know.
 
-Usage: python -m bench.gpu_steps PACK [--formats fp8 bf16] [--rows 0 16 32] [--deep 32768] [--tokens 16 112 ...]
-Prints a table in milliseconds (median of the repeats), and points in the form that bench/modelled.py takes. Weights as in bench/gpu_models.
+Usage: python -m bench.gpu_steps PACK [--formats fp8 bf16] [--rows 0 16 32] [--deep 32768] [--tokens 16 112 ...] [--beside 32 64 96 128]
+Prints a table in milliseconds (median of the repeats), and points in the form that bench/modelled.py takes: of decode rows, of prompts of 128 tokens packed, and of those
+beside decode rows. Weights as in bench/gpu_models.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from paddock_runner.pack.device import Device
 from .gpu_models import SHORT_PAGES, Driver, blueprint, views
 
 TOKENS = [0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048]
-LONG = 128
+PACKED = (1, 2, 3, 4, 6, 8, 12, 16, 18, 20)
+"""Prompts of 128 tokens in a step."""
+LONG, PROMPT_SLOTS = 128, 20
+"""Slots of decode rows, and those behind them that prompts are packed into."""
 
 
 def price(driver: Driver, rows: list[tuple[int, int]], starts: dict[int, np.ndarray] | None, repeats: int) -> float:
@@ -38,12 +42,28 @@ def price(driver: Driver, rows: list[tuple[int, int]], starts: dict[int, np.ndar
     return statistics.median(found)
 
 
-def measure(device: Device, name: str, row_counts: list[int], deep: int, tokens: list[int]) -> None:
+def packed(driver: Driver, rng: np.random.Generator, n_rows: int) -> None:
+    """A line: prompts of 128 tokens in a step with n_rows decode rows."""
+    found = []
+    for n in PACKED:
+        starts = {slot: rng.integers(0, 150000, 128) for slot in range(LONG + 1, LONG + 1 + n)}
+        if 128 * n + n_rows <= driver.device.state.max_step_tokens:
+            ms = price(driver, [(slot, 1) for slot in range(1, n_rows + 1)] + [(slot, 128) for slot in starts], starts, 3)
+            found.append(f"({128 * n}, {ms:.2f})")
+    sys.stdout.write(f"packed b{n_rows:3} {', '.join(found)}\n")
+    sys.stdout.flush()
+
+
+def measure(device: Device, name: str, row_counts: list[int], deep: int, tokens: list[int], beside: list[int]) -> None:
     """The tables of one model. Decode rows are slots from 1 on, the prefill is slot 0's."""
     rng, driver = np.random.default_rng(1), Driver(device)
     for slot in range(1, LONG + 1):
         driver.send([(slot, 128)], {slot: rng.integers(0, 150000, 128)})
     driver.wait(driver.seq)
+    decoding = [(n, price(driver, [(slot, 1) for slot in range(1, n + 1)], None, 5)) for n in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)]
+    sys.stdout.write(f"{name:6} decode " + ", ".join(f"({n}, {ms:.2f})" for n, ms in decoding) + "\n")
+    for n_rows in (0, *beside):
+        packed(driver, rng, n_rows)
     tables: dict[tuple[int, int], list[float]] = {}
     for at in (0, deep):
         if at:
@@ -62,14 +82,7 @@ def measure(device: Device, name: str, row_counts: list[int], deep: int, tokens:
     sys.stdout.write(f"{name:6} prefill " + "".join(f"{n:8}" for n in tokens) + "\n")
     for (at, n_rows), times in tables.items():
         sys.stdout.write(f"at {at:6} b{n_rows:3}   " + "".join(f"{ms:8.2f}" for ms in times) + "\n")
-    for n_rows in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128):
-        sys.stdout.write(f"b{n_rows} {price(driver, [(slot, 1) for slot in range(1, n_rows + 1)], None, 5):.2f}  ")
-    packed = []
-    for n in (2, 4, 8, 16, 18, 20, 24, 32):  # prompts of 128 tokens, packed
-        if 128 * n <= device.state.max_step_tokens:
-            starts = {slot: rng.integers(0, 150000, 128) for slot in range(1, n + 1)}
-            packed.append(f"{n}x128 {price(driver, [(slot, 128) for slot in starts], starts, 3):.2f}")
-    sys.stdout.write("\n" + "  ".join(packed) + f"  tokens {driver.tokens()}\n")
+    sys.stdout.write(f"tokens {driver.tokens()}\n")
     results = bytes(device.results)
     at = driver.seq % device.state.n_results * device.state.max_step_rows
     sys.stdout.write(f"flags of the last step: {[struct.unpack_from('4i', results, (at + r) * 24)[2] for r in range(4)]}\n")
@@ -84,19 +97,21 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[0, 16, 32])
     parser.add_argument("--deep", type=int, default=32768)
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--beside", type=int, nargs="*", default=[], help="numbers of decode rows beside packed prompts")
     options = parser.parse_args()
     plan = blueprint("8b")
     for kind in options.formats:
         with tempfile.TemporaryDirectory() as folder:
             tensors = views(plan, kind, Path(folder))
             ctx = options.deep + 24576
-            n_pages = 1 + ctx // 16 + LONG * SHORT_PAGES
-            sizes = StateSizes(LONG + 1, ctx, 16, n_pages, plan.n_vocab, 4096, LONG + 1, 8, 5, 8)
+            n_pages = 1 + ctx // 16 + (LONG + PROMPT_SLOTS) * SHORT_PAGES
+            n_slots = 1 + LONG + PROMPT_SLOTS
+            sizes = StateSizes(n_slots, ctx, 16, n_pages, plan.n_vocab, 2560, n_slots, 8, 5, 8)
             begun = time.perf_counter()
             device = build_device(Assembly(options.pack, sizes), plan, tensors)
             device.grow_pages(n_pages)
             sys.stdout.write(f"8b.{kind}: built in {time.perf_counter() - begun:.1f} s\n")
-            measure(device, f"8b.{kind}", options.rows, options.deep, options.tokens)
+            measure(device, f"8b.{kind}", options.rows, options.deep, options.tokens, options.beside)
             device.close()
 
 
