@@ -1,6 +1,6 @@
 """Hours of load with clients that go away: memory, file descriptors, pages and pace by the minute, and what is left at the end.
 
-Usage: python -m bench.soak MODEL --minutes 60 [--streams 128] [--vocab N] [--abort 0.1] [--machine NAME] [--options ...runner flags]
+Usage: python -m bench.soak MODEL --minutes 60 [--streams 128] [--vocab N] [--abort 0.1] [--idle 10] [--machine NAME] [--options ...runner flags]
 Prompts of 16 to 512 tokens, half of them with a beginning that others have; answers of 8 to 256. A share of the clients hangs up in the middle. At the end nothing
 runs: slots, pages and connections must be back, and no request may have been without an end. Then the runner is left alone: what it takes of the processor idle.
 """
@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 from bench import board, load, served
 
 TICK = os.sysconf("SC_CLK_TCK")
-IDLE_S = 10.0
 
 
 @dataclass
@@ -116,6 +115,7 @@ async def soak(a: argparse.Namespace, url: str, pid: int) -> list[dict[str, floa
         await asyncio.sleep(min(a.every, max(0.1, until - time.monotonic())))
         now, use = time.monotonic(), usage(pid)
         before, use["cpu_us_token"] = use["cpu_s"], 1e6 * (use["cpu_s"] - before) / max(1, tally.n_tokens)
+        use["pages"] = (await asyncio.to_thread(state, url))["engine"]["pages"]["attached"]
         looks.append(line((now - begun) / 60, tally, now - last, use))
         tally.gaps, tally.first, tally.n_tokens, last = [], [], 0, now
     await asyncio.gather(*tasks)
@@ -154,6 +154,7 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=2000)
     parser.add_argument("--abort", type=float, default=0.1)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a request without an end is lost")
+    parser.add_argument("--idle", type=float, default=10.0, help="seconds for which the runner is left alone at the end")
     parser.add_argument("--machine", default="")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
     a = parser.parse_args()
@@ -161,8 +162,8 @@ def main() -> int:
         looks = asyncio.run(soak(a, url, process.pid))
         wrong = what_is_left(url)
         before = usage(process.pid)["cpu_s"]
-        time.sleep(IDLE_S)
-        idle = (usage(process.pid)["cpu_s"] - before) / IDLE_S
+        time.sleep(a.idle)
+        idle = (usage(process.pid)["cpu_s"] - before) / a.idle
         end = usage(process.pid)
     steady = looks[1:-1] or looks[:1]
     first, last = steady[0], steady[-1]
