@@ -136,7 +136,7 @@ def _take_option(command: Command, word: str, queue: list[str], values: Values) 
     if option is None:
         import difflib
 
-        near = difflib.get_close_matches(name, [o.name for o in command.all_options], 1, 0.6)
+        near = difflib.get_close_matches(name, [o.name for o in command.all_options], 1, 0.7)
         hint = f"did you mean {near[0]}?" if near else f"`paddock {command.name} --help` lists what there is"
         raise UsageError(f"`paddock {command.name}` has no option {name}", hint, option=name)
     if option.kind == "flag":

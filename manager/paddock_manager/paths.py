@@ -3,6 +3,7 @@
 PADDOCK_HOME    the one folder everything lives in (default: the platform's data folder for applications)
 HF_ENDPOINT     the hub, or a mirror of it            HF_TOKEN, HF_TOKEN_PATH, HF_HOME    the hub token
 HF_HUB_OFFLINE  1: touch no network                   NO_COLOR, TERM                      plain output
+PADDOCK_TABLE_FIELD  a setting of config.toml: PADDOCK_SERVE_PORT is serve.port
 """
 
 from __future__ import annotations
@@ -88,11 +89,20 @@ def places(environment: Mapping[str, str] | None = None) -> Places:
         home = Path(platformdirs.user_data_dir("paddock", appauthor=False))
     if home.exists() and not home.is_dir():
         raise UsageError(f"{home} is no folder", "set PADDOCK_HOME to one", path=str(home))
-    return Places(home, _more_roots(home / "config.toml"))
+    return Places(home, _more_roots(home / "config.toml", env))
 
 
-def _more_roots(config: Path) -> tuple[Path, ...]:
+def setting_variable(key: str, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """The variable of a setting, and what it says; "" where it is not set."""
+    name = "PADDOCK_" + key.replace(".", "_").upper()
+    return name, (os.environ if environment is None else environment).get(name, "").strip()
+
+
+def _more_roots(config: Path, env: Mapping[str, str]) -> tuple[Path, ...]:
     """The setting store.roots; nothing where the file cannot be read, which `settings` reports."""
+    told = setting_variable("store.roots", env)[1]
+    if told:
+        return _absolute(told)
     try:
         text = config.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -105,7 +115,12 @@ def _more_roots(config: Path) -> tuple[Path, ...]:
         told = tomllib.loads(text).get("store", {}).get("roots", "")
     except (tomllib.TOMLDecodeError, AttributeError):
         return ()
-    return tuple(Path(p).expanduser() for p in str(told).split(os.pathsep) if Path(p).expanduser().is_absolute())
+    return _absolute(str(told))
+
+
+def _absolute(told: str) -> tuple[Path, ...]:
+    """The absolute ones of paths that are joined as PATH is."""
+    return tuple(Path(p).expanduser() for p in told.split(os.pathsep) if Path(p).expanduser().is_absolute())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The manager's settings, once: default, kind, doc line. Values come from config.toml; each knows its origin."""
+"""The manager's settings, once: default, kind, doc line. Values come from variables and config.toml; each knows its origin."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from paddock_runner.errors import FileError, UsageError
 
+from paddock_manager import paths
 from paddock_manager.disk import write_text
 from paddock_manager.options import parse_size
 
@@ -29,19 +30,19 @@ class Setting:
     origin: str = "default"
 
     def parse(self, word: object, where: str) -> int | str:
-        """A value for it. Raises: UsageError."""
+        """A value for it. where: "FILE: " or "VARIABLE: ", before the sentence. Raises: UsageError."""
         if self.kind == "paths":
             bad = [p for p in str(word).split(os.pathsep) if p and not Path(p).expanduser().is_absolute()]
             if bad:
-                raise UsageError(f"{where}: {self.key} takes absolute paths, not {bad[0]!r}")
+                raise UsageError(f"{where}{self.key} takes absolute paths, not {bad[0]!r}")
             return str(word)
         try:
             number = parse_size(str(word)) if self.kind == "size" else int(str(word))
         except ValueError:
             shape = "a size such as 20M" if self.kind == "size" else "a whole number"
-            raise UsageError(f"{where}: {self.key} takes {shape}, not {word!r}") from None
+            raise UsageError(f"{where}{self.key} takes {shape}, not {word!r}") from None
         if not self.low <= number <= self.high:
-            raise UsageError(f"{where}: {self.key} is from {self.low} to {self.high}, not {number}")
+            raise UsageError(f"{where}{self.key} is from {self.low} to {self.high}, not {number}")
         return number
 
 
@@ -64,12 +65,16 @@ def load(path: Path) -> dict[str, Setting]:
     known = {s.key: replace(s, value=s.default) for s in SETTINGS}
     for key, word in _read(path).items():
         setting = one(known, key)
-        known[key] = replace(setting, value=setting.parse(word, str(path)), origin=str(path))
+        known[key] = replace(setting, value=setting.parse(word, f"{path}: "), origin=str(path))
+    for key, setting in known.items():
+        variable, told = paths.setting_variable(key)
+        if told:
+            known[key] = replace(setting, value=setting.parse(told, f"{variable}: "), origin=variable)
     return known
 
 
 def value(path: Path, key: str, flag: int | float | None) -> int:
-    """One value: the flag's, or the file's, or the default."""
+    """One value: the flag's, or the variable's, or the file's, or the default."""
     return int(flag) if flag is not None else int(load(path)[key].value)
 
 
@@ -85,7 +90,7 @@ def change(path: Path, key: str, word: str | None) -> None:
     setting = one({s.key: s for s in SETTINGS}, key)
     kept = {k: v for k, v in _read(path).items() if k != key}
     if word is not None:
-        setting.parse(word, "the command line")
+        setting.parse(word, "")
         kept[key] = int(word) if setting.kind == "int" else word
     tables: dict[str, list[str]] = {}
     for name, entry in sorted(kept.items()):

@@ -61,8 +61,8 @@ def test_runner_that_dies_at_start_is_reported_with_its_exit_code_and_log(paddoc
     assert done.code == 7
     error = done.json["error"]
     assert error["code"] == "runner_died" and error["facts"]["runner_exit"] == 7
-    assert error["message"] == f"the runner of dies ended with exit code 7 before it was ready: {path}: truncated, need 10 bytes, have 9"
-    assert f"loading {path}" in done.err
+    assert error["message"] == f"dies cannot be served: {path}: truncated, need 10 bytes, have 9"
+    assert f"loading {path}" in error["facts"]["last_lines"][0] and error["facts"]["log"] in done.err and "loading" not in done.err
     assert paddock("ps", "--json").json["servers"] == []
     assert paddock("logs", "dies").out.splitlines()[0] == f"loading {path}"
 

@@ -124,7 +124,7 @@ def test_idle_models_are_unloaded(paddock, models):
 def test_model_that_dies_at_start_is_an_error_with_back_off_and_the_rest_goes_on(paddock, models):
     server = serve(paddock, [models[0], models[3]], "--budget", "200")
     status, raw = call(server, "dies")
-    assert status == 500 and "ended with exit code 7" in json.loads(raw)["error"]["message"] and "its log" not in raw
+    assert status == 500 and "dies cannot be served" in json.loads(raw)["error"]["message"] and "its log" not in raw
     status, raw = call(server, "dies")
     assert status == 429 and "the next try is in" in json.loads(raw)["error"]["message"]
     assert call(server, "one")[0] == 200

@@ -14,7 +14,7 @@ from paddock_manager.paths import HubSettings, Places
 from paddock_manager.store.download import Limits
 from paddock_manager.store.pull import Shop, Wish
 from paddock_manager.store.web import Timing
-from paddock_runner.errors import FileError, PaddockError
+from paddock_runner.errors import FileError, PaddockError, UnknownModel
 from paddock_runner.files.checkpoint import open_checkpoint
 
 from tests.fakes.hub import FakeHub, some_bytes
@@ -61,11 +61,18 @@ def test_n2_tensor_that_the_shard_lacks_is_named(hub, tmp_path):
     assert NAMES[6] in str(pull(hub, tmp_path).headline["problem"])
 
 
-def test_n3_shard_that_the_repository_lacks_is_named_and_never_read_as_zeros(hub, tmp_path):
+def test_n3_shard_that_the_repository_lacks_is_named_before_anything_is_fetched(hub, tmp_path):
     hub.add(REPO, sharded(**{SECOND: None}))
+    with pytest.raises(UnknownModel, match=f"is incomplete: {SECOND} is not in the repository, which has 1 of 2"):
+        pull(hub, tmp_path)
+    assert not hub.data_requests()
+
+
+def test_n3_shard_that_is_lost_here_is_named_and_never_read_as_zeros(hub, tmp_path):
+    hub.add(REPO, sharded())
     model = pull(hub, tmp_path)
-    assert SECOND in str(model.headline["problem"])
-    with pytest.raises(FileError, match="shards are missing"):
+    (model.path / SECOND).unlink()
+    with pytest.raises(FileError, match=f"1 of 2 shards are missing: {SECOND}"):
         open_checkpoint(model.path)
 
 

@@ -19,7 +19,7 @@ COMMAND = Command(
         Argument("value", "its new value", required=False),
     ),
     (),
-    "A flag beats a variable, a variable beats the file, the file beats the default.",
+    "A flag beats a variable (serve.port is PADDOCK_SERVE_PORT), a variable beats the file, the file beats the default.",
     ("paddock config", "paddock config explain serve.port", "paddock config set pull.connections 4"),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from paddock_runner.errors import PaddockError, UsageError, WontFit
+from paddock_runner.errors import PaddockError, UnsupportedError, UsageError, WontFit
 from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
 
 from paddock_manager import paths, settings
@@ -264,6 +264,8 @@ def verdict(name: str, checkpoint: Checkpoint) -> str:
         report = min(
             (fit.report(name, checkpoint, w, fit.Wish()) for w in fit.find_where("auto", None, "", None)), key=_rank
         )
+    except UnsupportedError as error:
+        return f"Paddock cannot run it: {error.message}"
     except PaddockError as error:
         return f"cannot say whether it fits: {error.message}"
     word = {"fits": "fits", "tight": "fits tightly", "shared": "fits, sharing context,", "no": "does not fit"}[

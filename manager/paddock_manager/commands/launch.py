@@ -50,7 +50,7 @@ AGENTS = {
             "-c",
             "model_provider=paddock",
             "-c",
-            'model_providers.paddock={{name="paddock",base_url="{url}/v1",env_key="OPENAI_API_KEY"}}',
+            'model_providers.paddock={{name="paddock",base_url="{url}/v1",env_key="OPENAI_API_KEY",wire_api="responses"}}',
             "-m",
             "{model}",
         ),

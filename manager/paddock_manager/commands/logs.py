@@ -49,19 +49,22 @@ def find(word: str) -> tuple[str, Path]:
     """
     places = paths.places()
     running = state.servers(places)
+    known = sorted(p.stem for p in places.logs.glob("*.log")) if places.logs.is_dir() else []
     if not word:
+        if not running:
+            raise UsageError("no server is running; say whose log", "logs: " + (", ".join(known) or "none"))
         if len(running) != 1:
-            raise UsageError("say whose log", "running: " + (", ".join(s.name for s in running) or "nothing"))
+            raise UsageError("several servers run; say whose log", "running: " + ", ".join(s.name for s in running))
         return running[0].name, Path(running[0].log)
-    for server in running:
-        if word in (server.name, server.ref, str(server.port)):
-            return server.name, Path(server.log)
+    if state.matches(running, word):
+        server = state.find(places, word)
+        return server.name, Path(server.log)
     path = spawn.log_path(places, word)
     if not path.exists():
-        known = sorted(p.stem for p in places.logs.glob("*.log")) if places.logs.is_dir() else []
-        raise UnknownModel(
-            f"there is no log of {word!r}", "logs: " + (", ".join(known) or "none"), name=word, known=known
-        )
+        alike = [stem for stem in known if stem.startswith(path.stem + "_")]
+        if len(alike) != 1:
+            raise UnknownModel(f"there is no log of {word!r}", "logs: " + (", ".join(known) or "none"), name=word, known=known)
+        path = path.with_name(f"{alike[0]}.log")
     return word, path
 
 

@@ -23,7 +23,7 @@ COMMAND = Command(
         Option("--names", "names only, one a line"),
         Option("--full", "full names, org/repo:quant"),
     ),
-    "STATE: ok, partial (a pull was interrupted), unverified (put there by hand), missing, changed, offline.",
+    "STATE: ok, partial (a pull was interrupted), unverified (put there by hand), missing, changed, damaged (`paddock verify` found other bytes), offline.",
 )
 
 

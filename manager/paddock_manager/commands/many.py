@@ -102,6 +102,7 @@ def _model(found: Target, given: dict[str, str], where: fit.Where, budget_bytes:
         "flags": list(target.runner_flags(flags, found)),
         "asked": {**given, "by": by},
         "need_bytes": need,
+        "max_ctx_tokens": int(flags["ctx"]),
     }
 
 

@@ -56,17 +56,18 @@ def inside(places: paths.Places, server: Server) -> dict[str, Any]:
 
 def cells(r: dict[str, Any]) -> tuple[str, ...]:
     """One line of the table."""
-    planned = size(r["planned_bytes"]) if r["planned_bytes"] else "?"
+    unknown = "-" if r["device"] == "gateway" else "?"
+    planned = size(r["planned_bytes"]) if r["planned_bytes"] else unknown
     memory = f"{size(r['used_bytes'])} of {planned}" if r.get("used_bytes") else planned
-    slots = f"{r['busy']}/{r['max_batch']}" if "busy" in r else str(r["max_batch"] or "?")
+    slots = f"{r['busy']}/{r['max_batch']}" if "busy" in r else str(r["max_batch"] or unknown)
     waiting = f" +{r['waiting']}" if r.get("waiting") else ""
     return (
         r["name"],
         str(r["pid"]),
         r["device"],
-        str(r["max_ctx_tokens"] or "?"),
+        str(r["max_ctx_tokens"] or unknown),
         slots + waiting,
-        r.get("kv_format") or "?",
+        r.get("kv_format") or unknown,
         memory,
         r["state"],
         ago(r["started_at"]),

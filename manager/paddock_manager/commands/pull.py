@@ -133,8 +133,11 @@ def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
                 ui.say(f"{order.source.shown} cannot be had: {error.message}")
             continue
         ui.say(f"verified {size(model.size_bytes)} from {order.shown_source}")
-        if "problem" in model.headline:
-            ui.warn(f"its header cannot be used: {model.headline['problem']}")
+        from paddock_manager.fit import fit
+
+        trouble_ahead = fit.refusal(model.path)
+        if trouble_ahead:
+            ui.warn(f"Paddock cannot run it: {trouble_ahead}")
         return model
     raise trouble or HubError("no source")
 

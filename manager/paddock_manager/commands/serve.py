@@ -63,7 +63,8 @@ def run(values: Values, ui: Ui) -> int:
     name = values.text("name") or ("gateway" if is_gateway else found[0].name)
     port = settings.value(places.config_file, "serve.port", values.integer("port"))
     timeout_s = settings.value(places.config_file, "serve.timeout", values.number("timeout"))
-    refuse_taken(places, name, port)
+    if not values.flag("systemd"):
+        refuse_taken(places, name, port)
     tls = tls_of(values)
     if not is_loopback(host) and not tls:
         ui.warn(f"listening on {host}: anybody who reaches it and has the key can use it; the traffic is not encrypted")

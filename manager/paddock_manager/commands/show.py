@@ -6,7 +6,7 @@ from paddock_manager import paths
 from paddock_manager.catalog import catalog, names
 from paddock_manager.commands.ls import state
 from paddock_manager.options import Argument, Command, Option, Values
-from paddock_manager.store import index
+from paddock_manager.store import headline, index
 from paddock_manager.store.record import Model
 from paddock_manager.ui import Ui, ago, count, plain, size
 
@@ -46,7 +46,11 @@ def run(values: Values, ui: Ui) -> int:
     files = [
         {"name": f.name, "size_bytes": f.size_bytes, "sha256": f.sha256, "git_sha1": f.git_sha1} for f in model.files
     ]
-    ui.result("show", {"model": model.facts(), "files": files}, lambda u: human(u, model, values.flag("files")))
+    from paddock_manager.fit import fit
+
+    problem = fit.refusal(model.path) if model.state == "ok" else ""
+    body = {"model": model.facts() | ({"problem": problem} if problem else {}), "files": files}
+    ui.result("show", body, lambda u: human(u, model, problem, values.flag("files")))
     return 0
 
 
@@ -55,7 +59,6 @@ def diff(left: str, right: str, ui: Ui) -> int:
     import difflib
 
     from paddock_manager.commands.fit import opened
-    from paddock_manager.store import headline
 
     one, other = (headline.template_of(opened(word, ui)[1]) or "" for word in (left, right))
     lines = list(difflib.unified_diff(one.splitlines(), other.splitlines(), left, right, lineterm=""))
@@ -77,7 +80,6 @@ def template(model: Model) -> str:
     Raises: FileError when the model cannot be opened, or its template is not the one that was pulled.
     """
     from paddock_manager.commands import target
-    from paddock_manager.store import headline
 
     return headline.pinned_template(target.of_model(model).path, str(model.headline.get("template_sha256") or ""))
 
@@ -94,7 +96,7 @@ def _format(model: Model) -> str:
     return f"{model.quant}, mostly {most} ({kind})" if is_mixed else f"{most} ({kind})"
 
 
-def human(out: Ui, model: Model, with_files: bool) -> None:
+def human(out: Ui, model: Model, problem: str, with_files: bool) -> None:
     """For people."""
     head = model.headline
     entry = catalog.find(model.alias) if model.alias else None
@@ -116,7 +118,7 @@ def human(out: Ui, model: Model, with_files: bool) -> None:
         ("state", state(model)),
         ("since", ago(model.pulled_at) if model.pulled_at else ""),
         ("path", str(model.path)),
-        ("problem", str(head.get("problem", ""))),
+        ("problem", problem),
     ]
     out.pairs((k, v) for k, v in rows if v)
     if with_files:

@@ -87,6 +87,10 @@ def of_model(model: Model) -> Target:
             f"files of {model.name} have another size than recorded",
             f"`paddock verify {model.name} --repair` fetches them",
         ),
+        "damaged": (
+            f"the bytes of {model.name} were not the published ones when they were last compared",
+            f"`paddock verify {model.name} --repair` fetches what is wrong again",
+        ),
         "offline": (f"{model.folder} of {model.name} is not there", "is its disk mounted?"),
     }.get(model.state)
     if why is not None:

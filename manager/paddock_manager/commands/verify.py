@@ -9,6 +9,7 @@ from paddock_runner.errors import FileError
 
 from paddock_manager import paths
 from paddock_manager.catalog import names
+from paddock_manager.commands import target
 from paddock_manager.options import Argument, Command, Option, Values
 from paddock_manager.store import index
 from paddock_manager.store.pull import Shop
@@ -38,6 +39,11 @@ def run(values: Values, ui: Ui) -> int:
         found = [index.find(places, names.parse(w)) for w in values.many("models")]
     rows: list[dict[str, Any]] = []
     for model in found:
+        if model.state == "offline":
+            if values.many("models"):
+                target.of_model(model)
+            rows.append(facts(model, [], 0) | {"state": "offline"})
+            continue
         with ui.progress(model.name, model.size_bytes) as bar:
             verdicts = verify(model, bar.move_by)
         bad = [v for v in verdicts if v.state in ("wrong", "missing")]
@@ -46,6 +52,7 @@ def run(values: Values, ui: Ui) -> int:
             fetched = repair(Shop(places, paths.hub_settings()), model, bad)
             verdicts = verify(model, lambda n: None)
         row = facts(model, verdicts, fetched)
+        index.mark(places, model, is_damaged=any(v.state == "wrong" for v in verdicts))
         rows.append(row | (deep(model, ui) if values.flag("deep") and row["state"] != "wrong" else {}))
 
     def human(out: Ui) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from paddock_runner.blueprint.blueprint import Blueprint
 from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
-from paddock_runner.errors import PackError, UsageError
-from paddock_runner.files.checkpoint import Checkpoint
+from paddock_runner.errors import PackError, PaddockError, UnsupportedError, UsageError
+from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
+from paddock_runner.files.folder import require_tokenizer
 from paddock_runner.memory import calibration
 from paddock_runner.memory.calibration import Calibration
 from paddock_runner.memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
@@ -238,3 +240,20 @@ def find_where(device: str, vram_bytes: int | None, arch: str, threads: int | No
             f"there is no GPU {device!r}", "there are " + ", ".join(f"{g.index}: {g.name} {g.uuid}" for g in found)
         )
     return [on_gpu(g) for g in hits]
+
+
+def refusal(path: Path) -> str:
+    """Why no runner serves a checkpoint, as far as can be told without its weights; "" when nothing speaks against it."""
+    try:
+        checkpoint = open_checkpoint(path)
+    except PaddockError as error:
+        return error.message.removeprefix(f"{path}: ")
+    try:
+        read_blueprint(checkpoint)
+        if checkpoint.kind != "gguf":
+            require_tokenizer(checkpoint.path)
+    except UnsupportedError as error:
+        return str(error).removeprefix(f"{path}: ")
+    except PaddockError:
+        return ""
+    return ""

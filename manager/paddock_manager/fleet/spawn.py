@@ -29,6 +29,8 @@ from paddock_manager.paths import Places
 RUNNER = (sys.executable, "-m", "paddock_runner")
 POLL_S = 0.02
 LOG_LINES = 12
+REFUSALS = (2, 3, 7, 9, 12)
+"""Exit codes of a runner that refused what it was told, and said why in one sentence."""
 CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
 """Runners that this process started, by pid: kept so that they can outlive it, and be reaped when they are stopped here."""
 
@@ -208,9 +210,10 @@ def died(name: str, code: int, log: Path) -> RunnerDied:
     how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
     said = next((x for x in reversed(lines) if "error" in x.lower()), lines[-1] if lines else "")
     said = re.sub(r"^(paddock-runner: )?(error: )?", "", said.strip())
-    message = f"the runner of {name} ended {how} before it was ready" + (f": {said}" if said else "")
+    refused = said and code in REFUSALS
+    message = f"{name} cannot be served: {said}" if refused else f"the runner of {name} ended {how} before it was ready" + (f": {said}" if said else "")
     shown = "\n".join(f"    {x}" for x in lines)
-    hint = f"its log, {log}, ends with\n{shown}" if len(lines) > 1 else f"its log is {log}"
+    hint = f"its log, {log}, ends with\n{shown}" if len(lines) > 1 and not refused else f"its log is {log}"
     return RunnerDied(message, hint, code, log=str(log), last_lines=lines)
 
 

@@ -96,17 +96,21 @@ def _store(places: Places, found: list[Server]) -> None:
     write_json(places.fleet / "state.json", {"layout": 1, "servers": [asdict(s) for s in found]})
 
 
+def matches(alive: list[Server], word: str) -> list[Server]:
+    """The servers that a name, full name or port means: those of exactly that name, else those whose model is called so without its quant or organisation."""
+    told = word.lower()
+    exact = [s for s in alive if told in (s.name.lower(), str(s.port))]
+    full = [s for s in alive if told in (s.ref.lower(), s.ref.split(":")[0].lower())]
+    return exact or full or [s for s in alive if "/" in s.ref and told == s.ref.split(":")[0].split("/")[-1].lower()]
+
+
 def find(places: Places, word: str) -> Server:
     """The running server of a name, full name or port.
 
     Raises: UnknownModel, AmbiguousModel.
     """
     alive = servers(places)
-    hits = [
-        s for s in alive if word.lower() in (s.name.lower(), s.ref.lower(), str(s.port), s.ref.split(":")[0].lower())
-    ]
-    exact = [s for s in hits if s.name.lower() == word.lower()]
-    hits = exact or hits
+    hits = matches(alive, word)
     if len(hits) > 1:
         raise AmbiguousModel(
             f"{word!r} is the name of {len(hits)} servers",

@@ -15,6 +15,7 @@ QUANT_TOKEN = re.compile(
 )
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
 SIDE_ROLES = ("mmproj", "imatrix", "lora", "adapter", "mtp-", "dflash-", "eagle3")
+PICKLES = (".bin", ".pth", ".pt", ".ckpt")
 SIDE_FILES = {
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.json", "chat_template.jinja", "preprocessor_config.json",
@@ -28,12 +29,13 @@ SENTENCE_FILES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to fetch. skipped: (what, why) for weight files that are left out."""
+    """What to fetch. skipped: (what, why) for weight files that are left out. notes: what speaks against it."""
 
     quant: str
     names: tuple[str, ...]
     is_folder: bool
     skipped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def gguf_variants(files: Iterable[tuple[str, int]]) -> dict[str, list[tuple[str, int]]]:
@@ -74,11 +76,7 @@ def choose(repo: str, files: list[tuple[str, int]], quant: str, file: str = "") 
     if weights and (not variants or quant):
         return _safetensors(repo, files)
     if not variants:
-        raise UnsupportedError(
-            f"{repo} holds neither GGUF nor safetensors weights",
-            "Paddock reads those two formats",
-            files=[n for n, _ in files][:50],
-        )
+        raise _no_weights(repo, [n for n, _ in files])
     if len(variants) > 1 or weights:
         sizes = {q: sum(s for _, s in group) for q, group in variants.items()}
         choices = [f"{repo}:{q}" for q in sorted(sizes, key=lambda q: sizes[q])] + (
@@ -94,6 +92,19 @@ def choose(repo: str, files: list[tuple[str, int]], quant: str, file: str = "") 
         )
     only = next(iter(variants))
     return _by_quant(repo, variants, only)
+
+
+def _no_weights(repo: str, names: list[str]) -> UnsupportedError:
+    """Nothing here is a model that we read: what is, and what would be."""
+    side = [n for n in names if n.lower().endswith(".gguf")]
+    pickles = [n for n in names if n.lower().endswith(PICKLES)]
+    if side:
+        message = f"{repo} holds no model: {side[0]} is a projector, a drafter or an adapter, which belongs to one"
+        return UnsupportedError(message, "name the repository of the model itself", files=side[:50])
+    if pickles:
+        message = f"{repo} holds its weights as {pickles[0]}, a format that can carry programs, which Paddock does not open"
+        return UnsupportedError(message, "take a repository with safetensors or GGUF files", files=pickles[:50])
+    return UnsupportedError(f"{repo} holds neither GGUF nor safetensors weights", "Paddock reads those two formats", files=names[:50])
 
 
 def _by_quant(repo: str, variants: dict[str, list[tuple[str, int]]], quant: str) -> Choice:
@@ -147,9 +158,15 @@ def _safetensors(repo: str, files: list[tuple[str, int]]) -> Choice:
     strays = [n for n in kept if n.startswith(("adapter_", "optimizer"))]
     kept = [n for n in kept if n not in strays]
     if not kept or "config.json" not in names:
-        raise UnsupportedError(
-            f"{repo} has no Hugging Face model at its root (config.json beside *.safetensors)", files=names[:50]
-        )
+        if strays or "adapter_config.json" in names:
+            message = f"{repo} holds an adapter (LoRA), not a model"
+            raise UnsupportedError(message, "name a repository with the whole model, or one into which the adapter was merged", files=names[:50])
+        lacks = "config.json" if kept else "*.safetensors at its root"
+        message = f"{repo} has no Hugging Face model at its root (config.json beside *.safetensors): it lacks {lacks}"
+        raise UnsupportedError(message, files=names[:50])
+    missing = _missing_of(kept)
+    if missing:
+        raise UnknownModel(f"{repo} is incomplete: {missing}", "its upload may not be over; ask again later, or name another revision", name=repo)
     skipped = [(n, "a second copy of the weights") for n in root if n not in kept and n not in strays]
     skipped += [(n, "not part of the model") for n in strays]
     skipped += [
@@ -161,4 +178,29 @@ def _safetensors(repo: str, files: list[tuple[str, int]]) -> Choice:
     skipped += [
         (n, "a second copy of the weights") for n in names if "/" in n and n.endswith(".safetensors") and n not in side
     ]
-    return Choice("", tuple(side + kept), True, tuple(skipped))
+    return Choice("", tuple(side + kept), True, tuple(skipped), _no_tokenizer(names))
+
+
+def _missing_of(names: list[str]) -> str:
+    """What a numbered set of safetensors lacks, or "". Sets that are numbered from 0 hold one more than they say."""
+    sets: dict[tuple[str, str], int] = {}
+    for name in names:
+        found = SHARD.search(name[: -len(".safetensors")])
+        if found:
+            key = (name[: found.start()], found[2])
+            sets[key] = sets.get(key, 0) + 1
+    if len(sets) != 1:
+        return ""
+    (stem, total), count = next(iter(sets.items()))
+    wanted = [f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1)]
+    lost = [n for n in wanted if n not in names]
+    return f"{lost[0]} is not in the repository, which has {count} of {int(total)}" if lost and count < int(total) else ""
+
+
+def _no_tokenizer(names: list[str]) -> tuple[str, ...]:
+    """A folder without tokenizer.json is worth a word before it is fetched."""
+    if "tokenizer.json" in names:
+        return ()
+    others = [n for n in names if n in ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")]
+    beside = f", only {', '.join(others)}" if others else ""
+    return (f"it has no tokenizer.json{beside}: Paddock cannot run it; a GGUF file of the model carries its tokenizer",)

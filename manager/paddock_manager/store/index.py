@@ -160,7 +160,7 @@ def _added(path: Path) -> list[Model]:
 
 
 def _set_state(model: Model) -> None:
-    """ok, partial (with done_bytes), offline (its folder is away), missing or changed, from file sizes alone."""
+    """ok, partial (with done_bytes), offline (its folder is away), missing or changed, from file sizes alone; damaged, as the last verify found."""
     if not model.folder.is_dir():
         model.state = "offline"
         return
@@ -180,7 +180,7 @@ def _set_state(model: Model) -> None:
     if "partial" in states or ("missing" in states and not model.is_added and not model.headline):
         model.state = "partial"
     else:
-        model.state = next((s for s in ("missing", "changed") if s in states), "ok")
+        model.state = next((s for s in ("missing", "changed") if s in states), "damaged" if model.is_damaged else "ok")
 
 
 def part_path(folder: Path, name: str) -> Path:
@@ -258,6 +258,18 @@ def add(places: Places, model: Model) -> None:
     """Remember a model where it lies."""
     body = model.to_record() | {"layout": LAYOUT, "folder": str(model.folder), "quant": model.quant}
     write_json(places.added / f"{model.repo}.json", body)
+
+
+def mark(places: Places, model: Model, is_damaged: bool) -> None:
+    """Keep in a model's record whether its bytes were found to be wrong."""
+    if model.is_damaged == is_damaged or model.state in ("unverified", "partial"):
+        return
+    model.is_damaged = is_damaged
+    if model.is_added:
+        add(places, model)
+    else:
+        with Lease(model.folder / HIDDEN / "lease", model.ref):
+            record.save(model)
 
 
 def remove(places: Places, model: Model, with_files: bool) -> int:

@@ -155,6 +155,7 @@ class Shop:
             repo.licence,
             chosen.is_folder,
             chosen.skipped,
+            list(chosen.notes),
         )
 
     def folder(self, order: Order) -> Path:
@@ -271,7 +272,7 @@ class Shop:
         reserve = min(16 * GIB, max(2 * GIB, total // 50)) if self.reserve_bytes is None else self.reserve_bytes
         if need and need + reserve > free:
             raise DiskFull(
-                f"{order.ref} needs {need} bytes more and {reserve} are kept in reserve, but {folder} has {free} free",
+                f"{order.ref} needs {need / GIB:.2f} GiB more and {reserve / GIB:.2f} GiB are kept in reserve, but {folder} has {free / GIB:.2f} GiB free",
                 "free some space, set PADDOCK_HOME to a larger disk, or lower --reserve",
                 need_bytes=need,
                 free_bytes=free,

@@ -33,6 +33,7 @@ class Model:
     repo: ORG/REPO, or the given name of an added model. quant: which variant of the repository ("" for the only one).
     files: all files; the first is the one to open (first GGUF shard), or a Hugging Face folder when is_folder.
     headline: family, format, n_params, max_ctx_tokens, template_sha256, as far as the header says.
+    is_damaged: when its bytes were last compared with the published hashes, they were others.
     """
 
     repo: str
@@ -46,6 +47,7 @@ class Model:
     pulled_at: float = 0.0
     is_folder: bool = False
     is_added: bool = False
+    is_damaged: bool = False
     state: str = "ok"
     done_bytes: int = 0
     headline: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class Model:
 
     def to_record(self) -> dict[str, Any]:
         """The part that is written down."""
-        kept = ("alias", "commit", "source", "licence", "pulled_at", "is_folder", "headline")
+        kept = ("alias", "commit", "source", "licence", "pulled_at", "is_folder", "is_damaged", "headline")
         return {k: getattr(self, k) for k in kept} | {"files": [asdict(f) for f in self.files]}
 
 
@@ -117,6 +119,7 @@ def from_record(repo: str, quant: str, folder: Path, body: dict[str, Any], is_ad
         pulled_at=float(body.get("pulled_at", 0.0)),
         is_folder=bool(body.get("is_folder", False)),
         is_added=is_added,
+        is_damaged=bool(body.get("is_damaged", False)),
         headline=dict(body.get("headline", {})),
     )
 

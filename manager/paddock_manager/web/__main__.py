@@ -45,6 +45,7 @@ def serve(plan: Plan, port: int, ready_file: Path) -> int:
                 runner=tuple(plan.runner),
             ),
             m["need_bytes"],
+            m.get("max_ctx_tokens", 0),
         )
         for m in plan.models
     ]

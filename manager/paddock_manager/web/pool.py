@@ -26,10 +26,11 @@ MAX_BACKOFF_S = 60.0
 
 @dataclass(slots=True)
 class Entry:
-    """One model that may be served. need_bytes: what its plan says."""
+    """One model that may be served. need_bytes: what its plan says. max_ctx_tokens: what it will be started with."""
 
     launch: Launch
     need_bytes: int
+    max_ctx_tokens: int = 0
     server: Server | None = None
     in_flight: int = 0
     last_used: float = 0.0
@@ -201,7 +202,7 @@ class Pool:
                 "state": "changing" if e.is_changing else "loaded" if e.server is not None else "on demand",
                 "in_flight": e.in_flight,
                 "need_bytes": e.need_bytes,
-                "max_ctx_tokens": e.server.max_ctx_tokens if e.server else None,
+                "max_ctx_tokens": e.server.max_ctx_tokens if e.server else e.max_ctx_tokens or None,
             }
             for name, e in self.entries.items()
         ]

@@ -12,6 +12,7 @@ from .. import log
 from ..config import Config
 from ..engine.order import Opening, Order, send
 from ..errors import UnsupportedError, UsageError
+from ..files.folder import require_tokenizer
 from ..front import auth
 from ..front.listen import bind, check_tls
 from ..wire.channel import Channel
@@ -57,6 +58,8 @@ def give(config: Config, channel: Channel, process: subprocess.Popen[bytes], sta
     listener = bind(config.host, config.port)
     try:
         opened = plan_model(config, config.model_path, place)
+        if opened.checkpoint.kind != "gguf":
+            require_tokenizer(opened.checkpoint.path)
     except BaseException:
         listener.close()
         raise

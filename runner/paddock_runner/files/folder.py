@@ -65,6 +65,19 @@ def read_folder(path: Path) -> Folder:
     return folder
 
 
+def require_tokenizer(path: Path) -> None:
+    """Raises: UnsupportedError when a folder has no tokenizer.json, naming what it has instead."""
+    if (path / "tokenizer.json").is_file():
+        return
+    found = sorted(p.name for p in path.glob("*") if "token" in p.name or p.name.startswith("vocab") or p.suffix == ".tiktoken")
+    raise UnsupportedError(
+        f"{path} has no tokenizer.json" + (f" (it has {', '.join(found)})" if found else ""),
+        "take a conversion that carries one, or a GGUF file of the model",
+        what="tokenizer",
+        supported=["tokenizer.json"],
+    )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a small file. Raises: FileError naming file and place."""
     try:

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as Encoder
 
-from ..errors import FileError, UnsupportedError
+from ..errors import FileError
+from ..files.folder import require_tokenizer
 from .pairs import PairEnds
 from .tokenizer import Tokenizer, TokenizerParts
 from .vocabulary import AddedToken, byte_level_piece, end_ids, end_of_turn_id, fill_ids, sentence_pieces
@@ -29,19 +30,8 @@ def tokenizer_from_folder(folder: Path, n_rows: int | None = None) -> Tokenizer:
 
     Raises: UnsupportedError when the folder has no tokenizer.json, FileError when a file is damaged.
     """
+    require_tokenizer(folder)
     path = folder / "tokenizer.json"
-    if not path.is_file():
-        found = sorted(
-            p.name
-            for p in folder.glob("*")
-            if "token" in p.name or p.name.startswith("vocab") or p.suffix == ".tiktoken"
-        )
-        raise UnsupportedError(
-            f"{folder} has no tokenizer.json" + (f" (it has {', '.join(found)})" if found else ""),
-            "take a conversion that carries one, or a GGUF file of the model",
-            what="tokenizer",
-            supported=["tokenizer.json"],
-        )
     configs = [_read(folder / name) if (folder / name).is_file() else {} for name in _FILES]
     return tokenizer_from_json(_read(path, ("model",)), *configs, n_rows=n_rows, name=str(path))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from paddock_runner import log
@@ -13,6 +15,7 @@ from paddock_runner.engine.order import Opening, send
 from paddock_runner.engine.spawn import spawn
 from paddock_runner.wire.channel import Channel
 
+GOLDEN = Path(__file__).parents[2] / "golden/tiny/qwen3"
 LATE = {"numpy", "asyncio", "uvicorn", "uvloop", "ssl", "jinja2", "tokenizers", "llguidance", "mcp", "httpx"}
 
 
@@ -26,6 +29,15 @@ def test_what_the_engine_waits_for_is_imported_without_the_front_and_numpy(modul
 def test_the_front_of_a_model_that_writes_text_starts_without_numpy() -> None:
     done = subprocess.run([sys.executable, "-c", "import sys, paddock_runner.app.runner; print(*sys.modules)"], capture_output=True, text=True, check=True)
     assert {"numpy", "llguidance", "mcp", "httpx"}.isdisjoint(done.stdout.split())
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    words = [sys.executable, "-m", "paddock_runner", "--model", str(tmp_path), "--device", "cpu", "--port", "0", "--no-auth"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 12 and f"error: {tmp_path} has no tokenizer.json (take a conversion" in done.stderr
+    assert "stage=weights" not in done.stdout + done.stderr
 
 
 def test_an_engine_that_gets_no_order_ends_quietly_though_its_device_cannot_be_opened(capfd: pytest.CaptureFixture[str]) -> None:
