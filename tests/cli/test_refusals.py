@@ -143,3 +143,26 @@ def test_gateway_tells_the_contexts_of_models_that_are_not_loaded(paddock, hub, 
 
 def test_codex_is_told_to_speak_the_interface_it_still_knows():
     assert any('wire_api="responses"' in word for word in launch.AGENTS["codex"].words)
+
+
+LOCAL = {
+    "adapter": ({"adapter_config.json": b'{"base_model_name_or_path": "org/base"}', "adapter_model.safetensors": WEIGHTS}, 12, "this is an adapter (LoRA) for org/base, not a model"),
+    "half": ({"config.json": CONFIG, "model-00001-of-00002.safetensors": WEIGHTS}, 7, "model has 1 of 2 shards, model-00002-of-00002.safetensors is missing"),
+    "no-config": ({"model.safetensors": WEIGHTS}, 7, "config.json is missing, so this is no model folder"),
+    "projector.gguf": (tiny_gguf(arch="clip"), 12, "this is a projector (the vision or audio part of a model), not a model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("command", ["add", "fit"])
+def test_path_that_holds_no_whole_model_is_one_sentence_and_what_to_do(paddock, tmp_path, name, command):
+    files, code, sentence = LOCAL[name]
+    path = tmp_path / name
+    if isinstance(files, bytes):
+        path.write_bytes(files)
+    else:
+        path.mkdir()
+        for file, body in files.items():
+            (path / file).write_bytes(body)
+    done = paddock(command, str(path))
+    assert done.code == code and done.err.splitlines()[0] == f"error: {path}: {sentence}" and done.err.splitlines()[1].startswith("hint:  ")

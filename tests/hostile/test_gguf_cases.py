@@ -289,7 +289,7 @@ def test_renamed_shards_are_found_by_what_they_say(tmp_path):
 
 def test_missing_shard_is_named(tmp_path):
     put(tmp_path, {n: d for n, d in SHARDS.items() if "00002" not in n})
-    with pytest.raises(FileError, match="shards 2 of 3 are missing"):
+    with pytest.raises(FileError, match="of 3 shards, these are missing: 2"):
         open_checkpoint(tmp_path / "m-00001-of-00003.gguf")
 
 

@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 from paddock_runner.errors import UsageError
-from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.files.checkpoint import open_checkpoint, require_model
 
 from paddock_manager import paths
 from paddock_manager.catalog import catalog
 from paddock_manager.commands import target
+from paddock_manager.fit import fit
 from paddock_manager.options import Argument, Command, Option, Values
 from paddock_manager.store import choose, headline, index
 from paddock_manager.store.record import Model, StoredFile
@@ -33,6 +34,7 @@ def run(values: Values, ui: Ui) -> int:
     name = (values.text("name") or re.sub(r"[^A-Za-z0-9._-]+", "-", found.name)).strip("-.").lower()
     check_name(places, name, bool(values.text("name")))
     checkpoint = open_checkpoint(found.path)
+    require_model(checkpoint)
     is_folder = found.path.is_dir() and checkpoint.path.is_dir()
     folder = found.path if is_folder else checkpoint.path.absolute().parent
     kept = sorted({*checkpoint.paths, *checkpoint.files.values()}) if is_folder else checkpoint.paths
@@ -53,7 +55,8 @@ def run(values: Values, ui: Ui) -> int:
         headline=head,
     )
     index.add(places, model)
-    for warning in checkpoint.warnings[:8]:
+    refused = fit.refusal(found.path)
+    for warning in [*checkpoint.warnings[:8], *([f"Paddock cannot run it: {refused}"] if refused else [])]:
         ui.warn(warning)
     model.done_bytes = model.size_bytes
     ui.result(

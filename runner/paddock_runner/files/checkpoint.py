@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import AmbiguousModel, FileError, UnknownModel, UnsupportedError
 from ..formats.table import UNSUPPORTED, unsupported
 from .fields import Fields
-from .folder import chat_template, parse_json, read_folder
+from .folder import LOST_SHARDS, chat_template, parse_json, read_folder
 from .gguf import Array, GgufHeader, Metadata, scan_gguf
 from .safetensors import scan_safetensors
 from .source import LocalFile, RemoteFile, Source
@@ -119,11 +119,17 @@ def open_remote(
     return checkpoint
 
 
-def require_runnable(checkpoint: Checkpoint) -> None:
-    """Raises: UnsupportedError unless this is a model whose every tensor has kernels and whose names fit ggml's limit."""
+def require_model(checkpoint: Checkpoint) -> None:
+    """Raises: UnsupportedError when this belongs to a model and is none."""
     role = checkpoint.role
     if role != "model":
-        raise UnsupportedError(f"{checkpoint.path}: this is {ROLES[role]}, not a model", what=role, supported=["model"])
+        hint = "name the file of the model itself" if role != "empty" else "fetch the file again"
+        raise UnsupportedError(f"{checkpoint.path}: this is {ROLES[role]}, not a model", hint, what=role, supported=["model"])
+
+
+def require_runnable(checkpoint: Checkpoint) -> None:
+    """Raises: UnsupportedError unless this is a model whose every tensor has kernels and whose names fit ggml's limit."""
+    require_model(checkpoint)
     for view in checkpoint.tensors.values():
         if view.format.startswith(UNSUPPORTED):
             raise unsupported(view.format, f"{view.path}: tensor {view.name}")
@@ -271,7 +277,8 @@ def _assemble_gguf(path: Path, shards: list[tuple[Source, GgufHeader]]) -> Check
         missing = [str(no + 1) for no in range(count) if no not in numbers]
         if missing:
             raise FileError(
-                f"{path}: shards {', '.join(missing[:8])} of {count} are missing",
+                f"{path}: of {count} shards, these are missing: {', '.join(missing[:8])}",
+                LOST_SHARDS,
                 path=str(path),
                 field="split.no",
                 need=count,

@@ -25,6 +25,7 @@ SIDE_FILES = (
 )  # fmt: skip
 MAX_JSON_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+LOST_SHARDS = "fetch them into this folder; `paddock pull` of the repository continues"
 _SHARD = re.compile(r"^(.+)-(\d{5})-of-(\d{5})\.safetensors$")
 
 
@@ -49,12 +50,12 @@ def read_folder(path: Path) -> Folder:
     files = {name: path / name for name in SIDE_FILES if (path / name).is_file()}
     if "config.json" not in files:
         if "adapter_config.json" in files:
-            raise UnsupportedError(
-                f"{path}: this is an adapter (LoRA), not a model", what="adapter", supported=["model"]
-            )
-        raise FileError(
-            f"{path}: config.json is missing, so this is no model folder", path=str(path), field="config.json"
-        )
+            base = read_json(files["adapter_config.json"]).get("base_model_name_or_path")
+            made_for = f" for {base}" if isinstance(base, str) and base else ""
+            hint = "name a folder with the whole model, or one into which the adapter was merged"
+            raise UnsupportedError(f"{path}: this is an adapter (LoRA){made_for}, not a model", hint, what="adapter", supported=["model"])
+        hint = "a model's folder holds config.json, tokenizer.json and *.safetensors; fetch what is missing"
+        raise FileError(f"{path}: config.json is missing, so this is no model folder", hint, path=str(path), field="config.json")
     folder = Folder(path, read_json(files["config.json"]), files, {}, {})
     for shard in _shards(folder):
         source = LocalFile(shard)
@@ -151,6 +152,7 @@ def _shards(folder: Folder) -> list[Path]:
         else:
             raise FileError(
                 f"{path}: {len(missing)} of {len(named)} shards are missing: {', '.join(missing[:5])}",
+                LOST_SHARDS,
                 path=str(path),
                 field=missing[0],
                 need=len(named),
@@ -189,8 +191,10 @@ def _numbered(path: Path, names: list[str]) -> list[str]:
         )
     for (stem, total), found in sets.items():
         if len(found) != int(total):
+            lost = [n for n in (f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1)) if n not in found]
             raise FileError(
-                f"{path}: {stem} has {len(found)} of {int(total)} shards",
+                f"{path}: {stem} has {len(found)} of {int(total)} shards" + (f", {lost[0]} is missing" if lost else ""),
+                LOST_SHARDS,
                 path=str(path),
                 need=int(total),
                 have=len(found),
