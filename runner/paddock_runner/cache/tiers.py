@@ -64,13 +64,13 @@ class HostPages(Protocol):
         """Bytes of a page."""
         ...
 
-    def page_out(self, page: int, place: int) -> None:
+    def page_out(self, page: int, place: int, /) -> None:
         """Copies a page of the device to a place, in order with the steps."""
 
-    def page_in(self, place: int, page: int) -> None:
+    def page_in(self, place: int, page: int, /) -> None:
         """Copies it back."""
 
-    def host_page(self, place: int) -> memoryview:
+    def host_page(self, place: int, /) -> memoryview:
         """The place's bytes."""
         ...
 

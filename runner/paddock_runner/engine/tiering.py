@@ -83,24 +83,9 @@ class HostStates:
     """Recurrent states as the tiers see pages: a page that goes out is a snapshot's place, one that comes in a slot."""
 
     def __init__(self, device: StateDevice, n: int) -> None:
-        self._device, self.n_host_pages, self.page_bytes = device, n, device.state_bytes
+        self.n_host_pages, self.page_bytes = n, device.state_bytes
+        self.page_out, self.page_in, self.host_page, self.settle = device.state_out, device.state_in, device.host_state, device.settle
         device.alloc_host_states(n)
-
-    def page_out(self, page: int, place: int) -> None:
-        """A snapshot to host memory."""
-        self._device.state_out(page, place)
-
-    def page_in(self, place: int, page: int) -> None:
-        """From host memory to a slot."""
-        self._device.state_in(place, page)
-
-    def host_page(self, place: int) -> memoryview:
-        """The place's bytes."""
-        return self._device.host_state(place)
-
-    def settle(self) -> None:
-        """Waits until every copy is made."""
-        self._device.settle()
 
 
 class WindowDevice(Protocol):
