@@ -15,6 +15,10 @@ MODEL: Shape = {
     "source": str, "commit": str, "licence": str, "pulled_at": float, "family?": (str, None), "format?": (str, None), "n_params?": int,
     "max_ctx_tokens?": (int, None), "template_sha256?": (str, None), "role?": str, "kind?": str, "task?": str, "problem?": str,
 }  # fmt: skip
+CATALOG: Shape = {
+    "name": str, "title": str, "params": str, "family": str, "licence": str, "repo": str, "rev": str, "quant": str, "files": [str],
+    "size_bytes?": int, "sampling": {},
+}  # fmt: skip
 SERVER: Shape = {
     "name": str, "ref": str, "path": str, "pid": int, "url": str, "host": str, "port": int, "device": str, "max_ctx_tokens": int,
     "max_batch": int, "planned_bytes": int, "started_at": float, "log": str,
@@ -43,7 +47,7 @@ SHAPES: dict[str, Shape] = {
     },
     "show": {
         "model?": MODEL, "files?": [{"name": str, "size_bytes": int, "sha256": str, "git_sha1": str}], "template?": str, "path?": str,
-        "diff?": str, "same?": bool,
+        "diff?": str, "same?": bool, "catalog?": CATALOG,
     },
     "export": {"name": str, "ref": str, "folder": str, "how": str, "files": [{"name": str, "path": str, "size_bytes": int, "sha256": str}]},
     "inspect": {
@@ -89,12 +93,7 @@ SHAPES: dict[str, Shape] = {
     "gc": {"dry_run": bool, "removed": [{"path": str, "what": str, "bytes": int}], "freed_bytes": int},
     "du": {"models": [{"name": str, "bytes": int, "state": str, "in_place": bool}], "home": str, "home_bytes": int, "free_bytes": int},
     "search": {
-        "catalog": [
-            {
-                "name": str, "title": str, "params": str, "family": str, "licence": str, "repo": str, "rev": str, "quant": str, "files": [str],
-                "size_bytes?": int, "sampling": {},
-            }
-        ],
+        "catalog": [CATALOG],
         "hub": [{"repo": str, "downloads": int, "likes": int}],
     },
     "bench": {

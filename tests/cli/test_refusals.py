@@ -166,3 +166,12 @@ def test_path_that_holds_no_whole_model_is_one_sentence_and_what_to_do(paddock, 
             (path / file).write_bytes(body)
     done = paddock(command, str(path))
     assert done.code == code and done.err.splitlines()[0] == f"error: {path}: {sentence}" and done.err.splitlines()[1].startswith("hint:  ")
+
+
+def test_show_tells_what_the_catalog_knows_of_a_model_that_is_not_here_and_what_only_the_hub_knows(paddock):
+    pinned = paddock("show", "qwen3-8b", "--json").json["catalog"]
+    assert pinned["size_bytes"] == 5027783488 and len(pinned["rev"]) == 40
+    text = paddock("show", "qwen3-8b-fp8").out
+    assert "not known before the hub is asked: `paddock ls --remote qwen3-8b-fp8`" in text and "not here: `paddock pull qwen3-8b-fp8` fetches it" in text
+    assert "are told by the hub" in paddock("search", "--local", "qwen3-8b").err
+    assert paddock("show", "qwen3-8b", "--path").code == 3

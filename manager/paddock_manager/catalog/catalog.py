@@ -77,6 +77,24 @@ def find(short: str) -> Entry | None:
     return entries().get(short.lower())
 
 
+def told(entry: Entry) -> dict[str, Any]:
+    """One entry for --json. size_bytes, rev and files: where the catalog knows them; else the hub tells them (`paddock ls --remote NAME`)."""
+    source = entry.sources[0]
+    return {
+        "name": entry.name,
+        "title": entry.title,
+        "params": entry.params,
+        "family": entry.family,
+        "licence": entry.licence,
+        "repo": source.repo,
+        "rev": source.rev,
+        "quant": entry.quant,
+        "files": [source.file] if source.file else [],
+        **({"size_bytes": source.size_bytes} if source.size_bytes else {}),
+        "sampling": sampling(entry.name),
+    }
+
+
 def near(short: str) -> list[str]:
     """Names that begin so, else that look alike."""
     names = list(entries())

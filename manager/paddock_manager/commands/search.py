@@ -30,7 +30,7 @@ def run(values: Values, ui: Ui) -> int:
     entries = [
         e for e in catalog.entries().values() if all(w in f"{e.name} {e.title} {e.family}".lower() for w in words)
     ]
-    named = [_told(e) for e in entries]
+    named = [catalog.told(e) for e in entries]
     found: list[dict[str, Any]] = []
     settings = paths.hub_settings()
     if words and not values.flag("local") and not settings.offline:
@@ -49,6 +49,8 @@ def run(values: Values, ui: Ui) -> int:
                 ],
                 right=(2, 4),
             )
+            if not all("size_bytes" in n for n in named):
+                out.say("sizes shown as - are told by the hub: `paddock ls --remote NAME`")
         if found:
             if named:
                 out.line()
@@ -62,24 +64,6 @@ def run(values: Values, ui: Ui) -> int:
 
     ui.result("search", {"catalog": named, "hub": found}, human)
     return 0
-
-
-def _told(entry: catalog.Entry) -> dict[str, Any]:
-    """One entry. size_bytes, rev and files: where the catalog knows them; else the hub tells them (`paddock ls --remote NAME`)."""
-    source = entry.sources[0]
-    return {
-        "name": entry.name,
-        "title": entry.title,
-        "params": entry.params,
-        "family": entry.family,
-        "licence": entry.licence,
-        "repo": source.repo,
-        "rev": source.rev,
-        "quant": entry.quant,
-        "files": [source.file] if source.file else [],
-        **({"size_bytes": source.size_bytes} if source.size_bytes else {}),
-        "sampling": catalog.sampling(entry.name),
-    }
 
 
 def _hub(settings: paths.HubSettings, words: str, limit: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ GIVES = {"generate": "text", "embed": "vectors (embeddings)", "rank": "scores (r
 COMMAND = Command(
     "show",
     "Say what a model is: files, origin, licence, sizes.",
-    (Argument("model", "a model that is here", kind="model"),),
+    (Argument("model", "a model that is here, or a name of the catalog", kind="model"),),
     (
         Option("--template", "print its chat template"),
         Option(
@@ -35,6 +35,9 @@ def run(values: Values, ui: Ui) -> int:
         from paddock_manager.commands import inspect
 
         return inspect.run(Values({"file": values.text("model"), "template": values.flag("template")}), ui)
+    entry = catalog.find(ref.short) if ref.short else None
+    if entry is not None and not index.matches(paths.places(), ref) and not values.flag("path") and not values.flag("template"):
+        return show_entry(entry, ui)
     model = index.find(paths.places(), ref)
     if values.flag("path"):
         ui.result("show", {"path": str(model.path)}, lambda u: u.line(str(model.path)))
@@ -51,6 +54,26 @@ def run(values: Values, ui: Ui) -> int:
     problem = fit.refusal(model.path) if model.state == "ok" else ""
     body = {"model": model.facts() | ({"problem": problem} if problem else {}), "files": files}
     ui.result("show", body, lambda u: human(u, model, problem, values.flag("files")))
+    return 0
+
+
+def show_entry(entry: catalog.Entry, ui: Ui) -> int:
+    """What the catalog knows of a model that is not here, and who knows the rest."""
+    told = catalog.told(entry)
+    unknown = f"not known before the hub is asked: `paddock ls --remote {entry.name}`"
+    rows = [
+        ("name", entry.name),
+        ("title", entry.title),
+        ("full name", f"{told['repo']}:{entry.quant}" if entry.quant else told["repo"]),
+        ("commit", told["rev"] or "the newest, pinned when a pull begins"),
+        ("licence", entry.licence),
+        ("family", entry.family),
+        ("parameters", entry.params),
+        ("recommended", advice_of(entry.name)),
+        ("size", size(told["size_bytes"]) if "size_bytes" in told else unknown),
+        ("state", f"not here: `paddock pull {entry.name}` fetches it, `paddock fit {entry.name}` says whether it fits"),
+    ]
+    ui.result("show", {"catalog": told}, lambda u: u.pairs((k, v) for k, v in rows if v))
     return 0
 
 
