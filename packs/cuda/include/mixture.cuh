@@ -15,10 +15,10 @@ struct MixtureArguments {
     float *residual, *logits, *weights, *switched;  // switched: what the shared expert's gate says
     int32_t *ids;
     const bf16 *before_x;
-    bf16 *normed, *hidden, *shared_hidden;  // hidden [n_used, f]
+    bf16 *normed, *hidden;  // hidden [n_used, f], the shared expert's behind it
     ExpertWeight before, router, switching, gate, up, down, shared_gate, shared_up, shared_down;
     const StepInfo *info;
-    int32_t *counter;  // zero between launches
+    int32_t *counter;  // three, 32 apart, zero between launches
     int64_t rows_symbol;
     int32_t m, before_k, f, f_shared, n_experts, n_used, score, is_normalised, act, warps_k;  // f_shared 0: no shared expert; warps_k: of a block's eight, for gate and up
     float eps, before_scale, router_scale, choice_scale, experts_scale, switch_scale, shared_scale, limit, alpha;

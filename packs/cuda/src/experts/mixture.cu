@@ -16,14 +16,18 @@ namespace {
 
 constexpr int kMostPerLane = 16;  // experts a lane looks at
 
-__device__ __forceinline__ void meet(int32_t *counter, int target) {
-    __syncthreads();
+// Blocks meet at a counter of their own, zero between launches: each tells it that it has come and that it has gone, and the last one finds it back at zero. (A release
+// waits for what its warp has asked for: weights are asked for after it.)
+__device__ __forceinline__ void tell(int32_t *counter) {
+    asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(2 * gridDim.x - 1) : "memory");
+}
+__device__ __forceinline__ void await_all(int32_t *counter) {
     if (threadIdx.x == 0) {
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-        int seen;
+        uint32_t seen;
         do {
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-        } while (seen < target);
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+        } while (seen < gridDim.x);
+        asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(2 * gridDim.x - 1) : "memory");
     }
     __syncthreads();
 }
@@ -110,15 +114,14 @@ __device__ __forceinline__ Choice choose(const MixtureArguments &a) {
 // Grid: multiprocessors. Shared: x in both orders, before and after that other rows; partial sums.
 template <int kFormat>
 __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid_constant__ MixtureArguments a) {
-    constexpr int kU = Rows<kFormat>::kU, kBf16U = Rows<PK_BF16>::kU;
+    constexpr int kU = Rows<kFormat>::kU, kBf16U = Rows<PK_BF16>::kU, kXBytes = kBlockWarps * kU * 2;  // of x from one unit of a warp to its next
     extern __shared__ __align__(128) uint8_t dynamic[];
-    __shared__ float red[kBlockWarps][32], sums[33];
+    __shared__ float red[kBlockWarps][32], sums[kBlockWarps];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3;
     WarpRing ring(dynamic);
     uint8_t *shared = dynamic + kRingBytes, *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
     const int n_units = a.m / kU, n_shared_units = a.f_shared / kU, n_tiles = (a.m + 15) / 16;
-    int met = 0;
-    auto meet_all = [&] { meet(a.counter, ++met * gridDim.x); };
+    int32_t *const after_before = a.counter, *const after_router = a.counter + 32, *const after_hidden = a.counter + 64;
     // Sums of a warp's 16 rows (column 0 of the product, all columns are the same) to red[warp][16 side ...].
     auto put = [&](const float (&acc)[4], int side) {
         if (c == 0) {
@@ -133,56 +136,75 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         return v;
     };
 
-    // The product before: 16 rows each. Its first weights are asked for ahead of the wait for earlier kernels.
-    const int n_before = a.before.data != nullptr ? a.before_k / kU / kBlockWarps : 0;
-    auto ask_before = [&](int tile, int step) { ask_unit(ring, tile < n_tiles && step < n_before, a.before, a.before.data, tile * 16, step * kBlockWarps + warp); };
-    if (n_before) prime([&](int step) { ask_before(blockIdx.x, step); });
     wait_dependence();
     release_dependents();
-    if (rows_of(a.info, a.rows_symbol) < 1) return;
+    const int n_rows = rows_of(a.info, a.rows_symbol);
+    // The product before: 16 rows each.
+    const int n_before = a.before.data != nullptr ? a.before_k / kU / kBlockWarps : 0;
     if (n_before) {
+        RowPart x;
+        x.load(a.before_x, a.before_k);  // ahead of the weights: behind them it would wait as long as they take
         const float scale = matrix_scale(a.before, 0) * a.before_scale;
-        stage_row<kFormat>(shared, a.before_x, a.before_k);
-        __syncthreads();
+#pragma unroll 1
         for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
-            auto ask = [&](int step) { ask_before(tile, step); };
-            if (tile != static_cast<int>(blockIdx.x)) prime(ask);
             const int row = tile * 16 + tid;
             const float old = tid < 16 && row < a.m ? __ldcg(a.residual + row) : 0.0f;
+            const Rows16 rows(a.before, a.before.data, tile * 16);
+            auto ask = [&](int step) { ring.ask(step < n_before, rows, step * kBlockWarps + warp); };
+            prime(ask);
+            if (tile == static_cast<int>(blockIdx.x)) {
+                if (n_rows < 1) return;
+                x.template stage<kFormat>(shared, a.before_k);
+                for (int k = kMostRow; k < a.before_k; k += kMostRow) {
+                    x.load(a.before_x + k, a.before_k - k);
+                    x.template stage<kFormat>(shared + 2 * k, a.before_k - k);
+                }
+                __syncthreads();
+            }
             float acc[4] = {};
-            stream_steps(ring, n_before, ask, [&](const RowsRegisters &unit, float factor, int step) { multiply<kFormat>(unit, acc, shared + c * 16 + (step * kBlockWarps + warp) * kU * 2, nullptr, factor); });
+            const uint8_t *at = shared + c * 16 + warp * kU * 2;
+            stream_steps(ring, n_before, ask, [&](const RowsRegisters &unit, float factor, int) {
+                multiply<kFormat>(unit, acc, at, nullptr, factor);
+                at += kXBytes;
+            });
             put(acc, 0);
             __syncthreads();
             if (tid < 16 && row < a.m) a.residual[row] = fmaf(sum_of(tid), scale, old);
-            __syncthreads();
+            if (tile + static_cast<int>(gridDim.x) < n_tiles) __syncthreads();
         }
+        __syncwarp();
+        if (tid == 0 && n_rows > 0) tell(after_before);
     }
+    if (n_rows < 1) return;
 
     // First: router, the shared expert's gate and up, and its own gate. A task is a block's: its warps take turns at the units.
     const int router_tiles = (a.n_experts + 15) / 16, shared_tiles = (a.f_shared + 15) / 16, n_first = router_tiles + shared_tiles + (a.switching.data != nullptr);
     bool is_normed = false;
+#pragma unroll 1
     for (int task = blockIdx.x; task < n_first || !is_normed; task += gridDim.x) {
         const bool is_here = task < n_first, is_router = task < router_tiles, is_both = is_here && !is_router && task < router_tiles + shared_tiles;
         const ExpertWeight &w0 = is_both ? a.shared_gate : is_router ? a.router : a.switching;
         const int row0 = (is_router ? task : is_both ? task - router_tiles : 0) * 16, each = a.m / (is_both ? kU : kBf16U) / kBlockWarps, n = is_here ? (is_both ? 2 : 1) * each : 0;
+        const Rows16 first(w0, w0.data, row0), second(a.shared_up, a.shared_up.data, row0);
         auto ask = [&](int step) {
             const bool side = is_both && step >= each;
-            const ExpertWeight &w = side ? a.shared_up : w0;
-            ask_unit(ring, step < n, w, w.data, row0, (side ? step - each : step) * kBlockWarps + warp);
+            ring.ask(step < n, Rows16(!side, first, second), (side ? step - each : step) * kBlockWarps + warp);
         };
         prime(ask);
         const float scale0 = is_here ? matrix_scale(w0, 0) : 0.0f, scale1 = is_both ? matrix_scale(a.shared_up, 0) : 1.0f;
+        const float bias = is_here && is_router && a.router_bias != nullptr && tid < 16 && row0 + tid < a.n_experts ? __ldg(a.router_bias + row0 + tid) : 0.0f;
         if (!is_normed) {
-            if (n_before) meet_all();
-            stage_normed<kFormat>(a.residual, a.norm, a.eps, a.m, x_plain, x_own, a.normed, sums);
+            if (n_before) await_all(after_before);
+            NormedPart x;
+            x.load(a.residual, a.norm, a.m);
+            x.template stage<kFormat>(a.eps, a.m, x_plain, x_own, a.normed, sums);
             is_normed = true;
         }
         if (!is_here) break;
         float acc[4] = {}, gate[4] = {};
         if (is_both) {
             stream_steps(ring, n, ask, [&](const RowsRegisters &unit, float factor, int step) {
-                const int at = (step >= each ? step - each : step) * kBlockWarps + warp;
-                multiply<kFormat>(unit, acc, x_own + c * 16 + at * kU * 2, nullptr, factor);
+                multiply<kFormat>(unit, acc, x_own + c * 16 + ((step >= each ? step - each : step) * kBlockWarps + warp) * kU * 2, nullptr, factor);
                 if (step != each - 1) return;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -193,62 +215,90 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         } else {
             stream_steps(ring, n, ask, [&](const RowsRegisters &unit, float factor, int step) { multiply<PK_BF16>(unit, gate, x_plain + c * 16 + (step * kBlockWarps + warp) * kBf16U * 2, nullptr, factor); });
         }
-        __syncthreads();
         put(gate, 0);
         put(acc, 1);
         __syncthreads();
-        if (tid >= 16) continue;
-        const float v = sum_of(tid) * scale0, u = sum_of(16 + tid) * scale1;
-        const int row = row0 + tid;
-        if (is_both) {
-            if (row < a.f_shared) a.shared_hidden[row] = __float2bfloat16(gated_by(a, v, u));
-        } else if (is_router) {
-            if (row < a.n_experts) a.logits[row] = (v + (a.router_bias != nullptr ? a.router_bias[row] : 0.0f)) * a.router_scale;
-        } else if (row == 0) {
-            *a.switched = v * a.switch_scale;
+        if (tid < 16) {
+            const float v = sum_of(tid) * scale0, u = sum_of(16 + tid) * scale1;
+            const int row = row0 + tid;
+            if (is_both) {
+                if (row < a.f_shared) a.hidden[a.n_used * a.f + row] = __float2bfloat16(gated_by(a, v, u));
+            } else if (is_router) {
+                if (row < a.n_experts) a.logits[row] = (v + bias) * a.router_scale;
+            } else if (row == 0) {
+                *a.switched = v * a.switch_scale;
+            }
         }
+        if (task + static_cast<int>(gridDim.x) < n_first) __syncthreads();
     }
-    meet_all();
+    __syncwarp();
+    if (tid == 0) tell(after_router);
+
+    // Gate and up: 16 hidden values of an expert a task, warps_k warps each.
+    const int wk = warp % a.warps_k, team = warp / a.warps_k, tiles = (a.f + 15) / 16, n_tasks = tiles * a.n_used, first_task = team * gridDim.x + blockIdx.x, all_teams = gridDim.x * (kBlockWarps / a.warps_k);
+    const int each = n_units / a.warps_k, n_own = first_task < n_tasks ? (n_tasks - first_task - 1) / all_teams + 1 : 0, tile_step = all_teams / a.n_used, slot_step = all_teams % a.n_used;
+    // Where a warp is: one that loads and, behind it, one that multiplies.
+    struct Task {
+        int tile, slot, tile_step, slot_step, n_used;
+        __device__ void advance() {
+            tile += tile_step;
+            slot += slot_step;
+            if (slot >= n_used) {
+                slot -= n_used;
+                ++tile;
+            }
+        }
+    };
+    const Task first = {first_task / a.n_used, first_task % a.n_used, tile_step, slot_step, a.n_used};
+    const float shared_scale = a.f_shared ? matrix_scale(a.shared_down, 0) : 0.0f;
+    await_all(after_router);
 
     // The choice, and what depends on nothing else.
     // (Nothing is computed from these loads before the weights are asked for: a warp waits where it first uses what it loads.)
-    const float switch_logit = a.switching.data != nullptr ? __ldcg(a.switched) : 0.0f, shared_scale = a.f_shared ? matrix_scale(a.shared_down, 0) : 0.0f;
+    const float switch_logit = a.switching.data != nullptr ? __ldcg(a.switched) : 0.0f;
     const Choice choice = a.n_experts <= 32 * kMostPerLane / 2 ? choose<kMostPerLane / 2>(a) : choose<kMostPerLane>(a);
     float gate_scale = 0.0f, up_scale = 0.0f, down_scale = 0.0f;
-    if (lane < a.n_used) {
-        gate_scale = matrix_scale(a.gate, choice.id);
-        up_scale = matrix_scale(a.up, choice.id);
-        down_scale = matrix_scale(a.down, choice.id);
-    }
-    if (blockIdx.x == 0 && warp == 0 && lane < a.n_used) {
-        a.ids[lane] = choice.id;
-        a.weights[lane] = choice.weight;
-    }
-
-    // Gate and up: 16 hidden values of an expert a task, warps_k warps each.
     {
-        const int wk = warp % a.warps_k, team = warp / a.warps_k, n_teams = kBlockWarps / a.warps_k, tiles = (a.f + 15) / 16, n_tasks = tiles * a.n_used;
-        const int first = team * gridDim.x + blockIdx.x, all_teams = gridDim.x * n_teams, each = n_units / a.warps_k;
-        const int n_own = first < n_tasks ? (n_tasks - first - 1) / all_teams + 1 : 0, n = n_own * 2 * each;
-        auto ask = [&](int step) {
-            const int own = step / (2 * each), in = step - own * 2 * each, side = in >= each, task = first + own * all_teams, expert = __shfl_sync(~0u, choice.id, task % a.n_used);
-            const ExpertWeight &w = side ? a.up : a.gate;
-            ask_unit(ring, step < n, w, w.data + expert * w.stride, task / a.n_used * 16, (in - side * each) * a.warps_k + wk);
+        Task loading = first, multiplying = first;
+        Rows16 rows = {};
+        int asked = 0, side = 0, own = 0;
+        auto ask = [&](int) {
+            if (asked == 0 && own < n_own) {
+                const ExpertWeight &w = side ? a.up : a.gate;
+                rows = Rows16(w, w.data + __shfl_sync(~0u, choice.id, loading.slot) * w.stride, loading.tile * 16);
+            }
+            ring.ask(own < n_own, rows, asked * a.warps_k + wk);
+            if (++asked < each) return;
+            asked = 0;
+            side ^= 1;
+            if (side) return;
+            ++own;
+            loading.advance();
         };
         prime(ask);
+        if (lane < a.n_used) {
+            gate_scale = matrix_scale(a.gate, choice.id);
+            up_scale = matrix_scale(a.up, choice.id);
+            down_scale = matrix_scale(a.down, choice.id);
+        }
+        if (blockIdx.x == 0 && warp == 0 && lane < a.n_used) {
+            a.ids[lane] = choice.id;
+            a.weights[lane] = choice.weight;
+        }
         float acc[4] = {}, gate[4] = {};
-        stream_steps(ring, n, ask, [&](const RowsRegisters &unit, float factor, int step) {
-            const int own = step / (2 * each), in = step - own * 2 * each, at = (in >= each ? in - each : in) * a.warps_k + wk;
-            multiply<kFormat>(unit, acc, x_own + c * 16 + at * kU * 2, nullptr, factor);
-            if (in == each - 1) {
+        int in = 0;
+        stream_steps(ring, n_own * 2 * each, ask, [&](const RowsRegisters &unit, float factor, int) {
+            multiply<kFormat>(unit, acc, x_own + c * 16 + ((in >= each ? in - each : in) * a.warps_k + wk) * kU * 2, nullptr, factor);
+            ++in;
+            if (in == each) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     gate[i] = acc[i];
                     acc[i] = 0.0f;
                 }
             }
-            if (in + 1 < 2 * each) return;
-            const int task = first + own * all_teams, slot = task % a.n_used, row = task / a.n_used * 16 + lane;
+            if (in < 2 * each) return;
+            in = 0;
             auto team_sync = [&] {
                 if (a.warps_k > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * a.warps_k) : "memory");
                 else __syncwarp();
@@ -257,7 +307,8 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
             put(gate, 0);
             put(acc, 1);
             team_sync();
-            const float gs = __shfl_sync(~0u, gate_scale, slot), us = __shfl_sync(~0u, up_scale, slot);
+            const int row = multiplying.tile * 16 + lane;
+            const float gs = __shfl_sync(~0u, gate_scale, multiplying.slot), us = __shfl_sync(~0u, up_scale, multiplying.slot);
             if (wk == 0 && lane < 16 && row < a.f) {
                 float v = 0.0f, u = 0.0f;
 #pragma unroll 1
@@ -265,49 +316,75 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
                     v += red[warp + k][lane];
                     u += red[warp + k][16 + lane];
                 }
-                a.hidden[slot * a.f + row] = __float2bfloat16(gated_by(a, v * gs, u * us));
+                a.hidden[multiplying.slot * a.f + row] = __float2bfloat16(gated_by(a, v * gs, u * us));
             }
             __syncwarp();
+            multiplying.advance();
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[i] = 0.0f;
         });
     }
 
     // Down: all experts one after the other, the shared one last.
-    const int own_units = a.f / kU, all_units = a.n_used * own_units + n_shared_units, n = (all_units - warp + kBlockWarps - 1) / kBlockWarps;
+    const int own_units = a.f / kU, all_units = a.n_used * own_units + n_shared_units, n = (all_units - warp + kBlockWarps - 1) / kBlockWarps, n_hidden = a.n_used * a.f + a.f_shared;
     const float factor_of = lane < a.n_used ? down_scale * choice.weight * a.experts_scale : 0.0f;
     const float shared_factor = shared_scale * a.shared_scale * (a.switching.data != nullptr ? 1.0f / (1.0f + __expf(-switch_logit)) : 1.0f);
     bool has_met = false;
+#pragma unroll 1
     for (int tile = blockIdx.x; tile < n_tiles || !has_met; tile += gridDim.x) {
         const int mine = tile < n_tiles ? n : 0, row = tile * 16 + tid;
+        struct Place {
+            int slot, unit, own_units, n_used;
+            __device__ void settle() {
+                while (unit >= own_units && slot < n_used) {
+                    unit -= own_units;
+                    ++slot;
+                }
+            }
+        } loading = {0, warp, own_units, a.n_used}, multiplying = loading;
         auto ask = [&](int step) {
-            const int at = step * kBlockWarps + warp, slot = at / own_units;
-            const bool is_own = slot < a.n_used;
-            const int expert = __shfl_sync(~0u, choice.id, is_own ? slot : 0);
+            loading.settle();
+            const bool is_own = loading.slot < a.n_used;
+            const int expert = __shfl_sync(~0u, choice.id, is_own ? loading.slot : 0);
             const ExpertWeight &w = is_own ? a.down : a.shared_down;
-            ask_unit(ring, step < mine, w, w.data + (is_own ? expert * w.stride : 0), tile * 16, is_own ? at - slot * own_units : at - a.n_used * own_units);
+            ring.ask(step < mine, Rows16(w, w.data + (is_own ? expert * w.stride : 0), tile * 16), loading.unit);
+            loading.unit += kBlockWarps;
         };
+        // The first warp tells that the hidden values are there before it asks for weights.
+        if (!has_met && warp == 0) {
+            __syncthreads();
+            if (lane == 0) tell(after_hidden);
+            __syncwarp();
+        }
         prime(ask);
+        if (!has_met && warp != 0) __syncthreads();
         const float old = tid < 16 && row < a.m && mine ? __ldcg(a.residual + row) : 0.0f;
         if (!has_met) {
-            meet_all();
+            await_all(after_hidden);
             has_met = true;
-            stage_row<kFormat>(shared, a.hidden, a.n_used * a.f);
-            if (a.f_shared) stage_row<kFormat>(shared + 2 * a.n_used * a.f, a.shared_hidden, a.f_shared);
+            RowPart x;
+#pragma unroll 1
+            for (int k = 0; k < n_hidden; k += kMostRow) {
+                x.load(a.hidden + k, n_hidden - k);
+                x.template stage<kFormat>(shared + 2 * k, n_hidden - k);
+            }
             __syncthreads();
         }
         float acc[4] = {};
-        stream_steps(ring, mine, ask, [&](const RowsRegisters &unit, float factor, int step) {
-            const int at = step * kBlockWarps + warp, slot = at / own_units;
-            const float weight = __shfl_sync(~0u, factor_of, slot < a.n_used ? slot : 0);
-            multiply<kFormat>(unit, acc, shared + c * 16 + at * kU * 2, nullptr, factor * (slot < a.n_used ? weight : shared_factor));
+        const uint8_t *at = shared + c * 16 + warp * kU * 2;
+        stream_steps(ring, mine, ask, [&](const RowsRegisters &unit, float factor, int) {
+            multiplying.settle();
+            const bool is_own = multiplying.slot < a.n_used;
+            const float weight = __shfl_sync(~0u, factor_of, is_own ? multiplying.slot : 0);
+            multiply<kFormat>(unit, acc, at, nullptr, factor * (is_own ? weight : shared_factor));
+            multiplying.unit += kBlockWarps;
+            at += kXBytes;
         });
         put(acc, 0);
         __syncthreads();
         if (tid < 16 && row < a.m && mine) a.residual[row] = old + sum_of(tid);
-        __syncthreads();
+        if (tile + static_cast<int>(gridDim.x) < n_tiles) __syncthreads();
     }
-    if (tid == 0 && atomicAdd(a.counter, 1) == (met + 1) * static_cast<int>(gridDim.x) - 1) *a.counter = 0;
 }
 
 // Reads records as one mixture. False: not for this kernel.
@@ -434,7 +511,6 @@ struct Reader {
             a.shared_gate = weight(in.w[0]);
             a.shared_up = weight(in.w[1]);
             a.f_shared = static_cast<int32_t>(in.w[0].rows);
-            a.shared_hidden = reinterpret_cast<bf16 *>(in.y.data);
             ++next;
             if (next + 1 < records.n() && is(PK_OP_MATMUL) && records[next + 1].op == PK_OP_SIGMOID) {
                 const auto &own = records[next].as<pk_op_matmul>();
@@ -485,7 +561,7 @@ int32_t launch_mixture(const Launch &l, const Mixture &mixture) {
     a.info = l.info;
     a.counter = l.counters;
     a.hidden = reinterpret_cast<bf16 *>(l.scratch);
-    a.switched = reinterpret_cast<float *>(l.scratch + (int64_t{a.n_used} * a.f * 2 + 255) / 256 * 256);
+    a.switched = reinterpret_cast<float *>(l.scratch + ((int64_t{a.n_used} * a.f + a.f_shared) * 2 + 255) / 256 * 256);
     const dim3 blocks(l.ctx->n_processors), threads(kExpertThreads);
     return mixture.format == PK_BF16 ? launch(l, "mixture", mixture_kernel<PK_BF16>, blocks, threads, shared_bytes(a), a) : launch(l, "mixture", mixture_kernel<PK_FP8_E4M3>, blocks, threads, shared_bytes(a), a);
 }

@@ -12,7 +12,7 @@ template <int kFormat>
 __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid_constant__ AbreastArguments a) {
     extern __shared__ __align__(128) uint8_t dynamic[];
     WarpRing ring(dynamic);
-    __shared__ float red[kBlockWarps][16], sums[33];
+    __shared__ float red[kBlockWarps][16], sums[kBlockWarps];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
     const int wk = warp % a.warps_k, team = warp / a.warps_k, all_teams = gridDim.x * (kBlockWarps / a.warps_k), first = team * gridDim.x + blockIdx.x;
     uint8_t *shared = dynamic + kRingBytes, *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
@@ -21,9 +21,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid
     // Where a warp is: one that loads and, behind it, one that multiplies.
     struct Cursor {
         int task, unit, end, which;
-        const uint8_t *rows;
-        int64_t row_bytes;
-        const float *block;
+        Rows16 rows;
         bool is_own;
     };
     auto begin = [&](Cursor &at, int task) {
@@ -39,24 +37,26 @@ __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid
         at.is_own = w.is_own;
         at.unit = wk;
         at.end = a.m / (w.is_own ? Rows<kFormat>::kU : Rows<PK_BF16>::kU);
-        at.rows = w.w.data + row0 * w.w.row_bytes;
-        at.row_bytes = w.w.row_bytes;
-        at.block = w.w.block_scale_at >= 0 ? reinterpret_cast<const float *>(w.w.data + w.w.block_scale_at) + (row0 >> 7) * w.w.block_stride : nullptr;
+        at.rows = Rows16(w.w, w.w.data, row0);
     };
     Cursor loading, using_;
     begin(loading, 0);
     begin(using_, 0);
     auto ask = [&](int) {
         const bool is = loading.task < n_tasks;
-        ring.ask(is, loading.rows, loading.row_bytes, loading.unit, loading.block != nullptr ? loading.block + loading.unit : nullptr);
+        ring.ask(is, loading.rows, loading.unit);
         loading.unit += a.warps_k;
         if (is && loading.unit >= loading.end) begin(loading, loading.task + 1);
     };
-    prime(ask);
+    // The row is asked for ahead of the weights: behind them it would wait as long as they take.
     wait_dependence();
     release_dependents();
-    if (rows_of(a.info, a.rows_symbol) < 1) return;
-    stage_normed<kFormat>(a.residual, a.norm, a.eps, a.m, x_plain, x_own, a.normed, sums);
+    const int n_rows = rows_of(a.info, a.rows_symbol);
+    NormedPart x;
+    x.load(a.residual, a.norm, a.m);
+    prime(ask);
+    if (n_rows < 1) return;
+    x.template stage<kFormat>(a.eps, a.m, x_plain, x_own, a.normed, sums);
     float acc[4] = {};
 #pragma unroll 1
     while (using_.task < n_tasks) {
