@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import mmap
 import os
 import struct
 import sys
@@ -165,14 +164,9 @@ class Steps:
 def skip_reading(views: Mapping[str, TensorView]) -> None:
     """In this process nothing is read from disk: weights are zeros, which are copied and converted as any are; scales of as many numbers are alike."""
 
-    def read(staging: loader.Staging, view: TensorView) -> memoryview:
-        if len(staging._buffer) < view.n_bytes:
-            staging._buffer = mmap.mmap(-1, view.n_bytes)
-        return memoryview(staging._buffer)[: view.n_bytes]
-
     alike = {view.scales.view.n_elements: view for view in views.values() if view.scales is not None}
     scales = {n: read_scales_once(view) for n, view in alike.items()}
-    setattr(loader.Staging, "read", read)  # noqa: B010
+    setattr(loader.Staging, "_start", lambda staging, view, start, target: [])  # noqa: B010
     setattr(loader, "read_scales", lambda staging, view: scales[view.scales.view.n_elements] if view.scales is not None else None)  # noqa: B010
 
 

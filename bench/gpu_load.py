@@ -20,7 +20,8 @@ import numpy as np
 from paddock_runner.blueprint.blueprint import Blueprint
 from paddock_runner.files.view import Scales, TensorView
 from paddock_runner.formats.table import by_name
-from paddock_runner.model.weights import READERS, load_weights
+from paddock_runner.model.staging import READERS
+from paddock_runner.model.weights import load_weights
 from paddock_runner.pack.device import Device
 from paddock_runner.pack.library import load_pack
 

@@ -532,7 +532,8 @@ typedef struct pk_op_mamba {
 /* How scales beside a weight are laid out (safetensors formats; GGUF formats carry their own). */
 typedef enum pk_scales { PK_SCALES_NONE = 0, PK_SCALES_TENSOR = 1, PK_SCALES_ROW = 2, PK_SCALES_BLOCK = 3, PK_SCALES_GROUP = 4 } pk_scales;
 
-/* A weight as the checkpoint stores it, in host memory. rows x cols, row after row. */
+/* A weight as the checkpoint stores it, in host memory. rows x cols, row after row; or a part of its rows, the others in calls of
+ * their own: parts come in order, each begins where the last ended, and all but the last have a multiple of 128 rows. */
 typedef struct pk_source {
     uint64_t data;
     int64_t n_bytes;
@@ -547,6 +548,8 @@ typedef struct pk_source {
     float offset;          /* added to every element (norm weights stored minus one); 0 otherwise */
     int32_t block_rows;    /* BLOCK: 128 x 128 */
     int32_t block_cols;
+    int64_t first_row;     /* data begins with this row and has part_rows of them; part_rows 0: all. n_bytes and scale_data are the whole weight's */
+    int64_t part_rows;
 } pk_source;
 
 /* ---- functions ---- */
@@ -612,7 +615,7 @@ PK_API int32_t pk_fill(pk_ctx *ctx, uint64_t device, int32_t byte, int64_t n_byt
  * that come later. With run_ahead 0 it is done when this returns; otherwise it is enqueued. The ranges do not overlap. */
 PK_API int32_t pk_copy(pk_ctx *ctx, uint64_t to, uint64_t from, int64_t n_bytes);
 
-/* Bytes of a weight after pk_repack, and the repacking. A format without kernels is refused here, by name. */
+/* Bytes of a weight after pk_repack, and the repacking: the source's memory may be used again when it returns. A format without kernels is refused here, by name. */
 PK_API int32_t pk_packed_bytes(pk_ctx *ctx, const pk_source *source, int64_t *out);
 PK_API int32_t pk_repack(pk_ctx *ctx, const pk_source *source, uint64_t device, int64_t n_bytes);
 

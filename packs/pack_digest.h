@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "5e6fbf8f60bd8dae"
+#define PK_ABI_DIGEST "0d3f5366b2282c1a"

@@ -25,11 +25,11 @@ def shapes_of(name):
     return [(rows, cols) for rows, cols in SHAPES if cols % by_name(name).block_elements == 0]
 
 
-def looked_up(bench, weight):
+def looked_up(bench, weight, **how):
     """Every row of a packed matrix, through the embedding op of a model with as many tokens; skips what the pack has not."""
     b = bench(sizes=StateSizes(1, 256, 16, 17, weight.rows, 256, 1))
     supported(b, weight.format)
-    table = weight.upload(b)
+    table = weight.upload(b, **how)
     out = b.output(weight.rows, weight.cols, T)
     b.set_rows([(0, 0, weight.rows)])
     b.set("token_id", np.arange(weight.rows))
@@ -59,6 +59,33 @@ def test_rows_come_back_bit_for_bit(bench, rng, name):
             np.testing.assert_array_equal(got, weight.values)
         else:
             np.testing.assert_allclose(got, weight.values, rtol=2**-8, atol=1e-30)
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_parts_of_rows_become_what_the_whole_does(bench, rng, name, is_pinned):
+    weight = random_weight(name, 250, 512, rng)
+    whole, parts = looked_up(bench, weight)[0], looked_up(bench, weight, part_rows=128, is_pinned=is_pinned)[0]
+    np.testing.assert_array_equal(parts, whole)
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize("make", [lambda rng: scaled_fp8("fp8_e4m3", 250, 300, "block", rng), lambda rng: scaled_fp8("fp8_e4m3", 250, 300, "row", rng), lambda rng: grouped_fp4("nvfp4", 250, 64, rng), lambda rng: grouped_fp4("mxfp4", 250, 96, rng)])
+def test_parts_take_their_own_scales(bench, rng, make, is_pinned):
+    weight = make(rng)
+    whole, parts = looked_up(bench, weight)[0], looked_up(bench, weight, part_rows=128, is_pinned=is_pinned)[0]
+    np.testing.assert_array_equal(parts, whole)
+
+
+@pytest.mark.parametrize("first, n", [(100, 128), (128, 100), (0, 400), (256, 128), (-128, 128), (0, -1)])
+def test_a_part_that_is_none_is_refused_with_its_rows(bench, rng, first, n):
+    b = bench()
+    weight = random_weight("bf16", 300, 256, rng)
+    source = weight.source()
+    n_bytes = b.device.packed_bytes(source)
+    source.first_row, source.part_rows = first, n
+    with pytest.raises(PackError, match=f"rows {first} to {first + n} of 300 are no part"):
+        b.device.repack(source, b.device.alloc(n_bytes, "weight"), n_bytes)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "row", "block"])

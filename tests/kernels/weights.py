@@ -43,13 +43,24 @@ class Weight:
             source.scale_data, (source.scale_rows, source.scale_cols) = self.scales.ctypes.data, self.scales.shape
         return source
 
-    def upload(self, b: Bench) -> Tensor:
-        """The packed matrix in memory of its own, which was poisoned before."""
+    def upload(self, b: Bench, part_rows: int = 0, is_pinned: bool = False) -> Tensor:
+        """The packed matrix in memory of its own, which was poisoned before. part_rows: so many rows a call, from memory that holds no others."""
         source = self.source()
         n = b.device.packed_bytes(source)
         address = b.device.alloc(n, "weight")
         b.device.fill(address, 0xFF, n)
-        b.device.repack(source, address, n)
+        if not part_rows:
+            b.device.repack(source, address, n)
+        rows = self.data.reshape(self.rows, -1)
+        for first in range(0, self.rows, part_rows) if part_rows else ():
+            part = rows[first : first + part_rows].copy()
+            if is_pinned:
+                place = b.device.alloc(part.nbytes, "part", is_pinned=True)
+                b.device.host_bytes(place, part.nbytes)[:] = part.tobytes()
+            source.data = place if is_pinned else part.ctypes.data
+            source.first_row, source.part_rows = first, len(part)
+            b.device.repack(source, address, n)
+            part[:] = 0xFF
         return Tensor(address, self.rows, self.cols, by_name(self.format).id, 0, abi.PK_PACKED)
 
 

@@ -59,7 +59,7 @@ void spread(const uint8_t *from, int64_t n, uint8_t *to) {
 
 void repack_plain_row(const Layout &layout, const PanelShape &shape, const pk_source &s, int64_t row, uint8_t *panel) {
     int64_t n = row % kPanelRows, bytes = layout.element_bytes;
-    const uint8_t *from = reinterpret_cast<const uint8_t *>(s.data) + row * s.cols * bytes;
+    const uint8_t *from = reinterpret_cast<const uint8_t *>(s.data) + (row - s.first_row) * s.cols * bytes;
     switch (layout.format) {
         case PK_F32: spread<4>(from, s.cols, panel + n * 4); break;
         case PK_F16: spread<2>(from, s.cols, panel + n * 2); break;
@@ -78,7 +78,7 @@ void repack_plain_row(const Layout &layout, const PanelShape &shape, const pk_so
 
 void unpack_group_unit(const pk_source &s, int64_t row, int64_t i, Unit *out) {
     std::memset(out, 0, sizeof *out);
-    const uint8_t *codes = reinterpret_cast<const uint8_t *>(s.data) + (row * s.cols + i * kGroup) / 2;
+    const uint8_t *codes = reinterpret_cast<const uint8_t *>(s.data) + ((row - s.first_row) * s.cols + i * kGroup) / 2;
     const uint8_t *scales = reinterpret_cast<const uint8_t *>(s.scale_data) + row * s.scale_cols;
     int64_t n = s.cols - i * kGroup < kGroup ? s.cols - i * kGroup : kGroup;
     for (int64_t j = 0; j < n; ++j) out->code[j] = codes[j / 2] >> (4 * (j % 2)) & 15;
@@ -99,7 +99,7 @@ void repack_panel(const Layout &layout, const PanelShape &shape, const pk_source
             repack_plain_row(layout, shape, s, row, panel);
             continue;
         }
-        const uint8_t *from = reinterpret_cast<const uint8_t *>(s.data) + (has_group_scales(s) ? 0 : row * row_bytes(*format, s.cols));
+        const uint8_t *from = reinterpret_cast<const uint8_t *>(s.data) + (has_group_scales(s) ? 0 : (row - s.first_row) * row_bytes(*format, s.cols));
         for (int64_t i = 0; i * layout.unit < s.cols; ++i) {
             if (has_group_scales(s)) {
                 unpack_group_unit(s, row, i, &unit);
@@ -141,11 +141,14 @@ int32_t repack(Context &context, const pk_source &source, void *dst, int64_t n_b
     if (int32_t status = packed_bytes(context, source, &need)) return status;
     if (n_bytes != need) return fail(PK_BAD_ARG, "weight: %lld bytes for the packed matrix, it takes %lld", (Long)n_bytes, (Long)need);
     if (!source.data || (source.scales != PK_SCALES_NONE && !source.scale_data)) return fail(PK_BAD_ARG, "weight: its data or scales are absent");
+    const int64_t n_rows = source.part_rows ? source.part_rows : source.rows, first = source.first_row / kPanelRows;
+    if (source.first_row < 0 || n_rows < 1 || source.first_row + n_rows > source.rows || source.first_row % 128 || (n_rows % 128 && source.first_row + n_rows < source.rows))
+        return fail(PK_BAD_ARG, "weight: rows %lld to %lld of %lld are no part that begins and ends at a multiple of 128", (Long)source.first_row, (Long)(source.first_row + n_rows), (Long)source.rows);
     const Layout &layout = *find_layout(source.format);
     PanelShape shape = panel_shape(layout, source.cols);
     auto *out = static_cast<uint8_t *>(dst);
-    context.pool.parallel_for(n_panels(source.rows), 1, [&](int64_t begin, int64_t end, int32_t) {
-        for (int64_t p = begin; p < end; ++p) repack_panel(layout, shape, source, p, out + p * shape.panel_bytes);
+    context.pool.parallel_for(n_panels(source.first_row + n_rows) - first, 1, [&](int64_t begin, int64_t end, int32_t) {
+        for (int64_t p = first + begin; p < first + end; ++p) repack_panel(layout, shape, source, p, out + p * shape.panel_bytes);
     });
     return PK_OK;
 }

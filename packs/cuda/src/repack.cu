@@ -210,6 +210,8 @@ int32_t describe(const pk_source &s, Packed *out) {
     const int64_t need = grouped ? s.rows * s.cols / 2 : s.rows * (s.cols / block.elements) * block.bytes;
     if (s.n_bytes != need) return fail(PK_BAD_ARG, "repack: %lld x %lld of format %d is %lld bytes, the source has %lld", (long long)s.rows, (long long)s.cols, s.format, (long long)need, (long long)s.n_bytes);
     if (s.offset != 0.0f) return fail(PK_UNSUPPORTED, "repack: the CUDA pack adds no offset to matrices");
+    const int64_t stop = s.part_rows ? s.first_row + s.part_rows : s.rows;
+    if (s.first_row < 0 || stop <= s.first_row || stop > s.rows || s.first_row % 128 || (stop % 128 && stop < s.rows)) return fail(PK_BAD_ARG, "repack: rows %lld to %lld of %lld are no part that begins and ends at a multiple of 128", (long long)s.first_row, (long long)stop, (long long)s.rows);
     Packed p;
     p.format = stored_format(s.format);
     p.rows = s.rows;
@@ -274,14 +276,17 @@ static int32_t repack_on_device(pk_ctx *ctx, const pk_source &s, uint64_t device
     const int64_t source_row = grouped ? s.cols / 2 : s.cols / block.elements * block.bytes;
     const int64_t scale_row = grouped ? s.scale_cols : 0;
     uint8_t *out = reinterpret_cast<uint8_t *>(device);
-    if (int32_t e = check(cudaMemsetAsync(out, 0, p.n_bytes, ctx->stream), "repack")) return e;
+    const int64_t stop = s.part_rows ? s.first_row + s.part_rows : s.rows;
+    const bool is_last = stop == s.rows;
+    if (s.first_row == 0)
+        if (int32_t e = check(cudaMemsetAsync(out, 0, p.n_bytes, ctx->stream), "repack")) return e;
     const int64_t most = buffers.n_bytes / (source_row + scale_row) / 128 * 128;
     if (most < 128) return fail(PK_UNSUPPORTED, "repack: rows of %lld bytes are too long", (long long)source_row);
     const bool is_pinned = !grouped && lies_pinned(reinterpret_cast<const void *>(s.data));  // the device copies from there
-    for (int64_t row = 0, turn = 0; row < s.rows; row += most, ++turn) {
+    for (int64_t row = s.first_row, turn = 0; row < stop; row += most, ++turn) {
         const int i = turn & 1;
-        const int64_t n = std::min(most, s.rows - row);
-        const void *from = reinterpret_cast<const uint8_t *>(s.data) + row * source_row;
+        const int64_t n = std::min(most, stop - row);
+        const void *from = reinterpret_cast<const uint8_t *>(s.data) + (row - s.first_row) * source_row;
         if (!is_pinned) {
             if (int32_t e = check(cudaEventSynchronize(buffers.free[i]), "repack")) return e;
             copy_in_parts(buffers.host[i], static_cast<const uint8_t *>(from), n * source_row);
@@ -322,6 +327,7 @@ static int32_t repack_on_device(pk_ctx *ctx, const pk_source &s, uint64_t device
         }
         if (int32_t e = check(cudaEventRecord(buffers.free[i], ctx->stream), "repack")) return e;
     }
+    if (!is_last) return is_pinned ? check(cudaStreamSynchronize(ctx->stream), "repack") : PK_OK;
     // Four bytes from pageable memory are staged before the call returns.
     if (int32_t e = check(cudaMemcpyAsync(out + p.scale_at, &p.scale, 4, cudaMemcpyHostToDevice, ctx->stream), "repack")) return e;
     if (p.scale_kind == PK_SCALES_ROW) {
@@ -348,6 +354,7 @@ int32_t repack(pk_ctx *ctx, const pk_source &s, uint64_t address, const Packed &
         ctx->n_allocations += 1;
     }
     if (int32_t e = repack_on_device(ctx, s, reinterpret_cast<uint64_t>(buffers.whole), p, buffers)) return e;
+    if (s.part_rows && s.first_row + s.part_rows < s.rows) return PK_OK;
     return check(cudaMemcpyAsync(reinterpret_cast<void *>(address), buffers.whole, p.n_bytes, cudaMemcpyDefault, ctx->stream), "repack");
 }
 

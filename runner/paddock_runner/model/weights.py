@@ -5,12 +5,8 @@ Knows nothing of families; names are ours (blueprint/names.py).
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,79 +22,9 @@ from ..pack import abi
 from ..pack.device import Device, aligned, f32_tensor
 from ..pack.tensor import Tensor
 from . import int4
+from .staging import BUFFERS, Part, Staging, parts_of
 
 Progress = Callable[[int, int], None]
-
-
-READERS = 6
-PIECE_BYTES = 8 << 20
-PINNED_BYTES = 256 << 20
-"""The largest tensor that is read ahead into memory which a GPU copies from by itself."""
-
-
-class Staging:
-    """One buffer that grows to the largest tensor; tensors are read into it with pread, so that page cache is not counted as ours.
-
-    Large tensors are read in pieces by several threads: one copies from page cache at a fraction of the memory's speed, and
-    leaves a disk's queue empty. ahead: buffers that the tensor after the one in use is read into meanwhile, in turns; () for none.
-    """
-
-    def __init__(self, ahead: Sequence[memoryview] = ()) -> None:
-        self._files: dict[Path, int] = {}
-        self._buffer = mmap.mmap(-1, 1 << 20)
-        self._readers = ThreadPoolExecutor(READERS, "reader")
-        self._ahead = ahead
-        self._turn = 0
-        self._coming: tuple[TensorView, memoryview, list[Future[None]]] | None = None
-
-    def begin(self, view: TensorView) -> None:
-        """Starts to read a tensor that a later `read` will ask for, if it fits. What `read` gave last stays valid, what it gave before does not."""
-        if self._coming is None and self._ahead and view.n_bytes <= len(self._ahead[self._turn]):
-            target = self._ahead[self._turn][: view.n_bytes]
-            self._turn = (self._turn + 1) % len(self._ahead)
-            self._coming = view, target, self._start(view, target)
-
-    def read(self, view: TensorView) -> memoryview:
-        """The tensor's bytes; valid until the next read. Raises: FileError when the file is shorter than its header says."""
-        if self._coming is not None and self._coming[0] is view:
-            _, target, parts = self._coming
-            self._coming = None
-        else:
-            if len(self._buffer) < view.n_bytes:
-                self._buffer.close()
-                self._buffer = mmap.mmap(-1, view.n_bytes)
-                if hasattr(mmap, "MADV_HUGEPAGE"):  # making gigabytes page by page takes longer than reading them
-                    self._buffer.madvise(mmap.MADV_HUGEPAGE)
-            target = memoryview(self._buffer)[: view.n_bytes]
-            parts = self._start(view, target)
-        for part in parts:
-            part.result()
-        return target
-
-    def _start(self, view: TensorView, target: memoryview) -> list[Future[None]]:
-        if view.path not in self._files:
-            self._files[view.path] = os.open(view.path, os.O_RDONLY)
-        pieces = [slice(at, min(at + PIECE_BYTES, view.n_bytes)) for at in range(0, view.n_bytes, PIECE_BYTES)]
-        return [self._readers.submit(self._read_piece, view, target, piece) for piece in pieces]
-
-    def _read_piece(self, view: TensorView, target: memoryview, piece: slice) -> None:
-        handle, done = self._files[view.path], piece.start
-        while done < piece.stop:
-            n = os.preadv(handle, [target[done : piece.stop]], view.offset + done)
-            if n == 0:
-                raise FileError(
-                    f"{view.path}: truncated: tensor {view.name} needs bytes up to {view.offset + view.n_bytes}, the file ends at {os.fstat(handle).st_size}",
-                    "download it again, or run paddock verify",
-                )
-            done += n
-
-    def close(self) -> None:
-        """Closes files and gives the buffer back."""
-        self._readers.shutdown()
-        for handle in self._files.values():
-            os.close(handle)
-        self._files.clear()
-        self._buffer.close()
 
 
 def is_matrix(name: str, view: TensorView) -> bool:
@@ -117,8 +43,8 @@ class ScaleValues:
     whole: float
 
 
-def source_of(view: TensorView, address: int = 0, scales: ScaleValues | None = None) -> abi.pk_source:
-    """The pk_source of a weight. Without `address` and `scales` it only describes: enough to ask for packed bytes."""
+def source_of(view: TensorView, address: int = 0, scales: ScaleValues | None = None, part: Part | None = None) -> abi.pk_source:
+    """The pk_source of a weight, or of some of its rows. Without `address` and `scales` it only describes: enough to ask for packed bytes."""
     source = abi.pk_source()
     source.data, source.n_bytes = address, view.weight_bytes
     source.rows, source.cols = view.shape
@@ -131,6 +57,8 @@ def source_of(view: TensorView, address: int = 0, scales: ScaleValues | None = N
         source.block_rows, source.block_cols = view.scales.block
     if scales is not None:
         source.scale_data, source.global_scale = scales.values.ctypes.data, scales.whole
+    if part is not None:
+        source.first_row, source.part_rows = part.first_row, part.n_rows
     return source
 
 
@@ -210,26 +138,36 @@ def load_weights(
     here = {name: n for name, n in sizes.items() if name not in away.places}
     places = {**_places(device.alloc(sum(aligned(n) for n in here.values()), "weights"), here), **away.places}
     total, done = sum(v.n_bytes for v in views.values()), 0
-    pinned = _pinned(device, views)
-    staging, weights = Staging([device.host_bytes(*place) for place in pinned]), {}
+    in_order = _in_file_order(views)
+    parts = {name: parts_of(view, is_whole=device.facts.is_host) for name, view in in_order if name in matrices and is_plain(view)}
+    ahead = [part for several in parts.values() for part in several]
+    pinned = _pinned(device, ahead)
+    staging, weights = Staging([device.host_bytes(*place) for place in pinned], ahead), {}
     try:
-        in_order = _in_file_order(views)
-        for (name, view), (_, following) in zip(in_order, [*in_order[1:], in_order[-1]], strict=True):
-            if name in matrices:
+        for name, view in in_order:
+            if name in parts:
+                scales = read_scales(staging, view)
+                for part in parts[name]:
+                    rows = np.frombuffer(staging.next(part), np.uint8)
+                    device.repack(source_of(view, rows.ctypes.data, scales, part), places[name], sizes[name])
+                    del rows
+                    if progress is not None and part.stop < view.n_bytes:
+                        progress(done + part.stop, total)
+            elif name in matrices:
                 scales = read_scales(staging, view)
                 data = _int4(staging, view) if view.int4 else _transposed(staging, view.transposed_of) if view.transposed_of else arranged(view, staging.read(view))
-                if following is not view and following.int4 is None and following.transposed_of is None:
-                    staging.begin(following)
                 device.repack(source_of(view, data.ctypes.data, scales), places[name], sizes[name])
-                weights[name] = Tensor(places[name], view.shape[0], view.shape[1], table.by_name(view.format).id, 0, abi.PK_PACKED)
+                del data
             else:
                 offset = blueprint.norm_offset if "norm" in name else 0.0
                 if name == "out_norm.weight" and blueprint.out_norm_offset is not None:
                     offset = blueprint.out_norm_offset
                 data = arranged(view, staging.read(view))
                 weights[name] = _vector(device, view, data, offset, 1.0 / blueprint.n_streams if name.endswith("hyper_norm.weight") else 1.0)
+                del data
+            if name in matrices:
+                weights[name] = Tensor(places[name], view.shape[0], view.shape[1], table.by_name(view.format).id, 0, abi.PK_PACKED)
             done += view.n_bytes
-            del data
             if progress is not None:
                 progress(done, total)
     finally:
@@ -307,12 +245,17 @@ def _vector(device: Device, view: TensorView, data: NDArray[np.uint8], offset: f
     return Tensor(address, 1, view.n_elements, abi.PK_F32)
 
 
-def _pinned(device: Device, views: Mapping[str, TensorView]) -> list[tuple[int, int]]:
+def _pinned(device: Device, parts: Sequence[Part]) -> list[tuple[int, int]]:
     """Address and size of the buffers that a GPU's weights are read into; none on a CPU, where reading ahead would only take memory."""
-    size = max((v.n_bytes for v in views.values() if v.n_bytes <= PINNED_BYTES), default=0)
-    if device.facts.is_host or not size:
+    if device.facts.is_host:
         return []
-    return [(device.alloc(size, "staging", is_pinned=True), size) for _ in range(2)]
+    size = max((part.n_bytes for part in parts), default=0)
+    return [(device.alloc(size, "staging", is_pinned=True), size) for _ in range(min(BUFFERS, len(parts)))]
+
+
+def is_plain(view: TensorView) -> bool:
+    """True for a matrix whose bytes in the file are those of its rows."""
+    return view.int4 is None and view.transposed_of is None and view.pick is None
 
 
 def _in_file_order(views: Mapping[str, TensorView]) -> list[tuple[str, TensorView]]:

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "5e6fbf8f60bd8dae"
+DIGEST = "0d3f5366b2282c1a"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -559,6 +559,8 @@ class pk_source(Structure):
         ("offset", c_float),
         ("block_rows", c_int32),
         ("block_cols", c_int32),
+        ("first_row", c_int64),
+        ("part_rows", c_int64),
     ]
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from paddock_runner.errors import FileError
 from paddock_runner.files.view import Scales, TensorView
-from paddock_runner.model.weights import Staging, read_scales, source_of
+from paddock_runner.model.staging import Staging
+from paddock_runner.model.weights import read_scales, source_of
 
 
 def weight(path, data: bytes, format: str, shape, kind="row", **more):
