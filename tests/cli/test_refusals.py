@@ -175,3 +175,14 @@ def test_show_tells_what_the_catalog_knows_of_a_model_that_is_not_here_and_what_
     assert "not known before the hub is asked: `paddock ls --remote qwen3-8b-fp8`" in text and "not here: `paddock pull qwen3-8b-fp8` fetches it" in text
     assert "are told by the hub" in paddock("search", "--local", "qwen3-8b").err
     assert paddock("show", "qwen3-8b", "--path").code == 3
+
+
+@pytest.mark.usefixtures("fake_runner")
+def test_bench_uses_the_server_that_runs(paddock, tmp_path):
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(tiny_gguf())
+    assert paddock("serve", str(path), "--port", "0", "--batch", "2").code == 0
+    before = sorted((Path(os.environ["PADDOCK_HOME"]) / "logs").iterdir())
+    done = paddock("bench", str(path), "--streams", "1,3", "--tokens", "4", "--prompt-tokens", "4", "--rounds", "1")
+    assert done.code == 0 and "mine answers 2 at a time: further streams wait for each other" in done.err
+    assert sorted((Path(os.environ["PADDOCK_HOME"]) / "logs").iterdir()) == before and "loading" not in done.err

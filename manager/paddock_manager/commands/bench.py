@@ -64,10 +64,10 @@ def run(values: Values, ui: Ui) -> int:
         raise UsageError("--streams takes numbers from 1 to 256")
     places = paths.places()
     found = target.find_or_pull(places, values.text("model"), ui)
-    if "batch" not in values.found:
-        values.found["batch"] = max(streams)
     rows: list[dict[str, Any]] = []
-    with run_command.server_for(places, found, values, ui) as (server, key):
+    with run_command.server_for(places, found, values, ui, max(streams)) as (server, key):
+        if server.max_batch and server.max_batch < max(streams):
+            ui.warn(f"{server.name} answers {server.max_batch} at a time: further streams wait for each other")
         load = Load(server, key, values.integer("prompt_tokens") or 256, values.integer("tokens") or 64)
         load.one(-1)
         for n in streams:

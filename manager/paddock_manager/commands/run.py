@@ -179,8 +179,8 @@ def _is_piped() -> bool:
 
 
 @contextmanager
-def server_for(places: paths.Places, found: Target, values: Values, ui: Ui) -> Iterator[tuple[Server, str]]:
-    """The running server of this model and the key for it; one that is started here is stopped again, unless --keep."""
+def server_for(places: paths.Places, found: Target, values: Values, ui: Ui, batch: int = 1) -> Iterator[tuple[Server, str]]:
+    """The running server of this model and the key for it; one that is started here, with room for so many requests, is stopped again, unless --keep."""
     given = target.asked(values)
     for server in state.servers(places):
         if not given and found.name in server.asked.get("models", ()) and serve.is_loopback(server.host):
@@ -193,7 +193,7 @@ def server_for(places: paths.Places, found: Target, values: Values, ui: Ui) -> I
             return
     keep = values.flag("keep")
     name = found.name if keep else f"{found.name}.run{os.getpid()}"
-    wanted = dict(given) if keep else {"batch": "1", **given}  # one conversation needs room for one request
+    wanted = dict(given) if keep else {"batch": str(batch), **given}
     launch = Launch(
         name,
         found.ref,
