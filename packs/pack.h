@@ -561,7 +561,7 @@ typedef struct pk_open_config {
     int32_t device;       /* CUDA: ordinal among the visible devices; CPU: 0 */
     int32_t n_threads;    /* CPU: 0 for one per allowed processor */
     int32_t max_isa;      /* CPU: highest instruction class to use: 0 all that work, 1 AVX2, 2 AVX-512 VNNI, 3 AMX. CUDA: 1 takes kernels, too, that never ran on a card of the architecture */
-    int32_t reserved;
+    int32_t is_invariant; /* 1: only kernels whose numbers of a row depend on the row alone: neither on the other rows of a step nor on where a prompt was cut */
 } pk_open_config;
 
 /* Facts about an open context. arch: "cpu:avx512-vnni-amx", "cuda:sm_90a". */

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "0d3f5366b2282c1a"
+#define PK_ABI_DIGEST "2b3fb1ea88804d6f"

@@ -25,7 +25,7 @@ N_PAGES = 34
 
 
 class Place:
-    """A device with a tiny model. max_isa 2: f32 products, the same whatever else is in the batch. Layers with a window have as few pages of their own as can be."""
+    """A device with a tiny model. is_invariant: the same whatever else is in the batch. Layers with a window have as few pages of their own as can be."""
 
     def __init__(self, name: str, n_slots: int = 6, max_guesses: int = 0, has_windows: bool = True) -> None:
         checkpoint = open_checkpoint(TINY / name)
@@ -35,7 +35,7 @@ class Place:
         self.sizes = StateSizes(n_slots, 64, 4, N_PAGES if n_slots == 6 else 17 * n_slots, blueprint.n_vocab, max(24, 2 * n_slots), n_slots, 4, 3, 6, states, 9 if states else 0, blueprint.lookback_tokens, blueprint.max_guesses)
         if has_windows and (window := largest_window(blueprint)):
             self.sizes = replace(self.sizes, window_tokens=window, n_window_pages=window_pages(window, n_slots, self.sizes.slot_pages, 4, self.sizes.max_step_tokens) + 6)
-        self.device = build_device(Assembly(find_pack("cpu"), self.sizes, "f32", max_isa=2), blueprint, tensors_by_name(checkpoint, blueprint))
+        self.device = build_device(Assembly(find_pack("cpu"), self.sizes, "f32", is_invariant=True), blueprint, tensors_by_name(checkpoint, blueprint))
 
     def conversation(self, prompt: list[int], more: list[list[int]], n_tokens: int) -> list[tuple[int, list[int], int, list[int]]]:
         """Turns of one chat: prompt tokens, prompt, how many were cached, answer."""

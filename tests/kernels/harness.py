@@ -64,9 +64,10 @@ class Bench:
     n_threads: int = 2
     page_bytes: int = 0
     sizes: StateSizes = field(default_factory=lambda: StateSizes(8, 256, 16, 64, 100, 256, 16, 8, 5, 3))
+    is_invariant: bool = False
 
     def __post_init__(self) -> None:
-        self.device = Device(self.pack, 0, self.n_threads, self.max_isa)
+        self.device = Device(self.pack, 0, self.n_threads, self.max_isa, self.is_invariant)
         self.activation = self.device.facts.activation
         s = self.sizes
         self.page_bytes = self.page_bytes or 4096

@@ -251,10 +251,14 @@ int32_t pk_open(const pk_open_config *config, pk_ctx **out) {
         if (config->device != 0) return fail(PK_BAD_ARG, "open: the cpu pack has device 0 only, not %d", config->device);
         if (config->n_threads < 0 || config->n_threads > 1024) return fail(PK_BAD_ARG, "open: n_threads is %d, it must be 0 to 1024", config->n_threads);
         if (config->max_isa < 0 || config->max_isa > 3) return fail(PK_BAD_ARG, "open: max_isa is %d, it must be 0 to 3", config->max_isa);
-        int32_t isa = proved_isa(config->max_isa);
+        if (config->is_invariant != 0 && config->is_invariant != 1) return fail(PK_BAD_ARG, "open: is_invariant is %d, it must be 0 or 1", config->is_invariant);
+        // Tiles of matrices add up in another order than products of few rows.
+        const int32_t below_tiles = static_cast<int32_t>(Isa::kAvx512), most = config->max_isa == 0 ? below_tiles : std::min(config->max_isa, below_tiles);
+        int32_t isa = proved_isa(config->is_invariant ? most : config->max_isa);
         if (isa == 0) return fail(PK_UNSUPPORTED, "open: this processor does not run AVX2, FMA, F16C and BMI2, which the cpu pack needs");
         *out = new pk_ctx(config->n_threads);
         (*out)->isa = static_cast<Isa>(isa);
+        (*out)->is_invariant = config->is_invariant == 1;
         return PK_OK;
     });
 }

@@ -41,7 +41,7 @@ class Cutter {
         for (int64_t r = 0; r < run_.n_rows; ++r)
             if (is_single(r)) singles += n_tokens(r) * op_.n_kv_heads;
         // Few items of many keys would leave threads idle: they are split. At most 12 splits per thread come out of this.
-        wanted_splits_ = singles > 0 && singles < 4 * n_threads ? (4 * n_threads + singles - 1) / singles : 1;
+        wanted_splits_ = singles > 0 && singles < 4 * n_threads && !run_.context.is_invariant ? (4 * n_threads + singles - 1) / singles : 1;
         for (int64_t r = 0; r < run_.n_rows; ++r)
             if (flags_[r] & PK_ROW_DEAD)
                 clear(r);
@@ -60,8 +60,9 @@ class Cutter {
 
     int64_t n_tokens(int64_t row) const { return starts_[row + 1] - starts_[row]; }
 
-    // Rows that run token by token. Values that are part of the keys lie across their rows: only the prefill kernel reads those.
-    bool is_single(int64_t row) const { return op_.parts == PK_PARTS_QKV && n_tokens(row) <= kDecodeTokens; }
+    // Rows that run token by token: all of them where a token's numbers must not depend on the others. Values that are part of the keys lie
+    // across their rows: only the prefill kernel reads those.
+    bool is_single(int64_t row) const { return op_.parts == PK_PARTS_QKV && (n_tokens(row) <= kDecodeTokens || run_.context.is_invariant); }
 
     AttentionItem item(int64_t row, int64_t token, int64_t n, int32_t kv_head) const {
         int32_t position = positions_[starts_[row] + token], row_end = positions_[starts_[row + 1] - 1] + 1;
@@ -74,7 +75,7 @@ class Cutter {
         int64_t n = n_tokens(row), most = prefill_tokens(op_);
         // Short rows: smaller blocks, so that there is one for each thread.
         int64_t share = (n * op_.n_kv_heads + 2 * run_.context.pool.n_threads() - 1) / (2 * run_.context.pool.n_threads());
-        int64_t block = std::clamp<int64_t>(round_up(share, 8), std::min<int64_t>(most, 16), most);
+        int64_t block = run_.context.is_invariant ? 1 : std::clamp<int64_t>(round_up(share, 8), std::min<int64_t>(most, 16), most);
         for (int64_t at = (n - 1) / block * block; at >= 0; at -= block) {
             for (int32_t h = 0; h < op_.n_kv_heads; ++h) {
                 AttentionItem &piece = items_[n_items_++] = item(row, at, std::min(block, n - at), h);

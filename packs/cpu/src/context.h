@@ -26,6 +26,7 @@ struct pk_ctx {
     explicit pk_ctx(int32_t n_threads) : pool(n_threads) {}
     pk::Pool pool;
     pk::Isa isa = pk::Isa::kAvx2;
+    bool is_invariant = false;  // a row's numbers depend on the row alone
     std::mutex busy;  // one step, repack or run at a time
     std::atomic<int64_t> n_allocations{0}, allocated_bytes{0}, n_steps{0}, n_repacked_bytes{0};
 };

@@ -115,6 +115,7 @@ int32_t open(const pk_open_config &config, pk_ctx **out) {
     if (config.device < 0 || config.device >= n) return fail(PK_BAD_ARG, "open: device %d of %d", config.device, n);
     if (config.max_isa < 0 || config.max_isa > kMaxIsa)
         return fail(PK_BAD_ARG, "open: max_isa is %d; this pack for " PK_ARCH " has %s", config.max_isa, kMaxIsa ? "0 and 1 (kernels that never ran on such a card)" : "0 only: no kernels that never ran");
+    if (config.is_invariant != 0) return fail(PK_UNSUPPORTED, "open: is_invariant is %d; the CUDA pack has no such kernels", config.is_invariant);
     auto ctx = std::make_unique<FullContext>();
     ctx->device = config.device;
     if (int32_t e = check(cudaSetDevice(config.device), "open")) return e;

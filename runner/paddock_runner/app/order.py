@@ -18,9 +18,6 @@ from ..front.listen import bind, check_tls
 from ..wire.channel import Channel
 from .opening import Opened, choose_place, plan_model
 
-DETERMINISTIC_ISA = 2
-"""Above it (AMX) a row's sums are made in another order where there are many rows."""
-
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -49,8 +46,7 @@ def give(config: Config, channel: Channel, process: subprocess.Popen[bytes], sta
             f"--deterministic has no kernels on {place.facts.kind}: products and attention take other paths for few rows than for many",
             "--device cpu, or leave it out",
         )
-    max_isa = DETERMINISTIC_ISA if config.deterministic else int(config.untried_kernels)
-    send(process, Opening(str(place.pack), place.gpu, config.threads, config.log_level, os.getpid(), max_isa))
+    send(process, Opening(str(place.pack), place.gpu, config.threads, config.log_level, os.getpid(), int(config.untried_kernels), config.deterministic))
     stages.end("place")
     tls = check_tls(config.tls_cert, config.tls_key)
     _allow_many_files()

@@ -52,13 +52,14 @@ class Assembly:
     ordinal: int = 0
     n_threads: int = 0
     max_isa: int = 0
+    is_invariant: bool = False
 
 
 def build_device(
     assembly: Assembly, blueprint: Blueprint, views: Mapping[str, TensorView], progress: Progress | None = None
 ) -> Device:
     """A device that can step. Raises: PackError, UnsupportedError, FileError; then nothing is left allocated."""
-    device = Device(load_pack(assembly.pack), assembly.ordinal, assembly.n_threads, assembly.max_isa)
+    device = Device(load_pack(assembly.pack), assembly.ordinal, assembly.n_threads, assembly.max_isa, assembly.is_invariant)
     try:
         fill_device(device, assembly.sizes, assembly.kv_format, blueprint, views, progress)
     except BaseException:

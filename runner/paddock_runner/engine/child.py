@@ -87,7 +87,7 @@ def _open(opening: Opening) -> Device | PaddockError:
     """The device, or why it cannot be opened: said only once it is known that it will be needed."""
     try:
         pack = load_pack(Path(opening.pack))
-        return Device(pack, cuda_ordinal(opening.gpu) if opening.gpu else 0, opening.threads, opening.max_isa)
+        return Device(pack, cuda_ordinal(opening.gpu) if opening.gpu else 0, opening.threads, opening.max_isa, opening.is_invariant)
     except PaddockError as error:
         return error
 

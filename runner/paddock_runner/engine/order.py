@@ -14,7 +14,7 @@ from ..memory.state import StateSizes
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The device that the engine will run on. gpu: its UUID, "" for the CPU. parent: the process that it must not outlive. max_isa: as in pk_open_config."""
+    """The device that the engine will run on. gpu: its UUID, "" for the CPU. parent: the process that it must not outlive. max_isa, is_invariant: as in pk_open_config."""
 
     pack: str
     gpu: str
@@ -22,6 +22,7 @@ class Opening(msgspec.Struct, frozen=True):
     log_level: str
     parent: int
     max_isa: int = 0
+    is_invariant: bool = False
 
 
 class Order(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "0d3f5366b2282c1a"
+DIGEST = "2b3fb1ea88804d6f"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -569,7 +569,7 @@ class pk_open_config(Structure):
         ("device", c_int32),
         ("n_threads", c_int32),
         ("max_isa", c_int32),
-        ("reserved", c_int32),
+        ("is_invariant", c_int32),
     ]
 
 

@@ -36,12 +36,12 @@ class Facts:
 
 
 class Device:
-    """An open context. Everything allocated through it is freed by close()."""
+    """An open context. Everything allocated through it is freed by close(). max_isa, is_invariant: as in pk_open_config."""
 
-    def __init__(self, pack: Pack, ordinal: int = 0, n_threads: int = 0, max_isa: int = 0) -> None:
+    def __init__(self, pack: Pack, ordinal: int = 0, n_threads: int = 0, max_isa: int = 0, is_invariant: bool = False) -> None:
         self.pack = pack
         self._ctx = ctypes.c_void_p()
-        config = abi.pk_open_config(ordinal, n_threads, max_isa, 0)
+        config = abi.pk_open_config(ordinal, n_threads, max_isa, int(is_invariant))
         pack.call("pk_open", ctypes.byref(config), ctypes.byref(self._ctx))
         self._owned: list[tuple[int, int]] = []
         self._reserved: list[int] = []
