@@ -23,7 +23,7 @@ from paddock_runner.pack.device import Device
 from .gpu_models import SHORT_PAGES, Driver, blueprint, views
 
 TOKENS = [0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048]
-PACKED = (1, 2, 3, 4, 6, 8, 12, 16, 18, 20)
+PACKED = (1, 2, 3, 4, 6, 8, 12, 16, 17, 18, 20)
 """Prompts of 128 tokens in a step."""
 LONG, PROMPT_SLOTS = 128, 20
 """Slots of decode rows, and those behind them that prompts are packed into."""

@@ -30,6 +30,24 @@ def test_32_prompts_at_once_start_in_the_time_of_their_prefill_and_half_of_them_
     assert found["itl_p99_ms"] <= 3 * found["itl_p50_ms"] and found["busy"] >= 0.985
 
 
+@pytest.mark.parametrize("late_us", [0, 1500, 3500, 4500, 5000, 6500])
+@pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
+def test_the_median_does_not_hang_on_how_many_had_come_when_the_first_step_began(cost: str, late_us: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modelled, "COMING_US", 200)
+    scene = Scene(COSTS[cost])
+    run_cell(scene, 128, 2, 1, 1)
+    turn, late = scene.turn, [late_us]
+
+    def late_turn() -> list[int]:
+        if scene.engine.n_open and late:
+            scene.device.advance(scene.device.now_ns + 1000 * late.pop())
+        return turn()
+
+    monkeypatch.setattr(scene, "turn", late_turn)
+    found = run_cell(scene, 128, 128, 32, 32)
+    assert found["ttft_p50_ms"] <= 0.7 * found["ttft_p99_ms"]
+
+
 def test_waves_stay_together() -> None:
     """Who started together ends together and comes again together: a wave is two long steps, not many short ones."""
     _, scene = cell("8b.fp8", 128, 128, 32, 128)

@@ -12,9 +12,10 @@ from .policy import Policy
 
 MAX_SAVED = 8
 """Steps in a row that may go without prefill, so that there is time for a chunk afterwards."""
-SPLIT = 1.8
-"""Prompts that come together are read in two steps, the first with one part in so many of their tokens: more than half of them start early, and the last
-starts no later than it would have, and no later than so many times the first."""
+SPLIT = 1.75
+"""Prompts that come together are read in two parts, the first with one part in so many of their tokens at least: more than half of them start early."""
+LEAST_PART = 384
+"""A part is of so many tokens at least: with fewer, those in it gain less than the others lose by a step more."""
 STARTS_PER_GAP = 2
 """Streams that may be held up for each prompt that starts in a long step."""
 
@@ -107,6 +108,9 @@ class Pace:
         self._gap_credit -= n_rows
         return True
 
-    def first_part(self, n_tokens: int) -> int:
-        """Tokens after which a step takes no more prompts, when prompts of n_tokens in all wait."""
-        return max(self._policy.split_tokens, math.ceil(n_tokens / SPLIT))
+    def part(self, n_waiting: int, n_begun: int) -> int:
+        """Tokens after which a step takes no more prompts: of those that come together, n_waiting tokens wait and n_begun were in steps before."""
+        first = math.ceil((n_waiting + n_begun) / SPLIT)
+        if not n_begun or n_begun >= first or n_waiting < self._policy.split_tokens:
+            return n_waiting
+        return max(first - n_begun, LEAST_PART)

@@ -41,6 +41,7 @@ class Scheduler:
         "_policy",
         "_quantum",
         "_slots",
+        "begun_tokens",
         "cost",
         "held",
         "n_brought",
@@ -70,6 +71,8 @@ class Scheduler:
         """Had to make room; start again before anyone new, oldest first."""
         self.saves: list[tuple[Request, Node, int]] = []
         """States to be saved when the planned step has run: whose slot's, the node that ends there, and the place. The loop empties it."""
+        self.begun_tokens = 0
+        """Tokens of prefill in the last steps, one after the other: prompts that come meanwhile came with those."""
         self.n_brought = 0
         """Pages that came from host memory with the planned step. The loop reads and resets it."""
         self._advanced: list[Request] = []
@@ -139,6 +142,7 @@ class Scheduler:
             if n <= 0:
                 continue
             us_left -= self.cost.chunk_us(n, request.done_tokens)
+            self.begun_tokens += n
             tokens_left -= n
             rows_left -= n if unscored else 1
             chunks.append((request, n, self._advance(request, n)))
@@ -148,6 +152,11 @@ class Scheduler:
         if us_all != math.inf:
             self.pace.spent(us_all - us_left)
         return chunks
+
+    def rest(self) -> tuple[()]:
+        """A step without prefill: who comes after it did not come with those before."""
+        self.begun_tokens = 0
+        return ()
 
     def _bring(self, request: Request, us_left: float) -> float:
         """Brings pages of a request from host memory, as many as there is time for, so that those who decode are not held up; what it takes."""
@@ -381,7 +390,7 @@ class Scheduler:
         if us != math.inf and n_prompts < 2:
             return us, tokens_left
         n_tokens = sum([r.remaining_tokens for r in running]) + queue.uncached_tokens
-        part = n_tokens if n_tokens <= tokens_left else self.pace.first_part(n_tokens)
+        part = self.pace.part(n_tokens, self.begun_tokens)
         if us != math.inf and n_tokens <= MAX_LONG_STEPS * tokens_left and self.cost.chunk_us(min(n_tokens, part), 0) > us:
             n_step = min(n_tokens, part, tokens_left)
             if self.pace.may_stall(n_rows, n_prompts * n_step // n_tokens):

@@ -96,8 +96,26 @@ def test_few_prompts_do_not_hold_up_many_streams(pace: Pace) -> None:
     assert pace.may_stall(20, 10)
 
 
-def test_more_than_half_of_a_burst_is_in_its_first_step(pace: Pace) -> None:
-    assert pace.first_part(1500) == 2048 and pace.first_part(4096) == math.ceil(4096 / 1.8)
+def test_the_first_step_of_a_burst_takes_all_that_it_holds_and_more_than_half_have_begun_after_the_next(pace: Pace) -> None:
+    assert pace.part(4096, 0) == 4096
+    assert pace.part(16 * 128, 16 * 128) == 384, "a few more make it more than half"
+    assert pace.part(44 * 128, 20 * 128) == math.ceil(64 * 128 / 1.75) - 20 * 128
+    assert pace.part(14 * 128, 18 * 128) == 14 * 128 and pace.part(17 * 128, 24 * 128) == 17 * 128
+    assert pace.part(2047, 128) == 2047
+
+
+def test_prompts_that_come_after_a_step_without_prefill_are_a_burst_of_their_own() -> None:
+    rig = steady_rig(PATIENT)
+    scheduler = rig.engine.scheduler
+    assert scheduler.begun_tokens == 0
+    rig.ask(list(range(100, 164)), 100)
+    while not scheduler.begun_tokens:
+        rig.turn()
+    assert scheduler.begun_tokens == 64
+    while scheduler.begun_tokens:
+        rig.turn()
+    assert not scheduler.has_prefill
+    rig.close()
 
 
 def test_nobody_decodes_all_the_time_there_is(pace: Pace) -> None:
