@@ -178,7 +178,7 @@ def tail(log: Path, n_lines: int) -> list[str]:
         return []
 
 
-def write_json(path: Path, body: dict[str, Any], mode: int = 0o644) -> None:
+def write_json(path: Path, body: dict[str, Any] | list[Any], mode: int = 0o644) -> None:
     """Write under a temporary name, sync, rename: a reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(body, indent=1, ensure_ascii=False), mode)

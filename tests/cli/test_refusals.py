@@ -186,3 +186,14 @@ def test_bench_uses_the_server_that_runs(paddock, tmp_path):
     done = paddock("bench", str(path), "--streams", "1,3", "--tokens", "4", "--prompt-tokens", "4", "--rounds", "1")
     assert done.code == 0 and "mine answers 2 at a time: further streams wait for each other" in done.err
     assert sorted((Path(os.environ["PADDOCK_HOME"]) / "logs").iterdir()) == before and "loading" not in done.err
+
+
+@pytest.mark.usefixtures("fake_runner")
+def test_llm_gets_a_folder_of_ours_that_names_the_model_and_holds_no_key(paddock, tmp_path):
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(tiny_gguf())
+    told = paddock("launch", "llm", str(path), "--json").json
+    folder = Path(told["env"]["LLM_USER_PATH"])
+    assert folder.is_relative_to(Path(os.environ["PADDOCK_HOME"])) and told["env"]["LLM_MODEL"] == "mine"
+    text = (folder / "extra-openai-models.yaml").read_text()
+    assert json.loads(text)[0]["api_base"] == told["env"]["OPENAI_BASE_URL"] and told["env"]["OPENAI_API_KEY"] not in text

@@ -11,6 +11,7 @@ from paddock_runner.errors import UnknownModel, UsageError
 
 from paddock_manager import paths
 from paddock_manager.commands import serve, target
+from paddock_manager.disk import write_json
 from paddock_manager.fleet import keys, state
 from paddock_manager.fleet.spawn import Launch
 from paddock_manager.options import Argument, Command, Option, Values
@@ -19,10 +20,14 @@ from paddock_manager.ui import Ui
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """How a program is told where to go. env: variable to value, with {url}, {key} and {model}; words: its command line."""
+    """How a program is told where to go. env: variable to value, with {url}, {key}, {model} and {folder}; words: its command line.
+
+    models_file: of the program's own, where it reads models from nothing else: it is written to a folder of ours, which is {folder}.
+    """
 
     words: tuple[str, ...]
     env: dict[str, str]
+    models_file: str = ""
 
 
 OPENAI = {
@@ -58,7 +63,7 @@ AGENTS = {
     ),
     "opencode": Agent(("opencode",), OPENCODE),
     "aider": Agent(("aider", "--model", "openai/{model}"), OPENAI),
-    "llm": Agent(("llm",), OPENAI),
+    "llm": Agent(("llm",), OPENAI | {"LLM_USER_PATH": "{folder}", "LLM_MODEL": "{model}"}, "extra-openai-models.yaml"),
     "env": Agent((), OPENAI | ANTHROPIC),
 }
 
@@ -82,9 +87,14 @@ def run(values: Values, ui: Ui) -> int:
         raise UsageError(f"launch does not know {values.text('agent')!r}", "it knows " + ", ".join(AGENTS))
     places = paths.places()
     server = _server(places, values.text("model"), ui)
-    facts = {"url": server.url, "key": keys.key(places), "model": server.model}
+    folder = places.fleet / f"launch-{values.text('agent')}"
+    facts = {"url": server.url, "key": keys.key(places), "model": server.model, "folder": str(folder)}
     env = {k: v.format(**facts) for k, v in agent.env.items()}
     words = [w.format(**facts) for w in agent.words]
+    if agent.models_file:
+        # Source: llm's documentation, "OpenAI-compatible models". JSON is YAML; the key comes from OPENAI_API_KEY.
+        told = {"model_id": server.model, "model_name": server.model, "api_base": f"{server.url}/v1", "api_key_name": "openai"}
+        write_json(folder / agent.models_file, [{**told, "supports_schema": True, "supports_tools": True}])
     if values.flag("print") or not words or ui.as_json:
 
         def human(out: Ui) -> None:
