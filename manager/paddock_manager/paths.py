@@ -135,9 +135,15 @@ class HubSettings:
 def hub_settings(environment: Mapping[str, str] | None = None) -> HubSettings:
     """Endpoint, token and offline switch, as the hub's own tools read them."""
     env = os.environ if environment is None else environment
-    endpoint = env.get("HF_ENDPOINT", "").strip().rstrip("/") or DEFAULT_HUB
+    endpoint = hub_endpoint(env)
     offline = env.get("HF_HUB_OFFLINE", "").strip().lower() in {"1", "true", "yes", "on"}
     return HubSettings(endpoint, _hub_token(env), offline)
+
+
+def hub_endpoint(environment: Mapping[str, str] | None = None) -> str:
+    """The hub, or a mirror of it."""
+    env = os.environ if environment is None else environment
+    return env.get("HF_ENDPOINT", "").strip().rstrip("/") or DEFAULT_HUB
 
 
 def _hub_token(env: Mapping[str, str]) -> str:

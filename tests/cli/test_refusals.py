@@ -197,3 +197,13 @@ def test_llm_gets_a_folder_of_ours_that_names_the_model_and_holds_no_key(paddock
     assert folder.is_relative_to(Path(os.environ["PADDOCK_HOME"])) and told["env"]["LLM_MODEL"] == "mine"
     text = (folder / "extra-openai-models.yaml").read_text()
     assert json.loads(text)[0]["api_base"] == told["env"]["OPENAI_BASE_URL"] and told["env"]["OPENAI_API_KEY"] not in text
+
+
+def test_page_of_the_hub_is_pulled_and_an_address_elsewhere_is_not(paddock, hub):
+    hub.add("org/tiny-GGUF", {"tiny.Q4_0.gguf": tiny_gguf(), "tiny.Q8_0.gguf": tiny_gguf(context=256)})
+    address = f"{hub.url}/org/tiny-GGUF/blob/main/tiny.Q8_0.gguf"
+    assert paddock("pull", address, "--reserve", "0").out.startswith("org/tiny-GGUF:Q8_0 is here")
+    assert paddock("show", f"{hub.url}/org/tiny-GGUF/resolve/main/tiny.Q8_0.gguf", "--path").out.endswith("tiny.Q8_0.gguf\n")
+    assert paddock("pull", f"{hub.url}/org/tiny-GGUF").code == 4
+    refused = paddock("pull", "https://example.org/m.gguf")
+    assert refused.code == 2 and "is not on the hub, so nothing says what its bytes should be" in refused.err and "`paddock add`" in refused.err

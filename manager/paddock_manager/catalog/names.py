@@ -1,4 +1,5 @@
-"""What people type for a model, as a Ref: `org/repo[@rev][:quant]`, a short name `name[:quant]`, a local path, or a URL.
+"""What people type for a model, as a Ref: `org/repo[@rev][:quant]`, a short name `name[:quant]`, a local path, or a URL. A page or file of the hub is
+its repository.
 
 Only reads the text (and whether a path exists). What a Ref stands for is decided by the catalog, the store and the hub.
 """
@@ -11,19 +12,24 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from paddock_runner.errors import UsageError
+
+from paddock_manager import paths
 
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 SHORT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 QUANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
+PAGE = re.compile(r"([^/]+/[^/]+)/(tree|blob|resolve)/(.+)")
 SHAPE = "a model is org/repo[@revision][:quant], a short name, or a path such as ./model.gguf"
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A model as named. Exactly one of repo, short, path, url is set; rev and quant narrow repo and short."""
+    """A model as named. Exactly one of repo, short, path, url is set; rev and quant narrow repo and short, file (from a URL of the hub) repo."""
 
     text: str
     repo: str = ""
@@ -32,6 +38,7 @@ class Ref:
     url: str = ""
     rev: str = ""
     quant: str = ""
+    file: str = ""
 
 
 def parse(text: str) -> Ref:
@@ -42,11 +49,16 @@ def parse(text: str) -> Ref:
     word = text.strip()
     if not word or "\0" in word:
         raise UsageError(f"{text!r} names no model", SHAPE)
-    if word.startswith(("http://", "https://")):
+    on_hub = _on_hub(word)
+    if on_hub is None and word.startswith(("http://", "https://")):
         return Ref(text, url=word)
-    if _is_path(word):
+    if on_hub is None and _is_path(word):
         return Ref(text, path=Path(word).expanduser())
-    word = word.removeprefix("hf.co/").removeprefix("huggingface.co/")
+    if on_hub is not None:
+        page = PAGE.fullmatch(on_hub)
+        if page is not None:
+            return _of_page(text, page)
+        word = on_hub
     head, _, quant = word.partition(":")
     name, at, rev = head.partition("@")
     if (":" in word and not QUANT.fullmatch(quant)) or (at and not _is_revision(rev)):
@@ -58,6 +70,33 @@ def parse(text: str) -> Ref:
     if not SHORT.fullmatch(name):
         raise UsageError(f"{text!r} is not a model name", SHAPE)
     return Ref(text, short=name, rev=rev, quant=quant)
+
+
+def _on_hub(word: str) -> str | None:
+    """What of an address of the hub, or of the mirror that is set, comes after its host; None for everything else."""
+    address = re.sub(r"[?#].*", "", word).rstrip("/")
+    if address.startswith("hf://"):
+        return address.removeprefix("hf://")
+    for host in (paths.hub_endpoint(), *HUB_HOSTS):
+        for prefix in (f"{host}/", f"https://{host}/", f"http://{host}/"):
+            if address.startswith(prefix):
+                return unquote(address.removeprefix(prefix))
+    return None
+
+
+def _of_page(text: str, page: re.Match[str]) -> Ref:
+    """A revision's page, or a file's. Raises: UsageError for a file that is no part of a model."""
+    repo, kind, rest = page.groups()
+    rev, _, file = (rest, "", "") if kind == "tree" else rest.partition("/")
+    if not _is_revision(rev) or (kind != "tree" and not file.lower().endswith((".gguf", ".safetensors", ".json"))):
+        raise UsageError(f"{text!r} names no model", SHAPE)
+    return Ref(text, repo=check_repo(repo), rev="" if rev == "main" else rev, file=file if file.lower().endswith(".gguf") else "")
+
+
+def foreign(ref: Ref) -> UsageError:
+    """The error for a URL of elsewhere where a model is wanted: nothing says what its bytes should be."""
+    hint = "download it and `paddock add` the file; `paddock inspect` and `paddock fit` read its header from there"
+    return UsageError(f"{ref.url} is not on the hub, so nothing says what its bytes should be", hint, url=ref.url)
 
 
 def check_repo(name: str) -> str:

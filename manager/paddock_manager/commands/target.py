@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddock_runner.errors import FileError, UnknownModel, UsageError
+from paddock_runner.errors import FileError, UnknownModel
 
 from paddock_manager import paths
 from paddock_manager.catalog import catalog, names
@@ -52,7 +52,7 @@ def find(places: Places, text: str) -> Target:
     """
     ref = names.parse(text)
     if ref.url:
-        raise UsageError(f"{text} is a URL; `paddock inspect` reads those", url=ref.url)
+        raise names.foreign(ref)
     if ref.path is not None:
         return of_path(ref.path)
     return of_model(index.find(places, ref))

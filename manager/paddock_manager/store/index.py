@@ -249,6 +249,8 @@ def matches(places: Places, ref: names.Ref) -> list[Model]:
         return []
     if ref.quant:
         pool = [m for m in pool if m.quant.lower() == ref.quant.lower()]
+    if ref.file:
+        pool = [m for m in pool if any(f.name == ref.file for f in m.files)]
     if ref.rev:
         pool = [m for m in pool if m.commit.startswith(ref.rev)]
     return pool

@@ -95,9 +95,11 @@ class Shop:
                 name=ref.text,
                 known=near,
             )
+        if ref.url:
+            raise names.foreign(ref)
         if entry is None and not ref.repo:
             raise UnknownModel(f"{ref.text!r} is not in a repository", "`paddock add` takes local files", name=ref.text)
-        quant = wish.quant or ref.quant
+        quant = wish.quant or ref.quant or (choose.quant_of(ref.file) if ref.file else "")
         rev = wish.rev or ref.rev
         sources = list(entry.sources) if entry else [Source(ref.repo, file=wish.file)]
         if entry and ((quant and quant.lower() != entry.quant.lower()) or rev):

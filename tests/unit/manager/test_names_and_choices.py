@@ -151,3 +151,34 @@ def test_what_sentence_transformers_puts_beside_a_model_comes_along():
     chosen = choose("o/r", sized(*names), "")
     assert set(chosen.names) == set(names[:7])
     assert {name for name, _ in chosen.skipped} == {"onnx/model.onnx", "openvino/x.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("text", "ref"),
+    [
+        ("https://huggingface.co/org/repo", ("org/repo", "", "", "")),
+        ("https://huggingface.co/org/repo/", ("org/repo", "", "", "")),
+        ("https://huggingface.co/org/repo:Q4_K_M", ("org/repo", "", "Q4_K_M", "")),
+        ("huggingface.co/org/repo/tree/main", ("org/repo", "", "", "")),
+        ("https://www.huggingface.co/org/repo/tree/v1.0", ("org/repo", "v1.0", "", "")),
+        ("https://hf.co/org/repo/blob/main/m-Q4_K_M.gguf?download=true", ("org/repo", "", "", "m-Q4_K_M.gguf")),
+        ("https://huggingface.co/org/repo/resolve/abc123/Q8_0/m-00001-of-00002.gguf#x", ("org/repo", "abc123", "", "Q8_0/m-00001-of-00002.gguf")),
+        ("https://huggingface.co/org/repo/blob/main/model-00001-of-00004.safetensors", ("org/repo", "", "", "")),
+        ("hf://org/repo@abc:Q4_0", ("org/repo", "abc", "Q4_0", "")),
+        ("http://mirror.example:8080/org/repo", ("org/repo", "", "", "")),
+    ],
+)
+def test_addresses_of_the_hub_and_its_mirror_name_repositories(text, ref, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example:8080/")
+    found = names.parse(text)
+    assert (found.repo, found.rev, found.quant, found.file) == ref and not found.url
+
+
+@pytest.mark.parametrize("text", ["https://huggingface.co/org/repo/blob/main/README.md", "https://huggingface.co/datasets/org/x", "https://huggingface.co/../x", "https://huggingface.co/org/..%2f..%2fetc"])
+def test_addresses_of_the_hub_that_are_no_model_are_refused(text):
+    with pytest.raises(UsageError):
+        names.parse(text)
+
+
+def test_addresses_elsewhere_stay_urls():
+    assert names.parse("https://example.org/huggingface.co/m.gguf").url == "https://example.org/huggingface.co/m.gguf"
