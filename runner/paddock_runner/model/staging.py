@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import FileError
 from ..files.view import TensorView
 
-READERS = 6
+READERS = 12
 PIECE_BYTES = 8 << 20
 PART_BYTES = 64 << 20
 """Rows that are read, copied and repacked together: large enough that the bus is busy, small enough that pinning memory for them takes no time."""
@@ -98,16 +98,23 @@ class Staging:
             if hasattr(mmap, "MADV_HUGEPAGE"):  # making gigabytes page by page takes longer than reading them
                 self._buffer.madvise(mmap.MADV_HUGEPAGE)
         target = memoryview(self._buffer)[:n_bytes]
+        if n_bytes <= PIECE_BYTES:  # not behind all that is read ahead
+            self._read_piece(view, start, target, slice(0, n_bytes))
+            return target
         return _finished(target, self._start(view, start, target))
 
     def _start(self, view: TensorView, start: int, target: memoryview) -> list[Future[None]]:
-        if view.path not in self._files:
-            self._files[view.path] = os.open(view.path, os.O_RDONLY)
+        self._handle(view)
         pieces = [slice(at, min(at + PIECE_BYTES, len(target))) for at in range(0, len(target), PIECE_BYTES)]
         return [self._readers.submit(self._read_piece, view, start, target, piece) for piece in pieces]
 
+    def _handle(self, view: TensorView) -> int:
+        if view.path not in self._files:
+            self._files[view.path] = os.open(view.path, os.O_RDONLY)
+        return self._files[view.path]
+
     def _read_piece(self, view: TensorView, start: int, target: memoryview, piece: slice) -> None:
-        handle, done = self._files[view.path], piece.start
+        handle, done = self._handle(view), piece.start
         while done < piece.stop:
             n = os.preadv(handle, [target[done : piece.stop]], view.offset + start + done)
             if n == 0:
