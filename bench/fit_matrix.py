@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import json
 import os
+import signal
 import struct
 import sys
 import tempfile
@@ -272,12 +273,17 @@ def apart(plans: list[tuple[Row, MemoryPlan]], model: Model, at: Ground, before:
                     break
         os._exit(0)
     os.close(write_end)
-    n_told = 0
-    with os.fdopen(read_end) as pipe:
-        for line in pipe:
-            n_told += 1
-            yield dict(json.loads(line))
-    _, status = os.waitpid(pid, 0)
+    n_told, status = 0, 0
+    try:
+        with os.fdopen(read_end) as pipe:
+            for line in pipe:
+                n_told += 1
+                yield dict(json.loads(line))
+    except GeneratorExit:  # the time is over: it may be in its next row
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        _, status = os.waitpid(pid, 0)
     if n_told < len(plans) and status:
         yield {"error": f"the process ended with {status}"}
 
@@ -299,8 +305,9 @@ def judge(plan: MemoryPlan, used: int) -> str:
     return "UNDER" if over < 0 else "ok" if over <= max(SLACK_BYTES, SLACK_SHARE * used) else "OVER"
 
 
-def run_model(name: str, arguments: argparse.Namespace, at: Ground, until: float, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measures and prints a model's rows: the board's rows, and the names of those that the time left out."""
+def run_model(name: str, arguments: argparse.Namespace, at: Ground, until: float, folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """Measures and prints a model's rows, adds each to the board's and writes them: a run that is cut off keeps what it found. Returns those that the
+    time left out."""
     model = opened(name, folder)
     waiting: list[tuple[Row, MemoryPlan]] = []
     for row in cells(arguments, name, model[0].max_ctx_tokens):
@@ -309,7 +316,6 @@ def run_model(name: str, arguments: argparse.Namespace, at: Ground, until: float
             sys.stdout.write(f"{row.name:36} does not fit\n")
         else:
             waiting.append((row, plan))
-    rows: list[dict[str, Any]] = []
     while waiting and time.monotonic() < until:
         before, first_left, n_ended = settled_bytes(at), None, 0
         started, results = waiting, apart(waiting, model, at, before)
@@ -320,6 +326,7 @@ def run_model(name: str, arguments: argparse.Namespace, at: Ground, until: float
                 break
             first_left = found["left"] if first_left is None else first_left
             rows.append(told(row, plan, found, found["left"] - first_left))
+            write(arguments, at, rows)
             if time.monotonic() > until:
                 break
         results.close()  # type: ignore[attr-defined]
@@ -327,8 +334,16 @@ def run_model(name: str, arguments: argparse.Namespace, at: Ground, until: float
             sys.stdout.write(f"{name:36} another program's memory came or went meanwhile\n")
             for measured_row in rows[-n_ended:]:
                 measured_row["still"] = False
+            write(arguments, at, rows)
         waiting = waiting[n_ended:]
-    return rows, [row.name for row, _ in waiting]
+    return [row.name for row, _ in waiting]
+
+
+def write(arguments: argparse.Namespace, at: Ground, rows: list[dict[str, Any]]) -> None:
+    """The board so far."""
+    if arguments.out:
+        made = board.document("h200", rows, arguments.commit, gpu=at.name, n_processors=at.n_processors)
+        (arguments.out / arguments.file).write_text(json.dumps(made, indent=1) + "\n")
 
 
 def told(row: Row, plan: MemoryPlan, found: dict[str, Any], left: int) -> dict[str, Any]:
@@ -387,11 +402,7 @@ def main() -> int:
             if time.monotonic() - begun > arguments.seconds:
                 left.append(model)
                 continue
-            found, not_run = run_model(model, arguments, at, begun + arguments.seconds, Path(scratch))
-            rows, left = rows + found, left + not_run
-            if arguments.out:
-                made = board.document("h200", rows, arguments.commit, gpu=at.name, n_processors=at.n_processors)
-                (arguments.out / arguments.file).write_text(json.dumps(made, indent=1) + "\n")
+            left += run_model(model, arguments, at, begun + arguments.seconds, Path(scratch), rows)
     holds = sum(r["holds"] for r in rows)
     sys.stdout.write(f"{holds} of {len(rows)} rows hold in {time.monotonic() - begun:.0f} s" + (f"; left out: {' '.join(left)}\n" if left else "\n"))
     return 0 if holds == len(rows) else 1

@@ -156,7 +156,7 @@ def _load(device: Device, sizes: StateSizes, blueprint: Blueprint, program: Prog
     need = device.workspace_bytes(program)
     n_processors = device.facts.n_processors
     planned = pack_scratch_bytes(
-        blueprint, sizes.max_step_tokens, sizes.max_step_rows, n_processors, sizes.max_ctx_tokens
+        blueprint, sizes.max_step_tokens, sizes.max_step_rows, n_processors, sizes.max_ctx_tokens, device.facts.is_host
     )
     if need > planned:
         raise PackError(

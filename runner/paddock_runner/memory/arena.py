@@ -142,7 +142,7 @@ def _place_experts(blueprint: Blueprint, place: Callable[..., int], at: int) -> 
 
 
 def pack_scratch_bytes(
-    blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, n_processors: int, max_ctx_tokens: int = 0
+    blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, n_processors: int, max_ctx_tokens: int = 0, is_host: bool = True
 ) -> int:
     """What a pack's kernels may use beside the arena: converted activations, split-KV partials, sampling. The loader refuses a pack that asks for more."""
     widest = max(blueprint.model_width, *(max(x.feed_forward.width, _mixer_width(x)) for x in blueprint.layers))
@@ -151,7 +151,7 @@ def pack_scratch_bytes(
     partials = 4 * (heads + 2 * blueprint.model_width) * (max_step_rows + n_processors) * 16
     sampling = (20 * blueprint.n_vocab + 32 * max_ctx_tokens + 4096) * min(n_processors, max_step_rows)
     experts = max(0, *(_expert_scratch(blueprint, x, max_step_tokens) for x in blueprint.layers), 0)
-    experts += max(0, *(_index_scratch(x, max_ctx_tokens, n_processors) for x in blueprint.layers), 0)
+    experts += max(0, *(_index_scratch(x, max_ctx_tokens, n_processors, 0 if is_host else max_step_rows) for x in blueprint.layers), 0)
     return aligned(experts) + aligned(converted) + aligned(partials) + aligned(sampling) + n_processors * _attention_scratch(blueprint)
 
 
@@ -175,9 +175,12 @@ def _expert_scratch(blueprint: Blueprint, layer: Layer, max_step_tokens: int) ->
     return max(max_step_tokens * row, pairs) + 8 * x.n_experts + 4096
 
 
-def _index_scratch(layer: Layer, max_ctx_tokens: int, n_processors: int) -> int:
-    """Keys of all blocks of a row, and what a processor notes of blocks and tokens."""
+def _index_scratch(layer: Layer, max_ctx_tokens: int, n_processors: int, n_rows: int) -> int:
+    """On the host (n_rows 0) keys of all blocks of a row, and what a thread notes of blocks and tokens; on a GPU keys of all rows, and scores of the
+    four tokens that a multiprocessor has in hand."""
     x = layer.attention.index
+    if x is not None and n_rows:
+        return 4 * (max_ctx_tokens // x.block_tokens + 1) * (x.width * n_rows + 4 * n_processors)
     return 4 * (max_ctx_tokens // x.block_tokens + 2) * x.width + 16 * n_processors * (max_ctx_tokens + 64) if x is not None else 0
 
 

@@ -337,10 +337,8 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
     rest = sum(aligned(n) for n in arrays.values()) - histories - sampling - states
     activations = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.activation_bytes)
     logits = 4 * sizes.max_step_rows * (blueprint.vector_width or blueprint.n_vocab)
-    scratch = pack_scratch_bytes(
-        blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.n_processors, sizes.max_ctx_tokens
-    )
     is_host = device.kind == "cpu"
+    scratch = pack_scratch_bytes(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.n_processors, sizes.max_ctx_tokens, is_host)
     host_bytes = weights.experts.host_bytes if n_slots and not is_host else 0
     lines = (
         *weights.lines(n_slots, is_host),
