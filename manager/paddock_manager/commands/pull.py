@@ -23,7 +23,7 @@ WORTH_A_VERDICT_BYTES = 1 << 30
 COMMAND = Command(
     "pull",
     "Download a model, verify every byte, and keep it under its own name.",
-    (Argument("ref", "org/repo[@revision][:quant], or a short name of the catalog", required=False, kind="catalog"),),
+    (Argument("ref", "org/repo[@revision][:quant], a short name of the catalog, or an address of the hub", required=False, kind="catalog"),),
     (
         Option("--quant", "which variant of a GGUF repository", "text", value="NAME"),
         Option("--rev", "branch, tag or commit", "text"),
