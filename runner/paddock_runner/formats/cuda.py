@@ -35,6 +35,19 @@ UNITS = {
 }  # fmt: skip
 
 
+PANEL_BYTES = 64 << 20
+
+
+def panel_launches(format: str, rows: int, cols: int, is_gated: bool = False) -> float:
+    """Launches of a product of many rows of x beyond one for weights that are unpacked panel by panel (run_gemm in packs/cuda/src/matmul/matmul.cu):
+    each panel takes one to unpack and one to multiply. is_gated: gate and up share their panels and one launch to multiply."""
+    if format not in UNITS:
+        return 0
+    sides = 2 if is_gated else 1
+    most = max(128, PANEL_BYTES // (-(-cols // 64) * 128 * sides) // 128 * 128)
+    return -(-rows // most) * (1.5 if is_gated else 2)
+
+
 def packed_bytes(format: str, rows: int, cols: int, scales: str = "") -> int:
     """Bytes of a weight [rows, cols] in the CUDA pack. scales: "row", "block" (128 x 128) or another kind, which takes none.
 

@@ -49,6 +49,8 @@ GRAPH_BYTES_PER_LAYER = 42 * 1024
 """Of one launch graph, for each layer with attention of its own heads and a dense feed-forward. Measured on an H200: 1.45 MB for 36 layers."""
 GRAPH_BYTES_PER_PART = 20 * 1024
 """What each other part of a layer adds: experts, a shared expert, a delta rule, an index, n-grams. Measured: 8 to 22 KiB."""
+GRAPH_BYTES_PER_PANEL_LAUNCH, PANEL_TOKENS = 2355, 256
+"""What a launch of a product with unpacked weights adds, in graphs of more tokens. Measured: 1.6 to 2.9 KB (8B and 32B in Q4_K_M, a 36B in Q8_0)."""
 GRAPH_BYTES_PER_STREAM = 35 * 1024
 """What each stream of the residual adds: ten launches. From GRAPH_BYTES_PER_LAYER's dozen of launches, not measured."""
 GRAPH_BYTES_PER_LATENT_HEAD = 11 * 1024
@@ -268,13 +270,15 @@ def _snapshots(request: PlanRequest, state_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """Weights as a pack holds them. matrices: bytes by format, without those of experts, which stand apart; experts: how they lie in host memory."""
+    """Weights as a pack holds them. matrices: bytes by format, without those of experts, which stand apart; experts: how they lie in host memory;
+    panel_launches: of all layers' products whose weights a GPU unpacks panel by panel."""
 
     name: str
     matrices: Mapping[str, int]
     expert_matrices: Mapping[str, int]
     vectors: int
     experts: ExpertLayers
+    panel_launches: float = 0
 
     def n_expert_slots(self, expert_bytes: int | None) -> int:
         """Places of a layer for experts when the device has so many bytes for them; 0: all experts lie on the device. Raises: UsageError."""
@@ -299,12 +303,14 @@ def weight_sizes(blueprint: Blueprint, tensors: Mapping[str, TensorView], kind: 
     matrices: dict[str, int] = {}
     experts: dict[str, int] = {}
     packed: dict[str, int] = {}
-    vectors = 0
+    vectors, panels = 0, 0.0
     for name, view in tensors.items():
         if len(view.shape) == 2 and name.endswith(".weight"):
             rows, cols = view.shape
             if kind == "cuda":
                 packed[name] = aligned(cuda.packed_bytes(view.format, rows, cols, view.scales.kind if view.scales else ""))
+                if name.startswith("layers.") and ".experts." not in name:
+                    panels += cuda.panel_launches(view.format, rows, cols, name.endswith((".gate.weight", ".up.weight")))
             else:
                 packed[name] = aligned(packed_bytes(view.format, rows, cols))
             group = experts if MATRIX.fullmatch(name) else matrices
@@ -314,7 +320,7 @@ def weight_sizes(blueprint: Blueprint, tensors: Mapping[str, TensorView], kind: 
     ropes = {layer.attention.rope for layer in blueprint.layers}
     vectors += sum(aligned(4 * (rope.width // 2)) for rope in ropes if rope is not None)
     vectors += sum(aligned(4 * n) for n in set(unit_norms(blueprint).values()))
-    return WeightSizes(blueprint.name or blueprint.family, matrices, experts, vectors, expert_layers(packed))
+    return WeightSizes(blueprint.name or blueprint.family, matrices, experts, vectors, expert_layers(packed), panels)
 
 
 def largest_tensor_bytes(tensors: Mapping[str, TensorView]) -> int:
@@ -355,7 +361,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
         PlanLine("activations", activations.n_bytes - logits, "planner", "activations"),
         PlanLine("vectors" if blueprint.pooling else "logits", logits, "planner", "activations"),
         PlanLine("kernel scratch", scratch, "planner", "scratch"),
-        *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes), "table", "graphs")]),
+        *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes, weights.panel_launches), "table", "graphs")]),
         *([PlanLine("tables of experts in host memory", host_bytes // HOST_BYTES_PER_MAPPED_BYTE, "table", "graphs")] if host_bytes else []),
         PlanLine("process" if is_host else "CUDA context", device.process_bytes, device.process_source, "process"),
         *([PlanLine("front and tokenizer", FRONT_BYTES + FRONT_BYTES_PER_TOKEN * blueprint.n_vocab, "table", "front")] if is_host else []),
@@ -374,15 +380,17 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
     return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes if is_host else 0, host_bytes)
 
 
-def graph_bytes(blueprint: Blueprint, sizes: StateSizes) -> int:
+def graph_bytes(blueprint: Blueprint, sizes: StateSizes, panel_launches: float = 0) -> int:
     """What the driver takes for the launch graphs of a GPU: one of mixed steps for every bucket, one of decode where all rows fit, and one of
-    decode with shared prefixes where there are two rows to share. A layer with experts in host memory has five launches more, beside a dozen."""
+    decode with shared prefixes where there are two rows to share. A layer with experts in host memory has a dozen launches more. Steps of many
+    tokens unpack weights, panel by panel."""
     buckets = token_buckets(sizes.max_step_tokens)
     n_graphs = len(buckets) + sum((n <= sizes.n_slots) + (2 <= n <= sizes.n_slots) for n in buckets)
-    away = 5 * len(blueprint.layers) // 12 if sizes.n_expert_slots else 0
+    away = len(blueprint.layers) if sizes.n_expert_slots else 0
+    panels = int(sum(n > PANEL_TOKENS for n in buckets) * panel_launches * GRAPH_BYTES_PER_PANEL_LAUNCH)
     streams = sum(layer.has_streams for layer in blueprint.layers) * blueprint.n_streams
     layers = sum(_layer_graph_bytes(layer) for layer in blueprint.layers)
-    return n_graphs * (layers + streams * GRAPH_BYTES_PER_STREAM + away * GRAPH_BYTES_PER_LAYER)
+    return n_graphs * (layers + streams * GRAPH_BYTES_PER_STREAM + away * GRAPH_BYTES_PER_LAYER) + panels
 
 
 def _layer_graph_bytes(layer: Layer) -> int:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from paddock_runner.blueprint.families import FAMILIES
 from paddock_runner.blueprint.names import expected_shapes
-from paddock_runner.memory.plan import MIB, cuda_facts, graph_bytes
+from paddock_runner.memory.plan import MIB, cuda_facts, graph_bytes, weight_sizes
 
-from bench.fit_shapes import MODELS, blueprint, config
+from bench.fit_shapes import MODELS, blueprint, config, views
 
 BILLIONS = {"gemma4-e2b": 4.63, "gemma4-31b": 30.7, "mixtral-8x7b": 46.7, "laguna-xs": 33.44, "35b-a3b": 34.66, "nemotron-3-nano": 31.58, "olmoe-7b": 6.92, "deepseek-v2-lite": 15.71}  # fmt: skip
 
@@ -30,6 +30,20 @@ TAKEN_MIB = {
     "30b-a3b": (586, 610), "gpt-oss-20b": (556, 570), "granite-3b-a800m": (561, 576), "gemma-12b": (562, 578), "llama-8b": (566, 578), "nomic-v1.5": (540, 543),
 }  # fmt: skip
 """Context and launch graphs as an H200 had them with one slot and with 32, at most (bench.fit_matrix, 2026-11-30, a process with all rows)."""
+
+
+PANELS_MIB = {"8b.q4_k_m": 566, "32b.q4_k_m": 618, "exaone4-32b.q4_k_m": 622, "seed-oss-36b.q4_k_m": 635, "seed-oss-36b.q8_0": 634, "mixtral-8x7b.q4_k_m": 574}
+"""The same with one slot, of weights that are unpacked panel by panel."""
+
+
+@pytest.mark.parametrize("name", PANELS_MIB)
+def test_unpacking_weights_panel_by_panel_is_planned(name, tmp_path):
+    shape, _, kind = name.rpartition(".")
+    plan = blueprint(shape)
+    launches = weight_sizes(plan, views(plan, kind, tmp_path), "cuda").panel_launches
+    sizes = SimpleNamespace(max_step_tokens=2560, n_slots=1, n_expert_slots=0)
+    planned = (graph_bytes(plan, sizes, launches) + cuda_facts(132).process_bytes) / MIB
+    assert PANELS_MIB[name] + 16 < planned < PANELS_MIB[name] + 64
 
 
 @pytest.mark.parametrize("name", TAKEN_MIB)
