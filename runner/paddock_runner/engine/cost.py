@@ -11,8 +11,10 @@ FLOOR_US_PER_TOKEN = 1e-3
 FIT_EVERY = 8
 ENOUGH = 16
 """Steps with rows and prefill together, after which those with prefill alone are not learned from."""
-NEAR = 4
-"""Steps whose numbers of rows differ by one part in so many are alike."""
+ALIKE_ROWS = 8
+"""Steps of decode rows alone are measured by their number of rows, so many together; fewer than these one by one."""
+QUICKER, SLOWER = 0.5, 0.1
+"""Weight of such a step that took less, or more, than was known: one that something else held up tells little, and a step that is launched too early costs little."""
 N = 4
 
 
@@ -24,7 +26,7 @@ class CostModel:
     that wait for memory it may be nearly free. So once there are enough steps of both kinds, only those with decode rows are learned from.
     """
 
-    __slots__ = ("_moment", "_n_fresh", "_normal", "_quiet_rows", "_quiet_us", "n_mixed", "n_seen", "terms")
+    __slots__ = ("_moment", "_n_fresh", "_normal", "_quiet", "n_mixed", "n_seen", "terms")
 
     def __init__(self, guess_us: tuple[float, float, float, float] = (2000.0, 1000.0, 10_000.0, 1000.0)) -> None:
         self._normal = [[PRIOR_WEIGHT * (i == j) for j in range(N)] for i in range(N)]
@@ -32,15 +34,15 @@ class CostModel:
         self.terms = list(guess_us)
         """us for: a step, 16 decode rows, 256 prefill tokens, 256 prefill tokens after 2048 tokens of context."""
         self._n_fresh = 0
-        self._quiet_rows, self._quiet_us = 0, 0.0
+        self._quiet: dict[int, float] = {}
         self.n_seen = self.n_mixed = 0
 
     def see(self, n_decode: int, n_tokens: int, work: float, us: float) -> None:
         """Learns from a finished step. work: sum over prefill tokens of the context before each."""
         if n_decode and not n_tokens:
-            is_near = abs(n_decode - self._quiet_rows) * NEAR <= n_decode
-            self._quiet_us += (0.25 if is_near else 1.0) * (us - self._quiet_us)
-            self._quiet_rows = n_decode
+            key = _alike(n_decode)
+            known = self._quiet.get(key, us)
+            self._quiet[key] = known + (QUICKER if us < known else SLOWER) * (us - known)
         if n_decode and n_tokens:
             self.n_mixed += 1
         elif n_tokens and self.n_mixed >= ENOUGH:
@@ -80,9 +82,8 @@ class CostModel:
         return self.terms[0] + self.terms[1] * n_decode / DECODE_SCALE
 
     def quiet_us(self, n_decode: int) -> float:
-        """The same, as such steps were measured last, where they had about as many rows: while a long prompt is read the fit leans on steps with prefill."""
-        is_near = self._quiet_us > 0 and abs(n_decode - self._quiet_rows) * NEAR <= n_decode
-        return self._quiet_us if is_near else self.decode_us(n_decode)
+        """The same, as such steps were measured last, where there were some: the fit is a straight line, and leans on steps with prefill."""
+        return self._quiet.get(_alike(n_decode)) or self.decode_us(n_decode)
 
     def chunk_us(self, n_tokens: int, position: int) -> float:
         """What n_tokens of prefill from `position` on add to a step."""
@@ -97,6 +98,11 @@ class CostModel:
         if half * us < 1e-9 * linear * linear:
             return int(us / linear)
         return int((math.sqrt(linear * linear + 4 * half * us) - linear) / (2 * half))
+
+
+def _alike(n_decode: int) -> int:
+    """The same for numbers of decode rows that take about as long."""
+    return n_decode if n_decode < ALIKE_ROWS else ALIKE_ROWS - 1 + n_decode // ALIKE_ROWS
 
 
 def chunk_work(n_tokens: int, position: int) -> float:

@@ -351,7 +351,7 @@ class Engine:
         step.done_ns = step.half_ns = step.waited_ns = 0
         step.work = 0.0
         step.n_brought, scheduler.n_brought = scheduler.n_brought, 0
-        step.price_us = scheduler.cost.decode_us(n_decode) + (scheduler.cost.chunk_us(n_more, 0) if n_more else 0.0)
+        step.price_us = (scheduler.cost.decode_us if chunks else scheduler.cost.quiet_us)(n_decode) + (scheduler.cost.chunk_us(n_more, 0) if n_more else 0.0)
         step.launched_ns = now
         self.in_flight.append(step)
         self.device.step(slots.address)

@@ -32,8 +32,9 @@ class Policy:
     """Gaps between tokens of streams that may be long (without limit), to begin with: prompts that come together are then read at once. Where nobody decodes, they are anyway."""
     long_gap_share: float = 0.009
     """One part of a stream's gaps may be long: below one in a hundred."""
-    split_tokens: int = 2048
-    """What waits of a burst that has begun is read at once when it has fewer tokens: a step more would cost the last of them more than it gives the first."""
+    split_tokens: int = 2304
+    """The first step of a burst that does not fit into one has at least so many: half of those who have come may be less than half of those who will. What waits
+    of a burst that has begun is read at once when it has fewer."""
     tile_tokens: int = 128
     """On devices with run-ahead: matrix products come in tiles of so many tokens, and attention over a long context is no cheaper for fewer."""
     deep_tokens: int = 8192
