@@ -144,7 +144,7 @@ def test_a_storm_with_an_oracle_that_errs_answers_right(run_ahead: int, n_pages:
     oracle = Oracle(run_ahead, 0.2)
     monkeypatch.setattr(drafts, "look_up", oracle)
     monkeypatch.setattr(loop, "CONSIDER_EVERY", 1)
-    scene = Storm(300 + run_ahead, run_ahead, n_pages, 1)
+    scene = Storm(310 + run_ahead, run_ahead, n_pages, 1)
     scene.rig.engine.policy = replace(scene.rig.engine.policy, draft_gain=0.0, draft_gap_us=0.0)
     scene.rig.engine.drafter.is_on = True
     ask = scene.ask
