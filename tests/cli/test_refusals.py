@@ -207,3 +207,9 @@ def test_page_of_the_hub_is_pulled_and_an_address_elsewhere_is_not(paddock, hub)
     assert paddock("pull", f"{hub.url}/org/tiny-GGUF").code == 4
     refused = paddock("pull", "https://example.org/m.gguf")
     assert refused.code == 2 and "is not on the hub, so nothing says what its bytes should be" in refused.err and "`paddock add`" in refused.err
+
+
+def test_memory_without_a_unit_is_asked_about(paddock, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(tiny_gguf())
+    done = paddock("fit", str(tmp_path / "m.gguf"), "--vram", "24", "--arch", "sm_89")
+    assert done.code == 2 and done.err == "error: --vram 24 are 24 bytes\nhint:  write the unit: --vram 24GiB\n"

@@ -219,6 +219,8 @@ def find_where(device: str, vram_bytes: int | None, arch: str, threads: int | No
 
     Raises: PackError when a GPU was asked for and there is none, with the reason; UsageError.
     """
+    if vram_bytes is not None and vram_bytes < 1 << 20:
+        raise UsageError(f"--vram {vram_bytes} are {vram_bytes} bytes", f"write the unit: --vram {vram_bytes}GiB")
     if vram_bytes is not None:
         return [on_host(threads, vram_bytes)] if device == "cpu" else [on_told(vram_bytes, arch or "sm_90")]
     if device == "cpu":

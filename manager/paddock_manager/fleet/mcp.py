@@ -55,7 +55,8 @@ def read_servers(told: str) -> list[ToolServer]:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise FileError(f"{path}: {error}", "--mcp takes a JSON file with mcpServers, or a URL") from None
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise FileError(f"{path}: {why}", "--mcp takes a JSON file with mcpServers, or a URL") from None
     found = body.get("mcpServers", body.get("servers")) if isinstance(body, dict) else None
     if not isinstance(found, dict) or not found:
         raise UsageError(f"{path} names no servers", 'write {"mcpServers": {"NAME": {"command": ..., "args": [...]}}}')

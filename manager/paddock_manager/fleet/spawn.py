@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paddock_runner.errors import Cancelled, PaddockError
+from paddock_runner.errors import Cancelled, PackError, PaddockError
 
 from paddock_manager import paths
 from paddock_manager.disk import born, is_same_process, tail, write_json
@@ -211,7 +211,7 @@ def died(name: str, code: int, log: Path) -> RunnerDied:
     said = next((x for x in reversed(lines) if "error" in x.lower()), lines[-1] if lines else "")
     said = re.sub(r"^(paddock-runner: )?(error: )?", "", said.strip())
     refused = said and code in REFUSALS
-    message = f"{name} cannot be served: {said}" if refused else f"the runner of {name} ended {how} before it was ready" + (f": {said}" if said else "")
+    message = f"{name} cannot be served: {said}" if refused or (said and code == PackError.exit_code) else f"the runner of {name} ended {how} before it was ready" + (f": {said}" if said else "")
     shown = "\n".join(f"    {x}" for x in lines)
     hint = f"its log, {log}, ends with\n{shown}" if len(lines) > 1 and not refused else f"its log is {log}"
     return RunnerDied(message, hint, code, log=str(log), last_lines=lines)

@@ -73,7 +73,7 @@ class ExpertLayers:
         Raises: UsageError when the model has no experts, or the bytes do not hold one expert of each layer and the shared places.
         """
         if not self.layers:
-            raise UsageError(f"{n_bytes} bytes of device memory were asked for experts, {name} has none", "leave --expert-vram-gib out")
+            raise UsageError(f"{n_bytes / (1 << 30):.2f} GiB of device memory were asked for experts, {name} has none", "leave --expert-vram-gib out")
         low, high = 0, self.most
         while low < high:
             middle = (low + high + 1) // 2
