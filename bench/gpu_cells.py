@@ -20,6 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from bench import board, load, served, synthetic
 
 CELL = re.compile(r"(\d+)/(\d+)c(\d+)x(\d+)")
@@ -59,7 +61,7 @@ def run_cell(url: str, name: str, cell: str) -> list[dict[str, Any]]:
     found = CELL.fullmatch(cell)
     assert found, cell
     n_in, n_out, streams, requests = map(int, found.groups())
-    results, wall = asyncio.run(load.run(options(url, n_in, n_out, streams, requests)))
+    results, wall = uvloop.run(load.run(options(url, n_in, n_out, streams, requests)))
     f = load.summary(results, wall)
     first = sorted(1e3 * (r.times[0] - r.sent) for r in results if r.times)
     tenths = " ".join(f"{first[min(len(first) - 1, len(first) * k // 8)]:.0f}" for k in range(9)) if first else ""
@@ -98,7 +100,7 @@ async def _long(url: str, n_prompt: int, streams: int) -> dict[str, float]:
 
 def long_prompt(url: str, name: str, n_prompt: int) -> list[dict[str, Any]]:
     """Streams beside a long prompt."""
-    f = asyncio.run(_long(url, n_prompt, 16))
+    f = uvloop.run(_long(url, n_prompt, 16))
     sys.stdout.write(f"{name:9}{n_prompt} beside 16: " + "  ".join(f"{k} {v:.2f}" for k, v in f.items()) + "\n")
     sys.stdout.flush()
     return [board.row(f"h200.longprefill.{name}.{k}", [f[k]], "ratio", "lower") for k in ("itl_p50", "itl_p99", "ttft")]

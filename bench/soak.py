@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvloop
+
 from bench import board, load, served
 
 TICK = os.sysconf("SC_CLK_TCK")
@@ -159,7 +161,7 @@ def main() -> int:
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
     a = parser.parse_args()
     with served.runner(a.model, "--log-level", "warning", *a.options) as (url, process):
-        looks = asyncio.run(soak(a, url, process.pid))
+        looks = uvloop.run(soak(a, url, process.pid))
         wrong = what_is_left(url)
         before = usage(process.pid)["cpu_s"]
         time.sleep(a.idle)
