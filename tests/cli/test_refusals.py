@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,9 @@ def test_running_model_is_found_by_its_repository_alone(paddock, hub):
     assert paddock("serve", "org/tiny-GGUF", "--port", "0").code == 0
     assert paddock("logs", "org/tiny-GGUF", "--json").json["name"] == "org/tiny-GGUF:Q4_0"
     assert paddock("logs", "tiny-GGUF").code == 0
-    assert '"--model"' in paddock("serve", "org/tiny-GGUF", "--systemd").out
+    unit = paddock("serve", "org/tiny-GGUF", "--systemd").out
+    state_file = Path(re.search(r'"--state-file" "([^"]*)"', unit)[1])
+    assert '"--model"' in unit and state_file.parent.is_dir()
     assert paddock("stop", "tiny-GGUF").code == 0
     assert paddock("logs", "org/tiny-GGUF").code == 0
     assert paddock("logs", "org/other").code == 3

@@ -105,7 +105,7 @@ def tls_of(values: Values) -> tuple[str, ...]:
 
 def unit(places: paths.Places, launch: Launch) -> str:
     """A systemd user unit that runs the same program in the foreground, restarted with growing pauses."""
-    words = [w for w in launch.words(places.fleet / f"ready-{launch.name}.json")]
+    words = [w for w in launch.words(places.fleet / f"ready-{paths.file_word(launch.name)}.json")]
     shown = " ".join('"' + w.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"' for w in words)
     return "\n".join([
         "# save as ~/.config/systemd/user/paddock.service, then: systemctl --user enable --now paddock",
