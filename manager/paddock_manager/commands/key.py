@@ -75,4 +75,5 @@ def listed(places: paths.Places, ui: Ui) -> int:
 def _changed(places: paths.Places, ui: Ui) -> None:
     running = [s.name for s in state.servers(places)]
     if running:
-        ui.warn(f"{', '.join(running)} still take the old keys; restart them")
+        verb, what = ("takes", "it") if len(running) == 1 else ("take", "them")
+        ui.warn(f"{', '.join(running)} still {verb} the old keys; restart {what}")
