@@ -216,3 +216,11 @@ def test_memory_without_a_unit_is_asked_about(paddock, tmp_path):
     (tmp_path / "m.gguf").write_bytes(tiny_gguf())
     done = paddock("fit", str(tmp_path / "m.gguf"), "--vram", "24", "--arch", "sm_89")
     assert done.code == 2 and done.err == "error: --vram 24 are 24 bytes\nhint:  write the unit: --vram 24GiB\n"
+
+
+def test_pull_of_what_is_here_says_that_nothing_was_fetched(paddock, hub):
+    hub.add("org/tiny-GGUF", {"tiny.Q4_0.gguf": tiny_gguf()})
+    assert "verified 800 B" in paddock("pull", "org/tiny-GGUF", "--reserve", "0").err
+    again = paddock("pull", "org/tiny-GGUF", "--reserve", "0")
+    assert "nothing was fetched; `paddock verify org/tiny-GGUF:Q4_0` reads every byte again" in again.err and "verified" not in again.err
+    assert paddock("pull", "org/tiny-GGUF", "--connections", "0").err == "error: --connections is from 1 to 32, not 0\n"

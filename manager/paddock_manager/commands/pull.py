@@ -111,7 +111,9 @@ def limits_of(values: Values) -> Limits:
     file = paths.places().config_file
     connections = settings.value(file, "pull.connections", values.integer("connections"))
     rate = settings.value(file, "pull.limit_rate", values.integer("limit_rate"))
-    return Limits(connections=max(1, min(32, connections)), rate_bytes_per_s=float(rate))
+    if not 1 <= connections <= 32:
+        raise UsageError(f"--connections is from 1 to 32, not {connections}")
+    return Limits(connections=connections, rate_bytes_per_s=float(rate))
 
 
 def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
@@ -122,7 +124,8 @@ def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
     trouble: PaddockError | None = None
     for order in orders:
         say_order(ui, shop, order)
-        if order.size_bytes >= WORTH_A_VERDICT_BYTES and shop.missing(order):
+        missing = shop.missing(order)
+        if order.size_bytes >= WORTH_A_VERDICT_BYTES and missing:
             ui.say(verdict(shop, order))
         try:
             with ui.progress(order.alias or order.ref, order.size_bytes) as bar:
@@ -132,7 +135,10 @@ def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
             if order is not orders[-1]:
                 ui.say(f"{order.source.shown} cannot be had: {error.message}")
             continue
-        ui.say(f"verified {size(model.size_bytes)} from {order.shown_source}")
+        if missing:
+            ui.say(f"verified {size(sum(f.size_bytes for f in missing))} from {order.shown_source}")
+        else:
+            ui.say(f"nothing was fetched; `paddock verify {model.name}` reads every byte again")
         from paddock_manager.fit import fit
 
         trouble_ahead = fit.refusal(model.path)
