@@ -87,7 +87,7 @@ class Config:
         (), "sampling of requests that do not say, FIELD=NUMBER, for a model whose files recommend none (repeatable): temperature, top_p, top_k, min_p, repetition_penalty"
     )
     deterministic: bool = knob(
-        False, "answers to the same request have the same bits alone and among others (CPU: without its tiles of matrices, so prompts take longer; not on GPUs yet)"
+        False, "answers to the same request have the same bits alone and among others, cached or not; prompts take longer"
     )
     untried_kernels: bool = knob(
         False, "also kernels that were compiled for the GPU's architecture and never run on such a card (sm_100: products by tcgen05)"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import test_delta
 import test_mamba
-from harness import Bench, to_bf16
-from paddock_runner.errors import PackError
+from harness import Bench, rounded, to_bf16
+from paddock_runner.errors import UnsupportedError
 from paddock_runner.formats.table import WEIGHT_FORMATS, by_name
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
@@ -17,6 +17,7 @@ from paddock_runner.pack.library import Pack
 from paddock_runner.pack.program import Epilogue, Heads, MambaShape, MambaWeights, Program, Stacks, View
 from paddock_runner.pack.tensor import S, T
 from test_experts import stack_of
+from test_matmul import check
 from weights import random_weight, scaled_fp8
 
 COMPANY = (1, 2, 3, 8, 17, 32, 33, 64, 65, 127, 128, 129)
@@ -27,8 +28,6 @@ N_ROWS = 300
 @pytest.fixture
 def bench(pack: Pack) -> Iterator[Callable[..., Bench]]:
     """Makes benches of that kind; closes them."""
-    if pack.description["pack"] != "cpu":
-        pytest.skip("this pack has no such kernels")
     made: list[Bench] = []
 
     def make(**options: object) -> Bench:
@@ -63,9 +62,10 @@ def test_product_of_a_row_is_the_same_in_any_company(bench, rng, name):
     if name not in b.pack.description["formats"]:
         pytest.skip(f"this pack has no {name}")
     for n_out, cols in ((33, 512), (1100, 1024)):
-        w = [random_weight(name, n_out, cols, rng).upload(b)]
-        values = rng.standard_normal((N_ROWS, cols))
+        weight, values = random_weight(name, n_out, cols, rng), rng.standard_normal((N_ROWS, cols))
+        w = [weight.upload(b)]
         whole = product(b, w, values)
+        check(b, whole, rounded(values, b.activation), weight.values.astype(np.float64), name)
         for n in COMPANY:
             first = int(rng.integers(0, N_ROWS - n + 1))
             np.testing.assert_array_equal(product(b, w, values[first : first + n]), whole[first : first + n], err_msg=f"{n_out} x {cols}, {n} rows")
@@ -98,6 +98,27 @@ def test_product_with_scales_beside_is_the_same_in_any_company(bench, rng, kind)
         np.testing.assert_array_equal(product(b, w, values[-n:]), whole[-n:], err_msg=f"{n} rows")
 
 
+@pytest.mark.parametrize("cols", [96, 1024, 4096])
+def test_norms_and_gates_of_a_row_are_the_same_in_any_company(bench, rng, cols):
+    b, values = bench(sizes=SIZES), rng.standard_normal((N_ROWS, 2 * cols))
+    w = [b.upload(rng.standard_normal(cols), abi.PK_F32) for _ in range(2)]
+
+    def run(part: slice) -> np.ndarray:
+        n = len(values[part])
+        x, residual = (b.activations(v, T)[0] for v in (values[part, :cols], values[part, cols:]))
+        both, _ = b.activations(values[part], T)
+        out, gated = (b.output(n, cols, T, format=abi.PK_F32) for _ in range(2))
+        program = Program()
+        program.norm(x, w[0], out, 1e-5, residual, w[1])
+        program.gate(both, gated, "silu")
+        b.run(program, n)
+        return np.concatenate([b.download(t, n) for t in (out, gated, residual)], 1)
+
+    whole = run(slice(0, N_ROWS))
+    for n in (1, 2, 31, 64, 65, 127):
+        np.testing.assert_array_equal(run(slice(n, 2 * n)), whole[n : 2 * n], err_msg=f"{n} rows")
+
+
 CTX, PAGE, SLOTS = 2048, 16, 40
 STEPS = {
     "alone": [[(0, p, 1)] for p in (0, 15, 511, 512, 700, 1023, 1024, 1500)] + [[(1, 1999, 1)]],
@@ -126,7 +147,7 @@ def attend(b, rows, table, queries, heads, view, sinks):
 @pytest.mark.parametrize("window", [0, 200])
 @pytest.mark.parametrize("shape", [(8, 2, 64), (8, 2, 128), (6, 6, 96), (4, 1, 256)], ids=str)
 @pytest.mark.parametrize("kv_name", ["bf16", "fp8_e4m3", "f32"])
-def test_attention_of_a_token_is_the_same_in_any_company_and_chunk(bench, rng, kv_name, shape, window):
+def test_attention_of_a_token_is_the_same_in_any_company_and_chunk(bench, pack, rng, kv_name, shape, window):
     (n_heads, n_kv, width), kv_format = shape, by_name(kv_name).id
     element = by_name(kv_name).block_bytes
     k_bytes, n_pages = n_kv * PAGE * width * element, 150
@@ -142,7 +163,10 @@ def test_attention_of_a_token_is_the_same_in_any_company_and_chunk(bench, rng, k
     table = rng.integers(1, n_pages, (SLOTS, CTX // PAGE)).astype(np.int32)
     queries = rng.standard_normal((SLOTS, CTX, n_heads * width)).astype(np.float32) * (0.02 if kv_format == abi.PK_FP8_E4M3 else 1)
     heads = Heads(n_heads, n_kv, width, width, 0, k_bytes, kv_format)
-    sinks = b.upload(rng.standard_normal(n_heads), abi.PK_F32) if window else None
+    other = Bench(pack, page_bytes=2 * k_bytes, sizes=b.sizes)
+    other.device.write(other.device.kv_address, raw.tobytes())
+    sunk = rng.standard_normal(n_heads)
+    sinks = b.upload(sunk, abi.PK_F32) if window else None
     seen = {}
     for name, steps in STEPS.items():
         for rows in steps:
@@ -150,6 +174,11 @@ def test_attention_of_a_token_is_the_same_in_any_company_and_chunk(bench, rng, k
                 assert np.isfinite(got).all(), (name, place)
                 first, before = seen.setdefault(place, (name, got))
                 np.testing.assert_array_equal(got, before, err_msg=f"{place}: {name} and {first}")
+    others = None if sinks is None else other.upload(sunk, abi.PK_F32)
+    for rows in (STEPS["whole"][0], STEPS["decode"][0]):
+        for place, wanted in attend(other, rows, table, queries, heads, View(window), others).items():
+            np.testing.assert_allclose(seen[place][1], wanted, rtol=0, atol=2e-2 * np.abs(wanted).max(), err_msg=f"{place} and where others count")
+    other.close()
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q8_0", "q4_k"])
@@ -247,5 +276,5 @@ def test_a_layer_that_is_not_the_same_in_company_is_refused_by_name(bench):
         pytest.skip("the CPU pack has none")
     program, q = Program(), b.output(4, 64, T)
     program.streams(q, q, b.output(4, 32, T), q)
-    with pytest.raises(PackError, match=r"residual streams; the CUDA pack has no kernels for it whose numbers of a row depend on the row alone"):
+    with pytest.raises(UnsupportedError, match=r"residual streams; the CUDA pack has no kernels for it whose numbers of a row depend on the row alone"):
         b.load(program)

@@ -10,6 +10,7 @@
 #include "../include/experts.cuh"
 #include "../include/format/rows.cuh"
 #include "../include/format/unit.cuh"
+#include "../include/invariant.h"
 #include "../include/memory.h"
 #include "../include/repack.cuh"
 #include "program.h"
@@ -40,6 +41,7 @@ constexpr Support kSupport = {"cuda", PK_BF16, is_weight, is_plain, is_kv, is_co
 struct FullContext : pk_ctx {
     RepackBuffers repacking;
     cudaDeviceProp properties = {};
+    bool is_invariant = false;
 };
 
 FullContext &full(pk_ctx *ctx) { return *static_cast<FullContext *>(ctx); }
@@ -115,7 +117,7 @@ int32_t open(const pk_open_config &config, pk_ctx **out) {
     if (config.device < 0 || config.device >= n) return fail(PK_BAD_ARG, "open: device %d of %d", config.device, n);
     if (config.max_isa < 0 || config.max_isa > kMaxIsa)
         return fail(PK_BAD_ARG, "open: max_isa is %d; this pack for " PK_ARCH " has %s", config.max_isa, kMaxIsa ? "0 and 1 (kernels that never ran on such a card)" : "0 only: no kernels that never ran");
-    if (config.is_invariant != 0) return fail(PK_UNSUPPORTED, "open: is_invariant is %d; the CUDA pack has no such kernels", config.is_invariant);
+    if (config.is_invariant != 0 && config.is_invariant != 1) return fail(PK_BAD_ARG, "open: is_invariant is %d, it must be 0 or 1", config.is_invariant);
     auto ctx = std::make_unique<FullContext>();
     ctx->device = config.device;
     if (int32_t e = check(cudaSetDevice(config.device), "open")) return e;
@@ -123,6 +125,7 @@ int32_t open(const pk_open_config &config, pk_ctx **out) {
     ctx->n_processors = ctx->properties.multiProcessorCount;
     ctx->capability = ctx->properties.major * 10 + ctx->properties.minor;
     ctx->tries = config.max_isa == 1;
+    ctx->is_invariant = config.is_invariant == 1;
     ctx->l2_bytes = ctx->properties.l2CacheSize;
     if (int32_t e = kernels_run()) return fail(e, "open: this pack is built for " PK_ARCH "; %s has compute capability %d.%d", ctx->properties.name, ctx->properties.major, ctx->properties.minor);
     if (int32_t e = check(cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking), "open")) return e;
@@ -139,6 +142,8 @@ int32_t copy_through(FullContext &ctx, void *to, const void *from, int64_t n_byt
 }
 
 }  // namespace
+
+bool is_invariant(const pk_ctx *ctx) { return static_cast<const FullContext *>(ctx)->is_invariant; }
 
 const Packed *find_packed(pk_ctx *ctx, const pk_tensor &w) {
     auto found = ctx->packed.find(w.data);

@@ -6,6 +6,7 @@
 #include <climits>
 
 #include "../include/delta.cuh"
+#include "../include/invariant.h"
 
 namespace pk {
 namespace {
@@ -311,8 +312,10 @@ int32_t launch_delta(const Launch &l, const pk_op_delta &op) {
     const dim3 grid(op.n_v_heads, static_cast<unsigned>(max_rows_of(l)));
     const bool is_square = op.k_width == kWidth && op.v_width == kWidth;
     if (!is_square) return launch(l, "delta", delta_any_kernel, grid, dim3(kThreads), (2 * op.k_width + 2 * op.v_width) * 4, a);
-    if (l.decode_only && op.conv_width == 4) return launch(l, "delta_decode", delta_decode_kernel, grid, dim3(kThreads), 0, a);
-    const bool chunks = has_chunks(op) && !l.decode_only && l.max_tokens > kStepTokens;
+    // Every token by itself: neither the order of the decode kernel nor chunks, which begin where a step begins.
+    const bool is_invariant = pk::is_invariant(l.ctx);
+    if (l.decode_only && op.conv_width == 4 && !is_invariant) return launch(l, "delta_decode", delta_decode_kernel, grid, dim3(kThreads), 0, a);
+    const bool chunks = has_chunks(op) && !l.decode_only && l.max_tokens > kStepTokens && !is_invariant;
     a.most = chunks ? kStepTokens : INT_MAX;
     if (int32_t e = launch(l, "delta", delta_step_kernel, grid, dim3(kThreads), 0, a)) return e;
     return chunks ? launch_delta_chunks(l, op, a) : PK_OK;

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "../include/device.cuh"
+#include "../include/invariant.h"
 
 namespace pk {
 namespace {
@@ -315,8 +316,8 @@ int32_t launch_norm(const Launch &l, const pk_op_norm &op) {
     a.residual_scale = op.residual_scale;
     const unsigned rows = static_cast<unsigned>(bound(l, op.x.rows));
     const int64_t eights = (op.x.cols + 7) / 8;
-    // Many rows fill the device with small blocks; few rows want many threads each.
-    if (rows > 64 && eights <= 1024) return launch(l, "norm", norm_kernel<32>, dim3(rows), dim3(static_cast<unsigned>(std::max<int64_t>(32, (eights + 3) / 4 + 31) / 32 * 32)), 0, a);
+    // Many rows fill the device with small blocks; few rows want many threads each, whose sums come in another order.
+    if (rows > 64 && eights <= 1024 && !is_invariant(l.ctx)) return launch(l, "norm", norm_kernel<32>, dim3(rows), dim3(static_cast<unsigned>(std::max<int64_t>(32, (eights + 3) / 4 + 31) / 32 * 32)), 0, a);
     if (eights <= 1024) return launch(l, "norm", norm_kernel<8>, dim3(rows), dim3(static_cast<unsigned>((eights + 31) / 32 * 32)), 0, a);
     if (eights <= 4096) return launch(l, "norm", norm_kernel<32>, dim3(rows), dim3(1024), 0, a);
     return fail(PK_UNSUPPORTED, "norm: rows of %lld elements; the CUDA pack takes up to 32768", (long long)op.x.cols);

@@ -3,6 +3,7 @@
 
 #include "../../host/guess.h"
 #include "../../rare.h"
+#include "../include/invariant.h"
 
 #include <sched.h>
 
@@ -248,10 +249,24 @@ int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_stat
     return kCounterBytes + share_bytes(state) + (most + 255) / 256 * 256;
 }
 
+// Ops whose kernels add a row up in another order among others, or have not been tried: what layer has them.
+static const char *varying_layer(int32_t op) {
+    switch (op) {
+        case PK_OP_SPARSE: return "attention over chosen blocks";
+        case PK_OP_NGRAM: return "n-grams";
+        case PK_OP_STREAMS: return "residual streams";
+        case PK_OP_DILATED: return "dilated convolutions";
+        case PK_OP_KEEP: return "guesses beside a recurrent state";
+        default: return nullptr;
+    }
+}
+
 int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state) {
     for (int64_t i = 0; i < records.n(); ++i) {
         const Record &r = records[i];
         int32_t status = PK_OK;
+        if (const char *layer = varying_layer(r.op); layer && is_invariant(ctx))
+            return fail(PK_UNSUPPORTED, "op %lld: %s; the CUDA pack has no kernels for it whose numbers of a row depend on the row alone", (long long)i, layer);
         if (r.op == PK_OP_EXPERTS) status = check_experts(ctx, r.as<pk_op_experts>(), i);
         if (r.op == PK_OP_MAMBA) status = check_mamba(r.as<pk_op_mamba>(), i);
         if (r.op >= PK_OP_SOFTPLUS) status = check_rare_op(ctx, r, state, i);
@@ -300,16 +315,19 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     p.guesses = has_op(p, PK_OP_GUESS);
     // A single product in a step is as fast on its own; programs that are run piece by piece may consist of one.
     const Launch lone = launch_of(p, 1, 1, true, false, false);
-    p.mixtures = find_mixtures(lone, p.records);
-    // Between mixtures the persistent kernel has single products only.
-    if (!p.mixtures.empty()) p.abreast = find_abreast(lone, p.records);
-    persist::Taken taken;
-    for (const Mixture &m : p.mixtures) taken.emplace_back(m.first, m.last);
-    for (const Abreast &a : p.abreast) taken.emplace_back(a.first, a.last);
-    p.plans.emplace_back();
-    if (int32_t e = persist::make_plan(lone, p.records, 1, is_step ? 2 : 1, taken, &p.plans.back())) return e;
-    ctx.n_allocations += p.plans.back().memory != nullptr;
-    ctx.allocated_bytes += p.plans.back().n_bytes;
+    // None of them where a row's numbers must not depend on its being alone.
+    if (!is_invariant(&ctx)) {
+        p.mixtures = find_mixtures(lone, p.records);
+        // Between mixtures the persistent kernel has single products only.
+        if (!p.mixtures.empty()) p.abreast = find_abreast(lone, p.records);
+        persist::Taken taken;
+        for (const Mixture &m : p.mixtures) taken.emplace_back(m.first, m.last);
+        for (const Abreast &a : p.abreast) taken.emplace_back(a.first, a.last);
+        p.plans.emplace_back();
+        if (int32_t e = persist::make_plan(lone, p.records, 1, is_step ? 2 : 1, taken, &p.plans.back())) return e;
+        ctx.n_allocations += p.plans.back().memory != nullptr;
+        ctx.allocated_bytes += p.plans.back().n_bytes;
+    }
     for (int32_t n : sizes) {
         if (n < 1 || n > p.state.max_step_tokens) return fail(PK_BAD_ARG, "load: a bucket of %d tokens, it must be 1 to %d", n, p.state.max_step_tokens);
         pk_program::Bucket bucket;

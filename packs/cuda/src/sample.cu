@@ -100,11 +100,16 @@ __global__ void __launch_bounds__(kThreads) adjust_kernel(const __grid_constant_
             if (!(atomicOr(seen + t / 32, 1u << (t & 31)) & (1u << (t & 31)))) logits[t] = logits[t] > 0.0f ? logits[t] / repetition : logits[t] * repetition;
         }
         __syncthreads();
+        // Presence once, then frequency for every time: equal terms, so that their order does not matter.
         for (int i = max(p.prompt_length, 0) + tid; i < f.length; i += kThreads) {
             const int t = tokens[i];
-            if (t < 0 || t >= a.n) continue;
-            const bool is_first = !(atomicOr(output + t / 32, 1u << (t & 31)) & (1u << (t & 31)));
-            atomicAdd(logits + t, -frequency - (is_first ? presence : 0.0f));
+            if (t < 0 || t >= a.n || presence == 0.0f) continue;
+            if (!(atomicOr(output + t / 32, 1u << (t & 31)) & (1u << (t & 31)))) logits[t] -= presence;
+        }
+        __syncthreads();
+        for (int i = max(p.prompt_length, 0) + tid; i < f.length && frequency != 0.0f; i += kThreads) {
+            const int t = tokens[i];
+            if (t >= 0 && t < a.n) atomicAdd(logits + t, -frequency);
         }
         __syncthreads();
     }

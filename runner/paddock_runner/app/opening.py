@@ -121,7 +121,7 @@ def plan_model(config: Config, path: Path, place: Place) -> Opened:
     kv_format = "" if config.kv_format == "auto" else config.kv_format
     request = PlanRequest(
         ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens, state_cache_bytes=_bytes(config.state_cache_gib),
-        expert_bytes=_bytes(config.expert_vram_gib),
+        expert_bytes=_bytes(config.expert_vram_gib), is_invariant=config.deterministic,
     )  # fmt: skip
     answer = solver(blueprint, views, place.facts.free_bytes, place.facts.kind)
     found = _plan(answer, request)

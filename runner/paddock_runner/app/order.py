@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .. import log
 from ..config import Config
 from ..engine.order import Opening, Order, send
-from ..errors import UnsupportedError, UsageError
+from ..errors import UsageError
 from ..files.folder import require_tokenizer
 from ..front import auth
 from ..front.listen import bind, check_tls
@@ -41,11 +41,6 @@ def give(config: Config, channel: Channel, process: subprocess.Popen[bytes], sta
     if config.state_file is not None and not config.state_file.absolute().parent.is_dir():
         raise UsageError(f"--state-file: there is no folder {config.state_file.absolute().parent}")
     place = choose_place(config)
-    if config.deterministic and place.facts.kind != "cpu":
-        raise UnsupportedError(
-            f"--deterministic has no kernels on {place.facts.kind}: products and attention take other paths for few rows than for many",
-            "--device cpu, or leave it out",
-        )
     send(process, Opening(str(place.pack), place.gpu, config.threads, config.log_level, os.getpid(), int(config.untried_kernels), config.deterministic))
     stages.end("place")
     tls = check_tls(config.tls_cert, config.tls_key)

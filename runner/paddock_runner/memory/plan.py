@@ -51,6 +51,8 @@ GRAPH_BYTES_PER_PART = 20 * 1024
 """What each other part of a layer adds: experts, a shared expert, a delta rule, an index, n-grams. Measured: 8 to 22 KiB."""
 GRAPH_BYTES_PER_PANEL_LAUNCH, PANEL_TOKENS = 2355, 256
 """What a launch of a product with unpacked weights adds, in graphs of more tokens. Measured: 1.6 to 2.9 KB (8B and 32B in Q4_K_M, a 36B in Q8_0)."""
+INVARIANT_ROWS, PRODUCTS_PER_LAYER = 128, 6
+"""Rows of a launch of a product where a row's numbers depend on the row alone; products that a layer has at most, but for those of heads and experts."""
 GRAPH_BYTES_PER_STREAM = 35 * 1024
 """What each stream of the residual adds: ten launches. From GRAPH_BYTES_PER_LAYER's dozen of launches, not measured."""
 GRAPH_BYTES_PER_LATENT_HEAD = 11 * 1024
@@ -106,6 +108,7 @@ class PlanRequest:
 
     expert_bytes: of the device for experts, the others lie in host memory; None: all lie on the device.
     has_windows: layers with a window have pages of their own, which are given back behind it, where that takes less.
+    is_invariant: as in pk_open_config; a product of many rows is several launches then.
     state_cache_bytes: for snapshots of recurrent states; None: two per slot and eight more, at most a tenth of the free memory. An empty kv_format and a max_step_tokens of 0 become what suits the device.
     """
 
@@ -119,6 +122,7 @@ class PlanRequest:
     state_cache_bytes: int | None = None
     expert_bytes: int | None = None
     has_windows: bool = True
+    is_invariant: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", self.kv_format or KV_FORMAT[self.device.kind])
@@ -361,7 +365,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
         PlanLine("activations", activations.n_bytes - logits, "planner", "activations"),
         PlanLine("vectors" if blueprint.pooling else "logits", logits, "planner", "activations"),
         PlanLine("kernel scratch", scratch, "planner", "scratch"),
-        *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes, weights.panel_launches), "table", "graphs")]),
+        *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes, weights.panel_launches, request.is_invariant), "table", "graphs")]),
         *([PlanLine("tables of experts in host memory", host_bytes // HOST_BYTES_PER_MAPPED_BYTE, "table", "graphs")] if host_bytes else []),
         PlanLine("process" if is_host else "CUDA context", device.process_bytes, device.process_source, "process"),
         *([PlanLine("front and tokenizer", FRONT_BYTES + FRONT_BYTES_PER_TOKEN * blueprint.n_vocab, "table", "front")] if is_host else []),
@@ -380,14 +384,17 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
     return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes if is_host else 0, host_bytes)
 
 
-def graph_bytes(blueprint: Blueprint, sizes: StateSizes, panel_launches: float = 0) -> int:
+def graph_bytes(blueprint: Blueprint, sizes: StateSizes, panel_launches: float = 0, is_invariant: bool = False) -> int:
     """What the driver takes for the launch graphs of a GPU: one of mixed steps for every bucket, one of decode where all rows fit, and one of
     decode with shared prefixes where there are two rows to share. A layer with experts in host memory has a dozen launches more. Steps of many
-    tokens unpack weights, panel by panel."""
+    tokens unpack weights, panel by panel; with is_invariant they have a launch for every 128 rows of a product instead."""
     buckets = token_buckets(sizes.max_step_tokens)
     n_graphs = len(buckets) + sum((n <= sizes.n_slots) + (2 <= n <= sizes.n_slots) for n in buckets)
     away = len(blueprint.layers) if sizes.n_expert_slots else 0
-    panels = int(sum(n > PANEL_TOKENS for n in buckets) * panel_launches * GRAPH_BYTES_PER_PANEL_LAUNCH)
+    launches = sum(n > PANEL_TOKENS for n in buckets) * panel_launches
+    if is_invariant:
+        launches = sum((n - 1) // INVARIANT_ROWS for n in buckets) * PRODUCTS_PER_LAYER * len(blueprint.layers)
+    panels = int(launches * GRAPH_BYTES_PER_PANEL_LAUNCH)
     streams = sum(layer.has_streams for layer in blueprint.layers) * blueprint.n_streams
     layers = sum(_layer_graph_bytes(layer) for layer in blueprint.layers)
     return n_graphs * (layers + streams * GRAPH_BYTES_PER_STREAM + away * GRAPH_BYTES_PER_LAYER) + panels

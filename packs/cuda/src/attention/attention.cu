@@ -3,11 +3,12 @@
 
 #include "../../include/attention_share.cuh"
 #include "../../include/attention_wide.cuh"
+#include "../../include/invariant.h"
 
 namespace pk {
 
 template <int kD>
-int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a);
+int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, bool is_cut);
 int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a);
 template <int kD>
 int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a);
@@ -23,12 +24,13 @@ int64_t padded_width(const pk_op_attention &op) {
     return width <= 64 ? 64 : width <= 128 ? 128 : width <= 192 ? 192 : 256;
 }
 
-int32_t launch_few(const Launch &l, const pk_op_attention &op, const AttentionArguments &a) {
+// is_cut: all rows, each by itself.
+int32_t launch_few(const Launch &l, const pk_op_attention &op, const AttentionArguments &a, bool is_cut) {
     const int width = std::max(op.head_width, op.v_width);
-    if (width <= 64) return launch_attention_decode<64>(l, a);
-    if (width <= 96) return launch_attention_decode<96>(l, a);
-    if (width <= 128) return launch_attention_decode<128>(l, a);
-    return width <= 192 ? launch_attention_decode<192>(l, a) : launch_attention_decode<256>(l, a);
+    if (width <= 64) return launch_attention_decode<64>(l, a, is_cut);
+    if (width <= 96) return launch_attention_decode<96>(l, a, is_cut);
+    if (width <= 128) return launch_attention_decode<128>(l, a, is_cut);
+    return width <= 192 ? launch_attention_decode<192>(l, a, is_cut) : launch_attention_decode<256>(l, a, is_cut);
 }
 
 int32_t launch_many(const Launch &l, const pk_op_attention &op, const AttentionArguments &a) {
@@ -68,7 +70,7 @@ int32_t check_attention(const pk_op_attention &op, int64_t at) {
 // Rows of partial sums of shared prefixes, at most: share.cu fills the device once.
 static int64_t shared_rows(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) { return max_rows * op.n_heads + 2ll * ctx->n_processors * 128; }
 
-bool uses_share(const pk_ctx *ctx, const pk_op_attention &op) { return has_wgmma(ctx) && op.window == 0 && !is_other(op) && !needs_plain(op); }
+bool uses_share(const pk_ctx *ctx, const pk_op_attention &op) { return has_wgmma(ctx) && !is_invariant(ctx) && op.window == 0 && !is_other(op) && !needs_plain(op); }
 
 int64_t attention_scratch(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) {
     if (is_other(op)) return attention_wide_scratch(ctx);
@@ -115,9 +117,11 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     const int group = op.n_heads / op.n_kv_heads;
     const bool is_latent = op.parts == PK_PARTS_LATENT;
     if (is_latent) a.v_offset = op.k_offset;
-    if (is_other(op)) return fits_wide(op, s.kv_page_stride) ? launch_attention_wide(l, a, is_latent) : launch_attention_plain(l, a, is_latent);
+    const bool is_invariant = pk::is_invariant(l.ctx);  // the wide kernel cuts by the number of tiles
+    if (is_other(op)) return fits_wide(op, s.kv_page_stride) && !is_invariant ? launch_attention_wide(l, a, is_latent) : launch_attention_plain(l, a, is_latent);
     // Pieces of 16 bytes must be whole and aligned for the tensor core kernels.
     if (needs_plain(op) || s.kv_page_stride % (op.kv_format == PK_F32 ? 32 : 16)) return launch_attention_plain(l, a, false);
+    if (is_invariant) return launch_few(l, op, a, true);
     if (l.share != nullptr && uses_share(l.ctx, op) && op.n_heads == l.share_heads && op.n_kv_heads == l.share_kv_heads) {
         const Share share = share_of(s, l.share);
         AttentionArguments shared = a;
@@ -130,7 +134,7 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
         a.share_width = static_cast<int32_t>(padded_width(op));
         if (int32_t status = launch_many(l, op, shared)) return status;
     }
-    if (int32_t status = launch_few(l, op, a)) return status;
+    if (int32_t status = launch_few(l, op, a, false)) return status;
     // A bucket in which every row must be the decode kernel's needs no second launch.
     if (l.decode_only || l.max_tokens * group <= 16 || l.max_tokens == 1) return PK_OK;
     if (!has_wgmma(l.ctx)) return launch_attention_prefill(l, a);

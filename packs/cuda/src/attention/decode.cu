@@ -8,7 +8,9 @@
 // partial sums; the last block to arrive joins them in order, and with them what the row shares with others (share.cu,
 // prefill_wgmma.cu): then only the positions after that are read here. Grid: persistent. KV: BF16, F16, FP8 (raw), F32 (converted).
 // Does not handle: rows that is_decode_row() leaves to prefill.
-#include "../../include/attention_ring.cuh"
+// A second form (kCut) takes all rows, and its bits for a pair depend on the pair alone: segments are cut at fixed positions
+// (attention_cut.cuh), warps take groups by their place in the sequence, sums of segments are joined in order, wherever they are made.
+#include "../../include/attention_cut.cuh"
 
 namespace pk {
 namespace {
@@ -84,8 +86,41 @@ __device__ void join_parts(const AttentionArguments &a, const Segment &s, int ro
     }
 }
 
-template <int kD, int kKind, bool kTensor>
-__global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps) {
+// What a pair's segments came to so far.
+struct Joined {
+    float top = -INFINITY, sum = 0.0f;
+    float4 v = make_float4(0, 0, 0, 0);
+};
+
+// One more segment, in order. Rounded as written, so that it does not matter where the sums so far were kept.
+__device__ __forceinline__ void join(Joined &all, float top, float sum, float4 v) {
+    const float most = fmaxf(all.top, top), base = most == -INFINITY ? 0.0f : most, f = power2(all.top - base), g = power2(top - base);
+    all.top = most;
+    all.sum = __fmaf_rn(g, sum, __fmul_rn(f, all.sum));
+    all.v.x = __fmaf_rn(g, v.x, __fmul_rn(f, all.v.x));
+    all.v.y = __fmaf_rn(g, v.y, __fmul_rn(f, all.v.y));
+    all.v.z = __fmaf_rn(g, v.z, __fmul_rn(f, all.v.z));
+    all.v.w = __fmaf_rn(g, v.w, __fmul_rn(f, all.v.w));
+}
+
+// Joins the segments of a tile that lie in memory.
+template <int kD>
+__device__ void join_segments(const AttentionArguments &a, const Segment &s, const CutPlace &place, int rows_here) {
+    for (int j = threadIdx.x; j < rows_here * (kD / 4); j += kThreads) {
+        const int row = j / (kD / 4), d = j % (kD / 4) * 4;
+        Joined all;
+#pragma unroll 4
+        for (int i = 0; i < place.n_segments; ++i) {
+            const float *part = part_of<kD>(a, place.first_segment + i);
+            const float2 ml = __ldcg(reinterpret_cast<const float2 *>(part + 16 * kD + 2 * row));
+            join(all, ml.x, ml.y, __ldcg(reinterpret_cast<const float4 *>(part + row * kD + d)));
+        }
+        if (d < a.v_width) finish4(a, s, row, d, all.v, all.sum, all.top);
+    }
+}
+
+template <int kD, int kKind, bool kTensor, bool kCut>
+__global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int n_parts) {
     extern __shared__ uint8_t raw[];
     uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     constexpr int kStages = kRingStages<kD, kKind>, kSize = kGroup<kD, kKind>;
@@ -93,6 +128,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     __shared__ int warps[kWarps + 1];
     __shared__ int is_last;
     __shared__ float merge_top[kWarps][16], merge_sum[kWarps][16];
+    __shared__ float2 kept[2][kCut ? 16 : 1];  // largest logits and sums of the tile's segments so far; read and written in turns
     __shared__ uint64_t q_full[kQBuffers<kD>];
     uint8_t *q_at = shared + kWarps * kWarpBytes<kD, kKind>;
     float(*merge)[kMergeBytes<kD> / 4] = reinterpret_cast<float(*)[kMergeBytes<kD> / 4]>(q_at + kQBuffers<kD> * kQBytes<kD>);
@@ -105,19 +141,31 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
 #endif
     wait_dependence();
     release_dependents();
-    const int total = build_schedule<kSize>(a, ends, warps);
-    const int per = max(kLeast / kSize, (total + static_cast<int>(gridDim.x) * kWarps - 1) / (static_cast<int>(gridDim.x) * kWarps) * kWarps);
-    int at = min(total, static_cast<int>(blockIdx.x) * per);
-    const int until = min(total, at + per);
-    if (at < until) {
+    CutWork<kSize> cut{a, ends};
+    int per = 0, at = 0, until = 0;
+    bool has_work;
+    if constexpr (kCut) {
+        has_work = cut.begin(warps, n_parts);
+    } else {
+        const int total = build_schedule<kSize>(a, ends, warps);
+        per = max(kLeast / kSize, (total + static_cast<int>(gridDim.x) * kWarps - 1) / (static_cast<int>(gridDim.x) * kWarps) * kWarps);
+        at = min(total, static_cast<int>(blockIdx.x) * per);
+        until = min(total, at + per);
+        has_work = at < until;
+    }
+    if (has_work) {
         Warp<kD, kKind, kTensor> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, warp};
-        Segment s = find_segment<kSize>(a, ends, at, until, per), next = s;
+        Segment s = {};
+        CutPlace place = {}, next_place = {};
+        if constexpr (kCut) cut.next(s, place);
+        else s = find_segment<kSize>(a, ends, at, until, per);
+        Segment next = s;
         ask_q<kD>(a, s, q_at, &q_full[0]);  // before K and V: behind them it would wait as long as they take
         const bool plain = a.softcap <= 0.0f && a.scale > 0.0f;
         const float c = plain ? a.scale * kLog2e : 1.0f;
         bool has_next = false;
         for (int turn = 0;; ++turn) {
-            at += s.n_groups;
+            if constexpr (!kCut) at += s.n_groups;
             uint8_t *q_mine = q_at + turn % kQBuffers<kD> * kQBytes<kD>;
             int limit[2];  // of this lane's two rows of the tile
             uint32_t q[kHoldQ<kD> ? kD / 16 : 1][4];
@@ -138,9 +186,13 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
 #pragma unroll
                         for (int k = 0; k < kD / 16; ++k) read_q<kD, kKind>(q[k], q_mine, k);
                     }
-                    has_next = at < until;
+                    if constexpr (kCut) {
+                        has_next = cut.next(next, next_place);
+                    } else {
+                        has_next = at < until;
+                        if (has_next) next = find_segment<kSize>(a, ends, at, until, per);
+                    }
                     if (has_next) {
-                        next = find_segment<kSize>(a, ends, at, until, per);
                         if constexpr (kHoldQ<kD>) __syncthreads();  // every warp has read its q
                         ask_q<kD>(a, next, q_at + (turn + 1) % kQBuffers<kD> * kQBytes<kD>, &q_full[(turn + 1) % kQBuffers<kD>]);
                     }
@@ -203,8 +255,8 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
             }
             // Join the warps, a few rows at a time.
             const int rows_here = min(16, s.n_pairs - s.pair);
-            const bool is_alone = s.block_first == s.block_last, is_whole = is_alone && s.share.tokens == 0;
-            float *part = part_of<kD>(a, 2 * blockIdx.x + (s.is_first ? 1 : 0));
+            const bool is_alone = s.block_first == s.block_last, is_whole = kCut ? place.n_segments == 1 : is_alone && s.share.tokens == 0;
+            float *part = part_of<kD>(a, !kCut ? 2 * blockIdx.x + (s.is_first ? 1 : 0) : is_alone ? n_parts + blockIdx.x : place.segment);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
@@ -241,7 +293,23 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                         all += f * merge_sum[i][row];
                         v.x += f * y.x; v.y += f * y.y; v.z += f * y.z; v.w += f * y.w;
                     }
-                    if (is_whole) {
+                    if constexpr (kCut) {
+                        // A tile that is this block's alone: what its segments came to so far, each thread's own numbers.
+                        if (is_alone && !is_whole) {
+                            Joined before;
+                            if (!s.is_first) {
+                                before.top = kept[turn & 1][row].x;
+                                before.sum = kept[turn & 1][row].y;
+                                before.v = __ldcg(reinterpret_cast<const float4 *>(part + row * kD + d));
+                            }
+                            join(before, most, all, v);
+                            most = before.top;
+                            all = before.sum;
+                            v = before.v;
+                            if (d == 0) kept[~turn & 1][row] = make_float2(most, all);
+                        }
+                    }
+                    if (is_whole || (kCut && is_alone && place.is_last)) {
                         if (d < a.v_width) finish4(a, s, row, d, v, all, most);
                     } else {
                         __stcg(reinterpret_cast<float4 *>(part + row * kD + d), v);
@@ -251,8 +319,8 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                 __syncthreads();
             }
             if (is_alone && !is_whole) {
-                join_parts<kD>(a, s, rows_here);
-            } else if (!is_whole) {
+                if constexpr (!kCut) join_parts<kD>(a, s, rows_here);
+            } else if (!is_whole && (!kCut || place.is_last_here)) {
                 if (threadIdx.x == 0) {
                     __threadfence();
                     is_last = atomicAdd(a.counters + s.block_first, 1) == s.block_last - s.block_first;
@@ -260,12 +328,16 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                     __threadfence();
                 }
                 __syncthreads();
-                if (is_last) join_parts<kD>(a, s, rows_here);
+                if (is_last) {
+                    if constexpr (kCut) join_segments<kD>(a, s, place, rows_here);
+                    else join_parts<kD>(a, s, rows_here);
+                }
             }
             if (!has_next) break;
             w.issued -= n_mine;
             w.looked -= n_mine;
             s = next;
+            place = next_place;
         }
     }
     clear_dead_rows(a);
@@ -291,28 +363,33 @@ bool make_maps(const Launch &l, const AttentionArguments &a, Maps *maps) {
 #endif
 
 template <int kD, int kKind>
-int32_t launch_kind(const Launch &l, const AttentionArguments &a) {
+int32_t launch_kind(const Launch &l, const AttentionArguments &a, bool is_cut) {
     const dim3 grid(l.ctx->n_processors * (kD <= 128 ? 2 : 1)), block(kThreads);
     const int64_t bytes = 1024 + kWarps * kWarpBytes<kD, kKind> + kQBuffers<kD> * kQBytes<kD> + kWarps * kMergeBytes<kD> + a.max_rows * 4;
+    // Segments of tiles that several blocks share have a place each, then every block has one.
+    const int64_t room = l.scratch_bytes / ((16 * kD + 32) * 4) - static_cast<int64_t>(grid.x);
+    const int n_parts = static_cast<int>(room < 1 << 20 ? room : 1 << 20);
+    if (is_cut && n_parts < 1) return fail(PK_BAD_ARG, "attention: partial sums of %u blocks take %lld bytes, the workspace has %lld", grid.x, static_cast<long long>(grid.x) * (16 * kD + 32) * 4, static_cast<long long>(l.scratch_bytes));
     Maps maps = {};
 #if defined(PK_WGMMA)
     if constexpr (kKind != kF32)
-        if (make_maps<kD, kKind>(l, a, &maps)) return launch(l, "attention decode", attention_decode_kernel<kD, kKind, true>, grid, block, bytes, a, maps);
+        if (make_maps<kD, kKind>(l, a, &maps))
+            return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, true> : attention_decode_kernel<kD, kKind, true, false>, grid, block, bytes, a, maps, n_parts);
 #endif
-    return launch(l, "attention decode", attention_decode_kernel<kD, kKind, false>, grid, block, bytes, a, maps);
+    return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, true> : attention_decode_kernel<kD, kKind, false, false>, grid, block, bytes, a, maps, n_parts);
 }
 
 }  // namespace
 
 template <int kD>
-int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a) {
+int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, bool is_cut) {
     switch (a.kv_format) {
-        case PK_BF16: return launch_kind<kD, kBf16>(l, a);
-        case PK_F16: return launch_kind<kD, kF16>(l, a);
-        case PK_FP8_E4M3: return launch_kind<kD, kFp8>(l, a);
-        default: return launch_kind<kD, kF32>(l, a);
+        case PK_BF16: return launch_kind<kD, kBf16>(l, a, is_cut);
+        case PK_F16: return launch_kind<kD, kF16>(l, a, is_cut);
+        case PK_FP8_E4M3: return launch_kind<kD, kFp8>(l, a, is_cut);
+        default: return launch_kind<kD, kF32>(l, a, is_cut);
     }
 }
-template int32_t launch_attention_decode<PK_WIDTH>(const Launch &l, const AttentionArguments &a);
+template int32_t launch_attention_decode<PK_WIDTH>(const Launch &l, const AttentionArguments &a, bool is_cut);
 
 }  // namespace pk

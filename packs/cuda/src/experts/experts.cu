@@ -12,6 +12,7 @@
 #include "../../include/format/unit.cuh"
 #include "../../include/gemm.cuh"
 #include "../../include/grouped.cuh"
+#include "../../include/invariant.h"
 #include "../../include/repack.cuh"
 
 namespace pk {
@@ -271,10 +272,12 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     const int64_t panel_bytes = std::min(kPanelBytes, int64_t{ctx.n_processors} << 20);  // small devices have small workspaces
     const int64_t k = op.ids.cols, cols = op.y.cols;
     p.pairs = n_rows * k;
-    p.is_lone = n_rows == 1;
+    // Every pair by itself: tiles, in which a pair's products are added up along all of K whatever its company, and sums in f32.
+    const bool is_invariant = pk::is_invariant(&ctx);
+    p.is_lone = n_rows == 1 && !is_invariant;
     const bool can = can_group(ctx, op);
-    p.is_stream = n_rows <= kStreamTokens || p.pairs <= int64_t{can ? kGroupedPairs : kStreamPairs} * op.n_experts;
-    p.is_grouped = can && !p.is_stream;
+    p.is_stream = !is_invariant && (n_rows <= kStreamTokens || p.pairs <= int64_t{can ? kGroupedPairs : kStreamPairs} * op.n_experts);
+    p.is_grouped = can && !p.is_stream && !is_invariant;
     p.is_fp8 = stored_format(op.up.format) == PK_FP8_E4M3;
     p.positions = p.pairs + (p.is_grouped ? (kGroupedAlign - 1) * std::min<int64_t>(p.pairs, op.n_experts) : 0);
     const pk_tensor *stacks[3] = {&first_stack(op), &op.up, &op.down};
@@ -294,8 +297,9 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     for (int i = 0; i < 3 && p.is_stream; ++i) p.warps_k[i] = warps_over_k(ctx, p.max_items, *stacks[i], i < 2 && is_pair(op) ? 16 : 32);
     p.hidden_cols = round_up(op.up.rows, 8);
     const bool is_whole = p.is_stream || (!p.is_grouped && p.pairs * cols * 4 <= panel_bytes);
-    p.out_format = is_whole ? PK_F32 : PK_BF16;
-    p.panel = is_whole ? cols : std::min(cols, std::max<int64_t>(kTileRows, panel_bytes / (p.pairs * 2) / kTileRows * kTileRows));
+    p.out_format = is_whole || is_invariant ? PK_F32 : PK_BF16;
+    const int64_t out_bytes = p.out_format == PK_F32 ? 4 : 2;
+    p.panel = is_whole ? cols : std::min(cols, std::max<int64_t>(kTileRows, panel_bytes / (p.pairs * out_bytes) / kTileRows * kTileRows));
     int64_t at = 0;
     auto take = [&](int64_t bytes) {
         const int64_t start = at;
@@ -324,7 +328,7 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     }
     p.hidden = take(p.pairs * p.hidden_cols * 2);
     p.x = take(p.is_stream || (op.x.format == PK_BF16 && is_wide(op.x)) ? 0 : n_rows * round_up(op.x.cols, 8) * 2);
-    p.out = take(p.pairs * p.panel * (is_whole ? 4 : 2));
+    p.out = take(p.pairs * p.panel * out_bytes);
     p.bytes = at;
     return p;
 }
@@ -630,6 +634,11 @@ int32_t check_experts(pk_ctx *ctx, const pk_op_experts &op, int64_t at) {
 }
 
 int64_t experts_scratch(const pk_ctx *ctx, const pk_op_experts &op, int64_t max_rows) {
+    if (is_invariant(ctx)) {
+        // Smaller steps may have more of the output at once.
+        const Plan p = plan_of(*ctx, op, max_rows);
+        return p.bytes + std::max<int64_t>(0, std::min({kPanelBytes, int64_t{ctx->n_processors} << 20, p.pairs * op.y.cols * 4}) - p.pairs * p.panel * 4);
+    }
     // Both ways: the streaming product serves small steps of a program whose largest step takes tiles.
     const int64_t few = std::max<int64_t>(kStreamTokens, int64_t{can_group(*ctx, op) ? kGroupedPairs : kStreamPairs} * op.n_experts / op.ids.cols);
     return std::max({plan_of(*ctx, op, max_rows).bytes, plan_of(*ctx, op, std::min(max_rows, few)).bytes, plan_of(*ctx, op, std::min(max_rows, few + 1)).bytes});

@@ -6,6 +6,7 @@
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
 #include "../../include/gemm.cuh"
+#include "../../include/invariant.h"
 #include "../../include/skinny.cuh"
 #include "../../include/stream.cuh"
 
@@ -292,9 +293,20 @@ int n_groups(const pk_op_matmul &op, const Packed *const *packed, Group *groups)
     return n;
 }
 
+// One group of weights, every row by itself: whatever the step has, a row's sums are made in one order. The skinny kernel cuts K by
+// the weights' shape alone, and its widths add up alike.
+int32_t run_each(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed) {
+    const int64_t max_rows = bound(l, op.x.rows);
+    if (!has_wgmma(l.ctx)) return run_gemm(l, op, g, packed, 0, max_rows);
+    for (int64_t row = 0; row < max_rows; row += kSkinnyRows)
+        if (int32_t status = run_skinny(l, op, g, packed, 0, max_rows, static_cast<int32_t>(row))) return status;
+    return PK_OK;
+}
+
 // One group of weights: sampled rows can be anything up to the bound, so that each kernel of the ladder looks whether the
 // step is its own.
 int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed) {
+    if (is_invariant(l.ctx)) return run_each(l, op, g, packed);
     const int64_t max_rows = bound(l, op.x.rows), small = has_wgmma(l.ctx) ? kDotRows : kStreamRows;
     const bool is_plain = packed[g.first]->format == PK_BF16 || packed[g.first]->format == PK_FP8_E4M3;
     int64_t most = !has_wgmma(l.ctx) ? kStreamRows : is_plain ? kPlainRows : kSkinnyRows;
@@ -378,9 +390,10 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
     }
     if (has_wgmma(ctx)) {
         const int64_t width = std::min(max_rows, kSkinnyRows);
-        stream = std::max(stream, skinny_partial_bytes(ctx->n_processors, width) + align256(std::min(max_rows, 2 * kSkinnyRows) * k * 2));
+        const int64_t narrowed = is_invariant(ctx) ? max_rows : std::min(max_rows, 2 * kSkinnyRows);
+        stream = std::max(stream, skinny_partial_bytes(ctx->n_processors, width) + align256(narrowed * k * 2));
     }
-    if (max_rows <= kStreamRows) return stream;
+    if (max_rows <= kStreamRows && (has_wgmma(ctx) || !is_invariant(ctx))) return stream;
     int64_t rows = 0;
     for (int i = 0; i < op.n_w; ++i) rows = std::max(rows, op.w[i].rows);
     const int64_t gemm = align256(max_rows * k * 2) + std::min<int64_t>(kPanelBytes, 2 * align256((rows + 127) / 128 * 128 * k * 2)) + (1 << 20);
