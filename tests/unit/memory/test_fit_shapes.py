@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from paddock_runner.blueprint.families import FAMILIES
 from paddock_runner.blueprint.names import expected_shapes
-from paddock_runner.memory.plan import MIB, cuda_facts, graph_bytes, weight_sizes
+from paddock_runner.memory.plan import (
+    AWAY_STEP_TOKENS,
+    HOST_BYTES_PER_MAPPED_BYTE,
+    MIB,
+    cuda_facts,
+    graph_bytes,
+    weight_sizes,
+)
 
 from bench.fit_shapes import MODELS, blueprint, config, views
 
@@ -30,6 +39,26 @@ TAKEN_MIB = {
     "30b-a3b": (586, 610), "gpt-oss-20b": (556, 570), "granite-3b-a800m": (561, 576), "gemma-12b": (562, 578), "llama-8b": (566, 578), "nomic-v1.5": (540, 543),
 }  # fmt: skip
 """Context and launch graphs as an H200 had them with one slot and with 32, at most (bench.fit_matrix, 2026-11-30, a process with all rows)."""
+
+
+ROWS = json.loads((Path(__file__).parents[3] / "bench/results/h200/2026-11-30-fit.json").read_text())["rows"]
+BY_MODEL = {model: [row for row in ROWS if row["id"][4:-6].rsplit(".", 2)[0] == model] for model in sorted({row["id"][4:-6].rsplit(".", 2)[0] for row in ROWS})}
+
+
+@pytest.mark.parametrize("model", BY_MODEL)
+def test_what_an_h200_measured_is_within_what_is_planned_today(model, tmp_path):
+    """planned_bytes are of the day of the measurement: since then the plans of launch graphs have changed, and of experts' tables beside them."""
+    name, _, gib = model.partition("+")
+    shape, _, kind = name.rpartition(".")
+    plan = blueprint(shape)
+    weights = weight_sizes(plan, views(plan, kind, tmp_path), "cuda")
+    n_away = weights.n_expert_slots(int(gib) << 30 if gib else None)
+    tables = weights.experts.host_bytes // HOST_BYTES_PER_MAPPED_BYTE if n_away else 0
+    for row in BY_MODEL[model]:
+        n_slots = int(row["id"][4:-6].rpartition(".b")[2])
+        sizes = SimpleNamespace(max_step_tokens=AWAY_STEP_TOKENS if n_away else 2560, n_slots=n_slots, n_expert_slots=n_away)
+        today = row["planned_bytes"] - row["graphs_bytes"] + graph_bytes(plan, sizes, weights.panel_launches) + tables
+        assert 0 <= today - row["measured_bytes"] <= max(64 * MIB, row["measured_bytes"] // 100), row["id"]
 
 
 PANELS_MIB = {"8b.q4_k_m": 566, "32b.q4_k_m": 618, "exaone4-32b.q4_k_m": 622, "seed-oss-36b.q4_k_m": 635, "seed-oss-36b.q8_0": 634, "mixtral-8x7b.q4_k_m": 574}
