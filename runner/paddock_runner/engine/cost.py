@@ -11,8 +11,8 @@ FLOOR_US_PER_TOKEN = 1e-3
 FIT_EVERY = 8
 ENOUGH = 16
 """Steps with rows and prefill together, after which those with prefill alone are not learned from."""
-ALIKE_ROWS = 8
-"""Steps of decode rows alone are measured by their number of rows, so many together; fewer than these one by one."""
+ALIKE_SHIFT = 3
+"""Steps of decode rows alone are measured by their number of rows without so many last bits; fewer rows one by one."""
 QUICKER, SLOWER = 0.5, 0.1
 """Weight of such a step that took less, or more, than was known: one that something else held up tells little, and a step that is launched too early costs little."""
 N = 4
@@ -40,7 +40,7 @@ class CostModel:
     def see(self, n_decode: int, n_tokens: int, work: float, us: float) -> None:
         """Learns from a finished step. work: sum over prefill tokens of the context before each."""
         if n_decode and not n_tokens:
-            key = _alike(n_decode)
+            key = n_decode >> ALIKE_SHIFT or -n_decode
             known = self._quiet.get(key, us)
             self._quiet[key] = known + (QUICKER if us < known else SLOWER) * (us - known)
         if n_decode and n_tokens:
@@ -83,7 +83,7 @@ class CostModel:
 
     def quiet_us(self, n_decode: int) -> float:
         """The same, as such steps were measured last, where there were some: the fit is a straight line, and leans on steps with prefill."""
-        return self._quiet.get(_alike(n_decode)) or self.decode_us(n_decode)
+        return self._quiet.get(n_decode >> ALIKE_SHIFT or -n_decode) or self.decode_us(n_decode)
 
     def chunk_us(self, n_tokens: int, position: int) -> float:
         """What n_tokens of prefill from `position` on add to a step."""
@@ -98,11 +98,6 @@ class CostModel:
         if half * us < 1e-9 * linear * linear:
             return int(us / linear)
         return int((math.sqrt(linear * linear + 4 * half * us) - linear) / (2 * half))
-
-
-def _alike(n_decode: int) -> int:
-    """The same for numbers of decode rows that take about as long."""
-    return n_decode if n_decode < ALIKE_ROWS else ALIKE_ROWS - 1 + n_decode // ALIKE_ROWS
 
 
 def chunk_work(n_tokens: int, position: int) -> float:

@@ -333,7 +333,7 @@ class Engine:
             if self.hold_until_ns:
                 return False
             has_prefill = has_prefill and not waits_for_company(self, now)
-        chunks = scheduler.plan(n_decode, now, n_more) if has_prefill else scheduler.rest()
+        chunks = scheduler.plan(n_decode, now, n_more) if has_prefill else ()
         if not n_decode and not chunks:
             return False
         step = self._free_steps.pop()

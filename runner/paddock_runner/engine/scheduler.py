@@ -40,6 +40,7 @@ class Scheduler:
         "_n_started",
         "_policy",
         "_quantum",
+        "_read_seq",
         "_slots",
         "begun_tokens",
         "cost",
@@ -71,6 +72,7 @@ class Scheduler:
         """Had to make room; start again before anyone new, oldest first."""
         self.saves: list[tuple[Request, Node, int]] = []
         """States to be saved when the planned step has run: whose slot's, the node that ends there, and the place. The loop empties it."""
+        self._read_seq = 0
         self.begun_tokens = 0
         """Tokens of prefill in the last steps, one after the other: prompts that come meanwhile came with those."""
         self.n_brought = 0
@@ -113,6 +115,8 @@ class Scheduler:
         if not self.prefilling and not self.held and (self._is_stuck or not self._slots.n_free):
             return []
         sizes = self._slots.sizes
+        if self._slots.seq != self._read_seq or self._slots.n_free == sizes.n_slots:
+            self.begun_tokens = 0
         tokens_left = sizes.max_step_tokens - n_rows - n_more
         rows_left = sizes.max_step_rows - n_rows
         us_left, part = self._budget(n_rows, tokens_left, now_ns)
@@ -143,6 +147,7 @@ class Scheduler:
                 continue
             us_left -= self.cost.chunk_us(n, request.done_tokens)
             self.begun_tokens += n
+            self._read_seq = self._slots.seq + 1
             tokens_left -= n
             rows_left -= n if unscored else 1
             chunks.append((request, n, self._advance(request, n)))
@@ -152,11 +157,6 @@ class Scheduler:
         if us_all != math.inf:
             self.pace.spent(us_all - us_left)
         return chunks
-
-    def rest(self) -> tuple[()]:
-        """A step without prefill: who comes after it did not come with those before."""
-        self.begun_tokens = 0
-        return ()
 
     def _bring(self, request: Request, us_left: float) -> float:
         """Brings pages of a request from host memory, as many as there is time for, so that those who decode are not held up; what it takes."""

@@ -118,14 +118,19 @@ def test_more_than_half_of_a_burst_has_begun_after_its_first_step_or_else_after_
 def test_prompts_that_come_after_a_step_without_prefill_are_a_burst_of_their_own() -> None:
     rig = steady_rig(PATIENT)
     scheduler = rig.engine.scheduler
-    assert scheduler.begun_tokens == 0
-    rig.ask(list(range(100, 164)), 100)
-    while not scheduler.begun_tokens:
-        rig.turn()
-    assert scheduler.begun_tokens == 64
-    while scheduler.begun_tokens:
-        rig.turn()
-    assert not scheduler.has_prefill
+    for n in (64, 80):
+        answer = rig.ask(list(range(10 * n, 11 * n)), 40)
+        while not answer.tokens:
+            rig.turn()
+        assert scheduler.begun_tokens == n
+        while len(answer.tokens) < 5:
+            rig.turn()
+    rig.close()
+    rig = Rig(WIDE, run_ahead=2, policy=PATIENT)
+    for n in (64, 80):
+        rig.ask(list(range(10 * n, 11 * n)), 1)
+        rig.run(check=False)
+        assert rig.engine.scheduler.begun_tokens == n, "also after answers of one token"
     rig.close()
 
 
