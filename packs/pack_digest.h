@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "2b3fb1ea88804d6f"
+#define PK_ABI_DIGEST "d888abf31d664f35"

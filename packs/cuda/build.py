@@ -88,7 +88,7 @@ def stamp() -> str:
     """A digest of every source and of this file: the build id, and what decides whether an object is stale."""
     digest = hashlib.sha256()
     for path in sorted(
-        [*ROOT.rglob("*.c[up]*"), *ROOT.rglob("*.h"), *HOST.iterdir(), ROOT.parent / "pack.h", ROOT.parent / "rare.h", pathlib.Path(__file__)]
+        [*ROOT.rglob("*.c[up]*"), *ROOT.rglob("*.h"), *HOST.iterdir(), *ROOT.parent.glob("*.h"), pathlib.Path(__file__)]
     ):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

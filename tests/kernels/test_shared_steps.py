@@ -19,10 +19,10 @@ V, D, COMMON = 128, 64, 272
 class Attending:
     """Rows of an embedding table are q, k and v of two heads; the attention's output is the logits. Four slots of 20 pages of 16 tokens."""
 
-    def __init__(self, bench, rng):
+    def __init__(self, bench, rng, page_bytes=0):
         element = 2
         sizes = StateSizes(4, 320, 16, 81, V, 320, 4, 4, 3, 3)
-        self.b = b = bench(sizes=sizes, page_bytes=2 * 16 * D * element)
+        self.b = b = bench(sizes=sizes, page_bytes=page_bytes or 2 * 16 * D * element)
         heads = Heads(2, 1, D, D, 0, 16 * D * element, abi.PK_BF16)
         hidden, q, out, gathered, logits = (b.output(320, 4 * D, T), b.output(320, V, T), b.output(320, V, T), b.output(4, V, S), b.output(4, V, S, 0, abi.PK_F32))
         program = Program()
@@ -46,10 +46,15 @@ class Attending:
         assert self.b.device.wait(self.seq, 10_000_000)
         return np.frombuffer(bytes(self.b.device.results), RESULT).reshape(3, 4)[self.seq % 3]["token"][: len(given.rows)].tolist()
 
+    @staticmethod
+    def greedy(prompt_length):
+        """Sampling of a slot."""
+        return sampling(temperature=0.0, prompt_length=prompt_length)
+
     def start(self, slot, prompt, pages, known=0):
         """A new slot whose first `known` tokens lie in its pages already."""
         fields = {
-            "news": [(slot, known, sampling(temperature=0.0, prompt_length=len(prompt)), [])],
+            "news": [(slot, known, self.greedy(len(prompt)), [])],
             "texts": [(slot, 0, prompt)],
             "pages": [(slot, i, p) for i, p in enumerate(pages)],
         }

@@ -89,6 +89,8 @@ class FakeDevice:
         self.brought: dict[int, dict[int, int]] = {}
         """Masks of slots, by step."""
         self.n_attached = n_attached or sizes.n_pages
+        self.n_given = self.n_made = 0
+        """Copies from and to host memory."""
         self.fails_at = 0
         self.state: list[tuple[int, int]] = [(0, 0)] * n
         """Of each slot: tokens so far, and their hash."""
@@ -122,6 +124,16 @@ class FakeDevice:
         else:
             copy()
 
+    def _to_host(self, copy) -> None:  # type: ignore[no-untyped-def]
+        """A copy from or to host memory, counted."""
+
+        def counted() -> None:
+            copy()
+            self.n_made += 1
+
+        self.n_given += 1
+        self._copy(counted)
+
     # ---- places in host memory: a page is its hashes as int64 ----
 
     def alloc_host_pages(self, n: int) -> None:
@@ -143,14 +155,14 @@ class FakeDevice:
 
     def page_out(self, page: int, place: int) -> None:
         size = self.sizes.page_tokens
-        self._copy(lambda: self.host_page(place).cast("q").__setitem__(slice(0, size), array("q", [self.kv.get((page, i), -1) for i in range(size)])))
+        self._to_host(lambda: self.host_page(place).cast("q").__setitem__(slice(0, size), array("q", [self.kv.get((page, i), -1) for i in range(size)])))
 
     def page_in(self, place: int, page: int) -> None:
         def copy() -> None:
             for i, value in enumerate(self.host_page(place).cast("q").tolist()):
                 self.kv[page, i] = value
 
-        self._copy(copy)
+        self._to_host(copy)
 
     state_bytes = 16
 
@@ -161,14 +173,14 @@ class FakeDevice:
         return self.host_states[16 * host_place : 16 * host_place + 16]
 
     def state_out(self, place: int, host_place: int) -> None:
-        self._copy(lambda: self.host_state(host_place).cast("q").__setitem__(slice(0, 2), array("q", self.saved[place])))
+        self._to_host(lambda: self.host_state(host_place).cast("q").__setitem__(slice(0, 2), array("q", self.saved[place])))
 
     def state_in(self, host_place: int, slot: int) -> None:
         def copy() -> None:
             n, kv = self.host_state(host_place).cast("q").tolist()
             self.state[slot] = (n, kv)
 
-        self._copy(copy)
+        self._to_host(copy)
 
     @property
     def window_bytes(self) -> int:
@@ -182,14 +194,17 @@ class FakeDevice:
 
     def window_out(self, page: int, place: int) -> None:
         size = self.sizes.page_tokens
-        self._copy(lambda: self.host_window(place).cast("q").__setitem__(slice(0, size), array("q", [self.window_kv.get((page, i), -1) for i in range(size)])))
+        self._to_host(lambda: self.host_window(place).cast("q").__setitem__(slice(0, size), array("q", [self.window_kv.get((page, i), -1) for i in range(size)])))
 
     def window_in(self, place: int, page: int) -> None:
         def copy() -> None:
             for i, value in enumerate(self.host_window(place).cast("q").tolist()):
                 self.window_kv[page, i] = value
 
-        self._copy(copy)
+        self._to_host(copy)
+
+    def copied(self) -> tuple[int, int]:
+        return self.n_given, self.n_made
 
     def settle(self) -> None:
         while self.can_run:

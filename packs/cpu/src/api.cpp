@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../../copies.h"
 #include "../../host/format.h"
 #include "../../host/guess.h"
 #include "../../host/kv_pool.h"
@@ -343,6 +344,13 @@ int32_t pk_copy(pk_ctx *ctx, uint64_t to, uint64_t from, int64_t n_bytes) {
     if (!ctx || n_bytes < 0 || (n_bytes > 0 && (!to || !from)))
         return fail(PK_BAD_ARG, "copy: %lld bytes from %#llx to %#llx", (long long)n_bytes, (unsigned long long)from, (unsigned long long)to);
     if (n_bytes) std::memcpy(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), n_bytes);
+    ++ctx->n_copies;
+    return PK_OK;
+}
+
+int32_t pk_copied(pk_ctx *ctx, uint64_t *given, uint64_t *done) {
+    if (!ctx || !given || !done) return absent("copied", !ctx ? "context" : !given ? "given" : "done");
+    *given = *done = static_cast<uint64_t>(ctx->n_copies.load());
     return PK_OK;
 }
 

@@ -28,7 +28,7 @@ struct pk_ctx {
     pk::Isa isa = pk::Isa::kAvx2;
     bool is_invariant = false;  // a row's numbers depend on the row alone
     std::mutex busy;  // one step, repack or run at a time
-    std::atomic<int64_t> n_allocations{0}, allocated_bytes{0}, n_steps{0}, n_repacked_bytes{0};
+    std::atomic<int64_t> n_allocations{0}, allocated_bytes{0}, n_steps{0}, n_repacked_bytes{0}, n_copies{0};
 };
 
 namespace pk {

@@ -5,8 +5,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "../../copies.h"
 #include "../../host/format.h"
 #include "../../pack_digest.h"
+#include "../include/copies.h"
 #include "../include/experts.cuh"
 #include "../include/format/rows.cuh"
 #include "../include/format/unit.cuh"
@@ -42,6 +44,7 @@ struct FullContext : pk_ctx {
     RepackBuffers repacking;
     cudaDeviceProp properties = {};
     bool is_invariant = false;
+    Copies copies;
 };
 
 FullContext &full(pk_ctx *ctx) { return *static_cast<FullContext *>(ctx); }
@@ -129,6 +132,7 @@ int32_t open(const pk_open_config &config, pk_ctx **out) {
     ctx->l2_bytes = ctx->properties.l2CacheSize;
     if (int32_t e = kernels_run()) return fail(e, "open: this pack is built for " PK_ARCH "; %s has compute capability %d.%d", ctx->properties.name, ctx->properties.major, ctx->properties.minor);
     if (int32_t e = check(cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking), "open")) return e;
+    if (int32_t e = ctx->copies.open()) return e;
     if (int32_t e = memory_open(*ctx)) return e;
     *out = ctx.release();
     return PK_OK;
@@ -137,11 +141,14 @@ int32_t open(const pk_open_config &config, pk_ctx **out) {
 int32_t copy_through(FullContext &ctx, void *to, const void *from, int64_t n_bytes, cudaMemcpyKind kind, const char *name) {
     if (n_bytes < 0) return fail(PK_BAD_ARG, "%s: %lld bytes", name, (long long)n_bytes);
     if (n_bytes == 0) return PK_OK;
+    if (int32_t e = ctx.copies.settle()) return e;
     if (int32_t e = check(cudaMemcpyAsync(to, from, n_bytes, kind, ctx.stream), name)) return e;
     return check(cudaStreamSynchronize(ctx.stream), name);
 }
 
 }  // namespace
+
+Copies &copies_of(pk_ctx *ctx) { return full(ctx).copies; }
 
 bool is_invariant(const pk_ctx *ctx) { return static_cast<const FullContext *>(ctx)->is_invariant; }
 
@@ -186,6 +193,7 @@ int32_t pk_open(const pk_open_config *config, pk_ctx **out) {
 void pk_close(pk_ctx *ctx) {
     if (!ctx) return;
     cudaSetDevice(ctx->device);
+    full(ctx).copies.close();
     drop_repack_buffers(full(ctx));
     drop_fetches(ctx);
     while (!ctx->reserved.empty())
@@ -231,7 +239,10 @@ int32_t pk_alloc(pk_ctx *ctx, int32_t memory, int64_t n_bytes, uint64_t *out) {
 }
 
 int32_t pk_free(pk_ctx *ctx, int32_t memory, uint64_t address) {
-    return on(ctx, "free", [&](FullContext &c) { return memory_free(c, memory, address); });
+    return on(ctx, "free", [&](FullContext &c) {
+        const int32_t e = c.copies.settle();
+        return e ? e : memory_free(c, memory, address);
+    });
 }
 
 int32_t pk_reserve(pk_ctx *ctx, int64_t n_bytes, uint64_t *out) {
@@ -243,11 +254,17 @@ int32_t pk_attach(pk_ctx *ctx, uint64_t address, int64_t n_bytes) {
 }
 
 int32_t pk_detach(pk_ctx *ctx, uint64_t address, int64_t n_bytes) {
-    return on(ctx, "detach", [&](FullContext &c) { return memory_detach(c, address, n_bytes); });
+    return on(ctx, "detach", [&](FullContext &c) {
+        const int32_t e = c.copies.settle();
+        return e ? e : memory_detach(c, address, n_bytes);
+    });
 }
 
 int32_t pk_release(pk_ctx *ctx, uint64_t address) {
-    return on(ctx, "release", [&](FullContext &c) { return memory_release(c, address); });
+    return on(ctx, "release", [&](FullContext &c) {
+        const int32_t e = c.copies.settle();
+        return e ? e : memory_release(c, address);
+    });
 }
 
 int32_t pk_write(pk_ctx *ctx, uint64_t device, const void *host, int64_t n_bytes) {
@@ -261,6 +278,7 @@ int32_t pk_read(pk_ctx *ctx, void *host, uint64_t device, int64_t n_bytes) {
 int32_t pk_fill(pk_ctx *ctx, uint64_t device, int32_t byte, int64_t n_bytes) {
     return on(ctx, "fill", [&](FullContext &c) -> int32_t {
         if (n_bytes < 0) return fail(PK_BAD_ARG, "fill: %lld bytes", (long long)n_bytes);
+        if (int32_t e = c.copies.settle()) return e;
         if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(device), byte, n_bytes, c.stream), "fill")) return e;
         return check(cudaStreamSynchronize(c.stream), "fill");
     });
@@ -270,8 +288,13 @@ int32_t pk_copy(pk_ctx *ctx, uint64_t to, uint64_t from, int64_t n_bytes) {
     return on(ctx, "copy", [&](FullContext &c) -> int32_t {
         if (n_bytes < 0 || (n_bytes > 0 && (!to || !from)))
             return fail(PK_BAD_ARG, "copy: %lld bytes from %#llx to %#llx", (long long)n_bytes, (unsigned long long)from, (unsigned long long)to);
-        return check(cudaMemcpyAsync(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), n_bytes, cudaMemcpyDefault, c.stream), "copy");
+        return c.copies.give(c, to, from, n_bytes);
     });
+}
+
+int32_t pk_copied(pk_ctx *ctx, uint64_t *given, uint64_t *done) {
+    if (!given || !done) return absent("copied", !given ? "given" : "done");
+    return on(ctx, "copied", [&](FullContext &c) { return c.copies.count(given, done); });
 }
 
 int32_t pk_packed_bytes(pk_ctx *ctx, const pk_source *source, int64_t *out) {

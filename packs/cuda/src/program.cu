@@ -3,6 +3,7 @@
 
 #include "../../host/guess.h"
 #include "../../rare.h"
+#include "../include/copies.h"
 #include "../include/invariant.h"
 
 #include <sched.h>
@@ -361,6 +362,27 @@ void unload_program(pk_program &p) {
     cudaGetLastError();
 }
 
+// A step whose rows have pages on which a copy may be under way waits for it; others do not.
+static int32_t hold_for_copies(pk_program &p, const Step &step) {
+    Copies &copies = copies_of(p.ctx);
+    uint64_t given = 0, done = 0, most = 0;
+    if (int32_t e = copies.count(&given, &done)) return e;
+    p.needs.resize(p.state.n_slots);
+    for (int32_t i = 0; i < step.head->n_pages; ++i) {
+        const pk_page_write &w = step.pages[i];
+        if (w.reserved == PK_PAGE_OF_POOL || w.page < 0) continue;
+        if (w.page >= static_cast<int64_t>(p.owner.size())) p.owner.resize(w.page + 1024, -1);
+        p.owner[w.page] = w.slot;
+        if (given != done) p.needs[w.slot] = std::max(p.needs[w.slot], copies.on(p.state.kv + w.page * p.state.kv_page_stride));
+    }
+    for (const auto &[address, number] : copies.take_arrivals()) {
+        const uint64_t page = (address - p.state.kv) / p.state.kv_page_stride;
+        if (address >= p.state.kv && page < p.owner.size() && p.owner[page] >= 0) p.needs[p.owner[page]] = std::max(p.needs[p.owner[page]], number);
+    }
+    for (int32_t i = 0; i < step.head->n_rows && given != done; ++i) most = std::max(most, p.needs[step.rows[i].slot]);
+    return most > done ? copies.hold(*p.ctx, most) : PK_OK;
+}
+
 int32_t step_program(pk_program &p, const pk_step_head *input) {
     Step step;
     if (int32_t e = read_step(input, p.state, &step)) return e;
@@ -387,7 +409,9 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
     pk_program::Graph &graph = shared ? bucket->shared : decode ? bucket->decode : bucket->mixed;
     if (step.n_held && graph.tail.empty()) return fail(PK_BAD_ARG, "step %llu: %d rows wait for a mask, the program cannot be cut before it draws", (unsigned long long)input->seq, step.n_held);
     if (int32_t e = cut(graph, step.n_held > 0)) return e;
+    if (int32_t e = hold_for_copies(p, step)) return e;
     if (int32_t e = check(cudaGraphLaunch(graph.exec, p.ctx->stream), "step")) return e;
+    copies_of(p.ctx).step_given();
     if (step.n_held) {
         const int32_t n = bucket->n_tokens;
         p.open = {input->seq, input->n_rows, launch_of(p, n, std::min(n, p.state.max_step_rows), decode, p.overlap, shared || (!decode && n > 2))};
@@ -404,6 +428,7 @@ int32_t finish_program(pk_program &p, const pk_finish_head *input) {
     std::memcpy(block, input, finish_bytes(p.state, input->n_masks));
     std::atomic_thread_fence(std::memory_order_seq_cst);
     p.open.seq = 0;
+    copies_of(p.ctx).step_given();
     if (int32_t e = launch_masks(p.open.launch, block, input->n_masks, p.open.n_rows)) return e;
     return enqueue(p, p.open.launch, p.tail_at, p.records.n(), true);
 }
@@ -456,6 +481,7 @@ int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t 
     if (n_tokens < 0 || n_tokens > s.max_step_tokens) return fail(PK_BAD_ARG, "run: n_tokens is %d, it must be 0 to %d", n_tokens, s.max_step_tokens);
     if (n_samples < 0 || n_samples > s.max_step_rows) return fail(PK_BAD_ARG, "run: n_samples is %d, it must be 0 to %d", n_samples, s.max_step_rows);
     n_repeats = std::max(n_repeats, 1);
+    if (int32_t e = copies_of(p.ctx).settle()) return e;
     int32_t n_rows = 0;
     if (has_op(p, PK_OP_PREPARE)) {
         if (int32_t e = lay_dead_rows(p, n_tokens, n_samples, &n_rows)) return e;

@@ -52,6 +52,8 @@ struct pk_program {
     bool overlap = false;
     bool guesses = false;           // steps with draft rows run records that others leave out
     pk::SharedRows shared_rows;
+    std::vector<int32_t> owner;          // of a page: the slot whose table got it last
+    std::vector<uint64_t> needs;         // of a slot: the copy that its next row waits for
 };
 
 namespace pk {

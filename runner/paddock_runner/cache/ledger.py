@@ -20,7 +20,7 @@ class Holding:
     known_pages: how far the tree knew the prompt at the start, be it without a state to go on from. n_known: pages that need not be computed.
     """
 
-    __slots__ = ("below", "cached_pages", "doubles", "is_apart", "known_pages", "n_behind", "n_known", "n_settled", "node", "pages", "prompt_pages", "state_key", "windows")
+    __slots__ = ("arrives", "below", "cached_pages", "doubles", "is_apart", "known_pages", "n_behind", "n_known", "n_settled", "node", "pages", "prompt_pages", "state_key", "windows")
 
     def __init__(self, node: Node, pages: list[int]) -> None:
         self.node = node
@@ -33,6 +33,8 @@ class Holding:
         """Of the recurrent states to start from, where they are in host memory."""
         self.below: list[bytes] = []
         """Keys of the pages after the settled ones that are in host memory and have still to be brought, the next one last."""
+        self.arrives = -1
+        """Of the copies that bring such pages, the last one that was asked for; -1: all have come, or a step may wait for them."""
         self.is_apart = False
         """What it computes is not to be shared: the tree has cut off the node that it stands on."""
 
@@ -192,6 +194,7 @@ class Ledger:
         if below and self.tree.tiers is not None:
             self.tree.tiers.pin(below)
             holding.below = below[::-1]
+            holding.arrives = 0
             holding.n_known += len(below)
         if key and self.states is not None and self.states.tiers is not None:
             self.states.tiers.pin([key])

@@ -2,7 +2,7 @@
 than computing them again.
 
 A page is known by its key: a hash of its salt and of all tokens up to its end, so the same key always means the same content. Copies between
-device and host are made by the device in order with the steps. Files are written by one thread and read by a few, which touch only host memory that the
+device and host are made by the device as if in order with the steps; one that runs steps ahead makes them beside those that do not touch these pages. Files are written by one thread and read by a few, which touch only host memory that the
 engine has handed to them; the engine never waits for them.
 """
 
@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from math import inf
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter_ns
@@ -24,6 +25,10 @@ FIRST_RATE = {"host": 5e9, "disk": 5e8}
 MOST_RATE = 1e11
 READERS = 4
 """Threads that read files: one alone waits for the disk, copies and sums up in turn, and leaves it idle meanwhile."""
+LEAST_PAGES = 4
+"""Pages that come from host memory with a step, however little time there is."""
+LINK_US, MOST_PAGES = 20_000.0, 256
+"""Copying that is asked for ahead where it runs beside the steps: more than a step takes, so that the link is never idle, and so many pages at most."""
 MAX_WRITES = 64
 """Pages that may wait to be written; more are not kept on disk."""
 
@@ -74,14 +79,20 @@ class HostPages(Protocol):
         """The place's bytes."""
         ...
 
+    def copied(self) -> tuple[int, int]:
+        """Copies given so far, and how many of them are made with all before them: only then may the host use its places."""
+        ...
+
     def settle(self) -> None:
         """Waits until every copy is made."""
 
 
 class Tiers:
-    """Where forgotten pages are. wake: called by a file thread when a page has come from disk, or was written."""
+    """Where forgotten pages are. wake: called by a file thread when a page has come from disk, or was written. is_beside: copies do not hold up steps."""
 
-    def __init__(self, device: HostPages, store: PageStore | None, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, device: HostPages, store: PageStore | None, wake: Callable[[], None] = lambda: None, is_beside: bool = False
+    ) -> None:
         self._device = device
         self._store = store
         self._wake = wake
@@ -90,8 +101,10 @@ class Tiers:
         self._busy: dict[bytes, int] = {}
         """Places that file threads fill (keys not in _host) or write from (keys in _host)."""
         self._unwritten: deque[tuple[int, bytes]] = deque()
-        self.seq = 0
-        """The step whose end says that the copies made now have been made: the one that is launched next."""
+        """Copies to host memory, by number, whose pages are to be written."""
+        self.is_beside = is_beside
+        self._given = self._made = self._seen_ns = 0
+        """Copies given and made, as far as seen, and when that was looked at while some were under way."""
         self._writes: SimpleQueue[Job | None] = SimpleQueue()
         self._reads: SimpleQueue[Job | None] = SimpleQueue()
         self._done: deque[tuple[str, bytes, bool, int, int]] = deque()
@@ -128,9 +141,15 @@ class Tiers:
         self._device.page_out(page, place)
         self._host[key] = place
         self.n_out += 1
+        self._look()
         if self._store is not None:
-            self._unwritten.append((self.seq, key))
+            self._unwritten.append((self._given, key))
         return True
+
+    def _look(self) -> bool:
+        """True when every copy is made."""
+        self._given, self._made = self._device.copied()
+        return self._made == self._given
 
     def _take(self) -> int:
         if self._free:
@@ -140,9 +159,11 @@ class Tiers:
                 return self._host.pop(key)
         return -1
 
-    def write_out(self, done_seq: int) -> None:
-        """Hands pages in host memory to the file thread, whose copies were made before the end of step done_seq."""
-        while self._unwritten and self._n_writing < MAX_WRITES and self._unwritten[0][0] <= done_seq:
+    def write_out(self) -> None:
+        """Hands pages in host memory to the file thread, whose copies are made."""
+        if self._unwritten and self._unwritten[0][0] > self._made:
+            self._look()
+        while self._unwritten and self._n_writing < MAX_WRITES and self._unwritten[0][0] <= self._made:
             key = self._unwritten.popleft()[1]
             place = self._host.get(key)
             if place is not None and key not in self._busy:
@@ -210,9 +231,9 @@ class Tiers:
                 place = self._take()
                 if place < 0:
                     break
-                if not is_settled:
+                if not is_settled and not self._look():
                     self._device.settle()  # a copy out of this place may still be on its way
-                    is_settled = True
+                is_settled = True
                 self._busy[key] = place
                 self._reads.put(("read", key, self._device.host_page(place)))
                 is_waiting = True
@@ -239,11 +260,50 @@ class Tiers:
             self._device.page_in(self._host[key], page)
         self.unpin(keys)
         self.n_in += len(keys)
+        self._look()
+
+    @property
+    def given(self) -> int:
+        """Number of the last copy."""
+        return self._given
+
+    def n_under_way(self) -> int:
+        """Copies that are not made yet."""
+        if self._made < self._given:
+            self._look()
+        return self._given - self._made
+
+    def has_made(self, number: int) -> bool:
+        """A copy is made, and all before it."""
+        if number > self._made:
+            self._look()
+        return number <= self._made
+
+    def due(self, n_below: int, us_left: float) -> int:
+        """How many of a request's n_below pages to bring with a step that has so much time left for it, which is endless when nobody decodes."""
+        if us_left == inf:
+            return n_below
+        us = self.us("host", 1)
+        return max(0, min(MOST_PAGES, int(LINK_US / us) + 1) - self.n_under_way()) if self.is_beside else max(LEAST_PAGES, int(us_left / us))
 
     def see(self, n_pages: int, us: float) -> None:
-        """n_pages came back from host memory beside a step that took so much longer for it."""
-        if n_pages and us > 0:
-            self.rate["host"] += 0.2 * (min(MOST_RATE, n_pages * self._device.page_bytes / us * 1e6) - self.rate["host"])
+        """n_pages came back from host memory with a step that took so much longer for it."""
+        if n_pages and us > 0 and not self.is_beside:
+            self._see_rate(n_pages, us)
+
+    def watch(self, now_ns: int) -> None:
+        """Sees how fast copies beside the steps are made, from turn to turn, while the link has enough to do."""
+        if not self.is_beside or self._made == self._given:
+            self._seen_ns = 0
+            return
+        before, is_idle = self._made, self._look()
+        if self._seen_ns and self._made > before and not is_idle:
+            self._see_rate(self._made - before, (now_ns - self._seen_ns) / 1000)
+        if self._made > before or not self._seen_ns:
+            self._seen_ns = 0 if is_idle else now_ns
+
+    def _see_rate(self, n_pages: int, us: float) -> None:
+        self.rate["host"] += 0.2 * (min(MOST_RATE, n_pages * self._device.page_bytes / max(us, 1e-3) * 1e6) - self.rate["host"])
 
     def us(self, tier: str, n_pages: int) -> float:
         """What bringing n_pages from a tier is expected to take."""
@@ -299,7 +359,7 @@ class Tiers:
         if self._threads and self._store is not None:
             self._device.settle()
             while self._unwritten:
-                self.write_out(self._unwritten[-1][0])
+                self.write_out()
                 if self._unwritten:
                     self.poll()
             for jobs in (self._writes, *([self._reads] * READERS)):

@@ -106,7 +106,7 @@ class Runner:
         if other_bytes:
             host: HostPages = HostWindows(device, n_others) if sizes.n_window_pages else HostStates(device, n_others)
             others = Tiers(host, config.store(sizes, device.kv_page_bytes, device.page_facts, other_bytes), self.wake)
-        self.keeper = TierKeeper(self.engine, device, Tiers(device, store, self.wake), others)
+        self.keeper = TierKeeper(self.engine, device, Tiers(device, store, self.wake, device.facts.run_ahead > 0), others)
 
     def close(self) -> None:
         """Lets go of every front."""

@@ -173,8 +173,8 @@ class Request:
 
     @property
     def is_coming(self) -> bool:
-        """Some of its pages have still to be brought from host memory."""
-        return self.holding is not None and bool(self.holding.below)
+        """Some of its pages have still to come from host memory."""
+        return self.holding is not None and self.holding.arrives >= 0
 
     @property
     def unscored_tokens(self) -> int:

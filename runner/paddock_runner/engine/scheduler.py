@@ -21,8 +21,6 @@ MAX_FETCH_NS = 2_000_000_000
 """How long pages from disk are waited for before the prompt is computed after all."""
 MAX_LONG_STEPS = 2
 """Prompts that could be read in so many of the largest steps may hold up those who decode: a longer queue takes a while anyway."""
-LEAST_PAGES = 4
-"""Pages that come from host memory with a step, however little time there is."""
 LEAST_SLOTS = 4
 """A client with fewer running requests does not make way for another's."""
 MAX_LOOKS = 16
@@ -135,9 +133,9 @@ class Scheduler:
             if request is None:
                 break
             skipped.add(request.slot)
-            if request.holding is not None and request.holding.below:
+            if request.holding is not None and request.holding.arrives >= 0:
                 us_left -= self._bring(request, us_left)
-                if request.holding.below:
+                if request.holding.arrives >= 0:
                     continue
             unscored = request.unscored_tokens
             n = self._chunk_tokens(
@@ -159,14 +157,16 @@ class Scheduler:
         return chunks
 
     def _bring(self, request: Request, us_left: float) -> float:
-        """Brings pages of a request from host memory, as many as there is time for, so that those who decode are not held up; what it takes."""
+        """Brings pages of a request from host memory so that those who decode are not held up: as many as there is time for, or beside the steps; what it takes of this one."""
         holding, tiers = request.holding, self._ledger.tree.tiers
         assert holding is not None and tiers is not None
-        us = tiers.us("host", 1)
-        n = len(holding.below) if us_left == math.inf else max(LEAST_PAGES, int(us_left / us))
-        n = self._ledger.bring(holding, request.tokens, n)
+        n = self._ledger.bring(holding, request.tokens, tiers.due(len(holding.below), us_left))
         self.n_brought += n
-        return n * us
+        if n:
+            holding.arrives = tiers.given
+        if not holding.below and (us_left == math.inf or tiers.has_made(holding.arrives)):
+            holding.arrives = -1  # before that a step with the request would wait, and hold up the others
+        return 0.0 if tiers.is_beside else tiers.us("host", n)
 
     def _chunk_tokens(self, request: Request, tokens_left: int, us_left: float, n_before: int) -> int:
         """How far this prefill goes in this step, which has n_before tokens already; 0: it waits for a mask.

@@ -75,6 +75,10 @@ class StateDevice(Protocol):
         """Its bytes."""
         ...
 
+    def copied(self) -> tuple[int, int]:
+        """Copies given so far, and made."""
+        ...
+
     def settle(self) -> None:
         """Waits until every copy is made."""
 
@@ -84,7 +88,8 @@ class HostStates:
 
     def __init__(self, device: StateDevice, n: int) -> None:
         self.n_host_pages, self.page_bytes = n, device.state_bytes
-        self.page_out, self.page_in, self.host_page, self.settle = device.state_out, device.state_in, device.host_state, device.settle
+        self.page_out, self.page_in, self.host_page = device.state_out, device.state_in, device.host_state
+        self.copied, self.settle = device.copied, device.settle
         device.alloc_host_states(n)
 
 
@@ -109,6 +114,10 @@ class WindowDevice(Protocol):
         """Its bytes."""
         ...
 
+    def copied(self) -> tuple[int, int]:
+        """Copies given so far, and made."""
+        ...
+
     def settle(self) -> None:
         """Waits until every copy is made."""
 
@@ -118,7 +127,8 @@ class HostWindows:
 
     def __init__(self, device: WindowDevice, n: int) -> None:
         self.n_host_pages, self.page_bytes = n, device.window_bytes
-        self.page_out, self.page_in, self.host_page, self.settle = device.window_out, device.window_in, device.host_window, device.settle
+        self.page_out, self.page_in, self.host_page = device.window_out, device.window_in, device.host_window
+        self.copied, self.settle = device.copied, device.settle
         device.alloc_host_windows(n)
 
 
@@ -146,9 +156,9 @@ class TierKeeper:
         for tiers in self._all:
             if tiers.poll():
                 engine.scheduler.freed()
-            tiers.seq = engine.launched_seq + 2
+            tiers.watch(engine.clock())
             if tiers.has_unwritten:
-                tiers.write_out(engine.read_seq)
+                tiers.write_out()
 
     def _keep_others(self) -> None:
         """Copies out states, or pages of layers with a window, that are only on the device, as far as there is room."""
@@ -195,7 +205,7 @@ class TierKeeper:
         if any(tiers.has_unwritten for tiers in self._all):
             self._device.settle()
             for tiers in self._all:
-                tiers.write_out(tiers.seq)
+                tiers.write_out()
 
     def close(self) -> None:
         """Keeps what can be kept, and lets go of the disk."""

@@ -1,8 +1,8 @@
-"""Generated from packs/pack.h and packs/rare.h by packs/bindgen.py. Do not edit."""
+"""Generated from packs/pack.h, packs/rare.h and packs/copies.h by packs/bindgen.py. Do not edit."""
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "2b3fb1ea88804d6f"
+DIGEST = "d888abf31d664f35"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -871,4 +871,5 @@ PROTOTYPES = {
     "pk_times": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p]),
     "pk_run": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_void_p]),
     "pk_finish": (c_int32, [c_void_p, c_void_p]),
+    "pk_copied": (c_int32, [c_void_p, c_void_p, c_void_p]),
 }

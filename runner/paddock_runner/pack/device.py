@@ -50,6 +50,9 @@ class Device:
         self._finish = pack.function("pk_finish")
         self._wait = pack.function("pk_wait")
         self._copy = pack.function("pk_copy")
+        self._copied = pack.function("pk_copied")
+        self._n_copies = (ctypes.c_uint64 * 2)()
+        self._n_copies_at = ctypes.addressof(self._n_copies)
         self._snapshots = self._host_pages = self._host_states = self.n_host_pages = 0
         self.kv_format = 0
         self.facts = self._read_facts()
@@ -123,6 +126,14 @@ class Device:
         status = self._copy(self._ctx, to, source, n_bytes)
         if status:
             raise self.pack.failure("pk_copy", status)
+
+    def copied(self) -> tuple[int, int]:
+        """Copies between device and pinned memory given so far, and how many of them are made with all before them. Raises: PackError."""
+        status = self._copied(self._ctx, self._n_copies_at, self._n_copies_at + 8)
+        if status:
+            raise self.pack.failure("pk_copied", status)
+        given, made = self._n_copies
+        return given, made
 
     def alloc_snapshots(self, n_places: int) -> None:
         """Memory for n_places copies of a slot's recurrent states."""

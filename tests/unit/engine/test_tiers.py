@@ -168,7 +168,7 @@ def test_pages_come_back_a_few_with_each_step_while_others_decode(tmp_path: Path
     tiers = rig.runner.keeper.tiers  # type: ignore[union-attr]
     page_us = 3000.0
     tiers.rate["host"] = rig.device.page_bytes / page_us * 1e6
-    tiers.see = lambda n, us: None  # type: ignore[method-assign]
+    tiers.see = tiers.watch = lambda *seen: None  # type: ignore[assignment, method-assign]
     stream = rig.ask([700, 701, 702], 150)
     while len(stream.tokens) < 20:
         rig.turn()
@@ -183,6 +183,27 @@ def test_pages_come_back_a_few_with_each_step_while_others_decode(tmp_path: Path
     assert sum(steps) == 59 and max(steps) <= 17, "never more than a long step takes"
     finish(rig)
     assert right(stream)
+    rig.assert_empty()
+    rig.close()
+
+
+def test_where_copies_run_beside_the_steps_a_request_runs_when_its_last_page_has_come(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, False, 2, sizes=replace(SMALL, n_pages=200))
+    ask(rig, 0, 240, 2)
+    rig.engine.ledger.tree.evict(80)
+    stream = rig.ask([700, 701, 702], 150)
+    while len(stream.tokens) < 20:
+        rig.turn()
+    device, made = rig.device, rig.device.copied
+    device.copied = lambda: (device.n_given, min(device.n_made, limit))
+    limit = 0  # the link is slow
+    again = rig.ask([i % 1000 for i in range(240)], 2)
+    while len(stream.tokens) < 90:
+        rig.turn()
+    assert device.n_given > 20 and not again.tokens and rig.engine.counters.prefill_tokens < 260
+    device.copied = made
+    finish(rig)
+    assert right(again) and right(stream) and again.done.cached_tokens >= 236
     rig.assert_empty()
     rig.close()
 
