@@ -24,7 +24,7 @@ struct AbreastArguments {
     bf16 *normed;
     const StepInfo *info;
     int64_t rows_symbol;
-    int32_t n_w, n_tiles, m, warps_k;  // warps_k: of a block's eight
+    int32_t n_w, n_tiles, m, warps_k;  // warps_k: of a block's
     float eps;
 };
 

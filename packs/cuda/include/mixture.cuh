@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "../../host/program.h"
+#include "choice.cuh"
 #include "device.cuh"
 #include "experts.cuh"
 
@@ -11,17 +12,18 @@ namespace pk {
 // From the residual to the residual: the product that ends the branch before (or none), norm, router, choice, the chosen experts and the shared one
 // with its gate.
 struct MixtureArguments {
-    const float *norm, *router_bias, *choice_bias;
+    const float *norm, *router_bias;
     float *residual, *logits, *weights, *switched;  // switched: what the shared expert's gate says
     int32_t *ids;
     const bf16 *before_x;
     bf16 *normed, *hidden;  // hidden [n_used, f], the shared expert's behind it
     ExpertWeight before, router, switching, gate, up, down, shared_gate, shared_up, shared_down;
+    ChoiceArguments choice;
     const StepInfo *info;
     int32_t *counter;  // three, 32 apart, zero between launches
     int64_t rows_symbol;
-    int32_t m, before_k, f, f_shared, n_experts, n_used, score, is_normalised, act, warps_k;  // f_shared 0: no shared expert; warps_k: of a block's eight, for gate and up
-    float eps, before_scale, router_scale, choice_scale, experts_scale, switch_scale, shared_scale, limit, alpha;
+    int32_t m, before_k, f, f_shared, n_experts, n_used, act, warps_k;  // f_shared 0: no shared expert; warps_k: of a block's, for gate and up
+    float eps, before_scale, router_scale, experts_scale, switch_scale, shared_scale, limit, alpha;
 };
 
 // Records [first, last).

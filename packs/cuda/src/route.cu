@@ -1,7 +1,7 @@
 // Choosing experts: a warp per token scores the logits, drops groups, and takes the k largest one after the other.
 //
-// Scores and keys of a token lie in shared memory; equal keys go to the lower expert. Up to 4096 experts (checked at load).
-#include "../include/device.cuh"
+// Without groups, and of up to 512 experts, in registers (choice.cuh). Else scores and keys of a token lie in shared memory. Equal keys go to the lower expert. Up to 4096 experts (checked at load).
+#include "../include/choice.cuh"
 
 namespace pk {
 namespace {
@@ -107,6 +107,25 @@ __global__ void __launch_bounds__(32) route_kernel(const __grid_constant__ Route
     for (int i = lane; i < a.n_chosen; i += 32) a.weights[t * a.weights_stride + i] *= by;
 }
 
+constexpr int kRouteWarps = 8;
+
+// A warp a token.
+template <int kPerLane>
+__global__ void __launch_bounds__(32 * kRouteWarps) route_few_kernel(const __grid_constant__ RouteArguments a) {
+    wait_dependence();
+    release_dependents();
+    const int t = blockIdx.x * kRouteWarps + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+    if (t >= rows_of(a.info, a.rows_symbol)) return;
+    const ChoiceArguments c = {a.logits + t * a.logits_stride, a.bias, a.n_experts, a.n_chosen, a.score, a.is_normalised, a.scale};
+    Choice<kPerLane> choice;
+    choice.load(c);
+    const int id = choice.choose(c);
+    const float weight = choice.weigh(c, id);
+    if (lane >= a.n_chosen) return;
+    a.ids[t * a.ids_stride + lane] = id;
+    a.weights[t * a.weights_stride + lane] = weight;
+}
+
 }  // namespace
 
 int32_t launch_route(const Launch &l, const pk_op_route &op) {
@@ -128,8 +147,13 @@ int32_t launch_route(const Launch &l, const pk_op_route &op) {
     a.n_groups_used = op.n_groups_used;
     a.n_group_best = op.n_group_best;
     a.scale = op.scale;
+    const int64_t n_rows = bound(l, op.logits.rows);
+    if (is_few_choice(op)) {
+        const dim3 blocks(static_cast<unsigned>((n_rows + kRouteWarps - 1) / kRouteWarps)), threads(32 * kRouteWarps);
+        return a.n_experts <= 16 * kMostPerLane ? launch(l, "route", route_few_kernel<kMostPerLane / 2>, blocks, threads, 0, a) : launch(l, "route", route_few_kernel<kMostPerLane>, blocks, threads, 0, a);
+    }
     const int64_t bytes = (2 * op.logits.cols + op.n_groups) * 4;
-    return launch(l, "route", route_kernel, dim3(static_cast<unsigned>(bound(l, op.logits.rows))), dim3(32), bytes, a);
+    return launch(l, "route", route_kernel, dim3(static_cast<unsigned>(n_rows)), dim3(32), bytes, a);
 }
 
 }  // namespace pk

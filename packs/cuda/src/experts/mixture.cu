@@ -14,8 +14,6 @@
 namespace pk {
 namespace {
 
-constexpr int kMostPerLane = 16;  // experts a lane looks at
-
 // Blocks meet at a counter of their own, zero between launches: each tells it that it has come and that it has gone, and the last one finds it back at zero. (A release
 // waits for what its warp has asked for: weights are asked for after it.)
 __device__ __forceinline__ void tell(int32_t *counter) {
@@ -39,96 +37,25 @@ __device__ __forceinline__ float gated_by(const MixtureArguments &a, float gate,
     return gate / (1.0f + __expf(-a.alpha * gate)) * (up + 1.0f);
 }
 
-// Order-preserving, for the largest of a warp.
-__device__ __forceinline__ uint32_t ordered(float v) {
-    const uint32_t u = __float_as_uint(v);
-    return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-
-struct Choice {
-    int id;        // of lane i < n_used: its i-th expert
-    float weight;  // and what it counts
-};
-
-// A warp chooses as route_kernel does, without groups: every lane looks at kPerLane experts.
-template <int kPerLane>
-__device__ __forceinline__ Choice choose(const MixtureArguments &a) {
-    const int lane = threadIdx.x & 31;
-    float score[kPerLane], key[kPerLane];
-    float largest = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-        const int e = lane + 32 * j;
-        score[j] = e < a.n_experts ? __ldcg(a.logits + e) : -INFINITY;
-        largest = fmaxf(largest, score[j]);
-    }
-    if (a.score == PK_SCORE_SOFTMAX) {
-        for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, o));
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < kPerLane; ++j) {
-            score[j] = lane + 32 * j < a.n_experts ? __expf(score[j] - largest) : 0.0f;
-            sum += score[j];
-        }
-        const float factor = 1.0f / warp_sum(sum);
-#pragma unroll
-        for (int j = 0; j < kPerLane; ++j) score[j] *= factor;
-    } else if (a.score == PK_SCORE_SIGMOID) {
-#pragma unroll
-        for (int j = 0; j < kPerLane; ++j) score[j] = 1.0f / (1.0f + __expf(-score[j]));
-    }
-#pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-        const int e = lane + 32 * j;
-        const float v = e < a.n_experts ? score[j] + (a.choice_bias != nullptr ? a.choice_bias[e] : 0.0f) : -INFINITY;
-        key[j] = isnan(v) ? -INFINITY : v;
-    }
-    Choice mine = {0, 0.0f};
-    float sum = 0.0f, first = 0.0f;
-    uint32_t taken = 0;  // bits j of the lane's experts
-#pragma unroll 1
-    for (int i = 0; i < a.n_used; ++i) {
-        float best = 0.0f, its_score = 0.0f;
-        int at = -1;
-#pragma unroll
-        for (int j = 0; j < kPerLane; ++j)
-            if (lane + 32 * j < a.n_experts && !(taken >> j & 1) && (at < 0 || key[j] > best)) {
-                best = key[j];
-                its_score = score[j];
-                at = j;
-            }
-        const uint32_t top = __reduce_max_sync(~0u, at < 0 ? 0u : ordered(best));
-        const int e = __reduce_min_sync(~0u, at >= 0 && ordered(best) == top ? lane + 32 * at : INT32_MAX);
-        const float v = __shfl_sync(~0u, its_score, e & 31);
-        if (lane == (e & 31)) taken |= 1u << (e >> 5);
-        if (i == 0) first = v;
-        const float w = a.score == PK_SCORE_CHOSEN ? __expf(v - first) : v;
-        sum += w;
-        if (lane == i) mine = {e, w};
-    }
-    const bool divides = a.is_normalised || a.score == PK_SCORE_CHOSEN;
-    mine.weight *= divides ? a.choice_scale / (sum > 0.0f ? sum : 1.0f) : a.choice_scale;
-    return mine;
-}
-
 // Grid: multiprocessors. Shared: x in both orders, before and after that other rows; partial sums.
-template <int kFormat>
-__global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid_constant__ MixtureArguments a) {
+template <int kFormat, int kPerLane>
+__global__ void __launch_bounds__(kLoneThreads, 1) mixture_kernel(const __grid_constant__ MixtureArguments a) {
     constexpr int kU = Rows<kFormat>::kU, kBf16U = Rows<PK_BF16>::kU, kXBytes = kBlockWarps * kU * 2;  // of x from one unit of a warp to its next
     extern __shared__ __align__(128) uint8_t dynamic[];
-    __shared__ float red[kBlockWarps][32], sums[kBlockWarps];
+    __shared__ float red[kBlockWarps][32], sums[2 * kBlockWarps];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3;
     WarpRing ring(dynamic);
     uint8_t *shared = dynamic + kRingBytes, *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
     const int n_units = a.m / kU, n_shared_units = a.f_shared / kU, n_tiles = (a.m + 15) / 16;
     int32_t *const after_before = a.counter, *const after_router = a.counter + 32, *const after_hidden = a.counter + 64;
     // Sums of a warp's 16 rows (column 0 of the product, all columns are the same) to red[warp][16 side ...].
-    auto put = [&](const float (&acc)[4], int side) {
+    auto put = [&](const float (&acc)[2], int side) {
         if (c == 0) {
             red[warp][16 * side + r] = acc[0];
-            red[warp][16 * side + r + 8] = acc[2];
+            red[warp][16 * side + r + 8] = acc[1];
         }
     };
+    auto units_of = [&](int k, int unit) { return (k / unit - warp + kBlockWarps - 1) / kBlockWarps; };  // of this warp
     auto sum_of = [&](int at) {
         float v = 0.0f;
 #pragma unroll
@@ -140,8 +67,10 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
     release_dependents();
     const int n_rows = rows_of(a.info, a.rows_symbol);
     // The product before: 16 rows each.
-    const int n_before = a.before.data != nullptr ? a.before_k / kU / kBlockWarps : 0;
-    if (n_before) {
+    const bool has_before = a.before.data != nullptr;
+    const int n_before = has_before ? units_of(a.before_k, kU) : 0;
+    float x_scale = 1.0f;  // of what is staged
+    if (has_before) {
         RowPart x;
         x.load(a.before_x, a.before_k);  // ahead of the weights: behind them it would wait as long as they take
         const float scale = matrix_scale(a.before, 0) * a.before_scale;
@@ -154,22 +83,17 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
             prime(ask);
             if (tile == static_cast<int>(blockIdx.x)) {
                 if (n_rows < 1) return;
-                x.template stage<kFormat>(shared, a.before_k);
-                for (int k = kMostRow; k < a.before_k; k += kMostRow) {
-                    x.load(a.before_x + k, a.before_k - k);
-                    x.template stage<kFormat>(shared + 2 * k, a.before_k - k);
-                }
-                __syncthreads();
+                x_scale = x.template stage<kFormat>(shared, a.before_k, sums);
             }
-            float acc[4] = {};
+            float acc[2] = {};
             const uint8_t *at = shared + c * 16 + warp * kU * 2;
             stream_steps(ring, n_before, ask, [&](const RowsRegisters &unit, float factor, int) {
-                multiply<kFormat>(unit, acc, at, nullptr, factor);
+                multiply_row<kFormat>(unit, acc, at, factor);
                 at += kXBytes;
             });
             put(acc, 0);
             __syncthreads();
-            if (tid < 16 && row < a.m) a.residual[row] = fmaf(sum_of(tid), scale, old);
+            if (tid < 16 && row < a.m) a.residual[row] = fmaf(sum_of(tid), scale * x_scale, old);
             if (tile + static_cast<int>(gridDim.x) < n_tiles) __syncthreads();
         }
         __syncwarp();
@@ -184,7 +108,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
     for (int task = blockIdx.x; task < n_first || !is_normed; task += gridDim.x) {
         const bool is_here = task < n_first, is_router = task < router_tiles, is_both = is_here && !is_router && task < router_tiles + shared_tiles;
         const ExpertWeight &w0 = is_both ? a.shared_gate : is_router ? a.router : a.switching;
-        const int row0 = (is_router ? task : is_both ? task - router_tiles : 0) * 16, each = a.m / (is_both ? kU : kBf16U) / kBlockWarps, n = is_here ? (is_both ? 2 : 1) * each : 0;
+        const int row0 = (is_router ? task : is_both ? task - router_tiles : 0) * 16, each = units_of(a.m, is_both ? kU : kBf16U), n = is_here ? (is_both ? 2 : 1) * each : 0;
         const Rows16 first(w0, w0.data, row0), second(a.shared_up, a.shared_up.data, row0);
         auto ask = [&](int step) {
             const bool side = is_both && step >= each;
@@ -194,32 +118,32 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         const float scale0 = is_here ? matrix_scale(w0, 0) : 0.0f, scale1 = is_both ? matrix_scale(a.shared_up, 0) : 1.0f;
         const float bias = is_here && is_router && a.router_bias != nullptr && tid < 16 && row0 + tid < a.n_experts ? __ldg(a.router_bias + row0 + tid) : 0.0f;
         if (!is_normed) {
-            if (n_before) await_all(after_before);
+            if (has_before) await_all(after_before);
             NormedPart x;
             x.load(a.residual, a.norm, a.m);
-            x.template stage<kFormat>(a.eps, a.m, x_plain, x_own, a.normed, sums);
+            x_scale = x.template stage<kFormat>(a.eps, a.m, x_plain, x_own, a.normed, sums);
             is_normed = true;
         }
         if (!is_here) break;
-        float acc[4] = {}, gate[4] = {};
+        float acc[2] = {}, gate[2] = {};
         if (is_both) {
             stream_steps(ring, n, ask, [&](const RowsRegisters &unit, float factor, int step) {
-                multiply<kFormat>(unit, acc, x_own + c * 16 + ((step >= each ? step - each : step) * kBlockWarps + warp) * kU * 2, nullptr, factor);
+                multiply_row<kFormat>(unit, acc, x_own + c * 16 + ((step >= each ? step - each : step) * kBlockWarps + warp) * kU * 2, factor);
                 if (step != each - 1) return;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
+                for (int i = 0; i < 2; ++i) {
                     gate[i] = acc[i];
                     acc[i] = 0.0f;
                 }
             });
         } else {
-            stream_steps(ring, n, ask, [&](const RowsRegisters &unit, float factor, int step) { multiply<PK_BF16>(unit, gate, x_plain + c * 16 + (step * kBlockWarps + warp) * kBf16U * 2, nullptr, factor); });
+            stream_steps(ring, n, ask, [&](const RowsRegisters &unit, float factor, int step) { multiply_row<PK_BF16>(unit, gate, x_plain + c * 16 + (step * kBlockWarps + warp) * kBf16U * 2, factor); });
         }
         put(gate, 0);
         put(acc, 1);
         __syncthreads();
         if (tid < 16) {
-            const float v = sum_of(tid) * scale0, u = sum_of(16 + tid) * scale1;
+            const float v = sum_of(tid) * scale0 * (is_both ? x_scale : 1.0f), u = sum_of(16 + tid) * scale1 * x_scale;
             const int row = row0 + tid;
             if (is_both) {
                 if (row < a.f_shared) a.hidden[a.n_used * a.f + row] = __float2bfloat16(gated_by(a, v, u));
@@ -256,7 +180,10 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
     // The choice, and what depends on nothing else.
     // (Nothing is computed from these loads before the weights are asked for: a warp waits where it first uses what it loads.)
     const float switch_logit = a.switching.data != nullptr ? __ldcg(a.switched) : 0.0f;
-    const Choice choice = a.n_experts <= 32 * kMostPerLane / 2 ? choose<kMostPerLane / 2>(a) : choose<kMostPerLane>(a);
+    Choice<kPerLane> choice;
+    choice.load(a.choice);
+    const int chosen = choice.choose(a.choice);
+    float weight = 0.0f;
     float gate_scale = 0.0f, up_scale = 0.0f, down_scale = 0.0f;
     {
         Task loading = first, multiplying = first;
@@ -265,7 +192,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         auto ask = [&](int) {
             if (asked == 0 && own < n_own) {
                 const ExpertWeight &w = side ? a.up : a.gate;
-                rows = Rows16(w, w.data + __shfl_sync(~0u, choice.id, loading.slot) * w.stride, loading.tile * 16);
+                rows = Rows16(w, w.data + __shfl_sync(~0u, chosen, loading.slot) * w.stride, loading.tile * 16);
             }
             ring.ask(own < n_own, rows, asked * a.warps_k + wk);
             if (++asked < each) return;
@@ -277,22 +204,23 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         };
         prime(ask);
         if (lane < a.n_used) {
-            gate_scale = matrix_scale(a.gate, choice.id);
-            up_scale = matrix_scale(a.up, choice.id);
-            down_scale = matrix_scale(a.down, choice.id);
+            gate_scale = matrix_scale(a.gate, chosen);
+            up_scale = matrix_scale(a.up, chosen);
+            down_scale = matrix_scale(a.down, chosen);
         }
+        weight = choice.weigh(a.choice, chosen);
         if (blockIdx.x == 0 && warp == 0 && lane < a.n_used) {
-            a.ids[lane] = choice.id;
-            a.weights[lane] = choice.weight;
+            a.ids[lane] = chosen;
+            a.weights[lane] = weight;
         }
-        float acc[4] = {}, gate[4] = {};
+        float acc[2] = {}, gate[2] = {};
         int in = 0;
         stream_steps(ring, n_own * 2 * each, ask, [&](const RowsRegisters &unit, float factor, int) {
-            multiply<kFormat>(unit, acc, x_own + c * 16 + ((in >= each ? in - each : in) * a.warps_k + wk) * kU * 2, nullptr, factor);
+            multiply_row<kFormat>(unit, acc, x_own + c * 16 + ((in >= each ? in - each : in) * a.warps_k + wk) * kU * 2, factor);
             ++in;
             if (in == each) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
+                for (int i = 0; i < 2; ++i) {
                     gate[i] = acc[i];
                     acc[i] = 0.0f;
                 }
@@ -316,18 +244,18 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
                     v += red[warp + k][lane];
                     u += red[warp + k][16 + lane];
                 }
-                a.hidden[multiplying.slot * a.f + row] = __float2bfloat16(gated_by(a, v * gs, u * us));
+                a.hidden[multiplying.slot * a.f + row] = __float2bfloat16(gated_by(a, v * gs * x_scale, u * us * x_scale));
             }
             __syncwarp();
             multiplying.advance();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) acc[i] = 0.0f;
+            for (int i = 0; i < 2; ++i) acc[i] = 0.0f;
         });
     }
 
     // Down: all experts one after the other, the shared one last.
     const int own_units = a.f / kU, all_units = a.n_used * own_units + n_shared_units, n = (all_units - warp + kBlockWarps - 1) / kBlockWarps, n_hidden = a.n_used * a.f + a.f_shared;
-    const float factor_of = lane < a.n_used ? down_scale * choice.weight * a.experts_scale : 0.0f;
+    const float factor_of = lane < a.n_used ? down_scale * weight * a.experts_scale : 0.0f;
     const float shared_factor = shared_scale * a.shared_scale * (a.switching.data != nullptr ? 1.0f / (1.0f + __expf(-switch_logit)) : 1.0f);
     bool has_met = false;
 #pragma unroll 1
@@ -345,44 +273,37 @@ __global__ void __launch_bounds__(kExpertThreads, 1) mixture_kernel(const __grid
         auto ask = [&](int step) {
             loading.settle();
             const bool is_own = loading.slot < a.n_used;
-            const int expert = __shfl_sync(~0u, choice.id, is_own ? loading.slot : 0);
+            const int expert = __shfl_sync(~0u, chosen, is_own ? loading.slot : 0);
             const ExpertWeight &w = is_own ? a.down : a.shared_down;
             ring.ask(step < mine, Rows16(w, w.data + (is_own ? expert * w.stride : 0), tile * 16), loading.unit);
             loading.unit += kBlockWarps;
         };
-        // The first warp tells that the hidden values are there before it asks for weights.
-        if (!has_met && warp == 0) {
+        if (!has_met) {
             __syncthreads();
-            if (lane == 0) tell(after_hidden);
-            __syncwarp();
+            if (tid == 0) tell(after_hidden);
         }
         prime(ask);
-        if (!has_met && warp != 0) __syncthreads();
         const float old = tid < 16 && row < a.m && mine ? __ldcg(a.residual + row) : 0.0f;
         if (!has_met) {
             await_all(after_hidden);
             has_met = true;
             RowPart x;
-#pragma unroll 1
-            for (int k = 0; k < n_hidden; k += kMostRow) {
-                x.load(a.hidden + k, n_hidden - k);
-                x.template stage<kFormat>(shared + 2 * k, n_hidden - k);
-            }
-            __syncthreads();
+            x.load(a.hidden, n_hidden);
+            x_scale = x.template stage<kFormat>(shared, n_hidden, sums);
         }
-        float acc[4] = {};
+        float acc[2] = {};
         const uint8_t *at = shared + c * 16 + warp * kU * 2;
         stream_steps(ring, mine, ask, [&](const RowsRegisters &unit, float factor, int) {
             multiplying.settle();
             const bool is_own = multiplying.slot < a.n_used;
-            const float weight = __shfl_sync(~0u, factor_of, is_own ? multiplying.slot : 0);
-            multiply<kFormat>(unit, acc, at, nullptr, factor * (is_own ? weight : shared_factor));
+            const float own = __shfl_sync(~0u, factor_of, is_own ? multiplying.slot : 0);
+            multiply_row<kFormat>(unit, acc, at, factor * (is_own ? own : shared_factor));
             multiplying.unit += kBlockWarps;
             at += kXBytes;
         });
         put(acc, 0);
         __syncthreads();
-        if (tid < 16 && row < a.m && mine) a.residual[row] = old + sum_of(tid);
+        if (tid < 16 && row < a.m && mine) a.residual[row] = fmaf(sum_of(tid), x_scale, old);
         if (tile + static_cast<int>(gridDim.x) < n_tiles) __syncthreads();
     }
 }
@@ -452,14 +373,15 @@ struct Reader {
         if (!is(PK_OP_ROUTE)) return false;
         const auto &route = records[next].as<pk_op_route>();
         if (route.n_groups > 1 || route.logits.data != router.y.data || route.ids.cols > 32 || route.logits.cols > 32 * kMostPerLane) return false;
-        a.choice_bias = reinterpret_cast<const float *>(route.bias.data);
+        a.choice.bias = reinterpret_cast<const float *>(route.bias.data);
+        a.choice.logits = a.logits;
         a.ids = reinterpret_cast<int32_t *>(route.ids.data);
         a.weights = reinterpret_cast<float *>(route.weights.data);
-        a.n_experts = static_cast<int32_t>(route.logits.cols);
-        a.n_used = static_cast<int32_t>(route.ids.cols);
-        a.score = route.score;
-        a.is_normalised = route.is_normalised;
-        a.choice_scale = route.scale;
+        a.n_experts = a.choice.n_experts = static_cast<int32_t>(route.logits.cols);
+        a.n_used = a.choice.n_used = static_cast<int32_t>(route.ids.cols);
+        a.choice.score = route.score;
+        a.choice.is_normalised = route.is_normalised;
+        a.choice.scale = route.scale;
         ++next;
         return true;
     }
@@ -474,8 +396,8 @@ struct Reader {
         const uint64_t residual = reinterpret_cast<uint64_t>(a.residual);
         if (op.x.data != reinterpret_cast<uint64_t>(a.normed) || op.ids.data != reinterpret_cast<uint64_t>(a.ids) || op.weights.data != reinterpret_cast<uint64_t>(a.weights) || op.y.data != residual || op.add.data != residual) return false;
         const int32_t unit = up->format == PK_BF16 ? 64 : 128;
-        if (a.m > kMostNormed || a.m % (unit * kBlockWarps) || a.m % (64 * kBlockWarps) || op.up.rows % 128 || up->cols != a.m) return false;
-        if (a.before.data != nullptr && (!plain(records[out->first].as<pk_op_matmul>().w[0], up->format) || a.before_k % (unit * kBlockWarps))) return false;
+        if (a.m > kMostNormed || a.m % 128 || op.up.rows % 128 || up->cols != a.m) return false;
+        if (a.before.data != nullptr && (!plain(records[out->first].as<pk_op_matmul>().w[0], up->format) || a.before_k % unit)) return false;
         out->format = up->format;
         a.gate = weight(op.gate);
         a.up = weight(op.up);
@@ -488,7 +410,8 @@ struct Reader {
         // The fewest rounds of units and of tasks of 16 rows.
         const int64_t tasks = int64_t{a.f} / 16 * a.n_used, units = a.m / unit;
         int64_t least = INT64_MAX;
-        for (int32_t n : {8, 4, 2, 1}) {
+        for (int32_t n : {16, 8, 4, 2, 1}) {
+            if (units % n) continue;
             const int64_t teams = int64_t{l.ctx->n_processors} * (kBlockWarps / n), rounds = units / n * ((tasks + teams - 1) / teams);
             if (rounds <= least) {  // of equals, fewer warps a task
                 least = rounds;
@@ -549,7 +472,7 @@ std::vector<Mixture> find_mixtures(const Launch &l, const Records &records) {
         if (!reader.norm_and_router() || !reader.experts()) continue;
         reader.shared_expert();
         m.last = reader.next;
-        if (shared_bytes(m.arguments) > 200 * 1024) continue;
+        if (shared_bytes(m.arguments) > 200 * 1024 || m.arguments.before_k > kMostRow || int64_t{m.arguments.n_used} * m.arguments.f + m.arguments.f_shared > kMostRow) continue;
         found.push_back(m);
         i = m.last - 1;
     }
@@ -562,8 +485,11 @@ int32_t launch_mixture(const Launch &l, const Mixture &mixture) {
     a.counter = l.counters;
     a.hidden = reinterpret_cast<bf16 *>(l.scratch);
     a.switched = reinterpret_cast<float *>(l.scratch + ((int64_t{a.n_used} * a.f + a.f_shared) * 2 + 255) / 256 * 256);
-    const dim3 blocks(l.ctx->n_processors), threads(kExpertThreads);
-    return mixture.format == PK_BF16 ? launch(l, "mixture", mixture_kernel<PK_BF16>, blocks, threads, shared_bytes(a), a) : launch(l, "mixture", mixture_kernel<PK_FP8_E4M3>, blocks, threads, shared_bytes(a), a);
+    const dim3 blocks(l.ctx->n_processors), threads(kLoneThreads);
+    auto run = [&](auto kernel) { return launch(l, "mixture", kernel, blocks, threads, shared_bytes(a), a); };
+    constexpr int kFew = kMostPerLane / 2;
+    if (a.n_experts <= 32 * kFew) return mixture.format == PK_BF16 ? run(mixture_kernel<PK_BF16, kFew>) : run(mixture_kernel<PK_FP8_E4M3, kFew>);
+    return mixture.format == PK_BF16 ? run(mixture_kernel<PK_BF16, kMostPerLane>) : run(mixture_kernel<PK_FP8_E4M3, kMostPerLane>);
 }
 
 }  // namespace pk

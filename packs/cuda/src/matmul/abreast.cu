@@ -9,10 +9,10 @@ namespace pk {
 namespace {
 
 template <int kFormat>
-__global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid_constant__ AbreastArguments a) {
+__global__ void __launch_bounds__(kLoneThreads, 1) abreast_kernel(const __grid_constant__ AbreastArguments a) {
     extern __shared__ __align__(128) uint8_t dynamic[];
     WarpRing ring(dynamic);
-    __shared__ float red[kBlockWarps][16], sums[kBlockWarps];
+    __shared__ float red[kBlockWarps][16], sums[2 * kBlockWarps];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
     const int wk = warp % a.warps_k, team = warp / a.warps_k, all_teams = gridDim.x * (kBlockWarps / a.warps_k), first = team * gridDim.x + blockIdx.x;
     uint8_t *shared = dynamic + kRingBytes, *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
@@ -56,14 +56,14 @@ __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid
     x.load(a.residual, a.norm, a.m);
     prime(ask);
     if (n_rows < 1) return;
-    x.template stage<kFormat>(a.eps, a.m, x_plain, x_own, a.normed, sums);
-    float acc[4] = {};
+    const float x_scale = x.template stage<kFormat>(a.eps, a.m, x_plain, x_own, a.normed, sums);
+    float acc[2] = {};
 #pragma unroll 1
     while (using_.task < n_tasks) {
         RowsRegisters unit;
         const float factor = ring.take(unit);
-        if (kFormat == PK_BF16 || !using_.is_own) multiply<PK_BF16>(unit, acc, x_plain + c * 16 + using_.unit * 128, nullptr, factor);
-        else multiply<kFormat>(unit, acc, x_own + c * 16 + using_.unit * 2 * Rows<kFormat>::kU, nullptr, factor);
+        if (kFormat == PK_BF16 || !using_.is_own) multiply_row<PK_BF16>(unit, acc, x_plain + c * 16 + using_.unit * 128, factor);
+        else multiply_row<kFormat>(unit, acc, x_own + c * 16 + using_.unit * 2 * Rows<kFormat>::kU, factor);
         ask(0);
         using_.unit += a.warps_k;
         if (using_.unit < using_.end) continue;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid
         if (a.warps_k > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * a.warps_k) : "memory");
         if (c == 0) {
             red[warp][r] = acc[0];
-            red[warp][r + 8] = acc[2];
+            red[warp][r + 8] = acc[1];
         }
         if (a.warps_k > 1) asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * a.warps_k) : "memory");
         else __syncwarp();
@@ -80,12 +80,12 @@ __global__ void __launch_bounds__(kExpertThreads, 1) abreast_kernel(const __grid
             float v = 0.0f;
 #pragma unroll 1
             for (int k = 0; k < a.warps_k; ++k) v += red[warp + k][lane];
-            v *= w.scale;
+            v *= w.is_own ? w.scale * x_scale : w.scale;
             store_from_f32(w.y, row, w.y_format, w.bias != nullptr ? v + w.bias[row] : v);
         }
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[i] = 0.0f;
+        for (int i = 0; i < 2; ++i) acc[i] = 0.0f;
         begin(using_, using_.task + 1);
     }
 }
@@ -138,11 +138,12 @@ std::vector<Abreast> find_abreast(const Launch &l, const Records &records) {
         };
         int64_t next = i + 1;
         while (next < records.n() && records[next].op == PK_OP_MATMUL && take(records[next].as<pk_op_matmul>())) ++next;
-        if (next < i + 3 || a.m % (128 * kBlockWarps) || a.m > kMostNormed) continue;
+        if (next < i + 3 || a.m % 128 || a.m > kMostNormed) continue;
         // The fewest rounds of units and tasks; of equals, fewer warps a task.
         const int64_t units = a.m / 128;
         int64_t least = INT64_MAX;
-        for (int32_t n : {8, 4, 2, 1}) {
+        for (int32_t n : {16, 8, 4, 2, 1}) {
+            if (n > units) continue;
             const int64_t teams = int64_t{l.ctx->n_processors} * (kBlockWarps / n), rounds = units / n * ((a.n_tiles + teams - 1) / teams);
             if (rounds <= least) {
                 least = rounds;
@@ -160,7 +161,7 @@ std::vector<Abreast> find_abreast(const Launch &l, const Records &records) {
 int32_t launch_abreast(const Launch &l, const Abreast &abreast) {
     AbreastArguments a = abreast.arguments;
     a.info = l.info;
-    const dim3 blocks(l.ctx->n_processors), threads(kExpertThreads);
+    const dim3 blocks(l.ctx->n_processors), threads(kLoneThreads);
     return abreast.format == PK_BF16 ? launch(l, "abreast", abreast_kernel<PK_BF16>, blocks, threads, kRingBytes + 2 * a.m, a) : launch(l, "abreast", abreast_kernel<PK_FP8_E4M3>, blocks, threads, kRingBytes + 4 * a.m, a);
 }
 
