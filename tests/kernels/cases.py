@@ -146,6 +146,8 @@ ATTENTION = [
     Attention(4, 1, 256, 256, MIXED, window=20),
     Attention(4, 1, 256, 256, CHUNK, window=70, kv_format=abi.PK_BF16),
     Attention(4, 1, 256, 256, LONG, window=333, kv_format=abi.PK_BF16, n_threads=3),
+    Attention(16, 2, 256, 256, ((1, 129, 1),), kv_format=abi.PK_BF16),  # alone and short: whole heads
+    Attention(16, 2, 256, 256, ((1, 7, 1),), kv_format=abi.PK_BF16),
     Attention(4, 2, 32, 32, MIXED, softcap=5.0),
     Attention(4, 2, 128, 128, MIXED, has_sinks=True, window=16, kv_format=abi.PK_F32),
     Attention(2, 2, 33, 17, MIXED, page_tokens=5),

@@ -206,7 +206,7 @@ template <int kD>
 __device__ __forceinline__ void ask_q(const AttentionArguments &a, const Segment &s, uint8_t *to, uint64_t *full) {
     const int group = a.n_heads / a.n_kv_heads;
     const bool wide = a.q_format == PK_BF16 && a.q_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.q) % 16 == 0;
-#pragma unroll
+#pragma unroll(kHoldQ<kD> ? 16 : 1)  // of wide heads one copy: what runs once a launch comes from L2 instruction by instruction
     for (int j = 0; j < 16 * kQPieces<kD> / kThreads; ++j) {
         const int i = j * kThreads + threadIdx.x, row = i / kQPieces<kD>, piece = i % kQPieces<kD>, pair = s.pair + row, token = pair / group;
         const bool ok = pair < s.n_pairs && piece * 8 < a.head_width;

@@ -149,6 +149,8 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     } else {
         const int total = build_schedule<kSize>(a, ends, warps);
         per = max(kLeast / kSize, (total + static_cast<int>(gridDim.x) * kWarps - 1) / (static_cast<int>(gridDim.x) * kWarps) * kWarps);
+        // A short row alone: a block a head has nothing to join.
+        if (a.info->n_rows == 1 && total <= 2 * kLeast / kSize * a.n_kv_heads && total % a.n_kv_heads == 0) per = max(1, total / a.n_kv_heads);
         at = min(total, static_cast<int>(blockIdx.x) * per);
         until = min(total, at + per);
         has_work = at < until;
