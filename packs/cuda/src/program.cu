@@ -3,6 +3,7 @@
 
 #include "../../host/guess.h"
 #include "../../rare.h"
+#include "../include/chosen.cuh"
 #include "../include/copies.h"
 #include "../include/invariant.h"
 
@@ -78,8 +79,23 @@ int32_t launch_next(pk_program &p, Launch &l, int64_t i) {
     return PK_OK;
 }
 
-// In a step of one token: what one launch does that begins with record i and ends before `end`. The record behind it; i when there is none.
-int64_t launch_lone(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
+// In a step of one token or a few: what is launched together that begins with record i and ends before `end`. The record behind it; i when there is nothing.
+int64_t launch_together(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
+    if (is_of_few_rows(l)) {
+        for (const FewRows &few : p.few_rows) {
+            if (few.first != i || few.last > end) continue;
+            for (const FewRows::Part &part : few.parts) {
+                const bool fits = fits_few_rows(l, part.products);
+                if (fits && !*status) *status = launch_few_rows(l, part.products);
+                for (size_t k = 0; k < part.records.size() && !fits && !*status; ++k) {
+                    const Record &record = p.records[part.records[k]];
+                    if (record.op == PK_OP_ROUTE && k + 1 < part.records.size()) *status = launch_chosen_experts(l, record.as<pk_op_route>(), p.records[part.records[++k]].as<pk_op_experts>());
+                    else *status = launch_record(l, record);
+                }
+            }
+            return few.last;
+        }
+    }
     if (!l.decode_only || l.max_tokens != 1) return i;
     for (const Mixture &m : p.mixtures)
         if (m.first == i && m.last <= end) {
@@ -104,7 +120,7 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
         if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
         if (status) break;
         const persist::Run *run = l.share ? nullptr : persist::find_run(p.plans, l, i);
-        if (const int64_t next = launch_lone(p, l, i, end, &status); next > i) {
+        if (const int64_t next = launch_together(p, l, i, end, &status); next > i) {
             i = next - 1;
         } else if (run && run->last <= end) {
             status = persist::launch_run(l, *run);
@@ -321,6 +337,7 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
         p.mixtures = find_mixtures(lone, p.records);
         // Between mixtures the persistent kernel has single products only.
         if (!p.mixtures.empty()) p.abreast = find_abreast(lone, p.records);
+        p.few_rows = find_few_rows(lone, p.records, p.mixtures);
         persist::Taken taken;
         for (const Mixture &m : p.mixtures) taken.emplace_back(m.first, m.last);
         for (const Abreast &a : p.abreast) taken.emplace_back(a.first, a.last);

@@ -8,6 +8,7 @@
 #include "../../host/step.h"
 #include "../include/abreast.cuh"
 #include "../include/context.h"
+#include "../include/few_rows.cuh"
 #include "../include/mixture.cuh"
 #include "../include/persist/plan.h"
 #include "../include/share.h"
@@ -38,6 +39,7 @@ struct pk_program {
     std::vector<Bucket> buckets;
     std::vector<pk::Mixture> mixtures;     // of steps of one token, as the next
     std::vector<pk::Abreast> abreast;
+    std::vector<pk::FewRows> few_rows;     // of steps of 2 to 32
     std::vector<pk::persist::Plan> plans;  // of steps of few rows, fewest first
     pk::StepInfo *info = nullptr;
     uint8_t *ring = nullptr;        // pinned, n_ring blocks of ring_bytes

@@ -6,8 +6,8 @@
 // nothing: rows of a product do not depend on each other. BF16 and e4m3 on Hopper: x goes to the pairs' positions first (src/experts/grouped.cu).
 #include <algorithm>
 
-#include "../../include/device.cuh"
-#include "../../include/experts.cuh"
+#include "../../include/choice.cuh"
+#include "../../include/chosen.cuh"
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
 #include "../../include/gemm.cuh"
@@ -81,12 +81,9 @@ __device__ __forceinline__ void lay_items(const SortArguments &a, int32_t *count
     if (tid == 0) *a.n_items = items_before;
 }
 
-// All in one block, for few pairs. Shared: [E] cursors, [32] of the scan.
-__global__ void __launch_bounds__(kSortThreads) expert_sort_kernel(const __grid_constant__ SortArguments a) {
-    extern __shared__ int32_t shared[];
+// All in one block, for few pairs. shared: [E] cursors, [32] of the scan.
+__device__ __forceinline__ void sort_pairs(const SortArguments &a, int32_t *shared) {
     int32_t *cursor = shared;
-    wait_dependence();
-    release_dependents();
     const int tid = threadIdx.x, n_pairs = a.n_pairs();
     for (int e = tid; e < a.n_experts; e += kSortThreads) cursor[e] = 0;
     __syncthreads();
@@ -100,6 +97,41 @@ __global__ void __launch_bounds__(kSortThreads) expert_sort_kernel(const __grid_
         a.rank[p] = at;
         if (at >= 0) a.order[at] = p;
     }
+}
+__global__ void __launch_bounds__(kSortThreads) expert_sort_kernel(const __grid_constant__ SortArguments a) {
+    extern __shared__ int32_t shared[];
+    wait_dependence();
+    release_dependents();
+    sort_pairs(a, shared);
+}
+
+// A warp a token chooses first. Strides in elements.
+constexpr int kChoosePerLane = kMostPerLane / 2;
+struct ChosenArguments {
+    ChoiceArguments choice;
+    int32_t *ids;
+    float *weights;
+    int64_t logits_stride, weights_stride;
+};
+__global__ void __launch_bounds__(kSortThreads) expert_choose_kernel(const __grid_constant__ SortArguments a, const __grid_constant__ ChosenArguments c) {
+    extern __shared__ int32_t shared[];
+    wait_dependence();
+    release_dependents();
+    const int lane = threadIdx.x & 31, n_rows = rows_of(a.info, a.rows_symbol);
+    for (int t = threadIdx.x >> 5; t < n_rows; t += kSortThreads / 32) {
+        ChoiceArguments own = c.choice;
+        own.logits += t * c.logits_stride;
+        Choice<kChoosePerLane> choice;
+        choice.load(own);
+        const int id = choice.choose(own);
+        const float weight = choice.weigh(own, id);
+        if (lane < a.n_used) {
+            c.ids[t * a.ids_stride + lane] = id;
+            c.weights[t * c.weights_stride + lane] = weight;
+        }
+    }
+    __syncthreads();
+    sort_pairs(a, shared);
 }
 
 // For many pairs: counts by blocks of kSortThreads pairs (cursors begin as zeros), items by one block, then places: a block takes the
@@ -392,7 +424,8 @@ int32_t lone_warps(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_units) 
     return best;
 }
 
-int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan, const ExpertPlaces &places) {
+// route: when the pairs are chosen in the same launch, or null.
+int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan, const ExpertPlaces &places, const pk_op_route *route = nullptr) {
     SortArguments a = {};
     a.ids = reinterpret_cast<const int32_t *>(op.ids.data);
     a.items = reinterpret_cast<ExpertItem *>(l.scratch + plan.items);
@@ -407,6 +440,16 @@ int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan, 
     a.item_pairs = plan.item_pairs;
     a.align = plan.is_grouped ? kGroupedAlign : 1;
     a.places = places.at;
+    if (route != nullptr) {
+        ChosenArguments c = {};
+        c.choice = {reinterpret_cast<const float *>(route->logits.data), reinterpret_cast<const float *>(route->bias.data), op.n_experts, a.n_used, route->score, route->is_normalised, route->scale};
+        c.ids = reinterpret_cast<int32_t *>(op.ids.data);
+        c.weights = reinterpret_cast<float *>(op.weights.data);
+        c.logits_stride = route->logits.stride / 4;
+        c.weights_stride = op.weights.stride / 4;
+        const int64_t bytes = (op.n_experts + 32) * 4;
+        return launch(l, "expert_choose", expert_choose_kernel, dim3(1), dim3(kSortThreads), bytes, a, c);
+    }
     if (plan.pairs <= kFewPairs) return launch(l, "expert_sort", expert_sort_kernel, dim3(1), dim3(kSortThreads), (op.n_experts + 32) * 4, a);
     const dim3 blocks(static_cast<unsigned>((plan.pairs + kSortThreads - 1) / kSortThreads));
     a.cursors = reinterpret_cast<int32_t *>(l.scratch + plan.cursors);
@@ -500,9 +543,8 @@ int32_t run_grouped(const Launch &l, const pk_op_experts &op, const Plan &plan, 
 
 }  // namespace
 
-int32_t launch_experts(const Launch &l, const pk_op_experts &op) { return launch_experts_at(l, op, {}); }
-
-int32_t launch_experts_at(const Launch &l, const pk_op_experts &op, const ExpertPlaces &places) {
+// route: when this launch is to choose, too; or null.
+static int32_t run_experts(const Launch &l, const pk_op_experts &op, const ExpertPlaces &places, const pk_op_route *route) {
     const int64_t n_rows = bound(l, op.x.rows);
     const Plan plan = plan_of(*l.ctx, op, n_rows);
     if (plan.bytes > l.scratch_bytes) return fail(PK_BAD_ARG, "experts: %lld bytes of scratch are needed, the workspace has %lld", (long long)plan.bytes, (long long)l.scratch_bytes);
@@ -521,7 +563,7 @@ int32_t launch_experts_at(const Launch &l, const pk_op_experts &op, const Expert
         x.cols = round_up(op.x.cols, 8);
     }
     if (!plan.is_lone)
-        if (int32_t e = launch_sort(l, op, plan, places)) return e;
+        if (int32_t e = launch_sort(l, op, plan, places, route)) return e;
     ExpertProduct p = {};
     p.items = reinterpret_cast<const ExpertItem *>(l.scratch + plan.items);
     p.n_items = reinterpret_cast<const int32_t *>(l.scratch + plan.n_items);
@@ -607,6 +649,18 @@ int32_t launch_experts_at(const Launch &l, const pk_op_experts &op, const Expert
         if (int32_t e = launch_combine(l, op, plan, first, p.n_rows)) return e;
     }
     return PK_OK;
+}
+
+int32_t launch_experts(const Launch &l, const pk_op_experts &op) { return run_experts(l, op, {}, nullptr); }
+int32_t launch_experts_at(const Launch &l, const pk_op_experts &op, const ExpertPlaces &places) { return run_experts(l, op, places, nullptr); }
+
+int32_t launch_chosen_experts(const Launch &l, const pk_op_route &route, const pk_op_experts &op) {
+    const Plan plan = plan_of(*l.ctx, op, bound(l, op.x.rows));
+    const bool is_one = is_few_choice(route) && op.n_experts <= 32 * kChoosePerLane && !plan.is_lone && plan.is_stream && plan.pairs <= kFewPairs && route.ids.data == op.ids.data &&
+                        route.weights.data == op.weights.data && route.ids.stride == op.ids.stride && route.logits.cols == op.n_experts && route.logits.rows == op.x.rows;
+    if (!is_one)
+        if (int32_t e = launch_route(l, route)) return e;
+    return run_experts(l, op, {}, is_one ? &route : nullptr);
 }
 
 int32_t check_experts(pk_ctx *ctx, const pk_op_experts &op, int64_t at) {
