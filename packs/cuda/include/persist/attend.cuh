@@ -5,7 +5,7 @@
 // depend on this step: producers send them through the same rings as weights, so they are there before the query is. They go
 // from shared memory into mma operands (S^T = K q^T with positions on the M side, O^T = V^T P^T after a transposition in
 // registers); each warp has sums of its own, joined in shared memory. Blocks that share a head leave packets and each join a part of its elements.
-// Assumes: BF16 pages, equal widths of K and V (64 or 128), at most eight heads a KV head.
+// Assumes: BF16 pages, equal widths of K and V (64, 128 or 256), at most eight heads a KV head; of heads of 256 no more than 128 elements are turned.
 #pragma once
 #include "../attention.cuh"
 #include "phase.h"
@@ -32,17 +32,21 @@ __device__ __forceinline__ Span span_of(const Attend &t, int position) {
     return {head, split, n_splits, first, min(position + 1, first + each * 16)};
 }
 
-// Four neighbouring elements of a head a lane. What a lane needs of the norm and the rotation is asked and worked out before
-// the head is there.
+// Four neighbouring elements of a head a lane, of wider heads four more that are not turned. What a lane needs of the norm and the rotation is asked
+// and worked out before the head is there.
 template <int kD>
 struct Turn {
-    float norm[4], sine[4], cosine[4];
+    static constexpr int kParts = kD > 128 ? kD / 128 : 1;
+    float norm[kParts][4], sine[4], cosine[4];
     int partner;  // lane that holds the other halves of pairs
     __device__ __forceinline__ void prepare(const Attend &t, const float *weights, int position, int lane) {
         const int e = 4 * lane, half = t.rope_width / 2;
         const bool is_head = e < kD, is_turned = t.frequency != nullptr && e < t.rope_width;
-        const float4 n = weights != nullptr && is_head ? __ldg(reinterpret_cast<const float4 *>(weights) + lane) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-        norm[0] = n.x; norm[1] = n.y; norm[2] = n.z; norm[3] = n.w;
+#pragma unroll
+        for (int k = 0; k < kParts; ++k) {
+            const float4 n = weights != nullptr && is_head ? __ldg(reinterpret_cast<const float4 *>(weights) + 32 * k + lane) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+            norm[k][0] = n.x; norm[k][1] = n.y; norm[k][2] = n.z; norm[k][3] = n.w;
+        }
         partner = !is_turned || t.rope_layout ? lane : e < half ? lane + half / 4 : lane - half / 4;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -55,17 +59,22 @@ struct Turn {
             cosine[i] = __cosf(rest) * size;
         }
     }
-    __device__ __forceinline__ void turn(const Attend &t, bool has_norm, float (&v)[4]) const {
+    __device__ __forceinline__ void turn(const Attend &t, bool has_norm, float (&v)[kParts][4]) const {
         if (has_norm) {
-            const float r = rsqrtf(warp_sum(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]) * (1.0f / kD) + t.eps);
+            float squares = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] *= r * norm[i];
+            for (int k = 0; k < kParts; ++k) squares += v[k][0] * v[k][0] + v[k][1] * v[k][1] + v[k][2] * v[k][2] + v[k][3] * v[k][3];
+            const float r = rsqrtf(warp_sum(squares) * (1.0f / kD) + t.eps);
+#pragma unroll
+            for (int k = 0; k < kParts; ++k)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) v[k][i] *= r * norm[k][i];
         }
         float other[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) other[i] = t.rope_layout ? v[i ^ 1] : __shfl_sync(~0u, v[i], partner);
+        for (int i = 0; i < 4; ++i) other[i] = t.rope_layout ? v[0][i ^ 1] : __shfl_sync(~0u, v[0][i], partner);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = v[i] * cosine[i] + other[i] * sine[i];
+        for (int i = 0; i < 4; ++i) v[0][i] = v[0][i] * cosine[i] + other[i] * sine[i];
     }
 };
 
@@ -75,7 +84,10 @@ __device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, co
     const Attend &t = p.attend;
     const int lane = thread_here() & 31, warp = thread_here() >> 5, group = t.n_heads / t.n_kv_heads;
     const bool is_head = 4 * lane < kD, is_last = span.split + 1 == span.n_splits;
-    if (is_head && group + warp < 8) *reinterpret_cast<uint2 *>(area + (group + warp) * head_bytes(kD) + 8 * lane) = make_uint2(0, 0);
+    constexpr int kParts = Turn<kD>::kParts;
+    if (is_head && group + warp < 8)
+#pragma unroll
+        for (int k = 0; k < kParts; ++k) *reinterpret_cast<uint2 *>(area + (group + warp) * head_bytes(kD) + 256 * k + 8 * lane) = make_uint2(0, 0);
 #pragma unroll 1
     for (int task = warp; task < (is_last ? group + 2 : group); task += kWarps) {
         const bool is_q = task < group, is_v = task == group + 1;
@@ -84,18 +96,23 @@ __device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, co
         Turn<kD> turn;
         turn.prepare(t, norm, facts.position, lane);
         const uint8_t *from = packet_at<false>(p.x.packets, static_cast<int64_t>(head) * kD) + 16 * lane;
-        float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        float v[kParts][4] = {};
         if (is_head)
-            while (!load4<false>(from, epoch, v)) {
-            }
+#pragma unroll
+            for (int k = 0; k < kParts; ++k)
+                while (!load4<false>(from + 512 * k, epoch, v[k])) {
+                }
         __syncwarp();
         if (!is_v) turn.turn(t, norm != nullptr, v);
         if (!is_head) continue;
-        const uint2 packed = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
-        *reinterpret_cast<uint2 *>(area + (is_q ? task * head_bytes(kD) : kNewAt + is_v * 2 * kD) + 8 * lane) = packed;
-        if (!is_q) {
-            const int64_t at = (static_cast<int64_t>(span.head) * a.page_tokens + facts.position % a.page_tokens) * (2 * kD);
-            *reinterpret_cast<uint2 *>(a.kv + static_cast<int64_t>(facts.page) * a.page_stride + (is_v ? t.v_offset : t.k_offset) + at + 8 * lane) = packed;
+#pragma unroll
+        for (int k = 0; k < kParts; ++k) {
+            const uint2 packed = make_uint2(pack_bf16(v[k][0], v[k][1]), pack_bf16(v[k][2], v[k][3]));
+            *reinterpret_cast<uint2 *>(area + (is_q ? task * head_bytes(kD) : new_at(kD) + is_v * 2 * kD) + 256 * k + 8 * lane) = packed;
+            if (!is_q) {
+                const int64_t at = (static_cast<int64_t>(span.head) * a.page_tokens + facts.position % a.page_tokens) * (2 * kD);
+                *reinterpret_cast<uint2 *>(a.kv + static_cast<int64_t>(facts.page) * a.page_stride + (is_v ? t.v_offset : t.k_offset) + at + 256 * k + 8 * lane) = packed;
+            }
         }
     }
 }
@@ -127,7 +144,7 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
             for (int i = 0; i < 2; ++i) {
                 if (i < n_pieces) taker.await(i);
                 const int row = min(r + 8 * i, span.last - 1 - at);
-                rows[i] = (at + row == position ? area + kNewAt + is_v * 2 * kD : taker.slot_at(n_pieces == 2 ? row >> 3 : 0) + (n_pieces == 2 ? row & 7 : row) * (2 * kD)) + 16 * c;
+                rows[i] = (at + row == position ? area + new_at(kD) + is_v * 2 * kD : taker.slot_at(n_pieces == 2 ? row >> 3 : 0) + (n_pieces == 2 ? row & 7 : row) * (2 * kD)) + 16 * c;
             }
         };
         auto release = [&](uint32_t used) {
@@ -189,9 +206,15 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
         for (int o = 4; o < 32; o <<= 1) h.sum[e] += __shfl_xor_sync(~0u, h.sum[e], o);
 }
 
-// A head's element: what all positions gave, divided by the sum of weights, the head's sink among them. All lanes of a warp
-// call it, with neighbours side by side.
-__device__ __forceinline__ void put_output(const Phase &p, const Span &span, int head, int d, int width, float o, float sum, float top, uint32_t epoch) {
+// What gates a head's element, asked for early; nothing where outputs are not gated.
+__device__ __forceinline__ const uint8_t *gate_at(const Phase &p, const Span &span, int head, int d, int width) {
+    return p.add.packets ? added_at(p.add, static_cast<int64_t>(span.head * (p.attend.n_heads / p.attend.n_kv_heads) + head) * width + d) : nullptr;
+}
+__device__ __forceinline__ uint2 ask_gate(const uint8_t *from) { return from != nullptr ? load_packet(from) : make_uint2(0, 0); }
+
+// A head's element: what all positions gave, divided by the sum of weights, the head's sink among them; then gated. All lanes of a warp
+// call it, with neighbours side by side. gate: what was there of its packet; gated: the packet's epoch.
+__device__ __forceinline__ void put_output(const Phase &p, const Span &span, int head, int d, int width, float o, float sum, float top, uint32_t epoch, uint2 gate, uint32_t gated) {
     const Attend &t = p.attend;
     const int at = span.head * (t.n_heads / t.n_kv_heads) + head;
     if (t.sinks != nullptr) {
@@ -199,14 +222,20 @@ __device__ __forceinline__ void put_output(const Phase &p, const Span &span, int
         o *= power2(top - joint);
         sum = sum * power2(top - joint) + power2(sink - joint);
     }
+    if (const uint8_t *from = gate_at(p, span, head, d, width); from != nullptr) {
+        if (gate.y != gated) gate = await_packet(from, gated);
+        __syncwarp();
+        sum *= 1.0f + __expf(-(d & 1 ? high_f32(gate.x) : low_f32(gate.x)));
+    }
     write_output(p.y, static_cast<int64_t>(at) * width + d, __fdividef(o, sum), true, epoch);
 }
 
 // Joins the warps; then writes the heads, or leaves them for the last block of the row and joins those.
 template <int kD>
-__device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch) {
+__device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch, uint32_t gated) {
+    constexpr int kOnce = heads_once(kD);
     const int tid = thread_here(), lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3, group = p.attend.n_heads / p.attend.n_kv_heads;
-    float *tops = reinterpret_cast<float *>(area + kTopsAt), *sums = tops + kWarps * 8, *scratch = reinterpret_cast<float *>(area + kScratchAt);
+    float *tops = reinterpret_cast<float *>(area + tops_at(kD)), *sums = tops + kWarps * 8, *scratch = reinterpret_cast<float *>(area + scratch_at(kD));
     if (r == 0) *reinterpret_cast<float2 *>(tops + warp * 8 + 2 * c) = make_float2(h.top[0], h.top[1]);
     join_consumers(kConsumers);
     float top[2] = {-INFINITY, -INFINITY};
@@ -222,28 +251,29 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
     constexpr int kRange = 8 * kD + 16;
     uint8_t *ranges = a.partial + static_cast<int64_t>(blockIdx.x - span.split) * kRange * 8;
 #pragma unroll 1
-    for (int first = 0; first < group; first += 4) {
-        if (2 * c >= first && 2 * c < first + 4) {
+    for (int first = 0; first < group; first += kOnce) {
+        if (2 * c >= first && 2 * c < first + kOnce) {
 #pragma unroll
             for (int i = 0; i < kD / 16; ++i)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    scratch[(warp * 4 + 2 * c + (e & 1) - first) * kD + HeadSums<kD>::element_of(i, e, r)] = h.o[i][e] * factor[e & 1];
+                    scratch[(warp * kOnce + 2 * c + (e & 1) - first) * kD + HeadSums<kD>::element_of(i, e, r)] = h.o[i][e] * factor[e & 1];
         }
         join_consumers(kConsumers);
 #pragma unroll 1
-        for (int j = tid; j < 4 * kD; j += kConsumers) {
+        for (int j = tid; j < kOnce * kD; j += kConsumers) {
             const int head = first + j / kD, d = j % kD;
             if (head >= group) continue;  // whole warps
+            const uint2 gate = span.n_splits == 1 ? ask_gate(gate_at(p, span, head, d, kD)) : make_uint2(0, 0);
             float o = 0.0f, sum = 0.0f, most = -INFINITY;
 #pragma unroll
             for (int w = 0; w < kWarps; ++w) {
-                o += scratch[w * 4 * kD + j];
+                o += scratch[w * kOnce * kD + j];
                 sum += sums[w * 8 + head];
                 most = fmaxf(most, tops[w * 8 + head]);
             }
             if (span.n_splits == 1) {
-                put_output(p, span, head, d, kD, o, sum, most, epoch);
+                put_output(p, span, head, d, kD, o, sum, most, epoch, gate, gated);
             } else {
                 uint8_t *to = ranges + static_cast<int64_t>(span.split) * kRange * 8;
                 store_packet(to + (head * kD + d) * 8, __float_as_uint(o), epoch);
@@ -261,11 +291,23 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
     for (int j = span.split + warp * span.n_splits; j < n_parts; j += kWarps * span.n_splits) {
         const int head = j * 32 / kD, d = j * 32 % kD + lane;
         const uint8_t *value_at = ranges + (head * kD + d) * 8;
+        const uint2 gate = ask_gate(gate_at(p, span, head, d, kD));
+        // The first values are asked for with the facts: a trip less.
         uint4 facts = {};
-        if (lane < span.n_splits) {
-            do facts = load_packets2(ranges + (static_cast<int64_t>(lane) * kRange + 8 * kD + 2 * head) * 8);
-            while (facts.y != epoch || facts.w != epoch);
-        }
+        uint2 v[8];
+        auto ask = [&](int first) {
+            bool ok = true;
+#pragma unroll
+            for (int k = 0; k < 8; ++k) v[k] = load_packet(value_at + static_cast<int64_t>(min(first + k, span.n_splits - 1)) * kRange * 8);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) ok &= v[k].y == epoch;
+            return ok;
+        };
+        bool is_there;
+        do {
+            if (lane < span.n_splits) facts = load_packets2(ranges + (static_cast<int64_t>(lane) * kRange + 8 * kD + 2 * head) * 8);
+            is_there = ask(0) && (lane >= span.n_splits || (facts.y == epoch && facts.w == epoch));
+        } while (!is_there);
         __syncwarp();
         const float top = lane < span.n_splits ? __uint_as_float(facts.x) : -INFINITY;
         float most = top;
@@ -275,15 +317,9 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
         float o = 0.0f;
 #pragma unroll 1
         for (int first = 0; first < span.n_splits; first += 8) {
-            uint2 v[8];
-            bool ok;
-            do {
-                ok = true;
-#pragma unroll
-                for (int k = 0; k < 8; ++k) v[k] = load_packet(value_at + static_cast<int64_t>(min(first + k, span.n_splits - 1)) * kRange * 8);
-#pragma unroll
-                for (int k = 0; k < 8; ++k) ok &= v[k].y == epoch;
-            } while (!ok);
+            if (first > 0)
+                while (!ask(first)) {
+                }
             __syncwarp();
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
@@ -291,11 +327,11 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
                 if (first + k < span.n_splits) o += __uint_as_float(v[k].x) * factor;
             }
         }
-        put_output(p, span, head, d, kD, o, sum, most, epoch);
+        put_output(p, span, head, d, kD, o, sum, most, epoch, gate, gated);
     }
 }
 
-// area: kAttendBytes of shared memory. base: phases before this launch; at: this phase.
+// area: attend_bytes of shared memory. base: phases before this launch; at: this phase.
 template <int kD>
 __device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
     const Attend &t = p.attend;
@@ -315,7 +351,7 @@ __device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const
     HeadSums<kD> sums;
     attend_range<kD>(p, span, facts.position, area, taker, sums);
     mark(a, at, 4);
-    join_warps<kD>(p, a, span, area, sums, base + at + 1);
+    join_warps<kD>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1);
     mark(a, at, 5);
 }
 

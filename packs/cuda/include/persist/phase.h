@@ -15,7 +15,7 @@ constexpr int kThreads = kConsumers + 32 * (kProducers + kWriters);
 constexpr int kConsumerRegisters = 168, kOtherRegisters = 88;
 constexpr int kMaxRows = 8;
 
-enum PhaseKind : int32_t { kMatmul = 0, kAttend = 1, kPublish = 2 };
+enum PhaseKind : int32_t { kMatmul = 0, kAttend = 1, kPublish = 2, kDelta = 3 };
 
 // How x lies in shared memory: what the inner product of a weight format wants.
 enum Staging : int32_t { kStageBf16 = 0, kStageFp8 = 1, kStageNibbles = 2, kStageBytes = 3 };
@@ -60,6 +60,14 @@ struct Attend {
     float magnitude, eps, scale, softcap;
 };
 
+// A gated delta net's step of heads of 128 x 128 with four taps (delta.cuh). Beside the raw q, k, v and z it reads b and a.
+struct Delta {
+    const float *conv, *a_log, *dt_bias, *scale;
+    int64_t state_offset, tail_offset;
+    int32_t n_k_heads, n_v_heads, is_tiled, is_sigmoid;
+    float eps;
+};
+
 struct alignas(16) Phase {
     int32_t kind, n_w, is_gated, n_tiles;  // tiles of 16 rows; of one side when gated
     int32_t shift;                         // which block begins
@@ -68,11 +76,12 @@ struct alignas(16) Phase {
     int64_t rows_symbol;
     int32_t is_gathered, act;              // x: the last token of the row that is sampled
     float scale, softcap, eps, inverse_k;
-    Place x, y, add, normed;               // normed: where the normed rows go, or absent; attention: x is the raw q, k, v
+    Place x, y, add, normed;               // add: or what else is read; normed: where the normed rows go, or absent; attention: x is the raw q, k, v, add what gates the outputs
     const float *norm;                     // weights of the norm before the product, or null
     union {
         Weight w[3];
         Attend attend;
+        Delta delta;
     };
 };
 
@@ -87,17 +96,23 @@ struct Arguments {
     const StepInfo *info;
     const int32_t *sample_at;
     const int32_t *row_slot, *row_position, *row_flags, *token_page, *page_table;
-    uint8_t *kv;
-    int64_t page_stride;
+    uint8_t *kv, *recurrent;
+    int64_t page_stride, recurrent_stride;
     int32_t page_tokens, slot_pages;
     uint8_t *partial;   // packets of attention's ranges: [items][8 heads][width] sums, then [8][2] largest logits and sums of weights
     uint32_t *epochs;   // [0]: phases of all launches before this one; [1]: blocks that have ended
 };
 
-// Shared memory of attention: q, tops and sums, the new token's k and v, then a scratch of floats (warps x four heads x width).
+// Shared memory of attention: q, tops and sums, the new token's k and v, then a scratch of floats (warps x heads at once x width).
 __host__ __device__ constexpr int head_bytes(int width) { return 2 * width + 64; }
-constexpr int kTopsAt = 8 * head_bytes(128), kNewAt = kTopsAt + 2 * kWarps * 8 * 4, kScratchAt = kNewAt + 2 * 2 * 128;
-constexpr int kAttendBytes = kScratchAt + kWarps * 4 * 128 * 4;
+__host__ __device__ constexpr int heads_once(int width) { return width > 128 ? 2 : 4; }
+__host__ __device__ constexpr int tops_at(int width) { return 8 * head_bytes(width); }
+__host__ __device__ constexpr int new_at(int width) { return tops_at(width) + 2 * kWarps * 8 * 4; }
+__host__ __device__ constexpr int scratch_at(int width) { return new_at(width) + 2 * 2 * width; }
+__host__ __device__ constexpr int attend_bytes(int width) { return scratch_at(width) + kWarps * heads_once(width) * width * 4; }
+
+// A delta head: rows of its state that a warp holds, and that a slot of the ring brings; shared memory of its step.
+constexpr int kDeltaWidth = 128, kDeltaRows = kDeltaWidth / kWarps, kPieceRows = 8, kPieceBytes = 4 * kPieceRows * kDeltaWidth, kDeltaBytes = 12 * 1024;
 
 // In how many slots of the ring 16 positions of K lie, or of V.
 __host__ __device__ constexpr int group_pieces(int slot_bytes, int width) { return slot_bytes >= 32 * width ? 1 : 2; }

@@ -13,6 +13,7 @@
 #include "../../include/persist/phase.h"
 #ifdef PK_WGMMA
 #include "../../include/persist/attend.cuh"
+#include "../../include/persist/delta.cuh"
 #include "../../include/persist/multiply.cuh"
 #include "../../include/persist/stage.cuh"
 #include "../../include/persist/write.cuh"
@@ -144,6 +145,16 @@ struct Producer {
         }
         __syncwarp();
     }
+    // A delta head's state, so many rows to each ring.
+    __device__ __forceinline__ void send_state(const Phase &p, const Arguments &a, const RowFacts &facts) {
+        const int head = delta_head(p);
+        if (head < 0 || facts.is_dead) return;
+        const uint8_t *from = reinterpret_cast<const uint8_t *>(state_of(p.delta, a, facts, head)) + (first + lane) * (4 * kDeltaRows * kDeltaWidth);
+        if (lane < kRings)
+#pragma unroll 1
+            for (int i = 0; i < kDeltaRows / kPieceRows; ++i) send_run(from + i * kPieceBytes, kPieceBytes);
+        __syncwarp();
+    }
 };
 
 // What all but the producers are told of a phase.
@@ -183,6 +194,7 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
         if (p + 1 < a.n_phases) coming.ask(a.phases + p + 1, lane);
         if (phase.kind == kMatmul) producer.send_weights(phase);
         else if (phase.kind == kAttend) producer.send_positions(phase.attend, a, s.row);
+        else if (phase.kind == kDelta) producer.send_state(phase, a, s.row);
         __syncwarp();
         if (p + 1 < a.n_phases) coming.put(phases + ((p + 1) & 1) * kPhaseStride, lane);
         __syncwarp();
@@ -342,6 +354,8 @@ __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *
         bool has_part = false;
         if (phase.kind == kPublish) publish(phase, min(1, rows_in(phase, s)), s.base + p + 1);
         else if (phase.kind == kMatmul) has_part = matmul_phase(phase, a, s, shared, layout, taker, p);
+        else if (phase.kind == kDelta) delta_step(phase, a, s.row, shared + layout.x, taker, s.base, p);
+        else if (phase.attend.head_width == 256) attend<256>(phase, a, s.row, shared + layout.x, taker, s.base, p);
         else if (phase.attend.head_width == 128) attend<128>(phase, a, s.row, shared + layout.x, taker, s.base, p);
         else attend<64>(phase, a, s.row, shared + layout.x, taker, s.base, p);
         if (!has_part) {

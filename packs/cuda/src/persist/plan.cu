@@ -1,5 +1,5 @@
 // Reads a program's records as phases of the persistent decode kernel. A run is a row of records that are phases, each of
-// which reads what the one before it wrote; any other record ends it and is launched on its own.
+// which reads what the one before it wrote, or products beside each other that read the same; any other record ends it and is launched on its own.
 #include "../../include/persist/plan.h"
 #include "../../../rare.h"
 
@@ -121,14 +121,20 @@ bool read_matmul(const Launch &l, const pk_op_matmul &op, const pk_op_norm *norm
     return !op.add.data || is_activation(op.add);
 }
 
-// Attention of new tokens, from the raw product on.
+// Attention of new tokens, from the raw product on, with the gate of its outputs where there is one. next: the record behind it.
 bool read_attention(const Launch &l, const pk_op_qkv &in, const pk_op_attention &op, const Records &records, int64_t next, Draft *d) {
     const int32_t group = op.n_kv_heads > 0 ? op.n_heads / op.n_kv_heads : 0, width = op.head_width;
     if (in.parts != PK_PARTS_QKV || op.parts != PK_PARTS_QKV || op.is_bidirectional || in.v_norm.data || in.kv_format != PK_BF16 || op.kv_format != PK_BF16) return false;
-    if ((width != 64 && width != 128) || op.v_width != width || in.head_width != width || in.v_width != width) return false;
+    if ((width != 64 && width != 128 && (width != 256 || in.rope_width > 128)) || op.v_width != width || in.head_width != width || in.v_width != width) return false;
     if (group < 1 || group > 8 || group * op.n_kv_heads != op.n_heads || in.n_heads != op.n_heads || in.n_kv_heads != op.n_kv_heads) return false;
     if (op.q.data != in.q.data || op.q.stride != in.q.stride || in.k_offset != op.k_offset || in.v_offset != op.v_offset) return false;
     if ((l.state->kv_page_stride | op.k_offset | op.v_offset) % 16 || in.rope_width > width || in.rope_width % 8) return false;
+    const pk_op_sigmoid *gate = next < records.n() && records[next].op == PK_OP_SIGMOID ? &records[next].as<pk_op_sigmoid>() : nullptr;
+    if (gate != nullptr && (gate->x.data != op.out.data || gate->out.data != op.out.data || gate->g.cols != op.out.cols || gate->g.format != PK_BF16 || !is_activation(gate->g))) gate = nullptr;
+    if (gate != nullptr) {
+        d->add = gate->g;
+        ++next;
+    }
     if (!is_activation(in.qkv) || in.qkv.format != PK_BF16 || !is_activation(op.out) || !is_dead_after(records, next, op.q.data)) return false;
     // A group of 16 positions lies in one page; a block takes one KV head.
     if (l.state->page_tokens % 16 || l.state->kv % 16 || op.n_kv_heads > l.ctx->n_processors) return false;
@@ -153,7 +159,38 @@ bool read_attention(const Launch &l, const pk_op_qkv &in, const pk_op_attention 
     a.softcap = op.softcap;
     d->x = in.qkv;
     d->y = op.out;
-    d->n_records = 2;
+    d->n_records = gate != nullptr ? 3 : 2;
+    return true;
+}
+
+// A gated delta net from the raw product on, z behind q, k and v, and a behind b.
+bool read_delta(const Launch &l, const pk_op_delta &op, Draft *d) {
+    const int64_t channels = (2 * int64_t{op.n_k_heads} + op.n_v_heads) * kDeltaWidth;
+    if (op.k_width != kDeltaWidth || op.v_width != kDeltaWidth || op.conv_width != 4 || op.n_v_heads > l.ctx->n_processors || op.n_v_heads > 32 * op.n_k_heads) return false;
+    if (op.qkv.format != PK_BF16 || op.z.format != PK_BF16 || op.z.stride != op.qkv.stride || op.z.data != op.qkv.data + channels * 2) return false;
+    if (op.b.format != PK_F32 || op.a.format != PK_F32 || op.a.stride != op.b.stride || op.a.data != op.b.data + op.n_v_heads * 4) return false;
+    if (!is_activation(op.qkv) || !is_activation(op.b) || !is_activation(op.out) || op.qkv.rows != PK_ROWS_T) return false;
+    if ((l.state->recurrent | l.state->recurrent_stride | op.state_offset | op.conv.data) % 16) return false;
+    d->phase.kind = kDelta;
+    d->phase.rows_symbol = PK_ROWS_T;
+    Delta &t = d->phase.delta;
+    t.conv = reinterpret_cast<const float *>(op.conv.data);
+    t.a_log = reinterpret_cast<const float *>(op.a_log.data);
+    t.dt_bias = reinterpret_cast<const float *>(op.dt_bias.data);
+    t.scale = reinterpret_cast<const float *>(op.scale.data);
+    t.state_offset = op.state_offset;
+    t.tail_offset = op.conv_offset;
+    t.n_k_heads = op.n_k_heads;
+    t.n_v_heads = op.n_v_heads;
+    t.is_tiled = op.is_tiled;
+    t.is_sigmoid = op.op != PK_OP_DELTA;
+    t.eps = op.eps;
+    d->x = op.qkv;
+    d->x.cols = channels + op.z.cols;
+    d->add = op.b;
+    d->add.cols = 2 * op.n_v_heads;
+    d->y = op.out;
+    d->n_records = 1;
     return true;
 }
 
@@ -181,6 +218,7 @@ bool read_phase(const Launch &l, const Records &records, int64_t i, Draft *d) {
     }
     // Behind a record of a pool keys and values lie elsewhere, which phases do not know.
     if (r.op == PK_OP_QKV && op_at(i + 1) == PK_OP_ATTENTION && l.decode_only && (i == 0 || records[i - 1].op != PK_OP_POOL)) return read_attention(l, r.as<pk_op_qkv>(), records[i + 1].as<pk_op_attention>(), records, i + 2, d);
+    if ((r.op == PK_OP_DELTA || r.op == PK_OP_DELTA_SIGMOID) && l.decode_only) return read_delta(l, r.as<pk_op_delta>(), d);
     return false;
 }
 
@@ -202,29 +240,56 @@ int64_t x_cols(const Draft &d) { return d.phase.kind == kMatmul ? d.phase.k : d.
 
 // A run being put together: publishing phases first, then the others.
 struct Building {
+    int32_t n_blocks;
     std::vector<Draft> drafts;
     std::vector<int> x_from, add_from;  // phases; -1: memory
+    std::vector<bool> is_read;          // by a later one
 
     // False when the phase cannot follow.
     bool add(const Draft &d) {
         const int n = static_cast<int>(drafts.size());
+        if (n > 0 && d.phase.kind == kMatmul && d.phase.norm == nullptr && d.x.data == drafts[n - 1].normed && d.x.data) return add_beside(d);
         pk_tensor x = d.x;
         x.cols = x_cols(d);
         const int from = writer_of(drafts, n, x);
-        if (n > 0 ? from != n - 1 : from != -1) return false;
+        if (from == -2 || (n > 0) != (from >= 0) || (from >= 0 && (is_read[from] || n - from > kReach))) return false;
         int add_source = -1;
         if (d.add.data) {
             add_source = writer_of(drafts, n, d.add);
             if (add_source == -2 || (add_source >= 0 && n - add_source > kReach) || (add_source == -1 && n >= kReach)) return false;
-            if (d.add.data != d.y.data || d.add.stride != d.y.stride || d.add.format != d.y.format) return false;
+            if (d.phase.kind == kMatmul && (d.add.data != d.y.data || d.add.stride != d.y.stride || d.add.format != d.y.format)) return false;
         }
+        // What nobody has read is read now: so no block can be ahead of a reader by more than the phases in between.
+        for (int i = 0; i < n; ++i)
+            if (!is_read[i] && i != from && i != add_source) return false;
         // Nothing in a phase may be written while others still read it.
         const uint64_t x_end = x.data + (kMaxRows - 1) * x.stride + x.cols * element_bytes(x), y_end = d.y.data + (kMaxRows - 1) * d.y.stride + d.y.cols * element_bytes(d.y);
         if (from == -1 && d.y.data < x_end && x.data < y_end) return false;
-        drafts.push_back(d);
-        x_from.push_back(from);
-        add_from.push_back(add_source);
+        if (from >= 0) is_read[from] = true;
+        if (add_source >= 0) is_read[add_source] = true;
+        put(n, d, from, add_source);
         return true;
+    }
+
+    // A product of the rows that the last phase norms. One that does not employ every block comes first: others go on meanwhile.
+    bool add_beside(Draft d) {
+        const int n = static_cast<int>(drafts.size());
+        const Draft &last = drafts[n - 1];
+        if (last.phase.is_gathered || last.add.data || d.add.data || x_cols(d) != x_cols(last) || d.phase.rows_symbol != last.phase.rows_symbol || is_read[n - 1]) return false;
+        if (writer_of(drafts, n, d.y) == n - 1 || d.y.data == last.x.data) return false;
+        d.x = last.x;
+        d.phase.norm = last.phase.norm;
+        d.phase.eps = last.phase.eps;
+        d.phase.inverse_k = last.phase.inverse_k;
+        put(d.phase.n_tiles < n_blocks ? n - 1 : n, d, x_from[n - 1], -1);
+        return true;
+    }
+
+    void put(int at, const Draft &d, int from, int add_source) {
+        drafts.insert(drafts.begin() + at, d);
+        x_from.insert(x_from.begin() + at, from);
+        add_from.insert(add_from.begin() + at, add_source);
+        is_read.insert(is_read.begin() + at, false);
     }
 };
 
@@ -269,6 +334,8 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
         read(&d.phase.x, d.x, x_from[i]);
         if (d.add.data) read(&d.phase.add, d.add, add_from[i]);
         d.phase.y = place_of(d.y);
+        // Heads that share a tail look at each other's outputs.
+        if (d.phase.kind == kDelta) (*packet_bytes)[shift + i] = rows * d.y.stride / element_bytes(d.y) * (d.y.format == PK_F32 ? 8 : 4);
     }
     std::vector<Phase> phases;
     for (size_t i = 0; i < all.size(); ++i) {
@@ -286,12 +353,15 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
 
 // How shared memory is divided. False: something does not fit.
 bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
-    bool attends = false;
     int32_t slot = 128, x = 0;
     for (Phase &p : phases) {
         if (p.kind == kAttend) {
-            attends = true;
+            x = std::max(x, attend_bytes(p.attend.head_width));
             slot = std::max(slot, 16 * p.attend.head_width);  // eight positions of K or V
+        }
+        if (p.kind == kDelta) {
+            slot = std::max(slot, kPieceBytes);
+            x = std::max(x, kDeltaBytes);
         }
         if (p.kind != kMatmul) continue;
         for (int i = 0; i < p.n_w; ++i) {
@@ -302,9 +372,13 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
         p.more = p.n_tiles % n_blocks;
         x = std::max(x, staged_bytes(p.staging, 1, p.k));
     }
+    // What few blocks do is done by those that have a tile less to do behind it.
+    for (size_t i = 0; i + 1 < phases.size(); ++i) {
+        const int32_t few = phases[i].kind == kDelta ? phases[i].delta.n_v_heads : phases[i].kind == kMatmul && phases[i].each == 0 ? phases[i].more : 0;
+        if (few && phases[i + 1].kind == kMatmul) phases[i].shift = phases[i + 1].shift + few;
+    }
     a->slot_bytes = slot;
     a->part_bytes = kSumsAt + kTilesOnce * 4 * kWarps * 16;
-    if (attends) x = std::max(x, kAttendBytes);
     a->x_bytes = (x + 127) / 128 * 128;
     a->n_slots = 0;
     a->n_slots = std::min<int32_t>(8, (static_cast<int32_t>(kSharedBytes) - layout_of(*a).end) / (kWarps * slot));
@@ -325,11 +399,13 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
     const int64_t guess = guess_part(records).first;  // from there on it is left out
     auto is_taken = [&](int64_t i) { return std::any_of(taken.begin(), taken.end(), [i](const auto &range) { return range.first <= i && i < range.second; }); };
     for (int64_t i = 0; i < records.n();) {
-        Building b;
+        Building b = {l.ctx->n_processors, {}, {}, {}, {}};
         int64_t next = i;
         for (; next < records.n() && !is_taken(next) && (next == i || next != guess);) {
             Draft d;
-            if (!read_phase(l, records, next, &d) || !b.add(d)) break;
+            d.n_records = 1;
+            const bool is_idle = next > i && records[next].op == PK_OP_KEEP;  // rows of one token keep nothing
+            if (!is_idle && (!read_phase(l, records, next, &d) || !b.add(d))) break;
             next += d.n_records;
         }
         if (static_cast<int32_t>(b.drafts.size()) >= min_phases) {
@@ -368,7 +444,7 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
             auto address = [&](int phase) { return reinterpret_cast<uint64_t>(memory + packets_at + phase % kBuffers * buffer); };
             p.shift = p.shift % l.ctx->n_processors;
             if (p.kind != kPublish) p.x.packets += address(p.x.source);
-            if (p.kind == kMatmul && p.add.data) p.add.packets += address(p.add.source);
+            if (p.add.data) p.add.packets += address(p.add.source);
             p.y.packets = m.packets[i] ? address(static_cast<int>(i)) : 0;
         }
         Arguments &a = m.run.arguments;
@@ -382,6 +458,8 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
         a.token_page = reinterpret_cast<const int32_t *>(s.token_page);
         a.page_table = reinterpret_cast<const int32_t *>(s.page_table);
         a.kv = reinterpret_cast<uint8_t *>(s.kv);
+        a.recurrent = reinterpret_cast<uint8_t *>(s.recurrent);
+        a.recurrent_stride = s.recurrent_stride;
         a.page_stride = s.kv_page_stride;
         a.page_tokens = s.page_tokens;
         a.slot_pages = s.slot_pages;
