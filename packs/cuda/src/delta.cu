@@ -1,17 +1,18 @@
 // Gated delta net, token after token: convolution, gates, l2 norm, state update, output norm and gate in one kernel.
 //
-// A block owns one value head of one row. Heads of 128 x 128 hold the state in registers, 16 rows a warp and four columns a
-// lane, read once and written once; other heads update it in memory, a column a thread. All arithmetic is f32. Value heads
+// A block owns one value head of one row. Heads of 128 x 128 hold the state on the multiprocessor, 16 rows a warp and four columns a
+// lane, read once and written once (delta_head.cuh); other heads update it in memory, a column a thread. All arithmetic is f32. Value heads
 // that share a key head all read its channels' tail; the last of them to finish moves it.
 #include <climits>
 
 #include "../include/delta.cuh"
+#include "../include/delta_head.cuh"
 #include "../include/invariant.h"
 
 namespace pk {
 namespace {
 
-constexpr int kThreads = 256, kWidth = 128;
+constexpr int kThreads = head::kThreads, kWidth = head::kWidth, kRows = head::kRows, kHeldBytes = 4 * kWidth * kWidth;
 
 // The convolved, normalised inputs of one token of this head: q [Dk], k [Dk], v [Dv] in shared memory, and the two gates.
 __device__ __forceinline__ void prepare_token(const DeltaArguments &a, const RecurrentRow &q, int t, int h, int g, float *u, float *gates) {
@@ -32,6 +33,15 @@ __device__ __forceinline__ void prepare_token(const DeltaArguments &a, const Rec
         gates[1] = 1.0f / (1.0f + expf(-a.b[token * a.b_stride + h]));
     }
     __syncthreads();
+}
+
+__device__ __forceinline__ void put_gates(const DeltaArguments &a, head::Shared &m, int64_t token, int h) {
+    head::put_gates(m, a.a_log[h], a.a[token * a.a_stride + h] + a.dt_bias[h], a.b[token * a.b_stride + h]);
+}
+
+// Of a head of 128 x 128: the first of a lane's four columns in the warp's rows.
+__device__ __forceinline__ float4 *state_of(const DeltaArguments &a, const RecurrentRow &q, int h, int warp, int lane) {
+    return reinterpret_cast<float4 *>(q.memory + a.state_offset + (static_cast<int64_t>(h) * kWidth * kWidth + warp * kRows * kWidth) * 4) + lane;
 }
 
 // Output norm and gate of column j, with the mean of squares over the head.
@@ -106,65 +116,11 @@ __global__ void __launch_bounds__(kThreads) delta_any_kernel(const __grid_consta
     keep_tails(a, q, r, h, g, &is_last);
 }
 
-__device__ __forceinline__ void add4(float4 &to, float by, const float4 &v) {
-    to.x = fmaf(by, v.x, to.x);
-    to.y = fmaf(by, v.y, to.y);
-    to.z = fmaf(by, v.z, to.z);
-    to.w = fmaf(by, v.w, to.w);
-}
-
-// The state after a token, and the parts of d and o that a warp's rows give. Heads of 128 x 128: a warp holds 16 rows, a lane four columns.
-constexpr int kWarps = kThreads / 32, kRows = kWidth / kWarps;
-
-struct StepShared {
-    __align__(16) float u[3 * kWidth], d[kWidth], parts[kWarps][kWidth], gates[2], sums[4];
+struct StepShared : head::Shared {
     int is_last;
 };
 
-// S = decay S; d = beta (v - S^T k); S = S + k d^T. Returns this thread's column of o = S^T q (threads below kWidth).
-__device__ __forceinline__ void update_state(StepShared &m, float4 (&s)[kRows]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = threadIdx.x;
-    const float decay = m.gates[0], *key = m.u + kWidth + warp * kRows;
-    float4 seen = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        s[i] = make_float4(s[i].x * decay, s[i].y * decay, s[i].z * decay, s[i].w * decay);
-        add4(seen, key[i], s[i]);
-    }
-    *reinterpret_cast<float4 *>(&m.parts[warp][lane * 4]) = seen;
-    __syncthreads();
-    if (j < kWidth) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += m.parts[w][j];
-        m.d[j] = m.gates[1] * (m.u[2 * kWidth + j] - sum);
-    }
-    __syncthreads();
-    const float4 dv = *reinterpret_cast<const float4 *>(&m.d[lane * 4]);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) add4(s[i], key[i], dv);
-}
-
-__device__ __forceinline__ float read_state(StepShared &m, const float4 (&s)[kRows]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, j = threadIdx.x;
-    const float *query = m.u + warp * kRows;
-    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) add4(o, query[i], s[i]);
-    *reinterpret_cast<float4 *>(&m.parts[warp][lane * 4]) = o;
-    __syncthreads();
-    float mine = 0.0f;
-    if (j < kWidth) {
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) mine += m.parts[w][j];
-        const float squares = warp_sum(mine * mine);
-        if (lane == 0) m.sums[warp] = squares;
-    }
-    __syncthreads();
-    return mine;
-}
-
-// Rows of up to `most` tokens. Grid: value heads, rows.
+// Rows of up to `most` tokens, heads of 128 x 128: the state in registers, read once and written once. Grid: value heads, rows.
 __global__ void __launch_bounds__(kThreads, 2) delta_step_kernel(const __grid_constant__ DeltaArguments a) {
     __shared__ StepShared m;
     wait_dependence();
@@ -174,25 +130,38 @@ __global__ void __launch_bounds__(kThreads, 2) delta_step_kernel(const __grid_co
     const RecurrentRow q = recurrent_row(a.state, r);
     if (q.is_dead) return zero_outputs(a, q, h);
     if (q.n == 0 || q.n > a.most) return;
-    float4 *state = reinterpret_cast<float4 *>(q.memory + a.state_offset + (static_cast<int64_t>(h) * kWidth * kWidth + warp * kRows * kWidth) * 4) + lane;
+    float4 *state = state_of(a, q, h, warp, lane);
     float4 s[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) s[i] = q.begins ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : __ldcs(state + i * 32);
     for (int t = 0; t < q.n; ++t) {
-        prepare_token(a, q, t, h, g, m.u, m.gates);
-        update_state(m, s);
-        const float mine = read_state(m, s);
-        if (j < kWidth) finish_column(a, q, t, h, j, mine, m.sums[0] + m.sums[1] + m.sums[2] + m.sums[3]);
+        const float key = convolved(a.taps, q, t, j < kWidth ? g * kWidth + j : a.keys + g * kWidth + j - kWidth);
+        const float value = j < kWidth ? convolved(a.taps, q, t, 2 * a.keys + h * kWidth + j) : 0.0f;
+        __syncthreads();
+        if (j == kThreads - 1) put_gates(a, m, q.first + t, h);
+        head::put_inputs(m, j, key, value);
+        __syncthreads();
+        head::sum_rows(m, j, [&](int i) { return s[i]; });
+        __syncthreads();
+        const float o = j < kWidth ? head::output_of(m, j) : 0.0f;
+        __syncthreads();
+        if (j < kWidth) finish_column(a, q, t, h, j, o, head::sum4(m.sums));
+        const float4 d = head::changes_of(m, lane);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) s[i] = head::updated(m, warp, i, s[i], d);
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) __stcs(state + i * 32, s[i]);
     keep_tails(a, q, r, h, g, &m.is_last);
 }
 
-// Steps whose rows have one token each, width 4: everything but the state is asked for first, tails move while the state is on its
-// way, and the state is on its way back before the output is finished, so that a block holds its registers as briefly as it can.
-__global__ void __launch_bounds__(kThreads, 2) delta_decode_kernel(const __grid_constant__ DeltaArguments a) {
+// Steps whose rows have one token each, width 4: everything but the state is asked for first, tails move while the state is on its way. kHeld: the
+// state comes into shared memory, where every thread reads what it asked for itself, so that three blocks find room on a multiprocessor; else
+// into registers.
+template <bool kHeld>
+__global__ void __launch_bounds__(kThreads, kHeld ? 3 : 2) delta_decode_kernel(const __grid_constant__ DeltaArguments a) {
     constexpr int kTaps = 4;
+    extern __shared__ float4 held[];
     __shared__ StepShared m;
     wait_dependence();
     release_dependents();
@@ -200,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 2) delta_decode_kernel(const __grid_
     if (r >= a.info->n_rows) return;
     const RecurrentRow q = recurrent_row(a.state, r);
     if (q.is_dead) return zero_outputs(a, q, h);
-    float4 *state = reinterpret_cast<float4 *>(q.memory + a.state_offset + (static_cast<int64_t>(h) * kWidth * kWidth + warp * kRows * kWidth) * 4) + lane;
+    float4 *state = state_of(a, q, h, warp, lane);
     float *tail = reinterpret_cast<float *>(q.memory + a.taps.offset);
     // Channel 0 of a thread is one of the key head's (q or k), channel 1 (threads below kWidth) one of the value head's.
     const int channel[2] = {j < kWidth ? g * kWidth + j : a.keys + g * kWidth + j - kWidth, 2 * a.keys + h * kWidth + j};
@@ -214,24 +183,29 @@ __global__ void __launch_bounds__(kThreads, 2) delta_decode_kernel(const __grid_
 #pragma unroll
         for (int w = 0; w < kTaps; ++w) input[i][w] = input_of(a.taps, q, w - kTaps + 1, channel[i]);
     }
-    float4 s[kRows];
+    float4 s[kHeld ? 1 : kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) s[i] = q.begins ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : __ldcs(state + i * 32);
+    for (int i = 0; i < kRows; ++i) {
+        if constexpr (kHeld) copy16_async(shared_address(held + i * kThreads + j), state + i * 32, !q.begins);
+        else s[i] = q.begins ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : __ldcs(state + i * 32);
+    }
+    if constexpr (kHeld) commit_async();
     const int64_t token = q.first;
     float z = 0.0f, scale = 0.0f;
     if (j < kWidth) {
         z = load_as_f32(a.z, token * a.z_stride + h * kWidth + j, a.z_format);
         scale = a.scale[j];
     } else if (j == kWidth) {
-        m.gates[0] = expf(log_decay(a, token, h));
-        m.gates[1] = 1.0f / (1.0f + expf(-a.b[token * a.b_stride + h]));
+        put_gates(a, m, token, h);
     }
+    float u[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (i >= n_channels) continue;
         const float sum = conv[i].x * input[i][0] + conv[i].y * input[i][1] + conv[i].z * input[i][2] + conv[i].w * input[i][3];
-        m.u[i == 0 ? j : 2 * kWidth + j] = sum / (1.0f + expf(-sum));
+        u[i] = sum / (1.0f + expf(-sum));
     }
+    head::put_inputs(m, j, u[0], u[1]);
     if (j < kWidth) {
 #pragma unroll
         for (int w = 0; w < kTaps - 1; ++w) tail[w * a.taps.channels + channel[1]] = input[1][w + 1];
@@ -248,24 +222,24 @@ __global__ void __launch_bounds__(kThreads, 2) delta_decode_kernel(const __grid_
         }
         m.is_last = is_last;
     }
-    if (warp == 1 || warp == 2) {
-        float *x = m.u + (warp - 1) * kWidth, squares = 0.0f;
-        for (int i = lane; i < kWidth; i += 32) squares += x[i] * x[i];
-        const float by = rsqrtf(warp_sum(squares) + 1e-6f) * (warp == 1 ? rsqrtf(static_cast<float>(kWidth)) : 1.0f);
-        for (int i = lane; i < kWidth; i += 32) x[i] *= by;
-    }
+    if constexpr (kHeld) wait_async<0>();
+    auto row = [&](int i) {
+        if constexpr (kHeld) return held[i * kThreads + j];
+        else return s[i];
+    };
+    head::sum_rows(m, j, row);
     __syncthreads();
-    update_state(m, s);
+    const float o = j < kWidth ? head::output_of(m, j) : 0.0f;
+    __syncthreads();
+    const float4 d = head::changes_of(m, lane);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) __stcs(state + i * 32, s[i]);
+    for (int i = 0; i < kRows; ++i) __stcs(state + i * 32, head::updated(m, warp, i, row(i), d));
     if (m.is_last) {
 #pragma unroll
         for (int w = 0; w < kTaps - 1; ++w) tail[w * a.taps.channels + channel[0]] = input[0][w + 1];
     }
-    const float mine = read_state(m, s);
     if (j >= kWidth) return;
-    const float v = mine * rsqrtf((m.sums[0] + m.sums[1] + m.sums[2] + m.sums[3]) / kWidth + a.eps) * scale * gate_of(a, z);
-    store_from_f32(a.out, token * a.out_stride + h * kWidth + j, a.out_format, v);
+    store_from_f32(a.out, token * a.out_stride + h * kWidth + j, a.out_format, o * head::norm_of(m, a.eps) * scale * gate_of(a, z));
 }
 
 }  // namespace
@@ -314,7 +288,11 @@ int32_t launch_delta(const Launch &l, const pk_op_delta &op) {
     if (!is_square) return launch(l, "delta", delta_any_kernel, grid, dim3(kThreads), (2 * op.k_width + 2 * op.v_width) * 4, a);
     // Every token by itself: neither the order of the decode kernel nor chunks, which begin where a step begins.
     const bool is_invariant = pk::is_invariant(l.ctx);
-    if (l.decode_only && op.conv_width == 4 && !is_invariant) return launch(l, "delta_decode", delta_decode_kernel, grid, dim3(kThreads), 0, a);
+    if (l.decode_only && op.conv_width == 4 && !is_invariant) {
+        // Three states fit the shared memory of these; it pays where blocks come and go for long enough (LOG.md, N33).
+        const bool is_held = l.ctx->capability >= 90 && l.ctx->capability < 120 && int64_t{op.n_v_heads} * max_rows_of(l) > 16 * l.ctx->n_processors;
+        return launch(l, "delta_decode", is_held ? delta_decode_kernel<true> : delta_decode_kernel<false>, grid, dim3(kThreads), is_held ? kHeldBytes : 0, a);
+    }
     const bool chunks = has_chunks(op) && !l.decode_only && l.max_tokens > kStepTokens && !is_invariant;
     a.most = chunks ? kStepTokens : INT_MAX;
     if (int32_t e = launch(l, "delta", delta_step_kernel, grid, dim3(kThreads), 0, a)) return e;
