@@ -45,7 +45,7 @@ class Dims:
         return StateSizes(8, 256, 16, 64, 100, 512, 16, 8, 5, 3, self.offsets[1] + -(-4 * self.c * (W - 1) // 64) * 64 + 64)
 
 
-SMALL, REAL, TILED = Dims(), Dims(2, 4, 128, 128), Dims(2, 4, 128, 128, True)
+SMALL, REAL, TILED, MANY = Dims(), Dims(2, 4, 128, 128), Dims(2, 4, 128, 128, True), Dims(8, 40, 128, 128)
 
 
 def sigmoid(x):
@@ -107,7 +107,7 @@ class Layer:
         (qkv, qkv64), (z, z64) = (b.activations(self.rng.normal(size=(n, width)), T, 8) for width in (dims.c, values))
         numbers64 = [rounded(self.rng.normal(size=(n, dims.h)), abi.PK_F32) for _ in range(2)]
         numbers = [b.upload(x, abi.PK_F32, T, 2) for x in numbers64]
-        out = b.output(n, values, T, 4)
+        out = b.output(n, values, T, 4 if dims.is_tiled else 8)
         program = Program()
         program.delta((qkv, z, *numbers), self.weights, out, self.shape, EPS)
         b.run(program, n)
@@ -155,6 +155,12 @@ def test_rows_of_one_token_each(bench, rng, dims):
     layer.step([(0, 5, 1), (7, 0, 1), (3, 1, 1), (2, 200, 1)], dead=(3,))
     layer.step([(7, 1, 1), (0, 6, 1), (3, 2, 1)])
     layer.step([(7, 2, 1)])
+
+
+def test_more_heads_of_rows_than_a_device_takes_at_once(bench, rng):
+    layer = Layer(bench, rng, MANY)
+    layer.step([(0, 5, 1), (7, 0, 1), (3, 1, 1), (2, 200, 1), (1, 3, 1), (4, 0, 1), (6, 9, 1)], dead=(3,))
+    layer.step([(7, 1, 1), (0, 6, 1), (3, 2, 1), (1, 4, 1), (4, 1, 1)], dead=(0,))
 
 
 def test_slot_that_is_used_again_begins_with_zeros(bench, rng):

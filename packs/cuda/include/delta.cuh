@@ -21,7 +21,7 @@ struct DeltaArguments {
 };
 
 // What the normed output is multiplied with.
-__device__ __forceinline__ float gate_of(const DeltaArguments &a, float z) { return (a.is_sigmoid ? 1.0f : z) / (1.0f + __expf(-z)); }
+__device__ __forceinline__ float gate_of(const DeltaArguments &a, float z) { return __fdividef(a.is_sigmoid ? 1.0f : z, 1.0f + __expf(-z)); }
 
 constexpr int kChunk = 64;       // tokens of a chunk
 constexpr int kStepTokens = 8;   // rows of up to this many tokens run token after token

@@ -7,31 +7,32 @@
 // D = U - W S, O and S' go from chunk to chunk. Source: Yang et al. 2024 (Gated Delta Networks), sections 3.2 and 3.3.
 //
 // Chunk slot c of the step: row r owns slots start[r] / 64 + r and up, which never meet those of the next row. Slots are worked
-// off in segments so that scratch stays small (a megabyte a multiprocessor); the state lies in the slot's memory between segments. Rows of up to
-// `most` tokens and dead rows are the step kernel's. Operands bf16, sums and state f32.
+// off in segments so that scratch stays small (a megabyte a multiprocessor beside q, k and v); the state lies in the slot's memory between segments. Rows of up to
+// `most` tokens and dead rows are the step kernel's. Operands bf16, sums and state f32. Every tile lies in scratch as it will lie in shared memory, so that
+// a copy is a run of bytes.
 #include <algorithm>
 
 #include "../include/delta.cuh"
-#include "../include/wgmma.cuh"
+#include "../include/wgmma_attention.cuh"
 
 namespace pk {
 namespace {
 
 constexpr int kThreads = 256, kWidth = 128, kSlice = 64, kMostSegment = 128, kMixHeads = 5, kHopperStages = 3;
-constexpr int kWideBytes = kChunk * kWidth * 2;  // 64 rows of 256 bytes
-constexpr int kNarrowBytes = kChunk * kChunk * 2;  // 64 rows of 128 bytes
+constexpr int kWideBytes = kChunk * kWidth * 2;    // 64 rows of 128 elements
+constexpr int kNarrowBytes = kChunk * kChunk * 2;  // 64 rows of 64
 
-int64_t round_up(int64_t n) { return (n + 255) / 256 * 256; }
-
-// Where the parts of the scratch lie. mixed: [T, C] bf16, convolved, q and k of unit length; the others by slot of a segment and head.
+// Where the parts of the scratch lie, by slot of a segment and head; a segment has up to `most` slots. mixed: convolved heads of q, k and v, q and k of
+// unit length.
 struct ChunkScratch {
-    int64_t segment, mixed, u, w, p, decay, bytes;
+    int64_t most, mixed, u, w, p, decay, bytes;
     ChunkScratch(int64_t n_processors, int64_t tokens, int64_t channels, int64_t heads) {
         constexpr int64_t kItem = 2 * kWideBytes + kNarrowBytes + kChunk * 4;
-        segment = std::clamp<int64_t>((n_processors << 20) / (heads * kItem), 4, kMostSegment);
-        const int64_t items = segment * heads;
+        const int64_t mixed_bytes = channels / kWidth * kWideBytes;
+        most = std::clamp<int64_t>(((n_processors << 20) + tokens * channels * 2) / (heads * kItem + mixed_bytes), 4, kMostSegment);
+        const int64_t items = most * heads;
         mixed = 0;
-        u = round_up(tokens * channels * 2);
+        u = most * mixed_bytes;
         w = u + items * kWideBytes;
         p = w + items * kWideBytes;
         decay = p + items * kNarrowBytes;
@@ -41,10 +42,15 @@ struct ChunkScratch {
 
 struct ChunkArguments {
     DeltaArguments delta;
-    bf16 *mixed, *u, *w, *p;
+    uint8_t *mixed, *u, *w, *p;
     float *decay;  // G
     int32_t first_slot, n_slots;  // of the segment
 };
+
+// Heads of q, k and v in a slot of `mixed`, in this order.
+__device__ __forceinline__ const uint8_t *mixed_tile(const ChunkArguments &a, int slot, int head) {
+    return a.mixed + (static_cast<int64_t>(slot - a.first_slot) * (2 * a.delta.n_k_heads + a.delta.n_v_heads) + head) * kWideBytes;
+}
 
 // What a chunk slot stands for. n 0: nothing.
 struct Chunk {
@@ -67,7 +73,11 @@ __device__ __forceinline__ Chunk chunk_of(const DeltaArguments &a, int slot) {
     return c;
 }
 
-// ---- convolution: a warp per 128 channels of eight tokens. Grid: chunk slots, any number of blocks over the heads of q, k and v ----
+// Tiles have rows of 128 bytes, whose 16-byte pieces are swizzled by the row; wide ones are two, left and right.
+__device__ __forceinline__ uint32_t narrow(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+__device__ __forceinline__ uint32_t wide(int row, int piece) { return (piece >> 3) * kNarrowBytes + narrow(row, piece & 7); }
+
+// ---- convolution: a warp per 128 channels of eight tokens. Grid: slots of the segment, any number of blocks over the heads of q, k and v ----
 
 __device__ __forceinline__ float fast_silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
@@ -77,9 +87,10 @@ __global__ void __launch_bounds__(kThreads, kWide ? 4 : 2) delta_mix_kernel(cons
     const DeltaArguments &d = a.delta;
     wait_dependence();
     release_dependents();
-    const Chunk chunk = chunk_of(d, blockIdx.x);
+    const int slot = a.first_slot + blockIdx.x;
+    const Chunk chunk = chunk_of(d, slot);
     const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 8, end = min(first + 8, chunk.n), n_heads = 2 * d.n_k_heads + d.n_v_heads;
-    if (first >= end) return;
+    if (chunk.n == 0) return;
     const RecurrentRow q = recurrent_row(d.state, chunk.row);
     for (int head = blockIdx.y; head < n_heads; head += gridDim.y) {
         const int c = head * kWidth + lane * 4;
@@ -114,7 +125,12 @@ __global__ void __launch_bounds__(kThreads, kWide ? 4 : 2) delta_mix_kernel(cons
         for (int i = 0; i < 4; ++i) conv[i] = *reinterpret_cast<const float4 *>(d.taps.conv + (c + i) * 4);
 #pragma unroll
         for (int t = 0; t < 8; ++t) {
-            if (first + t >= end) continue;
+            const int row = first + t;
+            uint2 &to = *reinterpret_cast<uint2 *>(const_cast<uint8_t *>(mixed_tile(a, slot, head)) + wide(row, lane >> 1) + 8 * (lane & 1));
+            if (row >= end) {
+                to = make_uint2(0, 0);
+                continue;
+            }
             float v[4], squares = 0.0f;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -123,16 +139,12 @@ __global__ void __launch_bounds__(kThreads, kWide ? 4 : 2) delta_mix_kernel(cons
             }
             float by = 1.0f;
             if (head < 2 * d.n_k_heads) by = rsqrtf(warp_sum(squares) + 1e-6f) * (head < d.n_k_heads ? 0.08838834764831845f : 1.0f);
-            *reinterpret_cast<uint2 *>(a.mixed + static_cast<int64_t>(q.first + chunk.first + first + t) * d.taps.channels + c) =
-                make_uint2(pack_bf16(v[0] * by, v[1] * by), pack_bf16(v[2] * by, v[3] * by));
+            to = make_uint2(pack_bf16(v[0] * by, v[1] * by), pack_bf16(v[2] * by, v[3] * by));
         }
     }
 }
 
-// ---- tiles in shared memory: rows of 256 or 128 bytes, 16-byte pieces swizzled by the row ----
-
-__device__ __forceinline__ uint32_t wide(int row, int piece) { return row * 256 + ((piece ^ (row & 7)) << 4); }
-__device__ __forceinline__ uint32_t narrow(int row, int piece) { return row * 128 + ((piece ^ (row & 7)) << 4); }
+// ---- products of tiles ----
 
 // Fragment of 16 rows x 16 columns at (row, piece) as the A operand.
 template <uint32_t (*kAt)(int, int)>
@@ -159,12 +171,13 @@ __device__ __forceinline__ void load_b_transposed(uint32_t (&r)[4], uint32_t til
     load_matrix4_transposed(r, tile + kAt(k + (lane & 15), piece + (lane >> 4)));
 }
 
-// 64 rows of 256 bytes from `from`, rows past n as zeros; by thread tid of n_threads.
-__device__ __forceinline__ void copy_wide(uint8_t *tile, const bf16 *from, int64_t stride, int n, int tid, int n_threads = kThreads) {
-    for (int i = tid; i < kChunk * 16; i += n_threads) {
-        const int row = i >> 4, piece = i & 15;
-        copy16_async(shared_address(tile) + wide(row, piece), row < n ? from + row * stride + piece * 8 : from, row < n);
-    }
+// kBytes from `from`, by thread tid of kThreadsOf.
+template <int kBytes, int kThreadsOf = kThreads>
+__device__ __forceinline__ void copy_tile(uint8_t *tile, const uint8_t *from, int tid) {
+    const uint32_t to = shared_address(tile) + tid * 16;
+    from += tid * 16;
+#pragma unroll
+    for (int i = 0; i < kBytes / (16 * kThreadsOf); ++i) copy16_async(to + i * 16 * kThreadsOf, from + i * 16 * kThreadsOf, true);
 }
 
 // ---- all chunks side by side: U, W, P and G. Grid: slots of the segment, value heads ----
@@ -225,6 +238,30 @@ __device__ __forceinline__ void invert(float *a, float *scratch) {
     __syncthreads();
 }
 
+// By two warps: G and beta of a chunk's tokens.
+__device__ __forceinline__ void put_decays(const DeltaArguments &d, int64_t token, int n, int h, float *decay, float *beta) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    if (warp == 0) {
+        float x[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            x[i] = lane + 32 * i < n ? log_decay(d, token + lane + 32 * i, h) : 0.0f;
+            for (int o = 1; o < 32; o <<= 1) {
+                const float up = __shfl_up_sync(~0u, x[i], o);
+                if (lane >= o) x[i] += up;
+            }
+        }
+        decay[lane] = x[0];
+        decay[lane + 32] = x[1] + __shfl_sync(~0u, x[0], 31);
+    } else if (warp == 1) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int t = lane + 32 * i;
+            beta[t] = t < n ? 1.0f / (1.0f + expf(-d.b[(token + t) * d.b_stride + h])) : 0.0f;
+        }
+    }
+}
+
 __global__ void __launch_bounds__(kThreads, 3) delta_chunk_kernel(const __grid_constant__ ChunkArguments a) {
     extern __shared__ __align__(128) uint8_t shared[];
     const DeltaArguments &d = a.delta;
@@ -238,24 +275,14 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_kernel(const __grid_c
     float *matrix = reinterpret_cast<float *>(vs + kWideBytes), *scratch = reinterpret_cast<float *>(qs);
     float *decay = matrix + kChunk * kMatrixStride, *beta = decay + kChunk;
     const int64_t token = d.state.row_start[chunk.row] + chunk.first, item = static_cast<int64_t>(blockIdx.x) * d.n_v_heads + h;
-    const bf16 *mixed = a.mixed + token * d.taps.channels;
-    copy_wide(qs, mixed + g * kWidth, d.taps.channels, chunk.n, tid);
-    copy_wide(ks, mixed + d.keys + g * kWidth, d.taps.channels, chunk.n, tid);
+    const int slot = a.first_slot + blockIdx.x;
+    copy_tile<kWideBytes>(qs, mixed_tile(a, slot, g), tid);
+    copy_tile<kWideBytes>(ks, mixed_tile(a, slot, d.n_k_heads + g), tid);
     commit_async();
-    copy_wide(vs, mixed + 2 * d.keys + h * kWidth, d.taps.channels, chunk.n, tid);
+    copy_tile<kWideBytes>(vs, mixed_tile(a, slot, 2 * d.n_k_heads + h), tid);
     commit_async();
-    if (warp < 2) {
-        float x = tid < chunk.n ? log_decay(d, token + tid, h) : 0.0f;
-        for (int o = 1; o < 32; o <<= 1) {
-            const float up = __shfl_up_sync(~0u, x, o);
-            if (lane >= o) x += up;
-        }
-        decay[tid] = x;
-        beta[tid] = tid < chunk.n ? 1.0f / (1.0f + expf(-d.b[(token + tid) * d.b_stride + h])) : 0.0f;
-    }
+    put_decays(d, token, chunk.n, h, decay, beta);
     wait_async<1>();
-    __syncthreads();
-    if (tid >= 32 && tid < 64) decay[tid] += decay[31];
     __syncthreads();
     if (tid < kChunk) a.decay[item * kChunk + tid] = decay[tid];
 
@@ -288,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_kernel(const __grid_c
                     p[e] = qk[n][2 * half + e] * by;
                     matrix[t * kMatrixStride + s + e] = s + e < t ? kk[n][2 * half + e] * by * beta[t] : 0.0f;
                 }
-                *reinterpret_cast<uint32_t *>(a.p + item * kChunk * kChunk + t * kChunk + s) = pack_bf16(p[0], p[1]);
+                *reinterpret_cast<uint32_t *>(a.p + item * kNarrowBytes + narrow(t, s >> 3) + (s & 7) * 2) = pack_bf16(p[0], p[1]);
             }
     }
     __syncthreads();
@@ -327,36 +354,143 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_kernel(const __grid_c
                 mma_bf16(acc[2 * n + 1], t[0], t[1], t[2], t[3], b[2], b[3]);
             }
         }
-        bf16 *out = (which ? a.w : a.u) + item * kChunk * kWidth;
+        uint8_t *out = (which ? a.w : a.u) + item * kWideBytes + 4 * (lane & 3);
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<uint32_t *>(out + (row0 + (lane >> 2) + 8 * half) * kWidth + wide0 + n * 8 + 2 * (lane & 3)) = pack_bf16(acc[n][2 * half], acc[n][2 * half + 1]);
+            for (int half = 0; half < 2; ++half) {
+                const int row = row0 + (lane >> 2) + 8 * half;
+                *reinterpret_cast<uint32_t *>(out + wide(row, wide0 / 8 + n)) = pack_bf16(acc[n][2 * half], acc[n][2 * half + 1]);
+            }
     }
 }
+
+#ifdef PK_WGMMA
+constexpr int kPrepareHopper = 3 * kWideBytes + kNarrowBytes + kChunk * kMatrixStride * 4 + 2 * kChunk * 4 + 1024;
+
+__device__ __forceinline__ void join_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+__device__ __forceinline__ void store_bytes(void *global, uint32_t shared, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(global), "r"(shared), "r"(bytes) : "memory");
+}
+
+// The same on Hopper: one warpgroup makes A and U, the other P and W; what goes to memory is put together in shared memory first, U over V and W
+// over K.
+__global__ void __launch_bounds__(kThreads, 3) delta_chunk_hopper_kernel(const __grid_constant__ ChunkArguments a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(128) uint8_t dynamic[];
+    const DeltaArguments &d = a.delta;
+    wait_dependence();
+    release_dependents();
+    const int slot = a.first_slot + blockIdx.x;
+    const Chunk chunk = chunk_of(d, slot);
+    if (chunk.n == 0) return;
+    const int h = blockIdx.y, g = key_head_of(d, h), tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, group = tid >> 7;
+    uint8_t *qs = dynamic + (-shared_address(dynamic) & 1023), *ks = qs + kWideBytes, *vs = ks + kWideBytes, *ps = vs + kWideBytes;
+    float *matrix = reinterpret_cast<float *>(ps + kNarrowBytes), *decay = matrix + kChunk * kMatrixStride, *beta = decay + kChunk;
+    const int64_t token = d.state.row_start[chunk.row] + chunk.first, item = static_cast<int64_t>(blockIdx.x) * d.n_v_heads + h;
+    copy_tile<kWideBytes>(qs, mixed_tile(a, slot, g), tid);
+    copy_tile<kWideBytes>(ks, mixed_tile(a, slot, d.n_k_heads + g), tid);
+    commit_async();
+    copy_tile<kWideBytes>(vs, mixed_tile(a, slot, 2 * d.n_k_heads + h), tid);
+    commit_async();
+    put_decays(d, token, chunk.n, h, decay, beta);
+    wait_async<1>();
+    fence_async_proxy();
+    __syncthreads();
+    const int row = (warp & 3) * 16 + (lane >> 2), c = 2 * (lane & 3);
+    float x[32];
+    {
+        // K K^T or Q K^T.
+        const uint32_t left = shared_address(group ? qs : ks), right = shared_address(ks);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kWidth / 16; ++k) {
+            const int at = (k >> 2) * kNarrowBytes + (k & 3) * 32;
+            wgmma_scores_bf16(x, matrix_descriptor(left + at), matrix_descriptor(right + at), k > 0);
+        }
+        wgmma_commit();
+        if (tid < kChunk) a.decay[item * kChunk + tid] = decay[tid];
+        wgmma_wait<0>();
+        settle(x);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int t = row + 8 * half;
+            const float now = decay[t], factor = beta[t];
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                const int s = 8 * n + c;
+                const float2 then = *reinterpret_cast<const float2 *>(decay + s);
+                const float low = s <= t ? x[4 * n + 2 * half] * __expf(now - then.x) : 0.0f, high = s + 1 <= t ? x[4 * n + 2 * half + 1] * __expf(now - then.y) : 0.0f;
+                if (group) *reinterpret_cast<uint32_t *>(ps + narrow(t, n) + 2 * c) = pack_bf16(low, high);
+                else *reinterpret_cast<float2 *>(matrix + t * kMatrixStride + s) = make_float2(s < t ? low * factor : 0.0f, s + 1 < t ? high * factor : 0.0f);
+            }
+        }
+    }
+    wait_async<0>();
+    fence_async_proxy();
+    __syncthreads();
+    if (tid == 128) store_bytes(a.p + item * kNarrowBytes, shared_address(ps), kNarrowBytes);
+    invert(matrix, reinterpret_cast<float *>(qs));
+    // T diag(beta) or T diag(beta e^G) as fragments.
+    uint32_t left[4][4];
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int s = 16 * k + 8 * i + c;
+            float2 by = *reinterpret_cast<const float2 *>(beta + s);
+            if (group) {
+                const float2 then = *reinterpret_cast<const float2 *>(decay + s);
+                by = make_float2(by.x * __expf(then.x), by.y * __expf(then.y));
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 v = *reinterpret_cast<const float2 *>(matrix + (row + 8 * half) * kMatrixStride + s);
+                left[k][2 * i + half] = pack_bf16(v.x * by.x, v.y * by.y);
+            }
+        }
+    uint8_t *tile = group ? ks : vs;
+    // A loop, since ptxas takes both sides for one when they follow each other.
+#pragma unroll 1
+    for (int side = 0; side < 2; ++side) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kChunk / 16; ++k)
+            wgmma_bf16_registers_n64_transposed(x, left[k][0], left[k][1], left[k][2], left[k][3], matrix_descriptor(shared_address(tile) + side * kNarrowBytes + k * 2048), k > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(x);
+        join_group(group);  // this side of the tile has been read
+#pragma unroll
+        for (int i = 0; i < 16; ++i) *reinterpret_cast<uint32_t *>(tile + side * kNarrowBytes + narrow(row + 8 * (i & 1), i >> 1) + 2 * c) = pack_bf16(x[2 * i], x[2 * i + 1]);
+    }
+    fence_async_proxy();
+    join_group(group);
+    if ((tid & 127) == 0) {
+        store_bytes((group ? a.w : a.u) + item * kWideBytes, shared_address(tile), kWideBytes);
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    }
+#endif
+}
+#endif
 
 // ---- from chunk to chunk: D, O and the state. Grid: value heads x slices of 64 columns, rows ----
 
 constexpr int kScanStage = 3 * kWideBytes + 2 * kNarrowBytes + kChunk * 4;  // W, Q, K; P, U; G
 constexpr int kScanState = 2 * kWidth * 64 * 2;                             // S [128, 64]; D and its decayed copy [64, 64]
 
-// W, Q, K, P, U and G of a chunk (slots from `end` on: nothing), as one group of copies.
-__device__ __forceinline__ void copy_scan_stage(const ChunkArguments &a, const RecurrentRow &q, int base, int slot, int end, int h, int slice, uint8_t *stage, int tid, int n_threads) {
+// W, Q, K, P, U and G of a chunk (slots from `end` on: nothing), as one group of copies. slice: 0 or 1.
+template <int kThreadsOf>
+__device__ __forceinline__ void copy_scan_stage(const ChunkArguments &a, int slot, int end, int h, int slice, uint8_t *stage, int tid) {
     const DeltaArguments &d = a.delta;
-    const int g = key_head_of(d, h);
     if (slot < end) {
-        const int first = (slot - base) * kChunk, n = min(q.n - first, kChunk);
         const int64_t item = static_cast<int64_t>(slot - a.first_slot) * d.n_v_heads + h;
-        const bf16 *mixed = a.mixed + static_cast<int64_t>(q.first + first) * d.taps.channels;
-        copy_wide(stage, a.w + item * kChunk * kWidth, kWidth, kChunk, tid, n_threads);
-        copy_wide(stage + kWideBytes, mixed + g * kWidth, d.taps.channels, n, tid, n_threads);
-        copy_wide(stage + 2 * kWideBytes, mixed + d.keys + g * kWidth, d.taps.channels, n, tid, n_threads);
-        for (int i = tid; i < kChunk * 8; i += n_threads) {
-            const int row = i >> 3, piece = i & 7;
-            copy16_async(shared_address(stage) + 3 * kWideBytes + narrow(row, piece), a.p + item * kChunk * kChunk + row * kChunk + piece * 8, true);
-            copy16_async(shared_address(stage) + 3 * kWideBytes + kNarrowBytes + narrow(row, piece), a.u + item * kChunk * kWidth + row * kWidth + slice + piece * 8, true);
-        }
+        const int g = key_head_of(d, h);
+        copy_tile<kWideBytes, kThreadsOf>(stage, a.w + item * kWideBytes, tid);
+        copy_tile<kWideBytes, kThreadsOf>(stage + kWideBytes, mixed_tile(a, slot, g), tid);
+        copy_tile<kWideBytes, kThreadsOf>(stage + 2 * kWideBytes, mixed_tile(a, slot, d.n_k_heads + g), tid);
+        copy_tile<kNarrowBytes, kThreadsOf>(stage + 3 * kWideBytes, a.p + item * kNarrowBytes, tid);
+        copy_tile<kNarrowBytes, kThreadsOf>(stage + 3 * kWideBytes + kNarrowBytes, a.u + item * kWideBytes + slice * kNarrowBytes, tid);
         if (tid < 16) copy16_async(shared_address(stage) + 3 * kWideBytes + 2 * kNarrowBytes + tid * 16, a.decay + item * kChunk + tid * 4, true);
     }
     commit_async();
@@ -378,7 +512,7 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
     const int h = blockIdx.x >> 1, slice = (blockIdx.x & 1) * kSlice, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     uint8_t *ss = shared + kStages * kScanStage, *ds = ss + kWidth * 128, *decayed = ds + kNarrowBytes;
 
-    auto copy_stage = [&](int slot) { copy_scan_stage(a, q, base, slot, end, h, slice, shared + slot % kStages * kScanStage, threadIdx.x, kThreads); };
+    auto copy_stage = [&](int slot) { copy_scan_stage<kThreads>(a, slot, end, h, slice / kSlice, shared + slot % kStages * kScanStage, threadIdx.x); };
     if constexpr (kStages == 2) copy_stage(begin);
     // The state: a warp holds rows 16 w .. + 15 of S, all 64 columns, as accumulators.
     float *state = reinterpret_cast<float *>(q.memory + d.state_offset) + static_cast<int64_t>(h) * kWidth * kWidth + slice;
@@ -494,13 +628,46 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
 }
 
 #ifdef PK_WGMMA
-// The same on Hopper: one warpgroup makes D, the other O, both the state; S, D and its decayed copy are B operands with their columns
-// contiguous, W, Q, P and K come as fragments. A third warpgroup copies: a fence for what wgmma reads waits for all copies of its thread.
-constexpr int kScanThreads = kThreads + 128;
+// The same on Hopper. The two blocks of a head are a cluster: each fetches half of W, Q, K and P for both. One warpgroup makes D, the other O, each half of
+// the state; P D of a chunk is added while the next one begins. All operands come from shared memory; D takes U's place. A third warpgroup norms, gates and
+// stores what the second has left it; sums of squares over half a head go to the other block.
+constexpr int kScanThreads = kThreads + 2 * 128, kHopperStage = 3 * kWideBytes + 2 * kNarrowBytes, kQueriesAt = kWideBytes, kKeysAt = 2 * kWideBytes, kScoresAt = 3 * kWideBytes, kValuesAt = kScoresAt + kNarrowBytes;
+constexpr int kStateAt = kHopperStages * kHopperStage, kChangesAt = kStateAt + kWideBytes, kOutAt = kChangesAt + kNarrowBytes, kDecaysAt = kOutAt + kNarrowBytes;
+// Sums of the block's own columns, then the other's of four chunks: it may be three ahead.
+constexpr int kSumsAt = kDecaysAt + kHopperStages * kChunk * 4, kSumsKept = 4, kBarriersAt = kSumsAt + (1 + kSumsKept) * kChunk * 4, kScanHopper = kBarriersAt + (2 * kHopperStages + kSumsKept) * 8;
 
-__global__ void __launch_bounds__(kScanThreads, 1) delta_scan_hopper_kernel(const __grid_constant__ ChunkArguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    extern __shared__ __align__(128) uint8_t dynamic[];
+// d[64, 64] (+)= a[64, 16] b[16, 64], both in shared memory, b with its columns contiguous, a with its rows, or (kTransposed) its columns.
+template <bool kTransposed>
+__device__ __forceinline__ void wgmma_tile(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, %35, 1;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposed));
+}
+__device__ __forceinline__ void copy_bytes_to_both(uint32_t shared, const void *global, int bytes, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(shared), "l"(global), "r"(bytes), "r"(shared_address(barrier)),
+                 "h"(static_cast<uint16_t>(3))
+                 : "memory");
+}
+// Of two warpgroups: both wait; or this one does not.
+__device__ __forceinline__ void meet(int what) { asm volatile("bar.sync %0, 256;" ::"r"(what) : "memory"); }
+__device__ __forceinline__ void tell(int what) { asm volatile("bar.arrive %0, 256;" ::"r"(what) : "memory"); }
+// At the same place of block `rank`, whose barrier counts the bytes.
+__device__ __forceinline__ void store_at(const float *to, float v, const uint64_t *barrier, int rank) {
+    asm volatile("{\n.reg .b32 there, b;\nmapa.shared::cluster.u32 there, %0, %3;\nmapa.shared::cluster.u32 b, %2, %3;\nst.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %1, [b];\n}\n" ::"r"(shared_address(to)), "f"(v),
+                 "r"(shared_address(barrier)), "r"(rank)
+                 : "memory");
+}
+#endif
+
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) delta_scan_hopper_kernel(const __grid_constant__ ChunkArguments a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    extern __shared__ __align__(1024) uint8_t whole[];
+    uint8_t *const shared = whole;
+    uint64_t *full = reinterpret_cast<uint64_t *>(shared + kBarriersAt), *empty = full + kHopperStages, *summed = empty + kHopperStages;
+    float *own = reinterpret_cast<float *>(shared + kSumsAt), *others = own + kChunk;
     const DeltaArguments &d = a.delta;
     wait_dependence();
     release_dependents();
@@ -510,26 +677,95 @@ __global__ void __launch_bounds__(kScanThreads, 1) delta_scan_hopper_kernel(cons
     if (q.is_dead || q.n <= d.most) return;
     const int base = q.first / kChunk + r, begin = max(a.first_slot, base), end = min(a.first_slot + a.n_slots, base + (q.n + kChunk - 1) / kChunk);
     if (begin >= end) return;
-    const int h = blockIdx.x >> 1, slice = (blockIdx.x & 1) * kSlice, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const bool makes_o = warp >= 4;
-    uint8_t *ss = dynamic + (-shared_address(dynamic) & 1023), *ds = ss + kWidth * 128, *decayed = ds + kNarrowBytes, *stages = decayed + kNarrowBytes;
-    if (warp >= 8) {
-        auto copy_stage = [&](int slot) { copy_scan_stage(a, q, base, slot, end, h, slice, stages + slot % kHopperStages * kScanStage, threadIdx.x - kThreads, kScanThreads - kThreads); };
-        for (int i = 0; i < kHopperStages - 1; ++i) copy_stage(begin + i);
-        // In step with the barriers below: the chunk has arrived; D is there; all have read the chunk.
-        for (int slot = begin; slot < end; ++slot) {
-            wait_async<kHopperStages - 2>();
-            __syncthreads();
-            copy_stage(slot + kHopperStages - 1);
-            __syncthreads();
-            __syncthreads();
+    const int h = blockIdx.x >> 1, rank = blockIdx.x & 1, lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kSumsKept; ++i) barrier_init(summed + i, 1);
+        for (int i = 0; i < kHopperStages; ++i) {
+            barrier_init(full + i, 1);
+            barrier_init(empty + i, 2 * kThreads / 32);
         }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    cluster_sync();
+    if (warp >= kThreads / 32 + 4) {
+        fewer_registers<40>();
+        const int g = key_head_of(d, h);
+        if (warp == kThreads / 32 + 4 && lane == 0)
+            for (int slot = begin, i = 0; slot < end; ++slot, ++i) {
+                const int at = i % kHopperStages;
+                if (i >= kHopperStages) barrier_wait(empty + at, (i / kHopperStages - 1) & 1);
+                barrier_expect(full + at, kHopperStage + kChunk * 4);
+                const int64_t item = static_cast<int64_t>(slot - a.first_slot) * d.n_v_heads + h;
+                const uint32_t stage = shared_address(shared) + at * kHopperStage, half = rank * kNarrowBytes;
+                copy_bytes_to_both(stage + half, a.w + item * kWideBytes + half, kNarrowBytes, full + at);
+                copy_bytes_to_both(stage + kQueriesAt + half, mixed_tile(a, slot, g) + half, kNarrowBytes, full + at);
+                copy_bytes_to_both(stage + kKeysAt + half, mixed_tile(a, slot, d.n_k_heads + g) + half, kNarrowBytes, full + at);
+                copy_bytes_to_both(stage + kScoresAt + half / 2, a.p + item * kNarrowBytes + half / 2, kNarrowBytes / 2, full + at);
+                copy_bytes(stage + kValuesAt, a.u + item * kWideBytes + half, kNarrowBytes, full + at);
+                copy_bytes(shared_address(shared) + kDecaysAt + at * kChunk * 4, a.decay + item * kChunk, kChunk * 4, full + at);
+            }
+        __syncwarp();
+        cluster_sync();
         return;
     }
-    float *state = reinterpret_cast<float *>(q.memory + d.state_offset) + static_cast<int64_t>(h) * kWidth * kWidth + slice;
-    float s[32];
-    const int srow = warp * 16 + (lane >> 2), scol = 2 * (lane & 3), row0 = (warp & 3) * 16, row = row0 + (lane >> 2);
-    const bool is_zero = q.begins && begin == base, is_paired = d.out_format == PK_BF16 && d.out_stride % 2 == 0 && reinterpret_cast<uint64_t>(d.out) % 4 == 0;
+    if (warp >= kThreads / 32) {
+        fewer_registers<88>();
+        // Eight columns of four rows a thread.
+        const int tid = threadIdx.x & 127, piece = tid & 7, column = h * kWidth + rank * kSlice + 8 * piece;
+        auto is_wide = [](const void *p, int64_t stride, int32_t format) { return format == PK_BF16 && stride % 8 == 0 && reinterpret_cast<uint64_t>(p) % 16 == 0; };
+        const bool is_whole = is_wide(d.out, d.out_stride, d.out_format) && is_wide(d.z, d.z_stride, d.z_format);
+        float scale[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) scale[e] = d.scale[rank * kSlice + 8 * piece + e];
+        for (int slot = begin, i = 0; slot < end; ++slot, ++i) {
+            const int first = (slot - base) * kChunk + (tid >> 3), kept = i % kSumsKept;
+            uint4 z[4], o[4];
+            float squares[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if (is_whole && first + 16 * k < q.n) z[k] = *reinterpret_cast<const uint4 *>(static_cast<const bf16 *>(d.z) + (q.first + first + 16 * k) * d.z_stride + column);
+            meet(3);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                o[k] = *reinterpret_cast<const uint4 *>(shared + kOutAt + narrow((tid >> 3) + 16 * k, piece));
+                squares[k] = own[(tid >> 3) + 16 * k];
+            }
+            barrier_wait(summed + kept, (i / kSumsKept) & 1);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) squares[k] += others[kept * kChunk + (tid >> 3) + 16 * k];
+            tell(4);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                if (first + 16 * k >= q.n) continue;
+                const int64_t token = q.first + first + 16 * k;
+                const float by = rsqrtf(squares[k] * (1.0f / kWidth) + d.eps);
+                if (!is_whole) {
+                    // By the piece that was read from shared memory: an element at a time.
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) {
+                        const uint32_t pair = (&o[k].x)[e >> 1];
+                        store_from_f32(d.out, token * d.out_stride + column + e, d.out_format, (e & 1 ? high_f32(pair) : low_f32(pair)) * by * scale[e] * gate_of(d, load_as_f32(d.z, token * d.z_stride + column + e, d.z_format)));
+                    }
+                    continue;
+                }
+                uint4 v;
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const uint32_t pair = (&o[k].x)[e], gates = (&z[k].x)[e];
+                    (&v.x)[e] = pack_bf16(low_f32(pair) * by * scale[2 * e] * gate_of(d, low_f32(gates)), high_f32(pair) * by * scale[2 * e + 1] * gate_of(d, high_f32(gates)));
+                }
+                *reinterpret_cast<uint4 *>(static_cast<bf16 *>(d.out) + token * d.out_stride + column) = v;
+            }
+        }
+        cluster_sync();
+        return;
+    }
+    more_registers<168>();
+    const int group = warp >> 2, srow = warp * 16 + (lane >> 2), scol = 2 * (lane & 3), row = (warp & 3) * 16 + (lane >> 2);
+    const uint32_t ss = shared_address(shared) + kStateAt, changes = shared_address(shared) + kChangesAt;
+    float *state = reinterpret_cast<float *>(q.memory + d.state_offset) + static_cast<int64_t>(h) * kWidth * kWidth + rank * kSlice;
+    float s[32], x[32], o[32] = {};
+    const bool is_zero = q.begins && begin == base;
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -538,88 +774,119 @@ __global__ void __launch_bounds__(kScanThreads, 1) delta_scan_hopper_kernel(cons
             s[4 * n + 2 * half] = v.x;
             s[4 * n + 2 * half + 1] = v.y;
         }
-    for (int slot = begin; slot < end; ++slot) {
+    auto release = [&](int at) {
+        __syncwarp();
+        // What was read has been waited for: no fence, which barrier_arrive_at would be.
+        if (lane < 2)
+            asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(shared_address(empty + at)), "r"(lane) : "memory");
+    };
+    // What Q S of the chunk before gave, in o, and P D: to memory.
+    auto ask_output = [&](int at) {
+        const uint32_t stage = shared_address(shared) + at * kHopperStage;
 #pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) *reinterpret_cast<uint32_t *>(ss + narrow(srow + 8 * half, n) + scol * 2) = pack_bf16(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
-        fence_async_proxy();
-        __syncthreads();
-        const uint8_t *stage = stages + slot % kHopperStages * kScanStage;
-        const uint32_t at = shared_address(stage), ks = at + 2 * kWideBytes, ps = at + 3 * kWideBytes;
-        const uint8_t *us = stage + 3 * kWideBytes + kNarrowBytes;
-        const float *decay = reinterpret_cast<const float *>(us + kNarrowBytes);
-        // W S or Q S.
-        float x[32];
-        uint32_t left[8][4];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) load_a<wide>(left[k], at + (makes_o ? kWideBytes : 0), row0, 2 * k);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 8; ++k) wgmma_bf16_registers_n64_transposed(x, left[k][0], left[k][1], left[k][2], left[k][3], matrix_descriptor(shared_address(ss) + k * 2048), k > 0);
+        for (int k = 0; k < kChunk / 16; ++k) wgmma_tile<false>(o, matrix_descriptor(stage + kScoresAt + 32 * k), matrix_descriptor(stage + kValuesAt + 2048 * k), 1);
         wgmma_commit();
-        const float last = decay[kChunk - 1], near[2] = {decay[row], decay[row + 8]};
-        const float shrink = __expf(last), by[2] = {makes_o ? __expf(near[0]) : __expf(last - near[0]), makes_o ? __expf(near[1]) : __expf(last - near[1])};
-        uint32_t keys[4][4];
+    };
+    // Chunk i's O to the warps that finish it.
+    auto put_output = [&](int i) {
+        if (i > 0) meet(4);
+        const int kept = i % kSumsKept;
+        if (threadIdx.x == kThreads - 128) barrier_expect(summed + kept, kChunk * 4);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) load_a_transposed<wide>(keys[k], ks, 16 * k, warp * 2);
-        wgmma_wait<0>();
+        for (int half = 0; half < 2; ++half) {
+            float squares = 0.0f;
 #pragma unroll
-        for (int n = 0; n < 8; ++n)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float &low = x[4 * n + 2 * half], &high = x[4 * n + 2 * half + 1];
-                if (makes_o) {
-                    low *= by[half];
-                    high *= by[half];
-                } else {
-                    const uint32_t to = narrow(row + 8 * half, n) + 4 * (lane & 3), u = *reinterpret_cast<const uint32_t *>(us + to);
-                    low = low_f32(u) - low;
-                    high = high_f32(u) - high;
-                    *reinterpret_cast<uint32_t *>(ds + to) = pack_bf16(low, high);
-                    *reinterpret_cast<uint32_t *>(decayed + to) = pack_bf16(low * by[half], high * by[half]);
-                }
+            for (int n = 0; n < 8; ++n) {
+                const float low = o[4 * n + 2 * half], high = o[4 * n + 2 * half + 1];
+                squares += low * low + high * high;
+                *reinterpret_cast<uint32_t *>(shared + kOutAt + narrow(row + 8 * half, n) + 2 * scol) = pack_bf16(low, high);
             }
-#pragma unroll
-        for (int i = 0; i < 32; ++i) s[i] *= shrink;
-        fence_async_proxy();
-        __syncthreads();
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) wgmma_bf16_registers_n64_transposed(s, keys[k][0], keys[k][1], keys[k][2], keys[k][3], matrix_descriptor(shared_address(decayed) + k * 2048), 1);
-        wgmma_commit();
-        wgmma_wait<0>();
-        if (makes_o) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) load_a<narrow>(left[k], ps, row0, 2 * k);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 4; ++k) wgmma_bf16_registers_n64_transposed(x, left[k][0], left[k][1], left[k][2], left[k][3], matrix_descriptor(shared_address(ds) + k * 2048), 1);
-            wgmma_commit();
-            wgmma_wait<0>();
-            const int first = (slot - base) * kChunk;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int t = first + row + 8 * half;
-                if (t >= q.n) continue;
-                const int64_t out = (q.first + t) * d.out_stride + h * kWidth + slice + scol;
-#pragma unroll
-                for (int n = 0; n < 8; ++n) {
-                    if (is_paired) {
-                        *reinterpret_cast<uint32_t *>(static_cast<bf16 *>(d.out) + out + n * 8) = pack_bf16(x[4 * n + 2 * half], x[4 * n + 2 * half + 1]);
-                    } else {
-                        store_from_f32(d.out, out + n * 8, d.out_format, x[4 * n + 2 * half]);
-                        store_from_f32(d.out, out + n * 8 + 1, d.out_format, x[4 * n + 2 * half + 1]);
-                    }
-                }
+            squares += __shfl_xor_sync(~0u, squares, 1);
+            squares += __shfl_xor_sync(~0u, squares, 2);
+            if ((lane & 3) == 0) {
+                own[row + 8 * half] = squares;
+                store_at(others + kept * kChunk + row + 8 * half, squares, summed + kept, rank ^ 1);
             }
         }
-        __syncthreads();
-    }
+        tell(3);
+    };
+    int before = 0;
+    auto run = [&]<bool kMakesO>() {
+        for (int slot = begin, i = 0; slot < end; ++slot, ++i) {
+            const int at = i % kHopperStages;
+            uint8_t *stage = shared + at * kHopperStage;
+            const uint32_t tiles = shared_address(stage);
+#pragma unroll
+            for (int n = 0; n < 8; ++n)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) *reinterpret_cast<uint32_t *>(shared + kStateAt + narrow(srow + 8 * half, n) + scol * 2) = pack_bf16(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
+            fence_async_proxy();
+            meet(1);
+            barrier_wait(full + at, (i / kHopperStages) & 1);
+            // W S or Q S, behind P D of the chunk before.
+            wgmma_fence();
+            if constexpr (kMakesO) ask_output(i > 0 ? before : at);  // of the first chunk nothing is kept
+#pragma unroll
+            for (int k = 0; k < kWidth / 16; ++k)
+                wgmma_tile<false>(x, matrix_descriptor(tiles + (kMakesO ? kQueriesAt : 0) + (k >> 2) * kNarrowBytes + 32 * (k & 3)), matrix_descriptor(ss + 2048 * k), k > 0);
+            wgmma_commit();
+            const float *decay = reinterpret_cast<const float *>(shared + kDecaysAt) + at * kChunk;
+            const float last = decay[kChunk - 1], near[2] = {decay[row], decay[row + 8]}, shrink = __expf(last);
+            const float by[2] = {kMakesO ? __expf(near[0]) : __expf(last - near[0]), kMakesO ? __expf(near[1]) : __expf(last - near[1])};
+            if constexpr (kMakesO) {
+                wgmma_wait<1>();
+                settle(o);
+                if (i > 0) {
+                    release(before);
+                    put_output(i - 1);
+                }
+            }
+            wgmma_wait<0>();
+            settle(x);
+            if constexpr (kMakesO) {
+#pragma unroll
+                for (int e = 0; e < 32; ++e) o[e] = x[e] * by[e >> 1 & 1];
+            } else {
+#pragma unroll
+                for (int n = 0; n < 8; ++n)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const uint32_t to = narrow(row + 8 * half, n) + 2 * scol;
+                        uint32_t &u = *reinterpret_cast<uint32_t *>(stage + kValuesAt + to);
+                        const float low = low_f32(u) - x[4 * n + 2 * half], high = high_f32(u) - x[4 * n + 2 * half + 1];
+                        u = pack_bf16(low, high);
+                        *reinterpret_cast<uint32_t *>(shared + kChangesAt + to) = pack_bf16(low * by[half], high * by[half]);
+                    }
+                fence_async_proxy();
+            }
+#pragma unroll
+            for (int e = 0; e < 32; ++e) s[e] *= shrink;
+            meet(2);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kChunk / 16; ++k) wgmma_tile<true>(s, matrix_descriptor(tiles + kKeysAt + group * kNarrowBytes + 2048 * k), matrix_descriptor(changes + 2048 * k), 1);
+            wgmma_commit();
+            wgmma_wait<0>();
+            settle(s);
+            if constexpr (!kMakesO) release(at);
+            before = at;
+        }
+        if constexpr (kMakesO) {
+            wgmma_fence();
+            ask_output(before);
+            wgmma_wait<0>();
+            settle(o);
+            put_output(end - begin - 1);
+            meet(4);
+        }
+    };
+    if (warp >= 4) run.template operator()<true>();
+    else run.template operator()<false>();
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) *reinterpret_cast<float2 *>(state + (srow + 8 * half) * kWidth + n * 8 + scol) = make_float2(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]);
+    cluster_sync();
 #endif
 }
 #endif
@@ -682,36 +949,43 @@ bool has_chunks(const pk_op_delta &op) { return op.k_width == kWidth && op.v_wid
 int64_t delta_chunk_scratch(const pk_ctx *ctx, const pk_op_delta &op, int64_t max_tokens) { return ChunkScratch(ctx->n_processors, max_tokens, op.qkv.cols, op.n_v_heads).bytes; }
 
 int32_t launch_delta_chunks(const Launch &l, const pk_op_delta &op, const DeltaArguments &delta) {
+    const unsigned rows = static_cast<unsigned>(max_rows_of(l)), slots = static_cast<unsigned>(l.max_tokens / kChunk) + rows, heads = op.n_v_heads;
     const ChunkScratch s(l.ctx->n_processors, l.max_tokens, op.qkv.cols, op.n_v_heads);
     if (s.bytes > l.scratch_bytes) return fail(PK_BAD_ARG, "delta: %lld bytes of scratch are needed, the workspace has %lld", (long long)s.bytes, (long long)l.scratch_bytes);
     ChunkArguments a = {};
     a.delta = delta;
-    a.mixed = reinterpret_cast<bf16 *>(l.scratch + s.mixed);
-    a.u = reinterpret_cast<bf16 *>(l.scratch + s.u);
-    a.w = reinterpret_cast<bf16 *>(l.scratch + s.w);
-    a.p = reinterpret_cast<bf16 *>(l.scratch + s.p);
+    a.mixed = l.scratch + s.mixed;
+    a.u = l.scratch + s.u;
+    a.w = l.scratch + s.w;
+    a.p = l.scratch + s.p;
     a.decay = reinterpret_cast<float *>(l.scratch + s.decay);
     int most_shared = 0;
     if (int32_t e = check(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, l.ctx->device), "delta")) return e;
-    int stages = most_shared >= 2 * kScanStage + kScanState + 1024 ? 2 : 1;
-    const unsigned rows = static_cast<unsigned>(max_rows_of(l)), slots = static_cast<unsigned>(l.max_tokens / kChunk) + rows, heads = op.n_v_heads;
+    const int stages = most_shared >= 2 * kScanStage + kScanState + 1024 ? 2 : 1;
     const bool is_wide = delta.taps.format == PK_BF16 && delta.taps.stride % 4 == 0 && reinterpret_cast<uint64_t>(delta.taps.x) % 8 == 0;
-    if (int32_t e = launch(l, "delta_mix", is_wide ? delta_mix_kernel<true> : delta_mix_kernel<false>, dim3(slots, (2 * op.n_k_heads + heads + kMixHeads - 1) / kMixHeads), dim3(kThreads), 0, a)) return e;
-    if (int32_t e = launch_tails(l, delta.taps, delta.most)) return e;
-    for (unsigned first = 0; first < slots; first += s.segment) {
+    const unsigned n_segments = static_cast<unsigned>((slots + s.most - 1) / s.most), segment = (slots + n_segments - 1) / n_segments;
+    for (unsigned first = 0; first < slots; first += segment) {
         a.first_slot = static_cast<int32_t>(first);
-        a.n_slots = static_cast<int32_t>(std::min<int64_t>(s.segment, slots - first));
-        if (int32_t e = launch(l, "delta_chunk", delta_chunk_kernel, dim3(a.n_slots, heads), dim3(kThreads), kPrepareShared, a)) return e;
-        int n_threads = kThreads;
-        auto scan = stages == 2 ? delta_scan_kernel<2> : delta_scan_kernel<1>;
+        a.n_slots = static_cast<int32_t>(std::min(segment, slots - first));
+        if (int32_t e = launch(l, "delta_mix", is_wide ? delta_mix_kernel<true> : delta_mix_kernel<false>, dim3(a.n_slots, (2 * op.n_k_heads + heads + kMixHeads - 1) / kMixHeads), dim3(kThreads), 0, a)) return e;
+        int n_threads = kThreads, prepare_bytes = kPrepareShared, scan_bytes = stages * kScanStage + kScanState + 1024;
+        auto prepare = delta_chunk_kernel, scan = stages == 2 ? delta_scan_kernel<2> : delta_scan_kernel<1>;
 #ifdef PK_WGMMA
+        prepare = delta_chunk_hopper_kernel;
+        prepare_bytes = kPrepareHopper;
         scan = delta_scan_hopper_kernel;
-        stages = kHopperStages;
+        scan_bytes = kScanHopper;
         n_threads = kScanThreads;
 #endif
-        if (int32_t e = launch(l, "delta_scan", scan, dim3(2 * heads, rows), dim3(n_threads), stages * kScanStage + kScanState + 1024, a)) return e;
+        if (int32_t e = launch(l, "delta_chunk", prepare, dim3(a.n_slots, heads), dim3(kThreads), prepare_bytes, a)) return e;
+        if (int32_t e = launch(l, "delta_scan", scan, dim3(2 * heads, rows), dim3(n_threads), scan_bytes, a)) return e;
     }
+    if (int32_t e = launch_tails(l, delta.taps, delta.most)) return e;
+#ifdef PK_WGMMA
+    return PK_OK;
+#else
     return launch(l, "delta_finish", delta_finish_kernel, dim3(slots, heads), dim3(kThreads), 0, delta);
+#endif
 }
 
 }  // namespace pk
