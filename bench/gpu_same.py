@@ -19,7 +19,9 @@ from bench.served import runner
 PROMPTS = [
     "The capital of France is", "def fibonacci(n):\n", "Once upon a time there was a small dragon who", "1, 1, 2, 3, 5, 8,",
     "Water boils at", "List three uses of a paper clip:\n1.", "SELECT name FROM users WHERE", "Dear Sir or Madam,\n",
+    "".join(f"Entry {i}: the square of {i} is {i * i}.\n" for i in range(1, 40)) + "Entry 40:",
 ]  # fmt: skip
+"""The last is long enough for the kernels of many rows."""
 
 
 def answers(model: Path, device: str, pack: str) -> list[dict[str, Any]]:

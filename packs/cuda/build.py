@@ -1,6 +1,6 @@
 """Builds the CUDA pack: one shared library per architecture, cudart static, nothing else to install but a driver.
 
-Usage: python packs/cuda/build.py [sm_90a sm_86 ... | all] [--jobs N] [--ptx] [--out FOLDER]. Translation units compile in
+Usage: python packs/cuda/build.py [sm_90a sm_86 ... | all] [--jobs N] [--ptx [sm_90]] [--out FOLDER]. Translation units compile in
 parallel and only when their sources changed; registers and spills of every kernel are reported, spills on hot kernels fail.
 """
 
@@ -72,11 +72,11 @@ def units() -> list[tuple[str, pathlib.Path, list[str]]]:
     return found
 
 
-def flags(arch: str, as_ptx: bool, build: str) -> list[str]:
-    """Compiler flags of an architecture."""
+def flags(arch: str, runs_on: str, build: str) -> list[str]:
+    """Compiler flags of an architecture; runs_on: "" for itself, "any" for its PTX, or the newer device that its PTX is assembled for."""
     number = arch.removeprefix("sm_")
-    code = f"compute_{number}" if as_ptx else arch
-    name = arch + ("_ptx" if as_ptx else "")
+    code = {"": arch, "any": f"compute_{number}"}.get(runs_on, runs_on)
+    name = arch + ("_ptx" if runs_on else "")
     return [
         "-std=c++20", "-O3", "-Xfatbin", "-compress-all", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden,-O2", "-diag-suppress", "177",
         "-gencode", f"arch=compute_{number},code={code}", "-Xptxas", "-v", f'-DPK_ARCH="{name}"', f'-DPK_BUILD="{build}"',
@@ -163,13 +163,13 @@ def write_manifest(library: pathlib.Path, arch: str, identity: str) -> None:
     library.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def build(arch: str, out: pathlib.Path, jobs: int, as_ptx: bool, is_strict: bool) -> pathlib.Path:
+def build(arch: str, out: pathlib.Path, jobs: int, runs_on: str, is_strict: bool) -> pathlib.Path:
     """Builds one architecture's library. Raises: SystemExit when a unit does not compile or a hot kernel spills."""
     compiler, identity = nvcc(), stamp()
-    name = arch.replace("_", "") + ("_ptx" if as_ptx else "")
+    name = arch.replace("_", "") + ("_ptx" if runs_on else "")
     folder = REPOSITORY / "build" / "cuda" / name
     folder.mkdir(parents=True, exist_ok=True)
-    arch_flags = flags(arch, as_ptx, identity)
+    arch_flags = flags(arch, runs_on, identity)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         done = list(pool.map(lambda unit: compile_unit(compiler, arch_flags, unit, folder), units()))
     kernels = [k for _, report in done for k in resources(report)]
@@ -190,7 +190,7 @@ def build(arch: str, out: pathlib.Path, jobs: int, as_ptx: bool, is_strict: bool
         ],
         check=True,
     )
-    write_manifest(library, arch + ("_ptx" if as_ptx else ""), identity)
+    write_manifest(library, arch + ("_ptx" if runs_on else ""), identity)
     (folder / "resources.txt").write_text(
         "".join(f"{r:4} registers {s:5} spilled  {k}\n" for k, r, s in sorted(kernels))
     )
@@ -211,8 +211,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=max(1, (len(os.sched_getaffinity(0)) or 2)))
     parser.add_argument(
         "--ptx",
-        action="store_true",
-        help="PTX instead of machine code: lets a newer device run an older architecture's paths",
+        nargs="?",
+        const="any",
+        default="",
+        help="PTX instead of machine code: lets a newer device run an older architecture's paths; with a device (sm_90) it is assembled here, not by the driver",
     )
     parser.add_argument(
         "--lenient",

@@ -4,8 +4,9 @@ Usage: python tests/golden/make_bf16.py (torch and transformers; a tool, never i
 log-probability among the twenty best tokens; of these the median and the largest, from each position on that a mode of bench/gpu_golden.py
 begins at: later positions are further off, so a mode is held to the positions that it measures.
 
-A family whose attention chooses blocks by an index has the same two numbers "moved": in f32 with all weights moved by at most half a step of bf16, each at random; over
-twelve draws the median of the medians, and the largest of all. Where two blocks nearly tie, that little makes another one be seen, and one run in bf16 meets few of those places.
+A family whose attention chooses blocks by an index, or whose layers choose experts, has the same two numbers "moved": in f32 with all weights moved by at most half a step of
+bf16, each at random; over twelve draws the median of the medians, and the largest of all. Where two blocks or two experts nearly tie, that little makes another one be chosen, and
+one run in bf16 meets few of those places.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-CHOOSES, N_MOVED = ("indexer",), 12
+CHOOSES, N_MOVED = ("indexer", "num_experts", "num_local_experts", "n_routed_experts"), 12
 PROMPTS = (1, 23, 30)
 """Tokens of the prompt in the modes of bench/gpu_golden.py: what is measured begins at the last of them."""
 
