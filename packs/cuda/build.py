@@ -23,8 +23,10 @@ REPOSITORY = ROOT.parent.parent
 PACKS = REPOSITORY / "runner/paddock_runner/_packs"
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
 VALIDATED = ("sm_90a",)
-INSTRUCTIONS = {"sm_90a": ["-DPK_WGMMA"], "sm_89": ["-DPK_FP8_MMA"], "sm_100f": ["-DPK_TCGEN05"], "sm_120f": ["-DPK_FP8_MMA"]}
-"""What an architecture has beside mma.sync in bf16: wgmma, tcgen05, or mma.sync of e4m3 (sm_90 and sm_100 only emulate that)."""
+INSTRUCTIONS = {"sm_90a": ["-DPK_WGMMA"], "sm_89": ["-DPK_FP8_MMA"], "sm_100f": ["-DPK_TCGEN05"], "sm_120f": ["-DPK_FP8_MMA", "-DPK_FP4_MMA"]}
+"""What an architecture has beside mma.sync in bf16: wgmma, tcgen05, or mma.sync of e4m3 (sm_90 and sm_100 only emulate that) and of e2m1 with block scales."""
+EMULATED = {"sm_89": ["-DPK_FP4_EMULATED"]}
+"""Of libraries for tests (--ptx): sm_120's nearest relative that other cards can run shows its products of e2m1, with products in bf16 in place of the instruction."""
 FORMATS = (
     "BF16", "F16", "FP8_E4M3", "FP8_E5M2", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4",
@@ -80,7 +82,7 @@ def flags(arch: str, runs_on: str, build: str) -> list[str]:
     return [
         "-std=c++20", "-O3", "-Xfatbin", "-compress-all", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden,-O2", "-diag-suppress", "177",
         "-gencode", f"arch=compute_{number},code={code}", "-Xptxas", "-v", f'-DPK_ARCH="{name}"', f'-DPK_BUILD="{build}"',
-        f"-DPK_VALIDATED={int(arch in VALIDATED)}", *INSTRUCTIONS.get(arch, []),
+        f"-DPK_VALIDATED={int(arch in VALIDATED)}", *INSTRUCTIONS.get(arch, []), *(EMULATED.get(arch, []) if runs_on else []),
     ]  # fmt: skip
 
 

@@ -90,7 +90,7 @@ class Config:
         False, "answers to the same request have the same bits alone and among others, cached or not; prompts take longer"
     )
     untried_kernels: bool = knob(
-        False, "also kernels that were compiled for the GPU's architecture and never run on such a card (sm_100: products by tcgen05)"
+        False, "also kernels that were compiled for the GPU's architecture and never run on such a card (sm_100: products by tcgen05; sm_120: FP4 weights by products with block scales)"
     )
     long_prompt_delay: float = knob(
         1.3, "how many times as long as alone a long prompt may take beside streams on a GPU: less makes their longest gaps longer", low=1.05

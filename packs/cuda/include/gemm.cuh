@@ -27,7 +27,7 @@ struct GemmArguments {
     void *y;
     const void *add;
     const StepInfo *info;
-    const float *x_scale;  // [K/128][rows]; FP8 only
+    const float *x_scale;  // [K/128][rows]; FP8 only (FP4: a factor of each row)
     float *partial;        // gemm_partial_bytes; null: no tile is cut along K
     int32_t *flags;        // kGemmFlagBytes, zero before the first launch, then the kernel's own
     int64_t x_scale_stride;
@@ -36,12 +36,13 @@ struct GemmArguments {
     int32_t y_format, add_format;
     int32_t n_w, k, n_tiles, min_rows, act;
     bool are_unpacked;     // the weights are what the kernel before leaves
+    int32_t fp4;           // the format of x and W where they are rows of fp4.cuh; else 0
     int32_t planned_rows;  // rows that tiles are dealt out for; 0: as many as the step has
     float scale, softcap;
 };
 
 // Both take bf16 x with rows of 16-byte multiples, or (x_scale is there) x and FP8 weights as narrow_fp8 leaves them.
-// Ampere and later: cp.async, ldmatrix, mma.sync; FP8 in packs built for sm_89 and sm_120.
+// Ampere and later: cp.async, ldmatrix, mma.sync; FP8 in packs built for sm_89 and sm_120; rows of fp4.cuh where has_fp4_mma.
 bool has_fp8_mma();
 int32_t launch_gemm_mma(const Launch &l, GemmArguments arguments, int64_t max_rows);
 // Hopper: TMA and wgmma.

@@ -73,7 +73,7 @@ int32_t on(pk_ctx *ctx, const char *name, const Body &body) {
     });
 }
 
-#if defined(PK_TCGEN05)
+#if defined(PK_TCGEN05) || defined(PK_FP4_MMA) || defined(PK_FP4_EMULATED)
 constexpr int32_t kMaxIsa = 1;
 #else
 constexpr int32_t kMaxIsa = 0;

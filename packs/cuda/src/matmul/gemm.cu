@@ -1,14 +1,17 @@
-// Tiled matmul with mma.sync: y[rows, N] = x[rows, K] W^T, bf16 x bf16 or (sm_89, sm_120) e4m3 x e4m3 -> f32, for more than 64 rows.
+// Tiled matmul with mma.sync: y[rows, N] = x[rows, K] W^T, bf16 x bf16, (sm_89, sm_120) e4m3 x e4m3 or (sm_120) e2m1 x e2m1 with
+// scales of blocks -> f32, for more than 64 rows.
 //
 // Block: 128 rows x 128 columns, 8 warps of 64 x 32, four cp.async stages of 64 bytes of K. Columns come from up to
 // three weights; with an activation the groups of eight columns alternate between gate and up, so that a thread holds
-// both. FP8: what 128 of K add up to is added with its scales (x: per row and 128 of K; W: per 128 x 128). A fragment of
-// 16 x 32 bytes lies in the same registers for both kinds, so they differ in the instruction alone. Assumes K a multiple
+// both. FP8: what 128 of K add up to is added with its scales (x: per row and 128 of K; W: per 128 x 128). FP4: a stage is
+// 128 of K of one of the terms of x, and its scales; W's is copied once a term. A fragment of 16 x 32 bytes lies in the same
+// registers for all kinds, so they differ in the instruction alone. Assumes K a multiple
 // of 8 and 16-byte rows (FP8: x and W padded with zeros to 128 of K); columns of W beyond its K must not exist (K is the
 // padded width of W, x is read as zero beyond its own). Does not handle: fewer rows than min_rows (the streaming kernel does).
 #include "../../include/gemm.cuh"
 
 #include "../../include/device.cuh"
+#include "../../include/fp4.cuh"
 
 namespace pk {
 namespace {
@@ -18,8 +21,20 @@ constexpr bool kFp8Built = true;
 #else
 constexpr bool kFp8Built = false;
 #endif
+#if defined(PK_FP4_MMA) || defined(PK_FP4_EMULATED)
+constexpr bool kFp4Built = true;
+#else
+constexpr bool kFp4Built = false;
+#endif
 constexpr int kM = 128, kN = 128, kBytes = 64, kStages = 4, kThreads = 256;  // kBytes: of K, a stage
-constexpr int kStageBytes = (kM + kN) * kBytes;
+
+// What the operands are: BF16, FP8_E4M3, MXFP4 or NVFP4.
+template <int kFormat>
+struct Kind {
+    static constexpr bool kFp8 = kFormat == PK_FP8_E4M3, kFp4 = kFormat == PK_MXFP4 || kFormat == PK_NVFP4;
+    static constexpr int kScaleBytes = kFp4 ? Fp4<kFormat>::kScaleBytes : 0;  // a row and stage
+    static constexpr int kStageBytes = (kM + kN) * (kBytes + kScaleBytes);
+};
 
 __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) { return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4); }
 
@@ -32,8 +47,10 @@ __device__ __forceinline__ void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], 
 #endif
 }
 
-template <bool kFp8>
-__global__ void __launch_bounds__(kThreads, kFp8 ? 1 : 2) gemm_mma_kernel(const __grid_constant__ GemmArguments a) {
+template <int kFormat>
+__global__ void __launch_bounds__(kThreads, kFormat == PK_BF16 ? 2 : 1) gemm_mma_kernel(const __grid_constant__ GemmArguments a) {
+    constexpr bool kFp8 = Kind<kFormat>::kFp8, kFp4 = Kind<kFormat>::kFp4;
+    constexpr int kStageBytes = Kind<kFormat>::kStageBytes, kScaleBytes = Kind<kFormat>::kScaleBytes;
     extern __shared__ __align__(128) uint8_t shared[];
     wait_dependence();
     release_dependents();
@@ -61,17 +78,35 @@ __global__ void __launch_bounds__(kThreads, kFp8 ? 1 : 2) gemm_mma_kernel(const 
         w_ok[h] = n < w.rows;
         wp[h] = static_cast<const uint8_t *>(w.data) + static_cast<int64_t>(w_ok[h] ? n : 0) * w.row_bytes;
     }
-    const int k_bytes = kFp8 ? (a.k + 127) / 128 * 128 : a.k * 2, n_steps = (k_bytes + kBytes - 1) / kBytes;
+    // Of x (FP4: of both terms; W has half of it).
+    const int k_bytes = kFp8 || kFp4 ? (a.k + 127) / 128 * 128 : a.k * 2, n_steps = (k_bytes + kBytes - 1) / kBytes;
+    static_assert(!kFp4 || kTerms * 64 == 128);
+    // FP4: each thread copies the scales of a row of x or W, which stand behind its codes.
+    const uint8_t *scales = nullptr;
+    bool scales_ok = false;
+    if constexpr (kFp4) {
+        const int r = tid & 127;
+        if (tid < kM) {
+            scales_ok = m0 + r < n_rows;
+            scales = static_cast<const uint8_t *>(a.x) + static_cast<int64_t>(scales_ok ? m0 + r : 0) * a.x_row_bytes + k_bytes;
+        } else {
+            const GemmWeight &w = a.w[gated ? (r >> 3) & 1 : i];
+            const int n = n0 + (gated ? (r >> 4) * 8 + (r & 7) : r);
+            scales_ok = n < w.rows;
+            scales = static_cast<const uint8_t *>(w.data) + static_cast<int64_t>(scales_ok ? n : 0) * w.row_bytes + k_bytes / 2;
+        }
+    }
     auto copy_stage = [&](int step) {
         if (step < n_steps) {
             uint32_t at = base + (step % kStages) * kStageBytes;
-            int k = step * kBytes + chunk * 16;
+            int k = step * kBytes + chunk * 16, wk = kFp4 ? step / kTerms * kBytes + chunk * 16 : k;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 bool in = k < k_bytes;
                 copy16_async(at + tile_offset(row + 64 * h, chunk), xp[h] + (in ? k : 0), in && x_ok[h]);
-                copy16_async(at + kM * kBytes + tile_offset(row + 64 * h, chunk), wp[h] + (in ? k : 0), in && w_ok[h]);
+                copy16_async(at + kM * kBytes + tile_offset(row + 64 * h, chunk), wp[h] + (in ? wk : 0), in && w_ok[h]);
             }
+            if constexpr (kFp4) copy_async<kScaleBytes>(at + (kM + kN) * kBytes + tid * kScaleBytes, scales + (tid < kM ? step : step / kTerms) * kScaleBytes, scales_ok);
         }
         commit_async();
     };
@@ -104,12 +139,26 @@ __global__ void __launch_bounds__(kThreads, kFp8 ? 1 : 2) gemm_mma_kernel(const 
             for (int m = 0; m < 4; ++m) load_matrix4(x[m], at + tile_offset(wm * 64 + m * 16 + (lane & 15), 2 * k + (lane >> 4)));
 #pragma unroll
             for (int n = 0; n < 2; ++n) load_matrix4(w[n], bt + tile_offset(wn * 32 + n * 16 + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
+            // FP4: the scales of this half of the stage; of x those of the row that this lane answers for.
+            uint32_t x_scales[4], w_scales[4];
+            if constexpr (kFp4) {
+                auto word = [&](int r) {
+                    const uint8_t *p = shared + (step % kStages) * kStageBytes + (kM + kN) * kBytes + r * kScaleBytes;
+                    return kFormat == PK_MXFP4 ? *reinterpret_cast<const uint32_t *>(p) >> (16 * k) : *reinterpret_cast<const uint32_t *>(p + 4 * k);
+                };
+#pragma unroll
+                for (int m = 0; m < 4; ++m) {
+                    x_scales[m] = word(wm * 64 + m * 16 + 8 * (lane & 1) + (lane >> 2));
+                    w_scales[m] = word(kM + wn * 32 + m * 8 + (lane >> 2));
+                }
+            }
 #pragma unroll
             for (int m = 0; m < 4; ++m)
 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
                     const uint32_t b0 = w[n >> 1][(n & 1) * 2], b1 = w[n >> 1][(n & 1) * 2 + 1];
                     if constexpr (kFp8) mma_e4m3(acc[m][n], x[m], b0, b1);
+                    else if constexpr (kFp4) mma_e2m1<kFormat>(acc[m][n], x[m], b0, b1, x_scales[m], w_scales[n]);
                     else mma_bf16(acc[m][n], x[m][0], x[m][1], x[m][2], x[m][3], b0, b1);
                 }
         }
@@ -133,6 +182,16 @@ __global__ void __launch_bounds__(kThreads, kFp8 ? 1 : 2) gemm_mma_kernel(const 
             for (int n = 0; n < 4; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) acc[m][n][e] = sum[m][n][e];
+    }
+    if constexpr (kFp4) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float factor = a.x_scale[min(m0 + wm * 64 + m * 16 + (lane >> 2) + 8 * (e >> 1), n_rows - 1)];
+#pragma unroll
+                for (int n = 0; n < 4; ++n) acc[m][n][e] *= factor;
+            }
     }
     auto finish = [&](const GemmWeight &w, int n, float v) {
         v *= w.scale;
@@ -173,6 +232,7 @@ __global__ void __launch_bounds__(kThreads, kFp8 ? 1 : 2) gemm_mma_kernel(const 
 }  // namespace
 
 bool has_fp8_mma() { return kFp8Built; }
+bool has_fp4_mma(const pk_ctx *ctx) { return kFp4Built && ctx->tries; }
 
 int32_t launch_gemm_mma(const Launch &l, GemmArguments a, int64_t max_rows) {
     const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
@@ -184,9 +244,14 @@ int32_t launch_gemm_mma(const Launch &l, GemmArguments a, int64_t max_rows) {
     a.w[1].first_tile = gated ? 0 : a.w[1].first_tile;
     a.n_tiles = tiles;
     const dim3 grid(static_cast<unsigned>((max_rows + kM - 1) / kM), static_cast<unsigned>(tiles));
+    auto start = [&](auto kernel, int64_t stage_bytes) { return launch(l, "gemm_mma", kernel, grid, dim3(kThreads), kStages * stage_bytes, a); };
+    if constexpr (kFp4Built) {
+        if (a.fp4 == PK_MXFP4) return start(gemm_mma_kernel<PK_MXFP4>, Kind<PK_MXFP4>::kStageBytes);
+        if (a.fp4 == PK_NVFP4) return start(gemm_mma_kernel<PK_NVFP4>, Kind<PK_NVFP4>::kStageBytes);
+    }
     if constexpr (kFp8Built)
-        if (a.x_scale != nullptr) return launch(l, "gemm_mma", gemm_mma_kernel<true>, grid, dim3(kThreads), kStages * kStageBytes, a);
-    return launch(l, "gemm_mma", gemm_mma_kernel<false>, grid, dim3(kThreads), kStages * kStageBytes, a);
+        if (a.x_scale != nullptr) return start(gemm_mma_kernel<PK_FP8_E4M3>, Kind<PK_FP8_E4M3>::kStageBytes);
+    return start(gemm_mma_kernel<PK_BF16>, Kind<PK_BF16>::kStageBytes);
 }
 
 }  // namespace pk

@@ -5,6 +5,7 @@
 
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
+#include "../../include/fp4.cuh"
 #include "../../include/gemm.cuh"
 #include "../../include/invariant.h"
 #include "../../include/skinny.cuh"
@@ -199,7 +200,15 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     a.x_row_bytes = op.x.stride;
     a.k = static_cast<int32_t>(op.x.cols);
     const bool is_fp8 = packed[g.first]->format == PK_FP8_E4M3 && (has_wgmma(l.ctx) || has_fp8_mma());
-    if (!is_fp8 && (op.x.format != PK_BF16 || !is_wide(op.x))) {
+    if (is_fp4(packed[g.first]->format) && has_fp4_mma(l.ctx)) {
+        a.fp4 = packed[g.first]->format;
+        a.x_scale = reinterpret_cast<const float *>(scratch);
+        NarrowFp4 narrow = {a.x, scratch + align256(max_rows * 4), reinterpret_cast<float *>(scratch), nullptr, add_stride(op.x), fp4_row_bytes(a.fp4, padded, kTerms), op.x.rows, op.x.format, a.k, min_rows, 0};
+        if (int32_t status = launch_narrow_fp4(l, a.fp4, narrow, max_rows)) return status;
+        a.x = narrow.out;
+        a.x_row_bytes = narrow.row_bytes;
+        scratch = narrow.out + align256(max_rows * narrow.row_bytes);
+    } else if (!is_fp8 && (op.x.format != PK_BF16 || !is_wide(op.x))) {
         pk_tensor narrow;
         if (int32_t status = narrow_x(l, op.x, max_rows, scratch, &narrow)) return status;
         a.k = static_cast<int32_t>(narrow.cols);
@@ -235,7 +244,7 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
         w.bias = op.bias[g.first + i].data ? reinterpret_cast<const float *>(op.bias[g.first + i].data) + first_row : nullptr;
         w.rows = static_cast<int32_t>(n_rows);
         w.first_column = static_cast<int32_t>(column);
-        w.scale = p.format == PK_BF16 || is_fp8 ? p.scale : 1.0f;
+        w.scale = p.format == PK_BF16 || is_fp8 || a.fp4 ? p.scale : 1.0f;
     };
     if (packed[g.first]->format == PK_BF16 || is_fp8) {
         int64_t column = g.first_column;
@@ -250,8 +259,8 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
             if (int32_t status = narrow_fp8(l, a, max_rows, op.x.format)) return status;
         return launch_gemm(l, a, max_rows);
     }
-    // Panels of dequantised rows.
-    const int64_t row_bytes = padded * 2, sides = gated ? 2 : 1;
+    // Panels of dequantised rows (FP4: of rows in order).
+    const int64_t row_bytes = a.fp4 ? fp4_row_bytes(a.fp4, padded, 1) : padded * 2, sides = gated ? 2 : 1;
     int64_t tallest = 0;
     for (int i = 0; i < g.n; ++i) tallest = std::max(tallest, (packed[g.first + i]->rows + 127) / 128 * 128);
     const int64_t most = std::min(tallest, std::max<int64_t>(128, kPanelBytes / (row_bytes * sides) / 128 * 128));
@@ -265,7 +274,8 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
             for (int64_t side = 0; side < sides; ++side) {
                 uint8_t *panel = scratch + side * align256(most * row_bytes);
                 const Packed &q = *packed[g.first + i + side];
-                if (int32_t status = launch_dequantize(l, q, op.w[g.first + i + side].data, row, n, panel, row_bytes)) return status;
+                const uint64_t data = op.w[g.first + i + side].data;
+                if (int32_t status = a.fp4 ? launch_unpack_fp4(l, q, data, row, n, panel, row_bytes) : launch_dequantize(l, q, data, row, n, panel, row_bytes)) return status;
             }
             for (int64_t side = 0; side < sides; ++side) {
                 uint8_t *panel = scratch + side * align256(most * row_bytes);
