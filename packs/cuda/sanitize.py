@@ -1,7 +1,7 @@
 """Runs the kernel tests of a CUDA pack under compute-sanitizer, several processes at a time, and tells what ran and what it found.
 
 Usage: python packs/cuda/sanitize.py PACK [--tool racecheck] [--jobs 12] [--limit-s 40] [--only WORD ...] [--tests FILE] [--out FOLDER]
-(memcheck, racecheck, synccheck or initcheck). Tests are dealt out one by one, so that what is left when the time is over is
+(memcheck, racecheck, synccheck or initcheck; none: bare). Tests are dealt out one by one, so that what is left when the time is over is
 spread over all of them. Exits 1 when something was found or a test failed; tests that did not run are counted, not hidden.
 """
 
@@ -67,23 +67,12 @@ def start(pack: pathlib.Path, tool: str, tests: list[str], stem: pathlib.Path) -
     """A process that runs the tests under a tool."""
     names, log, findings = (stem.with_suffix(end) for end in (".tests", ".log", ".found"))
     names.write_text("\n".join(tests) + "\n")
-    sanitizer = shutil.which("compute-sanitizer")
-    if not sanitizer:
-        raise SystemExit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
-    command = [
-        sanitizer,
-        "--tool",
-        tool,
-        "--print-limit",
-        "20",
-        "--log-file",
-        str(findings),
-        sys.executable,
-        *PYTEST,
-        "-v",
-        "--tb=short",
-        f"@{names}",
-    ]
+    command = [sys.executable, *PYTEST, "-v", "--tb=short", f"@{names}"]
+    if tool != "none":
+        sanitizer = shutil.which("compute-sanitizer")
+        if not sanitizer:
+            raise SystemExit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
+        command = [sanitizer, "--tool", tool, "--print-limit", "20", "--log-file", str(findings), *command]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -100,7 +89,7 @@ def main() -> None:
     """Runs what the command line names; prints one line, and what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pack", type=pathlib.Path)
-    parser.add_argument("--tool", default="racecheck", choices=("memcheck", "racecheck", "synccheck", "initcheck"))
+    parser.add_argument("--tool", default="racecheck", choices=("memcheck", "racecheck", "synccheck", "initcheck", "none"))
     parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--limit-s", type=float, default=40)
     parser.add_argument("--only", nargs="*", default=[], help="tests whose id holds one of these words")

@@ -50,9 +50,9 @@ bool has_wgmma(const pk_ctx *ctx);
 int64_t gemm_partial_bytes(int32_t n_processors);
 int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 
-// Blackwell: TMA and tcgen05; bf16 only, and only where the context tries kernels that never ran.
+// Blackwell: TMA and tcgen05; only where the context tries kernels that never ran.
 bool has_tcgen05(const pk_ctx *ctx);
-int32_t launch_gemm_tcgen05(const Launch &l, GemmArguments arguments, int64_t max_rows);
+int32_t launch_gemm_tcgen05(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 
 // x (F32 or BF16, x_row_bytes apart) as e4m3 per row and 128 columns in scratch; the arguments say so afterwards.
 int64_t fp8_scratch(int64_t max_rows, int64_t cols);

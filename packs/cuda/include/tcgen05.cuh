@@ -24,15 +24,18 @@ __device__ __forceinline__ void tensor_fence_after() { asm volatile("tcgen05.fen
 __device__ __forceinline__ uint64_t tensor_descriptor(uint32_t shared) {
     return (uint64_t{2} << 61) | (uint64_t{1} << 46) | (uint64_t{64} << 32) | (uint64_t{1} << 16) | ((shared & 0x3ffff) >> 4);
 }
-// d F32, a and b BF16, both with K contiguous.
-template <int kM, int kN>
-constexpr uint32_t kTensorBf16 = 1u << 4 | 1u << 7 | 1u << 10 | (kN / 8) << 17 | (kM / 16) << 24;
+// d F32, a and b BF16 or E4M3, both with K contiguous.
+template <bool kFp8, int kM, int kN>
+constexpr uint32_t kTensorKind = 1u << 4 | (kFp8 ? 0u : 1u << 7 | 1u << 10) | (kN / 8) << 17 | (kM / 16) << 24;
 
-// d[kM, kN] (+)= a[kM, 16] b[kN, 16]^T by one thread.
-template <int kM, int kN>
-__device__ __forceinline__ void tensor_mma_bf16(uint32_t d, uint64_t a, uint64_t b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\ntcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, p;\n}\n" ::"r"(d), "l"(a), "l"(b), "r"(kTensorBf16<kM, kN>), "r"(accumulate ? 1 : 0)
-                 : "memory");
+// d[kM, kN] (+)= a[kM, 32 bytes] b[kN, 32 bytes]^T by one thread.
+template <bool kFp8, int kM, int kN>
+__device__ __forceinline__ void tensor_mma(uint32_t d, uint64_t a, uint64_t b, bool accumulate) {
+    constexpr uint32_t kKind = kTensorKind<kFp8, kM, kN>;
+    if constexpr (kFp8)
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\ntcgen05.mma.cta_group::1.kind::f8f6f4 [%0], %1, %2, %3, p;\n}\n" ::"r"(d), "l"(a), "l"(b), "r"(kKind), "r"(accumulate ? 1 : 0) : "memory");
+    else
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\ntcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, p;\n}\n" ::"r"(d), "l"(a), "l"(b), "r"(kKind), "r"(accumulate ? 1 : 0) : "memory");
 }
 // The barrier gets an arrival when the products that this thread has issued are done.
 __device__ __forceinline__ void tensor_commit(uint64_t *barrier) {

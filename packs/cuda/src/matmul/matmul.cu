@@ -199,7 +199,7 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     a.x = reinterpret_cast<const void *>(op.x.data);
     a.x_row_bytes = op.x.stride;
     a.k = static_cast<int32_t>(op.x.cols);
-    const bool is_fp8 = packed[g.first]->format == PK_FP8_E4M3 && (has_wgmma(l.ctx) || has_fp8_mma());
+    const bool is_fp8 = packed[g.first]->format == PK_FP8_E4M3 && (has_wgmma(l.ctx) || has_fp8_mma() || has_tcgen05(l.ctx));
     if (is_fp4(packed[g.first]->format) && has_fp4_mma(l.ctx)) {
         a.fp4 = packed[g.first]->format;
         a.x_scale = reinterpret_cast<const float *>(scratch);
