@@ -4,9 +4,7 @@ Usage: python tests/golden/make_bf16.py (torch and transformers; a tool, never i
 log-probability among the twenty best tokens; of these the median and the largest, from each position on that a mode of bench/gpu_golden.py
 begins at: later positions are further off, so a mode is held to the positions that it measures.
 
-A family whose attention chooses blocks by an index, or whose layers choose experts, has the same two numbers "moved": in f32 with all weights moved by at most half a step of
-bf16, each at random; over twelve draws the median of the medians, and the largest of all. Where two blocks or two experts nearly tie, that little makes another one be chosen, and
-one run in bf16 meets few of those places.
+What the file holds as "moved" is kept: tests/golden/make_moved.py writes it.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-CHOOSES, N_MOVED = ("indexer", "num_experts", "num_local_experts", "n_routed_experts"), 12
+BF16_JSON = HERE / "bf16.json"
 PROMPTS = (1, 23, 30)
 """Tokens of the prompt in the modes of bench/gpu_golden.py: what is measured begins at the last of them."""
 
@@ -30,37 +28,34 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def distances(folder: Path, seed: int = -1) -> list[float]:
-    """Of every position of a family's golden. seed: of weights that are moved, in f32; otherwise in bf16."""
+def distances(folder: Path) -> list[float]:
+    """Of every position of a family's golden, in bf16."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     data = np.load(folder / "golden.npz")
     maker = AutoModelForImageTextToText if "vision_config" in (folder / "config.json").read_text() else AutoModelForCausalLM
-    kind = torch.bfloat16 if seed < 0 else torch.float32
-    model = maker.from_pretrained(folder, dtype=kind, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(max(seed, 0))
+    model = maker.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
     with torch.no_grad():
-        for p in model.parameters() if seed >= 0 else ():
-            p.mul_(1 + (torch.rand(p.shape, generator=generator) - 0.5) * 2**-7)
         got = log_softmax(model(torch.tensor([data["ids"].tolist()])).logits[0].float().numpy())
     want = log_softmax(data["logits"])
     return [max(abs(want[t][i] - got[t][i]) for i in np.argsort(-got[t])[:20]) for t in range(len(want))]
 
 
-def main() -> None:
-    """Writes the file."""
-    found = {}
-    for golden in sorted((HERE / "tiny").glob("*/golden.npz")):
-        off = distances(golden.parent)
-        found[golden.parent.name] = {str(n): [round(statistics.median(off[n - 1 :]), 4), round(max(off[n - 1 :]), 4)] for n in PROMPTS}
-        if any(word in (golden.parent / "config.json").read_text() for word in CHOOSES):
-            moved = [distances(golden.parent, seed) for seed in range(N_MOVED)]
-            for n in PROMPTS:
-                middle = statistics.median(statistics.median(off[n - 1 :]) for off in moved)
-                found[golden.parent.name][f"moved {n}"] = [round(float(middle), 4), round(max(map(max, moved)), 4)]
+def write(found: dict[str, dict[str, list[float]]]) -> None:
+    """Writes the file, a family a line."""
     lines = ",\n".join(f' "{name}": {json.dumps(pair)}' for name, pair in found.items())
-    (HERE / "bf16.json").write_text(f"{{\n{lines}\n}}\n")
+    BF16_JSON.write_text(f"{{\n{lines}\n}}\n")
+
+
+def main() -> None:
+    """Measures every family and writes the file."""
+    before, found = json.loads(BF16_JSON.read_text()), {}
+    for golden in sorted((HERE / "tiny").glob("*/golden.npz")):
+        name, off = golden.parent.name, distances(golden.parent)
+        found[name] = {str(n): [round(statistics.median(off[n - 1 :]), 4), round(max(off[n - 1 :]), 4)] for n in PROMPTS}
+        found[name] |= {key: value for key, value in before.get(name, {}).items() if key.startswith("moved")}
+    write(found)
 
 
 if __name__ == "__main__":
