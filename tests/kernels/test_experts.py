@@ -138,8 +138,13 @@ def stack_of(b, matrices: list[Weight]):
 KINDS = [*WEIGHT_FORMATS, "fp8_e4m3 tensor", "fp8_e4m3 row", "fp8_e4m3 block", "nvfp4 grouped", "mxfp4 grouped", "q4_k and q6_k"]
 
 
+def is_narrowed(b, name, level):
+    """Whether a GPU narrows x and the hidden values of many tokens too: to e4m3, or for products that never ran on their card to sums of e2m1."""
+    return name == "fp8_e4m3" or (name in ("mxfp4", "nvfp4") and level == 1 and b.activation != abi.PK_F32)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_of_every_format_equal_numpy(bench, rng, kind):
+def test_experts_of_every_format_equal_numpy(bench, rng, kind, level):
     b, m, f, n_experts, k = bench(), 512, 256, 4, 2
     name, _, scales = kind.partition(" ")
     names = [name, "q6_k", name] if scales == "and q6_k" else [name] * 3
@@ -172,14 +177,13 @@ def test_experts_of_every_format_equal_numpy(bench, rng, kind):
                 gate, up = (parts[i][e].values.astype(np.float64) @ x64[t] for i in (0, 1))
                 want[t] += factor * (parts[2][e].values.astype(np.float64) @ (act(gate, "silu") * up))
         error = np.linalg.norm(b.download(y, n) - want, axis=1) / np.linalg.norm(want, axis=1)
-        # of many tokens a GPU may narrow x and the hidden values to e4m3 too
-        loose = 2**-4 if name == "fp8_e4m3" and n > 64 else 2e-2
+        loose = 2**-4 if n > 64 and is_narrowed(b, name, level) else 2e-2
         assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else loose), (n, error)
 
 
 @pytest.mark.parametrize("favour", [0, 40])
-@pytest.mark.parametrize("kind, m, f", [("bf16", 64, 32), ("bf16", 336, 200), ("fp8_e4m3 block", 336, 256), ("fp8_e4m3 row", 144, 128)])
-def test_many_choices_reach_their_experts(bench, rng, favour, kind, m, f):
+@pytest.mark.parametrize("kind, m, f", [("bf16", 64, 32), ("bf16", 336, 200), ("fp8_e4m3 block", 336, 256), ("fp8_e4m3 row", 144, 128), ("mxfp4", 352, 224), ("nvfp4", 320, 192)])
+def test_many_choices_reach_their_experts(bench, rng, favour, kind, m, f, level):
     """Thousands of pairs, even and lopsided; one token names an expert that is not there."""
     b, n_experts, k, n = bench(), 16, 8, 250
     x, x64 = b.activations(rng.normal(size=(n, m)) * 0.3, T)
@@ -199,7 +203,7 @@ def test_many_choices_reach_their_experts(bench, rng, favour, kind, m, f):
         out = (act(x64 @ gate.T, "silu") * (x64 @ up.T)) @ down.T
         want += (factors64 * (ids64 == e)).sum(1)[:, None] * out
     error = np.linalg.norm(b.download(y, n) - want, axis=1) / np.linalg.norm(want, axis=1)
-    assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else 0.09 if scales else 2e-2), error
+    assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else 0.09 if is_narrowed(b, name, level) else 2e-2), error
 
 
 @pytest.mark.parametrize("cols", [1, 33])

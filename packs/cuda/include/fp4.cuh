@@ -11,9 +11,15 @@
 // 4g + 1, of B's column g in lane 4g; block i of the 64 is byte i.
 #pragma once
 #include "device.cuh"
+#include "format/unit.cuh"
 
 namespace pk {
 
+#if defined(PK_FP4_MMA) || defined(PK_FP4_EMULATED)
+constexpr bool kFp4Built = true;
+#else
+constexpr bool kFp4Built = false;
+#endif
 constexpr int kTerms = 2;
 
 template <int kFormat>
@@ -31,14 +37,14 @@ inline int64_t fp4_row_bytes(int32_t format, int64_t padded, int terms) {
 // In packs built for sm_120, where the context tries kernels that never ran.
 bool has_fp4_mma(const pk_ctx *ctx);
 
-// x (F32 or BF16) as fp4_row_bytes(.., kTerms) a row, and a factor of each row.
+// x (F32 or BF16) as fp4_row_bytes(.., kTerms) a row, and a factor of each row. per_token: rows of x a row of the step.
 struct NarrowFp4 {
     const void *x;
     uint8_t *out;
     float *factors;
     const StepInfo *info;
     int64_t x_stride, row_bytes, rows_symbol;
-    int32_t x_format, k, min_rows, is_wide;
+    int32_t x_format, k, min_rows, is_wide, per_token;
 };
 int32_t launch_narrow_fp4(const Launch &l, int32_t format, NarrowFp4 a, int64_t max_rows);
 
@@ -52,6 +58,40 @@ __device__ __forceinline__ float e2m1_to_f32(uint32_t code) {
 __device__ __forceinline__ float fp4_scale(bool is_mx, uint32_t code) {
     if (!is_mx) return e4m3_to_f32(static_cast<uint8_t>(code));
     return code == 255u ? __uint_as_float(0x7fffffffu) : __uint_as_float(code ? code << 23 : 0x00400000u);
+}
+
+// Block c of 32 codes in order, of row r (half 0) or r + 8 of a unit that lies in the registers of a warp; c: lane % 4. Nibbles of a word
+// of the unit come in the order 0 2 4 6 1 3 5 7; its lower half is elements 4c to 4c + 3 of a block, the upper 16 + 4c and on.
+template <class U>
+__device__ __forceinline__ uint4 fp4_block(const UnitRegisters<U> &u, int half) {
+    static_assert(U::kU == 128 && U::kLowVectors == 2);
+    const int c = threadIdx.x & 3;
+    uint32_t word[4], quarter[4];  // quarter[d]: what lane d of the four holds of block c
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        const uint32_t w = word_of(u.low[b / 2], (b & 1) * 2 + half);
+        word[b] = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) word[b] |= (w >> (4 * (i / 2 + 4 * (i & 1))) & 15u) << (4 * i);
+    }
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+        // In round d a lane gives the block of the lane it exchanges with.
+        const int other = c ^ d;
+        const uint32_t mine = other == 0 ? word[0] : other == 1 ? word[1] : other == 2 ? word[2] : word[3];
+        const uint32_t got = __shfl_xor_sync(~0u, mine, d);
+        if (other == 0) quarter[0] = got;
+        else if (other == 1) quarter[1] = got;
+        else if (other == 2) quarter[2] = got;
+        else quarter[3] = got;
+    }
+    return make_uint4(__byte_perm(quarter[0], quarter[1], 0x5410), __byte_perm(quarter[2], quarter[3], 0x5410), __byte_perm(quarter[0], quarter[1], 0x7632), __byte_perm(quarter[2], quarter[3], 0x7632));
+}
+// Four of the scales of that row, in order; c below scale bytes / 4.
+template <int kFormat>
+__device__ __forceinline__ uint32_t fp4_scales(const UnitRegisters<Unit<kFormat>> &u, int half, int c) {
+    const uint32_t word = u.scale[half * (Unit<kFormat>::kRowScaleBytes / 4) + c];
+    return kFormat == PK_NVFP4 ? word & 0x7f7f7f7fu : word;
 }
 
 #if defined(PK_FP4_EMULATED)

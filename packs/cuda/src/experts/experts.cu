@@ -10,6 +10,7 @@
 #include "../../include/chosen.cuh"
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
+#include "../../include/fp4.cuh"
 #include "../../include/gemm.cuh"
 #include "../../include/grouped.cuh"
 #include "../../include/invariant.h"
@@ -280,7 +281,7 @@ struct Plan {
     int64_t x_row_bytes[3] = {}, shared_bytes[3] = {};
     int64_t x_cols = 0, hidden_cols = 0, panel = 0, scale_stride = 0;
     int32_t out_format = PK_F32;
-    int64_t items = 0, n_items = 0, cursors = 0, order = 0, rank = 0, hidden = 0, hidden_scales = 0, x = 0, x_scales = 0, out = 0, bytes = 0;
+    int64_t items = 0, n_items = 0, cursors = 0, order = 0, rank = 0, hidden = 0, hidden_scales = 0, x = 0, x_scales = 0, out = 0, fp4 = 0, bytes = 0;
 };
 
 bool is_wide(const pk_tensor &x) { return x.cols % 8 == 0 && x.stride % 16 == 0 && x.data % 16 == 0; }
@@ -361,6 +362,9 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     p.hidden = take(p.pairs * p.hidden_cols * 2);
     p.x = take(p.is_stream || (op.x.format == PK_BF16 && is_wide(op.x)) ? 0 : n_rows * round_up(op.x.cols, 8) * 2);
     p.out = take(p.pairs * p.panel * out_bytes);
+    // Rows of x, later of the hidden values, for products with block scales: factors first.
+    const bool has_fp4 = !p.is_stream && has_fp4_mma(&ctx) && (is_fp4(op.up.format) || is_fp4(op.down.format) || is_fp4(first_stack(op).format));
+    p.fp4 = take(has_fp4 ? round_up(p.pairs * 4, 256) + std::max(n_rows * fp4_row_bytes(PK_NVFP4, round_up(op.x.cols, 128), kTerms), p.pairs * fp4_row_bytes(PK_NVFP4, round_up(p.hidden_cols, 128), kTerms)) : 0);
     p.bytes = at;
     return p;
 }
@@ -582,7 +586,17 @@ static int32_t run_experts(const Launch &l, const pk_op_experts &op, const Exper
         p.n_units = static_cast<int32_t>(packed.padded_cols / unit_of(packed.format).unit);
         p.warps_k = plan.warps_k[which];
         p.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[which]);
-        return launch_product(l, packed.format, plan, p, which);
+        if (plan.is_stream || !is_fp4(packed.format) || !has_fp4_mma(l.ctx)) return launch_product(l, packed.format, plan, p, which);
+        ExpertProduct narrow = p;
+        const int32_t per_token = p.by_position ? p.n_used : 1;
+        float *factors = reinterpret_cast<float *>(l.scratch + plan.fp4);
+        const NarrowFp4 a = {p.x, l.scratch + plan.fp4 + round_up(plan.pairs * 4, 256), factors, nullptr, p.x_stride, fp4_row_bytes(packed.format, packed.padded_cols, kTerms), p.rows_symbol, p.x_format, p.k, 0, 0, per_token};
+        if (p.first_row == 0)
+            if (int32_t e = launch_narrow_fp4(l, packed.format, a, n_rows * per_token)) return e;
+        narrow.x = a.out;
+        narrow.x_stride = a.row_bytes / 2;
+        narrow.x_factors = factors;
+        return launch_product(l, packed.format, plan, narrow, which);
     };
     const Packed &gate = *find_packed(l.ctx, first_stack(op)), &up = *find_packed(l.ctx, op.up), &down = *find_packed(l.ctx, op.down);
     const bool has_gate = op.gate.data != 0, is_one = has_gate && gate.format == up.format;

@@ -3,10 +3,11 @@
 // Few pairs: up to eight pairs of one expert stand on the N side of mma.sync m16n8k16, weights on the M side straight from
 // registers in their stored form; scales are applied to sums of their group, so nothing is rounded on the way. The warps of a
 // block split K. Many pairs: 128 x 128 tiles; each warp decodes its 16 rows of W into swizzled shared memory one stage ahead of
-// the products. x: F32 or BF16 (tiles: BF16, 16-byte rows).
+// the products: as bf16, or (FP4) as codes and scales in order. x: F32 or BF16 (tiles: BF16, 16-byte rows, or rows of fp4.cuh).
 #include <algorithm>
 
 #include "../../include/experts_piece.cuh"
+#include "../../include/fp4.cuh"
 #include "../../include/wgmma.cuh"
 
 namespace pk {
@@ -158,6 +159,50 @@ __device__ __forceinline__ void decode(const typename PieceOf<kFormat>::Register
     }
 }
 
+// FP4: a stage is 128 of K. Of x both terms, 128 bytes a row, then the scales; of W 64 bytes a row, then the scales.
+__device__ __forceinline__ uint32_t codes_offset(int row, int chunk) { return row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4); }
+
+template <int kFormat, class Row>
+__device__ __forceinline__ void order(const typename PieceOf<kFormat>::Registers &u, uint8_t *tile, int lane, const Row &row) {
+    constexpr int kScaleBytes = Fp4<kFormat>::kScaleBytes;
+    const int r = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int at = row(r + 8 * half);
+        *reinterpret_cast<uint4 *>(tile + codes_offset(at, c)) = fp4_block(u, half);
+        if (c < kScaleBytes / 4) *reinterpret_cast<uint32_t *>(tile + kTileRows * 64 + at * kScaleBytes + 4 * c) = fp4_scales<kFormat>(u, half, c);
+    }
+}
+
+// acc as in end_products below.
+template <int kFormat>
+__device__ __forceinline__ void multiply_fp4(float (&acc)[64], const uint8_t *x, const uint8_t *x_scales, const uint8_t *w) {
+    constexpr int kScaleBytes = Fp4<kFormat>::kScaleBytes;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wm = warp & 1, wn = warp >> 1;
+    auto word = [](const uint8_t *scales, int k) {
+        return kFormat == PK_MXFP4 ? *reinterpret_cast<const uint32_t *>(scales) >> (16 * k) : *reinterpret_cast<const uint32_t *>(scales + 4 * k);
+    };
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        uint32_t right[2][4], w_scales[4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) load_matrix4(right[n], shared_address(w) + codes_offset(wn * 32 + n * 16 + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
+#pragma unroll
+        for (int n = 0; n < 4; ++n) w_scales[n] = word(w + kTileRows * 64 + (wn * 32 + n * 8 + (lane >> 2)) * kScaleBytes, k);
+#pragma unroll
+        for (int term = 0; term < kTerms; ++term)
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                uint32_t left[4];
+                load_matrix4(left, shared_address(x) + tile_offset(wm * 64 + m * 16 + (lane & 15), 4 * term + 2 * k + (lane >> 4)));
+                const uint32_t scales = word(x_scales + ((wm * 64 + m * 16 + 8 * (lane & 1) + (lane >> 2)) * kTerms + term) * kScaleBytes, k);
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+                    mma_e2m1<kFormat>(*reinterpret_cast<float(*)[4]>(&acc[4 * (4 * m + n)]), left, right[n >> 1][(n & 1) * 2], right[n >> 1][(n & 1) * 2 + 1], scales, w_scales[n]);
+            }
+    }
+}
+
 #ifdef PK_WGMMA
 constexpr bool kHopper = true;
 #else
@@ -208,10 +253,10 @@ __device__ __forceinline__ int column_of(int i) {
 
 // Grid: items, tiles of W's rows (64 outputs with two weights). With two weights groups of eight rows alternate, so that a thread
 // holds gate and up of the same outputs.
-template <int kFormat>
+template <int kFormat, bool kFp4>
 __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_kernel(const __grid_constant__ ExpertProduct p) {
     using P = PieceOf<kFormat>;
-    constexpr int kParts = P::kU / kStageK;
+    constexpr int kParts = kFp4 ? 1 : P::kU / kStageK;
     extern __shared__ __align__(128) uint8_t shared[];
     wait_dependence();
     release_dependents();
@@ -235,15 +280,29 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
         const int row = (tid >> 3) + 32 * h;
         xp[h] = row < item.count ? static_cast<const uint8_t *>(p.x) + x_row_of(p, item.first + row) * p.x_stride * 2 : nullptr;
     }
+    const int width = kFp4 ? p.n_units * kStageK : p.k;  // of a row of x, in steps of two bytes
+    uint8_t *x_scales = ws + 2 * kStageBytes;
     auto copy_x = [&](int step) {
         const uint32_t at = shared_address(xs) + (step % kXStages) * kStageBytes;
         const int k = step * kStageK + chunk * 8;
 #pragma unroll
         for (int h = 0; h < 4; ++h) {
-            const bool in = k < p.k && xp[h] != nullptr;
+            const bool in = k < width && xp[h] != nullptr;
             copy16_async(at + tile_offset((tid >> 3) + 32 * h, chunk), in ? xp[h] + k * 2 : p.x, in);
         }
+        if constexpr (kFp4) {
+            // One of eight threads copies the scales of each row.
+            constexpr int kBytes = kTerms * Fp4<kFormat>::kScaleBytes;
+            const int h = chunk & 3;
+            const uint8_t *from = h == 0 ? xp[0] : h == 1 ? xp[1] : h == 2 ? xp[2] : xp[3];
+            const bool in = k < width && from != nullptr;
+            if (chunk < 4) copy_async<kBytes>(shared_address(x_scales) + ((step % kXStages) * kTileRows + (tid >> 3) + 32 * h) * kBytes, in ? from + width * 2 + step * kBytes : p.x, in);
+        }
         commit_async();
+    };
+    auto place = [&]<int kPart>(const typename P::Registers &u, uint8_t *tile, float block_scale) {
+        if constexpr (kFp4) order<kFormat>(u, tile, lane, tile_row);
+        else decode<kFormat, kPart>(u, tile, lane, block_scale, tile_row);
     };
     typename P::Registers regs;
     float block_scale = 1.0f;
@@ -256,7 +315,7 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
     load(0);
     copy_x(0);
     copy_x(1);
-    decode<kFormat, 0>(regs, ws, lane, block_scale, tile_row);
+    place.template operator()<0>(regs, ws, block_scale);
     if constexpr (kParts == 1) load(1);
     auto step = [&]<int kPart>(int u) {
         constexpr int kNext = (kPart + 1) % kParts;
@@ -267,11 +326,12 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
         fence_async_proxy();
 #endif
         __syncthreads();
-        begin_products(acc, xt, wt);
+        if constexpr (!kFp4) begin_products(acc, xt, wt);
         copy_x(s + 2);
-        decode<kFormat, kNext>(regs, ws + ((s + 1) & 1) * kStageBytes, lane, block_scale, tile_row);
+        place.template operator()<kNext>(regs, ws + ((s + 1) & 1) * kStageBytes, block_scale);
         if constexpr (kNext == kParts - 1) load(u + 1 + (kParts == 1));
-        end_products(acc, xt, wt);
+        if constexpr (kFp4) multiply_fp4<kFormat>(acc, xs + (s % kXStages) * kStageBytes, x_scales + (s % kXStages) * kTileRows * kTerms * Fp4<kFormat>::kScaleBytes, ws + (s & 1) * kStageBytes);
+        else end_products(acc, xt, wt);
     };
     for (int u = 0; u < p.n_units; ++u) {
         step.template operator()<0>(u);
@@ -302,6 +362,12 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
             if (pair >= item.count || local >= end_local) continue;
             const int64_t at = (item.first + pair) * p.out_stride + local;
             const int e = 4 * i + 2 * half, f = 4 * (i | 1) + 2 * half;
+            if constexpr (kFp4) {
+                const float factor = p.x_factors[x_row_of(p, item.first + pair)];
+                for (int j : {e, e + 1}) acc[j] *= factor;
+                if (is_gated)
+                    for (int j : {f, f + 1}) acc[j] *= factor;
+            }
             const float a = value(row, acc[e], acc[f], at), b = value(row + 1, acc[e + 1], acc[f + 1], at + 1);
             if (is_paired && p.out_format == PK_BF16) {
                 *reinterpret_cast<uint32_t *>(static_cast<bf16 *>(p.out) + at) = pack_bf16(a, b);
@@ -327,7 +393,11 @@ int32_t launch_expert_stream(const Launch &l, const ExpertProduct &p, int32_t ma
 template <int kFormat>
 int32_t launch_expert_tiles(const Launch &l, const ExpertProduct &p, int32_t max_items) {
     const int32_t out_rows = p.n_w == 2 ? kTileRows / 2 : kTileRows;
-    return launch(l, "expert_tiles", expert_tiles_kernel<kFormat>, dim3(max_items, (p.n_rows + out_rows - 1) / out_rows), dim3(kExpertThreads), (kXStages + 2) * kStageBytes + 1024, p);
+    const dim3 grid(max_items, (p.n_rows + out_rows - 1) / out_rows), block(kExpertThreads);
+    constexpr int64_t kBytes = (kXStages + 2) * kStageBytes + 1024;
+    if constexpr (kFp4Built && (kFormat == PK_MXFP4 || kFormat == PK_NVFP4))
+        if (p.x_factors != nullptr) return launch(l, "expert_tiles", expert_tiles_kernel<kFormat, true>, grid, block, kBytes + kXStages * kTileRows * kTerms * Fp4<kFormat>::kScaleBytes, p);
+    return launch(l, "expert_tiles", expert_tiles_kernel<kFormat, false>, grid, block, kBytes, p);
 }
 
 template int32_t launch_expert_stream<PK_EXPERT_FORMAT>(const Launch &, const ExpertProduct &, int32_t, int64_t);

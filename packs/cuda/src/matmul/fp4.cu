@@ -1,8 +1,6 @@
 // What products with block scales read (include/fp4.cuh): x as a sum of e2m1 numbers, packed weights as rows of codes and scales.
 #include "../../include/fp4.cuh"
 
-#include "../../include/format/unit.cuh"
-
 namespace pk {
 namespace {
 
@@ -34,7 +32,7 @@ __global__ void __launch_bounds__(256) narrow_fp4_kernel(const __grid_constant__
     wait_dependence();
     release_dependents();
     const int row = blockIdx.x, n_rows = rows_of(a.info, a.rows_symbol);
-    if (row >= n_rows || n_rows < a.min_rows) return;
+    if (row >= n_rows * a.per_token || n_rows < a.min_rows) return;
     const int64_t from = row * a.x_stride;
     float factor = 1.0f;
     if constexpr (!F::kIsMx) {
@@ -96,12 +94,10 @@ struct UnpackArguments {
     int32_t first_row, n_rows, n_units;
 };
 
-// A warp per unit of 16 rows x 128: lane (r, c) turns its quarters of four blocks of 32 into block c of the row. Nibbles of a word of the
-// unit come in the order 0 2 4 6 1 3 5 7; the lower half is elements 4c to 4c + 3 of a block, the upper half 16 + 4c and on.
+// A warp per unit of 16 rows x 128: lane (r, c) writes block c of rows r and r + 8.
 template <int kFormat>
 __global__ void __launch_bounds__(128) unpack_fp4_kernel(const __grid_constant__ UnpackArguments a) {
     using U = Unit<kFormat>;
-    static_assert(U::kU == 128 && U::kLowVectors == 2);
     wait_dependence();
     release_dependents();
     const int lane = threadIdx.x & 31, c = lane & 3, unit = blockIdx.x * 4 + (threadIdx.x >> 5);
@@ -110,36 +106,12 @@ __global__ void __launch_bounds__(128) unpack_fp4_kernel(const __grid_constant__
     load_unit<U>(u, a.data + ((static_cast<int64_t>(a.first_row >> 4) + blockIdx.y) * a.n_units + unit) * U::kBytes, lane);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        uint32_t word[4];
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-            const uint32_t w = word_of(u.low[b / 2], (b & 1) * 2 + half);
-            word[b] = 0;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) word[b] |= (w >> (4 * (i / 2 + 4 * (i & 1))) & 15u) << (4 * i);
-        }
-        // quarter[d]: what lane d of the four holds of block c.
-        uint32_t quarter[4];
-#pragma unroll
-        for (int d = 0; d < 4; ++d) {
-            // In round d a lane gives the block of the lane it exchanges with.
-            const int other = c ^ d;
-            const uint32_t mine = other == 0 ? word[0] : other == 1 ? word[1] : other == 2 ? word[2] : word[3];
-            const uint32_t got = __shfl_xor_sync(~0u, mine, d);
-            if (other == 0) quarter[0] = got;
-            else if (other == 1) quarter[1] = got;
-            else if (other == 2) quarter[2] = got;
-            else quarter[3] = got;
-        }
+        const uint4 codes = fp4_block(u, half);
         const int row = blockIdx.y * 16 + (lane >> 2) + 8 * half;
         if (row >= a.n_rows) continue;
         uint8_t *out = a.out + row * a.row_bytes;
-        *reinterpret_cast<uint4 *>(out + unit * 64 + c * 16) = make_uint4(
-            __byte_perm(quarter[0], quarter[1], 0x5410), __byte_perm(quarter[2], quarter[3], 0x5410), __byte_perm(quarter[0], quarter[1], 0x7632), __byte_perm(quarter[2], quarter[3], 0x7632));
-        if (c < U::kRowScaleBytes / 4) {
-            const uint32_t scale = u.scale[half * (U::kRowScaleBytes / 4) + c];
-            *reinterpret_cast<uint32_t *>(out + static_cast<int64_t>(a.n_units) * 64 + unit * U::kRowScaleBytes + 4 * c) = kFormat == PK_NVFP4 ? scale & 0x7f7f7f7fu : scale;
-        }
+        *reinterpret_cast<uint4 *>(out + unit * 64 + c * 16) = codes;
+        if (c < U::kRowScaleBytes / 4) *reinterpret_cast<uint32_t *>(out + static_cast<int64_t>(a.n_units) * 64 + unit * U::kRowScaleBytes + 4 * c) = fp4_scales<kFormat>(u, half, c);
     }
 }
 

@@ -21,11 +21,6 @@ constexpr bool kFp8Built = true;
 #else
 constexpr bool kFp8Built = false;
 #endif
-#if defined(PK_FP4_MMA) || defined(PK_FP4_EMULATED)
-constexpr bool kFp4Built = true;
-#else
-constexpr bool kFp4Built = false;
-#endif
 constexpr int kM = 128, kN = 128, kBytes = 64, kStages = 4, kThreads = 256;  // kBytes: of K, a stage
 
 // What the operands are: BF16, FP8_E4M3, MXFP4 or NVFP4.

@@ -203,7 +203,7 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     if (is_fp4(packed[g.first]->format) && has_fp4_mma(l.ctx)) {
         a.fp4 = packed[g.first]->format;
         a.x_scale = reinterpret_cast<const float *>(scratch);
-        NarrowFp4 narrow = {a.x, scratch + align256(max_rows * 4), reinterpret_cast<float *>(scratch), nullptr, add_stride(op.x), fp4_row_bytes(a.fp4, padded, kTerms), op.x.rows, op.x.format, a.k, min_rows, 0};
+        NarrowFp4 narrow = {a.x, scratch + align256(max_rows * 4), reinterpret_cast<float *>(scratch), nullptr, add_stride(op.x), fp4_row_bytes(a.fp4, padded, kTerms), op.x.rows, op.x.format, a.k, min_rows, 0, 1};
         if (int32_t status = launch_narrow_fp4(l, a.fp4, narrow, max_rows)) return status;
         a.x = narrow.out;
         a.x_row_bytes = narrow.row_bytes;
