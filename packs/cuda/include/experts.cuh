@@ -37,7 +37,6 @@ struct ExpertProduct {
     const int32_t *n_items, *order;  // order: pair at a position; a pair is token * n_used + i
     const int32_t *ids;              // of a lone token, or null
     const int32_t *places;           // of every expert, or null: the expert's number (lone tokens; items know theirs)
-    const float *x_factors;          // of every row of x where its rows are those of fp4.cuh, or null
     const StepInfo *info;
     int64_t x_stride, out_stride, rows_symbol;  // elements
     int32_t x_format, out_format, is_wide, by_position;  // by_position: row of x is the position, not the pair's token
@@ -45,6 +44,7 @@ struct ExpertProduct {
     int32_t k, n_units, first_row, n_rows;
     int32_t warps_k, x_row_bytes, padded_out;  // padded_out: columns below it and past the rows are written as zeros
     float limit, alpha;
+    const float *x_factors;  // of every row of x where its rows are those of fp4.cuh, or null
 };
 
 struct ExpertUnit {

@@ -36,9 +36,9 @@ struct GemmArguments {
     int32_t y_format, add_format;
     int32_t n_w, k, n_tiles, min_rows, act;
     bool are_unpacked;     // the weights are what the kernel before leaves
-    int32_t fp4;           // the format of x and W where they are rows of fp4.cuh; else 0
     int32_t planned_rows;  // rows that tiles are dealt out for; 0: as many as the step has
     float scale, softcap;
+    int32_t fp4;  // the format of x and W where they are rows of fp4.cuh; else 0
 };
 
 // Both take bf16 x with rows of 16-byte multiples, or (x_scale is there) x and FP8 weights as narrow_fp8 leaves them.

@@ -280,14 +280,12 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
         const int row = (tid >> 3) + 32 * h;
         xp[h] = row < item.count ? static_cast<const uint8_t *>(p.x) + x_row_of(p, item.first + row) * p.x_stride * 2 : nullptr;
     }
-    const int width = kFp4 ? p.n_units * kStageK : p.k;  // of a row of x, in steps of two bytes
-    uint8_t *x_scales = ws + 2 * kStageBytes;
     auto copy_x = [&](int step) {
         const uint32_t at = shared_address(xs) + (step % kXStages) * kStageBytes;
         const int k = step * kStageK + chunk * 8;
 #pragma unroll
         for (int h = 0; h < 4; ++h) {
-            const bool in = k < width && xp[h] != nullptr;
+            const bool in = k < (kFp4 ? p.n_units * kStageK : p.k) && xp[h] != nullptr;
             copy16_async(at + tile_offset((tid >> 3) + 32 * h, chunk), in ? xp[h] + k * 2 : p.x, in);
         }
         if constexpr (kFp4) {
@@ -295,14 +293,11 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
             constexpr int kBytes = kTerms * Fp4<kFormat>::kScaleBytes;
             const int h = chunk & 3;
             const uint8_t *from = h == 0 ? xp[0] : h == 1 ? xp[1] : h == 2 ? xp[2] : xp[3];
+            const int width = p.n_units * kStageK;
             const bool in = k < width && from != nullptr;
-            if (chunk < 4) copy_async<kBytes>(shared_address(x_scales) + ((step % kXStages) * kTileRows + (tid >> 3) + 32 * h) * kBytes, in ? from + width * 2 + step * kBytes : p.x, in);
+            if (chunk < 4) copy_async<kBytes>(shared_address(ws) + 2 * kStageBytes + ((step % kXStages) * kTileRows + (tid >> 3) + 32 * h) * kBytes, in ? from + width * 2 + step * kBytes : p.x, in);
         }
         commit_async();
-    };
-    auto place = [&]<int kPart>(const typename P::Registers &u, uint8_t *tile, float block_scale) {
-        if constexpr (kFp4) order<kFormat>(u, tile, lane, tile_row);
-        else decode<kFormat, kPart>(u, tile, lane, block_scale, tile_row);
     };
     typename P::Registers regs;
     float block_scale = 1.0f;
@@ -315,7 +310,8 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
     load(0);
     copy_x(0);
     copy_x(1);
-    place.template operator()<0>(regs, ws, block_scale);
+    if constexpr (kFp4) order<kFormat>(regs, ws, lane, tile_row);
+    else decode<kFormat, 0>(regs, ws, lane, block_scale, tile_row);
     if constexpr (kParts == 1) load(1);
     auto step = [&]<int kPart>(int u) {
         constexpr int kNext = (kPart + 1) % kParts;
@@ -328,9 +324,10 @@ __global__ void __launch_bounds__(kExpertThreads, kHopper ? 2 : 1) expert_tiles_
         __syncthreads();
         if constexpr (!kFp4) begin_products(acc, xt, wt);
         copy_x(s + 2);
-        place.template operator()<kNext>(regs, ws + ((s + 1) & 1) * kStageBytes, block_scale);
+        if constexpr (kFp4) order<kFormat>(regs, ws + ((s + 1) & 1) * kStageBytes, lane, tile_row);
+        else decode<kFormat, kNext>(regs, ws + ((s + 1) & 1) * kStageBytes, lane, block_scale, tile_row);
         if constexpr (kNext == kParts - 1) load(u + 1 + (kParts == 1));
-        if constexpr (kFp4) multiply_fp4<kFormat>(acc, xs + (s % kXStages) * kStageBytes, x_scales + (s % kXStages) * kTileRows * kTerms * Fp4<kFormat>::kScaleBytes, ws + (s & 1) * kStageBytes);
+        if constexpr (kFp4) multiply_fp4<kFormat>(acc, xs + (s % kXStages) * kStageBytes, ws + 2 * kStageBytes + (s % kXStages) * kTileRows * kTerms * Fp4<kFormat>::kScaleBytes, ws + (s & 1) * kStageBytes);
         else end_products(acc, xt, wt);
     };
     for (int u = 0; u < p.n_units; ++u) {
