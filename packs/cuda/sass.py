@@ -21,15 +21,14 @@ import build
 
 MATRIX = re.compile(r"\b(HMMA|HGMMA|QGMMA|IMMA|IGMMA|QMMA|OMMA|UTC\w*MMA)(?:\.[\w.]+)?")
 ANYWHERE = {
-    "stream_matmul": "HMMA", "gemm_mma": "HMMA|QMMA|OMMA", "attention_prefill_kernel": "HMMA", "expert_stream_kernel": "HMMA", "expert_tiles_kernel": "HMMA|HGMMA", "delta_chunk_kernel": "HMMA",
+    "stream_matmul": "HMMA", "gemm_mma": "HMMA|QMMA|OMMA", "attention_prefill_kernel": "HMMA", "expert_stream_kernel": "HMMA", "expert_tiles_kernel": "HMMA|HGMMA|OMMA", "delta_chunk_kernel": "HMMA",
     "delta_scan_kernel": "HMMA",
 }  # fmt: skip
-OWN = {"sm_90a": {"gemm_wgmma": "HGMMA|QGMMA", "attention_wgmma": "HGMMA", "expert_grouped_kernel": "HGMMA|QGMMA"}, "sm_100f": {"gemm_tcgen05": "UTCHMMA"}}
+OWN = {"sm_90a": {"gemm_wgmma": "HGMMA|QGMMA", "attention_wgmma": "HGMMA", "expert_grouped_kernel": "HGMMA|QGMMA"}, "sm_100f": {"gemm_tcgen05": "UTCHMMA|UTCQMMA"}}
 WHOLE = {"sm_90a": ("HGMMA", "QGMMA"), "sm_89": ("QMMA",), "sm_120f": ("QMMA", "OMMA")}
 """Instructions that must be somewhere in a library of the architecture: products of fp8, and of fp4 with block scales."""
 MISSING = {
-    "sm_100f": "UTCQMMA and UTCOMMA (FP8 and FP4 by tcgen05): such weights are widened to bf16; attention and experts use mma.sync",
-    "sm_120f": "experts of FP4 weights by products with block scales (OMMA): they are widened to bf16",
+    "sm_100f": "UTCOMMA (FP4 by tcgen05): such weights are widened to bf16; attention and experts use mma.sync",
 }
 
 
