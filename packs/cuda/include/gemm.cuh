@@ -1,12 +1,10 @@
 // Arguments of the tiled matmuls (more rows than the streaming kernel takes): y[rows, N] = x[rows, K] W^T, bf16 operands.
 #pragma once
 #include "context.h"
+#include "quantise.cuh"
 #include "skinny.cuh"
 
 namespace pk {
-
-constexpr int64_t kGemmFlagBytes = 4 * kMaxBlocks * 4, kGemmFlagsAt = kCounterBytes - kSkinnyFlagBytes - kGemmFlagBytes;  // before the skinny kernel's
-constexpr int64_t kPartFloats = 128 * 256;  // the sums of a tile
 
 struct GemmWeight {
     const void *data;        // bf16 [rows, K] row-major
@@ -28,15 +26,14 @@ struct GemmArguments {
     const void *add;
     const StepInfo *info;
     const float *x_scale;  // [K/128][rows]; FP8 only (FP4: a factor of each row)
-    float *partial;        // gemm_partial_bytes; null: no tile is cut along K
-    int32_t *flags;        // kGemmFlagBytes, zero before the first launch, then the kernel's own
     int64_t x_scale_stride;
     int64_t x_row_bytes, y_stride, add_stride;
     int64_t rows_symbol;
     int32_t y_format, add_format;
     int32_t n_w, k, n_tiles, min_rows, act;
-    bool are_unpacked;     // the weights are what the kernel before leaves
-    int32_t planned_rows;  // rows that tiles are dealt out for; 0: as many as the step has
+    bool are_unpacked;  // the weights are what the kernel before leaves
+    Narrowed narrowed;  // where y goes narrowed, too: of gated products that leave it so
+    int32_t most_rows;  // bound of rows
     float scale, softcap;
     int32_t fp4;  // the format of x and W where they are rows of fp4.cuh; else 0
 };
@@ -45,17 +42,19 @@ struct GemmArguments {
 // Ampere and later: cp.async, ldmatrix, mma.sync; FP8 in packs built for sm_89 and sm_120; rows of fp4.cuh where has_fp4_mma.
 bool has_fp8_mma();
 int32_t launch_gemm_mma(const Launch &l, GemmArguments arguments, int64_t max_rows);
-// Hopper: TMA and wgmma.
+// Hopper: TMA and wgmma; up to so many rows by clusters of blocks. leaves_narrowed: whether a gated product of that shape has a row's 128
+// columns in one block.
+constexpr int64_t kClusterRows = 512;
 bool has_wgmma(const pk_ctx *ctx);
-int64_t gemm_partial_bytes(int32_t n_processors);
 int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
+int32_t launch_gemm_cluster(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
+bool leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);
 
 // Blackwell: TMA and tcgen05; only where the context tries kernels that never ran.
 bool has_tcgen05(const pk_ctx *ctx);
 int32_t launch_gemm_tcgen05(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 
-// x (F32 or BF16, x_row_bytes apart) as e4m3 per row and 128 columns in scratch; the arguments say so afterwards.
-int64_t fp8_scratch(int64_t max_rows, int64_t cols);
-int32_t narrow_fp8(const Launch &l, GemmArguments &arguments, int64_t max_rows, int32_t x_format);
+// x (F32 or BF16, x_row_bytes apart) as e4m3 per row and 128 columns in scratch, unless it is given; the arguments say so afterwards.
+int32_t narrow_fp8(const Launch &l, GemmArguments &arguments, int64_t max_rows, int32_t x_format, const Narrowed &given);
 
 }  // namespace pk

@@ -29,6 +29,26 @@ __device__ __forceinline__ void add_in_memory(float *to, float4 v) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
+// 128 columns of a row, from column n0 on, that four lanes have as pairs 8j + 2c: narrowed as src/matmul/quantise.cu does.
+__device__ __forceinline__ void store_narrowed(const Narrowed &to, int n0, int row, int c, bool is_in, const uint32_t (&pairs)[16]) {
+    float most = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) most = fmaxf(most, fmaxf(fabsf(low_f32(pairs[j])), fabsf(high_f32(pairs[j]))));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    const float scale = most > 0.0f ? most / 448.0f : 1.0f, inverse = 1.0f / scale;
+    auto codes = [&](int j) { return static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(low_f32(pairs[j]) * inverse, high_f32(pairs[j]) * inverse), __NV_SATFINITE, __NV_E4M3)); };
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+        auto word = [&](int b) { return codes(4 * b + 2 * p) | codes(4 * b + 2 * p + 1) << 16; };
+        // Of two groups of eight columns, what four lanes have.
+        const uint4 w = gather_columns(word(0), word(1), word(2), word(3), c);
+        const uint4 v = make_uint4(__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.z, w.w, 0x5410), __byte_perm(w.x, w.y, 0x7632), __byte_perm(w.z, w.w, 0x7632));
+        if (is_in) *reinterpret_cast<uint4 *>(to.x + static_cast<int64_t>(row) * to.row_bytes + n0 + 32 * c + 16 * p) = v;
+    }
+    if (is_in && c == 0) to.scales[(n0 >> 7) * to.scale_stride + row] = scale;
+}
+
 // Half of an array of sums as an array.
 struct Half {
     const float (&all)[128];
@@ -80,6 +100,19 @@ __device__ __forceinline__ bool direct_store(const GemmArguments &a, int weight,
             }
             return pack_bf16(v[0], v[1]);
         };
+        if constexpr (kTileN == 256) {
+            if (a.narrowed.x != nullptr) {
+                uint32_t kept[2][16];
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+#pragma unroll
+                    for (int j = 0; j < 16; ++j) kept[h][j] = pair(j, h);
+                store_pairs(std::integral_constant<int, 16>(), [&](int j, int h) { return kept[h][j]; });
+#pragma unroll
+                for (int h = 0; h < 2; ++h) store_narrowed(a.narrowed, n0, row + 8 * h, c, in[h], kept[h]);
+                return true;
+            }
+        }
         store_pairs(std::integral_constant<int, kTileN / 16>(), pair);
         return true;
     }
@@ -96,8 +129,8 @@ __device__ __forceinline__ bool direct_store(const GemmArguments &a, int weight,
         if (((a.y_stride | a.add_stride | w.first_column) & 3) == 0 && ((reinterpret_cast<uintptr_t>(a.y) | reinterpret_cast<uintptr_t>(a.add)) & 15) == 0) {
             constexpr int kFlight = kTileN / 16;  // loads under way
             const bool odd = c & 1;
-            // What lies in y already is added where it lies, in pieces of cut tiles: nobody waits for it.
-            const bool in_memory = kTileN == 64 && a.add == a.y && a.add_stride == a.y_stride;
+            // What lies in y already is added where it lies: nobody waits for it.
+            const bool in_memory = a.add == a.y && a.add_stride == a.y_stride;
             const int64_t to = row * a.y_stride + w.first_column + n0 + 8 * odd + 2 * (c & 2), from = row * a.add_stride + w.first_column + n0 + 8 * odd + 2 * (c & 2);
             float *y = static_cast<float *>(a.y) + to;
             const float *add = static_cast<const float *>(a.add) + from;

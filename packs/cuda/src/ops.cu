@@ -3,6 +3,7 @@
 
 #include "../include/device.cuh"
 #include "../include/invariant.h"
+#include "../include/quantise.cuh"
 
 namespace pk {
 namespace {
@@ -17,6 +18,8 @@ Operand operand(const pk_tensor &t) {
     return {reinterpret_cast<void *>(t.data), t.stride / bytes, t.format};
 }
 
+constexpr int kNarrowingMost = 8192;  // elements of a row whose norm leaves them narrowed, too
+
 struct NormArguments {
     Operand x, residual, out;
     const float *w, *post_w, *bias;
@@ -24,12 +27,13 @@ struct NormArguments {
     int64_t rows_symbol;
     int32_t cols, is_layer;
     float eps, residual_scale;
+    Narrowed narrowed;  // of out, too
 };
 
 // v = x; v = v / rms(v) * post_w; residual = v = residual + v * residual_scale; out = v / rms(v) * w. A block per row, the
-// row in registers: kMost elements a thread. Grid: rows.
-template <int kMost>
-__global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArguments a) {
+// row in registers: kMost elements a thread, at most kThreads of them. Grid: rows.
+template <int kMost, int kThreads>
+__global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ NormArguments a) {
     __shared__ float shared[33];
     wait_dependence();
     release_dependents();
@@ -104,6 +108,20 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
             if (a.bias != nullptr)
                 for (int i = 0; i < 8; ++i) f[i] += k + i < a.cols ? a.bias[k + i] : 0.0f;
             write(a.out, k, f);
+            if constexpr (kMost * kThreads > kNarrowingMost) return;
+            if (a.narrowed.x == nullptr) return;
+            // Sixteen lanes have 128 columns.
+            float most = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(f[i] = __bfloat162float(__float2bfloat16(f[i]))));
+#pragma unroll
+            for (int far = 8; far; far /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffu << (threadIdx.x & 16), most, far));
+            const float scale = most > 0.0f ? most / 448.0f : 1.0f, inverse = 1.0f / scale;
+            uint32_t pairs[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) pairs[i] = __nv_cvt_float2_to_fp8x2(make_float2(f[2 * i] * inverse, f[2 * i + 1] * inverse), __NV_SATFINITE, __NV_E4M3);
+            *reinterpret_cast<uint2 *>(a.narrowed.x + row * a.narrowed.row_bytes + k) = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+            if ((threadIdx.x & 15) == 0) a.narrowed.scales[(k >> 7) * a.narrowed.scale_stride + row] = scale;
         });
     }
 }
@@ -300,8 +318,13 @@ int32_t launch_map(const Launch &l, const char *name, void (*kernel)(MapArgument
 
 }  // namespace
 
-int32_t launch_norm(const Launch &l, const pk_op_norm &op) {
+int32_t launch_norm(const Launch &l, const pk_op_norm &op) { return launch_norm_narrowing(l, op, {}); }
+
+bool can_narrow(const pk_op_norm &op) { return op.out.data && op.out.format == PK_BF16 && op.out.cols <= kNarrowingMost && op.out.cols % 128 == 0 && op.out.stride % 16 == 0; }
+
+int32_t launch_norm_narrowing(const Launch &l, const pk_op_norm &op, const Narrowed &to) {
     NormArguments a = {};
+    a.narrowed = to;
     a.x = operand(op.x);
     if (op.residual.data) a.residual = operand(op.residual);
     if (op.out.data) a.out = operand(op.out);
@@ -317,9 +340,9 @@ int32_t launch_norm(const Launch &l, const pk_op_norm &op) {
     const unsigned rows = static_cast<unsigned>(bound(l, op.x.rows));
     const int64_t eights = (op.x.cols + 7) / 8;
     // Many rows fill the device with small blocks; few rows want many threads each, whose sums come in another order.
-    if (rows > 64 && eights <= 1024 && !is_invariant(l.ctx)) return launch(l, "norm", norm_kernel<32>, dim3(rows), dim3(static_cast<unsigned>(std::max<int64_t>(32, (eights + 3) / 4 + 31) / 32 * 32)), 0, a);
-    if (eights <= 1024) return launch(l, "norm", norm_kernel<8>, dim3(rows), dim3(static_cast<unsigned>((eights + 31) / 32 * 32)), 0, a);
-    if (eights <= 4096) return launch(l, "norm", norm_kernel<32>, dim3(rows), dim3(1024), 0, a);
+    if (rows > 64 && eights <= 1024 && !is_invariant(l.ctx)) return launch(l, "norm", norm_kernel<32, 256>, dim3(rows), dim3(static_cast<unsigned>(std::max<int64_t>(32, (eights + 3) / 4 + 31) / 32 * 32)), 0, a);
+    if (eights <= 1024) return launch(l, "norm", norm_kernel<8, 1024>, dim3(rows), dim3(static_cast<unsigned>((eights + 31) / 32 * 32)), 0, a);
+    if (eights <= 4096) return launch(l, "norm", norm_kernel<32, 1024>, dim3(rows), dim3(1024), 0, a);
     return fail(PK_UNSUPPORTED, "norm: rows of %lld elements; the CUDA pack takes up to 32768", (long long)op.x.cols);
 }
 

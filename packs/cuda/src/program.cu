@@ -6,6 +6,7 @@
 #include "../include/chosen.cuh"
 #include "../include/copies.h"
 #include "../include/invariant.h"
+#include "../include/quantise.cuh"
 
 #include <sched.h>
 
@@ -110,6 +111,24 @@ int64_t launch_together(const pk_program &p, const Launch &l, int64_t i, int64_t
     return i;
 }
 
+// A norm whose rows the next record multiplies with FP8 weights leaves them narrowed, and so does a gated product for the next. The record behind them; i when there is none.
+int64_t launch_narrowing(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
+    if (i + 1 >= end || p.records[i].op != PK_OP_NORM || p.records[i + 1].op != PK_OP_MATMUL) return i;
+    const auto &norm = p.records[i].as<pk_op_norm>();
+    const auto &product = p.records[i + 1].as<pk_op_matmul>();
+    auto reads = [&](const pk_op_matmul &op, const pk_tensor &x) { return op.x.data == x.data && op.x.cols == x.cols && op.x.rows == x.rows && op.x.stride == x.stride && narrows_input(l, op); };
+    if (!can_narrow(norm) || !reads(product, norm.out)) return i;
+    const int64_t rows = bound(l, norm.out.rows);
+    const Narrowed x = narrowed_in(l.scratch, rows, norm.out.cols);
+    Narrowed y;
+    if (i + 2 < end && p.records[i + 2].op == PK_OP_MATMUL && can_narrow_output(l, product) && reads(p.records[i + 2].as<pk_op_matmul>(), product.y))
+        y = narrowed_in(l.scratch + (fp8_scratch(rows, norm.out.cols) + 255) / 256 * 256, rows, product.y.cols);
+    *status = launch_norm_narrowing(l, norm, x);
+    if (!*status) *status = launch_matmul_narrowed(l, product, x, y);
+    if (!*status && y.x) *status = launch_matmul_narrowed(l, p.records[i + 2].as<pk_op_matmul>(), y, {});
+    return i + (y.x ? 3 : 2);
+}
+
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
 int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends) {
     int32_t status = PK_OK;
@@ -125,6 +144,8 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
         } else if (run && run->last <= end) {
             status = persist::launch_run(l, *run);
             i = run->last - 1;
+        } else if (const int64_t next = launch_narrowing(p, at, i, end, &status); next > i) {
+            i = next - 1;
         } else if (with_ends || !is_end(p.records[i])) {
             status = launch_next(p, at, i);
         }

@@ -8,6 +8,7 @@
 #include "../../include/fp4.cuh"
 #include "../../include/gemm.cuh"
 #include "../../include/invariant.h"
+#include "../../include/quantise.cuh"
 #include "../../include/skinny.cuh"
 #include "../../include/stream.cuh"
 
@@ -20,6 +21,7 @@ constexpr int64_t kStreamRows = 64;   // the streaming kernel takes so many rows
 constexpr int64_t kDotRows = 2;       // so many where there is,
 constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here,
 constexpr int64_t kPlainRows = 64;    // or to here, where tiles read the weights as they are.
+constexpr int64_t kStreamCounterBytes = kCounterBytes - kSkinnyFlagBytes;
 
 int64_t align256(int64_t n) { return (n + 255) & ~int64_t{255}; }
 
@@ -87,8 +89,8 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     }
     StreamShape s = stream_shape(l.ctx->n_processors, max_rows, tiles * (tile_rows / 32), n_units, facts.unit, facts.group, gated);
     const int64_t partial = s.n_slices > 1 ? static_cast<int64_t>(s.n_slices) * s.n_tiles * tile_rows * 8 * s.n_tokens8 * 4 : 0;
-    if (partial > l.scratch_bytes || s.n_tiles * 4ll > kGemmFlagsAt)
-        return fail(PK_BAD_ARG, "matmul: partial sums take %lld bytes and %d counters, the workspace has %lld and %lld", (long long)partial, s.n_tiles, (long long)l.scratch_bytes, (long long)(kGemmFlagsAt / 4));
+    if (partial > l.scratch_bytes || s.n_tiles * 4ll > kStreamCounterBytes)
+        return fail(PK_BAD_ARG, "matmul: partial sums take %lld bytes and %d counters, the workspace has %lld and %lld", (long long)partial, s.n_tiles, (long long)l.scratch_bytes, (long long)(kStreamCounterBytes / 4));
     a.x = reinterpret_cast<const void *>(op.x.data);
     a.y = reinterpret_cast<void *>(op.y.data);
     a.add = reinterpret_cast<const void *>(op.add.data);
@@ -191,7 +193,8 @@ int32_t launch_gemm(const Launch &l, const GemmArguments &a, int64_t max_rows) {
     return has_wgmma(l.ctx) ? launch_gemm_wgmma(l, a, max_rows) : launch_gemm_mma(l, a, max_rows);
 }
 
-int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows) {
+// given: x narrowed, for FP8 weights; left: where y goes narrowed, too.
+int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Narrowed &given = {}, const Narrowed &left = {}) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2;
     GemmArguments a = {};
     uint8_t *scratch = l.scratch;
@@ -228,9 +231,7 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     a.act = op.act;
     a.scale = op.scale;
     a.softcap = op.softcap;
-    a.flags = l.counters + kGemmFlagsAt / 4;
-    // Parts of tiles lie behind everything else, where there is room.
-    auto place_parts = [&](uint8_t *at) { a.partial = at + gemm_partial_bytes(l.ctx->n_processors) <= l.scratch + l.scratch_bytes ? reinterpret_cast<float *>(at) : nullptr; };
+    a.narrowed = left;
     // Weight i of the group as operand `side` of a launch.
     auto weight = [&](int side, int i, int64_t first_row, int64_t n_rows, const void *data, int64_t row_bytes, int64_t column) {
         const Packed &p = *packed[g.first + i];
@@ -254,9 +255,8 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
             weight(i, i, 0, p.rows, reinterpret_cast<const void *>(op.w[g.first + i].data), p.row_bytes, column);
             column += gated ? 0 : p.rows;
         }
-        place_parts(is_fp8 ? l.scratch + align256(fp8_scratch(max_rows, a.k)) : scratch);
         if (is_fp8)
-            if (int32_t status = narrow_fp8(l, a, max_rows, op.x.format)) return status;
+            if (int32_t status = narrow_fp8(l, a, max_rows, op.x.format, given)) return status;
         return launch_gemm(l, a, max_rows);
     }
     // Panels of dequantised rows (FP4: of rows in order).
@@ -264,7 +264,6 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     int64_t tallest = 0;
     for (int i = 0; i < g.n; ++i) tallest = std::max(tallest, (packed[g.first + i]->rows + 127) / 128 * 128);
     const int64_t most = std::min(tallest, std::max<int64_t>(128, kPanelBytes / (row_bytes * sides) / 128 * 128));
-    place_parts(scratch + sides * align256(most * row_bytes));
     a.are_unpacked = true;
     int64_t column = g.first_column;
     for (int i = 0; i < (gated ? 1 : g.n); ++i) {
@@ -362,6 +361,26 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
     return PK_OK;
 }
 
+bool narrows_input(const Launch &l, const pk_op_matmul &op) {
+    if (op.x.rows != PK_ROWS_T || bound(l, op.x.rows) <= kPlainRows || !has_wgmma(l.ctx) || op.x.cols % 128 || op.x.format != PK_BF16 || is_invariant(l.ctx)) return false;
+    for (int i = 0; i < op.n_w; ++i)
+        if (find_packed(l.ctx, op.w[i])->format != PK_FP8_E4M3) return false;
+    return true;
+}
+
+bool can_narrow_output(const Launch &l, const pk_op_matmul &op) {
+    if (op.act != PK_ACT_SILU || op.n_w != 2 || op.add.data || op.softcap > 0.0f || op.y.format != PK_BF16 || !is_wide(op.y) || op.w[0].rows % 128 || !narrows_input(l, op)) return false;
+    for (int i = 0; i < 2; ++i)
+        if (op.bias[i].data || find_packed(l.ctx, op.w[i])->scale_kind == PK_SCALES_ROW) return false;
+    return leaves_narrowed(l, bound(l, op.x.rows), op.w[0].rows, op.x.cols);
+}
+
+int32_t launch_matmul_narrowed(const Launch &l, const pk_op_matmul &op, const Narrowed &x, const Narrowed &y) {
+    const Packed *packed[3] = {};
+    for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
+    return run_gemm(l, op, {0, op.n_w, 0}, packed, 0, bound(l, op.x.rows), x, y);
+}
+
 int32_t check_matmul(pk_ctx *ctx, const pk_op_matmul &op, int64_t at) {
     const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i) {
@@ -407,7 +426,9 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
     int64_t rows = 0;
     for (int i = 0; i < op.n_w; ++i) rows = std::max(rows, op.w[i].rows);
     const int64_t gemm = align256(max_rows * k * 2) + std::min<int64_t>(kPanelBytes, 2 * align256((rows + 127) / 128 * 128 * k * 2)) + (1 << 20);
-    return std::max({stream, gemm, fp8_scratch(max_rows, k)}) + (has_wgmma(ctx) ? gemm_partial_bytes(ctx->n_processors) + 512 : 0);
+    // A gated product with FP8 weights may leave y narrowed behind its own x.
+    const int64_t narrowed = align256(fp8_scratch(max_rows, k)) + (op.act == PK_ACT_NONE ? 0 : fp8_scratch(max_rows, op.w[0].rows));
+    return std::max({stream, gemm, narrowed});
 }
 
 }  // namespace pk

@@ -81,17 +81,21 @@ int64_t fp8_scratch(int64_t max_rows, int64_t cols) {
     return (max_rows * padded + 255) / 256 * 256 + padded / 128 * scale_stride(max_rows) * 4 + 256;
 }
 
-int32_t narrow_fp8(const Launch &l, GemmArguments &a, int64_t max_rows, int32_t x_format) {
-    const int64_t padded = (a.k + 127) / 128 * 128;
-    uint8_t *x = l.scratch;
-    float *scales = reinterpret_cast<float *>(l.scratch + (max_rows * padded + 255) / 256 * 256);
+Narrowed narrowed_in(uint8_t *scratch, int64_t max_rows, int64_t cols) {
+    const int64_t padded = (cols + 127) / 128 * 128;
+    return {scratch, reinterpret_cast<float *>(scratch + (max_rows * padded + 255) / 256 * 256), padded, scale_stride(max_rows)};
+}
+
+int32_t narrow_fp8(const Launch &l, GemmArguments &a, int64_t max_rows, int32_t x_format, const Narrowed &given) {
+    const Narrowed to = given.x ? given : narrowed_in(l.scratch, max_rows, a.k);
     const int64_t stride = a.x_row_bytes / (x_format == PK_F32 ? 4 : 2);
-    QuantiseArguments q = {a.x, x, scales, nullptr, stride, padded, scale_stride(max_rows), a.rows_symbol, x_format, a.k, a.min_rows, 0};
-    if (int32_t e = launch_quantise(l, q, max_rows)) return e;
-    a.x = x;
-    a.x_row_bytes = padded;
-    a.x_scale = scales;
-    a.x_scale_stride = scale_stride(max_rows);
+    QuantiseArguments q = {a.x, to.x, to.scales, nullptr, stride, to.row_bytes, to.scale_stride, a.rows_symbol, x_format, a.k, a.min_rows, 0};
+    if (!given.x)
+        if (int32_t e = launch_quantise(l, q, max_rows)) return e;
+    a.x = to.x;
+    a.x_row_bytes = to.row_bytes;
+    a.x_scale = to.scales;
+    a.x_scale_stride = to.scale_stride;
     return PK_OK;
 }
 
