@@ -40,7 +40,7 @@ class Layers:
         b.scatter_pages(rng)
 
         def weight(kind, rows, cols):
-            made = scaled_fp8(kind, rows, cols, "block", rng) if kind == "fp8_e4m3" else random_weight(kind, rows, cols, rng)
+            made = scaled_fp8(kind, rows, cols, "block", rng) if kind == "fp8_e4m3" else random_weight(kind, rows, cols, rng, negative=0.5, size=1 / 16)
             return made.upload(b)
 
         def vector(n):

@@ -64,8 +64,8 @@ class Weight:
         return Tensor(address, self.rows, self.cols, by_name(self.format).id, 0, abi.PK_PACKED)
 
 
-def random_bytes(name: str, n_blocks: int, rng: np.random.Generator) -> np.ndarray:
-    """Blocks [n, block bytes] whose values are finite and mostly below one; scales of both signs."""
+def random_bytes(name: str, n_blocks: int, rng: np.random.Generator, negative: float = 0.1, size: float = 1.0) -> np.ndarray:
+    """Blocks [n, block bytes] whose values are finite and mostly below one; `negative` of the scales are below zero, all are `size` times the usual."""
     kind = by_name(name)
     if name in ("f32", "f16", "bf16"):
         values = rng.standard_normal(n_blocks) * 0.1
@@ -73,7 +73,7 @@ def random_bytes(name: str, n_blocks: int, rng: np.random.Generator) -> np.ndarr
         return raw.view(np.uint8).reshape(n_blocks, -1)
     blocks = rng.integers(0, 256, (n_blocks, kind.block_bytes), dtype=np.uint8)
     for i, at in enumerate(HALVES.get(name, [])):
-        scale = rng.uniform(1e-3, 2e-2, n_blocks) * np.where(rng.random(n_blocks) < 0.1, -1, 1)
+        scale = size * rng.uniform(1e-3, 2e-2, n_blocks) * np.where(rng.random(n_blocks) < negative, -1, 1)
         if name in ("q4_1", "q5_1") and i == 1:
             scale = scale * -8
         blocks[:, at : at + 2] = scale.astype("<f2").view(np.uint8).reshape(-1, 2)
@@ -90,10 +90,10 @@ def random_bytes(name: str, n_blocks: int, rng: np.random.Generator) -> np.ndarr
     return blocks
 
 
-def random_weight(name: str, rows: int, cols: int, rng: np.random.Generator) -> Weight:
+def random_weight(name: str, rows: int, cols: int, rng: np.random.Generator, negative: float = 0.1, size: float = 1.0) -> Weight:
     """A weight without scales beside it."""
     kind = by_name(name)
-    data = np.ascontiguousarray(random_bytes(name, rows * cols // kind.block_elements, rng)).reshape(-1)
+    data = np.ascontiguousarray(random_bytes(name, rows * cols // kind.block_elements, rng, negative, size)).reshape(-1)
     return Weight(name, rows, cols, data, dequantize(name, data, (rows, cols)))
 
 
