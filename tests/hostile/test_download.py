@@ -269,9 +269,10 @@ def test_rate_limit_is_kept(hub, places):
 
 
 def run_pull(hub: FakeHub, home: Path) -> subprocess.Popen[bytes]:
+    """`paddock pull`, with Ctrl-C heard also where the tests themselves run in a script's background, which ignores it."""
     env = {**os.environ, "HF_ENDPOINT": hub.url, "PADDOCK_HOME": str(home)}
     words = [sys.executable, "-m", "paddock_manager", "pull", REPO, "--reserve", "0", "--connections", "2", "--json"]
-    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 @pytest.fixture(scope="module")
