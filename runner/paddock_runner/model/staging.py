@@ -70,9 +70,10 @@ class Staging:
         self._planned = deque(parts)
         self._coming: deque[tuple[memoryview, list[Future[None]]]] = deque()
 
-    def next(self, part: Part) -> memoryview:
+    def next(self) -> memoryview:
         """The bytes of the next part; valid until the next `next`, or the next `read` where nothing is read ahead. Raises: FileError."""
         if not self._ahead:
+            part = self._planned.popleft()
             return self._read(part.view, part.start, part.n_bytes)
         self._begin(max(1, len(self._coming)))
         target, reading = self._coming.popleft()

@@ -148,7 +148,7 @@ def load_weights(
             if name in parts:
                 scales = read_scales(staging, view)
                 for part in parts[name]:
-                    rows = np.frombuffer(staging.next(part), np.uint8)
+                    rows = np.frombuffer(staging.next(), np.uint8)
                     device.repack(source_of(view, rows.ctypes.data, scales, part), places[name], sizes[name])
                     del rows
                     if progress is not None and part.stop < view.n_bytes:
