@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--system", type=int, default=700)
     parser.add_argument("--snapshots", type=int, default=0)
     parser.add_argument("--machine", default="")
+    parser.add_argument("--commit", default="", help="of this tree, where it is no git checkout")
     options = parser.parse_args()
     plan = Plan(options.sessions, options.turns, options.system)
     checkpoint = open_checkpoint(Path(options.model))
@@ -162,14 +163,17 @@ def main() -> None:
     begun = perf_counter()
     turns = replay.run()
     share, first = cached_share(turns), sorted(1e3 * t.first_s for t in turns if t.number)
-    name = f"agents.{Path(options.model).stem}.{plan.sessions}x{plan.turns}"
+    model = Path(options.model)
+    name = f"agents.{model.name if model.is_dir() else model.stem}.{plan.sessions}x{plan.turns}"
     sys.stdout.write(
         f"{name}: {len(turns)} turns, prompts to {max(t.prompt_tokens for t in turns)} tokens, {100 * share:.2f} % cached after the first turn, "
         f"first token p50 {statistics.median(first):.1f} ms p99 {first[int(0.99 * (len(first) - 1))]:.1f} ms, {perf_counter() - begun:.1f} s\n"
     )
     if options.machine:
-        rows = [board.row(f"{options.machine}.{name}.cached_share", [share], "share"), board.row(f"{options.machine}.{name}.ttft_ms", first, "ms", "lower")]
-        board.write(options.machine, "agents", rows, load_average=round(os.getloadavg()[0], 2))
+        kind = f"{options.machine}.agent.{'hybrid' if states else 'dense'}"
+        rows = [board.row(f"{i}.cached_share", [share], "share") for i in (kind, f"{options.machine}.{name}")]
+        rows += [board.row(f"{i}.ttft_ms", first, "ms", "lower") for i in (kind, f"{options.machine}.{name}")]
+        board.write(options.machine, "agents", rows, options.commit, load_average=round(os.getloadavg()[0], 2))
     device.close()
 
 

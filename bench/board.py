@@ -42,21 +42,32 @@ def processor() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
+def gpu() -> dict[str, str]:
+    """The first GPU's name and driver, if there is one."""
+    try:
+        words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
+        name, driver = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return {}
+    return {"gpu": name, "driver": driver}
+
+
 def document(machine: str, rows: list[dict[str, Any]], commit: str = "", **context: Any) -> dict[str, Any]:
     """A board: the rows, and how they came about. commit: where this tree is no git checkout."""
     if not commit:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    command = "python -m bench." + Path(sys.argv[0]).stem + "".join(f" {Path(a).name if os.sep in a else a}" for a in sys.argv[1:])
+    program = Path(sys.argv[0])
+    command = f"python -m bench.{program.parent.name if program.stem == '__main__' else program.stem}" + "".join(f" {Path(a).name if os.sep in a else a}" for a in sys.argv[1:])
     date = datetime.date.today().isoformat()
-    return {"machine": machine, "date": date, "commit": commit, "command": command, "context": {"cpu": processor(), **context}, "rows": rows}
+    return {"machine": machine, "date": date, "commit": commit, "command": command, "context": {"cpu": processor(), **gpu(), **context}, "rows": rows}
 
 
-def write(machine: str, topic: str, rows: list[dict[str, Any]], **context: Any) -> Path:
+def write(machine: str, topic: str, rows: list[dict[str, Any]], commit: str = "", **context: Any) -> Path:
     """Writes the board and prints it as a short table. Rows of the same id in the same file are replaced."""
     path = ROOT / "bench/results" / machine / f"{datetime.date.today().isoformat()}-{topic}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [] if not path.exists() else [r for r in json.loads(path.read_text())["rows"] if r["id"] not in {x["id"] for x in rows}]
-    path.write_text(json.dumps(document(machine, kept + rows, **context), indent=1) + "\n")
+    path.write_text(json.dumps(document(machine, kept + rows, commit, **context), indent=1) + "\n")
     for r in rows:
         extra = "".join(f"  {k} {r[k]}" for k in ("of_limit", "vs_peer", "spread") if k in r)
         sys.stdout.write(f"{r['id']:44} {r['value']:12.3f} {r['unit']:10}{extra}\n")

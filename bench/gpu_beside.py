@@ -121,6 +121,7 @@ def main() -> None:
     add("--tokens", type=int, default=14000)
     add("--streams", type=int, default=16)
     add("--rounds", type=int, default=3)
+    add("--commit", default="", help="of this tree, where it is no git checkout")
     add("--plain", action="store_true", help="kernels whose numbers of a row depend on the others: the answer that is asked for again may differ")
     a = parser.parse_args()
     plan = blueprint(a.model)
@@ -133,7 +134,7 @@ def main() -> None:
     size = (a.tokens // PAGE) * device.kv_page_bytes
     scene = Scene(device, sizes, size + (64 << 20), a.streams, a.tokens)
     freeze()
-    rows = []
+    samples = dict[str, list[float]]()
     for _ in range(a.rounds):
         found = {"before": scene.gaps(lambda: scene.steps(SETTLED)), "out": scene.gaps(scene.send_out)}
         scene.steps(SETTLED)
@@ -142,11 +143,13 @@ def main() -> None:
         tiers = scene.rig.runner.keeper.tiers  # type: ignore[union-attr]
         for name, gaps in found.items():
             sys.stdout.write(line(name, gaps, scene.took.get(name, 0.0), size) + "\n")
-            rows += [board.row(f"h200.beside.{a.model}.{a.format}.{name}.{what}", [float(value)], "ms", "lower") for what, value in (("p50", np.median(gaps)), ("max", gaps.max()))]
+            for what, value in (("p50", np.median(gaps)), ("max", gaps.max())):
+                samples.setdefault(f"h200.beside.{a.model}.{a.format}.{name}.{what}", []).append(float(value))
         sys.stdout.write(f"pages out {tiers.n_out}, back {tiers.n_in}, {tiers.rate['host'] / 1e9:.1f} GB/s believed; the same answer: {scene.is_same}\n")
         sys.stdout.flush()
+    rows = [board.row(name, values, "ms", "lower") for name, values in samples.items()]
     a.out.mkdir(parents=True, exist_ok=True)
-    (a.out / f"beside-{a.model}-{a.format}.json").write_text(json.dumps(rows, indent=1))
+    (a.out / f"beside-{a.model}-{a.format}.json").write_text(json.dumps(board.document("h200", rows, a.commit, tokens=a.tokens, streams=a.streams), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,16 +46,6 @@ def state(url: str) -> dict[str, Any]:
         return dict(json.load(answer)["engine"])
 
 
-def gpu() -> dict[str, str]:
-    """The first GPU's name and driver, if there is one."""
-    try:
-        words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
-        name, driver = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip().split(", ")
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        return {}
-    return {"gpu": name, "driver": driver}
-
-
 def run_cell(url: str, name: str, cell: str) -> list[dict[str, Any]]:
     """One cell: a line of the table, and rows."""
     found = CELL.fullmatch(cell)
@@ -108,8 +98,8 @@ def long_prompt(url: str, name: str, n_prompt: int) -> list[dict[str, Any]]:
 
 def save(a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """The board so far."""
-    context = {**gpu(), "model": f"{a.model}'s shape, weights made up, closed loop over loopback, prompts as ids"}
-    (a.out / "serve.json").write_text(json.dumps(board.document("h200", rows, a.commit, **context), indent=1) + "\n")
+    model = f"{a.model}'s shape, weights made up, closed loop over loopback, prompts as ids"
+    (a.out / "serve.json").write_text(json.dumps(board.document("h200", rows, a.commit, model=model), indent=1) + "\n")
 
 
 def serve(folder: Path, name: str, a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:

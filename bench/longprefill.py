@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--machine", default="")
+    parser.add_argument("--commit", default="", help="of this tree, where it is no git checkout")
     parser.add_argument("--policy", nargs="*", default=[], metavar="CHANGES")
     parser.add_argument("--guests", type=int, nargs="*", default=[], metavar="TOKENS")
     options = parser.parse_args()
@@ -226,9 +227,9 @@ def main() -> None:
         return
     p50, p99, ttft = measure(scene, options)
     if options.machine:
-        name = f"{options.machine}.longprefill.{Path(options.model).stem}.{options.streams}x{options.prompt}"
-        rows = [board.row(f"{name}.{k}", [v], "x", "lower") for k, v in (("itl_p50", p50), ("itl_p99", p99), ("ttft", ttft))]
-        board.write(options.machine, "longprefill", rows, load_average=round(os.getloadavg()[0], 2))
+        names = (f"{options.machine}.longprefill", f"{options.machine}.longprefill.{Path(options.model).stem}.{options.streams}x{options.prompt}")
+        rows = [board.row(f"{name}.{k}", [v], "x", "lower") for name in names for k, v in (("itl_p50", p50), ("itl_p99", p99), ("ttft", ttft))]
+        board.write(options.machine, "longprefill", rows, options.commit, load_average=round(os.getloadavg()[0], 2), model=Path(options.model).name)
     scene.device.close()
 
 

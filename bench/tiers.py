@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv", default="")
     parser.add_argument("--machine", default="")
+    parser.add_argument("--commit", default="", help="of this tree, where it is no git checkout")
     a = parser.parse_args()
     checkpoint = open_checkpoint(a.model)
     blueprint = read_blueprint(checkpoint)
@@ -159,7 +160,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
         rows += from_disk(device, sizes, Path(folder), prompt[: a.disk_tokens])
     if a.machine:
-        board.write(a.machine, "tiers", rows, tokens=a.tokens, page_bytes=device.kv_page_bytes)
+        rows = [row | {"id": f"{a.machine}.{row['id']}"} for row in rows]
+        board.write(a.machine, "tiers", rows, a.commit, model=a.model.name, tokens=a.tokens, page_bytes=device.kv_page_bytes)
     device.close()
 
 
@@ -183,8 +185,8 @@ def from_host(device: Device, sizes: StateSizes, prompt: list[int], rounds: int)
         f"{len(prompt)} tokens, {size / 1e9:.2f} GB in {n_pages} pages of {device.kv_page_bytes / 1e6:.2f} MB; first token with pages on the device {1e3 * warm:.1f} ms\n"
         f"out {statistics.median(out):.2f} GB/s of {link[0]:.2f}; back from host {statistics.median(back):.2f} GB/s of {link[1]:.2f} ({statistics.median(back) / link[1]:.2f}); answers equal\n"
     )
-    turn = board.row(f"h200.turn{round(len(prompt) / 1000)}k.ttft_ms", [1e3 * warm], "ms", "lower")
-    return [turn, board.row("h200.tier.host.resume_gbs", back, "GB/s", limit=link[1]), board.row("h200.tier.host.evict_gbs", out, "GB/s", limit=link[0])]
+    turn = board.row(f"turn{round(len(prompt) / 1000)}k.ttft_ms", [1e3 * warm], "ms", "lower")
+    return [turn, board.row("tier.host.resume_gbs", back, "GB/s", limit=link[1]), board.row("tier.host.evict_gbs", out, "GB/s", limit=link[0])]
 
 
 def from_disk(device: Device, sizes: StateSizes, folder: Path, prompt: list[int]) -> list[dict[str, object]]:
@@ -203,7 +205,7 @@ def from_disk(device: Device, sizes: StateSizes, folder: Path, prompt: list[int]
     read = size / max(1e-9, came_back(restart, answer, n_pages) - warm) / 1e9
     restart.runner.close()
     sys.stdout.write(f"{len(prompt)} tokens, {size / 1e9:.2f} GB: from disk {read:.2f} GB/s of {disk:.2f} ({read / disk:.2f}); answers equal\n")
-    return [board.row("h200.tier.disk.resume_gbs", [read], "GB/s", limit=disk)]
+    return [board.row("tier.disk.resume_gbs", [read], "GB/s", limit=disk)]
 
 
 def came_back(session: Session, answer: list[int], n_pages: int) -> float:

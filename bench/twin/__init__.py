@@ -1,9 +1,10 @@
 """The Python engine beside a loop in C++ that gives the same steps to the same pack.
 
-Usage: python -m bench.twin MODEL [--pack PACK] [--cells 128/128c8 ...] [--rounds 3] [--threads N] [--machine NAME]
+Usage: python -m bench.twin MODEL [--pack PACK] [--cells 128/128c8 ...] [--rounds 3] [--threads N] [--machine NAME [--commit NAME]]
 Each round runs a cell with the engine (recording every step's input block and how many were in flight), then gives the same blocks to the
 pack again from C++ (replay.cpp; `make twin` builds it, and so does this when it is not there). Throughput: answers' tokens over the time from
-the first launch to the last result; first token: from the first launch of a wave to the result that has it.
+the first launch to the last result; first token: from the first launch of a wave to the result that has it. There are as many slots as the largest cell
+has streams, as in a server with --max-batch. Beside the figures: how long the device waited between steps, where it keeps times.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import re
 import statistics
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
 import numpy as np
 from paddock_runner.engine.loop import freeze
+from paddock_runner.pack.abi import PK_TIMES
 
 from bench import board
 from bench.longprefill import Scene
@@ -131,6 +134,13 @@ def _firsts(block: bytes) -> int:
     return int(((rows[:, 1] > 1) & (rows[:, 2] & 1 > 0) & (rows[:, 2] & 32 == 0)).sum())
 
 
+def waits(scene: Scene, n_steps: int) -> str:
+    """How long the device had nothing to do between the last n_steps."""
+    times = scene.device.times(min(n_steps, PK_TIMES))
+    gaps = sorted(max(0, b[0] - a[1]) / 1e3 for a, b in pairwise(times))
+    return f"{sum(gaps) / 1e3:.2f} ms in {len(times)} steps, p50 {gaps[len(gaps) // 2]:.1f} p90 {gaps[len(gaps) * 9 // 10]:.1f} us" if gaps else "not known"
+
+
 def main() -> None:
     """Measures and prints; with --machine writes the board."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,9 +150,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--machine", default="")
+    parser.add_argument("--commit", default="", help="of this tree, where it is no git checkout")
     options = parser.parse_args()
     cells = [tuple(map(int, match.groups())) for cell in options.cells if (match := CELL.fullmatch(cell))]
-    options.streams, options.prompt = max(c for _, _, c in cells), max(a + b for a, b, _ in cells)
+    options.streams, options.prompt = max(c for _, _, c in cells) - 1, max(a + b for a, b, _ in cells)
     loop, scene, rows = library(), Scene(options), list[dict[str, Any]]()
     scene.engine.drafter.is_on = False
     freeze()
@@ -152,15 +163,18 @@ def main() -> None:
         for _ in range(options.rounds):
             recorder = run_engine(scene, n_in, n_out, streams)
             ours.append(figures(recorder, recorder.launched, recorder.read, streams * n_out))
+            waited = waits(scene, len(recorder.blocks))
             launched, read, n_drawn = run_twin(scene, loop, recorder)
             assert n_drawn == streams * n_out, (n_drawn, streams * n_out)
             theirs.append(figures(recorder, launched, read, n_drawn))
+            sys.stdout.write(f"{name}: {ours[-1][0]:.1f} tok/s, {ours[-1][1]:.2f} ms; C++ {theirs[-1][0]:.1f}, {theirs[-1][1]:.2f}; the device waited {waited}; C++ {waits(scene, len(recorder.blocks))}\n")
+            sys.stdout.flush()
         rate, first = ([x[i] for x in ours] for i in (0, 1))
         their_rate, their_first = ([x[i] for x in theirs] for i in (0, 1))
-        rows.append(board.row(f"twin.{name}.tok_s", rate, "tok/s", peer=("C++ loop", their_rate)))
-        rows.append(board.row(f"twin.{name}.ttft_p50_ms", first, "ms", "lower", peer=("C++ loop", their_first)))
+        rows.append(board.row(f"{options.machine or 'here'}.twin.{name}.out_tok_s", rate, "tok/s", peer=("C++ loop", their_rate)))
+        rows.append(board.row(f"{options.machine or 'here'}.twin.{name}.ttft_p50_ms", first, "ms", "lower", peer=("C++ loop", their_first)))
     for row in rows:
-        sys.stdout.write(f"{row['id']:30} {row['value']:10.2f} {row['unit']:6} C++ {row['peer_value']:10.2f}  ratio {row['vs_peer']:.4f}\n")
+        sys.stdout.write(f"{row['id']:34} {row['value']:10.2f} {row['unit']:6} C++ {row['peer_value']:10.2f}  ratio {row['vs_peer']:.4f}\n")
     if options.machine:
-        board.write(options.machine, "twin", rows, load_average=round(os.getloadavg()[0], 2), model=Path(options.model).name)
+        board.write(options.machine, "twin", rows, options.commit, load_average=round(os.getloadavg()[0], 2), model=Path(options.model).name)
     scene.device.close()
