@@ -23,7 +23,7 @@ def test_32_prompts_at_once_start_in_the_time_of_their_prefill_and_half_of_them_
     monkeypatch.setattr(modelled, "COMING_US", coming_us)
     found, _ = cell(cost, 128, 128, 32, 96)
     assert found["ttft_p50_ms"] <= most_ms and found["ttft_p99_ms"] <= 1.75 * found["ttft_p50_ms"]
-    prefill_ms = COSTS[cost].packed_ms(18 * 128) + COSTS[cost].step_us([(1, 129)] * 18 + [(128, 0)] * 14) / 1000
+    prefill_ms = COSTS[cost].packed_ms(20 * 128) + COSTS[cost].step_us([(1, 129)] * 20 + [(128, 0)] * 12) / 1000
     assert found["ttft_p99_ms"] <= prefill_ms + 12, "the last starts when all have been read"
     ideal = 32 * 128 / (prefill_ms + 127 * COSTS[cost].step_us([(1, 192)] * 32) / 1000) * 1000
     assert found["out_tok_s"] >= 0.97 * ideal

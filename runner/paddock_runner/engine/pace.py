@@ -13,7 +13,7 @@ from .policy import Policy
 MAX_SAVED = 8
 """Steps in a row that may go without prefill, so that there is time for a chunk afterwards."""
 SPLIT = 1.8
-"""Prompts that come together are read in two parts, the first with one part in so many of their tokens at least: more than half of them start early."""
+"""Of prompts that come together and do not fit into one step, the first is full, and a later one ends where one part in so many of all tokens has been read: more than half of them start early."""
 LEAST_PART = 384
 """A part is of so many tokens at least: with fewer, those in it gain less than the others lose by a step more."""
 STARTS_PER_GAP = 2
@@ -108,11 +108,9 @@ class Pace:
         self._gap_credit -= n_rows
         return True
 
-    def part(self, n_waiting: int, n_begun: int, max_tokens: int) -> int:
-        """Tokens after which a step of max_tokens takes no more prompts: of those that come together, n_waiting tokens wait and n_begun were in steps before."""
+    def part(self, n_waiting: int, n_begun: int) -> int:
+        """Tokens after which a step takes no more prompts: of those that come together, n_waiting tokens wait and n_begun were in steps before."""
         first = math.ceil((n_waiting + n_begun) / SPLIT)
-        if not n_begun:
-            return n_waiting if n_waiting <= max_tokens else max(first, self._policy.split_tokens)
-        if n_begun >= first or n_waiting < self._policy.split_tokens:
+        if not n_begun or n_begun >= first or n_waiting < self._policy.split_tokens:
             return n_waiting
         return max(first - n_begun, LEAST_PART)

@@ -33,8 +33,7 @@ class Policy:
     long_gap_share: float = 0.009
     """One part of a stream's gaps may be long: below one in a hundred."""
     split_tokens: int = 2304
-    """The first step of a burst that does not fit into one has at least so many: half of those who have come may be less than half of those who will. What waits
-    of a burst that has begun is read at once when it has fewer."""
+    """What waits of a burst that has begun is read at once when it has fewer: a part more would cost the rest as much as it gives."""
     tile_tokens: int = 128
     """On devices with run-ahead: matrix products come in tiles of so many tokens, and attention over a long context is no cheaper for fewer."""
     deep_tokens: int = 8192

@@ -390,7 +390,7 @@ class Scheduler:
         if us != math.inf and n_prompts < 2:
             return us, tokens_left
         n_tokens = sum([r.remaining_tokens for r in running]) + queue.uncached_tokens
-        part = self.pace.part(n_tokens, self.begun_tokens, tokens_left)
+        part = self.pace.part(n_tokens, self.begun_tokens)
         if us != math.inf and n_tokens <= MAX_LONG_STEPS * tokens_left and self.cost.chunk_us(min(n_tokens, part), 0) > us:
             n_step = min(n_tokens, part, tokens_left)
             if self.pace.may_stall(n_rows, n_prompts * n_step // n_tokens):

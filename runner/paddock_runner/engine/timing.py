@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .loop import Engine
 
-ENOUGH = 0.9
-"""Prompts that fill so much of the largest step wait for nobody."""
 GATHER_SHARE = 0.25
 """Prompts wait for company for at most this part of the time that it takes to read them."""
 
@@ -41,7 +39,7 @@ def _gather_until_ns(engine: Engine) -> int:
     queue = scheduler.queue
     if not policy.gather_ms or not queue.n or scheduler.prefilling or scheduler.held or scheduler.preempted:
         return 0
-    if queue.uncached_tokens >= ENOUGH * engine.sizes.max_step_tokens:
+    if queue.uncached_tokens >= engine.sizes.max_step_tokens:
         return 0
     price_us = scheduler.cost.decode_us(0) + scheduler.cost.chunk_us(queue.uncached_tokens, 0)
     patience_ns = int(min(1e6 * policy.gather_ms, 1000 * GATHER_SHARE * price_us))
