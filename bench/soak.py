@@ -1,8 +1,9 @@
-"""Hours of load with clients that go away: memory, file descriptors, pages and pace by the minute, and what is left at the end.
+"""Minutes or hours of load with clients that go away: memory, file descriptors, pages and pace by the minute, and what is left at the end.
 
-Usage: python -m bench.soak MODEL --minutes 60 [--streams 128] [--vocab N] [--abort 0.1] [--idle 10] [--machine NAME] [--options ...runner flags]
+Usage: python -m bench.soak MODEL --minutes 60 [--streams 128] [--vocab N] [--every 60] [--abort 0.1] [--idle 10] [--machine NAME] [--options ...runner flags]
 Prompts of 16 to 512 tokens, half of them with a beginning that others have; answers of 8 to 256. A share of the clients hangs up in the middle. At the end nothing
 runs: slots, pages and connections must be back, and no request may have been without an end. Then the runner is left alone: what it takes of the processor idle.
+Less than a minute tells much, too, with a small model, many aborts and a look every few seconds: growth is told per thousand requests, from the first third of the looks to the last.
 """
 
 from __future__ import annotations
@@ -125,6 +126,14 @@ async def soak(a: argparse.Namespace, url: str, pid: int) -> list[dict[str, floa
     return looks
 
 
+def growth(looks: list[dict[str, float]], name: str) -> float:
+    """How much a figure grew for every thousand requests, from the least of the first third of the looks to the least of the last."""
+    n = max(1, len(looks) // 3)
+    first, last = (min(part, key=lambda look: look[name]) for part in (looks[:n], looks[-n:]))
+    n_requests = last["ended"] + last["aborted"] - first["ended"] - first["aborted"]
+    return 1000 * (last[name] - first[name]) / max(1.0, n_requests)
+
+
 def drift(looks: list[dict[str, float]], name: str) -> tuple[float, float]:
     """The least of a figure in the first and in the last third of the looks, so that what else the machine does falls out."""
     n = max(1, len(looks) // 3)
@@ -158,8 +167,10 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a request without an end is lost")
     parser.add_argument("--idle", type=float, default=10.0, help="seconds for which the runner is left alone at the end")
     parser.add_argument("--machine", default="")
+    parser.add_argument("--commit", default="", help="of this tree, where it is no git checkout")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[])
     a = parser.parse_args()
+    served.use_this_tree()
     with served.runner(a.model, "--log-level", "warning", *a.options) as (url, process):
         looks = uvloop.run(soak(a, url, process.pid))
         wrong = what_is_left(url)
@@ -174,6 +185,7 @@ def main() -> int:
     if end["fds"] > looks[0]["fds"]:
         wrong.append(f"{end['fds']:.0f} file descriptors are open")
     gaps = drift(steady, "itl_mean")
+    more = {name: growth(steady, name) for name in ("rss_mib", "fds")}
     if gaps[1] > 1.2 * gaps[0]:
         wrong.append(f"gaps grew from {gaps[0]:.2f} to {gaps[1]:.2f} ms")
     if looks[-1]["lost"]:
@@ -182,13 +194,14 @@ def main() -> int:
         wrong.append(f"{100 * idle:.1f} % of a processor while idle")
     sys.stdout.write(
         f"{looks[-1]['ended']} ended, {looks[-1]['aborted']} left, {looks[-1]['lost']} lost; memory {first['rss_mib']:.1f} to {last['rss_mib']:.1f} MiB, descriptors {looks[0]['fds']:.0f} to "
-        f"{end['fds']:.0f}, gaps {gaps[0]:.2f} to {gaps[1]:.2f} ms; idle {100 * idle:.2f} % of a processor: {'; '.join(wrong) or 'nothing leaks'}\n"
+        f"{end['fds']:.0f}, gaps {gaps[0]:.2f} to {gaps[1]:.2f} ms; per thousand requests {more['rss_mib']:.2f} MiB and {more['fds']:.2f} descriptors more; idle {100 * idle:.2f} % of a processor: {'; '.join(wrong) or 'nothing leaks'}\n"
     )
     if a.machine:
-        rows = [board.row(f"{a.machine}.soak.rss_mib", [last["rss_mib"] / first["rss_mib"]], "ratio", "lower")]
+        rows = [board.row(f"{a.machine}.soak.{k}_per_1000", [v], unit, "lower") for (k, v), unit in zip(more.items(), ("MiB", "descriptors"), strict=True)]
+        rows += [board.row(f"{a.machine}.soak.rss_mib", [last["rss_mib"] / first["rss_mib"]], "ratio", "lower")]
         rows += [board.row(f"{a.machine}.soak.{k}", [drift(steady, k)[1] / drift(steady, k)[0]], "ratio", "lower") for k in ("itl_mean", "cpu_us_token")]
-        rows += [board.row(f"{a.machine}.soak.{k}", [looks[-1][k]], "requests", "lower") for k in ("lost",)]
-        board.write(a.machine, "soak", [*rows, board.row(f"{a.machine}.idle_share", [idle], "share", "lower")], minutes=a.minutes, streams=a.streams, ended=looks[-1]["ended"], left=looks[-1]["aborted"])
+        rows += [board.row(f"{a.machine}.soak.lost", [looks[-1]["lost"]], "requests", "lower"), board.row(f"{a.machine}.idle_share", [idle], "share", "lower")]
+        board.write(a.machine, "soak", rows, a.commit, model=a.model.name, minutes=a.minutes, streams=a.streams, ended=looks[-1]["ended"], left=looks[-1]["aborted"], verdict="; ".join(wrong) or "nothing leaks")
     return 1 if wrong else 0
 
 

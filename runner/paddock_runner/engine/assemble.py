@@ -82,7 +82,7 @@ def fill_device(
         nonlocal free
         before, free = free, device.free_bytes()
         if stages is not None:
-            stages.end(stage, bytes=before - free)
+            stages.end(stage, bytes=max(0, before - free))  # on the CPU others take and give memory, too
 
     away = put_away(device, views, sizes.n_expert_slots) if sizes.n_expert_slots else None
     weights = load_weights(device, blueprint, views, progress, away.away if away else NOWHERE)

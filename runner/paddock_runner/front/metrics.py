@@ -6,6 +6,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import PackError
 from ..turns.usage import Timing, Usage
 from .http import Exchange
@@ -32,6 +35,12 @@ class Histogram:
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self._sum += seconds
 
+    def observe_all(self, seconds: NDArray[np.float64]) -> None:
+        """Many."""
+        for place, n in zip(*np.unique(np.searchsorted(self._bounds, seconds), return_counts=True), strict=True):
+            self._counts[place] += int(n)
+        self._sum += float(seconds.sum())
+
     def lines(self, name: str) -> Iterable[str]:
         """The exposition of this histogram."""
         total = 0
@@ -57,26 +66,25 @@ class Metrics:
         self._whole = Histogram(SECONDS)
         self._gap = Histogram(GAPS)
 
-    def on_request(self, route: str, status: int, seconds: float) -> None:
-        """A request was answered."""
+    def on_request(self, route: str, status: int, seconds: float, has_left: bool = False) -> None:
+        """A request was answered. has_left: its client went away before the end."""
         key = (route, status)
         self._requests[key] = self._requests.get(key, 0) + 1
-        self._aborted += status == 499
+        self._aborted += status == 499 or has_left
         self._whole.observe(seconds)
 
-    def on_turn(self, usage: Usage, timing: Timing) -> None:
-        """A turn ended, in whatever way."""
+    def on_turn(self, usage: Usage, timing: Timing, gaps_ms: NDArray[np.float64]) -> None:
+        """A turn ended, in whatever way. gaps_ms: between its tokens."""
         for name in self._totals:
             self._totals[name] += getattr(usage, name)
         if (first := timing.first_token_ms) is not None:
             self._first.observe(first / 1e3)
         if timing.started_ns:
             self._queued.observe(timing.queued_ns / 1e9)
-        if (gap := timing.gap_ms(usage.output_tokens)) is not None:
-            self._gap.observe(gap / 1e3)
+        self._gap.observe_all(gaps_ms / 1e3)
 
     def text(self, engine: Mapping[str, Any] | None) -> str:
-        """The exposition. engine: numbers of the engine's own account; names ending in _total are counters."""
+        """The exposition. engine: numbers of the engine's own account, of which `counters` only grow."""
         out = [f"# TYPE {PREFIX}http_requests_total counter"]
         out += [
             f'{PREFIX}http_requests_total{{route="{r}",status="{s}"}} {n}'
@@ -94,7 +102,7 @@ class Metrics:
             out += [f"# TYPE {PREFIX}{name} histogram", *histogram.lines(PREFIX + name)]
         out += [f"# TYPE {PREFIX}engine_up gauge", f"{PREFIX}engine_up {int(engine is not None)}"]
         for name, number in sorted(_numbers(engine or {}, "engine")):
-            kind = "counter" if name.endswith("_total") else "gauge"
+            kind = "counter" if name.startswith("engine_counters_") else "gauge"
             out += [f"# TYPE {PREFIX}{name} {kind}", f"{PREFIX}{name} {number:.9g}"]
         return "\n".join(out) + "\n"
 

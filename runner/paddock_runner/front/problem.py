@@ -16,6 +16,8 @@ _ANTHROPIC_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error",
 }  # fmt: skip
+LEFT = "client left"
+"""How a request ended whose client went away, in its log line."""
 INTERNAL = "something went wrong inside the runner; its log has the details under this request's id"
 
 
@@ -81,7 +83,7 @@ async def guarded(exchange: Exchange, vendor: str, work: Callable[[], Awaitable[
         await work()
     except Cancelled:
         exchange.status = exchange.status or 499
-        exchange.log["end"] = "client left"
+        exchange.log["end"] = LEFT
         if not exchange.is_started:
             await _answer(exchange, vendor, Cancelled("the client left"))
     except PaddockError as error:

@@ -15,7 +15,7 @@ from .http import Exchange, Receive, Scope, Send
 from .ollama import chat as ollama_chat
 from .ollama import models as ollama_models
 from .openai import chat, completions, embeddings, models, responses, tokens
-from .problem import ANTHROPIC, OLLAMA, OPENAI, guarded
+from .problem import ANTHROPIC, LEFT, OLLAMA, OPENAI, guarded
 from .service import Front
 
 Handler = Callable[[Front, Exchange], Awaitable[None]]
@@ -137,7 +137,7 @@ class Application:
         finally:
             front.metrics.in_flight -= 1
             took_s = (time.monotonic_ns() - exchange.received_ns) / 1e9
-            front.metrics.on_request(name, exchange.status or 499, took_s)
+            front.metrics.on_request(name, exchange.status or 499, took_s, exchange.log.get("end") == LEFT)
             say = log.debug if name.startswith(("/health", "/metrics")) and exchange.status < 400 else log.event
             say(
                 "request", id=exchange.request_id, method=exchange.method, path=exchange.path, status=exchange.status or 499,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 
 from ..errors import Cancelled, PaddockError, ShuttingDown, UnknownModel, UsageError
 from ..text.vectors import VectorForm
@@ -219,12 +220,18 @@ def _note_cache(exchange: Exchange, note: CacheNote, text: str) -> None:
 
 
 def _account(front: Front, exchange: Exchange, turn: Turn) -> None:
-    usage, timing = turn.usage, turn.timing
-    front.metrics.on_turn(usage, timing)
-    first, gap = timing.first_token_ms, timing.gap_ms(usage.output_tokens // max(1, len(turn.choices)))
+    usage, timing, gaps = turn.usage, turn.timing, turn.gaps_ms
+    front.metrics.on_turn(usage, timing, gaps)
+    exchange.log.update(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens)
+    if timing.started_ns:
+        exchange.log.update(queue_ms=round(timing.queued_ns / 1e6, 3))
+    if timing.first_token_ms is not None:
+        exchange.log.update(prefill_ms=round(timing.prefill_ms or 0.0, 3), first_token_ms=round(timing.first_token_ms, 3))
+    if len(gaps):
+        p50, p99 = np.percentile(gaps, (50, 99))
+        exchange.log.update(gap_ms=round(float(gaps.mean()), 3), gap_p50_ms=round(float(p50), 3), gap_p99_ms=round(float(p99), 3))
     exchange.log.update(
-        prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens,
-        first_token_ms=None if first is None else round(first, 3), gap_ms=None if gap is None else round(gap, 3),
+        preempted=turn.n_preempted or None,
         **({"drafted_tokens": usage.drafted_tokens, "accepted_tokens": usage.accepted_tokens} if usage.drafted_tokens else {}),
         end=",".join(sorted({c.end.reason for c in turn.choices if c.end is not None})) or None,
     )  # fmt: skip

@@ -71,12 +71,14 @@ class Choice:
         "index",
         "lane",
         "n_calls",
+        "n_preempted",
         "output_tokens",
         "pieces",
         "prompt",
         "prompt_probs",
         "reasoning_tokens",
         "shown_bytes",
+        "times",
         "tokens",
         "turn",
         "walk",
@@ -91,7 +93,9 @@ class Choice:
         self._begun = 0
         self.shown_bytes = 0
         self.output_tokens = self.reasoning_tokens = self.cached_tokens = self.n_calls = 0
-        self.drafted_tokens = self.accepted_tokens = 0
+        self.drafted_tokens = self.accepted_tokens = self.n_preempted = 0
+        self.times = array("q")
+        """When each token came, time.monotonic_ns()."""
         self.end: End | None = None
         self.walk: Walk | None = None
         self.prompt_probs: list[Prob] = []
@@ -102,7 +106,7 @@ class Choice:
         """The answer's tokens, kept while its reasoning may have to be ended."""
         self._is_plain = self._probs is None and not text.has_stops
         self.lane: Lane | None = None
-        """The short way of the next token: for a token whose entry in `pieces` is there, nothing more is to be done than `output_tokens`."""
+        """The short way of the next token: for a token whose entry in `pieces` is there, nothing more is to be done than `output_tokens` and `times`."""
         self.pieces = text.json
 
     def take(self, token: int, flags: int, logprob: float, top: Top) -> None:
@@ -110,9 +114,7 @@ class Choice:
         if flags & RARE:
             self._take_rare(token, flags, logprob, top)
             return
-        self.output_tokens += 1
-        if self.output_tokens == 1:
-            self.turn.on_first_token(self)
+        self._count()
         if self.walk is not None and self.tokens is not None and not flags:
             self.walk.take(token)  # the end of its reasoning may be put in before it is followed; others' were followed before anything was written
         try:
@@ -151,7 +153,11 @@ class Choice:
         if flags & ROW_SCORE:
             self.prompt_probs.append((token, logprob, top[: self.turn.wish.n_prompt_logprobs]))
             return
+        self._count()
+
+    def _count(self) -> None:
         self.output_tokens += 1
+        self.times.append(self.turn.desk.now_ns)
         if self.output_tokens == 1:
             self.turn.on_first_token(self)
 
@@ -188,6 +194,7 @@ class Choice:
         if isinstance(event, Done):
             self.drafted_tokens += event.drafted_tokens
             self.accepted_tokens += event.accepted_tokens
+            self.n_preempted += event.n_preempted
         if self.end is not None:
             return
         if isinstance(event, Refused) or event.reason == Reason.ERROR:

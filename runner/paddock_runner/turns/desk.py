@@ -33,6 +33,8 @@ class Desk:
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._vectors: dict[int, asyncio.Future[bytes]] = {}
         self._touched: list[Turn] = []
+        self._begun: list[Turn] = []
+        """Whose first token is being written."""
         self._lanes: list[Lane] = []
         self.together: Together = Apart()
         self._next_id = 0
@@ -119,6 +121,10 @@ class Desk:
             turn.is_touched = True
             self._touched.append(turn)
 
+    def begins(self, turn: Turn) -> None:
+        """Its first token is written with what came: that is when it is there."""
+        self._begun.append(turn)
+
     def _on_events(self, events: list[Event]) -> None:
         if not events and self._port.is_dead:
             self._fail_queries()
@@ -145,6 +151,11 @@ class Desk:
             self._lanes.clear()
             self._touched.clear()
             self.together.release()
+            if self._begun:
+                written_ns = time.monotonic_ns()
+                for turn in self._begun:
+                    turn.timing.first_token_ns = written_ns
+                self._begun.clear()
 
     def _follow(self, events: list[Event]) -> None:
         """Tokens of held answers set out to be walked: the engine waits for their masks, and for nothing else here."""
@@ -161,7 +172,7 @@ class Desk:
 
         is_alone: no other step's rows come with these. What the first of an answer's tokens says goes out at once then.
         """
-        choices, lanes = self._choices, self._lanes
+        choices, lanes, now = self._choices, self._lanes, self.now_ns
         self.n_tokens += len(rows)
         is_alone = is_alone and len(rows) <= len(choices)
         for ask_id, token, flags, logprob, top in rows:
@@ -176,6 +187,7 @@ class Desk:
                     text = None
                 if text is not None:
                     choice.output_tokens += 1
+                    choice.times.append(now)
                     if is_alone:
                         lane.say_now(text)
                         continue

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import Cancelled, PaddockError
 from ..text.events import CallArguments, CallEnd, CallStart
 from ..text.stream import TextStream
@@ -226,6 +229,7 @@ class Turn:
         """Called by a choice that got its first token: all of its prompt's have been rated then, if they were to be."""
         if not self.timing.first_token_ns:
             self.timing.first_token_ns = self.desk.now_ns
+            self.desk.begins(self)
         if self.wish.n_prompt_logprobs >= 0 and choice.index % self.wish.n == 0:
             self.sink.rated(choice.prompt)
 
@@ -248,6 +252,16 @@ class Turn:
             sum(c.drafted_tokens for c in self.choices),
             sum(c.accepted_tokens for c in self.choices),
         )
+
+    @property
+    def gaps_ms(self) -> NDArray[np.float64]:
+        """Times between an answer's tokens, of all answers."""
+        return np.concatenate([np.zeros(0), *(np.diff(np.frombuffer(c.times, np.int64)) / 1e6 for c in self.choices)])
+
+    @property
+    def n_preempted(self) -> int:
+        """How often its answers had to make way for others."""
+        return sum(c.n_preempted for c in self.choices)
 
     def prompt_probs(self, prompt: int) -> list[Prob]:
         """Log-probabilities of a prompt's tokens but the first; [] when they were not asked for."""

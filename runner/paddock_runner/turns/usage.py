@@ -24,7 +24,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Timing:
-    """Times of a turn, time.monotonic_ns(); 0: not yet. queued: waiting in the engine. Gaps are between the steps that gave tokens."""
+    """Times of a turn, time.monotonic_ns(); 0: not yet. first_token: when it was written. queued: waiting in the engine."""
 
     received_ns: int = 0
     started_ns: int = 0
@@ -34,11 +34,10 @@ class Timing:
 
     @property
     def first_token_ms(self) -> float | None:
-        """From arrival to the first token."""
+        """From arrival until the first token was written."""
         return (self.first_token_ns - self.received_ns) / 1e6 if self.first_token_ns else None
 
-    def gap_ms(self, n_tokens: int) -> float | None:
-        """Mean time between tokens, when there were at least two."""
-        if n_tokens < 2 or not self.last_token_ns:
-            return None
-        return (self.last_token_ns - self.first_token_ns) / 1e6 / (n_tokens - 1)
+    @property
+    def prefill_ms(self) -> float | None:
+        """What of that was not waiting."""
+        return (self.first_token_ns - self.received_ns - self.queued_ns) / 1e6 if self.first_token_ns else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from paddock_runner.errors import (
     Busy,
@@ -88,14 +89,17 @@ def test_metrics_are_valid_exposition_and_add_up() -> None:
     metrics = Metrics()
     metrics.on_request("/v1/models", 200, 0.003)
     metrics.on_request("/v1/models", 499, 7.0)
-    metrics.on_turn(Usage(10, 4, 3, 1), Timing(1_000_000, 2_000_000, 11_000_000, 31_000_000, 5_000))
+    metrics.on_request("/v1/completions", 200, 7.0, has_left=True)
+    metrics.on_turn(Usage(10, 4, 3, 1), Timing(1_000_000, 2_000_000, 11_000_000, 31_000_000, 5_000), np.array([5.0, 15.0, 2000.0]))
     text = metrics.text({"slots": {"free": 3}, "counters": {"steps": 9}, "running": [1]})
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert values['paddock_http_requests_total{route="/v1/models",status="200"}'] == "1"
-    assert values["paddock_aborted_requests_total"] == "1" and values["paddock_cached_tokens_total"] == "4"
+    assert values["paddock_aborted_requests_total"] == "2" and values["paddock_cached_tokens_total"] == "4"
     assert values["paddock_engine_slots_free"] == "3" and values["paddock_engine_up"] == "1"
     assert values['paddock_time_to_first_token_seconds_bucket{le="0.01"}'] == "1"
-    assert float(values["paddock_inter_token_seconds_sum"]) == pytest.approx(0.01)
+    assert float(values["paddock_inter_token_seconds_sum"]) == pytest.approx(2.02)
+    assert [values[f'paddock_inter_token_seconds_bucket{{le="{le}"}}'] for le in ("0.0025", "0.005", "0.02", "1", "+Inf")] == ["0", "1", "2", "2", "3"]
+    assert "# TYPE paddock_engine_counters_steps counter" in text and "# TYPE paddock_engine_slots_free gauge" in text
     names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(names) == len(set(names))
 
