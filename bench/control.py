@@ -71,7 +71,7 @@ class IdleDevice:
         self.top = memoryview(bytearray(8))
         self.done = memoryview(self._done).cast("B").cast("Q")
         self.now = memoryview(self._now).cast("B").cast("q")
-        self.n_pages = sizes.n_pages
+        self.n_pages, self.allocated = sizes.n_pages, dict[str, int]()
 
     def step(self, input_address: int) -> None:
         """Runs one step."""

@@ -97,6 +97,7 @@ class ModelledDevice:
         self._length, self._max, self._alive = [0] * sizes.n_slots, [0] * sizes.n_slots, [False] * sizes.n_slots
         self.results = memoryview(bytearray(24 * sizes.n_results * sizes.max_step_rows))
         self.top = memoryview(bytearray(8))
+        self.allocated: dict[str, int] = {}
         self.done = memoryview(bytearray(8)).cast("Q")
         self._pending: deque[tuple[int, int, list[tuple[int, int, int, int]], bytes]] = deque()
         self.steps: list[tuple[int, int, int, int]] = []

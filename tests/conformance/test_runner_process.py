@@ -136,6 +136,11 @@ def test_counters_return_to_zero_after_a_client_left(runner: Runner) -> None:
         assert found["engine"]["counters"]["ended"]["abort"] > 0 and found["front"]["open_asks"] == 0
         metrics = client.get(runner.url + "/metrics").text
     assert "paddock_output_tokens_total" in metrics and "paddock_engine_slots_free 4" in metrics
+    assert "paddock_aborted_requests_total 0" not in metrics.splitlines(), "it left a stream whose status was 200"
+    planned, held = found["memory"]["planned_bytes"], found["memory"]["held_bytes"]
+    assert planned["kv"] >= held["kv"] > 0 and planned["weights"] == held["weights"] and set(held) <= set(planned)
+    line = next(line for line in runner.said().splitlines() if 'end="client left"' in line)
+    assert all(f" {name}=" in line for name in ("queue_ms", "prefill_ms", "first_token_ms", "gap_ms", "gap_p50_ms", "gap_p99_ms"))
 
 
 def test_sigterm_lets_running_requests_finish_and_exits_0(tmp_path: Path, model: Path) -> None:

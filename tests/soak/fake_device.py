@@ -76,6 +76,7 @@ class FakeDevice:
         """What the windows of this step's rows see: page, place in it, and what must be there."""
         self.sampling: list[tuple] = [()] * n
         self.mask: list[int] = [0] * n
+        self.allocated: dict[str, int] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.results = memoryview(bytearray(24 * sizes.n_results * sizes.max_step_rows))
         self.top = memoryview(bytearray(8 * sizes.n_results * sizes.max_step_rows * max(1, sizes.max_top)))

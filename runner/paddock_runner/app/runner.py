@@ -50,7 +50,7 @@ def run(given: Given, config: Config, stages: log.Stages) -> int:
     served = Served(
         config.model_name, tokenizer, template, AnswerFormat(template.source, tokenizer), _max_tokens(opened),
         opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, config.steady_prompts, facts={**_facts(opened), **({"recommended": advice.facts()} if advice.source else {})},
-        vectors=_vector_form(opened.blueprint), recommended=advice,
+        planned=opened.plan.groups, vectors=_vector_form(opened.blueprint), recommended=advice,
     )  # fmt: skip
     stages.end("template")
     runner = Runner(config, given, served, stages)

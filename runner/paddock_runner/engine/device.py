@@ -28,6 +28,8 @@ class StepDevice(Protocol):
     """bytes of pk_result [n_results, max_step_rows]: the block of a step is seq % n_results."""
     top: memoryview
     """bytes of pk_top [n_results, max_step_rows, max_top]."""
+    allocated: dict[str, int]
+    """Bytes that are held, by what they are for; named as the plan's groups are."""
 
     @property
     def facts(self) -> DeviceFacts:

@@ -77,16 +77,10 @@ def report(engine: Engine) -> dict[str, Any]:
             "tokens": engine.sizes.page_tokens,
         },
         "windows": _windows(ledger),
-        "states": {
-            "all": ledger.states.n_places if ledger.states is not None else 0,
-            "free": ledger.states.n_free if ledger.states is not None else 0,
-            "prefix": ledger.states.n_kept if ledger.states is not None else 0,
-            "saved": engine.states.n_saved,
-            "loaded": engine.states.n_loaded,
-            "evicted": ledger.states.n_evicted if ledger.states is not None else 0,
-        },
+        "states": _states(engine),
         "tiers": tree.tiers.report() if tree.tiers is not None else {},
         "experts": engine.experts(),
+        "memory": dict(engine.device.allocated),
         "prefix_nodes": tree.n_nodes,
         "in_flight": len(engine.in_flight),
         "run_ahead": engine.run_ahead,
@@ -120,6 +114,13 @@ def _windows(ledger: Ledger) -> dict[str, int]:
     if pool is None:
         return {"all": 0, "free": 0, "prefix": 0, "evicted": 0}
     return {"all": pool.n_pages - 1, "free": pool.n_free, "prefix": pool.n_kept, "evicted": pool.n_evicted}
+
+
+def _states(engine: Engine) -> dict[str, int]:
+    """Snapshots of recurrent states."""
+    pool, keeper = engine.ledger.states, engine.states
+    places = {"all": 0, "free": 0, "prefix": 0, "evicted": 0} if pool is None else {"all": pool.n_places, "free": pool.n_free, "prefix": pool.n_kept, "evicted": pool.n_evicted}
+    return {**places, "saved": keeper.n_saved, "loaded": keeper.n_loaded}
 
 
 def miss_of(ledger: Ledger, request: Request) -> tuple[Miss, int]:

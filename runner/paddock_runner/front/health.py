@@ -22,8 +22,9 @@ async def get_ready(front: Front, exchange: Exchange) -> None:
 
 
 async def get_state(front: Front, exchange: Exchange) -> None:
-    """GET /v1/paddock/state: the engine's slots, pages and queues, and the front's own."""
+    """GET /v1/paddock/state: the engine's slots, pages and queues, memory as planned and as held, and the front's own."""
     engine: dict[str, Any] = await front.desk.state()
+    held = engine.pop("memory", {})
     body = {
         "phase": front.phase,
         "model": front.served.name,
@@ -35,6 +36,7 @@ async def get_state(front: Front, exchange: Exchange) -> None:
             "start": list(front.start),
         },
         "engine": engine,
+        "memory": {"planned_bytes": dict(front.served.planned), "held_bytes": held},
         "facts": dict(front.served.facts),
     }
     await exchange.answer_json(body)

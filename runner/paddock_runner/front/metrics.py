@@ -113,7 +113,7 @@ def _numbers(facts: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, float
         if isinstance(value, Mapping):
             yield from _numbers(value, name)
         elif isinstance(value, int | float):
-            yield name.replace("-", "_").replace(".", "_"), value
+            yield name.replace("-", "_").replace(".", "_").replace(" ", "_"), value
 
 
 async def get_metrics(front: Front, exchange: Exchange) -> None:

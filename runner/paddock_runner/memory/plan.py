@@ -176,6 +176,11 @@ class MemoryPlan:
         """Bytes of one group of lines."""
         return sum(line.n_bytes for line in self.lines if line.group == group)
 
+    @property
+    def groups(self) -> dict[str, int]:
+        """Bytes of every group of lines."""
+        return {line.group: self.group_bytes(line.group) for line in self.lines}
+
     def as_json(self) -> dict[str, Any]:
         """For --json: bytes everywhere."""
         return {

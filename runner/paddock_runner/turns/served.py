@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Served:
-    """A served model. n_rows: rows of its embedding, ids at or above it do not exist. facts: what else /v1/models says.
+    """A served model. n_rows: rows of its embedding, ids at or above it do not exist. facts: what else /v1/models says. planned: bytes of memory by what they are for.
 
     is_steady: lines that clients change in each request are left out of prompts (see steady.py).
     """
@@ -47,6 +47,7 @@ class Served:
     is_steady: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
     facts: Mapping[str, Any] = field(default_factory=dict)
+    planned: Mapping[str, int] = field(default_factory=dict)
     vectors: VectorForm | None = None
     recommended: Recommended = field(default_factory=Recommended)
     walker: Walker = field(init=False)
