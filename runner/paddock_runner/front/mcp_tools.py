@@ -149,7 +149,7 @@ async def _generate(front: Front, given: Generate, whose: Caller) -> dict[str, A
         await turn.ended
     finally:
         turn.abandon()
-        front.metrics.on_turn(turn.usage, turn.timing, turn.gaps_ms)
+        front.metrics.on_turn(turn.usage, turn.timing, turn.gaps_ns)
     (answer,) = collector.answers
     usage = turn.usage
     found: dict[str, Any] = {"text": answer.text, "finish_reason": answer.end.reason}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
-import numpy as np
 
 from ..errors import Cancelled, PaddockError, ShuttingDown, UnknownModel, UsageError
 from ..text.vectors import VectorForm
@@ -220,16 +219,16 @@ def _note_cache(exchange: Exchange, note: CacheNote, text: str) -> None:
 
 
 def _account(front: Front, exchange: Exchange, turn: Turn) -> None:
-    usage, timing, gaps = turn.usage, turn.timing, turn.gaps_ms
+    usage, timing, gaps = turn.usage, turn.timing, turn.gaps_ns
     front.metrics.on_turn(usage, timing, gaps)
     exchange.log.update(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens)
     if timing.started_ns:
         exchange.log.update(queue_ms=round(timing.queued_ns / 1e6, 3))
     if timing.first_token_ms is not None:
         exchange.log.update(prefill_ms=round(timing.prefill_ms or 0.0, 3), first_token_ms=round(timing.first_token_ms, 3))
-    if len(gaps):
-        p50, p99 = np.percentile(gaps, (50, 99))
-        exchange.log.update(gap_ms=round(float(gaps.mean()), 3), gap_p50_ms=round(float(p50), 3), gap_p99_ms=round(float(p99), 3))
+    if gaps:
+        mean, p50, p99 = sum(gaps) / len(gaps), gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100]
+        exchange.log.update(gap_ms=round(mean / 1e6, 3), gap_p50_ms=round(p50 / 1e6, 3), gap_p99_ms=round(p99 / 1e6, 3))
     exchange.log.update(
         preempted=turn.n_preempted or None,
         **({"drafted_tokens": usage.drafted_tokens, "accepted_tokens": usage.accepted_tokens} if usage.drafted_tokens else {}),

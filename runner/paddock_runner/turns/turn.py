@@ -7,10 +7,8 @@ import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import sub
 from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import Cancelled, PaddockError
 from ..text.events import CallArguments, CallEnd, CallStart
@@ -254,9 +252,9 @@ class Turn:
         )
 
     @property
-    def gaps_ms(self) -> NDArray[np.float64]:
-        """Times between an answer's tokens, of all answers."""
-        return np.concatenate([np.zeros(0), *(np.diff(np.frombuffer(c.times, np.int64)) / 1e6 for c in self.choices)])
+    def gaps_ns(self) -> list[int]:
+        """Times between an answer's tokens, of all answers, the shortest first."""
+        return sorted(gap for c in self.choices for gap in map(sub, c.times[1:], c.times))
 
     @property
     def n_preempted(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from paddock_runner.cli import main
 from paddock_runner.manifest import pack_folders
+from paddock_runner.pack.library import find_pack, load_pack
 
 from tests import tiny_gguf
 
@@ -46,6 +47,16 @@ def test_plan_prints_the_planners_lines(tmp_path: Path, capsys: pytest.CaptureFi
     plan = json.loads(capsys.readouterr().out)
     assert plan["total_bytes"] == sum(line["bytes"] for line in plan["lines"]) and (plan["max_ctx_tokens"], plan["max_batch"]) == (128, 3)
     assert main(["plan", str(model)]) == 0 and "KV tokens in all" in capsys.readouterr().out
+
+
+@needs_pack
+def test_keys_and_values_that_the_cpu_pack_cannot_keep_are_refused_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_gguf.write(tmp_path / "tiny.gguf")
+    can = load_pack(find_pack("cpu")).description["kv_formats"]
+    for kv in ("f32", "f16", "bf16", "fp8"):
+        words = ["plan", str(model), "--device", "cpu", "--kv-dtype", kv]
+        assert main(words) == (0 if any(kv in name for name in can) else 12)
+    assert "need a GPU" in capsys.readouterr().err
 
 
 @needs_pack

@@ -91,7 +91,7 @@ def test_tokens_go_to_their_choice_and_done_ends_it() -> None:
         usage = turn.usage
         assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == (2, 1, 4)
         assert turn.timing.first_token_ns and turn.timing.last_token_ns and turn.timing.queued_ns == 5
-        assert len(turn.gaps_ms) == 2 and min(turn.gaps_ms) > 0, "one between two tokens of each answer"
+        assert len(turn.gaps_ns) == 2 and turn.gaps_ns[0] > 0, "one between two tokens of each answer"
         assert turn.timing.prefill_ms == pytest.approx(turn.timing.first_token_ms - 5e-6)
         assert bench.desk.n_open == 0
 
