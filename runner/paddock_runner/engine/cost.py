@@ -15,6 +15,8 @@ ALIKE_SHIFT = 3
 """Steps of decode rows alone are measured by their number of rows without so many last bits; fewer rows one by one."""
 QUICKER, SLOWER = 0.5, 0.1
 """Weight of such a step that took less, or more, than was known: one that something else held up tells little, and a step that is launched too early costs little."""
+UNKNOWN_US = 2_000_000.0
+"""As long as pages on disk are waited for at most."""
 N = 4
 
 
@@ -26,7 +28,7 @@ class CostModel:
     that wait for memory it may be nearly free. So once there are enough steps of both kinds, only those with decode rows are learned from.
     """
 
-    __slots__ = ("_moment", "_n_fresh", "_normal", "_quiet", "n_mixed", "n_seen", "terms")
+    __slots__ = ("_moment", "_n_fresh", "_normal", "_quiet", "n_mixed", "n_read", "n_seen", "terms")
 
     def __init__(self, guess_us: tuple[float, float, float, float] = (2000.0, 1000.0, 10_000.0, 1000.0)) -> None:
         self._normal = [[PRIOR_WEIGHT * (i == j) for j in range(N)] for i in range(N)]
@@ -35,7 +37,7 @@ class CostModel:
         """us for: a step, 16 decode rows, 256 prefill tokens, 256 prefill tokens after 2048 tokens of context."""
         self._n_fresh = 0
         self._quiet: dict[int, float] = {}
-        self.n_seen = self.n_mixed = 0
+        self.n_seen = self.n_mixed = self.n_read = 0
 
     def see(self, n_decode: int, n_tokens: int, work: float, us: float) -> None:
         """Learns from a finished step. work: sum over prefill tokens of the context before each."""
@@ -43,6 +45,7 @@ class CostModel:
             key = n_decode >> ALIKE_SHIFT or -n_decode
             known = self._quiet.get(key, us)
             self._quiet[key] = known + (QUICKER if us < known else SLOWER) * (us - known)
+        self.n_read += n_tokens > 0
         if n_decode and n_tokens:
             self.n_mixed += 1
         elif n_tokens and self.n_mixed >= ENOUGH:
@@ -88,6 +91,11 @@ class CostModel:
     def chunk_us(self, n_tokens: int, position: int) -> float:
         """What n_tokens of prefill from `position` on add to a step."""
         return self.terms[2] * n_tokens / TOKEN_SCALE + self.terms[3] * chunk_work(n_tokens, position) / WORK_SCALE
+
+    def reading_us(self, n_tokens: int, position: int) -> float:
+        """The same for a prompt that could come from disk instead. Before any was read that is not known, and the guess may be far too low."""
+        us = self.chunk_us(n_tokens, position)
+        return us if self.n_read else max(us, UNKNOWN_US)
 
     def tokens_for(self, us: float, position: int) -> int:
         """The largest chunk from `position` on that adds at most `us`."""

@@ -341,7 +341,7 @@ class Scheduler:
         """Pages of its prompt are on disk and worth waiting for, once."""
         if self._ledger.tree.tiers is None or request.fetch_until_ns:
             return False
-        if not self._ledger.fetch(request.tokens, request.salt, self.cost.chunk_us):
+        if not self._ledger.fetch(request.tokens, request.salt, self.cost.reading_us):
             return False
         request.fetch_until_ns = now_ns + MAX_FETCH_NS
         return True
@@ -353,7 +353,7 @@ class Scheduler:
         if now_ns < request.fetch_until_ns and tiers.version == request.fetch_version:
             return True
         request.fetch_version = tiers.version
-        if now_ns < request.fetch_until_ns and self._ledger.fetch(request.tokens, request.salt, self.cost.chunk_us):
+        if now_ns < request.fetch_until_ns and self._ledger.fetch(request.tokens, request.salt, self.cost.reading_us):
             return True
         request.fetch_until_ns = -1
         return False

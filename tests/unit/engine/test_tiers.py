@@ -97,6 +97,21 @@ def test_a_killed_runner_has_kept_what_it_wrote_while_it_was_idle(tmp_path: Path
     warm.close()
 
 
+def test_before_any_prompt_was_read_nobody_knows_that_reading_it_is_quicker_than_the_disk(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, True)
+    ask(rig, 0)
+    ask(rig, 1)
+    rig.close()
+    warm = rig_on(tmp_path, True)
+    tiers = warm.runner.keeper.tiers  # type: ignore[union-attr]
+    tiers.rate["disk"] = 50 * warm.device.page_bytes  # a second for each prompt, which takes less to compute
+    assert ask(warm, 0).done.cached_tokens >= 196
+    ask(warm, 2)
+    tiers.rate["disk"] = 50 * warm.device.page_bytes
+    assert ask(warm, 1).done.cached_tokens == 0, "now it is known"
+    warm.close()
+
+
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     rig = rig_on(tmp_path, True)
     ask(rig, 0)
