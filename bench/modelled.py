@@ -36,12 +36,13 @@ TURN_US, FRONT_US, COMING_US, AGAIN_US = 60, 300, 350, 900
 
 @dataclass(frozen=True)
 class Cost:
-    """Prices of steps: (tokens of the step, ms), straight between them. decode: of steps of decode rows; mixed: of those with prefill.
+    """Prices of steps: (tokens of the step, ms), straight between them. decode: of steps of decode rows; prompts: of prompts alone; mixed: of those with decode rows beside them.
 
     row_ns: of a decode row per token before it. work_ns: of a prefill token per token before it, a chunk counting as least_tokens at least: fewer do not fill the device.
     """
 
     decode: tuple[tuple[int, float], ...]
+    prompts: tuple[tuple[int, float], ...]
     mixed: tuple[tuple[int, float], ...]
     row_ns: float
     work_ns: float
@@ -49,8 +50,8 @@ class Cost:
 
     def step_us(self, rows: list[tuple[int, int]]) -> float:
         """What a step takes. rows: tokens, and tokens before them."""
-        n_tokens = sum(n for n, _ in rows)
-        points = self.decode if n_tokens == len(rows) else self.mixed
+        n_tokens, n_decode = sum(n for n, _ in rows), sum(n == 1 for n, _ in rows)
+        points = self.decode if n_tokens == len(rows) else self.mixed if n_decode else self.prompts
         i = min(max(1, bisect_left(points, (n_tokens, 0.0))), len(points) - 1)
         (x0, y0), (x1, y1) = points[i - 1], points[i]
         context = sum(before for n, before in rows if n == 1)
@@ -64,20 +65,24 @@ class Cost:
 
 COSTS = {
     "8b.fp8": Cost(
-        ((1, 2.6), (2, 4.25), (8, 4.5), (16, 4.55), (32, 4.93), (48, 5.55), (64, 5.85), (96, 7.2), (128, 7.5)),
-        ((2, 5.5), (128, 7.0), (144, 8.7), (256, 8.7), (272, 10.9), (384, 10.95), (512, 11.7), (528, 15.0), (640, 15.5), (768, 16.7), (896, 18.0), (1024, 19.3),
-         (1040, 25.0), (1280, 27.5), (1536, 30.2), (1920, 35.5), (2048, 36.7), (2064, 44.0), (2176, 44.7), (2304, 47.0), (2560, 50.4)),
+        ((1, 2.56), (2, 4.2), (8, 4.45), (16, 4.5), (32, 4.85), (48, 5.5), (64, 5.75), (96, 5.8), (128, 6.0)),
+        ((2, 4.5), (128, 5.4), (144, 6.7), (256, 6.7), (272, 9.3), (384, 9.4), (512, 10.4), (528, 14.0), (768, 15.4), (1024, 17.7), (1040, 22.5), (1536, 27.8), (2048, 34.2), (2064, 39.5),
+         (2176, 40.3), (2304, 42.7), (2560, 48.5)),
+        ((2, 5.5), (128, 7.2), (144, 8.0), (160, 8.0), (256, 9.4), (288, 10.1), (384, 11.4), (512, 11.9), (528, 14.0), (640, 15.5), (800, 17.6), (896, 18.8), (1024, 20.0), (1056, 23.2),
+         (1152, 24.4), (1568, 30.7), (1664, 31.3), (2048, 36.0), (2064, 40.5), (2176, 41.8), (2304, 43.4), (2336, 46.3), (2432, 47.7), (2560, 49.5)),
         34.0, 1.16, 375,
     ),
     "8b.bf16": Cost(
-        ((1, 4.1), (2, 5.4), (8, 5.7), (16, 5.75), (32, 6.08), (48, 6.4), (64, 6.7), (96, 7.92), (128, 8.33)),
-        ((2, 6.5), (128, 7.9), (144, 9.8), (256, 9.8), (272, 12.0), (384, 12.0), (512, 14.5), (528, 18.5), (640, 20.0), (656, 21.9), (768, 21.9), (784, 23.0), (896, 23.0),
-         (912, 25.0), (1024, 25.3), (1040, 32.0), (1152, 34.0), (1280, 36.5), (1536, 39.5), (1664, 42.5), (1920, 46.0), (2048, 48.0), (2064, 55.5), (2304, 64.2), (2560, 64.2)),
+        ((1, 4.08), (2, 5.3), (8, 5.55), (16, 5.65), (32, 5.95), (48, 6.3), (64, 6.65), (96, 7.05), (128, 7.35)),
+        ((2, 6.0), (128, 6.9), (144, 8.2), (256, 8.2), (272, 12.3), (384, 12.4), (512, 13.8), (528, 18.5), (640, 20.0), (768, 21.7), (1024, 24.8), (1040, 31.5), (1280, 35.5), (1536, 38.5),
+         (2048, 48.0), (2064, 56.0), (2176, 59.0), (2304, 59.2), (2560, 62.5)),
+        ((2, 6.5), (128, 9.0), (144, 10.5), (160, 10.9), (256, 11.0), (288, 12.9), (416, 13.8), (512, 15.5), (528, 18.5), (640, 19.8), (800, 24.6), (896, 24.8), (1024, 26.5), (1040, 33.0),
+         (1152, 33.5), (1568, 43.1), (1664, 43.3), (2048, 50.0), (2064, 56.8), (2176, 58.7), (2208, 60.8), (2304, 62.1), (2432, 62.7), (2560, 64.5)),
         34.0, 1.16, 375,
     ),
 }  # fmt: skip
-"""An H200, Qwen3-8B's shape, by `python -m bench.gpu_steps` on 2026-11-30, between its points by steps of a server there; decode rows without their context. Products come in
-tiles of 128 tokens and in waves of the device, which the points show."""
+"""An H200, Qwen3-8B's shape, by `python -m bench.gpu_steps --beside 32 128` on 2026-11-30, decode rows without their context. Products come in tiles of 128 tokens and in waves
+of the device, which the points show."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 GATHER_SHARE = 0.25
 """Prompts wait for company for at most this part of the time that it takes to read them."""
+FIT_ERROR = 0.1
+"""Nine in ten steps with prefill take at least all of what the fit says but so much."""
 
 
 def hold_until_ns(engine: Engine, now_ns: int) -> int:
@@ -22,7 +24,7 @@ def hold_until_ns(engine: Engine, now_ns: int) -> int:
         return 0
     until = 0
     if engine.in_flight:
-        until = _end_ns(engine) - int(1e6 * policy.lead_ms) if policy.lead_ms else 0
+        until = _end_ns(engine) - _lead_ns(engine) if policy.lead_ms else 0
     elif not engine.slots.decode:
         until = _gather_until_ns(engine)
     return until if until > now_ns else 0
@@ -44,6 +46,12 @@ def _gather_until_ns(engine: Engine) -> int:
     price_us = scheduler.cost.decode_us(0) + scheduler.cost.chunk_us(queue.uncached_tokens, 0)
     patience_ns = int(min(1e6 * policy.gather_ms, 1000 * GATHER_SHARE * price_us))
     return min(queue.last_arrival_ns + int(1e6 * policy.quiet_ms), queue.first_arrival_ns + patience_ns)
+
+
+def _lead_ns(engine: Engine) -> int:
+    """How long before that end the next step is launched: no less than the fit may be off, or the device waits for the decision."""
+    fitted_us = sum(step.price_us for step in engine.in_flight if step.n_prefill)
+    return int(max(1e6 * engine.policy.lead_ms, 1000 * FIT_ERROR * fitted_us))
 
 
 def _end_ns(engine: Engine) -> int:

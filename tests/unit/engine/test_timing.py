@@ -48,6 +48,18 @@ def test_steps_of_rows_alone_are_expected_to_take_what_such_steps_took_not_what_
     rig.close()
 
 
+def test_behind_a_step_with_prefill_the_next_is_launched_earlier_by_what_the_fit_may_be_off() -> None:
+    rig = steady_rig(PATIENT)
+    engine = rig.engine
+    rig.ask(list(range(400)), 4)
+    while not any(step.n_prefill for step in engine.in_flight) or not engine.hold_until_ns:
+        rig.turn()
+    (step,) = engine.in_flight
+    lead_ns = max(step.launched_ns, engine.last_done_ns) + 1000 * step.price_us - engine.hold_until_ns
+    assert abs(lead_ns - 100 * step.price_us) < 2000 and lead_ns > 1.1 * 1e6 * PATIENT.lead_ms
+    rig.close()
+
+
 def test_without_a_free_slot_steps_are_enqueued_ahead() -> None:
     rig = steady_rig(PATIENT, n=16)
     for _ in range(4):
