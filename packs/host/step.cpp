@@ -1,6 +1,8 @@
 // The step input: layout and checks.
 #include "step.h"
 
+#include <algorithm>
+
 #include "error.h"
 
 namespace pk {
@@ -46,8 +48,8 @@ int32_t check_rows(Step &in, const pk_state &s) {
         if ((row.flags & PK_ROW_SCORE) && !is_draft) return fail(PK_BAD_ARG, "step: row %d rates tokens and is no draft row (flags %d)", i, row.flags);
         if (is_draft && !(row.flags & PK_ROW_SAMPLE)) return fail(PK_BAD_ARG, "step: row %d is a draft that draws nothing (flags %d)", i, row.flags);
         bool is_held = row.flags & PK_ROW_HELD;
-        if (is_held && (is_draft || !(row.flags & PK_ROW_SAMPLE)))
-            return fail(PK_BAD_ARG, "step: row %d waits for a mask and draws %s (flags %d)", i, is_draft ? "after each token" : "nothing", row.flags);
+        if (is_held && (!(row.flags & PK_ROW_SAMPLE) || (row.flags & PK_ROW_SCORE)))
+            return fail(PK_BAD_ARG, "step: row %d waits for a mask and draws nothing (flags %d)", i, row.flags);
         in.n_held += is_held;
         if (drafts && !is_draft) return fail(PK_BAD_ARG, "step: row %d comes after a draft row and is none", i);
         drafts = is_draft;
@@ -118,11 +120,13 @@ int64_t finish_bytes(const pk_state &state, int32_t n_masks) {
     return (int64_t)sizeof(pk_finish_head) + (int64_t)n_masks * 4 * (1 + ((int64_t)state.n_vocab + 31) / 32);
 }
 
+int32_t max_masks(const pk_state &state) { return std::max(state.n_slots, state.max_step_rows); }
+
 int32_t read_finish(const pk_finish_head *input, const pk_state &state, uint64_t seq, Finish *out) {
     if (!input || reinterpret_cast<uintptr_t>(input) % 8) return fail(PK_BAD_ARG, "finish: the input must lie at a multiple of 8 bytes");
     if (seq == 0) return fail(PK_BAD_ARG, "finish: step %llu has not been begun, or is finished", (unsigned long long)input->seq);
     if (input->seq != seq) return fail(PK_BAD_ARG, "finish: step %llu is to be finished, not %llu", (unsigned long long)seq, (unsigned long long)input->seq);
-    if (input->n_masks < 0 || input->n_masks > state.n_slots) return fail(PK_BAD_ARG, "finish: n_masks is %d, it must be 0 to %d", input->n_masks, state.n_slots);
+    if (input->n_masks < 0 || input->n_masks > max_masks(state)) return fail(PK_BAD_ARG, "finish: n_masks is %d, it must be 0 to %d", input->n_masks, max_masks(state));
     out->head = input;
     out->slots = reinterpret_cast<const int32_t *>(input + 1);
     out->words = reinterpret_cast<const uint32_t *>(out->slots + input->n_masks);

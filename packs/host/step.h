@@ -6,6 +6,9 @@
 
 namespace pk {
 
+// row_flags of a held draft row: how many of its draws have a mask, from this bit on. The mask of draw s of a step is number n_slots + s of state.mask.
+constexpr int32_t kMaskedAt = 16;
+
 struct Step {
     const pk_step_head *head = nullptr;
     const pk_new_slot *news = nullptr;
@@ -28,11 +31,12 @@ struct Finish {
 // write outside the state. PK_BAD_ARG with the element's index and both numbers.
 int32_t read_step(const pk_step_head *input, const pk_state &state, Step *out);
 
-// The same for the second half of step `seq`.
+// The same for the second half of step `seq`. At most max_masks(state) masks.
 int32_t read_finish(const pk_finish_head *input, const pk_state &state, uint64_t seq, Finish *out);
 
 // Bytes of the whole block (head, arrays, payload).
 int64_t step_bytes(const pk_step_head &head);
 int64_t finish_bytes(const pk_state &state, int32_t n_masks);
+int32_t max_masks(const pk_state &state);
 
 }  // namespace pk

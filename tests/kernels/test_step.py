@@ -337,6 +337,71 @@ def test_a_held_row_draws_under_its_mask_and_one_without_stays_as_it_was(bench):
     assert m.finish(n, [(1, [1, 0]), (3, [2, 0])])["flags"].tolist() == [abi.PK_ROW_DEAD, 0], "a dead slot stays dead"
 
 
+HELD_DRAFT = DRAFT | abi.PK_ROW_HELD
+ANY = [0xFFFFFFFF, 0xFF]
+
+
+def only(*tokens):
+    """The mask of these tokens."""
+    bits = sum(1 << t for t in tokens)
+    return [bits & 0xFFFFFFFF, bits >> 32]
+
+
+def test_guesses_of_a_held_row_are_each_drawn_under_a_mask_of_their_own(bench):
+    m = Machine(bench)
+    parts = [m.start(0, [1], use_mask=1), m.start(3, [20], use_mask=1), m.start(2, [5])]
+    m.step(**{k: [x for p in parts for x in p[k]] for k in parts[0]}, masks=[(0, ANY), (3, ANY)])
+    # 0 has [1, 2], 3 has [20, 21], 2 has [5, 6]; what a mask leaves where 4.0 is not allowed is the lowest token of equals.
+    n = m.begin(texts=[(3, 2, [22, 23])], rows=[(2, 1, 1), (3, 3, HELD_DRAFT)])
+    found = m.finish(n + 2, [(3, only(22, 30)), (3, only(9, 23)), (3, only(7, 8))])
+    assert found.tolist() == [(2, 7, 0, 3, 0.0, 0), (3, 22, 0, 3, 0.0, 0), (3, 23, 0, 4, 0.0, 0), (3, 7, 0, 5, 0.0, 0)], "each mask at its own place"
+    n = m.begin(texts=[(3, 5, [8, 9])], rows=[(3, 3, HELD_DRAFT)])
+    found = m.finish(3, [(3, only(8)), (3, only(11)), (3, ANY)])
+    assert found["token"].tolist() == [8, 11, -1] and found["length"].tolist() == [6, 7, 6], "a mask that forbids the guess ends it"
+    n = m.begin(texts=[(3, 7, [12, 13, 14])], rows=[(3, 4, HELD_DRAFT)])
+    found = m.finish(4, [(0, ANY), (3, ANY), (3, only(13, 15)), (2, ANY)])
+    assert found["token"].tolist() == [12, 13, -1, -1] and found["flags"].tolist() == [0] * 4, "as many draws as masks"
+    assert m.b.get("length", 4).tolist() == [1, 0, 2, 8] and m.b.get("tokens", 9, at=3 * 33).tolist() == [20, 21, 22, 23, 7, 8, 11, 12, 13]
+    n = m.begin(texts=[(3, 9, [14])], rows=[(0, 1, HELD_DRAFT), (3, 2, HELD_DRAFT)])
+    found = m.finish(3, [(0, only(39))])
+    assert found["token"].tolist() == [39, -1, -1] and found["flags"].tolist() == [0, abi.PK_ROW_DEAD, abi.PK_ROW_DEAD], "without a mask it stays as it was"
+    n = m.begin(rows=[(3, 1, abi.PK_ROW_SAMPLE | abi.PK_ROW_HELD)])
+    assert m.finish(n, [(3, only(16, 14))]).tolist() == [(3, 14, 0, 10, 0.0, 0)]
+    n = m.begin(texts=[(3, 10, [15])], rows=[(3, 2, HELD_DRAFT)])
+    assert m.finish(2, [(3, only(15)), (3, [0, 0])])["flags"].tolist() == [0, abi.PK_ROW_NAN]
+    with pytest.raises(PackError, match="n_masks is 5, it must be 0 to 4"):
+        m.begin(rows=[(0, 1, HELD_DRAFT)])
+        m.finish(1, [(0, ANY)] * 5)
+
+
+def test_held_guesses_give_bit_for_bit_what_masked_steps_of_one_token_give(bench, rng):
+    """Seeded draws with penalties, stop tokens and log-probabilities, whatever was guessed and whatever is in the step beside them."""
+    table, masks = rng.normal(0, 3, (V, V)), [[int(x) for x in rng.integers(1, 1 << 31, 2)] for _ in range(24)]
+    params = {"temperature": 0.9, "seed": 5, "top_k": 9, "top_p": 0.95, "repetition_penalty": 1.2, "n_logprobs": 0, "use_mask": 1, "max_length": 20}
+
+    def answer(n_guesses, guess):
+        m = Machine(bench, table)
+        fields = m.start(1, [3, 4], **params)
+        other = m.start(0, [7, 8], temperature=0.7, seed=1)
+        m.step(**{k: fields[k] + other[k] for k in fields}, masks=[(1, masks[0])])
+        known, told = 3, []
+        while known < 20:
+            n = min(n_guesses, 19 - known)
+            rows = [(0, 1, 1), (1, 1 + n, HELD_DRAFT if n_guesses else HELD_DRAFT & ~abi.PK_ROW_DRAFT)]
+            m.begin(texts=[(1, known, guess(known, n))] if n else [], rows=rows if known < 12 else rows[1:])
+            results = m.finish((known < 12) + 1 + n, [(1, mask) for mask in masks[known - 2 :][: 1 + n]])
+            mine = results[(results["slot"] == 1) & (results["token"] >= 0)]
+            told += mine.tolist()
+            known += len(mine)
+        return told, m.b.get("tokens", 20, at=33).tolist()
+
+    plain, text = answer(0, None)
+    assert len(plain) == 17 and plain[-1][2] == abi.PK_ROW_LENGTH
+    assert answer(2, lambda known, n: text[known : known + n]) == (plain, text), "all right"
+    assert answer(2, lambda known, n: [(t + known % 2) % V for t in text[known : known + n]]) == (plain, text), "every second wrong"
+    assert answer(1, lambda known, n: [0] * n) == (plain, text), "all wrong"
+
+
 def test_halves_of_steps_come_in_order(bench):
     m = Machine(bench)
     m.step(**m.start(0, [1], use_mask=1), masks=[(0, [4, 0])])
@@ -377,7 +442,7 @@ BAD = {
     "1 tokens are drawn, n_samples is 0": {"rows": [(0, 1, 1)], "head": {"n_samples": 0}},
     "n_rows is 5, it must be 0 to 4": {"rows": [(0, 1, 0)] * 5},
     "row 0 waits for a mask and draws nothing": {"rows": [(0, 1, abi.PK_ROW_HELD)]},
-    "row 0 waits for a mask and draws after each token": {"rows": [(0, 1, 1 | abi.PK_ROW_HELD | abi.PK_ROW_DRAFT)]},
+    "row 0 waits for a mask and draws nothing .flags 225": {"rows": [(0, 1, 1 | abi.PK_ROW_HELD | abi.PK_ROW_DRAFT | abi.PK_ROW_SCORE)]},
     "n_payload is -1": {"head": {"n_payload": -1}},
     "new slot 0 names slot 9 of 4": {"news": [(9, 0, sampling(), [])]},
     "new slot 0 has length 33 of at most 32": {"news": [(0, 33, sampling(), [])]},

@@ -83,14 +83,20 @@ class Row {
         slot_ = numbers<int32_t>(state_.row_slot)[row_];
         length_ = numbers<int32_t>(state_.row_position)[row_] + numbers<int32_t>(state_.sample_at)[s] - numbers<int32_t>(state_.row_start)[row_] + 1;
         p_ = numbers<pk_sampling>(state_.sampling) + slot_;
+        flags_ = numbers<int32_t>(state_.row_flags)[row_];
+        mask_ = slot_;
+        if ((flags_ & PK_ROW_HELD) && (flags_ & PK_ROW_DRAFT)) {
+            mask_ = state_.n_slots + s;
+            if (length_ - numbers<int32_t>(state_.row_position)[row_] > flags_ >> kMaskedAt) flags_ |= PK_ROW_DEAD;
+        }
     }
 
     void sample() {
-        if (numbers<int32_t>(state_.row_flags)[row_] & PK_ROW_DEAD) return publish(-1, PK_ROW_DEAD, 0);
-        bool is_scored = numbers<int32_t>(state_.row_flags)[row_] & PK_ROW_SCORE;
+        if (flags_ & PK_ROW_DEAD) return publish(-1, PK_ROW_DEAD, 0);
+        bool is_scored = flags_ & PK_ROW_SCORE;
         if (!is_scored) adjust();
         int64_t words = (n_ + 31) / 32;
-        top_ = run_.kernels.largest(logits_, n_, p_->use_mask && !is_scored ? numbers<uint32_t>(state_.mask) + slot_ * words : nullptr);
+        top_ = run_.kernels.largest(logits_, n_, p_->use_mask && !is_scored ? numbers<uint32_t>(state_.mask) + mask_ * words : nullptr);
         if (top_.is_bad) return publish(-1, PK_ROW_NAN, 0);
         double log_sum = p_->n_logprobs >= 0 ? std::log(run_.kernels.sum_exp(logits_, n_, top_.value, 1.0f, -INFINITY)) : 0;
         int32_t n_best = p_->n_logprobs > 0 ? best(log_sum) : 0;
@@ -328,7 +334,8 @@ class Row {
     const Scratch &scratch_;
     int64_t s_, n_;
     float *logits_;
-    int32_t row_, slot_;
+    int32_t row_, slot_, flags_;
+    int64_t mask_;  // number of its mask in state.mask
     int64_t length_;
     const pk_sampling *p_;
     Kernels::Largest top_{};

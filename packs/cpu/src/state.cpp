@@ -84,7 +84,7 @@ pk_result take_draw(const pk_state &s, int32_t slot, int32_t length, int32_t at,
     return {slot, token, out, length + 1, numbers<float>(s.sample_logprob)[at], drawn >> 16};
 }
 
-// A row of guesses: one result per token, until what is drawn is not what was guessed. In a score row all are taken.
+// A row of guesses: one result per token, until what is drawn is not what was guessed, or there is no mask to draw under. In a score row all are taken.
 pk_result *finish_draft(const Run &run, int32_t r, int32_t &sample, pk_result *out) {
     const pk_state &s = run.state;
     int32_t slot = numbers<int32_t>(s.row_slot)[r], n = numbers<int32_t>(s.row_start)[r + 1] - numbers<int32_t>(s.row_start)[r];
@@ -92,9 +92,10 @@ pk_result *finish_draft(const Run &run, int32_t r, int32_t &sample, pk_result *o
     const int32_t *tokens = numbers<int32_t>(s.tokens) + slot * (int64_t{s.max_ctx_tokens} + 1);
     bool is_dead = numbers<int32_t>(s.row_flags)[r] & PK_ROW_DEAD, goes_on = !is_dead;
     bool is_scored = numbers<int32_t>(s.row_flags)[r] & PK_ROW_SCORE;
+    int32_t n_draws = numbers<int32_t>(s.row_flags)[r] & PK_ROW_HELD ? numbers<int32_t>(s.row_flags)[r] >> kMaskedAt : n;
     for (int32_t i = 0; i < n; ++i, ++out) {
         *out = {slot, -1, is_dead ? PK_ROW_DEAD : 0, length, 0, 0};
-        if (!goes_on) continue;
+        if (!goes_on || i >= n_draws) continue;
         int32_t guess = i + 1 < n ? tokens[length + 1] : -1;
         *out = take_draw(s, slot, ++length, sample + i, is_scored);
         if (!is_scored) out->n_top = 0;
@@ -158,13 +159,26 @@ void prepare_dead_rows(Run &run) {
 
 void apply_masks(const pk_state &s, const Finish &in, int64_t n_rows) {
     const int64_t words = (int64_t{s.n_vocab} + 31) / 32;
+    const int32_t *start = numbers<int32_t>(s.row_start);
+    int64_t sample = 0;
     for (int64_t r = 0; r < n_rows; ++r) {
         int32_t &flags = numbers<int32_t>(s.row_flags)[r];
+        const int32_t slot = numbers<int32_t>(s.row_slot)[r], n = start[r + 1] - start[r];
+        const int64_t first = sample;
+        sample += flags & PK_ROW_DRAFT ? n : flags & PK_ROW_SAMPLE ? 1 : 0;
         if (!(flags & PK_ROW_HELD)) continue;
-        const int32_t slot = numbers<int32_t>(s.row_slot)[r];
         const int32_t *end = in.slots + in.head->n_masks, *found = std::find(in.slots, end, slot);
-        if (found == end) flags |= PK_ROW_DEAD;
-        else std::memcpy(numbers<uint32_t>(s.mask) + slot * words, in.words + (found - in.slots) * words, words * sizeof(uint32_t));
+        if (found == end) {
+            flags |= PK_ROW_DEAD;
+            continue;
+        }
+        int64_t to = slot, n_masks = 1;
+        if (flags & PK_ROW_DRAFT) {
+            to = s.n_slots + first;
+            n_masks = std::find_if(found, std::min(end, found + n), [&](int32_t other) { return other != slot; }) - found;
+            flags |= static_cast<int32_t>(n_masks) << kMaskedAt;
+        }
+        std::memcpy(numbers<uint32_t>(s.mask) + to * words, in.words + (found - in.slots) * words, n_masks * words * sizeof(uint32_t));
     }
 }
 

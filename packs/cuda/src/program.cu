@@ -325,7 +325,7 @@ int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state
 
 int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     pk_ctx &ctx = *p.ctx;
-    p.mask_bytes = (finish_bytes(p.state, p.state.n_slots) + 7) / 8 * 8;
+    p.mask_bytes = (finish_bytes(p.state, max_masks(p.state)) + 7) / 8 * 8;
     p.ring_bytes = kRingBytes + p.mask_bytes;
     const int64_t ring_bytes = kRing * p.ring_bytes + (kRing + 1) * p.mask_bytes;
     while (p.tail_at < p.records.n() && p.records[p.tail_at].op != PK_OP_SAMPLE) ++p.tail_at;

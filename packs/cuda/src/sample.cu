@@ -7,6 +7,7 @@
 // min-p, each on what the one before left. Same arithmetic order of decisions as the CPU pack.
 #include <algorithm>
 
+#include "../../host/step.h"
 #include "../include/device.cuh"
 
 namespace pk {
@@ -54,6 +55,7 @@ __device__ double uniform(uint64_t seed, int64_t position) {
 
 struct RowFacts {
     int row, slot, length;
+    int64_t mask;
     bool is_dead, is_scored;
     const pk_sampling *p;
 };
@@ -62,8 +64,11 @@ __device__ RowFacts row_facts(const SampleArguments &a, int s) {
     f.row = at<int32_t>(a.s.sample_row)[s];
     f.slot = at<int32_t>(a.s.row_slot)[f.row];
     f.length = at<int32_t>(a.s.row_position)[f.row] + at<int32_t>(a.s.sample_at)[s] - at<int32_t>(a.s.row_start)[f.row] + 1;
-    f.is_dead = at<int32_t>(a.s.row_flags)[f.row] & PK_ROW_DEAD;
-    f.is_scored = at<int32_t>(a.s.row_flags)[f.row] & PK_ROW_SCORE;
+    const int flags = at<int32_t>(a.s.row_flags)[f.row];
+    const bool has_masks = (flags & PK_ROW_HELD) && (flags & PK_ROW_DRAFT);
+    f.mask = has_masks ? a.s.n_slots + s : f.slot;
+    f.is_dead = (flags & PK_ROW_DEAD) || (has_masks && f.length - at<int32_t>(a.s.row_position)[f.row] > flags >> kMaskedAt);
+    f.is_scored = flags & PK_ROW_SCORE;
     f.p = at<pk_sampling>(a.s.sampling) + f.slot;
     return f;
 }
@@ -118,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) adjust_kernel(const __grid_constant_
     __syncthreads();
     if (tid < p.n_stop && f.length < p.min_length && p.stop[tid] >= 0 && p.stop[tid] < a.n) logits[p.stop[tid]] = -INFINITY;
     if (p.use_mask) {
-        const uint32_t *mask = at<uint32_t>(a.s.mask) + static_cast<int64_t>(f.slot) * words;
+        const uint32_t *mask = at<uint32_t>(a.s.mask) + f.mask * words;
         __syncthreads();
         for (int i = tid; i < a.n; i += kThreads)
             if (!(mask[i >> 5] >> (i & 31) & 1)) logits[i] = -INFINITY;

@@ -166,28 +166,51 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
     }
 }
 
-// A block per row. `input`: a block of pk_finish.
-__global__ void __launch_bounds__(kThreads) masks_kernel(const __grid_constant__ pk_state s, const uint8_t *__restrict__ input, int n_masks) {
-    __shared__ int found;
+// Draws of the step before those of row `r`.
+__device__ __forceinline__ int first_draw(const pk_state &s, const StepInfo *info, int r) {
+    int low = 0, high = info->n_samples;
+    while (low < high) {
+        const int mid = (low + high) >> 1;
+        if (at<int32_t>(s.sample_row)[mid] < r) low = mid + 1; else high = mid;
+    }
+    return low;
+}
+
+// A block per row. `input`: a block of pk_finish. A draft row draws as often as it has masks, which lie side by side.
+__global__ void __launch_bounds__(kThreads) masks_kernel(const __grid_constant__ pk_state s, const StepInfo *info, const uint8_t *__restrict__ input, int n_masks) {
+    __shared__ int first, last;
     wait_dependence();
     release_dependents();
-    const int r = blockIdx.x, tid = threadIdx.x;
-    if (!(at<int32_t>(s.row_flags)[r] & PK_ROW_HELD)) return;
+    const int r = blockIdx.x, tid = threadIdx.x, flags = at<int32_t>(s.row_flags)[r];
+    if (!(flags & PK_ROW_HELD)) return;
     const int slot = at<int32_t>(s.row_slot)[r], words = (s.n_vocab + 31) / 32;
     const int32_t *slots = reinterpret_cast<const int32_t *>(input + sizeof(pk_finish_head));
-    if (tid == 0) found = -1;
+    if (tid == 0) {
+        first = n_masks;
+        last = -1;
+    }
     __syncthreads();
     for (int i = tid; i < n_masks; i += kThreads)
-        if (slots[i] == slot) found = i;
+        if (slots[i] == slot) {
+            atomicMin(&first, i);
+            atomicMax(&last, i);
+        }
     __syncthreads();
-    if (found < 0) {
-        if (tid == 0) at<int32_t>(s.row_flags)[r] |= PK_ROW_DEAD;
+    if (last < 0) {
+        if (tid == 0) at<int32_t>(s.row_flags)[r] = flags | PK_ROW_DEAD;
         return;
     }
-    const int32_t *__restrict__ from = slots + n_masks + static_cast<int64_t>(found) * words;
-    int32_t *__restrict__ to = at<int32_t>(s.mask) + static_cast<int64_t>(slot) * words;
+    int n = 1;
+    int64_t place = slot;
+    if (flags & PK_ROW_DRAFT) {
+        n = min(last - first + 1, at<int32_t>(s.row_start)[r + 1] - at<int32_t>(s.row_start)[r]);
+        place = s.n_slots + first_draw(s, info, r);
+        if (tid == 0) at<int32_t>(s.row_flags)[r] = flags | n << kMaskedAt;
+    }
+    const int32_t *__restrict__ from = slots + n_masks + static_cast<int64_t>(first) * words;
+    int32_t *__restrict__ to = at<int32_t>(s.mask) + place * words;
 #pragma unroll 4
-    for (int j = tid; j < words; j += kThreads) to[j] = from[j];
+    for (int j = tid; j < n * words; j += kThreads) to[j] = from[j];
 }
 
 // The token of draw `i` goes into the slot, which has `length` tokens before it.
@@ -229,13 +252,14 @@ __global__ void __launch_bounds__(kThreads) commit_kernel(const __grid_constant_
             int length = at<int32_t>(s.length)[slot];
             pk_result *out = results + result - n_results;
             if (flags & PK_ROW_DRAFT) {
-                // One result per token, until what is drawn is not what was guessed; in a score row all are taken.
+                // One result per token, until what is drawn is not what was guessed, or there is no mask to draw under; in a score row all are taken.
                 const int32_t *tokens = at<int32_t>(s.tokens) + slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1);
                 const bool is_scored = flags & PK_ROW_SCORE;
+                const int most = flags & PK_ROW_HELD ? flags >> kMaskedAt : n;
                 bool goes_on = !is_dead;
                 for (int i = 0; i < n; ++i) {
                     pk_result one = {slot, -1, is_dead ? PK_ROW_DEAD : 0, length, 0.0f, 0};
-                    if (goes_on) {
+                    if (goes_on && i < most) {
                         const int guess = i + 1 < n ? tokens[length + 1] : -1;
                         one = take_draw(s, slot, ++length, end - n + i, is_scored);
                         if (!is_scored) one.n_top = 0;
@@ -282,7 +306,7 @@ int32_t launch_prepare_pool(const Launch &l, const pk_op_pool &pool) {
 }
 
 int32_t launch_masks(const Launch &l, const uint8_t *input, int32_t n_masks, int32_t n_rows) {
-    return launch(l, "finish", masks_kernel, dim3(n_rows), dim3(kThreads), 0, *l.state, input, n_masks);
+    return launch(l, "finish", masks_kernel, dim3(n_rows), dim3(kThreads), 0, *l.state, static_cast<const StepInfo *>(l.info), input, n_masks);
 }
 
 int32_t launch_commit(const Launch &l) { return launch(l, "commit", commit_kernel, dim3(1), dim3(kThreads), 0, *l.state, static_cast<const StepInfo *>(l.info), reinterpret_cast<uint64_t *>(l.consumed) + kTimesAt); }

@@ -79,7 +79,7 @@ def device_arrays(sizes: StateSizes) -> dict[str, int]:
         "page_table": 4 * slots * sizes.slot_pages,
         "sampling": SAMPLING_BYTES * slots,
         "bias": BIAS_BYTES * slots * sizes.max_bias,
-        "mask": 4 * slots * sizes.mask_words,
+        "mask": 4 * (slots + rows) * sizes.mask_words,
         "row_slot": 4 * rows,
         "row_start": 4 * (rows + 1),
         "row_position": 4 * rows,
