@@ -172,6 +172,10 @@ class ModelledDevice:
     def load_state(self, slot: int, place: int) -> None:
         """There are none."""
 
+    def text_token(self, slot: int, position: int) -> int:
+        """There is no text."""
+        return 0
+
     def shrink_pages(self, n_pages: int) -> int:
         """All pages stay."""
         return self.sizes.n_pages

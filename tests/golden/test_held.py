@@ -1,4 +1,4 @@
-"""Answers that are held to masks, through the engine and the real pack: every token is allowed, and neither company, guesses for others nor late masks change one."""
+"""Answers that are held to masks, through the engine and the real pack: every token is allowed, and neither company, guesses nor late masks change one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from paddock_runner.engine import drafts, masks
 from paddock_runner.engine.policy import Policy
+from paddock_runner.wire.guesses import Guessed, Walked
 from paddock_runner.wire.messages import MaskUpdate
+from paddock_runner.wire.port import FrontPort
 
 from tests.golden.drafted import folder
 from tests.golden.test_batches import Place
@@ -50,8 +52,11 @@ class Grammar:
         sure = list[int]()
         while (mask := self.allowed(tokens + sure)).bit_count() == 1:
             sure.append(mask.bit_length() - 1)
-        words = mask.to_bytes(4 * ((self._n + 31) // 32), "little")
-        return MaskUpdate(ask_id, len(tokens), words, sure), len(tokens) + len(sure) + 1
+        return MaskUpdate(ask_id, len(tokens), self.words(mask), sure), len(tokens) + len(sure) + 1
+
+    def words(self, mask: int) -> bytes:
+        """A mask as it is sent."""
+        return mask.to_bytes(4 * ((self._n + 31) // 32), "little")
 
 
 class Front:
@@ -62,7 +67,8 @@ class Front:
         self._grammars: dict[int, tuple[Grammar, Answer]] = {}
         self._sent: dict[int, int] = {}
         self._waiting: list[tuple[int, int]] = []
-        rig.on_token = self.token
+        self.n_walked = self.n_refused = 0
+        rig.on_token, rig.on_guess = self.token, self.guess
 
     def hold(self, answer: Answer, grammar: Grammar) -> None:
         self._grammars[answer.ask.ask_id] = grammar, answer
@@ -79,6 +85,25 @@ class Front:
             if n <= most:
                 self._waiting.remove((n, ask_id))
                 self._send(ask_id)
+
+    def guess(self, port: FrontPort, guess: Guessed) -> None:
+        """Says how far the grammar allows a guess, where the tokens before it have been walked in time; now and then it says nothing."""
+        grammar, answer = self._grammars[guess.ask_id]
+        tokens, first, places = answer.tokens[:], self._sent[guess.ask_id], list[int | bytes]()
+        assert guess.index == len(tokens)
+        if first <= len(tokens) or (self._late and self._late.random() < 0.2):
+            return
+        for token in guess.tokens:
+            allowed = grammar.allowed(tokens)
+            if not allowed >> token & 1:
+                self.n_refused += 1
+                break
+            tokens.append(token)
+            if len(tokens) >= first:
+                allowed = grammar.allowed(tokens)
+                places.append(allowed.bit_length() - 1 if allowed.bit_count() == 1 else grammar.words(allowed))
+        self.n_walked += len(places)
+        port.masks([Walked(guess.ask_id, guess.index, first, places)])
 
     def _send(self, ask_id: int) -> None:
         grammar, answer = self._grammars[ask_id]
@@ -113,7 +138,7 @@ def answers(
 def test_held_answers_obey_their_masks_whatever_else_happens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(name, max_guesses=4)
     try:
-        n_right = n_late = 0
+        n_right = n_held = n_late = 0
         for temperature in (0.0, 0.9):
             oracle = Oracle()
             monkeypatch.setattr(drafts, "look_up", oracle)
@@ -124,27 +149,34 @@ def test_held_answers_obey_their_masks_whatever_else_happens(name: str, monkeypa
                     grammar = Grammar(place.sizes.n_vocab, seed)
                     assert all(grammar.allowed(tokens[:i]) >> token & 1 for i, token in enumerate(tokens)) and len(tokens) == N_TOKENS
             assert alone[2] == alone[0], "under masks that allow everything the answer is the free one"
-            oracle.learn([5, 6, 7, 8] * 3 + [0] + alone[0])
+            for i, tokens in enumerate(alone):
+                oracle.learn([5, 6, 7, 8] * 3 + [i % 2] + tokens)
             assert answers(place, seeds, temperature)[0] == alone
             guessed, rig = answers(place, seeds, temperature, guesses=True)
             assert guessed == alone
             n_right += rig.engine.drafter.accepted
-            late, rig = answers(place, seeds, temperature, random.Random(7))
-            assert late == alone
-            n_late += rig.engine.counters.late_masks
-        assert n_right > 0 and n_late > 0
+            held = [a.done for a in rig.answers.values() if a.ask.use_mask]
+            n_held += sum(done.accepted_tokens for done in held)
+            assert sum(done.drafted_tokens for done in held) <= rig.engine.drafter.drafted
+            for is_guessed in (False, True):
+                late, rig = answers(place, seeds, temperature, random.Random(7), is_guessed)
+                assert late == alone
+                n_late += rig.engine.counters.late_masks
+        assert n_right > n_held > 10 and n_late > 0
     finally:
         place.device.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe"])
-def test_held_answers_beside_a_models_own_guesses_are_those_without(name: str, tmp_path: Path) -> None:
+def test_held_answers_with_a_models_own_guesses_are_those_without(name: str, tmp_path: Path) -> None:
     place = Drafted(folder(name, tmp_path), n_slots=8)
     policy, seeds = Policy(draft_gain=0.0, draft_head=True), [None, 1, -1, 2]
     try:
         plain, _ = answers(place, seeds, 0.8, policy=policy)
         guessed, rig = answers(place, seeds, 0.8, guesses=True, policy=policy)
-        assert guessed == plain and rig.engine.drafter.drafted > 0 and plain[2] == plain[0]
+        assert guessed == plain and plain[2] == plain[0]
+        held = [a.done for a in rig.answers.values() if a.ask.use_mask]
+        assert min(done.drafted_tokens for done in held) > 0
         late, rig = answers(place, seeds, 0.8, random.Random(3), guesses=True, policy=policy)
         assert late == plain and rig.engine.counters.late_masks > 0
     finally:

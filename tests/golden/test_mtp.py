@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +38,7 @@ class Place:
 
     def guess(self, slot: int, position: int) -> int:
         """What stands in a slot's text."""
-        state = self.device.state
-        return struct.unpack("i", self.device.read(state.tokens + 4 * (slot * (state.max_ctx_tokens + 1) + position), 4))[0]
+        return self.device.text_token(slot, position)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])

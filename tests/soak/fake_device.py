@@ -24,8 +24,6 @@ M = (1 << 61) - 1
 STEP_US, ROW_US, TOKEN_US = 2000, 50, 100
 MOST_WAIT_US = 100_000
 GRANULE_PAGES = 4
-LATE = -1
-"""Flags of a row whose mask did not come."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,8 @@ class FakeDevice:
         self.seen: list[tuple[int, int, int]] = []
         """What the windows of this step's rows see: page, place in it, and what must be there."""
         self.sampling: list[tuple] = [()] * n
-        self.mask: list[int] = [0] * n
+        self.masks: dict[int, list[int]] = {}
+        """Of this step's rows."""
         self.allocated: dict[str, int] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.results = memoryview(bytearray(24 * sizes.n_results * sizes.max_step_rows))
@@ -87,8 +86,8 @@ class FakeDevice:
         self.last_seq = 0
         self.open: bytes | None = None
         """The step that waits for pk_finish."""
-        self.brought: dict[int, dict[int, int]] = {}
-        """Masks of slots, by step."""
+        self.brought: dict[int, dict[int, list[int]]] = {}
+        """Masks of slots, by step: one, or one for each draw of a row of guesses."""
         self.n_attached = n_attached or sizes.n_pages
         self.n_given = self.n_made = 0
         """Copies from and to host memory."""
@@ -111,6 +110,10 @@ class FakeDevice:
         self.n_attached = min(self.n_attached, -(-n_pages // GRANULE_PAGES) * GRANULE_PAGES)
         self.kv = {at: value for at, value in self.kv.items() if at[0] < self.n_attached}
         return self.n_attached
+
+    def text_token(self, slot: int, position: int) -> int:
+        self.settle()
+        return self.tokens[slot][position]
 
     def copy_page(self, source: int, to: int) -> None:
         def copy() -> None:
@@ -257,8 +260,10 @@ class FakeDevice:
         size = 4 * self.sizes.mask_words
         data = ctypes.string_at(input_address + FINISH.size, n * (4 + size))
         slots = memoryview(data)[: 4 * n].cast("i").tolist()
-        assert len(set(slots)) == n
-        self.brought[seq] = {slot: int.from_bytes(data[4 * n + i * size : 4 * n + (i + 1) * size], "little") for i, slot in enumerate(slots)}
+        assert n <= self.sizes.max_step_rows and len(set(slots)) == sum(a != b for a, b in zip(slots, [*slots[1:], -1], strict=False)), "a slot's masks lie side by side"
+        brought = self.brought[seq] = {slot: [] for slot in slots}
+        for i, slot in enumerate(slots):
+            brought[slot].append(int.from_bytes(data[4 * n + i * size : 4 * n + (i + 1) * size], "little"))
         self.open = None
         self.go_on()
 
@@ -298,12 +303,14 @@ class FakeDevice:
         for slot, position, n, offset in texts:
             self.tokens[slot][position : position + n] = payload[offset : offset + n].tolist()
         brought = self.brought.pop(seq, {})
-        for slot, mask in brought.items():
-            self.mask[slot] = mask
+        for slot, n, flags, _ in rows:
+            if slot in brought:
+                assert flags & abi.PK_ROW_HELD and len(brought[slot]) <= (n if flags & abi.PK_ROW_DRAFT else 1)
+        self.masks = brought
         block = seq % self.sizes.n_results * self.sizes.max_step_rows
         n_dead = 0
         self.seen.clear()
-        results = [result for slot, n, flags, _ in rows for result in self.results_of(slot, n, flags if not flags & abi.PK_ROW_HELD or slot in brought else LATE)]
+        results = [result for slot, n, flags, _ in rows for result in self.results_of(slot, n, flags)]
         assert all(self.window_kv[page, i] == kv for page, i, kv in self.seen), "a window sees what is not there"
         assert len(results) <= self.sizes.max_step_rows
         for i, result in enumerate(results):
@@ -321,11 +328,11 @@ class FakeDevice:
         self.now_ns += 1000 * (STEP_US + ROW_US * n_decode + TOKEN_US * (n_tokens - n_decode))
 
     def results_of(self, slot: int, n: int, flags: int) -> list[tuple[int, int, int, int]]:
-        if flags == LATE:
+        if flags & abi.PK_ROW_HELD and slot not in self.masks:
             if self.alive[slot]:
                 self.row(slot, n, 0)
                 self.length[slot] -= n  # pages and recurrent states have gone on all the same
-            return [(slot, -1, abi.PK_ROW_DEAD, self.length[slot])]
+            return [(slot, -1, abi.PK_ROW_DEAD, self.length[slot])] * (n if flags & abi.PK_ROW_DRAFT else 1)
         if not flags & abi.PK_ROW_DRAFT:
             return [self.row(slot, n, flags)]
         if flags & abi.PK_ROW_SCORE:
@@ -334,8 +341,9 @@ class FakeDevice:
         guesses = self.tokens[slot][self.length[slot] + 1 : self.length[slot] + n]
         assert min(guesses, default=0) >= 0 or not self.alive[slot]
         out: list[tuple[int, int, int, int]] = []
-        while len(out) < n and (not out or (not out[-1][2] and out[-1][1] == guesses[len(out) - 1])):
-            out.append(self.row(slot, 1, 1))
+        most = min(n, len(self.masks[slot])) if flags & abi.PK_ROW_HELD else n
+        while len(out) < most and (not out or (not out[-1][2] and out[-1][1] == guesses[len(out) - 1])):
+            out.append(self.row(slot, 1, flags))
         dead = abi.PK_ROW_DEAD if out[0][2] == abi.PK_ROW_DEAD else 0
         return out + [(slot, -1, dead, self.length[slot])] * (n - len(out))
 
@@ -366,7 +374,7 @@ class FakeDevice:
             return slot, -1, abi.PK_ROW_NAN, length
         stop = set(self.sampling[slot][16 : 16 + n_stop])
         assert self.sampling[slot][4] == 1.0 or min(tokens[:length]) >= 0, "a penalty needs the whole prompt"
-        token = draw(kv, self.sampling[slot][8], length, self.sizes.n_vocab, stop if length + 1 <= min_length else set(), self.mask[slot] if use_mask else None)
+        token = draw(kv, self.sampling[slot][8], length, self.sizes.n_vocab, stop if length + 1 <= min_length else set(), self.masks[slot].pop(0) if use_mask else None)
         assert bool(use_mask) == bool(flags & abi.PK_ROW_HELD), "a row draws without its mask"
         tokens[length] = token
         assert length + 1 <= max_length

@@ -14,6 +14,7 @@ from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.process import Runner
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.wire.channel import Channel
+from paddock_runner.wire.guesses import Guessed
 from paddock_runner.wire.messages import Ask, Done, Reason, Refused, Started, State, StepResult, Vector
 from paddock_runner.wire.port import EnginePort, FrontPort
 
@@ -61,6 +62,8 @@ class Rig:
         """Ask ids in the order in which they started."""
         self._next_id = 0
         self.on_token: Callable[[Answer], None] | None = None
+        self.on_guess: Callable[[FrontPort, Guessed], None] = lambda front, guess: None
+        """What a front does with guesses for answers that wait for masks: nothing, as one that is late."""
 
     def ask(self, prompt: list[int], max_tokens: int = 8, front: int = 0, **more: object) -> Answer:
         self._next_id += 1
@@ -101,6 +104,8 @@ class Rig:
                     answer.tops.append(top)
                     if self.on_token is not None:
                         self.on_token(answer)
+            elif isinstance(event, Guessed):
+                self.on_guess(front, event)
             elif isinstance(event, Vector):
                 assert self.answers[event.ask_id].end is None
                 self.answers[event.ask_id].vector = event.values

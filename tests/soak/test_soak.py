@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 from paddock_runner.engine.policy import Policy
 from paddock_runner.memory.state import StateSizes, window_pages
+from paddock_runner.wire.guesses import Guessed, Walked
 from paddock_runner.wire.messages import Done, MaskUpdate, Reason, Refused, RefusedCode
+from paddock_runner.wire.port import FrontPort
 
 from tests.soak.fake_device import FakeDevice, alone
 from tests.soak.rig import Answer, Rig
@@ -35,7 +37,9 @@ class Storm:
         """Output tokens whose masks have been sent, or that are sure."""
         self.aborted: set[int] = set()
         self.abort_at: dict[int, int] = {}
-        self.rig.on_token = self.token
+        self.rig.on_token, self.rig.on_guess = self.token, self.guess
+        self.masked_share = 0.15
+        self.stale: list[tuple[FrontPort, Walked]] = []
 
     def prompt(self) -> list[int]:
         rng = self.rng
@@ -51,7 +55,7 @@ class Storm:
         stop = tuple(rng.sample(range(480), rng.choice((0, 3, 17))))
         min_tokens = rng.choice((0, 0, 4))
         front = rng.randrange(len(rig.fronts))
-        masked = rng.random() < 0.15 and NAN_TOKEN not in prompt
+        masked = rng.random() < self.masked_share and NAN_TOKEN not in prompt
         masks = self.some_masks(stop) if masked else []
         answer = rig.ask(
             prompt, n, front, seed=seed, salt=salt, stop=stop, min_tokens=min_tokens, client=rng.randrange(3), priority=rng.choice((0, 0, 0, 1)),
@@ -88,8 +92,26 @@ class Storm:
         self.sent[ask_id] = index + 1
         self.rig.fronts[self.front_of[ask_id]].masks([MaskUpdate(ask_id, first, mask.to_bytes(64, "little"), sure)])
 
+    def guess(self, port: FrontPort, guess: Guessed) -> None:
+        """What may come behind guessed tokens; now and then it is said too late."""
+        masks, first, places = self.masks[guess.ask_id], self.sent[guess.ask_id], list[int | bytes]()
+        for at, token in enumerate(guess.tokens, guess.index):
+            if not masks[at] >> token & 1:
+                break
+            if at + 1 >= first:
+                mask = masks[at + 1]
+                places.append(mask.bit_length() - 1 if mask.bit_count() == 1 else mask.to_bytes(64, "little"))
+        walked = Walked(guess.ask_id, guess.index, first, places)
+        if self.rng.random() < 0.1:
+            self.stale.append((port, walked))
+        else:
+            port.masks([walked])
+
     def token(self, answer: Answer) -> None:
         ask_id = answer.ask.ask_id
+        while self.stale:
+            port, walked = self.stale.pop()
+            port.masks([walked])
         n = len(answer.tokens)
         if ask_id in self.masks:
             self.send_mask(ask_id, n)

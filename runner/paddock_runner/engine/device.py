@@ -56,6 +56,10 @@ class StepDevice(Protocol):
     def load_state(self, slot: int, place: int) -> None:
         """Copies them back, to whatever slot. Raises: PackError."""
 
+    def text_token(self, slot: int, position: int) -> int:
+        """What stands in a slot's text when all that was given has run. Raises: PackError."""
+        ...
+
     def grow_pages(self, n_pages: int) -> int:
         """Puts memory behind at least the first n_pages pages; returns how many have it now. Raises: PackError."""
         ...

@@ -5,13 +5,18 @@ found; guesses change the pace, never the answer. Whether they pay is measured: 
 guessed for; it is switched over when its share of right guesses, at what steps with guesses were seen to take, makes the whole
 step worth more, and back when it no longer does, or when there is nothing to guess for a while. While anybody is guessed for, steps go one at a time,
 because a guess starts from the last token. Source of the look-up: Saxena, Prompt Lookup Decoding, 2023.
+
+Guesses for an answer that is held to a grammar go out to its front, too, which makes a mask for each place as far as the grammar allows them (masks.py).
 """
 
 from __future__ import annotations
 
+from array import array
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ..wire.guesses import Guessed
+from ..wire.messages import Kind
 from .guess import WINDOW_TOKENS, common, look_up
 from .request import Phase, Request
 from .worth import Worth, expected
@@ -28,6 +33,8 @@ LEAST_PROBE = 4
 """Tokens that must have come before it is looked whether they could have been guessed."""
 BLANK_STEPS = 4
 """Steps in a row with nothing to guess for a request, after which it has a standing row again."""
+MASK_US = 40.0
+"""What a mask is believed to add to a step before any was made for a guess."""
 
 
 class Drafter:
@@ -48,12 +55,13 @@ class Drafter:
         self._weighed, self._n_weighed = (0.0, 0), -1
 
     def may_guess(self, request: Request) -> bool:
-        """Masks and best tokens need one token at a time."""
-        return not request.use_mask and request.n_logprobs <= 0
+        """Best tokens need one token at a time."""
+        return request.n_logprobs <= 0
 
     def remove(self, request: Request) -> None:
         """It ends, or makes way."""
         if request in self.requests:
+            request.walk_index = -1
             self.requests.remove(request)
 
     # ---- whether it pays ----
@@ -64,6 +72,8 @@ class Drafter:
         cost = engine.scheduler.cost
         base = self.worth.plain_us(n_rows, cost.decode_us(n_rows))
         believed = cost.chunk_us(n_guesses, 0) + (engine.policy.draft_gap_us if engine.run_ahead else 0.0)
+        if engine.masked or any(request.use_mask for request in self.requests):
+            believed += max(0.0, MASK_US * n_guesses - (base if engine.run_ahead else 0.0))  # a device computes meanwhile
         return (n_rows + n_more) / n_rows * base / (base + self.worth.extra_us(n_rows, n_guesses, believed))
 
     def best(self, rates: list[float], n_rows: int) -> tuple[float, int]:
@@ -79,11 +89,11 @@ class Drafter:
         """Looks at standing requests as if they had been guessed for; switches those over for which it would pay."""
         engine = self._engine
         slots, policy = engine.slots, engine.policy
-        n_rows = len(slots.decode) + len(self.requests)
-        if not slots.decode or n_rows > policy.draft_rows:
+        n_rows = self._n_rows()
+        if n_rows == len(self.requests) or n_rows > policy.draft_rows:
             return
         found: list[tuple[float, int, Request]] = []
-        for slot in slots.decode:
+        for slot in (*slots.decode, *(request.slot for request in engine.masked)):
             request = slots.request_of[slot]
             if request is None or request.phase != Phase.DECODE or not self.may_guess(request) or engine.read_seq < request.first_seq:
                 continue
@@ -126,6 +136,8 @@ class Drafter:
     def _switch(self, request: Request, n_known: int) -> None:
         """From now on it is guessed for."""
         slots = self._engine.slots
+        if request.use_mask:
+            self._engine.masked.remove(request)
         slots.leave(request.slot)
         slots.mark(request, slots.launched(request.slot))
         request.guess.begin(self._engine.launched_seq)
@@ -140,20 +152,27 @@ class Drafter:
             guess.next_probe = n_known + PROBE_HEAD_TOKENS
         else:
             guess.next_probe = n_known + guess.pause()
-        self._engine.slots.join(request, n_known - 1)
+        request.walk_index = -1
+        self._engine.slots.join(request, n_known - 1, not request.use_mask)
+        if request.use_mask:
+            self._engine.masked.append(request)
 
     # ---- rows ----
+
+    def _n_rows(self) -> int:
+        """Decode rows of a step, whatever they wait for."""
+        return len(self._engine.slots.decode) + len(self._engine.masked) + len(self.requests)
 
     def _room(self, n_rows: int) -> int:
         """Guesses that a step with so many rows can have in all."""
         sizes = self._engine.sizes
-        return min(sizes.max_step_rows, sizes.max_step_tokens) - n_rows - len(self._engine.masked)
+        return min(sizes.max_step_rows, sizes.max_step_tokens) - n_rows
 
     def rows(self, has_prefill: bool) -> list[tuple[int, int]]:
         """(slot, tokens) of the rows of a step, guesses staged; with prefill beside them nobody is guessed for."""
         engine = self._engine
         slots, sizes, policy = engine.slots, engine.sizes, engine.policy
-        n_rows = len(slots.decode) + len(self.requests)
+        n_rows = self._n_rows()
         room = self._room(n_rows)
         ready = [r for r in self.requests if r.guess.last_seq <= engine.read_seq]
         if self._n_weighed != len(ready) or not engine.launched_seq % WEIGH_EVERY:
@@ -168,6 +187,8 @@ class Drafter:
             if not is_worth or request.guess.n_blank >= BLANK_STEPS:
                 self._stop(request, n_known)
                 continue
+            if request.wary_draws and request.use_mask and not request.has_mask(n_known - request.prompt_tokens):
+                continue
             assert request.holding is not None
             n = min(most, room, len(request.holding.pages) * sizes.page_tokens - n_known, request.max_length - n_known - 1)
             n = 0 if has_prefill else self._stage(request, n_known, n)
@@ -178,6 +199,8 @@ class Drafter:
     def _stage(self, request: Request, n_known: int, n: int) -> int:
         """How many of n guesses there are for a request; they stand in its text."""
         slots = self._engine.slots
+        if request.use_mask and n > 0:
+            return self._stage_held(request, n_known, n)
         if n <= 0 or self._engine.policy.draft_head:  # the model's own guess stands there already
             return max(n, 0) if request.guess.has_own else 0
         guess = request.guess.go_on(partial(slots.tokens_of, request), n_known, n)
@@ -189,6 +212,36 @@ class Drafter:
         if guess:
             slots.write_text(request.slot, n_known, guess)
         return len(guess) // 4
+
+    def _stage_held(self, request: Request, n_known: int, n: int) -> int:
+        """The same for a request that is held to a grammar: tokens that are certain come first, and its front is told."""
+        engine, index = self._engine, n_known - request.prompt_tokens
+        if request.walk_index == index:  # its row was left out: the same again
+            guess = request.guessed[: 4 * n]
+        else:
+            sure = array("i", request.sure_from(index)[:n]).tobytes()
+            guess = sure + (self._behind(request, n_known, n - len(sure) // 4, sure) if len(sure) < 4 * n else b"")
+            request.walk_index, request.guessed = index, guess
+            request.walked = None if len(guess) > len(sure) else {}
+            if request.walked is None:
+                told = Guessed(request.ask_id, index, array("i", guess))
+                engine.ports[request.port].send(Kind.GUESS, told.encode())
+        request.guess.n_blank = 0 if guess or engine.policy.draft_head else request.guess.n_blank + 1
+        if guess:
+            engine.slots.write_text(request.slot, n_known, guess)
+        return len(guess) // 4
+
+    def _behind(self, request: Request, n_known: int, n: int, sure: bytes) -> bytes:
+        """At most n guesses behind the known tokens of a request and those that are sure."""
+        slots = self._engine.slots
+        if self._engine.policy.draft_head:
+            return array("i", [self._engine.device.text_token(request.slot, n_known)]).tobytes() if request.guess.has_own and not sure else b""
+        if not sure and (guess := request.guess.go_on(partial(slots.tokens_of, request), n_known, n)):
+            return guess
+        first = max(0, n_known - WINDOW_TOKENS)
+        guess, at = look_up(slots.tokens_of(request, first, n_known) + sure, n)
+        request.guess.found(at + first - len(sure) // 4 if at >= 0 else -1, n_known)
+        return guess
 
     def launched(self, rows: list[tuple[int, int]], seq: int) -> None:
         """A step with these rows has been given."""
@@ -205,8 +258,13 @@ class Drafter:
             if request is None or request.holding is None:
                 continue
             n_known = int(slots.read_length[slot])
-            n_right = max(0, n_known - slots.launched(slot) - 2)
+            n_drawn = n_known - slots.launched(slot) - 1
+            if not n_drawn:
+                continue  # it was left out
+            n_right = n_drawn - 1
             slots.mark(request, n_known - 1)
+            if request.use_mask:
+                request.pass_by(n_known - request.prompt_tokens)
             request.guess.has_own = True
             if n > 1:
                 request.guess.see(n_right, n - 1)

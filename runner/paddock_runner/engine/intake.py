@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..wire.guesses import Walked
 from ..wire.messages import (
     ABORT,
     MASK,
@@ -77,6 +78,8 @@ class Intake:
                     engine.end(request, Reason.ABORT)
             elif kind == Kind.MASK:
                 self._mask(payload, index)
+            elif kind == Kind.WALKED:
+                self._walked(payload, index)
             elif kind == Kind.QUERY:
                 port.send(Kind.STATE, State(QUERY.unpack_from(payload)[0], report(engine)).encode())
             elif kind == Kind.DRAIN:
@@ -122,3 +125,14 @@ class Intake:
             request.sure[at] = token
             at += 1
         request.masks[at] = bytes(payload[begin : begin + 4 * n_words])
+
+    def _walked(self, payload: memoryview, index: int) -> None:
+        sizes = self._engine.sizes
+        request = self._engine.requests[index].get(ABORT.unpack_from(payload)[0])
+        if request is None or not request.use_mask:
+            return
+        walked = Walked.decode(payload, sizes.mask_words, sizes.n_vocab)
+        if walked is None:
+            self._engine.end(request, Reason.ERROR, ErrorCode.MASK)
+        elif walked.index == request.walk_index and request.walked is None:
+            request.walked = dict(enumerate(walked.places, walked.first))

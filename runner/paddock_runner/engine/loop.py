@@ -323,10 +323,10 @@ class Engine:
             self._must_drain = True
             return False
         drafts = drafter.rows(has_prefill) if drafter.requests else ()
-        n_decode = len(slots.decode) + len(drafts)
-        held = masking.rows(n_decode, has_prefill) if self.masked else ()
+        n_decode, n_guesses = len(slots.decode) + len(drafts), sum([n - 1 for _, n in drafts])
+        held = masking.rows(n_decode, n_guesses, has_prefill) if self.masked else ()
         n_decode += len(held)
-        n_more = sum([n for _, n in (*held, *drafts)]) - len(held) - len(drafts)
+        n_more = n_guesses + sum([n - 1 for _, n in held])
         now = self.clock()
         if self.run_ahead:
             self.hold_until_ns = hold_until_ns(self, now) if has_prefill or n_in_flight else 0
@@ -354,10 +354,12 @@ class Engine:
         step.price_us = (scheduler.cost.decode_us if chunks else scheduler.cost.quiet_us)(n_decode) + (scheduler.cost.chunk_us(n_more, 0) if n_more else 0.0)
         step.launched_ns = now
         self.in_flight.append(step)
+        if drafts and not self.run_ahead:
+            self.publish()  # fronts walk guesses while they run
         self.device.step(slots.address)
         if not self.run_ahead:
             step.done_ns = self.clock()
-        if held or chunks:
+        if held or chunks or drafts:
             masking.begin(step, held, chunks)
         if drafts:
             drafter.launched(drafts, step.seq)
@@ -446,12 +448,7 @@ class Engine:
             request.queued_ns = now_ns - request.received_ns
             self.counters.cached_tokens += request.cached_tokens
             started = Started(
-                request.ask_id,
-                request.cached_tokens,
-                request.prompt_tokens,
-                request.queued_ns,
-                request.slot,
-                *miss_of(self.ledger, request),
+                request.ask_id, request.cached_tokens, request.prompt_tokens, request.queued_ns, request.slot, *miss_of(self.ledger, request)
             )
             self._say(request, Kind.STARTED, started.encode())
 

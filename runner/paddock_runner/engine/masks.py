@@ -6,6 +6,9 @@ is left out, which costs it that run, and never draws without. A request that wa
 the more often that happened.
 
 Tokens that a grammar is certain of are not drawn, where that pays: their row runs them all at once.
+
+A row of guesses (drafts.py) draws under a mask at each place. The front walks the guessed tokens while they run; where its grammar refuses one, or where
+the front does not say in time, there are no masks, and the row draws no further.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ MOST_WARY = 63
 """Draws after which a request is trusted again, however often it was late."""
 RESTART_NS = 50_000_000
 """How long a mask is waited for at least where leaving the row out means computing its recurrent states anew."""
+WALK_NS = 5_000_000
+"""How long masks of guesses are waited for where no other row waits with them."""
 
 
 class MaskBlock:
@@ -42,12 +47,12 @@ class MaskBlock:
 
     def __init__(self, sizes: StateSizes) -> None:
         self._n_words = sizes.mask_words
-        block = np.zeros((HEAD.size + 4 * sizes.n_slots * (1 + sizes.mask_words)) // 8 + 1, np.uint64)
+        block = np.zeros((HEAD.size + 4 * sizes.max_step_rows * (1 + sizes.mask_words)) // 8 + 1, np.uint64)
         self.address = int(block.ctypes.data)
         self._block = block.data.cast("B")
 
     def compose(self, seq: int, masks: list[tuple[int, bytes]]) -> None:
-        """Writes the masks (slot, words) of a step."""
+        """Writes the masks (slot, words) of a step, those of a row of guesses one after the other."""
         block, n = self._block, len(masks)
         HEAD.pack_into(block, 0, seq, n, 0)
         at = HEAD.size + 4 * n
@@ -88,15 +93,15 @@ class Masking:
         in_flight = self._engine.in_flight
         return self.open is not None and in_flight[0] is self.open
 
-    def rows(self, n_others: int, has_prefill: bool) -> list[tuple[Request, int]]:
-        """The decoding requests whose rows of the next step wait for masks, and how many tokens each of them runs; n_others: rows beside them.
+    def rows(self, n_others: int, n_guesses: int, has_prefill: bool) -> list[tuple[Request, int]]:
+        """The decoding requests whose rows of the next step wait for masks, and how many tokens each of them runs; n_others: rows beside them, n_guesses: of these.
 
         A row runs tokens that its grammar is certain of without drawing them, where a step with more tokens pays.
         """
         engine = self._engine
         slots, sizes = engine.slots, engine.sizes
         found: list[tuple[Request, int]] = []
-        n_more, room = 0, sizes.max_step_tokens - n_others - len(engine.masked)
+        n_more, room = 0, sizes.max_step_tokens - n_others - n_guesses - len(engine.masked)
         for request in engine.masked:
             index = slots.launched(request.slot) + 1 - request.prompt_tokens
             n = 0
@@ -118,14 +123,22 @@ class Masking:
         return found
 
     def begin(self, step: Step, rows: Sequence[tuple[Request, int]], chunks: Sequence[Chunk]) -> None:
-        """A step has been given. When somebody's first token or these rows wait for masks, it was only its first half."""
+        """A step has been given. When somebody's first token, these rows, or guesses wait for masks, it was only its first half."""
+        slots = self._engine.slots
         for request, n in rows:
-            self._engine.slots.count_row(request.slot, n)
+            slots.count_row(request.slot, n)
+            request.draw_index, request.n_draws = slots.launched(request.slot) - request.prompt_tokens, 0
         held = [request for request, _ in rows]
         for request, _, samples in chunks:
             if samples and request.use_mask:
-                request.run_tokens = 0
+                request.run_tokens = request.n_draws = 0
+                request.draw_index = request.n_tokens - request.prompt_tokens
                 held.append(request)
+        for slot, n in step.drafts:
+            guessed = slots.request_of[slot]
+            if guessed is not None and guessed.use_mask:
+                guessed.draw_index, guessed.n_draws = slots.launched(slot) + 1 - guessed.prompt_tokens, n
+                held.append(guessed)
         if held:
             step.held = held
             step.half_ns, step.done_ns = step.done_ns, 0
@@ -135,18 +148,20 @@ class Masking:
         """Gives the second half, once all masks are there or those that are missing are no longer waited for. True when it did."""
         step, engine = self.open, self._engine
         assert step is not None
-        slots = engine.slots
         ready: list[Request] = []
         missing: list[Request] = []
+        n_unwalked = 0
         for request in step.held:
             if request.phase == Phase.DECODE:
-                index = slots.launched(request.slot) - request.prompt_tokens
-                (ready if request.has_mask(index) else missing).append(request)
+                (ready if request.has_mask(request.draw_index) else missing).append(request)
+                n_unwalked += request.n_draws > 1 and request.walked is None
         if missing and not self._is_over(step, len(missing)):
+            return False
+        if n_unwalked and not missing and not self._is_walk_over(step, n_unwalked):
             return False
         for request in missing:
             self._leave_out(request)
-        self._block.compose(step.seq, [(request.slot, self._take(request, step)) for request in ready])
+        self._block.compose(step.seq, [(request.slot, words) for request in ready for words in self._take(request, step)])
         step.waited_ns = max(0, engine.clock() - self._half_ns(step))
         self.open = None
         self.until_ns = 0
@@ -175,17 +190,22 @@ class Masking:
         step.sure.clear()
         return np.concatenate(parts).data.cast("B")
 
-    def _take(self, request: Request, step: Step) -> bytes:
-        """The mask with which the request's row draws now; what came before it is forgotten."""
-        index = self._engine.slots.launched(request.slot) - request.prompt_tokens
-        if request.run_tokens:
-            step.sure[request.slot] = [request.sure.pop(index - request.run_tokens + i) for i in range(request.run_tokens)]
+    def _take(self, request: Request, step: Step) -> list[bytes]:
+        """The masks with which the request's row draws now; what came before that of a single one is forgotten."""
+        index = request.draw_index
         if request.wary_draws:
             request.wary_draws -= 1
         elif request.n_late:
             request.n_late -= 1
+        if request.n_draws:
+            found = list[bytes]()
+            while len(found) < request.n_draws and (place := request.place_of(index + len(found))) is not None:
+                found.append(self._block.only(place) if isinstance(place, int) else place)
+            return found
+        if request.run_tokens:
+            step.sure[request.slot] = [request.sure.pop(index - request.run_tokens + i) for i in range(request.run_tokens)]
         words = request.masks.pop(index, None)
-        return self._block.only(request.sure.pop(index)) if words is None else words
+        return [self._block.only(request.sure.pop(index)) if words is None else words]
 
     def _pays(self, n_more: int, n_rows: int, has_prefill: bool) -> bool:
         """Whether so many tokens more are worth what they add to a step: on a GPU rows of several tokens cost what prefill costs beside decode rows."""
@@ -204,7 +224,7 @@ class Masking:
         late, self.late = self.late, []
         found = [request for request in late if request.phase == Phase.DECODE]
         for request in found:
-            self._engine.slots.count_row(request.slot, -1 - request.run_tokens)
+            self._uncount(request)
         return found
 
     def _half_ns(self, step: Step) -> int:
@@ -232,6 +252,15 @@ class Masking:
         self.until_ns = until
         return engine.clock() >= until
 
+    def _is_walk_over(self, step: Step, n_unwalked: int) -> bool:
+        """The same for masks of guesses: without them their rows draw one token."""
+        if not self.is_waiting:
+            return False
+        n_ready, half_ns = step.n_rows - n_unwalked, self._half_ns(step)
+        took = int(1000 * step.price_us)
+        self.until_ns = half_ns + (min(took, took * n_unwalked // n_ready) if n_ready > 0 else max(took, WALK_NS))
+        return self._engine.clock() >= self.until_ns
+
     def _has_prompts(self) -> bool:
         """Somebody could be read in a step of their own; who waits for the first mask could not."""
         scheduler = self._engine.scheduler
@@ -246,4 +275,9 @@ class Masking:
         if self._engine.sizes.recurrent_bytes:
             self.late.append(request)
         else:
+            self._uncount(request)
+
+    def _uncount(self, request: Request) -> None:
+        """Its row was left out. Rows of guesses are counted when they are read."""
+        if not request.n_draws:
             self._engine.slots.count_row(request.slot, -1 - request.run_tokens)

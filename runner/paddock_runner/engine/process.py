@@ -120,7 +120,7 @@ class Runner:
         """One round: read, publish, take in, decide, launch. True when something moved or is in flight."""
         engine = self.engine
         has_read = engine.read_results()
-        if has_read and not engine.drafter.requests:  # with guesses the device waits for the launch
+        if has_read and not (engine.drafter.requests and engine.run_ahead):  # with guesses the device waits for the launch
             engine.publish()
         self.intake.read()
         if self.keeper is not None:

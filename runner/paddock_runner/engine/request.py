@@ -54,12 +54,14 @@ class Request:
         "client",
         "deadline_ns",
         "done_tokens",
+        "draw_index",
         "end_length",
         "fetch_until_ns",
         "fetch_version",
         "first_ns",
         "first_seq",
         "guess",
+        "guessed",
         "holding",
         "is_poisoned",
         "is_queued",
@@ -70,6 +72,7 @@ class Request:
         "masks",
         "max_length",
         "n_bias",
+        "n_draws",
         "n_late",
         "n_logprobs",
         "n_preempted",
@@ -94,6 +97,8 @@ class Request:
         "use_mask",
         "wait_for",
         "wait_tokens",
+        "walk_index",
+        "walked",
         "wary_draws",
         "weight",
     )
@@ -127,6 +132,14 @@ class Request:
         """Tokens that its grammar is certain of, by output index."""
         self.run_tokens = 0
         """How many of them its last row ran without drawing them."""
+        self.draw_index = self.n_draws = 0
+        """Which output token its last row drew first under a mask; how many a row of guesses could draw, 0 where it was none."""
+        self.walk_index = -1
+        """The output token from which on tokens were guessed that its grammar has not seen come."""
+        self.guessed = b""
+        """Those tokens, int32."""
+        self.walked: dict[int, int | bytes] | None = None
+        """What may come behind guessed tokens, by output index: a token that is certain, or a mask. None while the front has not said."""
         self.stop: tuple[int, ...] = fields[16 : 16 + fields[15]]
         self.n_late = self.wary_draws = 0
         """What the next late mask would cost, and how many draws still need their mask before the row runs."""
@@ -184,6 +197,27 @@ class Request:
     def has_mask(self, index: int) -> bool:
         """Output token `index` can be drawn."""
         return index in self.masks or index in self.sure
+
+    def sure_from(self, index: int) -> list[int]:
+        """Tokens that its grammar is certain of from output token `index` on."""
+        found: list[int] = []
+        while (token := self.sure.get(index + len(found))) is not None:
+            found.append(token)
+        return found
+
+    def place_of(self, index: int) -> int | bytes | None:
+        """What may come as output token `index`, a token or a mask, as far as that is known."""
+        for known in (self.sure, self.masks, self.walked or {}):
+            if (place := known.get(index)) is not None:
+                return place
+        return None
+
+    def pass_by(self, index: int) -> None:
+        """Its row of guesses drew the tokens before output token `index`: what was known of them is forgotten, and what only guesses could have led to."""
+        for known in (self.sure, self.masks):
+            for at in [at for at in known if at < index]:
+                del known[at]
+        self.walk_index, self.walked = -1, None
 
     def move(self, phase: Phase) -> None:
         """Raises: IllegalMove."""

@@ -299,10 +299,15 @@ class SlotTable:
 
     # ---- the block ----
 
+    def _draft_flags(self, slot: int) -> int:
+        request = self.request_of[slot]
+        return PK_ROW_DRAFT | (HELD if request is not None and request.use_mask else PK_ROW_SAMPLE)
+
     def compose(
         self, seq: int, chunks: Sequence[Chunk], singles: Sequence[tuple[int, int]], drafts: Sequence[tuple[int, int]] = ()
     ) -> tuple[int, int, int]:
-        """Writes the input block: standing decode rows, then `singles` (slot, tokens), whose draws wait for masks, then prefill chunks, those that are rated last, then guesses.
+        """Writes the input block: standing decode rows, then `singles` (slot, tokens), whose draws wait for masks, then prefill chunks, those that are rated last, then guesses,
+        whose draws wait where their request does.
 
         drafts: (slot, tokens). Returns tokens, results and draws of the step.
         """
@@ -337,7 +342,7 @@ class SlotTable:
             n_tokens += n
             n_samples += samples
         n_results = n_rows
-        for slot, n, flags in (*scored, *((slot, n, PK_ROW_SAMPLE | PK_ROW_DRAFT) for slot, n in drafts)):
+        for slot, n, flags in (*scored, *((slot, n, self._draft_flags(slot)) for slot, n in drafts)):
             pack(rows, size * n_rows, slot, n, flags, 0)
             n_rows += 1
             n_tokens += n

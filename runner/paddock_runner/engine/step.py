@@ -56,9 +56,9 @@ class Step:
         self.firsts: list[Request] | None = None
 
     def period_us(self, now_ns: int, last_done_ns: int) -> float:
-        """From the end of the step before, the host's share between them included, or from its launch if there was nothing to do."""
+        """From the end of the step before, the host's share between them and waiting for masks included, or from its launch if there was nothing to do."""
         begun_ns = self.launched_ns if self.launched_ns - last_done_ns > PAUSE_NS else last_done_ns
-        return (now_ns - begun_ns - self.waited_ns) / 1000
+        return (now_ns - begun_ns) / 1000
 
 def best_of(top: memoryview, block: NDArray[np.int32], first: int, max_top: int) -> bytes:
     """The best tokens of the rows of a step, pk_top after pk_top. block: i32 [rows, 6], pk_result; first: its place in the ring of rows."""

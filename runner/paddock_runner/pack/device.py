@@ -271,6 +271,11 @@ class Device:
             self._attached_bytes = self.allocated["kv"] = wanted
         return self._attached_bytes // self.kv_page_bytes
 
+    def text_token(self, slot: int, position: int) -> int:
+        """What stands in a slot's text when all that was given has run. Raises: PackError."""
+        address = self.state.tokens + 4 * (slot * (self.state.max_ctx_tokens + 1) + position)
+        return int.from_bytes(self.read(address, 4), "little", signed=True)
+
     def copy_page(self, source: int, to: int) -> None:
         """Copies a page to another, in order with the steps. Raises: PackError."""
         size = self.kv_page_bytes

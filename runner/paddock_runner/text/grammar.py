@@ -175,9 +175,9 @@ class Matcher:
         """Takes as many of these tokens as may come, one after the other; how many."""
         return int(self.native.try_consume_tokens(list(token_ids)))
 
-    def rollback(self, n_tokens: int) -> bool:
-        """Takes the last tokens back (drafts that were refused)."""
-        return bool(self.native.rollback(n_tokens))
+    def copy(self) -> Matcher:
+        """Another in the same state, for tokens that may turn out not to come."""
+        return Matcher(self.native.deep_copy(), len(self._mask))
 
     def forced(self) -> list[int]:
         """Tokens that must come next, as far as that is certain."""

@@ -3,6 +3,7 @@
 Every token that comes is followed by the mask of the next. Where the grammar leaves one way on, the tokens of that way go out with the mask
 of the one behind them. The tokens of one step are walked together and their masks sent together: the engine's next step then has all of its
 rows, and half a batch costs it as much as a whole one. Answers whose masks are slow are walked one by one in a thread of their own.
+Tokens that the engine guessed are walked ahead by a copy, exactly as they would be if they came: their masks follow the others.
 Knows nothing of what the grammar means.
 """
 
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING
 from ..errors import PackError, PaddockError
 from ..text.grammar import Constraint, Grammars, Matcher, json_object
 from ..text.tokenizer import Tokenizer
-from ..wire.messages import MaskUpdate
+from ..wire.guesses import Guessed, Walked
+from ..wire.messages import MaskUpdate, Update
 
 if TYPE_CHECKING:
     from .choice import Choice
@@ -32,12 +34,10 @@ MAX_SURE = 64
 """Certain tokens that are followed at once."""
 SLOW_S = 0.01
 """A mask that takes longer, or the masks of one step together, are not waited for by others the next time."""
-Masks = list[tuple[int, bytes, list[int]]]
-"""(output index, words, certain tokens before that of the mask) of masks to be sent."""
-Jobs = list[tuple["Walk", int]]
-"""Walks with the tokens that came."""
-Follow = Callable[[Jobs, list[Callable[[], None]]], list["Walk"]]
-"""Takes tokens and adds masks; gives the walks that may have something to send, and appends what is to be done for those that failed."""
+Failed = list[Callable[[], None]]
+"""What is to be done in the event loop for walks that failed."""
+Follow = Callable[[list["Walk"], Failed], list["Walk"]]
+"""Takes the tokens that came and adds masks; gives the walks that did not fail."""
 
 
 class Walk:
@@ -45,27 +45,31 @@ class Walk:
 
     __slots__ = (
         "_expected",
-        "_index",
+        "_guess",
         "_is_walking",
-        "_masks",
+        "_n_taken",
         "_pending",
-        "_sure",
+        "_updates",
         "_walker",
         "choice",
         "forced",
         "is_slow",
         "matcher",
+        "tokens",
     )
 
     def __init__(self, walker: Walker, matcher: Matcher) -> None:
         self._walker = walker
         self.matcher = matcher
-        self._index = 0
-        self._sure: list[int] = []
+        self._n_taken = 0
         self._expected: deque[int] = deque()
+        """Tokens that are certain to come: the matcher has them already."""
         self._pending: deque[int] = deque()
-        self._masks: Masks = []
+        self._guess: Guessed | None = None
+        self._updates: list[tuple[int, bytes, list[int]] | tuple[int, int, list[int | bytes]]] = []
         self._is_walking = False
+        self.tokens: deque[int] = deque()
+        """What came and is walked now; the first is one that was not certain."""
         self.is_slow = False
         """Its last mask took long, or was computed with others that did."""
         self.choice: Choice | None = None
@@ -74,10 +78,10 @@ class Walk:
         self._go_on()
         self.add_mask(matcher.mask().tobytes())
 
-    def begin(self, choice: Choice) -> list[MaskUpdate]:
+    def begin(self, choice: Choice) -> list[Update]:
         """The masks to send with its answer's ask."""
         self.choice = choice
-        return [update for _, update in self.settle()]
+        return [update for _, update in self.updates()]
 
     def take(self, token: int) -> None:
         """A token came, which was not the last. Called in the event loop."""
@@ -87,51 +91,103 @@ class Walk:
                 return  # it has its turn when those before it have had theirs
         self.take_pending()
 
+    def take_guess(self, guess: Guessed) -> None:
+        """The engine guesses what comes behind the tokens that came. Called in the event loop."""
+        with self._walker.lock:
+            self._guess = guess
+            if self._is_walking or self._pending:
+                return
+        self.take_pending()
+
     def take_pending(self) -> None:
-        """Takes the tokens that came, until one has to be walked. Called in the event loop."""
-        while True:
-            with self._walker.lock:
-                if self._is_walking or not self._pending:
-                    return
-                token = self._pending.popleft()
-                is_expected = bool(self._expected)
-                self._is_walking = not is_expected
-            if not is_expected:
-                self._walker.push(self, token)
-            elif self._expected.popleft() != token:
-                self.fail(_astray())
+        """Takes what came, until something has to be walked. Called in the event loop."""
+        with self._walker.lock:
+            if self._is_walking:
+                return
+            is_astray = not self._pass_expected(self._pending)
+            if is_astray or not (self._pending or self._guess is not None):
+                self._pending.clear()
+            else:
+                self._is_walking = True
+        if is_astray:
+            self.fail(_astray())
+        elif self._is_walking:
+            self._walker.push(self)
+
+    def start(self) -> None:
+        """What came until now is walked: `tokens`, and the guess behind them. Called in a thread. Raises: PaddockError."""
+        with self._walker.lock:
+            self.tokens, self._pending = self._pending, deque()
+        self._check(self._pass_expected(self.tokens))
 
     def follow(self, is_allowed: bool) -> None:
-        """The matcher has taken a token, or not: goes on with those that are certain behind it; `add_mask` has to come next. Called in a thread.
+        """The matcher has taken the first of the tokens, or not: goes on with those that are certain behind it, and with the others. Called in a thread.
 
         Raises: PaddockError.
         """
         matcher = self.matcher
-        if not is_allowed:
-            raise _astray()
-        if self.forced:
-            forced, self.forced = self.forced, ()
-            self._must_come(forced[: matcher.accept_some(forced)])
-        self._go_on()
+        self._check(is_allowed)
+        while self.tokens:
+            self.tokens.popleft()
+            self._n_taken += 1
+            if self.forced:
+                forced, self.forced = self.forced, ()
+                self._expected += forced[: matcher.accept_some(forced)]
+            self._go_on()
+            self._check(self._pass_expected(self.tokens) and (not self.tokens or matcher.accept(self.tokens[0])))
 
     def add_mask(self, words: bytes) -> None:
         """The mask of the first token that is not certain."""
-        self._masks.append((self._index, words, self._sure))
-        self._index += len(self._sure) + 1
-        self._sure = []
+        self._updates.append((self._n_taken, words, list(self._expected)))
 
-    def settle(self) -> list[tuple[Desk, MaskUpdate]]:
-        """The masks to send, unless the answer has ended meanwhile."""
+    def look_ahead(self) -> None:
+        """Walks the guess, as far as the grammar allows it and there is time. Called in a thread."""
         with self._walker.lock:
-            masks, self._masks = self._masks, []
-            self._is_walking = False
-            is_pending = bool(self._pending)
+            guess, self._guess = self._guess, None
+        if guess is not None:
+            first, places = guess.index + len(self._expected) + 1, list[int | bytes]()
+            if guess.index == self._n_taken and not self.forced and not self.is_slow:
+                self._walk_ahead(guess.tokens, places)
+            self._updates.append((guess.index, first, places))
+
+    def _walk_ahead(self, tokens: Sequence[int], places: list[int | bytes]) -> None:
+        """What may come at each place behind guessed tokens; a token that is certain is followed by what is certain behind it, as in `follow`."""
+        n = len(self._expected)
+        if list(self._expected) != list(tokens[:n]):
+            return
+        ahead, certain, begun = self.matcher.copy(), deque[int](), perf_counter()
+        try:
+            for token in tokens[n:]:
+                if certain:
+                    if certain.popleft() != token:
+                        return
+                elif ahead.is_stopped or not ahead.accept_some([token]) or perf_counter() - begun > SLOW_S:
+                    return
+                else:
+                    certain += _certain_after(ahead)
+                places.append(certain[0] if certain else ahead.mask().tobytes())
+        except PaddockError:
+            return  # too costly there: without guesses the answer may never come to it
+
+    def updates(self) -> list[tuple[Desk, Update]]:
+        """What is to be sent, unless the answer has ended meanwhile."""
+        updates, self._updates = self._updates, []
         choice = self.choice
         if choice is None or choice.end is not None:
             return []
-        if is_pending:
+        ask_id, found = choice.ask_id, list[tuple["Desk", Update]]()
+        for update in updates:
+            made = MaskUpdate(ask_id, update[0], update[1], update[2]) if isinstance(update[1], bytes) else Walked(ask_id, *update)
+            found.append((choice.turn.desk, made))
+        return found
+
+    def settle(self) -> None:
+        """It is walked no longer; what has come meanwhile has its turn."""
+        with self._walker.lock:
+            self._is_walking = False
+            is_pending = bool(self._pending) or self._guess is not None
+        if is_pending and self.choice is not None and self.choice.end is None:
             self._walker.call(self.take_pending)
-        return [(choice.turn.desk, MaskUpdate(choice.ask_id, index, words, sure)) for index, words, sure in masks]
 
     def fail(self, error: PaddockError) -> None:
         """Ends the turn."""
@@ -139,15 +195,28 @@ class Walk:
             self.choice.turn.fail(error)
 
     def _go_on(self) -> None:
-        matcher = self.matcher
-        forced = matcher.forced()
-        if forced and not matcher.is_stopped:
-            del forced[MAX_SURE:]
-            self._must_come(forced[: matcher.accept_some(forced)])
+        self._expected += _certain_after(self.matcher)
 
-    def _must_come(self, tokens: Sequence[int]) -> None:
-        self._sure += tokens
-        self._expected += tokens
+    def _pass_expected(self, tokens: deque[int]) -> bool:
+        """Takes the first of these tokens, as far as they were certain. False when another came."""
+        while tokens and self._expected:
+            if self._expected.popleft() != tokens.popleft():
+                return False
+            self._n_taken += 1
+        return True
+
+    def _check(self, is_allowed: bool) -> None:
+        if not is_allowed:
+            raise _astray()
+
+
+def _certain_after(matcher: Matcher) -> list[int]:
+    """Tokens that must come next, which the matcher has taken then."""
+    forced = matcher.forced()
+    if not forced or matcher.is_stopped:
+        return []
+    del forced[MAX_SURE:]
+    return forced[: matcher.accept_some(forced)]
 
 
 @dataclass(slots=True)
@@ -163,9 +232,9 @@ class Walker:
     def __init__(self, tokenizer: Tokenizer, n_rows: int) -> None:
         self._grammars = Grammars(tokenizer, n_rows)
         self._compiling = ThreadPoolExecutor(1, "grammar")
-        self._jobs: SimpleQueue[Jobs | None] = SimpleQueue()
-        self._slow_jobs: SimpleQueue[Jobs | None] = SimpleQueue()
-        self._step: Jobs = []
+        self._jobs: SimpleQueue[list[Walk] | None] = SimpleQueue()
+        self._slow_jobs: SimpleQueue[list[Walk] | None] = SimpleQueue()
+        self._step: list[Walk] = []
         self._threads: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self.lock = threading.Lock()
@@ -197,14 +266,14 @@ class Walker:
                 thread.start()
         return await loop.run_in_executor(self._compiling, self._begin, make, n)
 
-    def push(self, walk: Walk, token: int) -> None:
-        """Has a token walked, with the others of its step; the masks go out by themselves. Called in the event loop."""
+    def push(self, walk: Walk) -> None:
+        """Has what came walked, with the others of its step; the masks go out by themselves. Called in the event loop."""
         if walk.is_slow:
-            self._slow_jobs.put([(walk, token)])
+            self._slow_jobs.put([walk])
             return
         if not self._step and self._loop is not None:
             self._loop.call_soon(self.push_step)
-        self._step.append((walk, token))
+        self._step.append(walk)
 
     def push_step(self) -> None:
         """The tokens of this step have come: they are walked while others do what else there is to do with them."""
@@ -228,51 +297,65 @@ class Walker:
         constraint = make()
         return Guide([Walk(self, self._grammars.matcher(constraint)) for _ in range(n)])
 
-    def _work(self, jobs: SimpleQueue[Jobs | None], follow: Follow) -> None:
+    def _work(self, jobs: SimpleQueue[list[Walk] | None], follow: Follow) -> None:
         while (step := jobs.get()) is not None:
-            failed: list[Callable[[], None]] = []
+            failed: Failed = []
             walked = follow(step, failed)
-            send([update for walk in walked for update in walk.settle()])
+            send([update for walk in walked for update in walk.updates()])
+            for walk in walked:
+                walk.look_ahead()
+            send([update for walk in walked for update in walk.updates()])
+            for walk in walked:
+                walk.settle()
             for act in failed:
                 self.call(act)
 
-    def _together(self, step: Jobs, failed: list[Callable[[], None]]) -> list[Walk]:
+    def _together(self, step: list[Walk], failed: Failed) -> list[Walk]:
         """Follows the tokens, then has the masks computed by several threads at once."""
-        walked: list[Walk] = []
         begun = perf_counter()
-        allowed = self._grammars.accept([(walk.matcher, token) for walk, token in step])
-        for (walk, _), is_allowed in zip(step, allowed, strict=True):
-            try:
-                walk.follow(is_allowed)
-                walked.append(walk)
-            except PaddockError as error:
-                failed.append(partial(walk.fail, error))
-        found = self._grammars.masks([walk.matcher for walk in walked])
+        walked = _each(step, Walk.start, failed)
+        moved = [walk for walk in walked if walk.tokens]
+        allowed = dict(zip(moved, self._grammars.accept([(walk.matcher, walk.tokens[0]) for walk in moved]), strict=True))
+        moved = _each(moved, lambda walk: walk.follow(allowed[walk]), failed)
+        found = self._grammars.masks([walk.matcher for walk in moved])
         is_slow = perf_counter() - begun > SLOW_S
-        for walk, mask in zip(walked, found, strict=True):
+        for walk, mask in zip(moved, found, strict=True):
             walk.is_slow = is_slow
             if isinstance(mask, PaddockError):
                 failed.append(partial(walk.fail, mask))
             else:
                 walk.add_mask(mask)
-        return walked
+        return [walk for walk in walked if walk not in allowed or walk in moved]
 
-    def _one_by_one(self, step: Jobs, failed: list[Callable[[], None]]) -> list[Walk]:
-        """Follows each token and computes its mask at once, while what that needs is at hand."""
-        for walk, token in step:
+    def _one_by_one(self, step: list[Walk], failed: Failed) -> list[Walk]:
+        """Follows each answer's tokens and computes its mask at once, while what that needs is at hand."""
+
+        def walk_on(walk: Walk) -> None:
             begun = thread_time()
-            try:
-                walk.follow(walk.matcher.accept(token))
+            walk.start()
+            if walk.tokens:
+                walk.follow(walk.matcher.accept(walk.tokens[0]))
                 walk.add_mask(walk.matcher.mask().tobytes())
-            except PaddockError as error:
-                failed.append(partial(walk.fail, error))
-            walk.is_slow = thread_time() - begun > SLOW_S
-        return [walk for walk, _ in step]
+                walk.is_slow = thread_time() - begun > SLOW_S
+
+        return _each(step, walk_on, failed)
 
 
-def send(updates: list[tuple[Desk, MaskUpdate]]) -> None:
+def _each(walks: list[Walk], act: Callable[[Walk], None], failed: Failed) -> list[Walk]:
+    """Does this with each walk; gives those that did not fail."""
+    good = []
+    for walk in walks:
+        try:
+            act(walk)
+            good.append(walk)
+        except PaddockError as error:
+            failed.append(partial(walk.fail, error))
+    return good
+
+
+def send(updates: list[tuple[Desk, Update]]) -> None:
     """Sends masks, those of one desk together."""
-    by_desk: dict[Desk, list[MaskUpdate]] = {}
+    by_desk: dict[Desk, list[Update]] = {}
     for desk, update in updates:
         by_desk.setdefault(desk, []).append(update)
     for desk, some in by_desk.items():

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PackError
-from ..wire.messages import Ask, Done, Event, MaskUpdate, Refused, Row, Started, State, StepResult, Vector
+from ..wire.guesses import Guessed, Walked
+from ..wire.messages import Ask, Done, Event, Refused, Row, Started, State, StepResult, Update, Vector
 from ..wire.port import FrontPort
 from .lane import Apart, Together
 
@@ -62,7 +63,7 @@ class Desk:
         self._next_id += 1
         return self._next_id
 
-    def send(self, ask: Ask, choice: Choice, masks: Sequence[MaskUpdate] = ()) -> None:
+    def send(self, ask: Ask, choice: Choice, masks: Sequence[Update] = ()) -> None:
         """Sends an ask, with the first masks of an answer that is held; its events go to `choice`. Raises: Busy, TooLarge, PackError."""
         self._port.ask(ask, masks)
         self._choices[ask.ask_id] = choice
@@ -91,7 +92,7 @@ class Desk:
         if choice.tokens is None:
             self._walks[choice.ask_id] = walk
 
-    def masks(self, updates: Sequence[MaskUpdate]) -> None:
+    def masks(self, updates: Sequence[Update]) -> None:
         """Sends masks of output tokens, together. Any thread may."""
         self._port.masks(updates)
 
@@ -165,6 +166,8 @@ class Desk:
                 for row in event.rows:
                     if (walk := walks.get(row[0])) is not None and not row[2]:
                         walk.take(row[1])
+            elif type(event) is Guessed and (walk := walks.get(event.ask_id)) is not None:
+                walk.take_guess(event)
         self.on_taken()
 
     def _take(self, rows: Sequence[Row], is_alone: bool) -> None:
@@ -211,6 +214,9 @@ class Desk:
                 self.touch(choice.turn)
             elif (waiting := self._vectors.pop(event.ask_id, None)) is not None and not waiting.done():
                 waiting.set_exception(event.to_error())
+        elif isinstance(event, Guessed):
+            if event.ask_id not in self._walks:  # its reasoning may be ended behind any token: nothing is certain of what would follow
+                self.masks([Walked(event.ask_id, event.index, event.index + 1, ())])
         elif isinstance(event, Vector):
             if (waiting := self._vectors.pop(event.ask_id, None)) is not None and not waiting.done():
                 waiting.set_result(event.values)

@@ -15,18 +15,20 @@ from struct import Struct
 from typing import Any
 
 from ..errors import Busy, ContextTooLong, PackError, PaddockError, ShuttingDown, UsageError
+from .guesses import Guessed, Walked
 
 Buffer = bytes | bytearray | memoryview
 
 
 class Kind(IntEnum):
-    """What a record is. The first five go from front to engine, the others back."""
+    """What a record is. Those below 16 go from front to engine, the others back."""
 
     ASK = 1
     ABORT = 2
     MASK = 3
     DRAIN = 4
     QUERY = 5
+    WALKED = 6
     BIND = 16
     STEP = 17
     STARTED = 18
@@ -34,6 +36,7 @@ class Kind(IntEnum):
     REFUSED = 20
     STATE = 21
     VECTOR = 22
+    GUESS = 23
 
 
 class Reason(IntEnum):
@@ -290,6 +293,8 @@ class MaskUpdate:
         return bytes(payload)
 
 
+Update = MaskUpdate | Walked
+"""What a front says of the tokens that may come."""
 Row = tuple[int, int, int, float, tuple[tuple[int, float], ...]]
 """(ask_id, token, flags, logprob, top), top: ((token, logprob), ...) or (). flags: ROW_STOP, ROW_LENGTH, or 0."""
 
@@ -476,5 +481,5 @@ class Vector:
         return cls(ask_id, bytes(payload[VECTOR.size : VECTOR.size + 4 * n]))
 
 
-Event = StepResult | Started | Done | Refused | State | Vector
+Event = StepResult | Started | Done | Refused | State | Vector | Guessed
 """What a front receives."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import Busy, PackError
 from .channel import Channel, End
+from .guesses import Guessed
 from .messages import (
     BIND,
     QUERY,
@@ -33,6 +34,7 @@ from .messages import (
     Started,
     State,
     StepResult,
+    Update,
     Vector,
 )  # fmt: skip
 
@@ -69,7 +71,7 @@ class FrontPort:
         """Asks that have not ended."""
         return len(self._open)
 
-    def ask(self, ask: Ask, masks: Sequence[MaskUpdate] = ()) -> None:
+    def ask(self, ask: Ask, masks: Sequence[Update] = ()) -> None:
         """Sends an ask, and masks of its first output tokens, which the engine sees together.
 
         Raises: Busy when the ring is full (nothing was sent), TooLarge when it can never fit, UsageError from Ask.encode,
@@ -91,7 +93,7 @@ class FrontPort:
         if ask_id in self._open:
             self._send(Kind.ABORT, Abort(ask_id).encode())
 
-    def masks(self, updates: Sequence[MaskUpdate]) -> None:
+    def masks(self, updates: Sequence[Update]) -> None:
         """Sends masks of output tokens; the engine sees all of them or none. Any thread may."""
         with self._lock:
             self._write(updates)
@@ -131,6 +133,8 @@ class FrontPort:
                 events.append(self._ended(Refused.decode(payload)))
             elif kind == Kind.STATE:
                 events.append(State.decode(payload))
+            elif kind == Kind.GUESS:
+                events.append(Guessed.decode(payload))
             elif kind == Kind.VECTOR:
                 events.append(Vector.decode(payload))
             payload.release()
@@ -169,16 +173,17 @@ class FrontPort:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._retry_later)
 
-    def _write(self, updates: Sequence[MaskUpdate]) -> None:
+    def _write(self, updates: Sequence[Update]) -> None:
         writer, is_free = self._writer, not self._waiting and not self.is_dead
         for update in updates:
             if update.ask_id not in self._open:
                 continue
-            if is_free and (at := writer.reserve(Kind.MASK, update.n_bytes)) >= 0:
+            kind = Kind.MASK if isinstance(update, MaskUpdate) else Kind.WALKED
+            if is_free and (at := writer.reserve(kind, update.n_bytes)) >= 0:
                 update.write(writer.data, at)
             else:
                 is_free = False
-                self._append(Kind.MASK, update.encode())
+                self._append(kind, update.encode())
 
     def _flush(self) -> None:
         waiting = self._waiting

@@ -10,6 +10,7 @@ import pytest
 from paddock_runner.engine import drafts, loop
 from paddock_runner.engine.guess import Guess, common, look_up
 from paddock_runner.engine.policy import Policy
+from paddock_runner.wire.messages import Done
 
 from tests.soak.fake_device import alone
 from tests.soak.rig import SIZES, Answer, Rig
@@ -139,12 +140,13 @@ def test_nobody_is_guessed_for_without_the_packs_support() -> None:
     rig.close()
 
 
-@pytest.mark.parametrize(("run_ahead", "n_pages"), [(0, 160), (2, 160), (0, 40)])
-def test_a_storm_with_an_oracle_that_errs_answers_right(run_ahead: int, n_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("run_ahead", "n_pages", "masked_share", "seed"), [(0, 160, 0.15, 0), (2, 160, 0.15, 0), (0, 40, 0.15, 0), *((seed % 3, 160 - 60 * (seed == 4), 0.8, seed) for seed in range(1, 6))])
+def test_a_storm_with_an_oracle_that_errs_answers_right(run_ahead: int, n_pages: int, masked_share: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle(run_ahead, 0.2)
     monkeypatch.setattr(drafts, "look_up", oracle)
     monkeypatch.setattr(loop, "CONSIDER_EVERY", 1)
-    scene = Storm(310 + run_ahead, run_ahead, n_pages, 1)
+    scene = Storm(310 + run_ahead + 10 * seed, run_ahead, n_pages, 1)
+    scene.masked_share = masked_share
     scene.rig.engine.policy = replace(scene.rig.engine.policy, draft_gain=0.0, draft_gap_us=0.0)
     scene.rig.engine.drafter.is_on = True
     ask = scene.ask
@@ -158,6 +160,8 @@ def test_a_storm_with_an_oracle_that_errs_answers_right(run_ahead: int, n_pages:
     scene.run(120)
     scene.judge()
     assert scene.rig.engine.drafter.drafted > 0 or n_pages < 100
+    accepted = sum(a.end.accepted_tokens for a in scene.rig.answers.values() if isinstance(a.end, Done) and a.ask.use_mask)
+    assert accepted > 0 or masked_share < 0.5, "guesses of answers under masks are right, too"
     scene.rig.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paddock_runner.pack.abi import PK_ROW_HELD
+from paddock_runner.wire.guesses import Walked
 from paddock_runner.wire.messages import ErrorCode, MaskUpdate, Reason
 
 from tests.soak.fake_device import alone
@@ -161,6 +162,15 @@ def test_a_mask_of_the_wrong_size_ends_only_its_request() -> None:
     rig = Rig()
     bad, good = rig.ask([1, 2], 5, use_mask=True), rig.ask([1, 2], 5)
     rig.fronts[0].masks([MaskUpdate(1, 0, bytes(4))])
+    rig.run()
+    assert bad.done.error == ErrorCode.MASK and right(good)
+    rig.close()
+
+
+def test_what_is_said_of_a_guess_in_masks_of_the_wrong_size_ends_only_its_request() -> None:
+    rig = Rig()
+    bad, good = rig.ask([1, 2], 5, use_mask=True), rig.ask([1, 2], 5)
+    rig.fronts[0].masks([MaskUpdate(1, 0, ANY), Walked(1, 1, 2, [bytes(4)])])
     rig.run()
     assert bad.done.error == ErrorCode.MASK and right(good)
     rig.close()

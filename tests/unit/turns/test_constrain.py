@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from paddock_runner.errors import PaddockError, UsageError
 from paddock_runner.text import grammar
 from paddock_runner.text.gguf_tokenizer import tokenizer_from_gguf
 from paddock_runner.turns.constrain import Walker
+from paddock_runner.wire.guesses import Guessed, Walked
 from paddock_runner.wire.messages import MaskUpdate
 
 from tests.unit.text.small import byte_level_metadata
@@ -30,11 +32,11 @@ class Desk:
     """Keeps what is sent, and tells when something was."""
 
     def __init__(self) -> None:
-        self.sent: list[Sequence[MaskUpdate]] = []
+        self.sent: list[Sequence[Any]] = []
         self.changed = asyncio.Event()
         self.loop = asyncio.get_running_loop()
 
-    def masks(self, updates: Sequence[MaskUpdate]) -> None:
+    def masks(self, updates: Sequence[Any]) -> None:
         if updates:
             self.sent.append(updates)
         self.loop.call_soon_threadsafe(self.changed.set)
@@ -60,6 +62,106 @@ class Choice:
 def allowed(update: MaskUpdate) -> set[bytes]:
     bits = int.from_bytes(bytes(update.words), "little")
     return {SMALL.pieces[i] for i in range(SMALL.n_vocab) if bits >> i & 1}
+
+
+def bit(words: bytes, token: int) -> bool:
+    return bool(words[token >> 3] >> (token & 7) & 1)
+
+
+Place = int | bytes
+"""A token that is certain, or a mask."""
+
+
+class Known:
+    """What was said of one answer, by output index."""
+
+    def __init__(self, desk: Desk, ask_id: int) -> None:
+        self.desk, self.ask_id, self.places, self.n_read = desk, ask_id, dict[int, Place](), 0
+
+    def read(self) -> list[Walked]:
+        """Takes in what was sent; what was said of guesses is returned."""
+        ahead = []
+        for update in [u for sent in self.desk.sent[self.n_read :] for u in sent]:
+            if update.ask_id == self.ask_id and isinstance(update, Walked):
+                ahead.append(update)
+            elif update.ask_id == self.ask_id:
+                self.places |= dict(enumerate(update.sure, update.index))
+                self.places[update.index + len(update.sure)] = update.words
+        self.n_read = len(self.desk.sent)
+        return ahead
+
+    async def until(self, index: int) -> None:
+        """What may come there is known."""
+        while not self.read() and index not in self.places:
+            self.desk.changed.clear()
+            await asyncio.wait_for(self.desk.changed.wait(), 10)
+
+    async def ahead(self) -> Walked:
+        """The answer to a guess."""
+        while not (found := self.read()):
+            self.desk.changed.clear()
+            await asyncio.wait_for(self.desk.changed.wait(), 10)
+        return found[-1]
+
+
+GRAMMARS: list[Callable[[], grammar.Constraint]] = [
+    lambda: grammar.regex("(abc|abd|x[yz]{2,5}w)*(end|fin)"),
+    lambda: grammar.json_schema({"type": "object", "properties": {"name": {"enum": ["abba", "abab", "the"]}, "ok": {"type": "boolean"}}, "required": ["name", "ok"], "additionalProperties": False}),
+    lambda: grammar.choice(["abababab", "ababcdcd", "the end of it"]),
+]
+
+
+@pytest.mark.parametrize("make", GRAMMARS)
+@pytest.mark.parametrize("seed", range(4))
+def test_guesses_are_walked_as_the_tokens_would_be_that_come(make: Callable[[], grammar.Constraint], seed: int) -> None:
+    """One answer is walked token by token, another with guesses of which some are wrong, right ones coming several at a time: the same is said of both."""
+    rng = random.Random(seed)
+
+    async def test(walks: list[Any], desk: Desk, walker: Walker) -> None:
+        plain, guessed = Known(desk, 0), Known(desk, 1)
+        tokens: list[int] = []
+        while len(tokens) < 60:
+            await plain.until(len(tokens))
+            place = plain.places[len(tokens)]
+            allowed = [place] if isinstance(place, int) else [t for t in range(SMALL.n_vocab) if bit(place, t) and t not in SMALL.stop_ids]
+            if not allowed:
+                break
+            tokens.append(rng.choice(allowed))
+            walks[0].take(tokens[-1])
+        await plain.until(len(tokens))
+        n, n_right = 0, 0
+        while n < len(tokens):
+            await guessed.until(n)
+            assert guessed.places[n] == plain.places[n]
+            right = tokens[n : n + rng.randrange(1, 9)]
+            tries = [t if rng.random() < 0.8 else rng.randrange(SMALL.n_vocab) for t in right]
+            walks[1].take_guess(Guessed(1, n, tries))
+            ahead = await guessed.ahead()
+            n_same = next((i for i, (a, b) in enumerate(zip(tries, right, strict=True)) if a != b), len(tries))
+            assert ahead.index == n and (not ahead.places or ahead.first + len(ahead.places) <= n + 1 + len(tries))
+            for at, found in enumerate(ahead.places, ahead.first):
+                assert at > n + n_same or found == plain.places[at], (at, n)
+            assert n_same == 0 or ahead.first + len(ahead.places) > n + n_same or n + n_same in guessed.places, "as far as the guess is right there is something to draw under"
+            for token in tokens[n : n + n_same + 1]:
+                walks[1].take(token)
+            n, n_right = n + min(n_same + 1, len(tokens) - n), n_right + n_same
+        assert n_right > 0 and all(walk.choice.error is None for walk in walks)
+
+    walked(make, 2, test)
+
+
+def test_a_guess_for_tokens_that_did_not_come_is_not_walked() -> None:
+    async def test(walks: list[Any], desk: Desk, walker: Walker) -> None:
+        known = Known(desk, 0)
+        walks[0].take_guess(Guessed(0, 5, [BY_BYTE[b"a"]]))
+        assert not (await known.ahead()).places
+        walks[0].take_guess(Guessed(0, 0, [BY_BYTE[b"z"]]))
+        assert not (await known.ahead()).places
+        walks[0].take_guess(Guessed(0, 0, [BY_BYTE[b"a"], BY_BYTE[b"z"]]))
+        assert len((await known.ahead()).places) == 1
+        assert walks[0].choice.error is None
+
+    walked(lambda: grammar.regex("[ab]{4}"), 1, test)
 
 
 def walked(make: Callable[[], grammar.Constraint], n: int, test: Callable[[list[Any], Desk, Walker], Any]) -> None:
@@ -98,8 +200,11 @@ def test_tokens_that_come_without_waiting_are_walked_in_order() -> None:
         for token in b"abcdefgh" * 8:
             walk.take(BY_BYTE[bytes([token])])
             await asyncio.sleep(0)
-        await desk.until(64)
-        assert walk.choice.error is None and [u.index for sent in desk.sent for u in sent] == list(range(1, 65))
+        while not desk.sent or desk.sent[-1][-1].index < 64:
+            desk.changed.clear()
+            await asyncio.wait_for(desk.changed.wait(), 10)
+        indices = [u.index for sent in desk.sent for u in sent]
+        assert walk.choice.error is None and indices == sorted(set(indices)), "those that came while others were walked are walked together"
 
     walked(lambda: grammar.regex("([abcdefgh][abcdefgh])+x"), 1, test)
 
