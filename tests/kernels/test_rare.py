@@ -229,6 +229,10 @@ def test_wrong_numbers_of_rare_ops_are_refused(bench, rng):
             b.load(program)
 
 
+DRAFTS = [abi.PK_ROW_SAMPLE | abi.PK_ROW_DRAFT | held for held in (0, abi.PK_ROW_HELD | 4 << 16, abi.PK_ROW_HELD | 1 << 16)]
+"""Flags of rows of guesses: a free one, and two that are held and had masks for four and for one of their draws."""
+
+
 @pytest.mark.parametrize("width", [8, 128])
 def test_a_delta_net_takes_back_what_was_guessed_wrong(bench, rng, width):
     """Rows of four tokens of which two, four and one count: their states are those of rows that ran so many."""
@@ -248,7 +252,7 @@ def test_a_delta_net_takes_back_what_was_guessed_wrong(bench, rng, width):
     def run(rows, tokens, lengths):
         b.device.write(b.state.recurrent, before.tobytes())
         count = b.set_rows(rows)
-        b.set("row_flags", [abi.PK_ROW_SAMPLE | (abi.PK_ROW_DRAFT if lengths else 0)] * 3)
+        b.set("row_flags", DRAFTS if lengths else [abi.PK_ROW_SAMPLE] * 3)
         inputs = [b.activations(qkv64[tokens], T)[0], *(b.upload(x[tokens], abi.PK_F32, T) for x in numbers64)]
         program, kept = Program(), Kept(size, 64 + size, rows_at, n)
         if lengths:
@@ -286,7 +290,7 @@ def test_mambas_and_convolutions_take_back_what_was_guessed_wrong(bench, rng, ki
     def run(rows, tokens, lengths):
         b.device.write(b.state.recurrent, before.tobytes())
         count = b.set_rows(rows)
-        b.set("row_flags", [abi.PK_ROW_SAMPLE | (abi.PK_ROW_DRAFT if lengths else 0)] * 3)
+        b.set("row_flags", DRAFTS if lengths else [abi.PK_ROW_SAMPLE] * 3)
         for slot, length in lengths.items():
             b.set("length", [length], at=slot)
         x, dt = b.activations(x64[tokens], T)[0], b.upload(dt64[tokens], abi.PK_F32, T)
