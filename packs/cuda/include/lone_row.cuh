@@ -198,14 +198,16 @@ constexpr int kNormParts = 2, kMostNormed = kNormParts * kLoneThreads * 8;
 struct NormedPart {
     float v[kNormParts][8], w[kNormParts][8];
 
-    // m: a multiple of 8, at most kMostNormed.
-    __device__ __forceinline__ void load(const float *x, const float *weight, int m) {
+    // m: a multiple of 8, at most kMostNormed. The weight comes from memory, the row from a cache: it may be asked for earlier.
+    __device__ __forceinline__ void load_weight(const float *weight, int m) {
 #pragma unroll
         for (int i = 0; i < kNormParts; ++i)
-            if (const int k = (i * kLoneThreads + static_cast<int>(threadIdx.x)) * 8; k < m) {
-                load8_coherent(x + k, v[i]);
-                load8(weight, k, PK_F32, w[i]);
-            }
+            if (const int k = (i * kLoneThreads + static_cast<int>(threadIdx.x)) * 8; k < m) load8(weight, k, PK_F32, w[i]);
+    }
+    __device__ __forceinline__ void load(const float *x, int m) {
+#pragma unroll
+        for (int i = 0; i < kNormParts; ++i)
+            if (const int k = (i * kLoneThreads + static_cast<int>(threadIdx.x)) * 8; k < m) load8_coherent(x + k, v[i]);
     }
     // The row's rms norm times the weight, staged for BF16 and for kFormat (the same place for BF16 itself); the first block also writes it to `normed`. sums: [2 kBlockWarps]. Returns what
     // products of kFormat are to be multiplied with.

@@ -2,9 +2,9 @@
 // in front of it the product that ends the branch before.
 //
 // A block a multiprocessor; the blocks meet after that product and twice more. First the router's rows and the shared expert's gate and up (every block norms the residual for itself);
-// then each warp makes the choice for itself from the logits and the blocks share gate and up of the chosen; then 16 rows of the output
-// each, all experts as one long row of K, whose first units are on their way before the meeting. What is read once by all (scales
-// of matrices, weights of the choice) is asked for as soon as the choice is known: one after the other they cost a microsecond each.
+// then a warp of each block makes the choice from the logits and the blocks share gate and up of the chosen; then 16 rows of the output
+// each, all experts as one long row of K, whose first units are on their way before the meeting. What all need at one place (logits, scales
+// of matrices) is read by one warp of a block: two thousand requests for a line come one after the other.
 #include <algorithm>
 #include <type_traits>
 
@@ -42,7 +42,8 @@ template <int kFormat, int kPerLane>
 __global__ void __launch_bounds__(kLoneThreads, 1) mixture_kernel(const __grid_constant__ MixtureArguments a) {
     constexpr int kU = Rows<kFormat>::kU, kBf16U = Rows<PK_BF16>::kU, kXBytes = kBlockWarps * kU * 2;  // of x from one unit of a warp to its next
     extern __shared__ __align__(128) uint8_t dynamic[];
-    __shared__ float red[kBlockWarps][32], sums[2 * kBlockWarps];
+    __shared__ float red[kBlockWarps][32], sums[2 * kBlockWarps], factors[33];  // factors: of the chosen and, last, the shared expert's output
+    __shared__ int chosen_of[32], rows_here;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3;
     WarpRing ring(dynamic);
     uint8_t *shared = dynamic + kRingBytes, *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
@@ -63,31 +64,38 @@ __global__ void __launch_bounds__(kLoneThreads, 1) mixture_kernel(const __grid_c
         return v;
     };
 
-    wait_dependence();
-    release_dependents();
-    const int n_rows = rows_of(a.info, a.rows_symbol);
-    // The product before: 16 rows each.
+    // The product before: 16 rows each. Its first weights are on their way while the kernel before this one ends.
     const bool has_before = a.before.data != nullptr;
     const int n_before = has_before ? units_of(a.before_k, kU) : 0;
     float x_scale = 1.0f;  // of what is staged
+    int n_rows = 0;
+    // Read once a block: what every warp asks for at the same place comes to it one request after the other.
+    auto read_rows = [&] {
+        wait_dependence();
+        release_dependents();
+        if (tid == 0) rows_here = rows_of(a.info, a.rows_symbol);
+    };
     if (has_before) {
-        RowPart x;
-        x.load(a.before_x, a.before_k);  // ahead of the weights: behind them it would wait as long as they take
-        const float scale = matrix_scale(a.before, 0) * a.before_scale;
+        const float scale = tid < 16 ? matrix_scale(a.before, 0) * a.before_scale : 0.0f;
 #pragma unroll 1
-        for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
-            const int row = tile * 16 + tid;
-            const float old = tid < 16 && row < a.m ? __ldcg(a.residual + row) : 0.0f;
+        for (int tile = blockIdx.x; tile < n_tiles || n_rows == 0; tile += gridDim.x) {
+            const int row = tile * 16 + tid, mine = tile < n_tiles ? n_before : 0;
             const Rows16 rows(a.before, a.before.data, tile * 16);
-            auto ask = [&](int step) { ring.ask(step < n_before, rows, step * kBlockWarps + warp); };
+            auto ask = [&](int step) { ring.ask(step < mine, rows, step * kBlockWarps + warp); };
             prime(ask);
-            if (tile == static_cast<int>(blockIdx.x)) {
-                if (n_rows < 1) return;
+            if (n_rows == 0) {
+                read_rows();
+                RowPart x;
+                x.load(a.before_x, a.before_k);
                 x_scale = x.template stage<kFormat>(shared, a.before_k, sums);
+                n_rows = rows_here;
+                if (n_rows < 1) return;
+                if (!mine) break;
             }
+            const float old = tid < 16 && row < a.m ? __ldcg(a.residual + row) : 0.0f;
             float acc[2] = {};
             const uint8_t *at = shared + c * 16 + warp * kU * 2;
-            stream_steps(ring, n_before, ask, [&](const RowsRegisters &unit, float factor, int) {
+            stream_steps(ring, mine, ask, [&](const RowsRegisters &unit, float factor, int) {
                 multiply_row<kFormat>(unit, acc, at, factor);
                 at += kXBytes;
             });
@@ -97,9 +105,12 @@ __global__ void __launch_bounds__(kLoneThreads, 1) mixture_kernel(const __grid_c
             if (tile + static_cast<int>(gridDim.x) < n_tiles) __syncthreads();
         }
         __syncwarp();
-        if (tid == 0 && n_rows > 0) tell(after_before);
+        if (tid == 0) tell(after_before);
+    } else {
+        read_rows();
+        __syncthreads();
+        if (rows_here < 1) return;
     }
-    if (n_rows < 1) return;
 
     // First: router, the shared expert's gate and up, and its own gate. A task is a block's: its warps take turns at the units.
     const int router_tiles = (a.n_experts + 15) / 16, shared_tiles = (a.f_shared + 15) / 16, n_first = router_tiles + shared_tiles + (a.switching.data != nullptr);
@@ -115,12 +126,13 @@ __global__ void __launch_bounds__(kLoneThreads, 1) mixture_kernel(const __grid_c
             ring.ask(step < n, Rows16(!side, first, second), (side ? step - each : step) * kBlockWarps + warp);
         };
         prime(ask);
-        const float scale0 = is_here ? matrix_scale(w0, 0) : 0.0f, scale1 = is_both ? matrix_scale(a.shared_up, 0) : 1.0f;
+        const float scale0 = is_here && tid < 16 ? matrix_scale(w0, 0) : 0.0f, scale1 = is_both && tid < 16 ? matrix_scale(a.shared_up, 0) : 1.0f;
         const float bias = is_here && is_router && a.router_bias != nullptr && tid < 16 && row0 + tid < a.n_experts ? __ldg(a.router_bias + row0 + tid) : 0.0f;
         if (!is_normed) {
-            if (has_before) await_all(after_before);
             NormedPart x;
-            x.load(a.residual, a.norm, a.m);
+            x.load_weight(a.norm, a.m);
+            if (has_before) await_all(after_before);
+            x.load(a.residual, a.m);
             x_scale = x.template stage<kFormat>(a.eps, a.m, x_plain, x_own, a.normed, sums);
             is_normed = true;
         }
@@ -174,17 +186,18 @@ __global__ void __launch_bounds__(kLoneThreads, 1) mixture_kernel(const __grid_c
         }
     };
     const Task first = {first_task / a.n_used, first_task % a.n_used, tile_step, slot_step, a.n_used};
-    const float shared_scale = a.f_shared ? matrix_scale(a.shared_down, 0) : 0.0f;
     await_all(after_router);
 
-    // The choice, and what depends on nothing else.
-    // (Nothing is computed from these loads before the weights are asked for: a warp waits where it first uses what it loads.)
-    const float switch_logit = a.switching.data != nullptr ? __ldcg(a.switched) : 0.0f;
+    // The choice, by one warp: logits, and later scales, are read once a block.
     Choice<kPerLane> choice;
-    choice.load(a.choice);
-    const int chosen = choice.choose(a.choice);
-    float weight = 0.0f;
-    float gate_scale = 0.0f, up_scale = 0.0f, down_scale = 0.0f;
+    float switch_logit = 0.0f;
+    if (warp == 0) {
+        if (a.switching.data != nullptr) switch_logit = __ldcg(a.switched);
+        choice.load(a.choice);
+        chosen_of[lane] = choice.choose(a.choice);
+    }
+    __syncthreads();
+    const int chosen = chosen_of[lane];
     {
         Task loading = first, multiplying = first;
         Rows16 rows = {};
@@ -203,15 +216,20 @@ __global__ void __launch_bounds__(kLoneThreads, 1) mixture_kernel(const __grid_c
             loading.advance();
         };
         prime(ask);
-        if (lane < a.n_used) {
+        float gate_scale = 0.0f, up_scale = 0.0f;
+        if (wk == 0 && lane < a.n_used) {
             gate_scale = matrix_scale(a.gate, chosen);
             up_scale = matrix_scale(a.up, chosen);
-            down_scale = matrix_scale(a.down, chosen);
         }
-        weight = choice.weigh(a.choice, chosen);
-        if (blockIdx.x == 0 && warp == 0 && lane < a.n_used) {
-            a.ids[lane] = chosen;
-            a.weights[lane] = weight;
+        if (warp == 0) {
+            const float down_scale = lane < a.n_used ? matrix_scale(a.down, chosen) : 0.0f, shared_scale = a.f_shared ? matrix_scale(a.shared_down, 0) : 0.0f;
+            const float weight = choice.weigh(a.choice, chosen);
+            factors[lane] = down_scale * weight * a.experts_scale;
+            if (lane == 0) factors[32] = shared_scale * a.shared_scale * (a.switching.data != nullptr ? 1.0f / (1.0f + __expf(-switch_logit)) : 1.0f);
+            if (blockIdx.x == 0 && lane < a.n_used) {
+                a.ids[lane] = chosen;
+                a.weights[lane] = weight;
+            }
         }
         float acc[2] = {}, gate[2] = {};
         int in = 0;
@@ -255,8 +273,6 @@ __global__ void __launch_bounds__(kLoneThreads, 1) mixture_kernel(const __grid_c
 
     // Down: all experts one after the other, the shared one last.
     const int own_units = a.f / kU, all_units = a.n_used * own_units + n_shared_units, n = (all_units - warp + kBlockWarps - 1) / kBlockWarps, n_hidden = a.n_used * a.f + a.f_shared;
-    const float factor_of = lane < a.n_used ? down_scale * weight * a.experts_scale : 0.0f;
-    const float shared_factor = shared_scale * a.shared_scale * (a.switching.data != nullptr ? 1.0f / (1.0f + __expf(-switch_logit)) : 1.0f);
     bool has_met = false;
 #pragma unroll 1
     for (int tile = blockIdx.x; tile < n_tiles || !has_met; tile += gridDim.x) {
@@ -296,8 +312,7 @@ __global__ void __launch_bounds__(kLoneThreads, 1) mixture_kernel(const __grid_c
         stream_steps(ring, mine, ask, [&](const RowsRegisters &unit, float factor, int) {
             multiplying.settle();
             const bool is_own = multiplying.slot < a.n_used;
-            const float own = __shfl_sync(~0u, factor_of, is_own ? multiplying.slot : 0);
-            multiply_row<kFormat>(unit, acc, at, factor * (is_own ? own : shared_factor));
+            multiply_row<kFormat>(unit, acc, at, factor * factors[is_own ? multiplying.slot : 32]);
             multiplying.unit += kBlockWarps;
             at += kXBytes;
         });
@@ -486,7 +501,9 @@ int32_t launch_mixture(const Launch &l, const Mixture &mixture) {
     a.hidden = reinterpret_cast<bf16 *>(l.scratch);
     a.switched = reinterpret_cast<float *>(l.scratch + ((int64_t{a.n_used} * a.f + a.f_shared) * 2 + 255) / 256 * 256);
     const dim3 blocks(l.ctx->n_processors), threads(kLoneThreads);
-    auto run = [&](auto kernel) { return launch(l, "mixture", kernel, blocks, threads, shared_bytes(a), a); };
+    Launch own = l;
+    own.overlap = true;  // weights are asked for while the kernel before ends
+    auto run = [&](auto kernel) { return launch(own, "mixture", kernel, blocks, threads, shared_bytes(a), a); };
     constexpr int kFew = kMostPerLane / 2;
     if (a.n_experts <= 32 * kFew) return mixture.format == PK_BF16 ? run(mixture_kernel<PK_BF16, kFew>) : run(mixture_kernel<PK_FP8_E4M3, kFew>);
     return mixture.format == PK_BF16 ? run(mixture_kernel<PK_BF16, kMostPerLane>) : run(mixture_kernel<PK_FP8_E4M3, kMostPerLane>);

@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(kLoneThreads, 1) abreast_kernel(const __grid_c
     extern __shared__ __align__(128) uint8_t dynamic[];
     WarpRing ring(dynamic);
     __shared__ float red[kBlockWarps][16], sums[2 * kBlockWarps];
+    __shared__ int rows_here;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, r = lane >> 2, c = lane & 3;
     const int wk = warp % a.warps_k, team = warp / a.warps_k, all_teams = gridDim.x * (kBlockWarps / a.warps_k), first = team * gridDim.x + blockIdx.x;
     uint8_t *shared = dynamic + kRingBytes, *x_plain = shared, *x_own = kFormat == PK_BF16 ? x_plain : shared + 2 * a.m;
@@ -48,15 +49,16 @@ __global__ void __launch_bounds__(kLoneThreads, 1) abreast_kernel(const __grid_c
         loading.unit += a.warps_k;
         if (is && loading.unit >= loading.end) begin(loading, loading.task + 1);
     };
-    // The row is asked for ahead of the weights: behind them it would wait as long as they take.
+    // The first weights, and the norm's, are on their way while the kernel before this one ends.
+    prime(ask);
+    NormedPart x;
+    x.load_weight(a.norm, a.m);
     wait_dependence();
     release_dependents();
-    const int n_rows = rows_of(a.info, a.rows_symbol);
-    NormedPart x;
-    x.load(a.residual, a.norm, a.m);
-    prime(ask);
-    if (n_rows < 1) return;
+    if (threadIdx.x == 0) rows_here = rows_of(a.info, a.rows_symbol);
+    x.load(a.residual, a.m);
     const float x_scale = x.template stage<kFormat>(a.eps, a.m, x_plain, x_own, a.normed, sums);
+    if (rows_here < 1) return;
     float acc[2] = {};
 #pragma unroll 1
     while (using_.task < n_tasks) {
@@ -161,8 +163,10 @@ std::vector<Abreast> find_abreast(const Launch &l, const Records &records) {
 int32_t launch_abreast(const Launch &l, const Abreast &abreast) {
     AbreastArguments a = abreast.arguments;
     a.info = l.info;
+    Launch own = l;
+    own.overlap = true;
     const dim3 blocks(l.ctx->n_processors), threads(kLoneThreads);
-    return abreast.format == PK_BF16 ? launch(l, "abreast", abreast_kernel<PK_BF16>, blocks, threads, kRingBytes + 2 * a.m, a) : launch(l, "abreast", abreast_kernel<PK_FP8_E4M3>, blocks, threads, kRingBytes + 4 * a.m, a);
+    return abreast.format == PK_BF16 ? launch(own, "abreast", abreast_kernel<PK_BF16>, blocks, threads, kRingBytes + 2 * a.m, a) : launch(own, "abreast", abreast_kernel<PK_FP8_E4M3>, blocks, threads, kRingBytes + 4 * a.m, a);
 }
 
 }  // namespace pk
