@@ -24,7 +24,7 @@ ANYWHERE = {
     "stream_matmul": "HMMA", "gemm_mma": "HMMA|QMMA|OMMA", "attention_prefill_kernel": "HMMA", "expert_stream_kernel": "HMMA", "expert_tiles_kernel": "HMMA|HGMMA|OMMA", "delta_chunk_kernel": "HMMA",
     "delta_scan_kernel": "HMMA",
 }  # fmt: skip
-OWN = {"sm_90a": {"gemm_wgmma": "HGMMA|QGMMA", "attention_wgmma": "HGMMA", "expert_grouped_kernel": "HGMMA|QGMMA"}, "sm_100f": {"gemm_tcgen05": "UTCHMMA|UTCQMMA"}}
+OWN = {"sm_90a": {"gemm_wgmma": "HGMMA", "gemm_fp8": "QGMMA", "attention_wgmma": "HGMMA", "expert_grouped_kernel": "HGMMA|QGMMA"}, "sm_100f": {"gemm_tcgen05": "UTCHMMA|UTCQMMA"}}
 WHOLE = {"sm_90a": ("HGMMA", "QGMMA"), "sm_89": ("QMMA",), "sm_120f": ("QMMA", "OMMA")}
 """Instructions that must be somewhere in a library of the architecture: products of fp8, and of fp4 with block scales."""
 MISSING = {

@@ -42,11 +42,12 @@ struct GemmArguments {
 // Ampere and later: cp.async, ldmatrix, mma.sync; FP8 in packs built for sm_89 and sm_120; rows of fp4.cuh where has_fp4_mma.
 bool has_fp8_mma();
 int32_t launch_gemm_mma(const Launch &l, GemmArguments arguments, int64_t max_rows);
-// Hopper: TMA and wgmma; up to so many rows by clusters of blocks. leaves_narrowed: whether a gated product of that shape has a row's 128
+// Hopper: TMA and wgmma; up to so many rows by clusters of blocks, more of FP8 by gemm_fp8. leaves_narrowed: whether a gated product of that shape has a row's 128
 // columns in one block.
 constexpr int64_t kClusterRows = 512;
 bool has_wgmma(const pk_ctx *ctx);
-int32_t launch_gemm_wgmma(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
+int32_t launch_gemm_wgmma(const Launch &l, GemmArguments arguments, int64_t max_rows);
+int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 int32_t launch_gemm_cluster(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 bool leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);
 

@@ -1,0 +1,189 @@
+// Tiled matmul with FP8 weights on Hopper, for more than 512 rows: y[rows, N] = x[rows, K] W^T, both in e4m3, with TMA, an mbarrier ring and wgmma.
+//
+// What 128 of K add up to is added with its scales (x: per row and 128 of K; W: per 128 x 128), so that the tensor core's short
+// accumulator never sums more than 128 products. Block: one producer thread that copies boxes, two consumer warpgroups; persistent
+// over tiles, grouped so that concurrent blocks share boxes in L2. A stage is 128 of K; a warpgroup multiplies 64 x 128 at a time,
+// twice a stage: tiles of 256 x 128, or 128 x 256 where y is left narrowed. The warpgroups do not wait for each other: while one adds or stores, the
+// other multiplies. With an activation the first half of a tile is gate, the second up. Assumes swizzled 128-byte boxes (K padded to
+// whole boxes). Does not handle: fewer rows than min_rows.
+#include <algorithm>
+
+#include "../../include/gemm_boxes.cuh"
+#include "../../include/gemm_store.cuh"
+#include "../../include/wgmma.cuh"
+
+namespace pk {
+namespace {
+
+constexpr int kGroups = 2, kThreads = 128 * (kGroups + 1), kRing = 4;
+
+// Pieces of 64 x 128 that a warpgroup has: below each other, or side by side.
+template <int kBelow, int kBeside>
+struct Tile {
+    static constexpr int kRows = 64 * kBelow * kGroups, kColumns = 128 * kBeside, kPieces = kBelow * kBeside, kGroupM = 2048 / kRows;  // tiles of x that go through W together
+    static constexpr int kBoxBytes = (kRows + kColumns) * 128, kScaleBytes = kRows * 4, kOutBytes = 4 * kGroups * 16 * kStorePitch * 4;
+    static constexpr int kSharedBytes = 1024 + kRing * (kBoxBytes + kScaleBytes) + kOutBytes;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ __forceinline__ float shared_float(uint32_t at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    return v;
+}
+#endif
+
+template <int kBelow, int kBeside>
+__global__ void __launch_bounds__(kThreads, 1) gemm_fp8_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using S = Tile<kBelow, kBeside>;
+    constexpr int kRows = S::kRows, kHalf = S::kColumns / 2;
+    extern __shared__ uint8_t raw[];
+    __shared__ uint64_t full[kRing], empty[kRing];
+    uint8_t *ring = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+    float *scale_ring = reinterpret_cast<float *>(ring + kRing * S::kBoxBytes);
+    float *out_tile = scale_ring + kRing * kRows;
+    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
+    const int n_steps = (a.k + 127) / 128;
+    // What is needed once a tile stays in shared memory: registers are for sums.
+    __shared__ volatile int true_rows;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kRing; ++i) {
+            barrier_init(full + i, 1);
+            barrier_init(empty + i, kGroups);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    wait_dependence();
+    if (threadIdx.x == 0) true_rows = rows_of(a.info, a.rows_symbol);
+    __syncthreads();
+    release_dependents();
+    if (true_rows < a.min_rows) return;
+    auto tile_of = [&](int index) { return gemm_tile<kRows, S::kColumns, S::kGroupM>(a, index, (true_rows + kRows - 1) / kRows, gated); };
+    const int n_tiles = (true_rows + kRows - 1) / kRows * a.n_tiles, group = threadIdx.x >> 7;
+    int stage = 0;
+    uint32_t phase = 0;
+    auto advance = [&] {
+        if (++stage == kRing) {
+            stage = 0;
+            phase ^= 1;
+        }
+    };
+    if (group == 0) {
+        fewer_registers<40>();
+        if (threadIdx.x != 0) return;
+        for (int index = blockIdx.x; index < n_tiles; index += gridDim.x) {
+            const GemmTile t = tile_of(index);
+            const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
+            for (int k = 0; k < n_steps; ++k) {
+                barrier_wait(empty + stage, phase ^ 1);
+                barrier_expect(full + stage, S::kBoxBytes + S::kScaleBytes);
+                uint8_t *to = ring + stage * S::kBoxBytes;
+                copy_box(to + kRows * 128, first, k * 128, t.n0, full + stage);
+                copy_box(to + (kRows + kHalf) * 128, second, k * 128, gated ? t.n0 : t.n0 + kHalf, full + stage);
+                copy_bytes(shared_address(scale_ring + stage * kRows), a.x_scale + k * a.x_scale_stride + t.m0, S::kScaleBytes, full + stage);
+                copy_box(to, &maps.x, k * 128, t.m0, full + stage);
+                advance();
+            }
+        }
+        return;
+    }
+    more_registers<232>();
+    const int wg = group - 1, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+    const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + kRows * 128), x_first = matrix_descriptor_low(shared_address(ring) + wg * (64 * kBelow) * 128);
+    const uint32_t scales_first = shared_address(scale_ring) + 4 * (wg * (64 * kBelow) + warp * 16 + (lane >> 2));
+    for (int index = blockIdx.x; index < n_tiles; index += gridDim.x) {
+        const GemmTile t = tile_of(index);
+        float acc[64 * S::kPieces], part[64];
+#pragma unroll
+        for (int i = 0; i < 64 * S::kPieces; ++i) acc[i] = 0.0f;
+        const bool two_scales = gated || kBeside == 2;
+        const GemmWeight &w0 = a.w[t.weight], &w1 = a.w[gated ? 1 : t.weight];
+        const int n1 = gated || kBeside == 1 ? t.n0 : min(t.n0 + 128, w1.rows - 1);
+        const float *s0 = w0.block_scale ? w0.block_scale + (t.n0 >> 7) * w0.block_stride : nullptr;
+        const float *s1 = w1.block_scale ? w1.block_scale + (n1 >> 7) * w1.block_stride : nullptr;
+        // A lane keeps the weights' scales of stage 32 i + lane, and the next ones; read by shuffles, they are there in time.
+        auto scales_of = [&](const float *s, int k) { return s == nullptr ? 1.0f : k + lane < n_steps ? __ldg(s + k + lane) : 0.0f; };
+        float w_now[2] = {}, w_next[2] = {scales_of(s0, 0), two_scales ? scales_of(s1, 0) : 0.0f};
+        // Descriptors differ in the low word only. The same for all lanes, which the compiler learns from the shuffle.
+        uint32_t x_low, w_low;
+        auto await_stage = [&] {
+            barrier_wait(full + stage, phase);
+            x_low = __shfl_sync(~0u, x_first + stage * (S::kBoxBytes / 16), 0);
+            w_low = __shfl_sync(~0u, w_first + stage * (S::kBoxBytes / 16), 0);
+        };
+        await_stage();
+        for (int k = 0; k < n_steps; ++k) {
+            float xs[kBelow][2], ws0, ws1;
+#pragma unroll
+            for (int piece = 0; piece < S::kPieces; ++piece) {
+                const uint32_t x_at = x_low + (kBeside == 1 ? 512 * piece : 0), w_at = w_low + (kBeside == 1 ? 0 : 1024 * piece);
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < 4; ++i) wgmma_e4m3_n128(part, (uint64_t{0x40000040} << 32) | (x_at + 2 * i), (uint64_t{0x40000040} << 32) | (w_at + 2 * i), i > 0);
+                wgmma_commit();
+                // While they run: the scales of this stage, then the next stage.
+                const int used = stage;
+                if (piece == 0) {
+                    if ((k & 31) == 0) {
+                        w_now[0] = w_next[0];
+                        w_now[1] = w_next[1];
+                        w_next[0] = scales_of(s0, k + 32);
+                        if (two_scales) w_next[1] = scales_of(s1, k + 32);
+                    }
+                    ws0 = __shfl_sync(~0u, w_now[0], k & 31);
+                    ws1 = two_scales ? __shfl_sync(~0u, w_now[1], k & 31) : ws0;
+                    const uint32_t scales = scales_first + stage * kRows * 4;
+#pragma unroll
+                    for (int i = 0; i < kBelow; ++i) {
+                        xs[i][0] = shared_float(scales + 256 * i);
+                        xs[i][1] = shared_float(scales + 256 * i + 32);
+                    }
+                }
+                if (piece == S::kPieces - 1) {
+                    advance();
+                    if (k + 1 < n_steps) await_stage();
+                }
+                wgmma_wait<0>();
+#pragma unroll
+                for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");
+                if (piece == S::kPieces - 1 && (threadIdx.x & 127) == 0) barrier_arrive(empty + used);
+                const int x_of = kBeside == 1 ? piece : 0;
+#pragma unroll
+                for (int j = 0; j < 16; ++j) {
+                    const float w = (kBeside == 1 ? !gated || j < 8 : piece == 0) ? ws0 : ws1, f0 = xs[x_of][0] * w, f1 = xs[x_of][1] * w;
+                    float *sum = acc + 64 * piece + 4 * j;
+                    sum[0] = fmaf(f0, part[4 * j], sum[0]);
+                    sum[1] = fmaf(f0, part[4 * j + 1], sum[1]);
+                    sum[2] = fmaf(f1, part[4 * j + 2], sum[2]);
+                    sum[3] = fmaf(f1, part[4 * j + 3], sum[3]);
+                }
+            }
+        }
+        const int warp8 = fresh_thread() / 32 - 4, m_first = t.m0 + (warp8 >> 2) * (64 * kBelow) + (warp8 & 3) * 16;
+        if constexpr (kBeside == 1) {
+#pragma unroll
+            for (int piece = 0; piece < kBelow; ++piece) store_sums<128>(a, t.weight, gated, t.n0, m_first + 64 * piece, true_rows, Half{acc, 64 * piece}, out_tile);
+        } else {
+            store_sums<256>(a, t.weight, gated, t.n0, m_first, true_rows, acc, out_tile);
+        }
+    }
+#endif
+}
+
+template <int kBelow, int kBeside>
+int32_t launch_tiles(const Launch &l, GemmArguments a, int64_t max_rows) {
+    using S = Tile<kBelow, kBeside>;
+    GemmMaps maps;
+    if (int32_t e = gemm_maps<S::kRows, S::kColumns>(l, &maps, a, max_rows, (a.k + 127) / 128 * 128, true)) return e;
+    const int64_t all = (max_rows + S::kRows - 1) / S::kRows * a.n_tiles;
+    Launch own = l;
+    own.overlap = true;  // the blocks set themselves up while x is narrowed
+    return launch(own, "gemm_fp8", gemm_fp8_kernel<kBelow, kBeside>, dim3(static_cast<unsigned>(std::min<int64_t>(all, l.ctx->n_processors))), dim3(kThreads), S::kSharedBytes, maps, a);
+}
+
+}  // namespace
+
+int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &a, int64_t max_rows) { return a.narrowed.x ? launch_tiles<1, 2>(l, a, max_rows) : launch_tiles<2, 1>(l, a, max_rows); }
+
+}  // namespace pk
