@@ -5,7 +5,7 @@
 
 namespace pk {
 
-constexpr int kStorePitch = 36;  // floats from one row of a warp's 16 x 32 in shared memory to the next
+constexpr int kStorePitch = 36, kStoreFloats = 8 * kStorePitch;  // floats from one row of a warp's 8 x 32 in shared memory to the next, and of all
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // threadIdx.x, which the compiler takes for another value every time: what follows from it is not kept in registers over the products.
@@ -49,9 +49,10 @@ __device__ __forceinline__ void store_narrowed(const Narrowed &to, int n0, int r
     if (is_in && c == 0) to.scales[(n0 >> 7) * to.scale_stride + row] = scale;
 }
 
-// Half of an array of sums as an array.
-struct Half {
-    const float (&all)[128];
+// Some of an array of sums as an array.
+template <int kAll>
+struct Piece {
+    const float (&all)[kAll];
     int first;
     __device__ __forceinline__ float operator[](int i) const { return all[first + i]; }
 };
@@ -178,29 +179,32 @@ __device__ __forceinline__ bool direct_store(const GemmArguments &a, int weight,
 }
 
 // Stores sums of 16 rows, the first m_first, by kTileN columns (gated: half of them gate, half up) from column n0 of weight
-// `weight` on. `tiles`: 16 x kStorePitch floats of shared memory for every warp after the fourth.
+// `weight` on. `tiles`: kStoreFloats of shared memory for every warp after the fourth.
 template <int kTileN, class Sums>
 __device__ __forceinline__ void store_sums(const GemmArguments &a, int weight, bool gated, int n0, int m_first, int n_rows, const Sums &acc, float *tiles) {
     const int thread = fresh_thread(), lane = thread & 31;
-    float *mine = tiles + (thread / 32 - 4) * 16 * kStorePitch;
+    float *mine = tiles + (thread / 32 - 4) * kStoreFloats;
     // The usual cases straight from the registers, two neighbours a store: whole tiles without scales per column or bias.
     if (direct_store<kTileN>(a, weight, gated, n0, m_first + (lane >> 2), lane & 3, n_rows, acc)) return;
-    // Sixteen rows x 32 columns at a time through shared memory (gated: 16 of gate, 16 of up), so that one copy of the
+    // Eight rows x 32 columns at a time through shared memory (gated: 16 of gate, 16 of up), so that one copy of the
     // epilogue serves all accumulators and lanes store neighbouring columns.
     const GemmWeight &w = a.w[weight];
-    const int wide = gated ? 16 : 32, n_chunks = kTileN / 32;
+    const int wide = gated ? 16 : 32;
 #pragma unroll 1
-    for (int chunk = 0; chunk < n_chunks; ++chunk) {
+    for (int piece = 0; piece < kTileN / 16; ++piece) {
+        const int chunk = piece >> 1, lower = piece & 1, m0 = m_first + 8 * lower;
         __syncwarp();
 #pragma unroll
         for (int c = 0; c < kTileN / 32; ++c) {
             if (c != chunk) continue;
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
-                const int plain = 4 * c + q, twin = 2 * c + (q & 1) + (q >> 1) * (kTileN / 16);
+                const int plain = 4 * (4 * c + q), twin = 4 * (2 * c + (q & 1) + (q >> 1) * (kTileN / 16));
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    mine[((lane >> 2) + 8 * (e >> 1)) * kStorePitch + 8 * q + 2 * (lane & 3) + (e & 1)] = gated ? acc[4 * twin + e] : acc[4 * plain + e];
+                for (int e = 0; e < 2; ++e) {
+                    const float upper = gated ? acc[twin + e] : acc[plain + e], under = gated ? acc[twin + 2 + e] : acc[plain + 2 + e];
+                    mine[(lane >> 2) * kStorePitch + 8 * q + 2 * (lane & 3) + e] = lower ? under : upper;
+                }
             }
         }
         __syncwarp();
@@ -208,33 +212,33 @@ __device__ __forceinline__ void store_sums(const GemmArguments &a, int weight, b
         if (column >= w.rows) continue;
         const float f0 = w.scale * (w.row_scale ? w.row_scale[column] : 1.0f), b0 = w.bias ? w.bias[column] : 0.0f;
         const float f1 = gated ? a.w[1].scale * (a.w[1].row_scale ? a.w[1].row_scale[column] : 1.0f) : 0.0f, b1 = gated && a.w[1].bias ? a.w[1].bias[column] : 0.0f;
-        const int n_here = min(16, n_rows - m_first);
+        const int n_here = min(8, n_rows - m0);
         const float *from = mine + (lane & (wide - 1));
         const int64_t at = w.first_column + column;
-        if (a.act == PK_ACT_NONE && a.softcap <= 0.0f && n_here == 16 && (a.add == nullptr || a.add_format == PK_F32)) {
+        if (a.act == PK_ACT_NONE && a.softcap <= 0.0f && n_here == 8 && (a.add == nullptr || a.add_format == PK_F32)) {
             // The usual cases, without a decision per element: bf16, or f32 with the residual added.
             const float f = f0 * a.scale, b = b0 * a.scale;
             if (a.y_format == PK_BF16 && a.add == nullptr) {
-                bf16 *to = static_cast<bf16 *>(a.y) + m_first * a.y_stride + at;
+                bf16 *to = static_cast<bf16 *>(a.y) + m0 * a.y_stride + at;
 #pragma unroll
-                for (int r = 0; r < 16; ++r) to[r * a.y_stride] = __float2bfloat16(from[r * kStorePitch] * f + b);
+                for (int r = 0; r < 8; ++r) to[r * a.y_stride] = __float2bfloat16(from[r * kStorePitch] * f + b);
                 continue;
             }
             if (a.y_format == PK_F32) {
-                float *to = static_cast<float *>(a.y) + m_first * a.y_stride + at, old[16];
-                const float *add = static_cast<const float *>(a.add) + m_first * a.add_stride + at;
+                float *to = static_cast<float *>(a.y) + m0 * a.y_stride + at, old[8];
+                const float *add = static_cast<const float *>(a.add) + m0 * a.add_stride + at;
 #pragma unroll
-                for (int r = 0; r < 16; ++r) old[r] = a.add ? add[r * a.add_stride] : 0.0f;
+                for (int r = 0; r < 8; ++r) old[r] = a.add ? add[r * a.add_stride] : 0.0f;
 #pragma unroll
-                for (int r = 0; r < 16; ++r) to[r * a.y_stride] = from[r * kStorePitch] * f + b + old[r];
+                for (int r = 0; r < 8; ++r) to[r * a.y_stride] = from[r * kStorePitch] * f + b + old[r];
                 continue;
             }
         }
-        if (gated && a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16 && n_here == 16) {
-            bf16 *to = static_cast<bf16 *>(a.y) + (m_first + (lane >> 4)) * a.y_stride + at;
+        if (gated && a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16 && n_here == 8) {
+            bf16 *to = static_cast<bf16 *>(a.y) + (m0 + (lane >> 4)) * a.y_stride + at;
             from += (lane >> 4) * kStorePitch;
 #pragma unroll
-            for (int r = 0; r < 16; r += 2) {
+            for (int r = 0; r < 8; r += 2) {
                 const float g = from[r * kStorePitch] * f0 + b0, u = from[r * kStorePitch + 16] * f1 + b1;
                 to[r * a.y_stride] = __float2bfloat16(__fdividef(g, 1.0f + __expf(-g)) * u * a.scale);
             }
@@ -242,7 +246,7 @@ __device__ __forceinline__ void store_sums(const GemmArguments &a, int weight, b
         }
 #pragma unroll 1
         for (int r = gated ? lane >> 4 : 0; r < n_here; r += gated ? 2 : 1) {
-            const int m = m_first + r;
+            const int m = m0 + r;
             float v = from[r * kStorePitch] * f0 + b0;
             if (gated) v = activate(v, a.act) * (from[r * kStorePitch + 16] * f1 + b1);
             v *= a.scale;

@@ -22,7 +22,7 @@ constexpr int kThreads = 384, kMostParts = 8;  // parts that K is cut into: bloc
 
 template <bool kIsFp8, int kM, int kWidth>
 struct ClusterShape {
-    static constexpr int kBoxK = kIsFp8 ? 128 : 64, kStageBytes = (kM + kWidth) * 128, kScaleBytes = kIsFp8 ? kM * 4 : 0, kOutBytes = 8 * 16 * kStorePitch * 4;
+    static constexpr int kBoxK = kIsFp8 ? 128 : 64, kStageBytes = (kM + kWidth) * 128, kScaleBytes = kIsFp8 ? kM * 4 : 0, kOutBytes = 8 * kStoreFloats * 4;
     static constexpr int kFit = (232448 - 2048 - kOutBytes) / (kStageBytes + kScaleBytes), kRing = kFit > 8 ? 8 : kFit;
     static constexpr int kBytes = 1024 + kRing * (kStageBytes + kScaleBytes) + kOutBytes;
     // Columns of a warpgroup, and of one product.

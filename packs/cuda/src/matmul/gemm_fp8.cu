@@ -1,10 +1,10 @@
 // Tiled matmul with FP8 weights on Hopper, for more than 512 rows: y[rows, N] = x[rows, K] W^T, both in e4m3, with TMA, an mbarrier ring and wgmma.
 //
 // What 128 of K add up to is added with its scales (x: per row and 128 of K; W: per 128 x 128), so that the tensor core's short
-// accumulator never sums more than 128 products. Block: one producer thread that copies boxes, two consumer warpgroups; persistent
-// over tiles, grouped so that concurrent blocks share boxes in L2. A stage is 128 of K; a warpgroup multiplies 64 x 128 at a time,
-// twice a stage: tiles of 256 x 128, or 128 x 256 where y is left narrowed. The warpgroups do not wait for each other: while one adds or stores, the
-// other multiplies. With an activation the first half of a tile is gate, the second up. Assumes swizzled 128-byte boxes (K padded to
+// accumulator never sums more than 128 products. Block: one producer thread that copies boxes, two or three consumer warpgroups; persistent
+// over tiles, grouped so that concurrent blocks share boxes in L2. A stage is 128 of K; a warpgroup multiplies 64 x 128 at a time, once or
+// twice a stage. The warpgroups do not wait for each other: while one adds or stores, the others multiply. Tiles are 256 x 128, 192 x 128 or
+// 128 x 128, whichever fills the device best; 128 x 256 where y is left narrowed. With an activation the first half of a tile is gate, the second up. Assumes swizzled 128-byte boxes (K padded to
 // whole boxes). Does not handle: fewer rows than min_rows.
 #include <algorithm>
 
@@ -15,15 +15,20 @@
 namespace pk {
 namespace {
 
-constexpr int kGroups = 2, kThreads = 128 * (kGroups + 1), kRing = 4;
-
-// Pieces of 64 x 128 that a warpgroup has: below each other, or side by side.
-template <int kBelow, int kBeside>
-struct Tile {
-    static constexpr int kRows = 64 * kBelow * kGroups, kColumns = 128 * kBeside, kPieces = kBelow * kBeside, kGroupM = 2048 / kRows;  // tiles of x that go through W together
-    static constexpr int kBoxBytes = (kRows + kColumns) * 128, kScaleBytes = kRows * 4, kOutBytes = 4 * kGroups * 16 * kStorePitch * 4;
-    static constexpr int kSharedBytes = 1024 + kRing * (kBoxBytes + kScaleBytes) + kOutBytes;
+// Consumer warpgroups, and the pieces of 64 x 128 that each has: below each other, or side by side.
+template <int kGroups_, int kBelow_, int kBeside_>
+struct Form {
+    static constexpr int kGroups = kGroups_, kBelow = kBelow_, kBeside = kBeside_, kPieces = kBelow * kBeside;
+    static constexpr int kRows = 64 * kBelow * kGroups, kColumns = 128 * kBeside, kThreads = 128 * (kGroups + 1);
+    static constexpr int kGroupM = (2048 + kRows - 1) / kRows;  // tiles of x that go through W together
+    static constexpr int kBoxBytes = (kRows + kColumns) * 128, kScaleBytes = kRows * 4, kOutBytes = 4 * kGroups * kStoreFloats * 4;
+    static constexpr int kRing = (232448 - 2048 - kOutBytes) / (kBoxBytes + kScaleBytes), kSharedBytes = 1024 + kRing * (kBoxBytes + kScaleBytes) + kOutBytes;
+    static constexpr int kRegisters = kGroups == 3 ? 160 : 232, kProducerRegisters = kGroups == 3 ? 32 : 40;
 };
+using Tall = Form<2, 2, 1>;   // 256 x 128
+using Wide = Form<2, 1, 2>;   // 128 x 256
+using Three = Form<3, 1, 1>;  // 192 x 128
+using Small = Form<2, 1, 1>;  // 128 x 128
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ __forceinline__ float shared_float(uint32_t at) {
@@ -33,11 +38,10 @@ __device__ __forceinline__ float shared_float(uint32_t at) {
 }
 #endif
 
-template <int kBelow, int kBeside>
-__global__ void __launch_bounds__(kThreads, 1) gemm_fp8_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a) {
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using S = Tile<kBelow, kBeside>;
-    constexpr int kRows = S::kRows, kHalf = S::kColumns / 2;
+    constexpr int kRows = S::kRows, kHalf = S::kColumns / 2, kRing = S::kRing, kBelow = S::kBelow, kBeside = S::kBeside;
     extern __shared__ uint8_t raw[];
     __shared__ uint64_t full[kRing], empty[kRing];
     uint8_t *ring = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
@@ -50,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_fp8_kernel(const __grid_cons
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {
             barrier_init(full + i, 1);
-            barrier_init(empty + i, kGroups);
+            barrier_init(empty + i, S::kGroups);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -70,25 +74,26 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_fp8_kernel(const __grid_cons
         }
     };
     if (group == 0) {
-        fewer_registers<40>();
+        fewer_registers<S::kProducerRegisters>();
         if (threadIdx.x != 0) return;
         for (int index = blockIdx.x; index < n_tiles; index += gridDim.x) {
             const GemmTile t = tile_of(index);
             const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
+            const int scale_bytes = 4 * min(kRows, static_cast<int>(a.x_scale_stride) - t.m0);
             for (int k = 0; k < n_steps; ++k) {
                 barrier_wait(empty + stage, phase ^ 1);
-                barrier_expect(full + stage, S::kBoxBytes + S::kScaleBytes);
+                barrier_expect(full + stage, S::kBoxBytes + scale_bytes);
                 uint8_t *to = ring + stage * S::kBoxBytes;
                 copy_box(to + kRows * 128, first, k * 128, t.n0, full + stage);
                 copy_box(to + (kRows + kHalf) * 128, second, k * 128, gated ? t.n0 : t.n0 + kHalf, full + stage);
-                copy_bytes(shared_address(scale_ring + stage * kRows), a.x_scale + k * a.x_scale_stride + t.m0, S::kScaleBytes, full + stage);
+                copy_bytes(shared_address(scale_ring + stage * kRows), a.x_scale + k * a.x_scale_stride + t.m0, scale_bytes, full + stage);
                 copy_box(to, &maps.x, k * 128, t.m0, full + stage);
                 advance();
             }
         }
         return;
     }
-    more_registers<232>();
+    more_registers<S::kRegisters>();
     const int wg = group - 1, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
     const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + kRows * 128), x_first = matrix_descriptor_low(shared_address(ring) + wg * (64 * kBelow) * 128);
     const uint32_t scales_first = shared_address(scale_ring) + 4 * (wg * (64 * kBelow) + warp * 16 + (lane >> 2));
@@ -163,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_fp8_kernel(const __grid_cons
         const int warp8 = fresh_thread() / 32 - 4, m_first = t.m0 + (warp8 >> 2) * (64 * kBelow) + (warp8 & 3) * 16;
         if constexpr (kBeside == 1) {
 #pragma unroll
-            for (int piece = 0; piece < kBelow; ++piece) store_sums<128>(a, t.weight, gated, t.n0, m_first + 64 * piece, true_rows, Half{acc, 64 * piece}, out_tile);
+            for (int piece = 0; piece < kBelow; ++piece) store_sums<128>(a, t.weight, gated, t.n0, m_first + 64 * piece, true_rows, Piece<64 * S::kPieces>{acc, 64 * piece}, out_tile);
         } else {
             store_sums<256>(a, t.weight, gated, t.n0, m_first, true_rows, acc, out_tile);
         }
@@ -171,19 +176,35 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_fp8_kernel(const __grid_cons
 #endif
 }
 
-template <int kBelow, int kBeside>
-int32_t launch_tiles(const Launch &l, GemmArguments a, int64_t max_rows) {
-    using S = Tile<kBelow, kBeside>;
+int64_t n_tiles_of(const GemmArguments &a, int64_t max_rows, int rows, int columns) {
+    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
+    int64_t n = 0;
+    for (int i = 0; i < (gated ? 1 : a.n_w); ++i) n += (a.w[i].rows + (gated ? columns / 2 : columns) - 1) / (gated ? columns / 2 : columns);
+    return n * ((max_rows + rows - 1) / rows);
+}
+
+template <class S>
+int32_t launch_form(const Launch &l, GemmArguments a, int64_t max_rows) {
     GemmMaps maps;
     if (int32_t e = gemm_maps<S::kRows, S::kColumns>(l, &maps, a, max_rows, (a.k + 127) / 128 * 128, true)) return e;
-    const int64_t all = (max_rows + S::kRows - 1) / S::kRows * a.n_tiles;
     Launch own = l;
     own.overlap = true;  // the blocks set themselves up while x is narrowed
-    return launch(own, "gemm_fp8", gemm_fp8_kernel<kBelow, kBeside>, dim3(static_cast<unsigned>(std::min<int64_t>(all, l.ctx->n_processors))), dim3(kThreads), S::kSharedBytes, maps, a);
+    const int64_t blocks = std::min<int64_t>(n_tiles_of(a, max_rows, S::kRows, S::kColumns), l.ctx->n_processors);
+    return launch(own, "gemm_fp8", gemm_fp8_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), S::kSharedBytes, maps, a);
 }
 
 }  // namespace
 
-int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &a, int64_t max_rows) { return a.narrowed.x ? launch_tiles<1, 2>(l, a, max_rows) : launch_tiles<2, 1>(l, a, max_rows); }
+int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &a, int64_t max_rows) {
+    if (a.narrowed.x) return launch_form<Wide>(l, a, max_rows);
+    // Clocks of a launch: its waves by what a tile takes for each 128 of K, and beside.
+    auto clocks = [&](int rows, int step, int beside) {
+        const int64_t waves = (n_tiles_of(a, max_rows, rows, 128) + l.ctx->n_processors - 1) / l.ctx->n_processors;
+        return waves * ((a.k + 127) / 128 * step + beside);
+    };
+    const int64_t tall = clocks(Tall::kRows, 1150, 2700), three = clocks(Three::kRows, 885, 1900), small = clocks(Small::kRows, 715, 1700);
+    if (tall <= three && tall <= small) return launch_form<Tall>(l, a, max_rows);
+    return three <= small ? launch_form<Three>(l, a, max_rows) : launch_form<Small>(l, a, max_rows);
+}
 
 }  // namespace pk

@@ -12,7 +12,7 @@
 namespace pk {
 namespace {
 
-constexpr int kThreads = 384, kOutBytes = 8 * 16 * kStorePitch * 4;
+constexpr int kThreads = 384, kOutBytes = 8 * kStoreFloats * 4;
 constexpr int kRows = 128, kColumns = 256, kGroupM = 2048 / kRows;  // tiles of x that go through W together
 constexpr int kRing = 4, kStageBytes = (kRows + kColumns) * 128, kSharedBytes = kRing * kStageBytes + 1024 + kOutBytes;
 
