@@ -49,14 +49,6 @@ __device__ __forceinline__ void store_narrowed(const Narrowed &to, int n0, int r
     if (is_in && c == 0) to.scales[(n0 >> 7) * to.scale_stride + row] = scale;
 }
 
-// Some of an array of sums as an array.
-template <int kAll>
-struct Piece {
-    const float (&all)[kAll];
-    int first;
-    __device__ __forceinline__ float operator[](int i) const { return all[first + i]; }
-};
-
 // Stores a whole tile's accumulators of rows `row` and row + 8, columns 8j + 2c and the next; false when this is no usual case.
 template <int kTileN, class Sums>
 __device__ __forceinline__ bool direct_store(const GemmArguments &a, int weight, bool gated, int n0, int row, int c, int n_rows, const Sums &acc) {

@@ -3,7 +3,7 @@
 // What 128 of K add up to is added with its scales (x: per row and 128 of K; W: per 128 x 128), so that the tensor core's short
 // accumulator never sums more than 128 products. Block: one producer thread that copies boxes, two or three consumer warpgroups; persistent
 // over tiles, grouped so that concurrent blocks share boxes in L2. A stage is 128 of K; a warpgroup multiplies 64 x 128 at a time, once or
-// twice a stage. The warpgroups do not wait for each other: while one adds or stores, the others multiply. Tiles are 256 x 128, 192 x 128 or
+// twice a stage. The warpgroups do not wait for each other: while one adds or stores, the others multiply. Tiles are 128 x 256, 192 x 128 or
 // 128 x 128, whichever fills the device best; 128 x 256 where y is left narrowed. With an activation the first half of a tile is gate, the second up. Assumes swizzled 128-byte boxes (K padded to
 // whole boxes). Does not handle: fewer rows than min_rows.
 #include <algorithm>
@@ -15,20 +15,18 @@
 namespace pk {
 namespace {
 
-// Consumer warpgroups, and the pieces of 64 x 128 that each has: below each other, or side by side.
-template <int kGroups_, int kBelow_, int kBeside_>
+// Consumer warpgroups, and the pieces of 64 x 128 that each has side by side.
+template <int kGroups_, int kPieces_>
 struct Form {
-    static constexpr int kGroups = kGroups_, kBelow = kBelow_, kBeside = kBeside_, kPieces = kBelow * kBeside;
-    static constexpr int kRows = 64 * kBelow * kGroups, kColumns = 128 * kBeside, kThreads = 128 * (kGroups + 1);
+    static constexpr int kGroups = kGroups_, kPieces = kPieces_, kRows = 64 * kGroups, kColumns = 128 * kPieces, kThreads = 128 * (kGroups + 1);
     static constexpr int kGroupM = (2048 + kRows - 1) / kRows;  // tiles of x that go through W together
     static constexpr int kBoxBytes = (kRows + kColumns) * 128, kScaleBytes = kRows * 4, kOutBytes = 4 * kGroups * kStoreFloats * 4;
     static constexpr int kRing = (232448 - 2048 - kOutBytes) / (kBoxBytes + kScaleBytes), kSharedBytes = 1024 + kRing * (kBoxBytes + kScaleBytes) + kOutBytes;
     static constexpr int kRegisters = kGroups == 3 ? 160 : 232, kProducerRegisters = kGroups == 3 ? 32 : 40;
 };
-using Tall = Form<2, 2, 1>;   // 256 x 128
-using Wide = Form<2, 1, 2>;   // 128 x 256
-using Three = Form<3, 1, 1>;  // 192 x 128
-using Small = Form<2, 1, 1>;  // 128 x 128
+using Wide = Form<2, 2>;   // 128 x 256
+using Tall = Form<3, 1>;   // 192 x 128
+using Small = Form<2, 1>;  // 128 x 128
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ __forceinline__ float shared_float(uint32_t at) {
@@ -41,7 +39,7 @@ __device__ __forceinline__ float shared_float(uint32_t at) {
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int kRows = S::kRows, kHalf = S::kColumns / 2, kRing = S::kRing, kBelow = S::kBelow, kBeside = S::kBeside;
+    constexpr int kRows = S::kRows, kHalf = S::kColumns / 2, kRing = S::kRing;
     extern __shared__ uint8_t raw[];
     __shared__ uint64_t full[kRing], empty[kRing];
     uint8_t *ring = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
@@ -95,16 +93,16 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
     }
     more_registers<S::kRegisters>();
     const int wg = group - 1, lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
-    const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + kRows * 128), x_first = matrix_descriptor_low(shared_address(ring) + wg * (64 * kBelow) * 128);
-    const uint32_t scales_first = shared_address(scale_ring) + 4 * (wg * (64 * kBelow) + warp * 16 + (lane >> 2));
+    const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + kRows * 128), x_first = matrix_descriptor_low(shared_address(ring) + wg * 64 * 128);
+    const uint32_t scales_first = shared_address(scale_ring) + 4 * (wg * 64 + warp * 16 + (lane >> 2));
     for (int index = blockIdx.x; index < n_tiles; index += gridDim.x) {
         const GemmTile t = tile_of(index);
         float acc[64 * S::kPieces], part[64];
 #pragma unroll
         for (int i = 0; i < 64 * S::kPieces; ++i) acc[i] = 0.0f;
-        const bool two_scales = gated || kBeside == 2;
+        const bool two_scales = gated || S::kPieces == 2;
         const GemmWeight &w0 = a.w[t.weight], &w1 = a.w[gated ? 1 : t.weight];
-        const int n1 = gated || kBeside == 1 ? t.n0 : min(t.n0 + 128, w1.rows - 1);
+        const int n1 = gated || S::kPieces == 1 ? t.n0 : min(t.n0 + 128, w1.rows - 1);
         const float *s0 = w0.block_scale ? w0.block_scale + (t.n0 >> 7) * w0.block_stride : nullptr;
         const float *s1 = w1.block_scale ? w1.block_scale + (n1 >> 7) * w1.block_stride : nullptr;
         // A lane keeps the weights' scales of stage 32 i + lane, and the next ones; read by shuffles, they are there in time.
@@ -119,13 +117,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
         };
         await_stage();
         for (int k = 0; k < n_steps; ++k) {
-            float xs[kBelow][2], ws0, ws1;
+            float x0, x1, ws0, ws1;
 #pragma unroll
             for (int piece = 0; piece < S::kPieces; ++piece) {
-                const uint32_t x_at = x_low + (kBeside == 1 ? 512 * piece : 0), w_at = w_low + (kBeside == 1 ? 0 : 1024 * piece);
                 wgmma_fence();
 #pragma unroll
-                for (int i = 0; i < 4; ++i) wgmma_e4m3_n128(part, (uint64_t{0x40000040} << 32) | (x_at + 2 * i), (uint64_t{0x40000040} << 32) | (w_at + 2 * i), i > 0);
+                for (int i = 0; i < 4; ++i) wgmma_e4m3_n128(part, (uint64_t{0x40000040} << 32) | (x_low + 2 * i), (uint64_t{0x40000040} << 32) | (w_low + 1024 * piece + 2 * i), i > 0);
                 wgmma_commit();
                 // While they run: the scales of this stage, then the next stage.
                 const int used = stage;
@@ -139,11 +136,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
                     ws0 = __shfl_sync(~0u, w_now[0], k & 31);
                     ws1 = two_scales ? __shfl_sync(~0u, w_now[1], k & 31) : ws0;
                     const uint32_t scales = scales_first + stage * kRows * 4;
-#pragma unroll
-                    for (int i = 0; i < kBelow; ++i) {
-                        xs[i][0] = shared_float(scales + 256 * i);
-                        xs[i][1] = shared_float(scales + 256 * i + 32);
-                    }
+                    x0 = shared_float(scales);
+                    x1 = shared_float(scales + 32);
                 }
                 if (piece == S::kPieces - 1) {
                     advance();
@@ -153,10 +147,9 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
 #pragma unroll
                 for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");
                 if (piece == S::kPieces - 1 && (threadIdx.x & 127) == 0) barrier_arrive(empty + used);
-                const int x_of = kBeside == 1 ? piece : 0;
 #pragma unroll
                 for (int j = 0; j < 16; ++j) {
-                    const float w = (kBeside == 1 ? !gated || j < 8 : piece == 0) ? ws0 : ws1, f0 = xs[x_of][0] * w, f1 = xs[x_of][1] * w;
+                    const float w = (S::kPieces == 1 ? !gated || j < 8 : piece == 0) ? ws0 : ws1, f0 = x0 * w, f1 = x1 * w;
                     float *sum = acc + 64 * piece + 4 * j;
                     sum[0] = fmaf(f0, part[4 * j], sum[0]);
                     sum[1] = fmaf(f0, part[4 * j + 1], sum[1]);
@@ -165,13 +158,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
                 }
             }
         }
-        const int warp8 = fresh_thread() / 32 - 4, m_first = t.m0 + (warp8 >> 2) * (64 * kBelow) + (warp8 & 3) * 16;
-        if constexpr (kBeside == 1) {
-#pragma unroll
-            for (int piece = 0; piece < kBelow; ++piece) store_sums<128>(a, t.weight, gated, t.n0, m_first + 64 * piece, true_rows, Piece<64 * S::kPieces>{acc, 64 * piece}, out_tile);
-        } else {
-            store_sums<256>(a, t.weight, gated, t.n0, m_first, true_rows, acc, out_tile);
-        }
+        const int own = fresh_thread() / 32 - 4;
+        store_sums<S::kColumns>(a, t.weight, gated, t.n0, t.m0 + 16 * own, true_rows, acc, out_tile);
     }
 #endif
 }
@@ -198,13 +186,13 @@ int32_t launch_form(const Launch &l, GemmArguments a, int64_t max_rows) {
 int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &a, int64_t max_rows) {
     if (a.narrowed.x) return launch_form<Wide>(l, a, max_rows);
     // Clocks of a launch: its waves by what a tile takes for each 128 of K, and beside.
-    auto clocks = [&](int rows, int step, int beside) {
-        const int64_t waves = (n_tiles_of(a, max_rows, rows, 128) + l.ctx->n_processors - 1) / l.ctx->n_processors;
+    auto clocks = [&](int rows, int columns, int step, int beside) {
+        const int64_t waves = (n_tiles_of(a, max_rows, rows, columns) + l.ctx->n_processors - 1) / l.ctx->n_processors;
         return waves * ((a.k + 127) / 128 * step + beside);
     };
-    const int64_t tall = clocks(Tall::kRows, 1150, 2700), three = clocks(Three::kRows, 885, 1900), small = clocks(Small::kRows, 715, 1700);
-    if (tall <= three && tall <= small) return launch_form<Tall>(l, a, max_rows);
-    return three <= small ? launch_form<Three>(l, a, max_rows) : launch_form<Small>(l, a, max_rows);
+    const int64_t wide = clocks(Wide::kRows, Wide::kColumns, 1090, 2800), tall = clocks(Tall::kRows, Tall::kColumns, 885, 1900), small = clocks(Small::kRows, Small::kColumns, 665, 1400);
+    if (wide <= tall && wide <= small) return launch_form<Wide>(l, a, max_rows);
+    return tall <= small ? launch_form<Tall>(l, a, max_rows) : launch_form<Small>(l, a, max_rows);
 }
 
 }  // namespace pk
