@@ -100,7 +100,7 @@ __device__ __forceinline__ bool direct_store(const GemmArguments &a, int weight,
                 for (int h = 0; h < 2; ++h)
 #pragma unroll
                     for (int j = 0; j < 16; ++j) kept[h][j] = pair(j, h);
-                store_pairs(std::integral_constant<int, 16>(), [&](int j, int h) { return kept[h][j]; });
+                if (!a.narrowed.is_all) store_pairs(std::integral_constant<int, 16>(), [&](int j, int h) { return kept[h][j]; });
 #pragma unroll
                 for (int h = 0; h < 2; ++h) store_narrowed(a.narrowed, n0, row + 8 * h, c, in[h], kept[h]);
                 return true;

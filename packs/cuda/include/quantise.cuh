@@ -20,6 +20,7 @@ struct Narrowed {
     uint8_t *x = nullptr;     // rows of row_bytes, a multiple of 128
     float *scales = nullptr;  // [row_bytes / 128][scale_stride]
     int64_t row_bytes = 0, scale_stride = 0;
+    bool is_all = false;  // nobody reads the operand as it is: it need not be written
 };
 
 // Where in the scratch a product looks for them.

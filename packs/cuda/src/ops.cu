@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
             weighted(a.w, k, r, f);
             if (a.bias != nullptr)
                 for (int i = 0; i < 8; ++i) f[i] += k + i < a.cols ? a.bias[k + i] : 0.0f;
-            write(a.out, k, f);
+            if (!a.narrowed.is_all) write(a.out, k, f);
             if constexpr (kMost * kThreads > kNarrowingMost) return;
             if (a.narrowed.x == nullptr) return;
             // Sixteen lanes have 128 columns.
