@@ -23,7 +23,6 @@ from paddock_runner.files.view import TensorView
 from paddock_runner.memory.state import StateSizes, state_layout
 
 from bench import board
-from bench.gpu_cells import gpu
 from bench.gpu_guesses import prompt_of
 from bench.gpu_hybrids import blueprint, views
 from tests.soak.rig import Rig
@@ -135,7 +134,7 @@ def main() -> None:
             plain = plain or found
             name = f"h200.drafts.{a.model}{f'.{a.layers}' if a.layers else ''}.{kind}"
             rows += [board.row(f"{name}.{n}", rates, "tok/s", peer=("without guesses", plain[n])) for n, rates in found.items()]
-            (a.out / "drafts.json").write_text(json.dumps(board.document("h200", rows, a.commit, **gpu()), indent=1) + "\n")
+            (a.out / "drafts.json").write_text(json.dumps(board.document("h200", rows, a.commit), indent=1) + "\n")
     for row in rows:
         sys.stdout.write(f"{row['id']}: {row['value']:.1f} tok/s, {row['vs_peer']:.2f} times without\n")
 

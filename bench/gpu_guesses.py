@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from bench import board, load, served, synthetic
-from bench.gpu_cells import gpu
 
 FREE: dict[str, Any] = {"ignore_eos": True}
 HELD: dict[str, Any] = {"guided_regex": "(t[0-9]+)*"}
@@ -131,8 +130,7 @@ def main() -> None:
         for (streams, run), rates in guessed.items():
             rows.append(board.row(f"h200.guesses.{name}.{'held.' * a.held}{streams}.runs_{run}", rates, "tok/s", peer=("without guesses", plain[streams, a.runs[0]])))
             sys.stdout.write(f"{rows[-1]['id']}: {rows[-1]['value']:.0f} tok/s, {rows[-1]['vs_peer']:.2f} times without\n")
-    context = {**gpu(), "model": f"{a.model}'s shape, weights that count, prompts as ids"}
-    (a.out / ("guesses-held.json" if a.held else "guesses.json")).write_text(json.dumps(board.document("h200", rows, a.commit, **context), indent=1) + "\n")
+    (a.out / ("guesses-held.json" if a.held else "guesses.json")).write_text(json.dumps(board.document("h200", rows, a.commit, model=f"{a.model}'s shape, weights that count, prompts as ids"), indent=1) + "\n")
 
 
 if __name__ == "__main__":

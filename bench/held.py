@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 
 from bench import board
-from bench.gpu_cells import gpu
 from bench.served import runner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +95,7 @@ def main() -> None:
         board.write(a.machine, "held", rows, streams=a.streams, tokens=a.tokens)
         return
     a.out.mkdir(parents=True, exist_ok=True)
-    found_board = board.document(a.machine, rows, a.commit, **gpu(), streams=a.streams, tokens=a.tokens)
+    found_board = board.document(a.machine, rows, a.commit, streams=a.streams, tokens=a.tokens)
     (a.out / f"held-{Path(a.model).stem.lower()}-{a.tokens}.json").write_text(json.dumps(found_board, indent=1) + "\n")
     sys.stdout.write(f"{name}: loss {statistics.median(losses):.1f} %, of steps {of_steps:.1f} %\n")
 
