@@ -557,7 +557,7 @@ int main(int argc, char **argv) {
     }
     const int shift = a.n_phases - 5 * layers - (with_head ? 1 : 0);
     printf("  ns a cycle %.4f; a phase's marks in ns since the last block had written the phase before: first/mean/last block\n", rate[0]);
-    const char *marks[] = {"begin", "seen", "waited", "staged", "product", "sums", "written"};
+    const char *marks[] = {"begin", "seen", "waited", "staged", "product", "sums", "written", "last warp"};
     double total = 0;
     int n_total = 0;
     for (int kind = 0; kind < 5; ++kind) {
@@ -599,10 +599,10 @@ int main(int argc, char **argv) {
         }
         printf("  %-8s length %6.0f |", names[kind], length / n);
         if (kind == 1) {
-            for (int j : {0, 1, 3, 4, 5})
-                printf(" %s %.0f/%.0f/%.0f", j == 5 ? "joined" : marks[j], v[j][0] / n, v[j][1] / n, v[j][2] / n);
+            for (int j : {0, 1, 3, 4, 2, 6, 5})
+                printf(" %s %.0f/%.0f/%.0f", j == 5 ? "joined" : j == 3 ? "met" : j == 4 ? "range" : j == 2 ? "warps" : j == 6 ? "block" : marks[j], v[j][0] / n, v[j][1] / n, v[j][2] / n);
         } else
-            for (int j : {0, 1, 3, 4, 2, 5, 6})
+            for (int j : {0, 1, 3, 4, 7, 2, 5, 6})
                 printf(" %s %.0f/%.0f/%.0f", marks[j], v[j][0] / n, v[j][1] / n, v[j][2] / n);
         puts("");
         total += length / n;

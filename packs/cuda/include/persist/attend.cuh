@@ -119,9 +119,8 @@ __device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, co
 
 template <int kD>
 struct HeadSums {
-    float o[kD / 16][4], top[2], sum[2];  // of heads 2c and 2c + 1; o: see row_of
-    // The element of a head that o[t][i] belongs to.
-    static __device__ int element_of(int t, int i, int r) { return 32 * (t / 2) + 8 * (r / 2) + 4 * (t & 1) + 2 * (i >> 1) + (r & 1); }
+    // Of heads 2c and 2c + 1. o[t][i] is of head 2c + i % 2 and of element 32 (t / 2) + 8 (r / 2) + 4 (t % 2) + 2 (i / 2) + r % 2.
+    float o[kD / 16][4], top[2], sum[2];
 };
 
 // One warp over its groups of 16 positions, which come through its ring: keys, then values.
@@ -206,101 +205,107 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
         for (int o = 4; o < 32; o <<= 1) h.sum[e] += __shfl_xor_sync(~0u, h.sum[e], o);
 }
 
-// What gates a head's element, asked for early; nothing where outputs are not gated.
-__device__ __forceinline__ const uint8_t *gate_at(const Phase &p, const Span &span, int head, int d, int width) {
-    return p.add.packets ? added_at(p.add, static_cast<int64_t>(span.head * (p.attend.n_heads / p.attend.n_kv_heads) + head) * width + d) : nullptr;
-}
+// What gates a pair of neighbours, asked for early; nothing where outputs are not gated.
+__device__ __forceinline__ const uint8_t *gate_at(const Phase &p, int64_t at) { return p.add.packets ? added_at(p.add, at) : nullptr; }
 __device__ __forceinline__ uint2 ask_gate(const uint8_t *from) { return from != nullptr ? load_packet(from) : make_uint2(0, 0); }
 
-// A head's element: what all positions gave, divided by the sum of weights, the head's sink among them; then gated. All lanes of a warp
-// call it, with neighbours side by side. gate: what was there of its packet; gated: the packet's epoch.
-__device__ __forceinline__ void put_output(const Phase &p, const Span &span, int head, int d, int width, float o, float sum, float top, uint32_t epoch, uint2 gate, uint32_t gated) {
+// Two neighbours of a head: what all positions gave, divided by the sum of weights, the head's sink among them; then gated. at: of the first one
+// in the row; gate: what was there of their packet; gated: that packet's epoch.
+__device__ __forceinline__ void put_outputs(const Phase &p, int head, int64_t at, float2 o, float sum, float top, uint32_t epoch, uint2 gate, uint32_t gated) {
     const Attend &t = p.attend;
-    const int at = span.head * (t.n_heads / t.n_kv_heads) + head;
     if (t.sinks != nullptr) {
-        const float sink = __ldg(t.sinks + at) * kLog2e, joint = fmaxf(top, sink);
-        o *= power2(top - joint);
-        sum = sum * power2(top - joint) + power2(sink - joint);
+        const float sink = __ldg(t.sinks + head) * kLog2e, joint = fmaxf(top, sink), fade = power2(top - joint);
+        o.x *= fade;
+        o.y *= fade;
+        sum = sum * fade + power2(sink - joint);
     }
-    if (const uint8_t *from = gate_at(p, span, head, d, width); from != nullptr) {
+    float share = __fdividef(1.0f, sum);
+    o.x *= share;
+    o.y *= share;
+    if (const uint8_t *from = gate_at(p, at); from != nullptr) {
         if (gate.y != gated) gate = await_packet(from, gated);
-        __syncwarp();
-        sum *= 1.0f + __expf(-(d & 1 ? high_f32(gate.x) : low_f32(gate.x)));
+        o.x = __fdividef(o.x, 1.0f + __expf(-low_f32(gate.x)));
+        o.y = __fdividef(o.y, 1.0f + __expf(-high_f32(gate.x)));
     }
-    write_output(p.y, static_cast<int64_t>(at) * width + d, __fdividef(o, sum), true, epoch);
+    write_pair(p.y, at, o, epoch);
 }
 
-// Joins the warps; then writes the heads, or leaves them for the last block of the row and joins those.
+// Joins the warps, which leave their sums as they are; then writes the heads, or leaves them for the blocks that share them, each of which joins a part.
 template <int kD>
-__device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch, uint32_t gated) {
-    constexpr int kOnce = heads_once(kD);
+__device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch, uint32_t gated, int phase) {
+    constexpr int kOnce = heads_once(kD), kHead = head_floats(kD);
     const int tid = thread_here(), lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3, group = p.attend.n_heads / p.attend.n_kv_heads;
-    float *tops = reinterpret_cast<float *>(area + tops_at(kD)), *sums = tops + kWarps * 8, *scratch = reinterpret_cast<float *>(area + scratch_at(kD));
-    if (r == 0) *reinterpret_cast<float2 *>(tops + warp * 8 + 2 * c) = make_float2(h.top[0], h.top[1]);
-    join_consumers(kConsumers);
-    float top[2] = {-INFINITY, -INFINITY};
+    float *scratch = reinterpret_cast<float *>(area + scratch_at(kD));
+    float2 *facts = reinterpret_cast<float2 *>(area + facts_at(kD));  // [heads][warps] (largest logit, sum)
+    if (r == 0)
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-        const float2 other = *reinterpret_cast<const float2 *>(tops + w * 8 + 2 * c);
-        top[0] = fmaxf(top[0], other.x);
-        top[1] = fmaxf(top[1], other.y);
-    }
-    const float factor[2] = {power2(h.top[0] - top[0]), power2(h.top[1] - top[1])};
-    if (r == 0) *reinterpret_cast<float2 *>(sums + warp * 8 + 2 * c) = make_float2(h.sum[0] * factor[0], h.sum[1] * factor[1]);
+        for (int e = 0; e < 2; ++e) facts[(2 * c + e) * kWarps + warp] = make_float2(h.top[e], h.sum[e]);
     // Packets of this range: sums of every element of the group's heads, then the heads' largest logits and sums of weights.
     constexpr int kRange = 8 * kD + 16;
     uint8_t *ranges = a.partial + static_cast<int64_t>(blockIdx.x - span.split) * kRange * 8;
+    const int64_t first_at = static_cast<int64_t>(span.head) * group * kD;
 #pragma unroll 1
     for (int first = 0; first < group; first += kOnce) {
-        if (2 * c >= first && 2 * c < first + kOnce) {
+        if (first > 0) join_consumers(kConsumers);
+        if (2 * c >= first && 2 * c < first + kOnce)
 #pragma unroll
-            for (int i = 0; i < kD / 16; ++i)
+            for (int e = 0; e < 2; ++e)
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    scratch[(warp * kOnce + 2 * c + (e & 1) - first) * kD + HeadSums<kD>::element_of(i, e, r)] = h.o[i][e] * factor[e & 1];
-        }
+                for (int j = 0; j < kD / 32; ++j)
+                    *reinterpret_cast<float4 *>(scratch + (warp * kOnce + 2 * c + e - first) * kHead + 36 * j + 4 * r) =
+                        make_float4(h.o[2 * j][e], h.o[2 * j][e + 2], h.o[2 * j + 1][e], h.o[2 * j + 1][e + 2]);
+        // Every thread has two neighbours of a head.
+        const int in = tid / (kD / 2), head = first + in, d = 2 * (tid % (kD / 2));
+        const int64_t at = first_at + head * kD + d;
+        const uint2 gate = head < group && span.n_splits == 1 ? ask_gate(gate_at(p, at)) : make_uint2(0, 0);
         join_consumers(kConsumers);
-#pragma unroll 1
-        for (int j = tid; j < kOnce * kD; j += kConsumers) {
-            const int head = first + j / kD, d = j % kD;
-            if (head >= group) continue;  // whole warps
-            const uint2 gate = span.n_splits == 1 ? ask_gate(gate_at(p, span, head, d, kD)) : make_uint2(0, 0);
-            float o = 0.0f, sum = 0.0f, most = -INFINITY;
+        mark(a, phase, 2);
+        if (head >= group) continue;  // whole warps
+        float top[kWarps], sums[kWarps];
 #pragma unroll
-            for (int w = 0; w < kWarps; ++w) {
-                o += scratch[w * kOnce * kD + j];
-                sum += sums[w * 8 + head];
-                most = fmaxf(most, tops[w * 8 + head]);
-            }
-            if (span.n_splits == 1) {
-                put_output(p, span, head, d, kD, o, sum, most, epoch, gate, gated);
-            } else {
-                uint8_t *to = ranges + static_cast<int64_t>(span.split) * kRange * 8;
-                store_packet(to + (head * kD + d) * 8, __float_as_uint(o), epoch);
-                if (d == 0) {
-                    store_packet(to + (8 * kD + 2 * head) * 8, __float_as_uint(most), epoch);
-                    store_packet(to + (8 * kD + 2 * head + 1) * 8, __float_as_uint(sum), epoch);
-                }
-            }
+        for (int w = 0; w < kWarps; w += 2) {
+            const float4 f = *reinterpret_cast<const float4 *>(facts + head * kWarps + w);
+            top[w] = f.x; sums[w] = f.y; top[w + 1] = f.z; sums[w + 1] = f.w;
         }
-        join_consumers(kConsumers);
+        float most = top[0], sum = 0.0f;
+#pragma unroll
+        for (int w = 1; w < kWarps; ++w) most = fmaxf(most, top[w]);
+        float2 o = make_float2(0.0f, 0.0f);
+        const float *from = scratch + in * kHead + 36 * (d / 32) + d % 32 / 8 * 8 + d % 8 / 2;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+            const float factor = power2(top[w] - most);
+            sum = fmaf(factor, sums[w], sum);
+            o.x = fmaf(factor, from[w * kOnce * kHead], o.x);
+            o.y = fmaf(factor, from[w * kOnce * kHead + 4], o.y);
+        }
+        if (span.n_splits == 1) {
+            put_outputs(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
+            continue;
+        }
+        uint8_t *to = ranges + static_cast<int64_t>(span.split) * kRange * 8;
+        store_packets2(to + (head * kD + d) * 8, __float_as_uint(o.x), __float_as_uint(o.y), epoch);
+        if (d == 0) store_packets2(to + (8 * kD + 2 * head) * 8, __float_as_uint(most), __float_as_uint(sum), epoch);
     }
+    mark(a, phase, 6);
     if (span.n_splits == 1) return;
     // Every block of the row joins a part of the elements, warps at a time; a lane asks for one range's largest logits and sums.
-    const int n_parts = group * kD / 32;
+    const int n_parts = group * kD / 64;
+#pragma unroll 1
     for (int j = span.split + warp * span.n_splits; j < n_parts; j += kWarps * span.n_splits) {
-        const int head = j * 32 / kD, d = j * 32 % kD + lane;
+        const int head = j * 64 / kD, d = j * 64 % kD + 2 * lane;
         const uint8_t *value_at = ranges + (head * kD + d) * 8;
-        const uint2 gate = ask_gate(gate_at(p, span, head, d, kD));
+        const int64_t at = first_at + head * kD + d;
+        const uint2 gate = ask_gate(gate_at(p, at));
         // The first values are asked for with the facts: a trip less.
         uint4 facts = {};
-        uint2 v[8];
+        uint4 v[8];
         auto ask = [&](int first) {
             bool ok = true;
 #pragma unroll
-            for (int k = 0; k < 8; ++k) v[k] = load_packet(value_at + static_cast<int64_t>(min(first + k, span.n_splits - 1)) * kRange * 8);
+            for (int k = 0; k < 8; ++k) v[k] = load_packets2(value_at + static_cast<int64_t>(min(first + k, span.n_splits - 1)) * kRange * 8);
 #pragma unroll
-            for (int k = 0; k < 8; ++k) ok &= v[k].y == epoch;
+            for (int k = 0; k < 8; ++k) ok &= v[k].y == epoch && v[k].w == epoch;
             return ok;
         };
         bool is_there;
@@ -314,7 +319,7 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
 #pragma unroll
         for (int o = 16; o; o >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
         const float scale = power2(top - most), sum = warp_sum(lane < span.n_splits ? scale * __uint_as_float(facts.z) : 0.0f);
-        float o = 0.0f;
+        float2 o = make_float2(0.0f, 0.0f);
 #pragma unroll 1
         for (int first = 0; first < span.n_splits; first += 8) {
             if (first > 0)
@@ -323,11 +328,12 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
             __syncwarp();
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
-                const float factor = __shfl_sync(~0u, scale, first + k);
-                if (first + k < span.n_splits) o += __uint_as_float(v[k].x) * factor;
+                const float factor = first + k < span.n_splits ? __shfl_sync(~0u, scale, first + k) : 0.0f;
+                o.x = fmaf(__uint_as_float(v[k].x), factor, o.x);
+                o.y = fmaf(__uint_as_float(v[k].z), factor, o.y);
             }
         }
-        put_output(p, span, head, d, kD, o, sum, most, epoch, gate, gated);
+        put_outputs(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
     }
 }
 
@@ -351,7 +357,7 @@ __device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const
     HeadSums<kD> sums;
     attend_range<kD>(p, span, facts.position, area, taker, sums);
     mark(a, at, 4);
-    join_warps<kD>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1);
+    join_warps<kD>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1, at);
     mark(a, at, 5);
 }
 

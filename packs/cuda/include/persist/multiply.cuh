@@ -3,7 +3,7 @@
 // Row-major formats: mma m16n8k16 in bf16, or in f16 with x over a power of two for FP8; all eight columns are the same. Block formats: mma
 // m16n8k32 in integers. The eight columns hold (group, high or low byte of x): a column's x is zero outside its own group, so
 // that one accumulator collects the sums of four groups and scales are applied once for all of them.
-// Several chunks are multiplied side by side, so that one's products hide the other's waits; steps along a chunk stay a loop.
+// Block formats take a chunk of two tiles at once, whose products hide each other's waits.
 #pragma once
 #include "../format/unit.cuh"
 #include "phase.h"
@@ -85,34 +85,40 @@ struct RowsProduct {
 
 // ---- block formats ----
 
-// A quarter to a half of a chunk of 256 elements: four groups that share a scale each, which one accumulator takes together. codes: of
-// block b of the part as the A operand. kSub: groups per 32 elements; kZero: what is subtracted from codes.
+// What a warp reads of a chunk of 256 elements. A part of it is four groups that share a scale each, which one accumulator takes together.
+// load: what is read once a chunk; part: the codes of a part; sums: of rows r and r + 8, with x masked per block and half. kSub: groups per 32
+// elements; kZero: what is subtracted from codes; kOver: what integers are multiplied with.
 template <int kFormat> struct Codes;
 
 template <> struct Codes<PK_Q4_K> {
-    static constexpr bool kUnsigned = true, kHasMin = true;
-    static constexpr int kSub = 1, kZero = 0;
+    static constexpr bool kHasMin = true;
+    static constexpr int kSub = 1, kZero = 0, kUnroll = 2;
+    static constexpr float kOver = 16.0f;
     using U = Unit<PK_Q4_K>;
-    uint4 low[2];
-    uint32_t scales[2], mins[2];
-    __device__ void load(const uint8_t *slot, int part, int lane) {
-        const uint8_t *s = slot + U::kScaleAt + 32 * (lane >> 2) + 4 * part;
+    uint4 low[2], scales[2];  // of a row: eight scales, eight minima
+    __device__ void load(const uint8_t *slot, int lane) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) scales[i] = shared16(slot + U::kScaleAt + 32 * (lane >> 2) + 16 * i);
+    }
+    __device__ void part(const uint8_t *slot, int part, int lane) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) low[i] = shared16(slot + 1024 * part + 512 * i + 16 * lane);
+    }
+    // High nibbles stay where they are, 16 times too large, so they have sums of their own: two operations a word, not three.
+    __device__ void sums(const uint32_t (&x)[4][2], int (&t)[2]) const {
+        constexpr uint32_t kLow = 0x0f0f0f0fu;
+        int d[4] = {0, 0, 0, 0}, e[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            low[i] = shared16(slot + 1024 * part + 512 * i + 16 * lane);
-            scales[i] = shared4(s + 16 * i);
-            mins[i] = shared4(s + 16 * i + 8);
+            const uint32_t a[4] = {low[i].x & kLow, low[i].y & kLow, low[i].z & kLow, low[i].w & kLow}, b[4] = {low[i].x & ~kLow, low[i].y & ~kLow, low[i].z & ~kLow, low[i].w & ~kLow};
+            mma_int8<true>(d, a, x[2 * i][0], x[2 * i + 1][0]);
+            mma_int8<true>(e, b, x[2 * i][1], x[2 * i + 1][1]);
         }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) t[row] = (d[2 * row] * 256 + d[2 * row + 1]) * 16 + (e[2 * row] * 256 + e[2 * row + 1]);
     }
-    __device__ void codes(int b, uint32_t (&a)[4]) const {
-        const uint32_t w0 = word_of(low[b / 2], (b & 1) * 2), w1 = word_of(low[b / 2], (b & 1) * 2 + 1);
-        a[0] = w0 & 0x0f0f0f0fu;
-        a[1] = w1 & 0x0f0f0f0fu;
-        a[2] = (w0 >> 4) & 0x0f0f0f0fu;
-        a[3] = (w1 >> 4) & 0x0f0f0f0fu;
-    }
-    __device__ float scale(int group, int row) const { return byte_plus_2_23(scales[row], group) - 8388608.0f; }
-    __device__ float least(int group, int row) const { return byte_plus_2_23(mins[row], group) - 8388608.0f; }
+    __device__ float scale(int part, int group, int row) const { return byte_plus_2_23(part ? scales[row].y : scales[row].x, group) - 8388608.0f; }
+    __device__ float least(int part, int group, int row) const { return byte_plus_2_23(part ? scales[row].w : scales[row].z, group) - 8388608.0f; }
     // Of the whole chunk: what sums of scaled codes, and of minima, are multiplied with.
     __device__ static void factors(const uint8_t *slot, int lane, float (&factor)[2], float (&least)[2]) {
         const uint2 f = shared8(slot + U::kFactorAt + 8 * (lane >> 2));
@@ -124,12 +130,14 @@ template <> struct Codes<PK_Q4_K> {
 };
 
 template <> struct Codes<PK_Q6_K> {
-    static constexpr bool kUnsigned = true, kHasMin = false;
-    static constexpr int kSub = 2, kZero = 32;
+    static constexpr bool kHasMin = false;
+    static constexpr int kSub = 2, kZero = 32, kUnroll = 1;
+    static constexpr float kOver = 1.0f;
     using U = Unit<PK_Q6_K>;
     uint4 low;
     uint32_t high[2], scales[2];
-    __device__ void load(const uint8_t *slot, int part, int lane) {
+    __device__ void load(const uint8_t *, int) {}
+    __device__ void part(const uint8_t *slot, int part, int lane) {
         low = shared16(slot + 512 * part + 16 * lane);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -137,17 +145,25 @@ template <> struct Codes<PK_Q6_K> {
             scales[i] = shared4(slot + U::kScaleAt + 32 * (lane >> 2) + 16 * i + 4 * part);
         }
     }
-    __device__ void codes(int b, uint32_t (&a)[4]) const {
+    __device__ void sums(const uint32_t (&x)[2][2], int (&t)[2]) const {
+        int d[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            const uint32_t w = word_of(low, b * 2 + row), h = high[row];
-            const int s = b * 8;
-            a[row] = (w & 0x0f0f0f0fu) | (shifted(h, s - 4) & 0x00300030u) | (shifted(h, s - 8) & 0x30003000u);
-            a[row + 2] = ((w >> 4) & 0x0f0f0f0fu) | (shifted(h, s - 2) & 0x00300030u) | (shifted(h, s - 6) & 0x30003000u);
+        for (int b = 0; b < 2; ++b) {
+            uint32_t a[4];
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                const uint32_t w = word_of(low, b * 2 + row), h = high[row];
+                const int s = b * 8;
+                a[row] = (w & 0x0f0f0f0fu) | (shifted(h, s - 4) & 0x00300030u) | (shifted(h, s - 8) & 0x30003000u);
+                a[row + 2] = ((w >> 4) & 0x0f0f0f0fu) | (shifted(h, s - 2) & 0x00300030u) | (shifted(h, s - 6) & 0x30003000u);
+            }
+            mma_int8<true>(d, a, x[b][0], x[b][1]);
         }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) t[row] = d[2 * row] * 256 + d[2 * row + 1];
     }
-    __device__ float scale(int group, int row) const { return byte_plus_2_23(scales[row], group) - 8388736.0f; }
-    __device__ float least(int, int) const { return 0.0f; }
+    __device__ float scale(int, int group, int row) const { return byte_plus_2_23(scales[row], group) - 8388736.0f; }
+    __device__ float least(int, int, int) const { return 0.0f; }
     __device__ static void factors(const uint8_t *slot, int lane, float (&factor)[2], float (&)[2]) {
         const uint32_t f = shared4(slot + U::kFactorAt + 4 * (lane >> 2));
         factor[0] = half_at(f, 0);
@@ -157,83 +173,98 @@ template <> struct Codes<PK_Q6_K> {
 
 // Two units of 128.
 template <> struct Codes<PK_Q8_0> {
-    static constexpr bool kUnsigned = false, kHasMin = false;
-    static constexpr int kSub = 1, kZero = 0;
+    static constexpr bool kHasMin = false;
+    static constexpr int kSub = 1, kZero = 0, kUnroll = 1;
+    static constexpr float kOver = 1.0f;
     using U = Unit<PK_Q8_0>;
     uint4 all[4];
     const uint8_t *scales;
-    __device__ void load(const uint8_t *slot, int part, int lane) {
+    __device__ void load(const uint8_t *, int) {}
+    __device__ void part(const uint8_t *slot, int part, int lane) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) all[i] = shared16(slot + part * U::kBytes + 512 * i + 16 * lane);
         scales = slot + part * U::kBytes + U::kScaleAt + 16 * (lane >> 2);
     }
-    __device__ void codes(int b, uint32_t (&a)[4]) const {
-        a[0] = all[b].x; a[2] = all[b].y; a[1] = all[b].z; a[3] = all[b].w;
+    __device__ void sums(const uint32_t (&x)[4][2], int (&t)[2]) const {
+        int d[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            const uint32_t a[4] = {all[b].x, all[b].z, all[b].y, all[b].w};
+            mma_int8<false>(d, a, x[b][0], x[b][1]);
+        }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) t[row] = d[2 * row] * 256 + d[2 * row + 1];
     }
-    __device__ float scale(int group, int row) const { return __half2float(*reinterpret_cast<const __half *>(scales + row * 8 + 2 * group)); }
-    __device__ float least(int, int) const { return 0.0f; }
+    __device__ float scale(int, int group, int row) const { return __half2float(*reinterpret_cast<const __half *>(scales + row * 8 + 2 * group)); }
+    __device__ float least(int, int, int) const { return 0.0f; }
     __device__ static void factors(const uint8_t *, int, float (&)[2], float (&)[2]) {}
 };
 
+// One tile, or two that lie side by side in the ring: what is read of x serves both.
 template <int kFormat>
 struct BlockProduct {
     using C = Codes<kFormat>;
     static constexpr int kBlocks = 4 / C::kSub, kParts = 8 / kBlocks;
-    float sum[2];
-    __device__ void clear() { sum[0] = sum[1] = 0.0f; }
-    // Made from all that was read.
-    __device__ uint32_t used() const { return __float_as_uint(sum[0]) ^ __float_as_uint(sum[1]); }
-    template <int kN>
-    __device__ void add(const uint8_t *const (&slot)[kN], const uint8_t *xs, int x_row, int chunk, int, int lane) {
+    float sum[2][2];  // of a tile's rows r and r + 8
+    __device__ void clear() { sum[0][0] = sum[0][1] = sum[1][0] = sum[1][1] = 0.0f; }
+    // Made from all that was read of a tile.
+    __device__ uint32_t used(int tile) const { return __float_as_uint(sum[tile][0]) ^ __float_as_uint(sum[tile][1]); }
+    template <int kTiles>
+    __device__ void add(const uint8_t *const (&slot)[kTiles], const uint8_t *xs, int x_row, int chunk, int lane) {
         // As a column: part of x and group. As an owner of sums: group of columns 2c, 2c + 1.
         const int n = lane >> 2, c = lane & 3, in_group = n >> 1;
         const uint8_t *x = xs + (chunk * 8 + in_group / C::kSub) * 64 + (n & 1) * 32 + c * 8, *scales = xs + x_row + (chunk * 8 + c / C::kSub) * 16;
-        float total[kN][2] = {}, least[kN][2] = {};
-#pragma unroll 1
-        for (int part = 0; part < kParts; ++part)
+        C codes[kTiles];
+        float total[kTiles][2] = {}, least[kTiles][2] = {};
 #pragma unroll
-            for (int k = 0; k < kN; ++k) {
-                C codes;
-                codes.load(slot[k], part, lane);
-                uint2 v = shared8(x + k * (kWarps * 512) + part * (kBlocks * 64));
-                if constexpr (C::kSub == 2) {
-                    const uint32_t sub = in_group & 1 ? 0xff00ff00u : 0x00ff00ffu;
-                    v.x &= sub;
-                    v.y &= sub;
-                }
-                int d[4] = {0, 0, 0, 0};
+        for (int k = 0; k < kTiles; ++k) codes[k].load(slot[k], lane);
+#pragma unroll C::kUnroll
+        for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-                for (int b = 0; b < kBlocks; ++b) {
-                    uint32_t a[4];
-                    codes.codes(b, a);
-                    const uint32_t mask = in_group / C::kSub == b ? ~0u : 0u;
-                    mma_int8<C::kUnsigned>(d, a, v.x & mask, v.y & mask);
-                }
-                const float4 f = *reinterpret_cast<const float4 *>(scales + k * (kWarps * 128) + part * (kBlocks * 16));
-                const float lump = C::kSub == 1 ? f.y + f.z : c & 1 ? f.z : f.y;
+            for (int k = 0; k < kTiles; ++k) codes[k].part(slot[k], part, lane);
+            uint2 v = shared8(x + part * (kBlocks * 64));
+            const float4 f = *reinterpret_cast<const float4 *>(scales + part * (kBlocks * 16));
+            if constexpr (C::kSub == 2) {
+                const uint32_t sub = in_group & 1 ? 0xff00ff00u : 0x00ff00ffu;
+                v.x &= sub;
+                v.y &= sub;
+            }
+            uint32_t masked[kBlocks][2];
+#pragma unroll
+            for (int b = 0; b < kBlocks; ++b) {
+                const uint32_t mask = in_group / C::kSub == b ? ~0u : 0u;
+                masked[b][0] = v.x & mask;
+                masked[b][1] = v.y & mask;
+            }
+            const float lump = C::kSub == 1 ? f.y + f.z : c & 1 ? f.z : f.y;
+#pragma unroll
+            for (int k = 0; k < kTiles; ++k) {
+                int d[2];
+                codes[k].sums(masked, d);
 #pragma unroll
                 for (int row = 0; row < 2; ++row) {
-                    float t = f.x * static_cast<float>(d[2 * row] * 256 + d[2 * row + 1]);
+                    float t = f.x * static_cast<float>(d[row]);
                     if constexpr (C::kZero != 0) t = fmaf(-static_cast<float>(C::kZero), lump, t);
-                    total[k][row] = fmaf(codes.scale(c, row), t, total[k][row]);
-                    if constexpr (C::kHasMin) least[k][row] = fmaf(codes.least(c, row), lump, least[k][row]);
+                    total[k][row] = fmaf(codes[k].scale(part, c, row), t, total[k][row]);
+                    if constexpr (C::kHasMin) least[k][row] = fmaf(codes[k].least(part, c, row), lump, least[k][row]);
                 }
             }
+        }
 #pragma unroll
-        for (int k = 0; k < kN; ++k) {
+        for (int k = 0; k < kTiles; ++k) {
             float factor[2] = {1.0f, 1.0f}, below[2];
             C::factors(slot[k], lane, factor, below);
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
-                sum[row] = fmaf(factor[row], total[k][row], sum[row]);
-                if constexpr (C::kHasMin) sum[row] = fmaf(-below[row], least[k][row], sum[row]);
+                sum[k][row] = fmaf(factor[row] * (1.0f / C::kOver), total[k][row], sum[k][row]);
+                if constexpr (C::kHasMin) sum[k][row] = fmaf(-below[row], least[k][row], sum[k][row]);
             }
         }
     }
-    __device__ void store(float *to, int lane) const {
+    __device__ void store(float *to, int lane, int tile) const {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            float v = sum[row];
+            float v = sum[tile][row];
             v += __shfl_xor_sync(~0u, v, 1);
             v += __shfl_xor_sync(~0u, v, 2);
             if ((lane & 3) == 0) to[(lane >> 2) + 8 * row] = v;

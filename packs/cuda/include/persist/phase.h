@@ -103,13 +103,15 @@ struct Arguments {
     uint32_t *epochs;   // [0]: phases of all launches before this one; [1]: blocks that have ended
 };
 
-// Shared memory of attention: q, tops and sums, the new token's k and v, then a scratch of floats (warps x heads at once x width).
+// Shared memory of attention: q, what warps know of heads, the new token's k and v, then a scratch of sums: [warps][heads at once][head_floats].
 __host__ __device__ constexpr int head_bytes(int width) { return 2 * width + 64; }
-__host__ __device__ constexpr int heads_once(int width) { return width > 128 ? 2 : 4; }
-__host__ __device__ constexpr int tops_at(int width) { return 8 * head_bytes(width); }
-__host__ __device__ constexpr int new_at(int width) { return tops_at(width) + 2 * kWarps * 8 * 4; }
+__host__ __device__ constexpr int heads_once(int width) { return 2 * kConsumers / width; }
+// Runs of 32 elements lie 36 floats apart, heads 4 more: those that write and those that read at once reach all banks.
+__host__ __device__ constexpr int head_floats(int width) { return width / 32 * 36 + 4; }
+__host__ __device__ constexpr int facts_at(int width) { return 8 * head_bytes(width); }
+__host__ __device__ constexpr int new_at(int width) { return facts_at(width) + 8 * kWarps * 8; }
 __host__ __device__ constexpr int scratch_at(int width) { return new_at(width) + 2 * 2 * width; }
-__host__ __device__ constexpr int attend_bytes(int width) { return scratch_at(width) + kWarps * heads_once(width) * width * 4; }
+__host__ __device__ constexpr int attend_bytes(int width) { return scratch_at(width) + kWarps * heads_once(width) * head_floats(width) * 4; }
 
 // A delta head: rows of its state that a warp holds, and that a slot of the ring brings; shared memory of its step.
 constexpr int kDeltaWidth = 128, kDeltaRows = kDeltaWidth / kWarps, kPieceRows = 8, kPieceBytes = 4 * kPieceRows * kDeltaWidth, kDeltaBytes = 12 * 1024;

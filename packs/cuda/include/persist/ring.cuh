@@ -65,6 +65,10 @@ __device__ __forceinline__ uint2 load_packet(const void *p) {
 __device__ __forceinline__ void store_packet(void *p, uint32_t bits, uint32_t epoch) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(static_cast<uint64_t>(epoch) << 32 | bits) : "memory");
 }
+// Two neighbours, each a packet of its own.
+__device__ __forceinline__ void store_packets2(void *p, uint32_t first, uint32_t second, uint32_t epoch) {
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1,%2};" ::"l"(p), "l"(static_cast<uint64_t>(epoch) << 32 | first), "l"(static_cast<uint64_t>(epoch) << 32 | second) : "memory");
+}
 
 // threadIdx.x, read anew: what is worked out from it is not kept in registers through phases that do not want it.
 __device__ __forceinline__ int thread_here() {

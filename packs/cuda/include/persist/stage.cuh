@@ -73,6 +73,18 @@ __device__ __forceinline__ void write_output(const Place p, int64_t at, float v,
     }
 }
 
+// Two neighbours, the first one's column even.
+__device__ __forceinline__ void write_pair(const Place &p, int64_t at, float2 v, uint32_t epoch) {
+    if (p.format == PK_F32) {
+        if (p.data) *reinterpret_cast<float2 *>(p.data + at * 4) = v;
+        if (p.packets) store_packets2(reinterpret_cast<void *>(p.packets + at * 8), __float_as_uint(v.x), __float_as_uint(v.y), epoch);
+    } else {
+        const uint32_t both = pack_bf16(v.x, v.y);
+        if (p.data) *reinterpret_cast<uint32_t *>(p.data + at * 2) = both;
+        if (p.packets) store_packet(reinterpret_cast<void *>(p.packets + at * 4), both, epoch);
+    }
+}
+
 // Eight elements of piece i of a row: whole pieces for bf16, the halves of a lane's share of 32 for integers.
 template <bool kInteger>
 __device__ __forceinline__ int first_of(int piece) { return kInteger ? (piece >> 2) * 32 + (piece & 3) * 4 : piece * 8; }

@@ -96,12 +96,15 @@ struct Producer {
             const int chunks = phase.w[i].n_chunks, n = max(0, tiles.end - tiles.begin) * (1 + is_gated) * chunks;
             if (!is_rows(phase.w[i].format)) {
                 if (lane >= kRings) continue;
-                const int bytes = block_chunk_bytes(phase.w[i].format);
+                // Tiles by twos, a chunk of the one and then of the other.
+                const int bytes = block_chunk_bytes(phase.w[i].format), n_tiles = max(0, tiles.end - tiles.begin) << is_gated, units = (n_tiles + 1) / 2 * chunks;
                 const uint8_t *const gate = phase.w[i].data, *const up = phase.w[is_gated ? 1 : i].data;
 #pragma unroll 1
-                for (int j = first + lane; j < n; j += kWarps) {
-                    const int t = static_cast<uint32_t>(j) / static_cast<uint32_t>(chunks), chunk = j - t * chunks, tile = tiles.begin + (t >> is_gated);
-                    send_run((t & is_gated ? up : gate) + (static_cast<int64_t>(tile) * chunks + chunk) * bytes, bytes);
+                for (int j = first + lane; j < units; j += kWarps) {
+                    const int pair = static_cast<uint32_t>(j) / static_cast<uint32_t>(chunks), chunk = j - pair * chunks, tile = tiles.begin + (is_gated ? pair : 2 * pair);
+                    const int64_t at = (static_cast<int64_t>(tile) * chunks + chunk) * bytes;
+                    send_run(gate + at, bytes);
+                    if (2 * pair + 1 < n_tiles) send_run(is_gated ? up + at : gate + at + static_cast<int64_t>(chunks) * bytes, bytes);
                 }
                 continue;
             }
@@ -216,44 +219,54 @@ struct Group {
 #endif
 };
 
-// This warp's chunks of the group.
+// This warp's chunks of the group. Block formats: of two tiles at once.
 template <int kFormat>
 __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
-    constexpr bool kPairs = kFormat == PK_Q4_K || kFormat == PK_Q6_K;
+    constexpr int kStep = is_rows(kFormat) ? 1 : 2;
     const int lane = thread_here() & 31;
     Product<kFormat> product;
     float *to = g.sums + (thread_here() >> 5) * 16;
     int next = g.next;
 #pragma unroll 1
-    for (int t = g.first; t < g.first + g.n; ++t, to += kWarps * 16) {
+    for (int t = g.first; t < g.first + g.n; t += kStep, to += kStep * kWarps * 16) {
         product.clear();
-        const int begin = t * g.chunks, end = begin + g.chunks;
+        const int begin = t / kStep * g.chunks, end = begin + g.chunks;
+        const bool is_two = kStep == 2 && t + 1 < g.first + g.n;
 #pragma unroll 1
-        while (next < end) {
-            const int chunk = next - begin, scale_at = g.has_scales ? 2 * chunk & 3 : -1;
-            const bool is_pair = kPairs && next + kWarps < end;
+        for (; next < end; next += kWarps) {
 #ifdef PK_PERSIST_TRACE
             const long long began = clock64();
 #endif
             taker.await(0);
-            if (is_pair) taker.await(1);
+            if (is_two) taker.await(1);
 #ifdef PK_PERSIST_TRACE
             g.waited += clock64() - began;
 #endif
-            if (is_pair) {
-                const uint8_t *const slots[2] = {taker.slot_at(0), taker.slot_at(1)};
-                product.add(slots, g.xs, g.x_row, chunk, scale_at, lane);
+            const int chunk = next - begin;
+            if constexpr (kStep == 1) {
+                const uint8_t *const slots[1] = {taker.slot_at(0)};
+                product.add(slots, g.xs, g.x_row, chunk, g.has_scales ? 2 * chunk & 3 : -1, lane);
                 __syncwarp();
                 taker.release(lane, product.used());
+            } else if (is_two) {
+                const uint8_t *const slots[2] = {taker.slot_at(0), taker.slot_at(1)};
+                product.template add<2>(slots, g.xs, g.x_row, chunk, lane);
+                __syncwarp();
+                taker.release(lane, product.used(0));
+                taker.release(lane, product.used(1));
             } else {
                 const uint8_t *const slots[1] = {taker.slot_at(0)};
-                product.add(slots, g.xs, g.x_row, chunk, scale_at, lane);
+                product.template add<1>(slots, g.xs, g.x_row, chunk, lane);
                 __syncwarp();
+                taker.release(lane, product.used(0));
             }
-            taker.release(lane, product.used());
-            next += is_pair ? 2 * kWarps : kWarps;
         }
-        product.store(to, lane);
+        if constexpr (kStep == 1) {
+            product.store(to, lane);
+        } else {
+            product.store(to, lane, 0);
+            if (is_two) product.store(to + kWarps * 16, lane, 1);
+        }
     }
     g.next = next;
 }
@@ -323,6 +336,7 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
             default: multiply<PK_Q6_K>(g, taker); break;
         }
         mark(a, at, 4);
+        mark(a, at, 7, kConsumers - 32);
 #ifdef PK_PERSIST_TRACE
         if (a.trace && thread_here() == 0) a.trace[(at * gridDim.x + blockIdx.x) * 8 + 2] = g.waited;
 #endif
