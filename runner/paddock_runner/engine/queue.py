@@ -14,6 +14,8 @@ from .request import Request
 
 MIN_RETRY_MS, MAX_RETRY_MS = 100, 60_000
 KEPT_CLIENTS = 1024
+LATEST = 0.1
+"""Weight of the latest time between two admissions, once there were as many as that takes."""
 LIGHT = 8
 """A client is light beside one that has so many times its requests open."""
 
@@ -45,6 +47,7 @@ class WaitQueue:
         "_n_admitted",
         "_n_at_work",
         "_n_pushed",
+        "_n_waits",
         "_policy",
         "_reached",
         "clients",
@@ -69,6 +72,7 @@ class WaitQueue:
         self._reached = 0.0
         """The counter of the last client that was at work, for when nobody is."""
         self._admit_us = 1000.0
+        self._n_waits = 0
         self._last_admit_ns = 0
 
     # ---- coming ----
@@ -173,7 +177,8 @@ class WaitQueue:
         self.drop(request)
         self._n_admitted += 1
         if self._last_admit_ns and self.n:
-            self._admit_us += 0.1 * ((now_ns - self._last_admit_ns) / 1000 - self._admit_us)
+            self._n_waits += 1
+            self._admit_us += max(LATEST, 1 / self._n_waits) * ((now_ns - self._last_admit_ns) / 1000 - self._admit_us)
         self._last_admit_ns = now_ns
 
     def drop(self, request: Request) -> None:

@@ -168,6 +168,17 @@ def test_retry_after_grows_with_the_queue() -> None:
     assert few == 100 and queue.retry_after_ms() > 1000
 
 
+def test_one_wait_between_two_admissions_tells_the_next_client_when_to_come_back() -> None:
+    queue = WaitQueue(NEVER)
+    for _ in range(5):
+        push(queue, request())
+    for i in range(2):
+        head = queue.head()
+        assert head is not None
+        queue.take(head, (1 + i) * 500 * MS)
+    assert queue.retry_after_ms() == 4 * 500
+
+
 def test_idle_clients_are_forgotten_when_there_are_many() -> None:
     queue = WaitQueue(NEVER)
     for client in range(5000):
