@@ -9,6 +9,8 @@ from .kinds import StateBytes, delta_net_bytes, mamba2_bytes, short_conv_bytes, 
 
 KV_BYTES = {name: stored_bytes(1, name) for name in ("f32", "f16", "bf16", "fp8")}
 ALIGN_BYTES = 256
+TILE_TOKENS = 128
+"""Of products on a GPU."""
 AHEAD_TOKENS = 256
 """Tokens for which a decoding request gets pages at a time, while there are plenty."""
 SAMPLING_BYTES, RESULT_BYTES, TOP_BYTES, BIAS_BYTES = (
@@ -122,12 +124,12 @@ class PageLayout:
 
 
 def token_buckets(max_step_tokens: int) -> list[int]:
-    """Token counts for which launches are prepared: powers of two up to 8, then steps of half an octave."""
+    """Token counts for which launches are prepared: powers of two up to 8, then steps of half an octave; whole tiles where there is more than one."""
     buckets, n = [1, 2, 4, 8], 16
     while n < max_step_tokens:
         buckets += [n, n + n // 2]
         n *= 2
-    return [b for b in buckets if b < max_step_tokens] + [max_step_tokens]
+    return [b for b in buckets if b < max_step_tokens and (b < TILE_TOKENS or b % TILE_TOKENS == 0)] + [max_step_tokens]
 
 
 def windowed_layers(blueprint: Blueprint) -> tuple[bool, ...]:
