@@ -97,15 +97,16 @@ def check(got: np.ndarray, wanted: np.ndarray, allowed: float) -> None:
     assert error.max() <= allowed, f"relative errors {error}"
 
 
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("bucket", list(ROWS))
 @pytest.mark.parametrize("name", list(FORMATS))
-def test_layers_in_one_program_equal_their_ops_one_by_one(bench, rng, level, name, bucket):
+def test_layers_in_one_program_equal_their_ops_one_by_one(bench, rng, level, name, bucket, width):
     if level > 1:
         pytest.skip("levels differ in products, which have tests of their own")
-    b = bench(sizes=SIZES, page_bytes=256 + 2 * 2 * 16 * 64 * 2)
+    b = bench(sizes=SIZES, page_bytes=256 + 2 * 2 * 16 * width * 2)
     if name not in b.pack.description["formats"]:
         pytest.skip(f"this pack has no {name}")
-    layers = Layers(b, rng, name, (4, 2, 64), window=100 if bucket == 2 else 0)
+    layers = Layers(b, rng, name, (4, 2, width), window=100 if bucket == 2 else 0)
     rows = ROWS[bucket]
     n = b.set_rows([(slot, position, 1) for slot, position in rows], sampled=list(range(0, len(rows), 2)), dead=(1,) if bucket == 8 else ())
     if bucket == 8:

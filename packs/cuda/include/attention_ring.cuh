@@ -126,6 +126,24 @@ __device__ __forceinline__ int build_schedule(const AttentionArguments &a, int *
     return carried;
 }
 
+// Rows of one token: the most groups that a (row, head) has.
+__device__ __forceinline__ int longest_head(const AttentionArguments &a, const int *ends, int *warps) {
+    int most = 0;
+    for (int r = threadIdx.x; r < a.info->n_rows; r += kThreads) most = max(most, ends[r] - (r ? ends[r - 1] : 0));
+    most = __reduce_max_sync(~0u, most);
+    if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = most;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) most = max(most, warps[i]);
+    return most / a.n_kv_heads;
+}
+
+// Where the groups of (row, head) number `item` begin, of rows of one token.
+__device__ __forceinline__ int head_start(const AttentionArguments &a, const int *ends, int item) {
+    const int row = item / a.n_kv_heads, before = row ? ends[row - 1] : 0;
+    return row < a.info->n_rows ? before + (ends[row] - before) / a.n_kv_heads * (item - row * a.n_kv_heads) : before;
+}
+
 // A run's part of one (row, head, tile).
 struct Segment {
     const int32_t *pages;
@@ -138,7 +156,7 @@ struct Segment {
 };
 
 template <int kSize>
-__device__ __forceinline__ Segment find_segment(const AttentionArguments &a, const int *ends, int at, int until, int per) {
+__device__ __forceinline__ Segment find_segment(const AttentionArguments &a, const int *ends, int at, int until, int per) {  // per 0: runs are of whole heads
     Segment s;
     int low = 0, high = a.info->n_rows - 1;
     while (low < high) {
@@ -159,8 +177,8 @@ __device__ __forceinline__ Segment find_segment(const AttentionArguments &a, con
     s.end = w.end;
     s.group = w.first / kSize + in;
     s.n_groups = min(w.groups - in, until - at);
-    s.block_first = whole / per;
-    s.block_last = (whole + w.groups - 1) / per;
+    s.block_first = per > 0 ? whole / per : blockIdx.x;
+    s.block_last = per > 0 ? (whole + w.groups - 1) / per : blockIdx.x;
     s.is_first = in == 0;
     return s;
 }

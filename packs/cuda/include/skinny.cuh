@@ -22,8 +22,33 @@ struct SkinnyWeight {
     float scale;
 };
 
+// The norm between two products, in halves: the product in front leaves its y, times the norm's weight, in bf16 and sums of squares
+// of 16 columns each; the product behind multiplies its own sums by what those make of a row.
+struct HalfNorm {
+    void *out;  // bf16, of the product in front, or null
+    const float *w;
+    float *squares;           // [columns / 16][stride]
+    const float *row_squares;  // of the product behind, or null
+    int64_t out_stride;
+    int32_t stride, n_cols;
+    float eps;
+};
+
+// What becomes of queries, keys and values of 128 where their product ends (pk_op_qkv).
+struct HeadsEnd {
+    void *q;  // bf16; null: nothing, they are a product's columns
+    uint8_t *kv;
+    const float *q_norm, *k_norm, *v_norm, *frequency;
+    const int32_t *position, *page;
+    int64_t q_stride, page_stride, k_offset, v_offset;
+    int32_t n_heads, n_kv_heads, page_tokens, kv_format;
+    float magnitude, eps;
+};
+
 struct SkinnyArguments {
     SkinnyWeight w[3];
+    HalfNorm norm;
+    HeadsEnd heads;
     const void *x;    // bf16, rows of 16-byte multiples
     void *y;
     const void *add;
@@ -39,6 +64,20 @@ struct SkinnyArguments {
     int32_t act;
     float scale, softcap;
 };
+
+// Ops beside a product that it does with its own: norms of which it makes a half, heads; null: none.
+struct Beside {
+    const pk_op_norm *before = nullptr, *after = nullptr;
+    const pk_op_qkv *heads = nullptr;
+};
+// Whether the norm between two products can be made in halves by them, in a step of l's bounds; whether a product can do with heads what the op behind it would.
+bool halves_norm(const Launch &l, const pk_op_matmul &front, const pk_op_norm &norm, const pk_op_matmul &back);
+bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads);
+int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside);
+
+// Formats that have all widths; seldom ones have half of them: an instance takes seconds to compile.
+constexpr bool has_all_widths(int32_t format) { return format == PK_BF16 || format == PK_FP8_E4M3 || format == PK_Q8_0 || format == PK_Q4_K || format == PK_Q6_K; }
+constexpr int64_t kFactorRows = 64;  // widest launch that multiplies by what a norm left
 
 // Bytes of the partial sums.
 int64_t skinny_partial_bytes(int32_t n_processors, int64_t max_rows);

@@ -7,6 +7,7 @@
 #include "../include/copies.h"
 #include "../include/invariant.h"
 #include "../include/quantise.cuh"
+#include "../include/skinny.cuh"
 
 #include <sched.h>
 
@@ -125,6 +126,43 @@ bool is_read(const Records &records, int64_t first, const pk_tensor &t, int64_t 
     return true;
 }
 
+// As is_read, of what nobody reads once the program is done.
+bool is_read_again(const pk_program &p, int64_t first, const pk_tensor &t) {
+    for (int64_t i = first; i < p.records.n(); ++i) {
+        const Record &r = p.records[i];
+        const uint64_t *words = reinterpret_cast<const uint64_t *>(&r);
+        const auto n = std::count_if(words, words + r.size / 8, [&](uint64_t word) { return word >= t.data && word < t.data + t.stride; });
+        if (r.op == PK_OP_NORM && n == 1 && r.as<pk_op_norm>().out.data == t.data) return false;
+        if (n > 0) return true;
+    }
+    return false;
+}
+
+// Products of few rows with what lies between them: the norm behind one and before the next is made by both, heads by the product that they come from. The record behind all of it; i when there is none.
+int64_t launch_beside(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
+    if (p.records[i].op != PK_OP_MATMUL) return i;
+    Beside beside;
+    int64_t back = i;
+    if (i + 2 < end && p.records[i + 1].op == PK_OP_NORM && p.records[i + 2].op == PK_OP_MATMUL) {
+        const auto &norm = p.records[i + 1].as<pk_op_norm>();
+        if (halves_norm(l, p.records[i].as<pk_op_matmul>(), norm, p.records[i + 2].as<pk_op_matmul>()) && !is_read_again(p, i + 3, norm.out)) {
+            *status = launch_matmul_beside(l, p.records[i].as<pk_op_matmul>(), {nullptr, &norm});
+            beside.before = &norm;
+            back = i + 2;
+        }
+    }
+    if (back + 2 < end && p.records[back + 1].op == PK_OP_QKV && p.records[back + 2].op == PK_OP_ATTENTION) {
+        const auto &heads = p.records[back + 1].as<pk_op_qkv>();
+        pk_tensor rest = heads.qkv;  // keys and values in the product's own rows
+        rest.data += heads.n_heads * heads.head_width * 2;
+        rest.stride -= heads.n_heads * heads.head_width * 2;
+        if (ends_heads(l, p.records[back].as<pk_op_matmul>(), heads) && !is_read_again(p, back + 2, rest)) beside.heads = &heads;
+    }
+    if (!beside.before && !beside.heads) return i;
+    if (!*status) *status = launch_matmul_beside(l, p.records[back].as<pk_op_matmul>(), beside);
+    return back + (beside.heads ? 2 : 1);
+}
+
 // A norm whose rows the next record multiplies with FP8 weights leaves them narrowed, and so does a gated product for the next. The record behind them; i when there is none.
 int64_t launch_narrowing(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
     if (i + 1 >= end || p.records[i].op != PK_OP_NORM || p.records[i + 1].op != PK_OP_MATMUL) return i;
@@ -160,6 +198,8 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
         } else if (run && run->last <= end) {
             status = persist::launch_run(l, *run);
             i = run->last - 1;
+        } else if (const int64_t next = launch_beside(p, at, i, end, &status); next > i) {
+            i = next - 1;
         } else if (const int64_t next = launch_narrowing(p, at, i, end, &status); next > i) {
             i = next - 1;
         } else if (with_ends || !is_end(p.records[i])) {

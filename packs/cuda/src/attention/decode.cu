@@ -17,6 +17,8 @@ namespace {
 
 using namespace ring;
 
+constexpr int kJoin = 12;  // groups that a block goes through while parts of several blocks are joined
+
 // Writes four neighbours of an output row, or as many as the head has.
 __device__ __forceinline__ void store4(const AttentionArguments &a, int64_t to, int n, float4 v) {
     if (n >= 4 && a.out_format == PK_BF16 && ((a.out_stride | a.v_width) & 3) == 0 && reinterpret_cast<uintptr_t>(a.out) % 8 == 0) {
@@ -149,10 +151,15 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     } else {
         const int total = build_schedule<kSize>(a, ends, warps);
         per = max(kLeast / kSize, (total + static_cast<int>(gridDim.x) * kWarps - 1) / (static_cast<int>(gridDim.x) * kWarps) * kWarps);
-        // A short row alone: a block a head has nothing to join.
-        if (a.info->n_rows == 1 && total <= 2 * kLeast / kSize * a.n_kv_heads && total % a.n_kv_heads == 0) per = max(1, total / a.n_kv_heads);
         at = min(total, static_cast<int>(blockIdx.x) * per);
         until = min(total, at + per);
+        // Blocks of whole heads have nothing to join, which is worth a few groups more.
+        const int n_rows = a.info->n_rows, n_heads = n_rows * a.n_kv_heads, each = (n_heads + gridDim.x - 1) / gridDim.x;
+        if (a.info->n_tokens == n_rows && group <= 16 && each * longest_head(a, ends, warps) <= per + kJoin) {
+            per = 0;
+            at = head_start(a, ends, min(n_heads, static_cast<int>(blockIdx.x) * each));
+            until = head_start(a, ends, min(n_heads, static_cast<int>(blockIdx.x + 1) * each));
+        }
         has_work = at < until;
     }
     if (has_work) {
@@ -374,9 +381,11 @@ int32_t launch_kind(const Launch &l, const AttentionArguments &a, bool is_cut) {
     if (is_cut && n_parts < 1) return fail(PK_BAD_ARG, "attention: partial sums of %u blocks take %lld bytes, the workspace has %lld", grid.x, static_cast<long long>(grid.x) * (16 * kD + 32) * 4, static_cast<long long>(l.scratch_bytes));
     Maps maps = {};
 #if defined(PK_WGMMA)
+    Launch own = l;
+    own.overlap = true;  // blocks set themselves up while q, K and V are made
     if constexpr (kKind != kF32)
         if (make_maps<kD, kKind>(l, a, &maps))
-            return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, true> : attention_decode_kernel<kD, kKind, true, false>, grid, block, bytes, a, maps, n_parts);
+            return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, true> : attention_decode_kernel<kD, kKind, true, false>, grid, block, bytes, a, maps, n_parts);
 #endif
     return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, true> : attention_decode_kernel<kD, kKind, false, false>, grid, block, bytes, a, maps, n_parts);
 }

@@ -137,8 +137,17 @@ int32_t narrow_x(const Launch &l, const pk_tensor &x, int64_t max_rows, uint8_t 
     return PK_OK;
 }
 
+HeadsEnd heads_end(const pk_state &s, const pk_op_qkv &op) {
+    auto numbers = [](const pk_tensor &t) { return reinterpret_cast<const float *>(t.data); };
+    return {
+        reinterpret_cast<void *>(op.q.data), reinterpret_cast<uint8_t *>(s.kv), numbers(op.q_norm), numbers(op.k_norm), numbers(op.v_norm), numbers(op.frequency),
+        reinterpret_cast<const int32_t *>(s.token_position), reinterpret_cast<const int32_t *>(s.token_page), op.q.stride / 2, s.kv_page_stride, op.k_offset, op.v_offset,
+        op.n_heads, op.n_kv_heads, s.page_tokens, op.kv_format, op.rope_magnitude, op.eps,
+    };
+}
+
 // Rows first_row and at most 127 more, when the step has min_rows to max_rows.
-int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row) {
+int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row, const Beside &beside = {}) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2;
     SkinnyArguments a = {};
     int64_t column = g.first_column;
@@ -184,6 +193,21 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     a.act = op.act;
     a.scale = op.scale;
     a.softcap = op.softcap;
+    // Squares lie where x would be narrowed to, which has room for more.
+    float *squares = reinterpret_cast<float *>(l.scratch + partial);
+    a.norm.stride = static_cast<int32_t>((max_rows + 15) / 16 * 16);
+    if (beside.after) {
+        a.norm.out = reinterpret_cast<void *>(beside.after->out.data);
+        a.norm.out_stride = beside.after->out.stride / 2;
+        a.norm.w = reinterpret_cast<const float *>(beside.after->w.data);
+        a.norm.squares = squares;
+    }
+    if (beside.before) {
+        a.norm.row_squares = squares;
+        a.norm.n_cols = static_cast<int32_t>(beside.before->x.cols);
+        a.norm.eps = beside.before->eps;
+    }
+    if (beside.heads) a.heads = heads_end(*l.state, *beside.heads);
     return with_format(packed[g.first]->format, [&](auto f) { return launch_skinny<decltype(f)::value>(l, a, packed + g.first, max_rows); });
 }
 
@@ -358,6 +382,53 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
     }
     for (int i = 0; i < n; ++i)
         if (int32_t status = run_group(l, op, groups[i], packed)) return status;
+    return PK_OK;
+}
+
+// Whether steps of l's bounds run a product on the skinny kernel, as it multiplies by what a norm left.
+static bool is_skinny(const Launch &l, const pk_op_matmul &op) {
+    const int64_t rows = bound(l, PK_ROWS_T);
+    if (!has_wgmma(l.ctx) || is_invariant(l.ctx) || rows <= kDotRows || rows > kFactorRows || op.x.rows != PK_ROWS_T || op.x.format != PK_BF16 || !is_wide(op.x)) return false;
+    for (int i = 0; i < op.n_w; ++i) {
+        const int32_t format = find_packed(l.ctx, op.w[i])->format;
+        if (!has_all_widths(format) && rows > kFactorRows / 2) return false;
+        if (op.act != PK_ACT_NONE && format != find_packed(l.ctx, op.w[0])->format) return false;
+    }
+    return true;
+}
+
+static bool is_same(const pk_tensor &a, const pk_tensor &b) { return a.data == b.data && a.rows == b.rows && a.cols == b.cols && a.stride == b.stride; }
+
+bool halves_norm(const Launch &l, const pk_op_matmul &front, const pk_op_norm &norm, const pk_op_matmul &back) {
+    if (front.n_w != 1 || front.act != PK_ACT_NONE || front.y.format != PK_F32 || front.w[0].rows % 16 || !is_skinny(l, front) || !is_skinny(l, back)) return false;
+    if (norm.kind != PK_NORM_RMS || norm.post_w.data || norm.residual.data || norm.bias.data || !norm.w.data || norm.out.format != PK_BF16) return false;
+    return is_same(front.y, norm.x) && norm.x.cols == front.w[0].rows && is_same(norm.out, back.x);
+}
+
+bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads) {
+    if (op.act != PK_ACT_NONE || op.softcap > 0.0f || op.add.data || !is_same(op.y, heads.qkv) || !is_skinny(l, op)) return false;
+    if (heads.parts != PK_PARTS_QKV || heads.head_width != 128 || heads.v_width != 128 || (heads.frequency.data && (heads.rope_width != 128 || heads.rope_layout != 0))) return false;
+    if ((heads.kv_format != PK_BF16 && heads.kv_format != PK_FP8_E4M3) || heads.q.format != PK_BF16 || ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 3)) return false;
+    const Packed *packed[3] = {};
+    for (int i = 0; i < op.n_w; ++i)
+        if ((packed[i] = find_packed(l.ctx, op.w[i]))->rows % 128) return false;
+    Group groups[3];
+    for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i) {
+        // Every head has to be several blocks': they meet in memory.
+        const int64_t units = packed[groups[i].first]->padded_cols / unit_facts(packed[groups[i].first]->format).unit, blocks = l.ctx->n_processors;
+        int64_t tiles = 0;
+        for (int j = 0; j < groups[i].n; ++j) tiles += packed[groups[i].first + j]->rows / 128;
+        if (std::max<int64_t>(1, (tiles * units + blocks - 1) / blocks) >= units) return false;
+    }
+    return true;
+}
+
+int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside) {
+    const Packed *packed[3] = {};
+    for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
+    Group groups[3];
+    for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i)
+        if (int32_t status = run_skinny(l, op, groups[i], packed, 0, bound(l, op.x.rows), 0, beside)) return status;
     return PK_OK;
 }
 

@@ -1,0 +1,64 @@
+// The two halves of a norm between skinny products (skinny.cuh, HalfNorm).
+#pragma once
+#include "device.cuh"
+#include "skinny.cuh"
+
+namespace pk {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Squares of a lane's eight rows n0 + (lane >> 4) + 2 r of x in column `column`, added up over 16 lanes, whose columns are neighbours. A warp.
+__device__ __forceinline__ void store_squares(const HalfNorm &norm, const float (&squares)[8], int64_t column, int n0, int lane) {
+    float v[8];
+#pragma unroll
+    for (int r = 0; r < 8; ++r) v[r] = squares[r];
+    // Lanes that differ in one bit share out what they have.
+#pragma unroll
+    for (int far = 8, n = 4; n; far /= 2, n /= 2) {
+        const bool high = lane & far;
+#pragma unroll
+        for (int r = 0; r < n; ++r) {
+            const float other = __shfl_xor_sync(~0u, high ? v[r] : v[r + n], far);
+            v[r] = (high ? v[r + n] : v[r]) + other;
+        }
+    }
+    v[0] += __shfl_xor_sync(~0u, v[0], 1);
+    const int r = (lane >> 1) & 7;
+    if ((lane & 1) == 0) norm.squares[(column >> 4) * norm.stride + n0 + (lane >> 4) + 2 * r] = v[0];
+}
+
+// What the sums of rows of x are multiplied by: 1 / rms, or one where no norm is left over. Two warps, each adds half of the squares.
+template <int kNT>
+__device__ __forceinline__ void row_factors(const HalfNorm &norm, int mine, int lane, float (&sums)[2][kNT], float (&factors)[kNT]) {
+    asm volatile("" : "+r"(mine), "+r"(lane));  // nothing of what follows is made ahead
+    lane &= 31;
+    if (norm.row_squares == nullptr) {
+        for (int n = lane + 32 * mine; n < kNT; n += 64) factors[n] = 1.0f;
+        __syncwarp();
+        return;
+    }
+    constexpr int kQuads = kNT / 4, kAtOnce = 32 / kQuads;
+    const int quad = lane % kQuads, n_squares = norm.n_cols / 16;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (4 * quad < norm.stride) {
+        const float *from = norm.row_squares + 4 * quad;
+#pragma unroll 4
+        for (int p = mine + 2 * (lane / kQuads); p < n_squares; p += 2 * kAtOnce) {
+            const float4 v = __ldcg(reinterpret_cast<const float4 *>(from + p * norm.stride));
+            sum.x += v.x; sum.y += v.y; sum.z += v.z; sum.w += v.w;
+        }
+    }
+#pragma unroll
+    for (int far = kQuads; far < 32; far *= 2) {
+        sum.x += __shfl_xor_sync(~0u, sum.x, far);
+        sum.y += __shfl_xor_sync(~0u, sum.y, far);
+        sum.z += __shfl_xor_sync(~0u, sum.z, far);
+        sum.w += __shfl_xor_sync(~0u, sum.w, far);
+    }
+    if (lane < kQuads) *reinterpret_cast<float4 *>(&sums[mine][4 * quad]) = sum;
+    asm volatile("bar.sync 2, 64;" ::: "memory");
+    for (int n = lane + 32 * mine; n < kNT; n += 64) factors[n] = rsqrtf((sums[0][n] + sums[1][n]) / norm.n_cols + norm.eps);
+    __syncwarp();
+}
+#endif
+
+}  // namespace pk

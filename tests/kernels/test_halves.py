@@ -1,0 +1,57 @@
+"""A norm between two products of few rows, which a pack may leave to them: the residual and what comes behind are the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from paddock_runner.pack import abi
+from paddock_runner.pack.program import Epilogue, Program
+from paddock_runner.pack.tensor import T
+from test_ops import act
+from weights import random_weight, scaled_fp8
+
+WIDTH, INNER, HIDDEN = 512, 256, 144
+
+
+def made(name, rows, cols, rng):
+    """A weight of the format; FP8 with scales of blocks."""
+    return scaled_fp8(name, rows, cols, "block", rng) if name == "fp8_e4m3" else random_weight(name, rows, cols, rng, negative=0.5, size=1 / 64)
+
+
+@pytest.mark.parametrize("n", [2, 3, 16, 21, 40, 64, 70])
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q4_k", "q5_k", "q8_0"])
+def test_norm_between_products_equals_numpy(bench, rng, name, n):
+    b = bench()
+    if name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {name}")
+    front, gate, up = made(name, WIDTH, INNER, rng), made(name, HIDDEN, WIDTH, rng), made(name, HIDDEN, WIDTH, rng)
+    start = (rng.standard_normal((n, WIDTH)) * 4 ** rng.standard_normal((n, 1))).astype(np.float32)
+    gain = (1 + 0.3 * rng.standard_normal(WIDTH)).astype(np.float32)
+    x, x64 = b.activations(rng.standard_normal((n, INNER)), T)
+    w = [weight.upload(b) for weight in (front, gate, up)]
+    gains = b.upload(gain, abi.PK_F32)
+    found = []
+    for together in (False, True, True):
+        residual, normed, y = b.upload(start, abi.PK_F32, T), b.output(n, WIDTH, T), b.output(n, HIDDEN, T)
+        programs = [Program() for _ in range(3)]
+        programs[0].matmul(x, [w[0]], residual, (), Epilogue(add=residual))
+        programs[0 if together else 1].norm(residual, gains, normed, 1e-6)
+        programs[0 if together else 2].matmul(normed, w[1:], y, (), Epilogue(act="silu"))
+        for program in programs[: 1 if together else 3]:
+            b.run(program, n)
+        found.append((b.download(residual, n), b.download(y, n)))
+    (alone, y_alone), (joined, y_joined), again = found
+    np.testing.assert_array_equal(joined, again[0])
+    np.testing.assert_array_equal(y_joined, again[1])
+    r = start + x64 @ front.values.T.astype(np.float64)
+    for seen in (alone, joined):
+        allowed = 1e-2 * np.linalg.norm(x64, axis=1)[:, None] * np.linalg.norm(front.values, axis=1)[None, :] + 1e-5 * np.abs(r)
+        assert (np.abs(seen - r) <= (allowed if name != "fp8_e4m3" or n <= 64 else 7 * allowed)).all()
+    # Behind the norm: against a product of what was seen in the residual, so that only this norm and this product are judged.
+    normed64 = joined / np.sqrt((joined.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-6) * gain
+    g, u = normed64 @ gate.values.T.astype(np.float64), normed64 @ up.values.T.astype(np.float64)
+    near = 2**-4 if name == "fp8_e4m3" and n > 64 else 1e-2
+    sizes = [near * np.linalg.norm(normed64, axis=1)[:, None] * np.linalg.norm(v.values, axis=1)[None, :] for v in (gate, up)]
+    error = 1.2 * sizes[0] * np.abs(u) + np.abs(act(g, "silu")) * sizes[1] + 1.2 * sizes[0] * sizes[1] + 2**-7 * np.abs(act(g, "silu") * u) + 1e-6
+    for seen in (y_alone, y_joined):
+        assert (np.abs(seen - act(g, "silu") * u) <= error).all()
