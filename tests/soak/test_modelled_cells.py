@@ -106,4 +106,4 @@ def test_a_client_with_one_request_waits_little_longer_than_alone_behind_one_wit
 def test_a_client_gets_a_slot_of_one_that_has_them_all() -> None:
     found = run_guest(COSTS["8b.fp8"], 128, 32)
     assert found["most_ms"] <= 60, "not the time until an answer ends"
-    assert found["p50"] <= 1.8, "nor for steps that were enqueued though all slots were taken"
+    assert found["p50"] <= 1.7, "nor for steps that were enqueued though all slots were taken"
