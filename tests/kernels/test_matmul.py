@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from paddock_runner.formats.table import WEIGHT_FORMATS, by_name
+from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
 from paddock_runner.pack.device import Device
 from paddock_runner.pack.program import Epilogue, Program
@@ -49,6 +50,18 @@ def product(b, x, weights, n, biases=(), after=None, gap=0):
     program.matmul(x, weights, y, biases, after or Epilogue())
     b.run(program, n)
     return b.download(y, n)
+
+
+@pytest.mark.parametrize("rows, cols, n", [((48, 48), 320, 1100), ((8,), 5120, 2049), ((32, 8, 88), 136, 1024)], ids=str)
+def test_few_columns_of_many_rows_equal_numpy(bench, rng, rows, cols, n):
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, n, 8, 8, 5, 3))
+    x, x64 = b.activations(rng.standard_normal((n, cols)), T, 8)
+    weights = [random_weight("bf16", r, cols, rng) for r in rows]
+    y = b.output(n, sum(rows), T, 2, abi.PK_F32)
+    program = Program()
+    program.matmul(x, [w.upload(b) for w in weights], y)
+    b.run(program, n)
+    check(b, b.download(y, n).astype(np.float64), x64, np.concatenate([w.values for w in weights]).astype(np.float64), "bf16")
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)

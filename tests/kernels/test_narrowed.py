@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from paddock_runner.memory.state import StateSizes
+from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
 from paddock_runner.pack.program import Epilogue, Program
 from paddock_runner.pack.tensor import T
@@ -88,3 +89,62 @@ def test_a_chain_of_narrowed_products_is_what_its_products_are(bench, rng, n):
     got = b.download(y, n)
     np.testing.assert_array_equal(got, b.download(beside, n))
     check(b, (got - residual) / 2, b.download(hidden, n).astype(np.float64), down.values.astype(np.float64), "fp8_e4m3")
+
+
+@pytest.mark.parametrize("n", [3, 65, 200])
+def test_product_behind_a_sigmoid_gate_equals_numpy(bench, rng, n):
+    b = bench()
+    if "fp8_e4m3" not in b.pack.description["formats"]:
+        pytest.skip("this pack has no fp8_e4m3")
+    (x, x64), (gate, gate64) = (b.activations(rng.standard_normal((n, 384)) * np.exp(rng.standard_normal((n, 1))), T) for _ in range(2))
+    weight = scaled_fp8("fp8_e4m3", 200, 384, "block", rng)
+    gated, y, beside = b.output(n, 384, T), b.output(n, 200, T), b.output(n, 200, T)
+    program = Program()
+    program.sigmoid(x, gate, gated)
+    packed = weight.upload(b)
+    program.matmul(gated, [packed], y)
+    program.matmul(gated, [packed], beside)
+    b.run(program, n)
+    seen = b.download(gated, n).astype(np.float64)
+    np.testing.assert_allclose(seen, x64 / (1 + np.exp(-gate64)), rtol=2**-7, atol=1e-5)
+    got = b.download(y, n)
+    check(b, got.astype(np.float64), seen, weight.values.astype(np.float64), "fp8_e4m3")
+    np.testing.assert_array_equal(got, b.download(beside, n))
+
+
+@pytest.mark.parametrize("n", [5, 130, 600])
+def test_layers_in_one_program_equal_their_records_one_by_one(bench, rng, n):
+    """Rows that only products with FP8 weights read may be left narrowed alone: nobody may miss them."""
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, 600, 8, 8, 5, 3))
+    if "fp8_e4m3" not in b.pack.description["formats"]:
+        pytest.skip("this pack has no fp8_e4m3")
+    m, f = 256, 384
+    residual, normed, hidden, mixed = b.output(n, m, T, format=abi.PK_F32), b.output(n, m, T), b.output(n, f, T), b.output(n, 2 * f, T)
+    records = []
+    for _ in range(3):
+        gain = b.upload(1 + 0.2 * rng.standard_normal(m), abi.PK_F32)
+        q, gate, up, o, down = (scaled_fp8("fp8_e4m3", rows, cols, "block", rng).upload(b) for rows, cols in ((f, m), (f, m), (f, m), (m, f), (m, f)))
+        values, gates = mixed.columns(0, f), mixed.columns(f, f)
+        records += [
+            lambda p, gain=gain: p.norm(residual, gain, normed, 1e-5),
+            lambda p, q=q, values=values: p.matmul(normed, [q], values),
+            lambda p, up=up, gates=gates: p.matmul(normed, [up], gates),
+            lambda p, values=values, gates=gates: p.sigmoid(values, gates, hidden),
+            lambda p, o=o: p.matmul(hidden, [o], residual, after=Epilogue(add=residual)),
+            lambda p, gain=gain: p.norm(residual, gain, normed, 1e-5),
+            lambda p, gate=gate, up=up: p.matmul(normed, [gate, up], hidden, after=Epilogue(act="silu")),
+            lambda p, down=down: p.matmul(hidden, [down], residual, after=Epilogue(add=residual)),
+        ]
+    start = rng.standard_normal((n, m)).astype(np.float32)
+    found = []
+    for groups in ([[record] for record in records], [records]):
+        b.device.write(residual.data, start.tobytes())
+        for group in groups:
+            program = Program()
+            for record in group:
+                record(program)
+            b.run(program, n)
+        found.append([b.download(x, n) for x in (residual, normed, hidden)])
+    for one, all_at_once in zip(*found, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_array_equal(all_at_once, one)

@@ -8,6 +8,7 @@
 #include "../include/delta.cuh"
 #include "../include/delta_head.cuh"
 #include "../include/invariant.h"
+#include "../include/wgmma.cuh"
 
 namespace pk {
 namespace {
@@ -155,9 +156,14 @@ __global__ void __launch_bounds__(kThreads, 2) delta_step_kernel(const __grid_co
     keep_tails(a, q, r, h, g, &m.is_last);
 }
 
-// Steps whose rows have one token each, width 4: everything but the state is asked for first, tails move while the state is on its way. kHeld: the
-// state comes into shared memory, where every thread reads what it asked for itself, so that three blocks find room on a multiprocessor; else
-// into registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void store_bytes(void *global, uint32_t shared, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(global), "r"(shared), "r"(bytes) : "memory");
+}
+#endif
+
+// Steps whose rows have one token each, width 4: everything but the state is asked for first, tails move while the state is on its way. kHeld (Hopper
+// and later): the state comes into shared memory and leaves it as one copy each, so that three blocks find room on a multiprocessor; else into registers.
 template <bool kHeld>
 __global__ void __launch_bounds__(kThreads, kHeld ? 3 : 2) delta_decode_kernel(const __grid_constant__ DeltaArguments a) {
     constexpr int kTaps = 4;
@@ -171,6 +177,15 @@ __global__ void __launch_bounds__(kThreads, kHeld ? 3 : 2) delta_decode_kernel(c
     if (q.is_dead) return zero_outputs(a, q, h);
     float4 *state = state_of(a, q, h, warp, lane);
     float *tail = reinterpret_cast<float *>(q.memory + a.taps.offset);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    __shared__ uint64_t arrived;
+    if (kHeld && j == 0 && !q.begins) {
+        barrier_init(&arrived, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier_expect(&arrived, kHeldBytes);
+        copy_bytes(shared_address(held), state, kHeldBytes, &arrived);
+    }
+#endif
     // Channel 0 of a thread is one of the key head's (q or k), channel 1 (threads below kWidth) one of the value head's.
     const int channel[2] = {j < kWidth ? g * kWidth + j : a.keys + g * kWidth + j - kWidth, 2 * a.keys + h * kWidth + j};
     const int n_channels = j < kWidth ? 2 : 1;
@@ -185,11 +200,8 @@ __global__ void __launch_bounds__(kThreads, kHeld ? 3 : 2) delta_decode_kernel(c
     }
     float4 s[kHeld ? 1 : kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        if constexpr (kHeld) copy16_async(shared_address(held + i * kThreads + j), state + i * 32, !q.begins);
-        else s[i] = q.begins ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : __ldcs(state + i * 32);
-    }
-    if constexpr (kHeld) commit_async();
+    for (int i = 0; i < kRows; ++i)
+        if constexpr (!kHeld) s[i] = q.begins ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : __ldcs(state + i * 32);
     const int64_t token = q.first;
     float z = 0.0f, scale = 0.0f;
     if (j < kWidth) {
@@ -222,9 +234,12 @@ __global__ void __launch_bounds__(kThreads, kHeld ? 3 : 2) delta_decode_kernel(c
         }
         m.is_last = is_last;
     }
-    if constexpr (kHeld) wait_async<0>();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (kHeld && !q.begins) barrier_wait(&arrived, 0);
+#endif
+    float4 *const own = held + warp * kRows * 32 + lane;
     auto row = [&](int i) {
-        if constexpr (kHeld) return held[i * kThreads + j];
+        if constexpr (kHeld) return q.begins ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : own[i * 32];
         else return s[i];
     };
     head::sum_rows(m, j, row);
@@ -233,13 +248,25 @@ __global__ void __launch_bounds__(kThreads, kHeld ? 3 : 2) delta_decode_kernel(c
     __syncthreads();
     const float4 d = head::changes_of(m, lane);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) __stcs(state + i * 32, head::updated(m, warp, i, row(i), d));
+    for (int i = 0; i < kRows; ++i) {
+        if constexpr (kHeld) own[i * 32] = head::updated(m, warp, i, row(i), d);
+        else __stcs(state + i * 32, head::updated(m, warp, i, row(i), d));
+    }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if constexpr (kHeld) {
+        fence_async_proxy();
+        __syncthreads();
+        if (j == 0) store_bytes(state, shared_address(held), kHeldBytes);
+    }
+#endif
     if (m.is_last) {
 #pragma unroll
         for (int w = 0; w < kTaps - 1; ++w) tail[w * a.taps.channels + channel[0]] = input[0][w + 1];
     }
-    if (j >= kWidth) return;
-    store_from_f32(a.out, token * a.out_stride + h * kWidth + j, a.out_format, o * head::norm_of(m, a.eps) * scale * gate_of(a, z));
+    if (j < kWidth) store_from_f32(a.out, token * a.out_stride + h * kWidth + j, a.out_format, o * head::norm_of(m, a.eps) * scale * gate_of(a, z));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (kHeld && j == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
 }
 
 }  // namespace

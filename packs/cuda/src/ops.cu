@@ -1,9 +1,9 @@
-// The small ops: norm, qkv (qk-norm, rope, KV write), gate, gather, copy, add. Operands F32 or BF16 (copy: also F16, FP8).
+// The small ops: norm, gate, gather, copy, add. Operands F32 or BF16 (copy: also F16, FP8).
 #include <algorithm>
 
 #include "../include/device.cuh"
 #include "../include/invariant.h"
-#include "../include/quantise.cuh"
+#include "../include/narrow.cuh"
 
 namespace pk {
 namespace {
@@ -109,82 +109,56 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
                 for (int i = 0; i < 8; ++i) f[i] += k + i < a.cols ? a.bias[k + i] : 0.0f;
             if (!a.narrowed.is_all) write(a.out, k, f);
             if constexpr (kMost * kThreads > kNarrowingMost) return;
-            if (a.narrowed.x == nullptr) return;
-            // Sixteen lanes have 128 columns.
-            float most = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(f[i] = __bfloat162float(__float2bfloat16(f[i]))));
-#pragma unroll
-            for (int far = 8; far; far /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffu << (threadIdx.x & 16), most, far));
-            const float scale = most > 0.0f ? most / 448.0f : 1.0f, inverse = 1.0f / scale;
-            uint32_t pairs[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) pairs[i] = __nv_cvt_float2_to_fp8x2(make_float2(f[2 * i] * inverse, f[2 * i + 1] * inverse), __NV_SATFINITE, __NV_E4M3);
-            *reinterpret_cast<uint2 *>(a.narrowed.x + row * a.narrowed.row_bytes + k) = make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
-            if ((threadIdx.x & 15) == 0) a.narrowed.scales[(k >> 7) * a.narrowed.scale_stride + row] = scale;
+            if (a.narrowed.x != nullptr) narrow8(a.narrowed, row, k, f);
         });
     }
 }
 
-struct QkvArguments {
-    Operand qkv, q;
-    const float *q_norm, *k_norm, *v_norm, *frequency;
-    const StepInfo *info;
-    const int32_t *position, *page, *row;
-    uint8_t *kv;
-    int64_t page_stride, k_offset, v_offset;
-    int32_t n_heads, n_kv_heads, head_width, v_width, rope_width, rope_layout, page_tokens, kv_format, n_parts;
-    float magnitude, eps;
-};
+constexpr int kRowThreads = 512, kRowEights = 2;
 
-// A warp per head of a token: heads, then K heads, then V heads. Grid: tokens x groups of 4 heads. Shared: 4 heads.
-__global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArguments a) {
-    extern __shared__ float heads[];
+// out = x / rms(x) * w of many rows: a block keeps the weight and has its next row on the way. Grid: any number of blocks. Rows of eights.
+__global__ void __launch_bounds__(kRowThreads) norm_rows_kernel(const __grid_constant__ NormArguments a) {
+    __shared__ float parts[2][kRowThreads / 32];
+    const int n_warps = blockDim.x >> 5;
+    float v[kRowEights][8], coming[kRowEights][8], w[kRowEights][8];
+    auto each = [&](auto &&call) {
+#pragma unroll
+        for (int j = 0; j < kRowEights; ++j) {
+            const int k = (j * blockDim.x + threadIdx.x) * 8;
+            if (k < a.cols) call(j, k);
+        }
+    };
+    each([&](int j, int k) { load8(a.w, k, PK_F32, w[j]); });
     wait_dependence();
     release_dependents();
-    const int t = blockIdx.x, lane = threadIdx.x & 31, h = blockIdx.y * 4 + (threadIdx.x >> 5);
-    if (t >= a.info->n_tokens || h >= a.n_heads + a.n_parts * a.n_kv_heads) return;
-    const bool is_v = h >= a.n_heads + a.n_kv_heads, is_k = !is_v && h >= a.n_heads;
-    const int width = is_v ? a.v_width : a.head_width;
-    int64_t from = t * a.qkv.stride + static_cast<int64_t>(h) * a.head_width;
-    if (is_v) from = t * a.qkv.stride + static_cast<int64_t>(a.n_heads + a.n_kv_heads) * a.head_width + static_cast<int64_t>(h - a.n_heads - a.n_kv_heads) * a.v_width;
-    float *v = heads + (threadIdx.x >> 5) * max(a.head_width, a.v_width);
-    float s = 0.0f;
-    for (int i = lane; i < width; i += 32) {
-        v[i] = load_as_f32(a.qkv.p, from + i, a.qkv.format);
-        s += v[i] * v[i];
-    }
-    const int p = a.position[t];
-    const float *norm = is_v ? a.v_norm : is_k ? a.k_norm : a.q_norm;
-    if (norm != nullptr) {
-        const float r = rsqrtf(warp_sum(s) / width + a.eps);
-        for (int i = lane; i < width; i += 32) v[i] *= r * norm[i];
-    }
-    __syncwarp();
-    if (!is_v) {
-        if (a.frequency != nullptr) {
-            const int half = a.rope_width / 2;
-            for (int i = lane; i < half; i += 32) {
-                const int x = a.rope_layout ? 2 * i : i, y = a.rope_layout ? 2 * i + 1 : i + half;
-                float sine, cosine;
-                sincosf(static_cast<float>(p) * a.frequency[i], &sine, &cosine);
-                sine *= a.magnitude;
-                cosine *= a.magnitude;
-                const float vx = v[x], vy = v[y];
-                v[x] = vx * cosine - vy * sine;
-                v[y] = vx * sine + vy * cosine;
+    const int n_rows = rows_of(a.info, a.rows_symbol), first = blockIdx.x;
+    if (first >= n_rows) return;
+    each([&](int j, int k) { load8(a.x.p, first * a.x.stride + k, a.x.format, coming[j]); });
+    int turn = 0;
+    for (int row = first; row < n_rows; row += gridDim.x, turn ^= 1) {
+        float squares = 0.0f;
+        each([&](int j, int) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                v[j][i] = coming[j][i];
+                squares += v[j][i] * v[j][i];
             }
-        }
+        });
+        const int next = row + gridDim.x;
+        if (next < n_rows) each([&](int j, int k) { load8(a.x.p, next * a.x.stride + k, a.x.format, coming[j]); });
+        squares = warp_sum(squares);
+        if ((threadIdx.x & 31) == 0) parts[turn][threadIdx.x >> 5] = squares;
+        __syncthreads();
+        squares = 0.0f;
+        for (int i = 0; i < n_warps; ++i) squares += parts[turn][i];
+        const float r = rsqrtf(squares / a.cols + a.eps);
+        each([&](int j, int k) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[j][i] = v[j][i] * r * w[j][i];
+            if (!a.narrowed.is_all) store8(a.out.p, row * a.out.stride + k, a.out.format, v[j]);
+            if (a.narrowed.x != nullptr) narrow8(a.narrowed, row, k, v[j]);
+        });
     }
-    __syncwarp();
-    if (!is_v && !is_k) {
-        for (int i = lane; i < width; i += 32) store_from_f32(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + i, a.q.format, v[i]);
-        return;
-    }
-    const int head = h - a.n_heads - (is_v ? a.n_kv_heads : 0);
-    uint8_t *base = a.kv + a.page[t] * a.page_stride + (is_v ? a.v_offset : a.k_offset);
-    const int64_t at = (static_cast<int64_t>(head) * a.page_tokens + p % a.page_tokens) * width;
-    for (int i = lane; i < width; i += 32) store_from_f32(base, at + i, a.kv_format, v[i]);
 }
 
 struct MapArguments {
@@ -194,6 +168,7 @@ struct MapArguments {
     int64_t rows_symbol;
     int32_t cols, act, is_gated, is_wide;  // is_wide: eight neighbours of every operand are one or two loads of 16 bytes
     float scale;
+    Narrowed narrowed;  // of a sigmoid's out, too
 };
 
 // Every run of eight columns of a row that this thread owns.
@@ -279,7 +254,8 @@ __global__ void sigmoid_kernel(const __grid_constant__ MapArguments a) {
             if (a.act) load8(a.y.p, row * a.y.stride + k, a.y.format, g);
 #pragma unroll
             for (int i = 0; i < 8; ++i) x[i] /= 1.0f + __expf(-(a.act ? g[i] : one));
-            store8(a.out.p, row * a.out.stride + k, a.out.format, x);
+            if (!a.narrowed.is_all) store8(a.out.p, row * a.out.stride + k, a.out.format, x);
+            if (a.narrowed.x != nullptr) narrow8(a.narrowed, row, k, x);
         });
         return;
     }
@@ -340,42 +316,17 @@ int32_t launch_norm_narrowing(const Launch &l, const pk_op_norm &op, const Narro
     const unsigned rows = static_cast<unsigned>(bound(l, op.x.rows));
     const int64_t eights = (op.x.cols + 7) / 8;
     // Many rows fill the device with small blocks; few rows want many threads each, whose sums come in another order.
+    const bool is_plain = op.w.data && !op.post_w.data && !op.residual.data && !op.bias.data && op.out.data && !a.is_layer && op.x.cols % 8 == 0 && is_eight(a.x) && is_eight(a.out) && op.w.data % 16 == 0;
+    if (rows >= 1024 && is_plain && eights <= kRowEights * kRowThreads && !is_invariant(l.ctx)) {
+        const unsigned threads = static_cast<unsigned>((eights + kRowEights - 1) / kRowEights + 31) / 32 * 32;
+        int each = 1;
+        if (int32_t e = check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, norm_rows_kernel, static_cast<int>(threads), 0), "norm")) return e;
+        return launch(l, "norm", norm_rows_kernel, dim3(std::min(rows, static_cast<unsigned>(each * l.ctx->n_processors))), dim3(threads), 0, a);
+    }
     if (rows > 64 && eights <= 1024 && !is_invariant(l.ctx)) return launch(l, "norm", norm_kernel<32, 256>, dim3(rows), dim3(static_cast<unsigned>(std::max<int64_t>(32, (eights + 3) / 4 + 31) / 32 * 32)), 0, a);
     if (eights <= 1024) return launch(l, "norm", norm_kernel<8, 1024>, dim3(rows), dim3(static_cast<unsigned>((eights + 31) / 32 * 32)), 0, a);
     if (eights <= 4096) return launch(l, "norm", norm_kernel<32, 1024>, dim3(rows), dim3(1024), 0, a);
     return fail(PK_UNSUPPORTED, "norm: rows of %lld elements; the CUDA pack takes up to 32768", (long long)op.x.cols);
-}
-
-int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
-    QkvArguments a = {};
-    const pk_state &s = *l.state;
-    a.qkv = operand(op.qkv);
-    a.q = operand(op.q);
-    a.q_norm = reinterpret_cast<const float *>(op.q_norm.data);
-    a.k_norm = reinterpret_cast<const float *>(op.k_norm.data);
-    a.v_norm = reinterpret_cast<const float *>(op.v_norm.data);
-    a.n_parts = op.parts == PK_PARTS_Q ? 0 : op.parts == PK_PARTS_LATENT ? 1 : 2;
-    a.frequency = reinterpret_cast<const float *>(op.frequency.data);
-    a.info = l.info;
-    a.position = reinterpret_cast<const int32_t *>(s.token_position);
-    a.page = reinterpret_cast<const int32_t *>(s.token_page);
-    a.row = reinterpret_cast<const int32_t *>(s.token_row);
-    a.kv = reinterpret_cast<uint8_t *>(s.kv);
-    a.page_stride = s.kv_page_stride;
-    a.k_offset = op.k_offset;
-    a.v_offset = op.v_offset;
-    a.n_heads = op.n_heads;
-    a.n_kv_heads = op.n_kv_heads;
-    a.head_width = op.head_width;
-    a.v_width = op.v_width;
-    a.rope_width = op.rope_width;
-    a.rope_layout = op.rope_layout;
-    a.page_tokens = s.page_tokens;
-    a.kv_format = op.kv_format;
-    a.magnitude = op.rope_magnitude;
-    a.eps = op.eps;
-    const int heads = op.n_heads + a.n_parts * op.n_kv_heads;
-    return launch(l, "qkv", qkv_kernel, dim3(static_cast<unsigned>(bound(l, op.qkv.rows)), (heads + 3) / 4), dim3(128), 16 * std::max(op.head_width, op.v_width), a);
 }
 
 int32_t launch_gate(const Launch &l, const pk_op_gate &op) {
@@ -420,8 +371,15 @@ int32_t launch_add(const Launch &l, const pk_op_add &op) {
     return launch_map(l, "add", add_kernel, a, op.out);
 }
 
-int32_t launch_sigmoid(const Launch &l, const pk_op_sigmoid &op) {
+int32_t launch_sigmoid(const Launch &l, const pk_op_sigmoid &op) { return launch_sigmoid_narrowing(l, op, {}); }
+
+bool can_narrow(const pk_op_sigmoid &op) {
+    return op.out.format == PK_BF16 && op.out.cols % 128 == 0 && is_eight(operand(op.x)) && is_eight(operand(op.g), op.g.cols != op.x.cols) && is_eight(operand(op.out));
+}
+
+int32_t launch_sigmoid_narrowing(const Launch &l, const pk_op_sigmoid &op, const Narrowed &to) {
     MapArguments a = {};
+    a.narrowed = to;
     a.x = operand(op.x);
     a.y = operand(op.g);
     a.act = op.g.cols == op.x.cols;

@@ -6,7 +6,7 @@
 #include "../include/chosen.cuh"
 #include "../include/copies.h"
 #include "../include/invariant.h"
-#include "../include/quantise.cuh"
+#include "../include/narrow.cuh"
 #include "../include/skinny.cuh"
 
 #include <sched.h>
@@ -112,21 +112,7 @@ int64_t launch_together(const pk_program &p, const Launch &l, int64_t i, int64_t
     return i;
 }
 
-// Whether a record from `first` on reads what lies at t before one writes all of it anew. What is left at the end, anybody may read.
-bool is_read(const Records &records, int64_t first, const pk_tensor &t, int64_t n_rows) {
-    const uint64_t end = t.data + n_rows * t.stride;
-    for (int64_t i = first; i < records.n(); ++i) {
-        const Record &r = records[i];
-        const uint64_t *words = reinterpret_cast<const uint64_t *>(&r);
-        const auto n_named = std::count_if(words, words + r.size / 8, [&](uint64_t word) { return word >= t.data && word < end; });
-        if (n_named == 0) continue;
-        const pk_tensor *out = r.op == PK_OP_NORM ? &r.as<pk_op_norm>().out : r.op == PK_OP_MATMUL ? &r.as<pk_op_matmul>().y : nullptr;
-        return n_named > 1 || out == nullptr || out->data != t.data || out->rows != t.rows || out->cols != t.cols || out->stride != t.stride;
-    }
-    return true;
-}
-
-// As is_read, of what nobody reads once the program is done.
+// Whether a record from `first` on reads the rows at t before a norm writes them anew; once the program is done nobody does.
 bool is_read_again(const pk_program &p, int64_t first, const pk_tensor &t) {
     for (int64_t i = first; i < p.records.n(); ++i) {
         const Record &r = p.records[i];
@@ -163,26 +149,6 @@ int64_t launch_beside(const pk_program &p, const Launch &l, int64_t i, int64_t e
     return back + (beside.heads ? 2 : 1);
 }
 
-// A norm whose rows the next record multiplies with FP8 weights leaves them narrowed, and so does a gated product for the next. The record behind them; i when there is none.
-int64_t launch_narrowing(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
-    if (i + 1 >= end || p.records[i].op != PK_OP_NORM || p.records[i + 1].op != PK_OP_MATMUL) return i;
-    const auto &norm = p.records[i].as<pk_op_norm>();
-    const auto &product = p.records[i + 1].as<pk_op_matmul>();
-    auto reads = [&](const pk_op_matmul &op, const pk_tensor &x) { return op.x.data == x.data && op.x.cols == x.cols && op.x.rows == x.rows && op.x.stride == x.stride && narrows_input(l, op); };
-    if (!can_narrow(norm) || !reads(product, norm.out)) return i;
-    const int64_t rows = bound(l, norm.out.rows);
-    Narrowed x = narrowed_in(l.scratch, rows, norm.out.cols), y;
-    x.is_all = product.add.data != norm.out.data && !is_read(p.records, i + 2, norm.out, rows);
-    if (i + 2 < end && p.records[i + 2].op == PK_OP_MATMUL && can_narrow_output(l, product) && reads(p.records[i + 2].as<pk_op_matmul>(), product.y)) {
-        y = narrowed_in(l.scratch + (fp8_scratch(rows, norm.out.cols) + 255) / 256 * 256, rows, product.y.cols);
-        y.is_all = p.records[i + 2].as<pk_op_matmul>().add.data != product.y.data && !is_read(p.records, i + 3, product.y, rows);
-    }
-    *status = launch_norm_narrowing(l, norm, x);
-    if (!*status) *status = launch_matmul_narrowed(l, product, x, y);
-    if (!*status && y.x) *status = launch_matmul_narrowed(l, p.records[i + 2].as<pk_op_matmul>(), y, {});
-    return i + (y.x ? 3 : 2);
-}
-
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
 int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends) {
     int32_t status = PK_OK;
@@ -200,7 +166,7 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
             i = run->last - 1;
         } else if (const int64_t next = launch_beside(p, at, i, end, &status); next > i) {
             i = next - 1;
-        } else if (const int64_t next = launch_narrowing(p, at, i, end, &status); next > i) {
+        } else if (const int64_t next = launch_narrowing(p.records, at, i, end, &status); next > i) {
             i = next - 1;
         } else if (with_ends || !is_end(p.records[i])) {
             status = launch_next(p, at, i);

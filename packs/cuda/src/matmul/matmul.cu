@@ -11,6 +11,7 @@
 #include "../../include/quantise.cuh"
 #include "../../include/skinny.cuh"
 #include "../../include/stream.cuh"
+#include "../../include/thin.cuh"
 
 namespace pk {
 namespace {
@@ -214,6 +215,7 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
 // bf16 or narrowed operands, on whatever the device does best.
 int32_t launch_gemm(const Launch &l, const GemmArguments &a, int64_t max_rows) {
     if (has_tcgen05(l.ctx)) return launch_gemm_tcgen05(l, a, max_rows);
+    if (is_thin(l, a, max_rows)) return launch_thin(l, a, max_rows);
     return has_wgmma(l.ctx) ? launch_gemm_wgmma(l, a, max_rows) : launch_gemm_mma(l, a, max_rows);
 }
 

@@ -1,0 +1,210 @@
+// Queries, keys and values of a step's tokens: norms of heads, rotation, keys and values to their pages. Operands F32 or BF16.
+#include <algorithm>
+
+#include "../include/device.cuh"
+
+namespace pk {
+namespace {
+
+struct Operand {
+    void *p;
+    int64_t stride;  // elements
+    int32_t format;
+};
+Operand operand(const pk_tensor &t) {
+    const int64_t bytes = t.format == PK_F32 || t.format == PK_I32 ? 4 : t.format == PK_F16 || t.format == PK_BF16 ? 2 : 1;
+    return {reinterpret_cast<void *>(t.data), t.stride / bytes, t.format};
+}
+
+struct QkvArguments {
+    Operand qkv, q;
+    const float *q_norm, *k_norm, *v_norm, *frequency;
+    const StepInfo *info;
+    const int32_t *position, *page, *row;
+    uint8_t *kv;
+    int64_t page_stride, k_offset, v_offset;
+    int32_t n_heads, n_kv_heads, head_width, v_width, rope_width, rope_layout, page_tokens, kv_format, n_parts;
+    float magnitude, eps;
+};
+
+constexpr int kWideThreads = 256, kMostTurns = 128;
+
+// Eight neighbours in a format of KV.
+__device__ __forceinline__ void store8_as(void *base, int64_t i, int32_t format, const float (&v)[8]) {
+    if (format == PK_F32 || format == PK_BF16) return store8(base, i, format, v);
+    uint32_t w[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        if (format == PK_F16) {
+            const __half2 h = __floats2half2_rn(v[2 * k], v[2 * k + 1]);
+            w[k] = *reinterpret_cast<const uint32_t *>(&h);
+        } else {
+            w[k] = __nv_cvt_float2_to_fp8x2(make_float2(v[2 * k], v[2 * k + 1]), __NV_SATFINITE, format == PK_FP8_E4M3 ? __NV_E4M3 : __NV_E5M2);
+        }
+    }
+    if (format == PK_F16) *reinterpret_cast<uint4 *>(static_cast<__half *>(base) + i) = make_uint4(w[0], w[1], w[2], w[3]);
+    else *reinterpret_cast<uint2 *>(static_cast<uint8_t *>(base) + i) = make_uint2(w[0] | w[1] << 16, w[2] | w[3] << 16);
+}
+
+// A warp per head of a token: heads, then K heads, then V heads. Grid: tokens x groups of 4 heads. Shared: 4 heads.
+__global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArguments a) {
+    extern __shared__ float heads[];
+    wait_dependence();
+    release_dependents();
+    const int t = blockIdx.x, lane = threadIdx.x & 31, h = blockIdx.y * 4 + (threadIdx.x >> 5);
+    if (t >= a.info->n_tokens || h >= a.n_heads + a.n_parts * a.n_kv_heads) return;
+    const bool is_v = h >= a.n_heads + a.n_kv_heads, is_k = !is_v && h >= a.n_heads;
+    const int width = is_v ? a.v_width : a.head_width;
+    int64_t from = t * a.qkv.stride + static_cast<int64_t>(h) * a.head_width;
+    if (is_v) from = t * a.qkv.stride + static_cast<int64_t>(a.n_heads + a.n_kv_heads) * a.head_width + static_cast<int64_t>(h - a.n_heads - a.n_kv_heads) * a.v_width;
+    float *v = heads + (threadIdx.x >> 5) * max(a.head_width, a.v_width);
+    float s = 0.0f;
+    for (int i = lane; i < width; i += 32) {
+        v[i] = load_as_f32(a.qkv.p, from + i, a.qkv.format);
+        s += v[i] * v[i];
+    }
+    const int p = a.position[t];
+    const float *norm = is_v ? a.v_norm : is_k ? a.k_norm : a.q_norm;
+    if (norm != nullptr) {
+        const float r = rsqrtf(warp_sum(s) / width + a.eps);
+        for (int i = lane; i < width; i += 32) v[i] *= r * norm[i];
+    }
+    __syncwarp();
+    if (!is_v) {
+        if (a.frequency != nullptr) {
+            const int half = a.rope_width / 2;
+            for (int i = lane; i < half; i += 32) {
+                const int x = a.rope_layout ? 2 * i : i, y = a.rope_layout ? 2 * i + 1 : i + half;
+                float sine, cosine;
+                sincosf(static_cast<float>(p) * a.frequency[i], &sine, &cosine);
+                sine *= a.magnitude;
+                cosine *= a.magnitude;
+                const float vx = v[x], vy = v[y];
+                v[x] = vx * cosine - vy * sine;
+                v[y] = vx * sine + vy * cosine;
+            }
+        }
+    }
+    __syncwarp();
+    if (!is_v && !is_k) {
+        for (int i = lane; i < width; i += 32) store_from_f32(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + i, a.q.format, v[i]);
+        return;
+    }
+    const int head = h - a.n_heads - (is_v ? a.n_kv_heads : 0);
+    uint8_t *base = a.kv + a.page[t] * a.page_stride + (is_v ? a.v_offset : a.k_offset);
+    const int64_t at = (static_cast<int64_t>(head) * a.page_tokens + p % a.page_tokens) * width;
+    for (int i = lane; i < width; i += 32) store_from_f32(base, at + i, a.kv_format, v[i]);
+}
+
+// The same eight neighbours a lane, `lanes` (a power of two) a head: all or some heads of a token a block, which turns each angle once. Grid: tokens, groups of heads.
+__global__ void __launch_bounds__(kWideThreads) qkv_wide_kernel(const __grid_constant__ QkvArguments a, int lanes) {
+    __shared__ float2 turns[kMostTurns];  // cosine and sine
+    wait_dependence();
+    release_dependents();
+    const int t = blockIdx.x, half = a.frequency != nullptr ? a.rope_width / 2 : 0, n_keys_end = a.n_heads + a.n_kv_heads, n = a.n_heads + a.n_parts * a.n_kv_heads;
+    if (t >= a.info->n_tokens) return;
+    const int p = a.position[t], lane = threadIdx.x & 31, in = lane & (lanes - 1), k = in * 8;
+    if (static_cast<int>(threadIdx.x) < half) {
+        float sine, cosine;
+        sincosf(static_cast<float>(p) * a.frequency[threadIdx.x], &sine, &cosine);
+        turns[threadIdx.x] = make_float2(cosine * a.magnitude, sine * a.magnitude);
+    }
+    __syncthreads();
+    const int each = 32 / lanes, step = gridDim.y * (kWideThreads / 32) * each;
+    uint8_t *const page = a.kv + a.page[t] * a.page_stride;
+    for (int first = (blockIdx.y * (kWideThreads / 32) + (threadIdx.x >> 5)) * each; first < n; first += step) {
+        const int h = first + lane / lanes;
+        const bool is_v = h >= n_keys_end, is_k = !is_v && h >= a.n_heads;
+        const int width = is_v ? a.v_width : a.head_width;
+        const bool is_here = h < n && k < width;
+        const int64_t row = t * a.qkv.stride, from = is_v ? row + static_cast<int64_t>(n_keys_end) * a.head_width + static_cast<int64_t>(h - n_keys_end) * a.v_width : row + static_cast<int64_t>(h) * a.head_width;
+        float v[8] = {};
+        if (is_here) load8(a.qkv.p, from + k, a.qkv.format, v);
+        const float *norm = is_v ? a.v_norm : is_k ? a.k_norm : a.q_norm;
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares += v[i] * v[i];
+        for (int o = lanes / 2; o; o /= 2) squares += __shfl_xor_sync(~0u, squares, o);
+        if (norm != nullptr && is_here) {
+            const float r = rsqrtf(squares / width + a.eps);
+            float w[8];
+            load8(norm, k, PK_F32, w);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] *= r * w[i];
+        }
+        if (half && a.rope_layout) {
+#pragma unroll
+            for (int i = 0; i < 8; i += 2) {
+                if (is_v || k + i >= 2 * half) continue;
+                const float2 by = turns[(k + i) / 2];
+                const float x = v[i], y = v[i + 1];
+                v[i] = x * by.x - y * by.y;
+                v[i + 1] = x * by.y + y * by.x;
+            }
+        } else if (half) {
+            // The other number of a pair lies with a lane half / 8 further or before.
+            const bool is_first = k < half, turns_here = !is_v && k < 2 * half;
+            const int other = turns_here ? (is_first ? lane + half / 8 : lane - half / 8) : lane, angle = is_first ? k : k - half;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float far = __shfl_sync(~0u, v[i], other);
+                if (!turns_here) continue;
+                const float2 by = turns[angle + i];
+                v[i] = is_first ? v[i] * by.x - far * by.y : far * by.y + v[i] * by.x;
+            }
+        }
+        if (!is_here) continue;
+        if (!is_v && !is_k) {
+            store8(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + k, a.q.format, v);
+            continue;
+        }
+        const int head = h - a.n_heads - (is_v ? a.n_kv_heads : 0);
+        store8_as(page + (is_v ? a.v_offset : a.k_offset), (static_cast<int64_t>(head) * a.page_tokens + p % a.page_tokens) * width + k, a.kv_format, v);
+    }
+}
+
+}  // namespace
+
+int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
+    QkvArguments a = {};
+    const pk_state &s = *l.state;
+    a.qkv = operand(op.qkv);
+    a.q = operand(op.q);
+    a.q_norm = reinterpret_cast<const float *>(op.q_norm.data);
+    a.k_norm = reinterpret_cast<const float *>(op.k_norm.data);
+    a.v_norm = reinterpret_cast<const float *>(op.v_norm.data);
+    a.n_parts = op.parts == PK_PARTS_Q ? 0 : op.parts == PK_PARTS_LATENT ? 1 : 2;
+    a.frequency = reinterpret_cast<const float *>(op.frequency.data);
+    a.info = l.info;
+    a.position = reinterpret_cast<const int32_t *>(s.token_position);
+    a.page = reinterpret_cast<const int32_t *>(s.token_page);
+    a.row = reinterpret_cast<const int32_t *>(s.token_row);
+    a.kv = reinterpret_cast<uint8_t *>(s.kv);
+    a.page_stride = s.kv_page_stride;
+    a.k_offset = op.k_offset;
+    a.v_offset = op.v_offset;
+    a.n_heads = op.n_heads;
+    a.n_kv_heads = op.n_kv_heads;
+    a.head_width = op.head_width;
+    a.v_width = op.v_width;
+    a.rope_width = op.rope_width;
+    a.rope_layout = op.rope_layout;
+    a.page_tokens = s.page_tokens;
+    a.kv_format = op.kv_format;
+    a.magnitude = op.rope_magnitude;
+    a.eps = op.eps;
+    const int heads = op.n_heads + a.n_parts * op.n_kv_heads, widest = std::max(op.head_width, op.v_width);
+    const int64_t rows = bound(l, op.qkv.rows);
+    auto is_wide = [](const Operand &o) { return (o.format == PK_F32 || o.format == PK_BF16) && o.stride % 8 == 0 && reinterpret_cast<uintptr_t>(o.p) % 16 == 0; };
+    const bool has_eights = op.head_width % 8 == 0 && op.v_width % 8 == 0 && widest <= 256 && (a.frequency == nullptr || (op.rope_width % 16 == 0 && op.rope_width <= 2 * kMostTurns));
+    if (has_eights && is_wide(a.qkv) && is_wide(a.q) && ((s.kv | static_cast<uint64_t>(a.page_stride | a.k_offset | a.v_offset)) & 15) == 0 && ((op.q_norm.data | op.k_norm.data | op.v_norm.data) & 15) == 0) {
+        int lanes = 1;
+        while (lanes * 8 < widest) lanes *= 2;
+        // Few tokens: a block for every group of heads; many: a token's heads by one block.
+        const int groups = rows >= 1024 ? 1 : (heads * lanes + kWideThreads - 1) / kWideThreads;
+        return launch(l, "qkv", qkv_wide_kernel, dim3(static_cast<unsigned>(rows), groups), dim3(kWideThreads), 0, a, lanes);
+    }
+    return launch(l, "qkv", qkv_kernel, dim3(static_cast<unsigned>(rows), (heads + 3) / 4), dim3(128), 16 * widest, a);
+}
+
+}  // namespace pk
