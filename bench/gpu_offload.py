@@ -98,7 +98,7 @@ class Case:
 
     def told(self) -> dict[str, float]:
         """The counts so far."""
-        return self.experts.report() if self.experts is not None else dict.fromkeys(("found_total", "kept_total", "passed_total", "ahead_total", "copied_bytes_total"), 0)
+        return self.experts.report() if self.experts is not None else dict.fromkeys(("found_total", "kept_total", "passed_total", "ahead_total", "copied_bytes_total", "computed_total"), 0)
 
     def begin(self, batch: int, n: int = 128, seed: int = 5) -> dict[int, int]:
         """Slots with prompts of their own; returns their lengths."""
@@ -143,13 +143,15 @@ class Case:
     def row(self, what: str, n: int, seconds: float, before: dict[str, float]) -> dict[str, Any]:
         """A row of the board, printed too."""
         now = self.told()
-        found, kept, passed, ahead, n_bytes = (now[k] - before[k] for k in ("found_total", "kept_total", "passed_total", "ahead_total", "copied_bytes_total"))
-        wanted = found + kept + passed
+        found, kept, passed, ahead, n_bytes, computed = (
+            now[k] - before[k] for k in ("found_total", "kept_total", "passed_total", "ahead_total", "copied_bytes_total", "computed_total")
+        )
+        wanted = found + kept + passed + computed
         row = {
             "id": f"h200.offload.{self.name}.{self.share}.{what}", "value": n / seconds, "unit": "tok/s", "better": "higher", "samples": STEPS,
-            "found_share": found / wanted if wanted else 1.0, "ahead": ahead, "copied_gbs": n_bytes / seconds / 1e9, "copied_bytes": n_bytes,
+            "found_share": found / wanted if wanted else 1.0, "ahead": ahead, "computed": computed, "copied_gbs": n_bytes / seconds / 1e9, "copied_bytes": n_bytes,
         }  # fmt: skip
-        sys.stdout.write(f"{self.name} {self.share:3} % {what:14} {n / seconds:9.1f} tok/s, {seconds * 1e3:8.1f} ms, found {row['found_share']:.3f}, {ahead:5} ahead, {n_bytes / 1e9:7.2f} GB at {row['copied_gbs']:5.1f} GB/s\n")
+        sys.stdout.write(f"{self.name} {self.share:3} % {what:14} {n / seconds:9.1f} tok/s, {seconds * 1e3:8.1f} ms, found {row['found_share']:.3f}, {ahead:5} ahead, {computed:5} by the host, {n_bytes / 1e9:7.2f} GB at {row['copied_gbs']:5.1f} GB/s\n")
         sys.stdout.flush()
         return row
 
@@ -169,9 +171,11 @@ def run(options: argparse.Namespace, kind: str, folder: Path, rows: list[dict[st
         sizes = StateSizes(most, longest, 16, n_pages, plan.n_vocab, longest, most, 8, 5, 8, n_expert_slots=n_slots)
         start = time.perf_counter()
         device = Device(load_pack(options.pack))
-        fetched = fill_device(device, sizes, "bf16", plan, tensors)
+        fetched = fill_device(device, sizes, "bf16", plan, tensors, cold_experts=options.cold)
         device.grow_pages(n_pages)
         sys.stdout.write(f"{kind} {share} %: {plan.n_layers} layers, loaded in {time.perf_counter() - start:.1f} s; allocated {({k: round(v / 1e9, 2) for k, v in device.allocated.items()})}\n")
+        if fetched is not None:
+            sys.stdout.write(f"{fetched.cold()}\n")
         case = Case(f"30b-a3b-{plan.n_layers}l.{kind}", share, Fed(device), fetched, np.random.default_rng(3))
         for batch in (1, min(8, most)):
             tokens = case.greedy(batch)
@@ -194,6 +198,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--prompts", type=int, nargs="*", default=[2048, 8192])
+    parser.add_argument("--cold", default="auto", choices=("auto", "copy", "cpu"), help="who computes missing experts in steps of few rows (config's cold_experts)")
     parser.add_argument("--ahead", default="", help="KiB of a layer's experts that are copied on a guess instead of what is built in; none: nothing is copied ahead, prompts' neither")
     options = parser.parse_args()
     if options.ahead == "none":

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "d888abf31d664f35"
+#define PK_ABI_DIGEST "9dd179d616ab0d07"

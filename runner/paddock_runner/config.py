@@ -73,6 +73,11 @@ class Config:
         -1.0, "device memory for the experts of a mixture: as many as fit stay there, all lie in pinned host memory and are copied when chosen (default, -1: all lie on the device)",
         unit="GiB", low=-1,
     )  # fmt: skip
+    cold_experts: str = knob(
+        "auto",
+        "chosen experts that a GPU lacks (--expert-vram-gib), in steps of at most 16 tokens: copy copies all of them; auto lets --threads of the CPU (0: all that we may use but two) compute as many as fill the time, by rates measured at the start; cpu has them compute all",
+        choices=("auto", "copy", "cpu"),
+    )
     memory_gib: float = knob(0.0, "memory that the model may take in all, 0 for what is free", unit="GiB", low=0)
     threads: int = knob(0, "CPU threads, 0 for one per core that we may use", low=0)
     steady_prompts: bool = knob(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from harness import POISON, Bench, rounded
-from paddock_runner.errors import PackError
+from paddock_runner.errors import PackError, UnsupportedError
 from paddock_runner.formats.table import by_name
 from paddock_runner.pack import abi
 from paddock_runner.pack.fetched import Ahead, ExpertCache
@@ -15,11 +17,11 @@ from weights import Weight, random_weight, scaled_fp8
 
 
 def random_experts(kind: str, n: int, m: int, f: int, rng: np.random.Generator) -> list[list[Weight]]:
-    """Gate, up and down matrices of n experts. kind: a format; "fp8_e4m3 block": with scales; "q4_k and q6_k": down in the second."""
+    """Gate, up and down matrices of n experts. kind: a format; "fp8_e4m3 block", "fp8_e4m3 row": with scales; "q4_k and q6_k": down in the second."""
     name, _, more = kind.partition(" ")
     names = [name, name, "q6_k" if more.startswith("and") else name]
     shapes = ((f, m), (f, m), (m, f))
-    if more == "block":
+    if more in ("block", "row"):
         return [[scaled_fp8(name, *shape, more, rng) for _ in range(n)] for shape in shapes]
     return [[random_weight(one, *shape, rng) for _ in range(n)] for one, shape in zip(names, shapes, strict=True)]
 
@@ -59,8 +61,8 @@ class Layer:
     def stacks(self, is_far: bool, biases: tuple[Tensor | None, ...], ahead: Ahead | None = None) -> Stacks:
         return Stacks(*(self.far if is_far else self.near), self.n, biases, "silu", 0.0, 0.0, self.cache if is_far else None, ahead if is_far else None)
 
-    def follow(self, ids: np.ndarray) -> None:
-        """What a step with these choices does to the cache."""
+    def follow(self, ids: np.ndarray, n_cold: int = 0) -> None:
+        """What a step with these choices does to the cache, n_cold of what is missing being the host's."""
         self.clock += 1
         chosen = sorted({int(e) for e in ids.reshape(-1) if 0 <= e < self.n})
         for s, e in self.held.items():
@@ -70,6 +72,9 @@ class Layer:
         missing = [e for e in chosen if e not in self.held.values()]
         if self.is_staged:
             self.found[0], missing, self.is_staged = self.found[0] + len(missing), [], False
+        first = self.clock % max(1, len(missing))
+        cold = {missing[(first + i) % len(missing)] for i in range(n_cold)}
+        missing = [e for e in missing if e not in cold]
         free = sorted((s for s in range(self.n_slots) if self.used[s] != self.clock), key=lambda s: (self.used[s], s))
         for e, s in zip(missing, free, strict=False):
             self.held[s], self.used[s] = e, self.clock
@@ -127,6 +132,74 @@ def test_fetched_experts_give_the_same_bits_as_resident_ones(bench, rng, kind, n
         np.testing.assert_array_equal(out[1], out[0], err_msg=f"{n} tokens")
         layer.follow(ids64)
         layer.check()
+
+
+COLD = [("bf16", 3), ("q8_0", 6), ("q4_k and q6_k", 1), ("fp8_e4m3 block", 5), ("fp8_e4m3 row", 9), ("f16", 4)]
+
+
+@pytest.mark.parametrize("takes_all", [True, False])
+@pytest.mark.parametrize("kind, n_slots", COLD)
+def test_experts_that_the_host_computes_change_roundings_alone(bench, rng, kind, n_slots, takes_all):
+    b, m, f, n_experts, k = bench(n_threads=0), 512, 256, 12, 3
+    if b.device.facts.is_host:
+        pytest.skip("here the host computes all experts")
+    b.device.open_cold(takes_all)
+    layer = Layer(b, random_experts(kind, n_experts, m, f, rng), n_slots)
+    total, most = 0, 0
+    for n in (1, 2, 1, 1, 16, 3, 17, 1, 8, 40, 5, 1, 1, 16):
+        x, _ = b.activations(rng.normal(size=(n, m)) * 0.2, T, 8)
+        ids64 = np.array([rng.permutation(n_experts)[:k] for _ in range(n)])
+        if n == 3:
+            ids64[1, 1] = n_experts  # is left out
+        chosen = (b.upload(ids64, abi.PK_I32, T, 1), b.upload(rounded(rng.random((n, k)) + 0.1, abi.PK_F32), abi.PK_F32, T))
+        add = b.upload(rounded(rng.normal(size=(n, m)), abi.PK_F32), abi.PK_F32, T)
+        out = []
+        for is_far in (False, True):
+            y = b.output(n, m, T, 3, abi.PK_F32)
+            program = Program()
+            program.experts(x, chosen, layer.stacks(is_far, (None, None, None)), y, Epilogue(scale=0.5, add=add))
+            b.run(program, n)
+            out.append(b.download(y, n))
+        n_cold = b.device.cold().n_computed - total
+        total += n_cold
+        most = max(most, n_cold)
+        assert np.isfinite(out[1]).all(), n
+        scale = np.abs(out[0]).max()
+        assert np.abs(out[1] - out[0]).max() <= 0.004 * scale, (n, n_cold)
+        if not n_cold:
+            np.testing.assert_array_equal(out[1], out[0], err_msg=f"{n} tokens")
+        assert n <= abi.PK_COLD_TOKENS or not n_cold
+        layer.follow(ids64, n_cold)
+        layer.check()
+    cold = b.device.cold()
+    assert (cold.n_layers, cold.copy_us > 0) == ((0, False) if kind == "f16" else (1, True))
+    assert most == 0 if kind == "f16" else most > 3 or not takes_all
+    print(kind, "takes all" if takes_all else "auto", total, cold)
+
+
+def test_threads_of_the_host_sleep_between_steps(bench, rng):
+    b = bench(n_threads=0)
+    if b.device.facts.is_host:
+        pytest.skip("here the host computes all experts")
+    b.device.open_cold(True)
+    layer = Layer(b, random_experts("bf16", 4, 64, 32, rng), 2)
+    x, _ = b.activations(np.zeros((1, 64)), T)
+    program = Program()
+    chosen = (b.upload(np.array([[0, 1]]), abi.PK_I32, T), b.upload(np.ones((1, 2)), abi.PK_F32, T))
+    program.experts(x, chosen, layer.stacks(True, (None, None, None)), b.output(1, 64, T))
+    b.run(program, 1)
+    assert b.device.cold().n_computed == 2
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.005
+
+
+def test_contexts_that_cannot_share_experts_say_so(bench):
+    b = bench(is_invariant=True)
+    with pytest.raises(UnsupportedError, match="the CPU pack computes all experts" if b.device.facts.is_host else "depend on which experts were on the device"):
+        b.device.open_cold(False)
+    assert b.device.cold().n_threads == 0
 
 
 @pytest.mark.parametrize("n_slots, knows", [(2, 0.7), (7, 0.7), (11, 0.9), (5, 0.0)])

@@ -24,6 +24,8 @@ DEFAULT_CTX_TOKENS = 32768
 DEFAULT_BATCH = 1
 TIGHT_SHARE = 0.05
 """Less headroom than this share of the free memory is called tight."""
+COLD = "in steps of up to 16 tokens the CPU computes some of those meanwhile, by rates that are measured at the start (--cold-experts)"
+"""Beside experts in host memory: what is not known before they are there."""
 PROCESSORS = {
     "sm_80": 108,
     "sm_86": 84,
@@ -143,16 +145,16 @@ def _load_note(plan: MemoryPlan, measured: Calibration | None) -> list[str]:
 
 
 def _fetch_note(blueprint: Blueprint, answer: Solver, plan: MemoryPlan, measured: Calibration | None) -> list[str]:
-    """What a token copies of experts in host memory, if all are chosen equally often; they are not, and those often chosen stay on the device."""
+    """What a token lacks of experts in host memory, if all are chosen equally often; they are not, and those often chosen stay on the device."""
     n = plan.sizes.n_expert_slots
     used = [layer.experts.n_used for layer in blueprint.all_layers if layer.experts is not None]
     if not n:
         return []
     away = sum(k * x.n_bytes * max(0, x.n_experts - n) / x.n_experts for k, x in zip(used, answer.weights.experts.layers, strict=False))
-    words = f"were its experts chosen equally often, a token would copy {away / 1e9:.2f} GB of them"
-    if measured is None:
-        return [words]
-    return [f"{words}, which takes {away / measured.host_bytes_per_s * 1e3:.0f} ms at {measured.host_bytes_per_s / 1e9:.1f} GB/s as measured"]
+    words = f"were its experts chosen equally often, a token would lack {away / 1e9:.2f} GB of them"
+    if measured is not None:
+        words += f", whose copies take {away / measured.host_bytes_per_s * 1e3:.0f} ms at {measured.host_bytes_per_s / 1e9:.1f} GB/s as measured"
+    return [words, COLD]
 
 
 def _verdict(answer: Solver, request: PlanRequest) -> tuple[MemoryPlan, str]:

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../../cold.h"
 #include "../../copies.h"
 #include "../../host/format.h"
 #include "../../host/guess.h"
@@ -351,6 +352,17 @@ int32_t pk_copy(pk_ctx *ctx, uint64_t to, uint64_t from, int64_t n_bytes) {
 int32_t pk_copied(pk_ctx *ctx, uint64_t *given, uint64_t *done) {
     if (!ctx || !given || !done) return absent("copied", !ctx ? "context" : !given ? "given" : "done");
     *given = *done = static_cast<uint64_t>(ctx->n_copies.load());
+    return PK_OK;
+}
+
+int32_t pk_cold_open(pk_ctx *ctx, const pk_cold_config *config) {
+    if (!ctx || !config) return absent("cold_open", !ctx ? "context" : "config");
+    return fail(PK_UNSUPPORTED, "cold experts: the CPU pack computes all experts on the host");
+}
+
+int32_t pk_cold_facts(pk_ctx *ctx, pk_cold *out) {
+    if (!ctx || !out) return absent("cold_facts", !ctx ? "context" : "out");
+    *out = {};
     return PK_OK;
 }
 

@@ -8,6 +8,7 @@
 #include "../../copies.h"
 #include "../../host/format.h"
 #include "../../pack_digest.h"
+#include "../include/cold.cuh"
 #include "../include/copies.h"
 #include "../include/experts.cuh"
 #include "../include/format/rows.cuh"
@@ -195,6 +196,7 @@ void pk_close(pk_ctx *ctx) {
     cudaSetDevice(ctx->device);
     full(ctx).copies.close();
     drop_repack_buffers(full(ctx));
+    drop_cold(ctx);
     drop_fetches(ctx);
     while (!ctx->reserved.empty())
         if (memory_release(*ctx, ctx->reserved.begin()->first)) break;

@@ -4,6 +4,7 @@
 #include "../../host/guess.h"
 #include "../../rare.h"
 #include "../include/chosen.cuh"
+#include "../include/cold.cuh"
 #include "../include/copies.h"
 #include "../include/invariant.h"
 #include "../include/narrow.cuh"
@@ -349,6 +350,7 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     pk_ctx &ctx = *p.ctx;
     p.mask_bytes = (finish_bytes(p.state, max_masks(p.state)) + 7) / 8 * 8;
     p.ring_bytes = kRingBytes + p.mask_bytes;
+    if (int32_t e = prepare_cold(&ctx)) return e;
     const int64_t ring_bytes = kRing * p.ring_bytes + (kRing + 1) * p.mask_bytes;
     while (p.tail_at < p.records.n() && p.records[p.tail_at].op != PK_OP_SAMPLE) ++p.tail_at;
     // Overlapping launches cost time in whole models as these kernels stand (LOG.md, entry 6).
@@ -410,6 +412,7 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
 
 void unload_program(pk_program &p) {
     cudaStreamSynchronize(p.ctx->stream);
+    forget_cold(p.ctx);
     for (auto &b : p.buckets) {
         drop(b.mixed);
         drop(b.decode);
@@ -470,6 +473,7 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
     if (step.n_held && graph.tail.empty()) return fail(PK_BAD_ARG, "step %llu: %d rows wait for a mask, the program cannot be cut before it draws", (unsigned long long)input->seq, step.n_held);
     if (int32_t e = cut(graph, step.n_held > 0)) return e;
     if (int32_t e = hold_for_copies(p, step)) return e;
+    expect_cold(p.ctx, p.state, input->seq, bucket->n_tokens);
     if (int32_t e = check(cudaGraphLaunch(graph.exec, p.ctx->stream), "step")) return e;
     copies_of(p.ctx).step_given();
     if (step.n_held) {
@@ -511,6 +515,7 @@ int32_t wait_program(pk_program &p, uint64_t seq, int64_t timeout_us) {
         for (int i = 0; i < 64; ++i) {
             if (*done >= seq) {
                 std::atomic_thread_fence(std::memory_order_acquire);
+                if (int32_t e = check_cold(p.ctx)) return e;
                 return tell_past(p, seq);
             }
             __builtin_ia32_pause();
@@ -536,12 +541,20 @@ int32_t times_program(pk_program &p, uint64_t *ns, int32_t n, int32_t *n_out) {
     return PK_OK;
 }
 
+// Threads that compute experts stay awake while records run without a step.
+struct ColdHold {
+    pk_ctx *ctx;
+    explicit ColdHold(pk_ctx *of) : ctx(of) { hold_cold(ctx, 1); }
+    ~ColdHold() { hold_cold(ctx, -1); }
+};
+
 int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t n_repeats, float *us) {
     const pk_state &s = p.state;
     if (n_tokens < 0 || n_tokens > s.max_step_tokens) return fail(PK_BAD_ARG, "run: n_tokens is %d, it must be 0 to %d", n_tokens, s.max_step_tokens);
     if (n_samples < 0 || n_samples > s.max_step_rows) return fail(PK_BAD_ARG, "run: n_samples is %d, it must be 0 to %d", n_samples, s.max_step_rows);
     n_repeats = std::max(n_repeats, 1);
     if (int32_t e = copies_of(p.ctx).settle()) return e;
+    const ColdHold hold(p.ctx);
     int32_t n_rows = 0;
     if (has_op(p, PK_OP_PREPARE)) {
         if (int32_t e = lay_dead_rows(p, n_tokens, n_samples, &n_rows)) return e;
@@ -561,7 +574,7 @@ int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t 
         for (int32_t i = 0; i < n_repeats && !status; ++i) status = check(cudaGraphLaunch(graph.exec, stream), "run");
         const int32_t ended = check(cudaStreamSynchronize(stream), "run");
         drop(graph);
-        return status ? status : ended;
+        return status ? status : ended ? ended : check_cold(p.ctx);
     }
     const Launch l = launch_of(p, max_tokens, max_samples, decode_only, false, shares);
     if (l.share)

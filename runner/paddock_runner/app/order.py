@@ -84,5 +84,5 @@ def _order(config: Config, opened: Opened, channel: Channel) -> Order:
     return Order(
         str(config.model_path.absolute()), channel.text, opened.plan.sizes, opened.plan.kv_format, config.max_queue, config.task,
         int(config.host_cache_gib * (1 << 30)), int(config.disk_cache_gib * (1 << 30)), str(config.page_folder),
-        config.idle_release_s, config.guesses, config.long_prompt_delay,
+        config.idle_release_s, config.guesses, config.long_prompt_delay, config.cold_experts,
     )  # fmt: skip

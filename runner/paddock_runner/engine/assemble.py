@@ -35,7 +35,7 @@ from ..pack.fetched import ExpertCache
 from ..pack.library import load_pack
 from ..pack.program import Pages, Program
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
-from .experts import FetchedExperts, put_away
+from .experts import FetchedExperts, open_cold, put_away, tell_cold
 
 START_TOKENS = 1024
 """Tokens of every slot that have pages from the start on a GPU."""
@@ -70,11 +70,11 @@ def build_device(
 
 def fill_device(
     device: Device, sizes: StateSizes, kv_format: str, blueprint: Blueprint, views: Mapping[str, TensorView],
-    progress: Progress | None = None, stages: log.Stages | None = None,
+    progress: Progress | None = None, stages: log.Stages | None = None, cold_experts: str = "copy",
 ) -> FetchedExperts | None:  # fmt: skip
     """Makes an open device able to step. Returns what is known of experts in host memory, if there are any.
 
-    Raises: PackError, UnsupportedError, FileError; then the device is of no use but to be closed.
+    cold_experts: as in Config. Raises: PackError, UnsupportedError, FileError; then the device is of no use but to be closed.
     """
     free = device.free_bytes()
 
@@ -88,11 +88,14 @@ def fill_device(
     weights = load_weights(device, blueprint, views, progress, away.away if away else NOWHERE)
     if away is not None:
         away.fill_places(device)
+        open_cold(device, cold_experts)
     end("weights")
     program = _build(device, sizes, kv_format, blueprint, weights, away.caches if away else {})
     end("state")
     _load(device, sizes, blueprint, program)
     end("program")
+    if away is not None:
+        tell_cold(away.cold())
     return away
 
 

@@ -40,6 +40,7 @@ class Order(msgspec.Struct, frozen=True):
     idle_release_s: float = 0.0
     guesses: str = "auto"
     long_delay: float = 1.3
+    cold_experts: str = "auto"
 
 
 def send(process: subprocess.Popen[bytes], words: Opening | Order) -> None:

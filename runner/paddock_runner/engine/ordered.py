@@ -27,7 +27,7 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     blueprint = with_guesses(read_blueprint(checkpoint, order.task), checkpoint, order.guesses)
     views = tensors_by_name(checkpoint, blueprint)
     stages.end("header")
-    experts = fill_device(device, order.sizes, order.kv_format, blueprint, views, stages=stages)
+    experts = fill_device(device, order.sizes, order.kv_format, blueprint, views, stages=stages, cold_experts=order.cold_experts)
     tiers = None
     if order.host_cache_bytes or order.disk_cache_bytes:
         facts = tuple(file_facts(path) for path in sorted(checkpoint.paths))

@@ -1,8 +1,8 @@
-"""Generated from packs/pack.h, packs/rare.h and packs/copies.h by packs/bindgen.py. Do not edit."""
+"""Generated from packs/pack.h, packs/rare.h, packs/copies.h and packs/cold.h by packs/bindgen.py. Do not edit."""
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "d888abf31d664f35"
+DIGEST = "9dd179d616ab0d07"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -842,6 +842,27 @@ class pk_finish_head(Structure):
     ]
 
 
+class pk_cold_config(Structure):
+    _fields_ = [
+        ("n_threads", c_int32),
+        ("takes_all", c_int32),
+    ]
+
+
+class pk_cold(Structure):
+    _fields_ = [
+        ("n_threads", c_int32),
+        ("n_layers", c_int32),
+        ("n_computed", c_uint64),
+        ("copy_us", c_float),
+        ("expert_us", c_float),
+        ("row_us", c_float),
+        ("ask_us", c_float),
+        ("isa", c_char * 16),
+    ]
+PK_COLD_TOKENS = 16
+
+
 PROTOTYPES = {
     "pk_abi_digest": (c_char_p, []),
     "pk_describe": (c_char_p, []),
@@ -872,4 +893,6 @@ PROTOTYPES = {
     "pk_run": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_void_p]),
     "pk_finish": (c_int32, [c_void_p, c_void_p]),
     "pk_copied": (c_int32, [c_void_p, c_void_p, c_void_p]),
+    "pk_cold_open": (c_int32, [c_void_p, c_void_p]),
+    "pk_cold_facts": (c_int32, [c_void_p, c_void_p]),
 }

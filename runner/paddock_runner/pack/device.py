@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import PackError
 from . import abi
+from .fetched import Cold
 from .library import Pack
 from .program import Pages, Program
 from .tensor import Tensor
@@ -43,6 +44,7 @@ class Device:
         self._ctx = ctypes.c_void_p()
         config = abi.pk_open_config(ordinal, n_threads, max_isa, int(is_invariant))
         pack.call("pk_open", ctypes.byref(config), ctypes.byref(self._ctx))
+        self._n_threads, self.is_invariant = n_threads, is_invariant
         self._owned: list[tuple[int, int]] = []
         self._reserved: list[int] = []
         self._program: Any = None
@@ -134,6 +136,16 @@ class Device:
             raise self.pack.failure("pk_copied", status)
         given, made = self._n_copies
         return given, made
+
+    def open_cold(self, takes_all: bool) -> None:
+        """Threads of the host compute experts that the device lacks, in programs that are loaded from here on. Raises: UnsupportedError, PackError."""
+        self.pack.call("pk_cold_open", self._ctx, ctypes.byref(abi.pk_cold_config(self._n_threads, int(takes_all))))
+
+    def cold(self) -> Cold:
+        """What is known of those threads."""
+        raw = abi.pk_cold()
+        self.pack.call("pk_cold_facts", self._ctx, ctypes.byref(raw))
+        return Cold(raw.n_threads, raw.n_layers, raw.n_computed, raw.copy_us, raw.expert_us, raw.row_us, raw.ask_us, raw.isa.decode())
 
     def alloc_snapshots(self, n_places: int) -> None:
         """Memory for n_places copies of a slot's recurrent states."""

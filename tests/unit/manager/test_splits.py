@@ -37,7 +37,7 @@ def test_the_split_that_is_offered_fits_and_is_a_command(answer):
     found = answer(split["expert_vram_gib"])
     assert found.verdict in ("fits", "tight") and found.plan.sizes.max_step_tokens == 8192
     away = 16 * 8 * 3 * 2 * 2048 * 1024 * (1 - split["n_expert_slots"] / 64)
-    assert f"a token would copy {away / 1e9:.2f} GB of them" in " ".join(found.notes)
+    assert f"a token would lack {away / 1e9:.2f} GB of them" in " ".join(found.notes)
 
 
 def test_host_memory_that_is_not_there_is_said_and_no_split_offered(answer):

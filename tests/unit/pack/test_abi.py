@@ -14,7 +14,7 @@ from paddock_runner.formats.table import FORMATS
 from paddock_runner.pack import abi
 
 ROOT = Path(__file__).resolve().parents[3]
-HEADER = "\n".join((ROOT / "packs" / name).read_text() for name in ("pack.h", "rare.h", "copies.h"))
+HEADER = "\n".join((ROOT / "packs" / name).read_text() for name in ("pack.h", "rare.h", "copies.h", "cold.h"))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_every_struct_has_the_compilers_sizes_and_offsets(tmp_path):
             lines.append(f'printf("{name}.{field} %zu\\n", offsetof({name}, {field}));')
     source = tmp_path / "layout.c"
     source.write_text(
-        f'#include <stdio.h>\n#include <stddef.h>\n#include "{ROOT}/packs/rare.h"\nint main(void) {{ {" ".join(lines)} return 0; }}\n'
+        f'#include <stdio.h>\n#include <stddef.h>\n#include "{ROOT}/packs/rare.h"\n#include "{ROOT}/packs/cold.h"\nint main(void) {{ {" ".join(lines)} return 0; }}\n'
     )
     subprocess.run(["cc", "-std=c99", "-Wall", "-Werror", str(source), "-o", str(tmp_path / "layout")], check=True)
     printed = subprocess.run([str(tmp_path / "layout")], check=True, capture_output=True, text=True).stdout

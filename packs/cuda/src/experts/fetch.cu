@@ -3,20 +3,23 @@
 //
 // One block decides, in shared memory, while the others wait at a barrier of the grid; then all blocks copy, 16 bytes a load, each
 // thread with several under way: PCIe takes about two microseconds there and back, and only what is under way keeps it full. Four blocks are
-// enough for that. Copies ahead have as many multiprocessors to themselves: kernels whose grid is all multiprocessors, and
+// enough for that. In steps of few rows the host may compute some of those that are missing meanwhile (src/cold): it is asked before the copies begin,
+// its experts are nowhere on the device, and their pairs are none of the products'. Copies ahead have as many multiprocessors to themselves: kernels whose grid is all multiprocessors, and
 // that take all registers of each, would otherwise wait for them, or they for those.
 #include <algorithm>
 #include <climits>
 #include <map>
 #include <mutex>
+#include <vector>
 
+#include "../../include/cold.cuh"
 #include "../../include/device.cuh"
 #include "../../include/experts.cuh"
 
 namespace pk {
 namespace {
 
-constexpr int kFetchThreads = 512, kWarps = kFetchThreads / 32, kLoads = 4, kHit = INT_MAX, kLastStep = INT_MAX - 1, kAheadBlocks = 4;
+constexpr int kFetchThreads = 512, kWarps = kFetchThreads / 32, kLoads = 4, kHit = INT_MAX, kLastStep = INT_MAX - 1, kAheadBlocks = 4, kCold = 3;
 constexpr int64_t kPieceBytes = int64_t{kFetchThreads} * kLoads * 16;
 // Words of a cache's head: steps, copies of this step, the step whose experts were all staged, u64 counts from word 4 on, right guesses less wrong ones.
 constexpr int kCopiesWord = 1, kStagedWord = 2, kCountsWord = 4, kGuessWord = 14;
@@ -90,8 +93,43 @@ __device__ __forceinline__ void mark(const FetchArguments &a, int32_t *named, in
     __syncthreads();
 }
 
-// Gives every chosen expert a place.
-__device__ __forceinline__ void choose_places(const FetchArguments &a, int32_t *shared) {
+// Takes the host's part out of the list of what is missing, n_cold neighbours from the first-th on, around the end: those are marked, the others move up.
+__device__ __forceinline__ void leave_to_host(const CacheArguments &c, int n_missing, int n_cold, int first, int32_t *chosen) {
+    const int around = max(0, first + n_cold - n_missing);
+    for (int start = 0; start < n_missing; start += kFetchThreads) {
+        const int i = start + threadIdx.x, e = i < n_missing ? c.copies[2 * i] : 0;
+        const bool is_cold = (i >= first && i < first + n_cold) || i < around;
+        __syncthreads();
+        if (i < n_missing && is_cold) {
+            chosen[e] = kCold;
+            c.place_of[e] = 0;
+        } else if (i < n_missing) {
+            c.copies[2 * (i - min(i, around) - max(0, min(i - first, n_cold)))] = e;
+        }
+        __syncthreads();
+    }
+}
+
+// Which pairs are the device's and which the host's. True when the host has any.
+__device__ __forceinline__ bool share_pairs(const FetchArguments &a, const ColdAsk &cold, const int32_t *chosen, bool is_any) {
+    const int n_pairs = rows_of(a.info, a.rows_symbol) * a.n_used;
+    for (int p = threadIdx.x; p < n_pairs; p += kFetchThreads) {
+        const int t = p / a.n_used, i = p - t * a.n_used, e = a.ids[t * a.ids_stride + i];
+        const bool is_cold = is_any && e >= 0 && e < a.c.n_experts && chosen[e] == kCold;
+        cold.state->ids[p] = is_cold ? -1 : e;
+        if (!is_any) continue;
+        cold.mail->ids[p] = is_cold ? e : -1;
+        cold.mail->weights[p] = cold.weights[t * cold.weights_stride + i];
+    }
+    if (threadIdx.x == 0) {
+        cold.state->is_asked = is_any;
+        if (is_any) ++cold.state->request;
+    }
+    return is_any;
+}
+
+// Gives every chosen expert a place, but those that are left to the host. True when any is.
+__device__ __forceinline__ bool choose_places(const FetchArguments &a, const ColdAsk &cold, int32_t *shared) {
     __shared__ int32_t scan[kWarps], n_found, n_right;
     const CacheArguments &c = a.c;
     const int tid = threadIdx.x;
@@ -131,6 +169,15 @@ __device__ __forceinline__ void choose_places(const FetchArguments &a, int32_t *
         if (is_missing) c.copies[2 * at] = e;
         if (what == 0) c.place_of[e] = 0;
     }
+    const int n_distinct = n_found + n_missing;
+    int n_cold = 0;
+    if (cold.mail != nullptr && n_missing > 0 && !cold.state->is_given_up) {
+        const int n_rows = rows_of(a.info, a.rows_symbol);
+        n_cold = cold_share(cold.costs, n_missing, static_cast<float>(n_rows * a.n_used) / n_distinct, clock, cold.state->slack_us[n_rows]);
+        __syncthreads();
+        if (n_cold > 0) leave_to_host(c, n_missing, n_cold, clock % n_missing, chosen);
+        n_missing -= n_cold;
+    }
     if (n_missing > 0) rank_victims(key, c.n_slots, n_missing, victims);
     __syncthreads();
     for (int i = tid; i < n_missing; i += kFetchThreads) {
@@ -149,6 +196,7 @@ __device__ __forceinline__ void choose_places(const FetchArguments &a, int32_t *
         count(c, 2, max(0, n_missing - n_free));
         count(c, 3, 1);
     }
+    return cold.mail != nullptr && share_pairs(a, cold, chosen, n_cold > 0);
 }
 
 // Which experts of the next layer are copied before it is known what it wants. One block.
@@ -233,12 +281,13 @@ __device__ __forceinline__ void run_copies(const CacheArguments &c) {
 }
 
 // Grid: at most as many blocks as run at once. Shared: i32 [E + 2 n_slots].
-__global__ void __launch_bounds__(kFetchThreads) expert_fetch_kernel(const __grid_constant__ FetchArguments a) {
+__global__ void __launch_bounds__(kFetchThreads) expert_fetch_kernel(const __grid_constant__ FetchArguments a, const __grid_constant__ ColdAsk cold) {
     extern __shared__ int32_t shared[];
     wait_dependence();
     release_dependents();
-    if (blockIdx.x == 0) choose_places(a, shared);
+    const bool asks = blockIdx.x == 0 && choose_places(a, cold, shared);
     meet(a.counter);
+    if (asks) ask_host(cold, rows_of(a.info, a.rows_symbol), a.n_used, kFetchThreads);
     run_copies(a.c);
     leave(a.counter);
 }
@@ -344,7 +393,24 @@ int32_t check_fetched(pk_ctx *ctx, const pk_op_experts_fetched &op, int64_t at) 
             return fail(PK_BAD_ARG, "op %lld experts_fetched: experts of %lld bytes, %lld apart: the CUDA pack wants multiples of 16 and 128", (long long)at, (long long)c->n_bytes, (long long)c->stride);
     if (op.next.home)
         if (int32_t e = make_side(ctx)) return e;
-    return check_experts(ctx, op.experts, at);
+    if (int32_t e = check_experts(ctx, op.experts, at)) return e;
+    return keep_cold_layer(ctx, op);
+}
+
+int32_t launch_first_copies(pk_ctx *ctx, const pk_expert_cache &cache, int32_t *words, int32_t n, int32_t n_repeats) {
+    std::vector<int32_t> list(PK_CACHE_HEAD + 2 * n);
+    list[kCopiesWord] = n;
+    for (int32_t i = 0; i < n; ++i) list[PK_CACHE_HEAD + 2 * i] = list[PK_CACHE_HEAD + 2 * i + 1] = i;
+    if (int32_t e = check(cudaMemcpyAsync(words, list.data(), list.size() * 4, cudaMemcpyHostToDevice, ctx->stream), "experts")) return e;
+    CacheArguments c = cache_of(cache);
+    c.head = words;
+    c.copies = words + PK_CACHE_HEAD;
+    Launch l;
+    l.ctx = ctx;
+    l.stream = ctx->stream;
+    for (int32_t i = 0; i < n_repeats; ++i)
+        if (int32_t e = launch(l, "expert_copy", expert_copy_kernel, dim3(ctx->n_processors), dim3(kFetchThreads), 0, c)) return e;
+    return PK_OK;
 }
 
 int32_t launch_fetched(const Launch &l, const pk_op_experts_fetched &op) {
@@ -362,10 +428,17 @@ int32_t launch_fetched(const Launch &l, const pk_op_experts_fetched &op) {
     a.rows_symbol = op.experts.x.rows;
     a.n_used = a.n_chosen = static_cast<int32_t>(op.experts.ids.cols);
     const int64_t shared_bytes = (op.here.n_experts + 2ll * op.here.n_slots) * 4;
-    if (int32_t e = launch(l, "expert_fetch", expert_fetch_kernel, dim3(l.ctx->n_processors), dim3(kFetchThreads), shared_bytes, a)) return e;
+    const ColdAsk cold = cold_ask(l, op);
+    if (int32_t e = launch(l, "expert_fetch", expert_fetch_kernel, dim3(l.ctx->n_processors), dim3(kFetchThreads), shared_bytes, a, cold)) return e;
     if (op.next.home)
         if (int32_t e = fork_ahead(l, op, side)) return e;
-    return launch_experts_at(l, op.experts, {static_cast<int64_t>(op.here.slots - op.here.home), a.c.place_of, std::max(op.here.n_slots, a.c.first_staging + op.here.n_staging)});
+    pk_op_experts here = op.experts;
+    if (cold.mail != nullptr) {
+        here.ids.data = reinterpret_cast<uint64_t>(cold.state->ids);
+        here.ids.stride = here.ids.cols * 4;
+    }
+    if (int32_t e = launch_experts_at(l, here, {static_cast<int64_t>(op.here.slots - op.here.home), a.c.place_of, std::max(op.here.n_slots, a.c.first_staging + op.here.n_staging)})) return e;
+    return cold.mail != nullptr ? launch_cold_sums(l, op.experts, cold) : PK_OK;
 }
 
 }  // namespace pk
