@@ -190,7 +190,7 @@ int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &a, int64_t max_row
         const int64_t waves = (n_tiles_of(a, max_rows, rows, columns) + l.ctx->n_processors - 1) / l.ctx->n_processors;
         return waves * ((a.k + 127) / 128 * step + beside);
     };
-    const int64_t wide = clocks(Wide::kRows, Wide::kColumns, 1090, 2800), tall = clocks(Tall::kRows, Tall::kColumns, 885, 1900), small = clocks(Small::kRows, Small::kColumns, 665, 1400);
+    const int64_t wide = clocks(Wide::kRows, Wide::kColumns, 1130, 2800), tall = clocks(Tall::kRows, Tall::kColumns, 885, 1900), small = clocks(Small::kRows, Small::kColumns, 665, 1400);
     if (wide <= tall && wide <= small) return launch_form<Wide>(l, a, max_rows);
     return tall <= small ? launch_form<Tall>(l, a, max_rows) : launch_form<Small>(l, a, max_rows);
 }
