@@ -1,6 +1,6 @@
 // Layers of a dense model as one launch of the one-row kernel (packs/cuda/src/persist), standalone: right by a plain reference in double (CHECK 1, one layer), equal
 // bit for bit in REPEATS launches, the median time of TIMED launches, and, built with -DPK_PERSIST_TRACE, where the time goes.
-// Usage: persist_chain bf16|fp8|q8_0|q6_k|q4_k|q4_k_m 8b|32b|tiny LAYERS POSITION CHECK REPEATS TIMED [HEAD]
+// Usage: persist_chain bf16|fp8|q8_0|q6_k|q4_k|q4_k_m 8b|32b|tiny LAYERS POSITION CHECK REPEATS TIMED [HEAD [BLOCKS [SENT]]]
 // Build: nvcc -std=c++20 -O3 --expt-relaxed-constexpr -gencode arch=compute_90a,code=sm_90a -DPK_WGMMA -DPK_PERSIST_ROWS=1 -I. bench/persist_chain.cu
 #include "packs/cuda/src/persist/kernel.cu"
 #include "packs/cuda/src/persist/plan.cu"
@@ -169,10 +169,10 @@ Weight make_weight(int format, int rows, int k) {
     Weight w = {};
     const float size = 1.7f / sqrtf(k);
     w.rows = rows;
-    w.n_tiles = rows / 16;
+    w.n_tiles = rows >> tile_shift(format);
     w.format = format;
     w.scale = 1.0f;
-    w.n_chunks = k / chunk_elements(format);
+    w.n_chunks = (k + chunk_elements(format) - 1) / chunk_elements(format);
     seed += 1ull << 36;
     if (is_rows(format)) {
         w.row_bytes = int64_t{k} * (format == PK_BF16 ? 2 : 1);
@@ -229,7 +229,7 @@ int main(int argc, char **argv) {
     setvbuf(stdout, nullptr, _IOLBF, 0);
     const std::string name = argv[1], shape = argv[2];
     const int layers = atoi(argv[3]), position = atoi(argv[4]), wants_check = atoi(argv[5]), repeats = atoi(argv[6]), timed = atoi(argv[7]),
-              with_head = argc > 8 ? atoi(argv[8]) : 0;
+              with_head = argc > 8 ? atoi(argv[8]) : 0, asked_blocks = argc > 9 ? atoi(argv[9]) : 0, asked_sent = argc > 10 ? atoi(argv[10]) : -1;
     const int format = name == "bf16" ? PK_BF16 : name == "fp8" ? PK_FP8_E4M3 : name == "q8_0" ? PK_Q8_0 : name == "q6_k" ? PK_Q6_K : PK_Q4_K;
     const int width = shape == "8b"     ? 4096
                       : shape == "32b"  ? 5120
@@ -247,7 +247,7 @@ int main(int argc, char **argv) {
     const int tail = name == "q4_k_m" ? PK_Q6_K : format;
     cudaDeviceProp prop;
     OK(cudaGetDeviceProperties(&prop, 0));
-    const int n_blocks = prop.multiProcessorCount;
+    const int n_blocks = asked_blocks ? asked_blocks : prop.multiProcessorCount;
     // State: a page table, pages, a row.
     const int n_pages = position / page + 2;
     const int64_t page_bytes = 256 + int64_t{2} * kv_heads * page * d * 2;
@@ -313,6 +313,7 @@ int main(int argc, char **argv) {
         p.rows_symbol = PK_ROWS_T;
         p.scale = 1.0f;
         p.staging = staging_of(ws[0].format);
+        p.tile_shift = tile_shift(ws[0].format);
         int column = 0;
         for (size_t i = 0; i < ws.size(); ++i) {
             p.w[i] = ws[i];
@@ -368,6 +369,7 @@ int main(int argc, char **argv) {
         puts("does not fit");
         return 1;
     }
+    if (asked_sent >= 0) a.most_sent = asked_sent;
     int64_t buffer = 0;
     for (int64_t n : packets)
         buffer = std::max(buffer, (n + 255) / 256 * 256);
@@ -386,6 +388,16 @@ int main(int argc, char **argv) {
     OK(cudaMemcpy(d_phases, phases.data(), phases.size() * sizeof(Phase), cudaMemcpyHostToDevice));
     a.phases = d_phases;
     a.n_phases = phases.size();
+    if (is_rows(format)) {
+        void *encode = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        OK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &found));
+        std::vector<CUtensorMap> boxes(3 * phases.size());
+        if (make_boxes(reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode), phases, &boxes)) return 1;
+        CUtensorMap *d_boxes = allocate<CUtensorMap>(boxes.size());
+        OK(cudaMemcpy(d_boxes, boxes.data(), boxes.size() * sizeof(CUtensorMap), cudaMemcpyHostToDevice));
+        a.boxes = d_boxes;
+    }
     a.info = d_info;
     a.sample_at = facts + 4;
     a.row_slot = facts;

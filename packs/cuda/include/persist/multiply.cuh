@@ -1,6 +1,8 @@
-// Inner products of a chunk of 16 rows from the ring with the rows of x in shared memory.
+// Inner products of a chunk from the ring with x in shared memory.
 //
-// Row-major formats: mma m16n8k16 in bf16, or in f16 with x over a power of two for FP8; all eight columns are the same. Block formats: mma
+// Row-major formats: eight rows, mma m16n8k16 in bf16, or in f16 with x over a power of two for FP8. The first eight rows of the operand are the first
+// halves of the chunk's rows, the others their second halves; the columns hold x of the first or second half (n & 2), in the order in which odd or even rows
+// are read (n & 1): odd ones take 64 bytes ahead of the 64 before them, so that eight lanes reach 128 different bytes. Block formats: 16 rows, mma
 // m16n8k32 in integers. The eight columns hold (group, high or low byte of x): a column's x is zero outside its own group, so
 // that one accumulator collects the sums of four groups and scales are applied once for all of them.
 // Block formats take a chunk of two tiles at once, whose products hide each other's waits.
@@ -33,40 +35,46 @@ struct RowsProduct {
     __device__ void clear() { sum[0] = sum[1] = sum[2] = sum[3] = 0.0f; }
     // Made from all that was read.
     __device__ uint32_t used() const { return __float_as_uint(sum[0]) ^ __float_as_uint(sum[1]) ^ __float_as_uint(sum[2]) ^ __float_as_uint(sum[3]); }
-    // x: the staged row; chunk: index of the first chunk within it, those behind it kWarps apart; scale_at: which of the four staged scales is first.
-    template <int kN>
-    __device__ void add(const uint8_t *const (&slot)[kN], const uint8_t *xs, int x_row, int chunk, int scale_at, int lane) {
+    // x: the staged row; chunk: its index within the row.
+    __device__ void add(const uint8_t *slot, const uint8_t *xs, int x_row, int chunk, bool has_scales, int lane) {
         const int r = lane >> 2, c = lane & 3, odd = (r & 1) * 64;
-        constexpr int kStep = 2 * chunk_elements(kFormat), kParts = kFormat == PK_BF16 ? 4 : 2;
-        const uint8_t *x = xs + chunk * kStep + 16 * c;
-        const int low = r * 256 + 16 * c;
-#pragma unroll 1
-        for (int part = 0; part < kParts; ++part)
-#pragma unroll
-            for (int n = 0; n < kN; ++n) {
-                const uint8_t *from = x + n * kWarps * kStep;
-                if constexpr (kFormat == PK_BF16) {
-                    const uint8_t *w = slot[n] + low + (64 * part ^ odd);
-                    const uint4 a = shared16(w), b = shared16(w + 8 * 256), v = shared16(from + 64 * part);
-                    mma_bf16(sum, a.x, b.x, a.y, b.y, v.x, v.y);
-                    mma_bf16(sum, a.z, b.z, a.w, b.w, v.z, v.w);
-                } else {
-                    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const uint8_t *w = slot[n] + low + (64 * (2 * part + j) ^ odd);
-                        const uint4 a = shared16(w), b = shared16(w + 8 * 256), v = shared16(from + 256 * part + 128 * j), u = shared16(from + 256 * part + 128 * j + 64);
-                        step(d, a.x, b.x, v.x, v.y);
-                        step(d, a.y, b.y, v.z, v.w);
-                        step(d, a.z, b.z, u.x, u.y);
-                        step(d, a.w, b.w, u.z, u.w);
-                    }
-                    float s = *reinterpret_cast<const float *>(xs + x_row + 4 * (chunk + n * kWarps));
-                    if (scale_at >= 0) s *= *reinterpret_cast<const float *>(slot[n] + kRowsScaleAt + 4 * (scale_at + part));
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) sum[i] = fmaf(s, d[i], sum[i]);
-                }
+        constexpr int kStep = 2 * chunk_elements(kFormat);
+        const uint8_t *x = xs + chunk * kStep + (r >> 1 & 1) * (kStep / 2) + 16 * c, *rows = slot + r * kBoxWidth + 16 * c;
+        if constexpr (kFormat == PK_BF16) {
+#pragma unroll 2
+            for (int part = 0; part < 4; ++part) {
+                const uint8_t *w = rows + (64 * part ^ odd);
+                const uint4 a = shared16(w), b = shared16(w + kBoxWidth / 2), v = shared16(x + (64 * part ^ odd));
+                mma_bf16(sum, a.x, b.x, a.y, b.y, v.x, v.y);
+                mma_bf16(sum, a.z, b.z, a.w, b.w, v.z, v.w);
             }
+        } else {
+            const float2 factor = *reinterpret_cast<const float2 *>(xs + x_row + 8 * chunk);
+#pragma unroll
+            for (int part = 0; part < 2; ++part) {
+                float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const uint8_t *w = rows + (64 * (2 * part + j) ^ odd);
+                    const int at = 256 * part + (192 * j ^ 3 * odd);  // put_f16
+                    const uint4 a = shared16(w), b = shared16(w + kBoxWidth / 2), v = shared16(x + at), u = shared16(x + (at ^ 64));
+                    step(d, a.x, b.x, v.x, v.y);
+                    step(d, a.y, b.y, v.z, v.w);
+                    step(d, a.z, b.z, u.x, u.y);
+                    step(d, a.w, b.w, u.z, u.w);
+                }
+                float2 s = factor;
+                if (has_scales) {
+                    const float *scales = reinterpret_cast<const float *>(slot + kBoxBytes) + part;
+                    s.x *= scales[0];
+                    s.y *= scales[2];
+                }
+                sum[0] = fmaf(s.x, d[0], sum[0]);
+                sum[1] = fmaf(s.x, d[1], sum[1]);
+                sum[2] = fmaf(s.y, d[2], sum[2]);
+                sum[3] = fmaf(s.y, d[3], sum[3]);
+            }
+        }
     }
     // Four bytes of two rows.
     __device__ static void step(float (&d)[4], uint32_t a, uint32_t b, uint32_t x0, uint32_t x1) {
@@ -75,11 +83,11 @@ struct RowsProduct {
             "cvt.rn.f16x2.e4m3x2 s, h;\nmma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {p,q,r,s}, {%6,%7}, {%0,%1,%2,%3};\n}"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a), "r"(b), "r"(x0), "r"(x1));
     }
-    // to: [16]
+    // to: [8]
     __device__ void store(float *to, int lane) const {
-        if (lane & 3) return;
-        to[lane >> 2] = sum[0];
-        to[(lane >> 2) + 8] = sum[2];
+        const bool is_odd = lane & 4;
+        const float first = is_odd ? sum[1] : sum[0], second = __shfl_down_sync(~0u, is_odd ? sum[3] : sum[2], 1);
+        if ((lane & 3) == 0) to[lane >> 2] = first + second;
     }
 };
 

@@ -21,16 +21,16 @@ enum PhaseKind : int32_t { kMatmul = 0, kAttend = 1, kPublish = 2, kDelta = 3 };
 enum Staging : int32_t { kStageBf16 = 0, kStageFp8 = 1, kStageNibbles = 2, kStageBytes = 3 };
 
 // Elements of K that a warp takes from the ring at once, and how many bytes of the ring they use.
-__host__ __device__ constexpr int chunk_elements(int32_t format) { return format == PK_BF16 ? 128 : 256; }
-// Row-major formats: 16 rows of 256 bytes, the 16-byte pieces of odd rows moved by 64 bytes, so that eight lanes reach 128
-// different bytes; then 16 bytes of scales.
-constexpr int kRowsScaleAt = 4096;
-__host__ __device__ constexpr int row_piece(int row, int piece) { return row * 256 + ((piece ^ (row & 1) << 2) << 4); }
+__host__ __device__ constexpr int chunk_elements(int32_t format) { return format == PK_FP8_E4M3 ? 512 : 256; }
+// Row-major formats: a box of 8 rows of 512 bytes, then 16 bytes of scales.
+constexpr int kBoxRows = 8, kBoxWidth = 512, kBoxBytes = kBoxRows * kBoxWidth;
 __host__ __device__ constexpr int block_chunk_bytes(int32_t format) { return format == PK_Q8_0 ? 2 * 2176 : format == PK_Q4_K ? 2368 : 3360; }
 __host__ __device__ constexpr bool is_rows(int32_t format) { return format == PK_BF16 || format == PK_FP8_E4M3; }
 __host__ __device__ constexpr int slot_bytes(int32_t format) {
-    return ((format == PK_BF16 ? 4096 : format == PK_FP8_E4M3 ? 4112 : block_chunk_bytes(format)) + 127) / 128 * 128;
+    return ((format == PK_BF16 ? kBoxBytes : format == PK_FP8_E4M3 ? kBoxBytes + 16 : block_chunk_bytes(format)) + 127) / 128 * 128;
 }
+// Rows of a tile, as a power of two.
+__host__ __device__ constexpr int tile_shift(int32_t format) { return is_rows(format) ? 3 : 4; }
 
 struct Weight {
     const uint8_t *data;
@@ -69,10 +69,11 @@ struct Delta {
 };
 
 struct alignas(16) Phase {
-    int32_t kind, n_w, is_gated, n_tiles;  // tiles of 16 rows; of one side when gated
+    int32_t kind, n_w, is_gated, n_tiles;  // tiles of one side when gated
     int32_t shift;                         // which block begins
     int32_t each, more;                    // tiles of a block; so many blocks have one more
-    int32_t k, staging, reserved;
+    int32_t k, staging;
+    int32_t tile_shift;                    // rows of a tile, as a power of two
     int64_t rows_symbol;
     int32_t is_gathered, act;              // x: the last token of the row that is sampled
     float scale, softcap, eps, inverse_k;
@@ -87,8 +88,9 @@ struct alignas(16) Phase {
 
 struct Arguments {
     const Phase *phases;
+    const CUtensorMap *boxes;  // three a phase, for weights of row-major formats; or null
     int32_t n_phases, n_slots, slot_bytes, x_bytes, part_bytes;
-    int32_t most_sent;  // chunks that a producer warp may have under way, 1 to 8; 0: as many as fit
+    int32_t most_sent;  // chunks that a ring may have under way, less than slots; 0: as many as fit
 #ifdef PK_PERSIST_TRACE
     long long *trace;
     int32_t trace_block;
@@ -126,7 +128,7 @@ struct RowFacts {
 
 constexpr int kPhases = 4;     // descriptions that multiplying and writing warps share: three phases ahead of the writers
 constexpr int kSquaresAt = 0;  // of a buffer of sums: sums of squares, a float a warp
-constexpr int kSumsAt = 128;   // [tiles][warps][16 rows]
+constexpr int kSumsAt = 128;   // [tiles][warps][rows of a tile]
 
 // Offsets in dynamic shared memory.
 struct Layout {
@@ -142,10 +144,11 @@ __host__ __device__ inline Layout layout_of(const Arguments &a) {
     return l;
 }
 
-// x of one part in shared memory: bytes for `rows` rows of k elements.
-__host__ __device__ inline int32_t x_row_bytes(int32_t staging, int32_t k) { return staging <= kStageFp8 ? 2 * k + 64 : 2 * k; }
-__host__ __device__ inline int32_t staged_bytes(int32_t staging, int32_t rows, int32_t k) {
-    return rows * x_row_bytes(staging, k) + (staging == kStageBf16 ? 0 : staging == kStageFp8 ? rows * (k / 256) * 4 : rows * (k / 32) * 16);
+// x in shared memory: k elements and, where the last chunk is not whole, zeros behind them.
+__host__ __device__ inline int32_t staged_elements(int32_t staging, int32_t k) { return staging == kStageFp8 ? (k + 511) / 512 * 512 : (k + 255) / 256 * 256; }
+__host__ __device__ inline int32_t x_row_bytes(int32_t staging, int32_t k) { return 2 * staged_elements(staging, k); }
+__host__ __device__ inline int32_t staged_bytes(int32_t staging, int32_t k) {
+    return x_row_bytes(staging, k) + (staging == kStageBf16 ? 0 : staging == kStageFp8 ? staged_elements(staging, k) / 256 * 4 : k / 32 * 16);
 }
 
 template <int kRows>

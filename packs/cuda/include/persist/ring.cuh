@@ -34,15 +34,16 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
                  : "memory");
 }
+// x: in words of four bytes.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, int x, int y, uint32_t barrier, uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y),
+                 "l"(policy)
+                 : "memory");
+}
+__device__ __forceinline__ void prefetch_box(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // All threads that multiply; all that write.
 __device__ __forceinline__ void join_consumers(int n_threads) { asm volatile("bar.sync 1, %0;" ::"r"(n_threads) : "memory"); }
 __device__ __forceinline__ void join_writers(int n_threads) { asm volatile("bar.sync 2, %0;" ::"r"(n_threads) : "memory"); }
-
-// Completes a phase of the barrier when this thread's copies have arrived; the count stays as it was.
-__device__ __forceinline__ void barrier_follow(uint32_t at) { asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(at) : "memory"); }
-__device__ __forceinline__ void copy16_once(uint32_t to, const void *from, uint64_t policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy) : "memory");
-}
 
 // A packet is one 64-bit access: its data and its epoch arrive together. (x, z): data, (y, w): epochs.
 __device__ __forceinline__ uint4 load_packets2(const void *p) {

@@ -137,9 +137,9 @@ __device__ __forceinline__ void put_f16(uint8_t *row, float *factors, const floa
         const __half2 h = __floats2half2_rn(a * inverse, b * inverse);
         return *reinterpret_cast<const uint32_t *>(&h);
     };
-    // A lane of the product reads 16 neighbours of a run of 64 as two halves.
+    // A lane of the product reads 16 neighbours of a run of 64 as two halves, which change places in odd runs: eight lanes read two runs at once.
     const int run = piece >> 3, in = piece & 7;
-    *reinterpret_cast<uint4 *>(row + run * 128 + (in & 1) * 64 + (in >> 1) * 16) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+    *reinterpret_cast<uint4 *>(row + run * 128 + ((in ^ run) & 1) * 64 + (in >> 1) * 16) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
 
 // What was in memory before this launch becomes packets: each block a share of the rows' elements.
@@ -166,23 +166,24 @@ __device__ __forceinline__ void publish(const Phase &p, int n_rows, uint32_t epo
 template <bool kInteger, bool kNorm>
 __device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int at, uint8_t *xs, int row, uint32_t base, const Met &before) {
     constexpr int kKept = kNorm ? 2 : 6, kBytes = kNorm ? 8 : 4, kWords = kNorm ? 4 : 2;
-    const int lane = thread_here() & 31, warp = thread_here() >> 5, staging = p.staging;
-    const int shift = !kInteger && staging == kStageBf16 ? 4 : 5, in = lane & ((1 << shift) - 1), n_chunks = p.k >> (shift + 3);  // lanes of a chunk
-    const int apart = kWarps << (5 - shift), mine = warp + kWarps * (lane >> shift);
+    const int lane = thread_here() & 31, warp = thread_here() >> 5, staging = p.staging, k = p.k, n_blocks = staged_elements(staging, k) >> 8;
+    const bool is_wide = !kInteger && staging == kStageFp8;
+    // This warp's blocks of 256 elements, counted over all of x: a chunk of FP8 has two.
+    auto block_of = [&](int i) { return is_wide ? (i & ~1) * kWarps + 2 * warp + (i & 1) : i * kWarps + warp; };
     const uint32_t epoch = base + p.x.source + 1;
     const uint8_t *x = packet_at<kNorm>(p.x.packets, row * p.x.stride);
     float *scales = reinterpret_cast<float *>(xs + x_row_bytes(staging, p.k));
     float squares = 0.0f;
 #pragma unroll 1
-    for (int first = 0; warp + first < n_chunks; first += kKept * apart) {
+    for (int first = 0; block_of(first) < n_blocks; first += kKept) {
         const uint8_t *from[kKept];
         int piece[kKept];
         float w[kNorm ? kKept : 1][8];
 #pragma unroll
         for (int j = 0; j < kKept; ++j) {
-            const int chunk = first + j * apart + mine;
-            piece[j] = chunk < n_chunks ? (chunk << shift) + in : -1;
-            const int element = (chunk < n_chunks ? chunk : warp) * (8 << shift) + first_of<kInteger>(in);
+            const int block = block_of(first + j);
+            piece[j] = block * 256 + lane * 8 < k ? block * 32 + lane : -1;
+            const int element = min((piece[j] < 0 ? block_of(first) : block) * 256 + first_of<kInteger>(lane), k - 8);
             from[j] = x + static_cast<int64_t>(element) * kBytes;
             if constexpr (kNorm) {
                 *reinterpret_cast<float4 *>(w[j]) = __ldg(reinterpret_cast<const float4 *>(p.norm + element));
@@ -235,10 +236,10 @@ __device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int a
                 for (int i = 0; i < 4; ++i) pairs[j][i] = i & 1 ? raw[j][i / 2].z : raw[j][i / 2].x;
             }
         }
-        int at_piece = ((first + mine) << shift) + in;
 #pragma unroll 1
-        for (int j = 0; j < kKept; ++j, at_piece += apart << shift) {
-            if (first + j * apart + warp >= n_chunks) break;  // whole warps
+        for (int j = 0; j < kKept; ++j) {
+            const int block = block_of(first + j), at_piece = block * 32 + lane;
+            if (block >= n_blocks) break;
             if constexpr (!kNorm) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -250,7 +251,7 @@ __device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int a
                 put_integers(xs, scales, v[0], at_piece, staging == kStageBytes);
             } else if (staging == kStageFp8) {
                 put_f16(xs, scales, v[0], at_piece, lane);
-            } else if (at_piece < p.k / 8) {
+            } else {
                 put_bf16(xs, v[0], at_piece);
             }
 #pragma unroll

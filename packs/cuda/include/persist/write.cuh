@@ -20,7 +20,7 @@ __device__ __forceinline__ Range tiles_of(const Range &all, const Weight &w) {
     return {max(all.begin, first) - first, min(all.end, first + w.n_tiles) - first};
 }
 // Tiles that are added up at once.
-__device__ __forceinline__ int tiles_once(const Arguments &a) { return (a.part_bytes - kSumsAt) / (4 * kWarps * 16) & ~1; }
+__device__ __forceinline__ int tiles_once(const Arguments &a, const Phase &p) { return (a.part_bytes - kSumsAt) / (4 * kWarps << p.tile_shift) & ~1; }
 
 __device__ __forceinline__ float gate_of(float v, int32_t act) {
     return __builtin_expect(act == PK_ACT_SILU, 1) ? __fdividef(v, 1.0f + __expf(-v)) : activate(v, act);
@@ -40,14 +40,16 @@ struct Output {
     uint2 early;                // what it is added to
     float scale[2], bias[2];
     int64_t at;                 // column of y
+    int shift;                  // rows of a tile, as a power of two
     bool is_valid, is_gated, is_f32;
 
-    // row: of the weight; o: among the group's outputs; sums: [tiles][warps][16].
+    // row: of the weight; o: among the group's outputs; sums: [tiles][warps][rows of a tile].
     __device__ __forceinline__ void prepare(const Phase &p, const Weight &w, const float *sums, int row, int o, bool is_one) {
         is_gated = p.is_gated;
         is_f32 = p.y.format == PK_F32;
         is_valid = is_one && row < w.rows;
-        from = sums + (o / 16 << is_gated) * (kWarps * 16) + o % 16;
+        shift = p.tile_shift;
+        from = sums + (((o >> shift << is_gated) * kWarps) << shift) + (o & ((1 << shift) - 1));
         at = w.first_column + row;
         data = is_valid && p.y.data ? reinterpret_cast<uint8_t *>(p.y.data) + at * (is_f32 ? 4 : 2) : nullptr;
         // A packet holds two BF16.
@@ -69,7 +71,7 @@ struct Output {
         float out = 0.0f;
         if (is_valid) {
             out = fmaf(sum_of(from) * factor, scale[0], bias[0]);
-            if (is_gated) out = gate_of(out, p.act) * fmaf(sum_of(from + kWarps * 16) * factor, scale[1], bias[1]);
+            if (is_gated) out = gate_of(out, p.act) * fmaf(sum_of(from + (kWarps << shift)) * factor, scale[1], bias[1]);
             out *= p.scale;
             if (__builtin_expect(p.softcap > 0.0f, 0)) out = p.softcap * quick_tanh(__fdividef(out, p.softcap));
             if (p.add.packets) {
@@ -85,10 +87,10 @@ struct Output {
         if (is_f32) *reinterpret_cast<float *>(data) = out;
         else *reinterpret_cast<bf16 *>(data) = __float2bfloat16(out);
     }
-    static __device__ __forceinline__ float sum_of(const float *from) {
+    __device__ __forceinline__ float sum_of(const float *from) const {
         float v[kWarps];
 #pragma unroll
-        for (int k = 0; k < kWarps; ++k) v[k] = from[k * 16];
+        for (int k = 0; k < kWarps; ++k) v[k] = from[k << shift];
 #pragma unroll
         for (int n = kWarps / 2; n; n /= 2)
 #pragma unroll

@@ -2,8 +2,8 @@
 //
 // One block a multiprocessor. Four warps of each block stream this block's share of every weight of every phase, and of the
 // row's keys and values, into rings in shared memory (one ring a multiplying warp), in order and without regard to what blocks
-// wait for: they depend on nothing, so the memory stays busy meanwhile. Eight warps take chunks of 16 rows x 128 or 256 elements
-// of K in turn, leave sums per tile of 16 rows in one of two buffers, and go on to the next phase; where K allows it, a warp
+// wait for: they depend on nothing, so the memory stays busy meanwhile. Eight warps take chunks of 8 rows x 256 or 512 elements
+// or of 16 x 256 in turn, leave sums per tile of 8 or 16 rows in one of two buffers, and go on to the next phase; where K allows it, a warp
 // multiplies the part of x that it staged itself, so that they do not meet. Four more warps add up and write; whatever an output
 // needs beside its sums is there before them. Blocks hand activations on as packets (phase.h): there is no barrier of the grid.
 // A buffer of packets is written again four phases later at the earliest: every phase reads what the one before it wrote, so
@@ -50,83 +50,82 @@ struct Coming {
     }
 };
 
-// By a warp: 16 pieces of rows, too short for bulk copies, which cost 50 cycles each.
-__device__ __forceinline__ void send_rows(const Weight &w, int tile, int chunk, uint32_t to, uint32_t barrier, uint64_t policy, int lane) {
-    const uint8_t *from = w.data + (static_cast<int64_t>(tile) * 16 + (lane >> 4)) * w.row_bytes + chunk * 256 + (lane & 15) * 16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) copy16_once(to + row_piece(2 * i + (lane >> 4), lane & 15), from + 2 * i * w.row_bytes, policy);
-    if (lane == 0 && w.block_scale != nullptr)
-        copy16_once(to + kRowsScaleAt, w.block_scale + static_cast<int64_t>(tile >> 3) * w.scale_stride + ((2 * chunk) & ~3), policy);
-    barrier_follow(barrier);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
-}
-
 // Waits until the chunk that a ring was sent `back` chunks ago has landed; parity: what the next one's slot is awaited with.
 __device__ __forceinline__ void await_landing(uint32_t full, const Slot &slot, int back, int n_slots) {
     const bool wraps = slot.at < back;
     barrier_wait(full + 8 * (wraps ? slot.at - back + n_slots : slot.at - back), wraps ? slot.parity : slot.parity ^ 1);
 }
 
-// A producer warp fills kWarps / kProducers rings, of which each of as many lanes knows one. Block formats: each of those lanes
-// sends its ring's chunks. Row-major ones: the warp sends to one ring after the other.
+// A producer warp fills kWarps / kProducers rings. Each of a few lanes knows a chunk that is sent with the others' in one pass.
 struct Producer {
-    static constexpr int kRings = kWarps / kProducers;
+    static constexpr int kRings = kWarps / kProducers, kSenders = 2 * kRings;
     uint64_t policy;
     uint32_t rings, full, empty;  // of the warp's first ring
     int lane, first, most_sent, n_slots, slot_bytes;
-    Slot mine;
+    Slot mine;  // of ring lane % kRings
 
-    // By one lane: sends `bytes` from one run of memory to its ring.
+    // Wait until no more than most_sent chunks of a ring would be under way: what lands later than it must keeps others waiting. Until a slot may be filled.
+    __device__ __forceinline__ void await_sent(int ring, const Slot &slot) const {
+        if (most_sent) await_landing(full + 8 * ring * kMaxSlots, slot, most_sent, n_slots);
+    }
+    __device__ __forceinline__ void await_empty(int ring, const Slot &slot) const { barrier_wait(empty + 8 * (ring * kMaxSlots + slot.at), slot.parity); }
+    // By one lane a ring: sends `bytes` from one run of memory.
     __device__ __forceinline__ void send_run(const uint8_t *from, int bytes) {
-        const uint32_t index = 8 * (lane * kMaxSlots + mine.at);
-        // What lands later than it must keeps others waiting.
-        if (most_sent) await_landing(full + 8 * lane * kMaxSlots, mine, most_sent > kRings ? 2 : 1, n_slots);
-        barrier_wait(empty + index, mine.parity);
-        barrier_expect(full + index, bytes);
-        copy_bulk(rings + (lane * n_slots + mine.at) * slot_bytes, from, bytes, full + index, policy);
+        const uint32_t barrier = full + 8 * (lane * kMaxSlots + mine.at);
+        await_sent(lane, mine);
+        await_empty(lane, mine);
+        barrier_expect(barrier, bytes);
+        copy_bulk(rings + (lane * n_slots + mine.at) * slot_bytes, from, bytes, barrier, policy);
         mine.advance(n_slots);
     }
-    __device__ __forceinline__ void send_weights(const Phase &phase) {
+    // What the lanes of send_run know for the others.
+    __device__ __forceinline__ void agree() {
+        __syncwarp();
+        mine = {__shfl_sync(~0u, mine.at, lane % kRings), __shfl_sync(~0u, mine.parity, lane % kRings)};
+    }
+    // Two chunks to each ring in a pass: of row-major formats its next two, of block formats those of two tiles that are multiplied at once. boxes: of the
+    // phase's weights, where they are row-major.
+    __device__ __forceinline__ void send_weights(const Phase &phase, const CUtensorMap *boxes) {
         const Range all = range_of(phase);
-        const int is_gated = phase.is_gated;
+        const int is_gated = phase.is_gated, ring = lane % kRings, ahead = lane / kRings;
 #pragma unroll 1
         for (int i = 0; i < (is_gated ? 1 : phase.n_w); ++i) {
-            const Range tiles = tiles_of(all, phase.w[i]);
-            const int chunks = phase.w[i].n_chunks, n = max(0, tiles.end - tiles.begin) * (1 + is_gated) * chunks;
-            if (!is_rows(phase.w[i].format)) {
-                if (lane >= kRings) continue;
-                // Tiles by twos, a chunk of the one and then of the other.
-                const int bytes = block_chunk_bytes(phase.w[i].format), n_tiles = max(0, tiles.end - tiles.begin) << is_gated, units = (n_tiles + 1) / 2 * chunks;
-                const uint8_t *const gate = phase.w[i].data, *const up = phase.w[is_gated ? 1 : i].data;
+            const Weight &w = phase.w[i], &other = phase.w[is_gated ? 1 : i];
+            const Range tiles = tiles_of(all, w);
+            const bool has_boxes = is_rows(w.format);
+            const int chunks = w.n_chunks, n_tiles = max(0, tiles.end - tiles.begin) << is_gated, n = (has_boxes ? n_tiles : (n_tiles + 1) / 2) * chunks;
+            const uint8_t *const gate = has_boxes ? reinterpret_cast<const uint8_t *>(w.block_scale) : w.data, *const up = has_boxes ? reinterpret_cast<const uint8_t *>(other.block_scale) : other.data;
+            const int bytes = has_boxes ? gate != nullptr ? kBoxBytes + 16 : kBoxBytes : block_chunk_bytes(w.format), scale_bytes = 4 * w.scale_stride;
+            const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(chunks) + 1;  // 0: of one
+            if (lane < kSenders)
 #pragma unroll 1
-                for (int j = first + lane; j < units; j += kWarps) {
-                    const int pair = static_cast<uint32_t>(j) / static_cast<uint32_t>(chunks), chunk = j - pair * chunks, tile = tiles.begin + (is_gated ? pair : 2 * pair);
-                    const int64_t at = (static_cast<int64_t>(tile) * chunks + chunk) * bytes;
-                    send_run(gate + at, bytes);
-                    if (2 * pair + 1 < n_tiles) send_run(is_gated ? up + at : gate + at + static_cast<int64_t>(chunks) * bytes, bytes);
-                }
-                continue;
-            }
-#pragma unroll 1
-            for (int round = first; round < n; round += kWarps)
-#pragma unroll 1
-                for (int k = 0; k < kRings && round + k < n; ++k) {
-                    const int j = round + k, t = static_cast<uint32_t>(j) / static_cast<uint32_t>(chunks), chunk = j - t * chunks, tile = tiles.begin + (t >> is_gated);
-                    Slot slot;
-                    if (most_sent) {
-                        const int ring = (k - most_sent) & (kRings - 1);
-                        slot = {__shfl_sync(~0u, mine.at, ring), __shfl_sync(~0u, mine.parity, ring)};
-                        await_landing(full + 8 * ring * kMaxSlots, slot, (most_sent + kRings - 1) / kRings, n_slots);
+                for (int pass = first; pass < n; pass += has_boxes ? 2 * kWarps : kWarps) {
+                    const int j = pass + ring + (has_boxes ? ahead * kWarps : 0), whole = inverse ? __umulhi(j, inverse) : j, chunk = j - whole * chunks;
+                    const int t = has_boxes ? whole : 2 * whole + ahead, tile = tiles.begin + (t >> is_gated);
+                    const bool is_up = t & is_gated, is_valid = j < n && t < n_tiles;
+                    Slot slot = mine;
+                    if (ahead) slot.advance(n_slots);
+                    if (is_valid) await_sent(ring, slot);
+                    // Together: a lane that is ahead of another of its ring would fill the slot whose chunk that one still awaits, and a parity does not tell a round from
+                    // the next but one.
+                    const uint32_t valid = __ballot_sync((1 << kSenders) - 1, is_valid) >> ring;
+                    if (is_valid) {
+                        const uint32_t to = rings + (ring * n_slots + slot.at) * slot_bytes, barrier = full + 8 * (ring * kMaxSlots + slot.at);
+                        const uint8_t *from = is_up ? up : gate;
+                        await_empty(ring, slot);
+                        barrier_expect(barrier, bytes);
+                        if (has_boxes) {
+                            copy_box(to, boxes + (is_up ? 1 : i), chunk * (kBoxWidth / 4), tile * kBoxRows, barrier, policy);
+                            if (from != nullptr) copy_bulk(to + kBoxBytes, from + static_cast<int64_t>(tile / (128 / kBoxRows)) * scale_bytes + chunk * 16, 16, barrier, policy);
+                        } else {
+                            copy_bulk(to, from + (static_cast<int64_t>(tile) * chunks + chunk) * bytes, bytes, barrier, policy);
+                        }
                     }
-                    slot = {__shfl_sync(~0u, mine.at, k), __shfl_sync(~0u, mine.parity, k)};
-                    const uint32_t index = 8 * (k * kMaxSlots + slot.at);
-                    barrier_wait(empty + index, slot.parity);
-                    send_rows(phase.w[is_gated ? t & 1 : i], tile, chunk, rings + (k * n_slots + slot.at) * slot_bytes, full + index, policy, lane);
-                    if (lane == k) mine.advance(n_slots);
+                    if (valid & 1) mine.advance(n_slots);
+                    if (valid >> kRings & 1) mine.advance(n_slots);
                 }
+            __syncwarp();
         }
-        __syncwarp();
     }
     // Keys and values of the row's earlier tokens, a group of 16 positions to each ring in turn.
     __device__ __forceinline__ void send_positions(const Attend &t, const Arguments &a, const RowFacts &facts) {
@@ -146,7 +145,7 @@ struct Producer {
                 page = next;
             }
         }
-        __syncwarp();
+        agree();
     }
     // A delta head's state, so many rows to each ring.
     __device__ __forceinline__ void send_state(const Phase &p, const Arguments &a, const RowFacts &facts) {
@@ -156,7 +155,7 @@ struct Producer {
         if (lane < kRings)
 #pragma unroll 1
             for (int i = 0; i < kDeltaRows / kPieceRows; ++i) send_run(from + i * kPieceBytes, kPieceBytes);
-        __syncwarp();
+        agree();
     }
 };
 
@@ -195,14 +194,15 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
     for (int p = 0; p < a.n_phases; ++p) {
         const Phase &phase = *reinterpret_cast<const Phase *>(phases + (p & 1) * kPhaseStride);
         if (p + 1 < a.n_phases) coming.ask(a.phases + p + 1, lane);
-        if (phase.kind == kMatmul) producer.send_weights(phase);
+        // The next phase's boxes, too, are on their way before they are wanted.
+        if (a.boxes != nullptr && warp == 0 && lane < 3 && p + 1 < a.n_phases) prefetch_box(a.boxes + 3 * (p + 1) + lane);
+        if (phase.kind == kMatmul) producer.send_weights(phase, a.boxes + 3 * p);
         else if (phase.kind == kAttend) producer.send_positions(phase.attend, a, s.row);
         else if (phase.kind == kDelta) producer.send_state(phase, a, s.row);
         __syncwarp();
         if (p + 1 < a.n_phases) coming.put(phases + ((p + 1) & 1) * kPhaseStride, lane);
         __syncwarp();
     }
-    wait_async<0>();
 }
 
 // What a warp multiplies: tiles of one weight, gate and up by turns, that are added up together.
@@ -213,7 +213,7 @@ struct Group {
     int x_row;
     bool has_scales;
     const uint8_t *xs;
-    float *sums;        // [tiles][warps][16 rows]
+    float *sums;        // [tiles][warps][rows of a tile]
 #ifdef PK_PERSIST_TRACE
     long long waited = 0;
 #endif
@@ -222,13 +222,13 @@ struct Group {
 // This warp's chunks of the group. Block formats: of two tiles at once.
 template <int kFormat>
 __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
-    constexpr int kStep = is_rows(kFormat) ? 1 : 2;
+    constexpr int kStep = is_rows(kFormat) ? 1 : 2, kShift = tile_shift(kFormat);
     const int lane = thread_here() & 31;
     Product<kFormat> product;
-    float *to = g.sums + (thread_here() >> 5) * 16;
+    float *to = g.sums + ((thread_here() >> 5) << kShift);
     int next = g.next;
 #pragma unroll 1
-    for (int t = g.first; t < g.first + g.n; t += kStep, to += kStep * kWarps * 16) {
+    for (int t = g.first; t < g.first + g.n; t += kStep, to += kStep * kWarps << kShift) {
         product.clear();
         const int begin = t / kStep * g.chunks, end = begin + g.chunks;
         const bool is_two = kStep == 2 && t + 1 < g.first + g.n;
@@ -244,8 +244,7 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
 #endif
             const int chunk = next - begin;
             if constexpr (kStep == 1) {
-                const uint8_t *const slots[1] = {taker.slot_at(0)};
-                product.add(slots, g.xs, g.x_row, chunk, g.has_scales ? 2 * chunk & 3 : -1, lane);
+                product.add(taker.slot_at(0), g.xs, g.x_row, chunk, g.has_scales, lane);
                 __syncwarp();
                 taker.release(lane, product.used());
             } else if (is_two) {
@@ -265,7 +264,7 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
             product.store(to, lane);
         } else {
             product.store(to, lane, 0);
-            if (is_two) product.store(to + kWarps * 16, lane, 1);
+            if (is_two) product.store(to + (kWarps << kShift), lane, 1);
         }
     }
     g.next = next;
@@ -292,7 +291,7 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
     uint8_t *xs = shared + layout.x;
     const Range all = range_of(phase);
     if (all.end <= all.begin) return false;
-    const int x_index = phase.is_gathered ? s.gather : 0, most = tiles_once(a);
+    const int x_index = phase.is_gathered ? s.gather : 0, most = tiles_once(a, phase);
     bool has_norm = phase.norm != nullptr, is_own = true;
     for (int i = 0; i < phase.n_w; ++i) is_own &= phase.w[i].n_chunks % kWarps == 0;
     // The first group, so that nothing is left to do when x has come.
@@ -401,12 +400,13 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
         for (int i = 0; all.begin < all.end && i < (phase.is_gated ? 1 : phase.n_w); ++i) {
             const Weight &w = phase.w[i];
             const Range tiles = tiles_of(all, w);
-            const int n_tiles = max(0, tiles.end - tiles.begin) << phase.is_gated, most = tiles_once(a);
+            const int n_tiles = max(0, tiles.end - tiles.begin) << phase.is_gated, most = tiles_once(a, phase);
 #pragma unroll 1
             for (int first = 0; first < n_tiles; first += most) {
                 const uint8_t *buffer = shared + layout.part + (n_groups & 1) * a.part_bytes;
                 const float *const sums = reinterpret_cast<const float *>(buffer + kSumsAt);
-                const int first_row = (tiles.begin + (first >> phase.is_gated)) * 16, n_outputs = is_there ? (min(most, n_tiles - first) >> phase.is_gated) * 16 : 0;
+                const int first_row = (tiles.begin + (first >> phase.is_gated)) << phase.tile_shift,
+                          n_outputs = is_there ? min(most, n_tiles - first) >> phase.is_gated << phase.tile_shift : 0;
                 Output output;
                 output.prepare(phase, w, sums, first_row + tid, tid, tid < n_outputs);
                 await_sums();

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kSharedBytes = 227 * 1024 - 4096;  // static shared memory is the rest
 constexpr int kBuffers = 8, kReach = 4;              // buffers of packets; how many phases back a phase may read
-constexpr int kTilesOnce = 12;                       // tiles that are added up at once, one row of x
+constexpr int kTilesOnce = 12;                       // tiles of 16 rows that are added up at once
 
 // A phase before it knows where packets lie.
 struct Draft {
@@ -62,7 +62,8 @@ bool read_weight(const Launch &l, const pk_op_matmul &op, int i, Weight *w) {
     const Packed *found = find_packed(l.ctx, op.w[i]);
     if (found == nullptr || staging_of(found->format) < 0) return false;
     const Packed &p = *found;
-    if (p.cols % chunk_elements(p.format) || p.padded_cols != p.cols) return false;
+    // The last chunk of a row-major format may be half a chunk: copies put zeros behind it.
+    if (p.cols % (chunk_elements(p.format) >> is_rows(p.format)) || p.padded_cols != p.cols) return false;
     w->data = reinterpret_cast<const uint8_t *>(op.w[i].data);
     const float *scales = reinterpret_cast<const float *>(w->data + p.scales);
     w->row_scale = p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
@@ -71,11 +72,11 @@ bool read_weight(const Launch &l, const pk_op_matmul &op, int i, Weight *w) {
     w->bias = reinterpret_cast<const float *>(op.bias[i].data);
     w->row_bytes = p.row_bytes;
     w->rows = static_cast<int32_t>(p.rows);
-    w->n_tiles = static_cast<int32_t>((p.rows + 15) / 16);
+    w->n_tiles = static_cast<int32_t>((p.rows + (1 << tile_shift(p.format)) - 1) >> tile_shift(p.format));
     w->scale_stride = static_cast<int32_t>(p.scale_stride);
     w->format = p.format;
     w->scale = p.scale;
-    w->n_chunks = static_cast<int32_t>(p.cols / chunk_elements(p.format));
+    w->n_chunks = static_cast<int32_t>((p.cols + chunk_elements(p.format) - 1) / chunk_elements(p.format));
     return op.w[i].data % 128 == 0;
 }
 
@@ -98,6 +99,7 @@ bool read_matmul(const Launch &l, const pk_op_matmul &op, const pk_op_norm *norm
         if (p.is_gated && i > 0 && (w.format != p.w[0].format || w.rows != p.w[0].rows)) return false;
         if (column % 2) return false;
         p.staging = staging_of(w.format);
+        p.tile_shift = tile_shift(w.format);
         w.first_tile = p.is_gated ? 0 : p.n_tiles;
         w.first_column = p.is_gated ? 0 : static_cast<int32_t>(column);
         if (!p.is_gated || i == 0) p.n_tiles += w.n_tiles;
@@ -351,6 +353,28 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
     return phases;
 }
 
+// Maps of the boxes that row-major weights are copied in, three a phase: words of four bytes, as no side of a box may have more than 256 elements.
+int32_t make_boxes(decltype(&cuTensorMapEncodeTiled) encode, const std::vector<Phase> &phases, std::vector<CUtensorMap> *boxes) {
+    const CUtensorMap *any = nullptr;
+    for (size_t i = 0; i < phases.size(); ++i) {
+        const Phase &p = phases[i];
+        for (int k = 0; p.kind == kMatmul && k < p.n_w; ++k) {
+            const Weight &w = p.w[k];
+            if (!is_rows(w.format)) continue;
+            const cuuint64_t size[2] = {static_cast<cuuint64_t>(p.k) * (w.format == PK_BF16 ? 2 : 1) / 4, static_cast<cuuint64_t>(w.rows)}, stride[1] = {static_cast<cuuint64_t>(w.row_bytes)};
+            const cuuint32_t box[2] = {kBoxWidth / 4, kBoxRows}, step[2] = {1, 1};
+            const CUresult e = encode(&(*boxes)[3 * i + k], CU_TENSOR_MAP_DATA_TYPE_UINT32, 2, const_cast<uint8_t *>(w.data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                      CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+            if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "persist: tensor map of %d rows of %lld bytes: CUDA driver error %d", w.rows, static_cast<long long>(w.row_bytes), static_cast<int>(e));
+            any = &(*boxes)[3 * i + k];
+        }
+    }
+    // Maps are asked for ahead by their places: none is without meaning.
+    for (size_t i = 0; any != nullptr && i < boxes->size(); ++i)
+        if (const Phase &p = phases[i / 3]; p.kind != kMatmul || static_cast<int>(i % 3) >= p.n_w || !is_rows(p.w[i % 3].format)) (*boxes)[i] = *any;
+    return PK_OK;
+}
+
 // How shared memory is divided. False: something does not fit.
 bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
     int32_t slot = 128, x = 0;
@@ -366,11 +390,11 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
         if (p.kind != kMatmul) continue;
         for (int i = 0; i < p.n_w; ++i) {
             slot = std::max(slot, slot_bytes(p.w[i].format));
-            if (p.w[i].format == PK_Q8_0) a->most_sent = 4;  // more gains nothing and keeps others waiting; other formats want all that fit
+            if (is_rows(p.w[i].format) || p.w[i].format == PK_Q8_0) a->most_sent = 2;  // more gains nothing and keeps others waiting; smaller chunks want all that fit
         }
         p.each = p.n_tiles / n_blocks;
         p.more = p.n_tiles % n_blocks;
-        x = std::max(x, staged_bytes(p.staging, 1, p.k));
+        x = std::max(x, staged_bytes(p.staging, p.k));
     }
     // What few blocks do is done by those that have a tile less to do behind it.
     for (size_t i = 0; i + 1 < phases.size(); ++i) {
@@ -424,20 +448,24 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
     if (made.empty()) return PK_OK;
     // One piece of memory: epochs, partial sums of attention, buffers of packets, phases. Runs follow each other and share the first three.
     int64_t buffer = 0, n_phases = 0, partial = 0;
+    bool has_boxes = false;
     for (const Made &m : made) {
         for (int64_t n : m.packets) buffer = std::max(buffer, (n + 255) / 256 * 256);
         n_phases += static_cast<int64_t>(m.phases.size());
-        for (const Phase &p : m.phases)
+        for (const Phase &p : m.phases) {
+            has_boxes |= p.kind == kMatmul && is_rows(p.w[0].format);
             if (p.kind == kAttend)
                 partial = std::max(partial, l.ctx->n_processors * (8 * int64_t{p.attend.head_width} + 16) * 8);
+        }
     }
-    const int64_t partial_at = 256, packets_at = partial_at + partial, phases_at = packets_at + kBuffers * buffer;
+    const int64_t partial_at = 256, packets_at = partial_at + partial, boxes_at = packets_at + kBuffers * buffer;
+    const int64_t phases_at = boxes_at + (has_boxes ? 3 * n_phases * static_cast<int64_t>(sizeof(CUtensorMap)) : 0);
     out->n_bytes = phases_at + n_phases * static_cast<int64_t>(sizeof(Phase));
     if (int32_t e = check(cudaMalloc(&out->memory, out->n_bytes), "load")) return e;
     uint8_t *memory = static_cast<uint8_t *>(out->memory);
     if (int32_t e = check(cudaMemsetAsync(memory, 0, phases_at, l.stream), "load")) return e;
     const pk_state &s = *l.state;
-    uint8_t *to = memory + phases_at;
+    uint8_t *to = memory + phases_at, *boxes_to = memory + boxes_at;
     for (Made &m : made) {
         for (size_t i = 0; i < m.phases.size(); ++i) {
             Phase &p = m.phases[i];
@@ -449,6 +477,14 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
         }
         Arguments &a = m.run.arguments;
         a.phases = reinterpret_cast<const Phase *>(to);
+        if (has_boxes) {
+            std::vector<CUtensorMap> boxes(3 * m.phases.size());
+            if (int32_t e = make_boxes(l.ctx->driver.encode_tiled, m.phases, &boxes)) return e;
+            const int64_t n = static_cast<int64_t>(boxes.size() * sizeof(CUtensorMap));
+            if (int32_t e = check(cudaMemcpy(boxes_to, boxes.data(), n, cudaMemcpyHostToDevice), "load")) return e;
+            a.boxes = reinterpret_cast<const CUtensorMap *>(boxes_to);
+            boxes_to += n;
+        }
         a.n_phases = static_cast<int32_t>(m.phases.size());
         a.info = l.info;
         a.sample_at = reinterpret_cast<const int32_t *>(s.sample_at);
