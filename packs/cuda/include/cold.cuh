@@ -68,14 +68,14 @@ __device__ __forceinline__ void ask_host(const ColdAsk &a, int32_t n_rows, int32
         for (int32_t e = 0; e < 8; ++e) v[e] = c + e < a.x_cols ? load_as_f32(a.x, t * a.x_stride + c + e, a.x_format) : 0.0f;
         *reinterpret_cast<uint4 *>(to + t * cold_stride(a.x_cols) + c) = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
     }
-    if (threadIdx.x == 0) {
-        a.mail->layer = a.layer;
-        a.mail->n_rows = n_rows;
-        a.mail->n_used = n_used;
-    }
-    __threadfence_system();
     __syncthreads();
-    if (threadIdx.x == 0) *reinterpret_cast<volatile uint64_t *>(&a.mail->request) = a.state->request;
+    if (threadIdx.x != 0) return;
+    a.mail->layer = a.layer;
+    a.mail->n_rows = n_rows;
+    a.mail->n_used = n_used;
+    // One fence is enough for what the whole block wrote before it met.
+    __threadfence_system();
+    *reinterpret_cast<volatile uint64_t *>(&a.mail->request) = a.state->request;
 }
 #endif
 
