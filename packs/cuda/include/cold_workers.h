@@ -88,7 +88,7 @@ class ColdWorkers {
     std::vector<std::atomic<int32_t>> left_;         // tiles of an item that are still to be made
     std::vector<std::atomic<int32_t>> halves_;       // of a tile: whether its first product is there
     int64_t x_stride_ = 0, h_stride_ = 0;
-    int32_t n_rows_ = 0, n_pairs_ = 0, hidden_tiles_ = 0, n_products_ = 0;
+    int32_t n_rows_ = 0, n_pairs_ = 0, n_items_ = 0, hidden_tiles_ = 0, n_products_ = 0, n_sums_ = 0;
     uint64_t taken_;  // the last request that was laid out
 
     alignas(64) std::atomic<uint64_t> job_{0};

@@ -198,6 +198,8 @@ bool ColdWorkers::take_request() {
     };
     grow(x_, 2 * kColdRows * x_stride_);
     n_pairs_ = n;
+    n_items_ = static_cast<int32_t>(items_.size());
+    n_sums_ = (down.rows + kColdTile - 1) / kColdTile;
     n_products_ = l.matrices[0].data ? 2 : 1;
     grow(products_, int64_t{2} * n * hidden_tiles_ * kColdTile);
     grow(prepared_, n * h_stride_);
@@ -228,9 +230,8 @@ bool ColdWorkers::wait_for(Part part, uint64_t job, int32_t n) const {
 }
 
 void ColdWorkers::run_job(uint64_t job) {
-    // Read before a task is claimed: the job may be over, and its successor be laid out, when this thread comes late.
-    const int32_t n_rows = n_rows_, n_items = static_cast<int32_t>(items_.size()), n_tiles = hidden_tiles_ * n_items * n_products_;
-    const int32_t n_sums = (layer_->matrices[2].rows + kColdTile - 1) / kColdTile;
+    // Numbers alone before a task is claimed: when this thread comes late, the job is over and its layer may be gone.
+    const int32_t n_rows = n_rows_, n_items = n_items_, n_tiles = hidden_tiles_ * n_items * n_products_, n_sums = n_sums_;
     for (int32_t t; (t = claim(kPrepare, job, n_rows)) >= 0; done_[kPrepare].fetch_add(1, std::memory_order_acq_rel)) {
         const uint16_t *x = reinterpret_cast<const uint16_t *>(reinterpret_cast<const uint8_t *>(mail_) + kColdXAt) + t * cold_stride(layer_->matrices[1].cols);
         const ColdMatrix &up = layer_->matrices[1], &gate = layer_->matrices[0];
