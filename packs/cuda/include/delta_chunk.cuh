@@ -108,26 +108,34 @@ __device__ __forceinline__ void copy_tile(uint8_t *tile, const uint8_t *from, in
 constexpr int kMatrixStride = kChunk + 4;
 constexpr int kPrepareShared = 3 * kWideBytes + kChunk * kMatrixStride * 4 + 2 * kChunk * 4;
 
-// Of each pair of diagonal blocks of kSize: the lower left one of `out` becomes A21 T11, or -T22 times that of `right`. A thread makes
-// four neighbours.
-template <int kSize, int kRightStride, int kOutStride>
-__device__ __forceinline__ void multiply_blocks(const float *left, const float *right, float *out, bool is_second) {
-    constexpr int kPerPair = kSize * kSize / 4, kPairs = kChunk / (2 * kSize);
-    if (threadIdx.x >= kPairs * kPerPair) return;
-    const int pair = threadIdx.x / kPerPair, row = threadIdx.x % kPerPair / (kSize / 4), col = threadIdx.x % (kSize / 4) * 4;
-    const int top = pair * 2 * kSize, low = top + kSize;
-    const float *l = left + (low + row) * kMatrixStride + (is_second ? low : top), *r = right + (is_second ? low : top) * kRightStride + top + col;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+// Of each pair of diagonal blocks of kSize: A21 T11 to `scratch`, or -T22 times that to where A21 was. In TF32 (T is rounded to bf16 afterwards), 16 x 8 a warp.
+constexpr int kScratchStride = 40;
+__device__ __forceinline__ uint32_t to_tf32(float v) {
+    uint32_t u;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(u) : "f"(v));
+    return u;
+}
+template <int kSize, bool kIsSecond>
+__device__ __forceinline__ void multiply_blocks(float *a, float *scratch) {
+    constexpr int kS = kMatrixStride, kAcross = kSize / 8, kPerPair = kSize / 16 * kAcross, kTasks = kChunk / (2 * kSize) * kPerPair;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    if (warp >= kTasks) return;
+    const int top = warp / kPerPair * 2 * kSize, low = top + kSize, row = low + warp % kPerPair / kAcross * 16 + g, col = warp % kAcross * 8;
+    const float *left = a + row * kS + (kIsSecond ? low : top) + t;
+    float d[4] = {};
 #pragma unroll
-    for (int k = 0; k < kSize; ++k) {
-        const float x = is_second ? -l[k] : l[k];
-        const float4 y = *reinterpret_cast<const float4 *>(r + k * kRightStride);
-        sum.x = fmaf(x, y.x, sum.x);
-        sum.y = fmaf(x, y.y, sum.y);
-        sum.z = fmaf(x, y.z, sum.z);
-        sum.w = fmaf(x, y.w, sum.w);
+    for (int k = 0; k < kSize; k += 8) {
+        const float *right = kIsSecond ? scratch + (low + k + t) * kScratchStride + col + g : a + (top + k + t) * kS + top + col + g;
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(to_tf32(left[k])), "r"(to_tf32(left[k + 8 * kS])), "r"(to_tf32(left[k + 4])), "r"(to_tf32(left[k + 4 + 8 * kS])), "r"(to_tf32(right[0])),
+                       "r"(to_tf32(right[4 * (kIsSecond ? kScratchStride : kS)])));
     }
-    *reinterpret_cast<float4 *>(out + (low + row) * kOutStride + top + col) = sum;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (kIsSecond) *reinterpret_cast<float2 *>(a + (row + 8 * half) * kS + top + col + 2 * t) = make_float2(-d[2 * half], -d[2 * half + 1]);
+        else *reinterpret_cast<float2 *>(scratch + (row + 8 * half) * kScratchStride + col + 2 * t) = make_float2(d[2 * half], d[2 * half + 1]);
+    }
 }
 
 // T = (I + A)^-1 of the unit lower triangle in `a` [64, 68], in place: blocks of 16 by substitution, then doubled. What lies above
@@ -151,24 +159,30 @@ __device__ __forceinline__ void invert(float *a, float *scratch) {
         for (int t = 0; t < 16; ++t) a[(base + t) * kS + base + j] = x[t];
     }
     __syncthreads();
-    multiply_blocks<16, kMatrixStride, kChunk>(a, a, scratch, false);
+    multiply_blocks<16, false>(a, scratch);
     __syncthreads();
-    multiply_blocks<16, kChunk, kMatrixStride>(a, scratch, a, true);
+    multiply_blocks<16, true>(a, scratch);
     __syncthreads();
-    multiply_blocks<32, kMatrixStride, kChunk>(a, a, scratch, false);
+    multiply_blocks<32, false>(a, scratch);
     __syncthreads();
-    multiply_blocks<32, kChunk, kMatrixStride>(a, scratch, a, true);
+    multiply_blocks<32, true>(a, scratch);
     __syncthreads();
 }
 
-// By two warps: G and beta of a chunk's tokens.
+__device__ __forceinline__ float exp_of_two(float x) {
+    float v;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+    return v;
+}
+
+// By two warps: G, as a power of two, and beta of a chunk's tokens.
 __device__ __forceinline__ void put_decays(const DeltaArguments &d, int64_t token, int n, int h, float *decay, float *beta) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     if (warp == 0) {
         float x[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            x[i] = lane + 32 * i < n ? log_decay(d, token + lane + 32 * i, h) : 0.0f;
+            x[i] = lane + 32 * i < n ? 1.4426950408889634f * log_decay(d, token + lane + 32 * i, h) : 0.0f;
             for (int o = 1; o < 32; o <<= 1) {
                 const float up = __shfl_up_sync(~0u, x[i], o);
                 if (lane >= o) x[i] += up;

@@ -8,7 +8,7 @@ namespace {
 
 // ---- all chunks side by side, as delta_chunk_kernel. Grid: slots of the segment, value heads ----
 
-constexpr int kPrepareHopper = 3 * kWideBytes + kNarrowBytes + kChunk * kMatrixStride * 4 + 2 * kChunk * 4 + 1024;
+constexpr int kPrepareHopper = 3 * kWideBytes + kNarrowBytes + kChunk * kMatrixStride * 4 + 2 * kChunk * 4 + 16 + 1024;
 
 __device__ __forceinline__ void join_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
 __device__ __forceinline__ void store_bytes(void *global, uint32_t shared, int bytes) {
@@ -30,15 +30,20 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_hopper_kernel(const _
     uint8_t *qs = dynamic + (-shared_address(dynamic) & 1023), *ks = qs + kWideBytes, *vs = ks + kWideBytes, *ps = vs + kWideBytes;
     float *matrix = reinterpret_cast<float *>(ps + kNarrowBytes), *decay = matrix + kChunk * kMatrixStride, *beta = decay + kChunk;
     const int64_t token = d.state.row_start[chunk.row] + chunk.first, item = static_cast<int64_t>(blockIdx.x) * d.n_v_heads + h;
-    copy_tile<kWideBytes>(qs, mixed_tile(a, slot, g), tid);
-    copy_tile<kWideBytes>(ks, mixed_tile(a, slot, d.n_k_heads + g), tid);
-    commit_async();
-    copy_tile<kWideBytes>(vs, mixed_tile(a, slot, 2 * d.n_k_heads + h), tid);
-    commit_async();
+    uint64_t *arrived = reinterpret_cast<uint64_t *>(beta + kChunk);  // q and k; v
+    if (tid == 128) {
+        barrier_init(arrived, 1);
+        barrier_init(arrived + 1, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier_expect(arrived, 2 * kWideBytes);
+        copy_bytes(shared_address(qs), mixed_tile(a, slot, g), kWideBytes, arrived);
+        copy_bytes(shared_address(ks), mixed_tile(a, slot, d.n_k_heads + g), kWideBytes, arrived);
+        barrier_expect(arrived + 1, kWideBytes);
+        copy_bytes(shared_address(vs), mixed_tile(a, slot, 2 * d.n_k_heads + h), kWideBytes, arrived + 1);
+    }
     put_decays(d, token, chunk.n, h, decay, beta);
-    wait_async<1>();
-    fence_async_proxy();
     __syncthreads();
+    barrier_wait(arrived, 0);
     const int row = (warp & 3) * 16 + (lane >> 2), c = 2 * (lane & 3);
     float x[32];
     {
@@ -54,21 +59,45 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_hopper_kernel(const _
         if (tid < kChunk) a.decay[item * kChunk + tid] = decay[tid];
         wgmma_wait<0>();
         settle(x);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int t = row + 8 * half;
-            const float now = decay[t], factor = beta[t];
+        // Of a warp's 16 rows all columns up to the last of them count.
+        const int last = (warp & 3) * 16 + 15;
+        const float now[2] = {decay[row], decay[row + 8]};
+        auto each_pair = [&](auto &&store) {
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
                 const int s = 8 * n + c;
-                const float2 then = *reinterpret_cast<const float2 *>(decay + s);
-                const float low = s <= t ? x[4 * n + 2 * half] * __expf(now - then.x) : 0.0f, high = s + 1 <= t ? x[4 * n + 2 * half + 1] * __expf(now - then.y) : 0.0f;
-                if (group) *reinterpret_cast<uint32_t *>(ps + narrow(t, n) + 2 * c) = pack_bf16(low, high);
-                else *reinterpret_cast<float2 *>(matrix + t * kMatrixStride + s) = make_float2(s < t ? low * factor : 0.0f, s + 1 < t ? high * factor : 0.0f);
+                float v[4] = {};
+                if (8 * n <= last) {
+                    const float2 then = *reinterpret_cast<const float2 *>(decay + s);
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        v[2 * half] = x[4 * n + 2 * half] * exp_of_two(now[half] - then.x);
+                        v[2 * half + 1] = x[4 * n + 2 * half + 1] * exp_of_two(now[half] - then.y);
+                    }
+                }
+                store(n, s, v);
             }
+        };
+        if (group) {
+            each_pair([&](int n, int s, const float (&v)[4]) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int t = row + 8 * half;
+                    *reinterpret_cast<uint32_t *>(ps + narrow(t, n) + 2 * c) = pack_bf16(s <= t ? v[2 * half] : 0.0f, s < t ? v[2 * half + 1] : 0.0f);
+                }
+            });
+        } else {
+            const float factor[2] = {beta[row], beta[row + 8]};
+            each_pair([&](int, int s, const float (&v)[4]) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int t = row + 8 * half;
+                    *reinterpret_cast<float2 *>(matrix + t * kMatrixStride + s) = make_float2(s < t ? v[2 * half] * factor[half] : 0.0f, s + 1 < t ? v[2 * half + 1] * factor[half] : 0.0f);
+                }
+            });
         }
     }
-    wait_async<0>();
+    barrier_wait(arrived + 1, 0);
     fence_async_proxy();
     __syncthreads();
     if (tid == 128) store_bytes(a.p + item * kNarrowBytes, shared_address(ps), kNarrowBytes);
@@ -83,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_hopper_kernel(const _
             float2 by = *reinterpret_cast<const float2 *>(beta + s);
             if (group) {
                 const float2 then = *reinterpret_cast<const float2 *>(decay + s);
-                by = make_float2(by.x * __expf(then.x), by.y * __expf(then.y));
+                by = make_float2(by.x * exp_of_two(then.x), by.y * exp_of_two(then.y));
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -122,8 +151,8 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_hopper_kernel(const _
 // stores what the second has left it; sums of squares over half a head go to the other block.
 constexpr int kScanThreads = kThreads + 2 * 128, kHopperStage = 3 * kWideBytes + 2 * kNarrowBytes, kQueriesAt = kWideBytes, kKeysAt = 2 * kWideBytes, kScoresAt = 3 * kWideBytes, kValuesAt = kScoresAt + kNarrowBytes;
 constexpr int kStateAt = kHopperStages * kHopperStage, kChangesAt = kStateAt + kWideBytes, kOutAt = kChangesAt + kNarrowBytes, kDecaysAt = kOutAt + kNarrowBytes;
-// Sums of the block's own columns, then the other's of four chunks: it may be three ahead.
-constexpr int kSumsAt = kDecaysAt + kHopperStages * kChunk * 4, kSumsKept = 4, kBarriersAt = kSumsAt + (1 + kSumsKept) * kChunk * 4, kScanHopper = kBarriersAt + (2 * kHopperStages + kSumsKept) * 8;
+// Sums of the block's own columns, then the other's of six chunks: it may be four ahead, and a chunk is finished one later.
+constexpr int kSumsAt = kDecaysAt + kHopperStages * kChunk * 4, kSumsKept = 6, kBarriersAt = kSumsAt + (1 + kSumsKept) * kChunk * 4, kScanHopper = kBarriersAt + (2 * kHopperStages + kSumsKept) * 8;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // d[64, 64] (+)= a[64, 16] b[16, 64], both in shared memory, b with its columns contiguous, a with its rows, or (kTransposed) its columns.
@@ -198,7 +227,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
         return;
     }
     if (warp >= kThreads / 32) {
-        fewer_registers<88>();
+        fewer_registers<112>();
         // Eight columns of four rows a thread.
         const int tid = threadIdx.x & 127, piece = tid & 7, column = h * kWidth + rank * kSlice + 8 * piece;
         auto is_wide = [](const void *p, int64_t stride, int32_t format) { return format == PK_BF16 && stride % 8 == 0 && reinterpret_cast<uint64_t>(p) % 16 == 0; };
@@ -206,28 +235,22 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
         float scale[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) scale[e] = d.scale[rank * kSlice + 8 * piece + e];
-        for (int slot = begin, i = 0; slot < end; ++slot, ++i) {
-            const int first = (slot - base) * kChunk + (tid >> 3), kept = i % kSumsKept;
-            uint4 z[4], o[4];
-            float squares[4];
+        // A chunk is finished while the next one is made: its gates and the other block's sums are there by then.
+        uint4 z[4], o[4];
+        float squares[4];
+        auto ask_gates = [&](int first) {
 #pragma unroll
             for (int k = 0; k < 4; ++k)
                 if (is_whole && first + 16 * k < q.n) z[k] = *reinterpret_cast<const uint4 *>(static_cast<const bf16 *>(d.z) + (q.first + first + 16 * k) * d.z_stride + column);
-            meet(3);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                o[k] = *reinterpret_cast<const uint4 *>(shared + kOutAt + narrow((tid >> 3) + 16 * k, piece));
-                squares[k] = own[(tid >> 3) + 16 * k];
-            }
+        };
+        auto finish = [&](int i) {
+            const int first = (begin + i - base) * kChunk + (tid >> 3), kept = i % kSumsKept;
             barrier_wait(summed + kept, (i / kSumsKept) & 1);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) squares[k] += others[kept * kChunk + (tid >> 3) + 16 * k];
-            tell(4);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 if (first + 16 * k >= q.n) continue;
                 const int64_t token = q.first + first + 16 * k;
-                const float by = rsqrtf(squares[k] * (1.0f / kWidth) + d.eps);
+                const float by = rsqrtf((squares[k] + others[kept * kChunk + (tid >> 3) + 16 * k]) * (1.0f / kWidth) + d.eps);
                 if (!is_whole) {
                     // By the piece that was read from shared memory: an element at a time.
 #pragma unroll
@@ -245,7 +268,26 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
                 }
                 *reinterpret_cast<uint4 *>(static_cast<bf16 *>(d.out) + token * d.out_stride + column) = v;
             }
+        };
+        for (int i = 0; i < end - begin; ++i) {
+            uint4 made[4];
+            float sums[4];
+            meet(3);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                made[k] = *reinterpret_cast<const uint4 *>(shared + kOutAt + narrow((tid >> 3) + 16 * k, piece));
+                sums[k] = own[(tid >> 3) + 16 * k];
+            }
+            tell(4);
+            if (i > 0) finish(i - 1);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                o[k] = made[k];
+                squares[k] = sums[k];
+            }
+            ask_gates((begin + i - base) * kChunk + (tid >> 3));
         }
+        finish(end - begin - 1);
         cluster_sync();
         return;
     }
@@ -320,8 +362,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
                 wgmma_tile<false>(x, matrix_descriptor(tiles + (kMakesO ? kQueriesAt : 0) + (k >> 2) * kNarrowBytes + 32 * (k & 3)), matrix_descriptor(ss + 2048 * k), k > 0);
             wgmma_commit();
             const float *decay = reinterpret_cast<const float *>(shared + kDecaysAt) + at * kChunk;
-            const float last = decay[kChunk - 1], near[2] = {decay[row], decay[row + 8]}, shrink = __expf(last);
-            const float by[2] = {kMakesO ? __expf(near[0]) : __expf(last - near[0]), kMakesO ? __expf(near[1]) : __expf(last - near[1])};
+            const float last = decay[kChunk - 1], near[2] = {decay[row], decay[row + 8]}, shrink = exp_of_two(last);
+            const float by[2] = {exp_of_two(kMakesO ? near[0] : last - near[0]), exp_of_two(kMakesO ? near[1] : last - near[1])};
             if constexpr (kMakesO) {
                 wgmma_wait<1>();
                 settle(o);
@@ -365,7 +407,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
             ask_output(before);
             wgmma_wait<0>();
             settle(o);
-            put_output(end - begin - 1);
+            // No stage is waited for any more: the other block must not be further behind than before.
+            const int n = end - begin, far = n - kHopperStages;
+            if (far >= 0) barrier_wait(empty + far % kHopperStages, (far / kHopperStages) & 1);
+            put_output(n - 1);
             meet(4);
         }
     };

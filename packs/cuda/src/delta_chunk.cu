@@ -1,6 +1,6 @@
 // Gated delta net for rows of many tokens: chunks of 64 tokens on tensor cores, heads of 128 x 128, convolution of width 4.
 //
-// With G_t the running sum of log decays in a chunk and S the state before it, the recurrence of pk_op_delta becomes
+// With G_t the running sum of log decays in a chunk (kept as powers of two) and S the state before it, the recurrence of pk_op_delta becomes
 //   (I + A) D = diag(beta) (V - diag(e^G) K S),  A[t, s] = beta_t e^{G_t - G_s} k_t . k_s for s < t
 //   O = diag(e^G) Q S + P D,  P[t, s] = e^{G_t - G_s} q_t . k_s for s <= t;   S' = e^{G_last} S + K^T diag(e^{G_last - G}) D
 // so that U = T diag(beta) V and W = T diag(beta e^G) K with T = (I + A)^-1 are made for all chunks side by side, and only
@@ -22,7 +22,12 @@ namespace {
 
 // ---- convolution: a warp per 128 channels of eight tokens. Grid: slots of the segment, any number of blocks over the heads of q, k and v ----
 
-__device__ __forceinline__ float fast_silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+// x / (1 + e^-x) by the two units for it; what is too large for them is x or zero.
+__device__ __forceinline__ float fast_silu(float x) {
+    float v;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp_of_two(-1.4426950408889634f * x)));
+    return x * v;
+}
 
 // kWide: inputs are BF16, four neighbours one load. Then the tail is BF16 too, widened, and narrowing it loses nothing.
 template <bool kWide>
@@ -46,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, kWide ? 4 : 2) delta_mix_kernel(cons
             if constexpr (kWide) {
                 raw[w] = make_uint2(0, 0);
                 if (first + w - 3 >= end) continue;
-                if (t >= 0)
+                if (w >= 3 || t >= 0)
                     raw[w] = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(d.taps.x) + (q.first + t) * d.taps.stride + c);
                 else
                     raw[w] = make_uint2(pack_bf16(input_of(d.taps, q, t, c), input_of(d.taps, q, t, c + 1)), pack_bf16(input_of(d.taps, q, t, c + 2), input_of(d.taps, q, t, c + 3)));
@@ -55,34 +60,57 @@ __global__ void __launch_bounds__(kThreads, kWide ? 4 : 2) delta_mix_kernel(cons
                 for (int i = 0; i < 4; ++i) x[w][i] = first + w - 3 < end ? input_of(d.taps, q, t, c + i) : 0.0f;
             }
         }
-        auto input = [&](int w, int i) {
+        auto input = [&](int w, float (&f)[4]) {
             if constexpr (kWide) {
-                const uint32_t pair = i < 2 ? raw[w].x : raw[w].y;
-                return i & 1 ? high_f32(pair) : low_f32(pair);
+                f[0] = low_f32(raw[w].x), f[1] = high_f32(raw[w].x), f[2] = low_f32(raw[w].y), f[3] = high_f32(raw[w].y);
             } else {
-                return x[w][i];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) f[i] = x[w][i];
             }
         };
         float4 conv[4];  // taps of a channel
 #pragma unroll
         for (int i = 0; i < 4; ++i) conv[i] = *reinterpret_cast<const float4 *>(d.taps.conv + (c + i) * 4);
+        const bool has_length = head < 2 * d.n_k_heads;  // q and k have length one
+        uint8_t *const tile = const_cast<uint8_t *>(mixed_tile(a, slot, head));
+        float window[4][4];
 #pragma unroll
-        for (int t = 0; t < 8; ++t) {
-            const int row = first + t;
-            uint2 &to = *reinterpret_cast<uint2 *>(const_cast<uint8_t *>(mixed_tile(a, slot, head)) + wide(row, lane >> 1) + 8 * (lane & 1));
-            if (row >= end) {
-                to = make_uint2(0, 0);
-                continue;
-            }
-            float v[4], squares = 0.0f;
+        for (int w = 0; w < 3; ++w) input(w, window[w]);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                v[i] = fast_silu(conv[i].x * input(t, i) + conv[i].y * input(t + 1, i) + conv[i].z * input(t + 2, i) + conv[i].w * input(t + 3, i));
-                squares += v[i] * v[i];
+        for (int first_of = 0; first_of < 8; first_of += 4) {
+            float v[4][4], squares[4];
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+                input(first_of + t + 3, window[(t + 3) & 3]);
+                squares[t] = 0.0f;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    v[t][i] = fast_silu(conv[i].x * window[t][i] + conv[i].y * window[(t + 1) & 3][i] + conv[i].z * window[(t + 2) & 3][i] + conv[i].w * window[(t + 3) & 3][i]);
+                    squares[t] += v[t][i] * v[t][i];
+                }
             }
-            float by = 1.0f;
-            if (head < 2 * d.n_k_heads) by = rsqrtf(warp_sum(squares) + 1e-6f) * (head < d.n_k_heads ? 0.08838834764831845f : 1.0f);
-            to = make_uint2(pack_bf16(v[0] * by, v[1] * by), pack_bf16(v[2] * by, v[3] * by));
+            if (has_length) {
+                // The sums of four tokens at once: lanes halve what they hold and what they stand for. Lanes 8 t and up end up with token t's.
+                const bool upper = lane & 16, odd = lane & 8;
+                float two[2];
+#pragma unroll
+                for (int k = 0; k < 2; ++k) two[k] = (upper ? squares[k + 2] : squares[k]) + __shfl_xor_sync(~0u, upper ? squares[k] : squares[k + 2], 16);
+                float sum = (odd ? two[1] : two[0]) + __shfl_xor_sync(~0u, odd ? two[0] : two[1], 8);
+#pragma unroll
+                for (int far = 4; far; far /= 2) sum += __shfl_xor_sync(~0u, sum, far);
+                const float by = rsqrtf(sum + 1e-6f) * (head < d.n_k_heads ? 0.08838834764831845f : 1.0f);
+#pragma unroll
+                for (int t = 0; t < 4; ++t) {
+                    const float own = __shfl_sync(~0u, by, 8 * t);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) v[t][i] *= own;
+                }
+            }
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+                const int row = first + first_of + t;
+                *reinterpret_cast<uint2 *>(tile + wide(row, lane >> 1) + 8 * (lane & 1)) = row < end ? make_uint2(pack_bf16(v[t][0], v[t][1]), pack_bf16(v[t][2], v[t][3])) : make_uint2(0, 0);
+            }
         }
     }
 }
@@ -136,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_kernel(const __grid_c
                 float p[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const float by = s + e <= t ? __expf(decay[t] - decay[s + e]) : 0.0f;
+                    const float by = s + e <= t ? exp_of_two(decay[t] - decay[s + e]) : 0.0f;
                     p[e] = qk[n][2 * half + e] * by;
                     matrix[t * kMatrixStride + s + e] = s + e < t ? kk[n][2 * half + e] * by * beta[t] : 0.0f;
                 }
@@ -153,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_kernel(const __grid_c
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             x[e] = matrix[t * kMatrixStride + s + e] * beta[s + e];
-            y[e] = x[e] * __expf(decay[s + e]);
+            y[e] = x[e] * exp_of_two(decay[s + e]);
         }
         const uint32_t at = narrow(t, s >> 3) + (s & 7) * 2;
         *reinterpret_cast<uint32_t *>(tb + at) = pack_bf16(x[0], x[1]);
@@ -283,7 +311,7 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
                 const int t = row + 8 * half;
                 const uint32_t at = narrow(t, (col0 + n * 8) >> 3) + 4 * (lane & 3);
                 const uint32_t u = *reinterpret_cast<const uint32_t *>(us + at);
-                const float x = low_f32(u) - dd[n][2 * half], y = high_f32(u) - dd[n][2 * half + 1], by = __expf(last - decay[t]), grown = __expf(decay[t]);
+                const float x = low_f32(u) - dd[n][2 * half], y = high_f32(u) - dd[n][2 * half + 1], by = exp_of_two(last - decay[t]), grown = exp_of_two(decay[t]);
                 *reinterpret_cast<uint32_t *>(ds + at) = pack_bf16(x, y);
                 *reinterpret_cast<uint32_t *>(decayed + at) = pack_bf16(x * by, y * by);
                 o[n][2 * half] *= grown;
@@ -302,7 +330,7 @@ __global__ void __launch_bounds__(kThreads, 1) delta_scan_kernel(const __grid_co
                 mma_bf16(o[2 * n + 1], pa[0], pa[1], pa[2], pa[3], b[2], b[3]);
             }
         }
-        const float shrink = __expf(last);
+        const float shrink = exp_of_two(last);
 #pragma unroll
         for (int n = 0; n < 8; ++n)
 #pragma unroll
