@@ -123,7 +123,9 @@ def same_distribution(shares, wanted, n_draws):
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_draws_follow_the_distribution_of_every_stage(bench, rng, stage):
     s = Sampler(bench, 37)
-    logits = np.round(rng.normal(size=37) * 2, 3).astype(np.float32)
+    logits = np.zeros(37, np.float32)
+    while len(np.unique(logits)) < 37:  # of equal ones at the border a GPU keeps all, the model the first
+        logits = np.round(rng.normal(size=37) * 2, 3).astype(np.float32)
     n_draws = 1600
     same_distribution(s.histogram(logits, sampling(seed=int(rng.integers(2**63)), **stage), n_draws), model(logits, sampling(**stage)), n_draws)
 
