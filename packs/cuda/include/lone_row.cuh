@@ -7,6 +7,13 @@ namespace pk {
 // Sixteen warps: a unit's product is a chain of some 700 cycles, which others must fill.
 constexpr int kLoneThreads = 512, kBlockWarps = kLoneThreads / 32;
 
+// Launches overlap where the kernels were compiled with the wait for the one before.
+#ifdef PK_WGMMA
+constexpr bool kOverlaps = true;
+#else
+constexpr bool kOverlaps = false;
+#endif
+
 constexpr int kSlots = 2, kSlotBytes = 2048 + 128;
 constexpr int64_t kRingBytes = kBlockWarps * kSlots * kSlotBytes;
 
