@@ -180,7 +180,7 @@ def storm(seed: int, run_ahead: int, n_pages: int, n_asks: int, n_fronts: int = 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2, 3])
 def test_a_storm_with_enough_pages_ends_every_ask_as_it_ends_alone(run_ahead: int) -> None:
-    seen = storm(10 + run_ahead, run_ahead, 160, 150)
+    seen = storm(20 + run_ahead, run_ahead, 160, 150)
     assert min(seen[k] for k in ("stop", "length", "abort", "nan", "cached", "masked")) > 0, seen
 
 

@@ -224,6 +224,7 @@ class Engine:
             ).encode(),
         )  # fmt: skip
         self.counters.ended[reason] += 1
+        self.scheduler.queue.left(now)
         self._forget(request)
         if slot >= 0:
             self._unlist(request)

@@ -14,6 +14,8 @@ from .request import Request
 
 MIN_RETRY_MS, MAX_RETRY_MS = 100, 60_000
 KEPT_CLIENTS = 1024
+AWAY_NS = 20_000_000
+"""Who has not asked again so long after an answer does not do so at once."""
 LATEST = 0.1
 """Weight of the latest time between two admissions, once there were as many as that takes."""
 LIGHT = 8
@@ -44,6 +46,8 @@ class WaitQueue:
         "_arrivals",
         "_deadlines",
         "_last_admit_ns",
+        "_last_left_ns",
+        "_n_away",
         "_n_admitted",
         "_n_at_work",
         "_n_pushed",
@@ -74,6 +78,7 @@ class WaitQueue:
         self._admit_us = 1000.0
         self._n_waits = 0
         self._last_admit_ns = 0
+        self._n_away = self._last_left_ns = 0
 
     # ---- coming ----
 
@@ -101,6 +106,15 @@ class WaitQueue:
             if not self._n_at_work:
                 self._reached = max(self._reached, entry.served_tokens)
 
+    def left(self, now_ns: int) -> None:
+        """An answer has ended: its client may ask again at once."""
+        self._n_away = 1 + (self._n_away if now_ns - self._last_left_ns < AWAY_NS else 0)
+        self._last_left_ns = now_ns
+
+    def expects_more(self, now_ns: int) -> bool:
+        """More answers have ended lately than requests have come since."""
+        return self._n_away > 0 and now_ns - self._last_left_ns < AWAY_NS
+
     def push(self, request: Request, cached_tokens: int) -> Request | None:
         """Takes a request in. Returns the one that must be refused instead, if the queue is full: perhaps this one.
 
@@ -122,6 +136,7 @@ class WaitQueue:
             loser = max((entry for entry in heaviest.heap if entry[2].is_queued), key=lambda e: e[:2])[2]
             self.drop(loser)
         self._arrivals.append(request)
+        self._n_away -= self._n_away > 0
         self.last_arrival_ns = max(self.last_arrival_ns, request.received_ns)
         self._enter(request)
         return loser

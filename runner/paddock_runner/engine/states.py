@@ -53,11 +53,11 @@ class StateKeeper:
             return
         while len(kept) > 1:
             states.give(kept.pop(0)[1])
+        may_take = 2 * (states.n_places - states.n_free - states.n_kept) < states.n_places
         if kept:
-            place = states.take() if states.n_free else kept.pop()[1]
+            place = states.take() if states.n_free or may_take else kept.pop()[1]
         else:
-            n_held = states.n_places - states.n_free - states.n_kept
-            place = states.take() if 2 * n_held < states.n_places else -1
+            place = states.take() if may_take else -1
         if place >= 0:
             self._device.save_state(request.slot, place)
             kept.append((n_tokens, place))

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 GATHER_SHARE = 0.25
 """Prompts wait for company for at most this part of the time that it takes to read them."""
-FIT_ERROR = 0.1
+AWAITED_SHARE, AWAITED_QUIET = 0.5, 3.0
+"""This part, and so many times as long after the last that came, while fewer have come than have ended lately: who was answered together asks again together."""
+FIT_ERROR = 0.15
 """Nine in ten steps with prefill take at least all of what the fit says but so much."""
 
 
@@ -26,16 +28,16 @@ def hold_until_ns(engine: Engine, now_ns: int) -> int:
     if engine.in_flight:
         until = _end_ns(engine) - _lead_ns(engine) if policy.lead_ms else 0
     elif not engine.slots.decode:
-        until = _gather_until_ns(engine)
+        until = _gather_until_ns(engine, now_ns)
     return until if until > now_ns else 0
 
 
 def waits_for_company(engine: Engine, now_ns: int) -> bool:
     """Whether those who have come leave this step to the rows that decode, because more are coming."""
-    return engine.scheduler.queue.n >= 2 and _gather_until_ns(engine) > now_ns
+    return engine.scheduler.queue.n >= 2 and _gather_until_ns(engine, now_ns) > now_ns
 
 
-def _gather_until_ns(engine: Engine) -> int:
+def _gather_until_ns(engine: Engine, now_ns: int) -> int:
     """Until when prompts that have not started wait for others: a moment after the last that came; 0: they do not."""
     policy, scheduler = engine.policy, engine.scheduler
     queue = scheduler.queue
@@ -44,14 +46,15 @@ def _gather_until_ns(engine: Engine) -> int:
     if queue.uncached_tokens >= engine.sizes.max_step_tokens:
         return 0
     price_us = scheduler.cost.decode_us(0) + scheduler.cost.chunk_us(queue.uncached_tokens, 0)
-    patience_ns = int(min(1e6 * policy.gather_ms, 1000 * GATHER_SHARE * price_us))
-    return min(queue.last_arrival_ns + int(1e6 * policy.quiet_ms), queue.first_arrival_ns + patience_ns)
+    share, quiet_ms = (AWAITED_SHARE, AWAITED_QUIET * policy.quiet_ms) if queue.n > 1 and queue.expects_more(now_ns) else (GATHER_SHARE, policy.quiet_ms)
+    patience_ns = int(min(1e6 * policy.gather_ms, 1000 * share * price_us))
+    return min(queue.last_arrival_ns + int(1e6 * quiet_ms), queue.first_arrival_ns + patience_ns)
 
 
 def _lead_ns(engine: Engine) -> int:
-    """How long before that end the next step is launched: no less than the fit may be off, or the device waits for the decision."""
+    """How long before that end the next step is launched: as long as deciding takes, and by what the fit may be off, or the device waits for the decision."""
     fitted_us = sum(step.price_us for step in engine.in_flight if step.n_prefill)
-    return int(max(1e6 * engine.policy.lead_ms, 1000 * FIT_ERROR * fitted_us))
+    return int(1e6 * engine.policy.lead_ms + 1000 * FIT_ERROR * fitted_us)
 
 
 def _end_ns(engine: Engine) -> int:

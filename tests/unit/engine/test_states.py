@@ -48,7 +48,8 @@ def test_an_answer_that_ends_in_steps_already_enqueued_leaves_a_state_that_is_ri
         assert first.done.reason == Reason.STOP
         second = rig.ask([*prompt, *first.tokens, 5], 5)
         rig.run()
-        assert right(second) and second.done.cached_tokens >= len(prompt) + len(first.tokens) - 8
+        assert right(second) and second.done.cached_tokens >= len(prompt) + len(first.tokens) - 8, "also when all places are taken"
+    assert not rig.engine.ledger.states.n_free  # type: ignore[union-attr]
     rig.close()
 
 
