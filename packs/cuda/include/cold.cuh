@@ -37,7 +37,7 @@ inline int32_t cold_share(const ColdCosts &c, int32_t n, float rows_each, int32_
 constexpr int32_t kColdMeasured = 8;  // experts
 
 // In device memory. slack_us: by a step's rows, how much longer the host may take than the copies, since the device has more to do until it waits for
-// the host; it grows while the host is early and shrinks when the device waited, whatever the reason. ids: what is left of a step's choices for the device, [n_rows, n_used].
+// the host; it grows while the host is early, or is not asked, and shrinks when the device waited. ids: what is left of a step's choices for the device, [n_rows, n_used].
 struct ColdState {
     uint64_t request;
     int32_t is_asked, is_given_up;

@@ -23,8 +23,9 @@ static_assert(kColdRows == PK_COLD_TOKENS);
 constexpr int kThreads = 1024, kEach = 4, kFlight = 4;
 // What a request takes from the device to the host and back, beside what the host measures.
 constexpr float kThereAndBackUs = 5.0f;
-// How slack_us changes by an answer that was there before it was waited for, and by a wait.
-constexpr float kEarlierUs = 1.0f, kLaterShare = 0.1f, kMostSlackUs = 500.0f;
+// How slack_us changes by an answer that was there before it was waited for; by a wait, however long, since a thread that lost its processor for
+// milliseconds says nothing of the next answer, it changes the other way: so much less as an expert is cheaper on the host.
+constexpr float kEarlierUs = 1.0f, kMostSlackCopies = 16.0f;
 constexpr uint64_t kGiveUpNs = 5'000'000'000;
 
 struct SumsArguments {
@@ -34,7 +35,7 @@ struct SumsArguments {
     const StepInfo *info;
     int64_t y_stride, rows_symbol;
     int32_t y_format, cols;
-    float scale;
+    float scale, later_us, most_us;
 };
 
 __device__ __forceinline__ uint64_t answered(const ColdMail *mail) {
@@ -59,11 +60,11 @@ __global__ void __launch_bounds__(kThreads) cold_sums_kernel(const __grid_consta
         is_there = answered(a.mail) == request;
         float *slack = a.state->slack_us + rows_of(a.info, a.rows_symbol);
         if (is_there) {
-            *slack = fminf(*slack + kEarlierUs, kMostSlackUs);
+            *slack = fminf(*slack + kEarlierUs, a.most_us);
         } else {
             is_there = true;
             while (answered(a.mail) != request && is_there) is_there = now_ns() - begun < kGiveUpNs;
-            *slack = fmaxf(*slack - kLaterShare * fminf(1e-3f * (now_ns() - begun), kMostSlackUs), -kMostSlackUs);
+            *slack = fmaxf(*slack - a.later_us, -a.most_us);
         }
         if (!is_there) {
             a.state->is_given_up = 1;
@@ -304,6 +305,8 @@ int32_t launch_cold_sums(const Launch &l, const pk_op_experts &op, const ColdAsk
     a.y_format = op.y.format;
     a.cols = static_cast<int32_t>(op.y.cols);
     a.scale = op.scale;
+    a.later_us = kEarlierUs * std::min(4.0f, (ask.costs.expert_us + ask.costs.row_us) / ask.costs.copy_us);
+    a.most_us = kMostSlackCopies * ask.costs.copy_us;
     return launch(l, "cold_sums", cold_sums_kernel, dim3(1), dim3(kThreads), 0, a);
 }
 

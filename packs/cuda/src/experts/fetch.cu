@@ -175,6 +175,8 @@ __device__ __forceinline__ bool choose_places(const FetchArguments &a, const Col
         const int n_rows = rows_of(a.info, a.rows_symbol);
         n_cold = cold_share(cold.costs, n_missing, static_cast<float>(n_rows * a.n_used) / n_distinct, clock, cold.state->slack_us[n_rows]);
         __syncthreads();
+        // Who is not asked cannot show that it is quick again.
+        if (tid == 0 && n_cold == 0 && cold.state->slack_us[n_rows] < 0.0f) cold.state->slack_us[n_rows] += 0.05f;
         if (n_cold > 0) leave_to_host(c, n_missing, n_cold, clock % n_missing, chosen);
         n_missing -= n_cold;
     }
