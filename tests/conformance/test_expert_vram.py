@@ -29,4 +29,5 @@ def test_experts_in_host_memory_change_no_answer_and_are_accounted_for(tmp_path)
     assert split == whole and nothing == {}
     assert told["of"] == 8 and 0 < told["slots"] < 8 and 0 < told["found_share"] < 1
     assert told["copied_bytes_total"] > 0 and told["ahead_total"] > 0
+    assert told["computed_total"] == told["threads"] == 0  # the CPU pack has no threads for what a device lacks
     assert "paddock_engine_experts_copied_bytes_total" in metrics
