@@ -148,11 +148,12 @@ __global__ void __launch_bounds__(kThreads, 3) delta_chunk_hopper_kernel(const _
 
 // The two blocks of a head are a cluster: each fetches half of W, Q, K and P for both. One warpgroup makes D, the other O, each half of
 // the state; P D of a chunk is added while the next one begins. All operands come from shared memory; D takes U's place. A third warpgroup norms, gates and
-// stores what the second has left it; sums of squares over half a head go to the other block.
+// stores what the second has left it; sums of squares over half a head go to the other block. W and Q (with G) are done with before K, P and U are wanted, so the two parts
+// of a stage come and go by themselves.
 constexpr int kScanThreads = kThreads + 2 * 128, kHopperStage = 3 * kWideBytes + 2 * kNarrowBytes, kQueriesAt = kWideBytes, kKeysAt = 2 * kWideBytes, kScoresAt = 3 * kWideBytes, kValuesAt = kScoresAt + kNarrowBytes;
 constexpr int kStateAt = kHopperStages * kHopperStage, kChangesAt = kStateAt + kWideBytes, kOutAt = kChangesAt + kNarrowBytes, kDecaysAt = kOutAt + kNarrowBytes;
 // Sums of the block's own columns, then the other's of six chunks: it may be four ahead, and a chunk is finished one later.
-constexpr int kSumsAt = kDecaysAt + kHopperStages * kChunk * 4, kSumsKept = 6, kBarriersAt = kSumsAt + (1 + kSumsKept) * kChunk * 4, kScanHopper = kBarriersAt + (2 * kHopperStages + kSumsKept) * 8;
+constexpr int kSumsAt = kDecaysAt + kHopperStages * kChunk * 4, kSumsKept = 6, kBarriersAt = kSumsAt + (1 + kSumsKept) * kChunk * 4, kScanHopper = kBarriersAt + (4 * kHopperStages + kSumsKept) * 8;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // d[64, 64] (+)= a[64, 16] b[16, 64], both in shared memory, b with its columns contiguous, a with its rows, or (kTransposed) its columns.
@@ -184,7 +185,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) uint8_t whole[];
     uint8_t *const shared = whole;
-    uint64_t *full = reinterpret_cast<uint64_t *>(shared + kBarriersAt), *empty = full + kHopperStages, *summed = empty + kHopperStages;
+    uint64_t *full = reinterpret_cast<uint64_t *>(shared + kBarriersAt), *late = full + kHopperStages, *empty = late + kHopperStages, *late_empty = empty + kHopperStages, *summed = late_empty + kHopperStages;
     float *own = reinterpret_cast<float *>(shared + kSumsAt), *others = own + kChunk;
     const DeltaArguments &d = a.delta;
     wait_dependence();
@@ -198,7 +199,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
     const int h = blockIdx.x >> 1, rank = blockIdx.x & 1, lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSumsKept; ++i) barrier_init(summed + i, 1);
-        for (int i = 0; i < kHopperStages; ++i) {
+        for (int i = 0; i < 2 * kHopperStages; ++i) {
             barrier_init(full + i, 1);
             barrier_init(empty + i, 2 * kThreads / 32);
         }
@@ -211,16 +212,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
         if (warp == kThreads / 32 + 4 && lane == 0)
             for (int slot = begin, i = 0; slot < end; ++slot, ++i) {
                 const int at = i % kHopperStages;
-                if (i >= kHopperStages) barrier_wait(empty + at, (i / kHopperStages - 1) & 1);
-                barrier_expect(full + at, kHopperStage + kChunk * 4);
                 const int64_t item = static_cast<int64_t>(slot - a.first_slot) * d.n_v_heads + h;
                 const uint32_t stage = shared_address(shared) + at * kHopperStage, half = rank * kNarrowBytes;
+                if (i >= kHopperStages) barrier_wait(empty + at, (i / kHopperStages - 1) & 1);
+                barrier_expect(full + at, 2 * kWideBytes + kChunk * 4);
                 copy_bytes_to_both(stage + half, a.w + item * kWideBytes + half, kNarrowBytes, full + at);
                 copy_bytes_to_both(stage + kQueriesAt + half, mixed_tile(a, slot, g) + half, kNarrowBytes, full + at);
-                copy_bytes_to_both(stage + kKeysAt + half, mixed_tile(a, slot, d.n_k_heads + g) + half, kNarrowBytes, full + at);
-                copy_bytes_to_both(stage + kScoresAt + half / 2, a.p + item * kNarrowBytes + half / 2, kNarrowBytes / 2, full + at);
-                copy_bytes(stage + kValuesAt, a.u + item * kWideBytes + half, kNarrowBytes, full + at);
                 copy_bytes(shared_address(shared) + kDecaysAt + at * kChunk * 4, a.decay + item * kChunk, kChunk * 4, full + at);
+                if (i >= kHopperStages) barrier_wait(late_empty + at, (i / kHopperStages - 1) & 1);
+                barrier_expect(late + at, kHopperStage - 2 * kWideBytes);
+                copy_bytes_to_both(stage + kKeysAt + half, mixed_tile(a, slot, d.n_k_heads + g) + half, kNarrowBytes, late + at);
+                copy_bytes(stage + kValuesAt, a.u + item * kWideBytes + half, kNarrowBytes, late + at);
+                copy_bytes_to_both(stage + kScoresAt + half / 2, a.p + item * kNarrowBytes + half / 2, kNarrowBytes / 2, late + at);
             }
         __syncwarp();
         cluster_sync();
@@ -305,11 +308,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
             s[4 * n + 2 * half] = v.x;
             s[4 * n + 2 * half + 1] = v.y;
         }
-    auto release = [&](int at) {
+    auto release = [&](const uint64_t *stage_empty) {
         __syncwarp();
         // What was read has been waited for: no fence, which barrier_arrive_at would be.
         if (lane < 2)
-            asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(shared_address(empty + at)), "r"(lane) : "memory");
+            asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(shared_address(stage_empty)), "r"(lane) : "memory");
     };
     // What Q S of the chunk before gave, in o, and P D: to memory.
     auto ask_output = [&](int at) {
@@ -368,16 +371,19 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
                 wgmma_wait<1>();
                 settle(o);
                 if (i > 0) {
-                    release(before);
+                    release(late_empty + before);
                     put_output(i - 1);
                 }
             }
             wgmma_wait<0>();
             settle(x);
+            release(empty + at);
             if constexpr (kMakesO) {
 #pragma unroll
                 for (int e = 0; e < 32; ++e) o[e] = x[e] * by[e >> 1 & 1];
+                barrier_wait(late + at, (i / kHopperStages) & 1);
             } else {
+                barrier_wait(late + at, (i / kHopperStages) & 1);
 #pragma unroll
                 for (int n = 0; n < 8; ++n)
 #pragma unroll
@@ -399,7 +405,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
             wgmma_commit();
             wgmma_wait<0>();
             settle(s);
-            if constexpr (!kMakesO) release(at);
+            if constexpr (!kMakesO) release(late_empty + at);
             before = at;
         }
         if constexpr (kMakesO) {
@@ -409,7 +415,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
             settle(o);
             // No stage is waited for any more: the other block must not be further behind than before.
             const int n = end - begin, far = n - kHopperStages;
-            if (far >= 0) barrier_wait(empty + far % kHopperStages, (far / kHopperStages) & 1);
+            if (far >= 0) barrier_wait(late_empty + far % kHopperStages, (far / kHopperStages) & 1);
             put_output(n - 1);
             meet(4);
         }
