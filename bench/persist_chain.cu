@@ -294,7 +294,7 @@ int main(int argc, char **argv) {
         t.format = fmt;
         return t;
     };
-    Building b;
+    Building b = {n_blocks, {}, {}, {}, {}};
     auto put = [&](Draft &dr) {
         if (!b.add(dr)) {
             puts("phase does not follow");
@@ -382,7 +382,9 @@ int main(int argc, char **argv) {
         p.shift %= n_blocks;
         if (p.kind != kPublish) p.x.packets += address(p.x.source);
         if (p.kind == kMatmul && p.add.data) p.add.packets += address(p.add.source);
-        p.y.packets = packets[i] ? address(i) : 0;
+        p.y.packets = p.y.packets ? address(i) : 0;
+        if (p.folded_x) p.folded_x += address(p.x.source);
+        if (p.folded_y) p.folded_y += address(i);
     }
     Phase *d_phases = allocate<Phase>(phases.size());
     OK(cudaMemcpy(d_phases, phases.data(), phases.size() * sizeof(Phase), cudaMemcpyHostToDevice));
@@ -611,8 +613,8 @@ int main(int argc, char **argv) {
         }
         printf("  %-8s length %6.0f |", names[kind], length / n);
         if (kind == 1) {
-            for (int j : {0, 1, 3, 4, 2, 6, 5})
-                printf(" %s %.0f/%.0f/%.0f", j == 5 ? "joined" : j == 3 ? "met" : j == 4 ? "range" : j == 2 ? "warps" : j == 6 ? "block" : marks[j], v[j][0] / n, v[j][1] / n, v[j][2] / n);
+            for (int j : {0, 7, 3, 1, 4, 2, 6, 5})
+                printf(" %s %.0f/%.0f/%.0f", j == 5 ? "joined" : j == 7 ? "taken" : j == 3 ? "met" : j == 4 ? "range" : j == 2 ? "warps" : j == 6 ? "block" : marks[j], v[j][0] / n, v[j][1] / n, v[j][2] / n);
         } else
             for (int j : {0, 1, 3, 4, 7, 2, 5, 6})
                 printf(" %s %.0f/%.0f/%.0f", marks[j], v[j][0] / n, v[j][1] / n, v[j][2] / n);

@@ -2,7 +2,7 @@
 // place in the pages, softmax(q.k) v.
 //
 // A block takes a range of positions of one KV head, its warps groups of 16 in turn. Keys and values of earlier tokens do not
-// depend on this step: producers send them through the same rings as weights, so they are there before the query is. They go
+// depend on this step: producers send them through the same rings as weights, so they are there before the query is, those of narrow heads in registers. They go
 // from shared memory into mma operands (S^T = K q^T with positions on the M side, O^T = V^T P^T after a transposition in
 // registers); each warp has sums of its own, joined in shared memory. Blocks that share a head leave packets and each join a part of its elements.
 // Assumes: BF16 pages, equal widths of K and V (64, 128 or 256), at most eight heads a KV head; of heads of 256 no more than 128 elements are turned.
@@ -25,11 +25,11 @@ struct Span {
 };
 __device__ __forceinline__ Span span_of(const Attend &t, int position) {
     const int most = min(32, max(1, static_cast<int>(gridDim.x) / t.n_kv_heads)), head = blockIdx.x / most, split = blockIdx.x - head * most;
-    const int begin = t.window > 0 ? max(0, position - t.window + 1) & ~15 : 0, n = position + 1 - begin, groups = (n + 15) / 16;
-    const int wanted = min(most, (groups + kWarps - 1) / kWarps), each = (groups + wanted - 1) / wanted, n_splits = (groups + each - 1) / each;
+    const int begin = t.window > 0 ? max(0, position - t.window + 1) & ~15 : 0, groups = (position - begin + 15) / 16;
+    const int wanted = min(most, (groups + kWarps - 1) / kWarps), each = max(1, (groups + wanted - 1) / wanted), n_splits = max(1, (groups + each - 1) / each);
     if (head >= t.n_kv_heads || split >= n_splits) return {-1, 0, 0, 0, 0};
     const int first = begin + split * each * 16;
-    return {head, split, n_splits, first, min(position + 1, first + each * 16)};
+    return {head, split, n_splits, first, min(position, first + each * 16)};
 }
 
 // Four neighbouring elements of a head a lane, of wider heads four more that are not turned. What a lane needs of the norm and the rotation is asked
@@ -78,32 +78,63 @@ struct Turn {
     }
 };
 
-// q of this KV head's group into shared memory, and the new token's k and v into shared memory and its page when the range holds it.
+// A head of the raw q, k and v of this KV head on its way to a warp: q's heads, then k, then v.
 template <int kD>
-__device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, const Span &span, const RowFacts &facts, uint8_t *area, uint32_t epoch) {
+struct Arrival {
+    static constexpr int kParts = Turn<kD>::kParts;
+    Turn<kD> turn;
+    const uint8_t *from;
+    const float *norm;
+    uint4 raw[kParts];
+    __device__ __forceinline__ void prepare(const Phase &p, const Span &span, int position, int task, int lane) {
+        const Attend &t = p.attend;
+        const int group = t.n_heads / t.n_kv_heads;
+        const bool is_q = task < group, is_v = task > group;
+        const int head = is_q ? span.head * group + task : t.n_heads + (is_v ? t.n_kv_heads : 0) + span.head;
+        norm = is_v ? nullptr : is_q ? t.q_norm : t.k_norm;
+        from = packet_at<false>(p.x.packets, static_cast<int64_t>(head) * kD) + 16 * (4 * lane < kD ? lane : 0);
+        turn.prepare(t, norm, position, lane);
+        ask();
+    }
+    __device__ __forceinline__ void ask() {
+#pragma unroll
+        for (int k = 0; k < kParts; ++k) raw[k] = load_packets2(from + 512 * k);
+    }
+    __device__ __forceinline__ bool is_there(uint32_t epoch) const {
+        bool yes = true;
+#pragma unroll
+        for (int k = 0; k < kParts; ++k) yes &= raw[k].y == epoch && raw[k].w == epoch;
+        return yes;
+    }
+};
+
+// q of this KV head's group into shared memory, and the new token's k and v into shared memory and its page when the range holds it. arrival: of
+// this warp's first head.
+template <int kD>
+__device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, const Span &span, const RowFacts &facts, uint8_t *area, uint32_t epoch, Arrival<kD> &arrival) {
     const Attend &t = p.attend;
-    const int lane = thread_here() & 31, warp = thread_here() >> 5, group = t.n_heads / t.n_kv_heads;
-    const bool is_head = 4 * lane < kD, is_last = span.split + 1 == span.n_splits;
+    const int lane = thread_here() & 31, warp = thread_here() >> 5, group = t.n_heads / t.n_kv_heads, n_tasks = span.split + 1 == span.n_splits ? group + 2 : group;
+    const bool is_head = 4 * lane < kD;
     constexpr int kParts = Turn<kD>::kParts;
     if (is_head && group + warp < 8)
 #pragma unroll
         for (int k = 0; k < kParts; ++k) *reinterpret_cast<uint2 *>(area + (group + warp) * head_bytes(kD) + 256 * k + 8 * lane) = make_uint2(0, 0);
 #pragma unroll 1
-    for (int task = warp; task < (is_last ? group + 2 : group); task += kWarps) {
-        const bool is_q = task < group, is_v = task == group + 1;
-        const int head = is_q ? span.head * group + task : t.n_heads + (is_v ? t.n_kv_heads : 0) + span.head;
-        const float *norm = is_v ? nullptr : is_q ? t.q_norm : t.k_norm;
-        Turn<kD> turn;
-        turn.prepare(t, norm, facts.position, lane);
-        const uint8_t *from = packet_at<false>(p.x.packets, static_cast<int64_t>(head) * kD) + 16 * lane;
-        float v[kParts][4] = {};
-        if (is_head)
-#pragma unroll
-            for (int k = 0; k < kParts; ++k)
-                while (!load4<false>(from + 512 * k, epoch, v[k])) {
-                }
+    for (int task = warp; task < n_tasks; task += kWarps) {
+        const bool is_q = task < group, is_v = task > group;
+        if (task != warp) arrival.prepare(p, span, facts.position, task, lane);
+        while (!arrival.is_there(epoch)) arrival.ask();
         __syncwarp();
-        if (!is_v) turn.turn(t, norm != nullptr, v);
+        float v[kParts][4];
+#pragma unroll
+        for (int k = 0; k < kParts; ++k) {
+            const uint4 raw = arrival.raw[k];
+            v[k][0] = is_head ? low_f32(raw.x) : 0.0f;
+            v[k][1] = is_head ? high_f32(raw.x) : 0.0f;
+            v[k][2] = is_head ? low_f32(raw.z) : 0.0f;
+            v[k][3] = is_head ? high_f32(raw.z) : 0.0f;
+        }
+        if (!is_v) arrival.turn.turn(t, arrival.norm != nullptr, v);
         if (!is_head) continue;
 #pragma unroll
         for (int k = 0; k < kParts; ++k) {
@@ -117,56 +148,113 @@ __device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, co
     }
 }
 
+// What products of q and k are multiplied with, and what becomes of them: logits in base 2, capped; without a division here, which would be a call.
+__device__ __forceinline__ float logit_factor(const Attend &t) { return t.softcap > 0.0f ? __fdividef(t.scale, t.softcap) : t.scale * kLog2e; }
+__device__ __forceinline__ float logit_of(const Attend &t, float product, float factor) {
+    return t.softcap > 0.0f ? t.softcap * kLog2e * quick_tanh(product * factor) : product * factor;
+}
+
 template <int kD>
 struct HeadSums {
     // Of heads 2c and 2c + 1. o[t][i] is of head 2c + i % 2 and of element 32 (t / 2) + 8 (r / 2) + 4 (t % 2) + 2 (i / 2) + r % 2.
     float o[kD / 16][4], top[2], sum[2];
 };
 
-// One warp over its groups of 16 positions, which come through its ring: keys, then values.
+// Keys and values of 16 positions as mma operands, values transposed. Narrow heads' are in registers before the query is there.
 template <int kD>
-__device__ __forceinline__ void attend_range(const Phase &p, const Span &span, int position, const uint8_t *area, Taker &taker, HeadSums<kD> &h) {
+struct Positions {
+    static constexpr bool kIsAhead = kD <= 128;
+    uint4 keys[kIsAhead ? kD / 32 : 1][2];
+    uint32_t values[kIsAhead ? kD / 32 : 1][8];
+
+    // Which of 16 positions is row r + 8 i of the operand: of two slots rows take one of each by turns.
+    static __device__ __forceinline__ int position_of(int n_pieces, int r, int i) { return n_pieces == 2 ? (r >> 1) + 4 * i + 8 * (r & 1) : r + 8 * i; }
+    // Rows of what lies in the next slots, or the last there is.
+    static __device__ __forceinline__ void find(const Taker &taker, int n, int lane, const uint8_t *(&rows)[2]) {
+        const int n_pieces = group_pieces(taker.slot_bytes, kD);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (i < n_pieces && n > 0) taker.await(i);
+            const int row = max(0, min(position_of(n_pieces, lane >> 2, i), n - 1)), piece = n_pieces == 2 ? row >> 3 : 0;
+            rows[i] = taker.slot_at(piece) + piece * piece_shift(taker.slot_bytes, kD) + (row - 8 * piece) * (2 * kD) + 16 * (lane & 3);
+        }
+    }
+    static __device__ __forceinline__ void release(Taker &taker, int lane, uint32_t used) {
+        __syncwarp();
+#pragma unroll 1
+        for (int i = 0; i < group_pieces(taker.slot_bytes, kD); ++i) taker.release(lane, used);
+    }
+    // n: positions there are of 16; of none nothing is waited for, and what is in registers does not matter.
+    __device__ __forceinline__ void take(Taker &taker, int n, int lane) {
+        const uint8_t *rows[2];
+        uint32_t used = 0;
+        find(taker, n, lane, rows);
+#pragma unroll
+        for (int j = 0; j < kD / 32; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                keys[j][i] = *reinterpret_cast<const uint4 *>(rows[i] + 64 * j);
+                used ^= keys[j][i].x ^ keys[j][i].w;
+            }
+        if (n > 0) release(taker, lane, used);
+        find(taker, n, lane, rows);
+#pragma unroll
+        for (int j = 0; j < kD / 32; ++j) {
+            const uint4 x = *reinterpret_cast<const uint4 *>(rows[0] + 64 * j), y = *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
+            const uint32_t raw[8] = {x.x, x.y, y.x, y.y, x.z, x.w, y.z, y.w};
+#pragma unroll
+            for (int i = 0; i < 8; ++i) values[j][i] = transposed(raw[i]);
+            used ^= x.x ^ x.w ^ y.x ^ y.w;
+        }
+        if (n > 0) release(taker, lane, used);
+    }
+};
+
+// One warp over its groups of 16 positions, which come through its ring: keys, then values. The first ones have been taken.
+template <int kD>
+__device__ __forceinline__ void attend_range(const Phase &p, const Span &span, int position, const uint8_t *area, Taker &taker, Positions<kD> &group, HeadSums<kD> &h) {
+    constexpr bool kIsAhead = Positions<kD>::kIsAhead;
     const Attend &t = p.attend;
     const int lane = thread_here() & 31, warp = thread_here() >> 5, r = lane >> 2, c = lane & 3, n_pieces = group_pieces(taker.slot_bytes, kD), least = t.window > 0 ? position - t.window + 1 : 0;
     const uint8_t *q = area + r * head_bytes(kD) + 16 * c;
     const bool is_capped = t.softcap > 0.0f;
-    const float factor = is_capped ? __fdividef(t.scale, t.softcap) : t.scale * kLog2e;
+    const float factor = logit_factor(t);
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) h.o[i][0] = h.o[i][1] = h.o[i][2] = h.o[i][3] = 0.0f;
     h.top[0] = h.top[1] = -INFINITY;
     h.sum[0] = h.sum[1] = 0.0f;
+    int at = span.first + warp * 16;
 #pragma unroll 1
-    for (int at = span.first + warp * 16; at < span.last; at += 16 * kWarps) {
-        // Rows r and r + 8 of the group's keys or values, or the last there is; the new token's own is not in memory yet.
-        auto find = [&](bool is_v, const uint8_t *(&rows)[2]) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (i < n_pieces) taker.await(i);
-                const int row = min(r + 8 * i, span.last - 1 - at);
-                rows[i] = (at + row == position ? area + new_at(kD) + is_v * 2 * kD : taker.slot_at(n_pieces == 2 ? row >> 3 : 0) + (n_pieces == 2 ? row & 7 : row) * (2 * kD)) + 16 * c;
-            }
-        };
-        auto release = [&](uint32_t used) {
-            __syncwarp();
-#pragma unroll 1
-            for (int i = 0; i < n_pieces; ++i) taker.release(lane, used);
-        };
+    while (at < span.last) {
         const uint8_t *rows[2];
-        find(false, rows);
-        float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        float s[4] = {0.0f, 0.0f, 0.0f, 0.0f}, other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        if constexpr (!kIsAhead) Positions<kD>::find(taker, span.last - at, lane, rows);
 #pragma unroll
         for (int j = 0; j < kD / 32; ++j) {
-            const uint4 x = *reinterpret_cast<const uint4 *>(q + 64 * j), k = *reinterpret_cast<const uint4 *>(rows[0] + 64 * j), l = *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
+            const uint4 x = *reinterpret_cast<const uint4 *>(q + 64 * j);
+            const uint4 k = kIsAhead ? group.keys[kIsAhead ? j : 0][0] : *reinterpret_cast<const uint4 *>(rows[0] + 64 * j);
+            const uint4 l = kIsAhead ? group.keys[kIsAhead ? j : 0][1] : *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
             mma_bf16(s, k.x, l.x, k.y, l.y, x.x, x.y);
-            mma_bf16(s, k.z, l.z, k.w, l.w, x.z, x.w);
+            mma_bf16(other, k.z, l.z, k.w, l.w, x.z, x.w);
         }
-        release(__float_as_uint(s[0]) ^ __float_as_uint(s[1]) ^ __float_as_uint(s[2]) ^ __float_as_uint(s[3]));
-        // Logits in base 2, capped; without a division here, which would be a call.
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[e] = is_capped ? t.softcap * kLog2e * quick_tanh(s[e] * factor) : s[e] * factor;
+        for (int e = 0; e < 4; ++e) s[e] += other[e];
+        if constexpr (!kIsAhead) Positions<kD>::release(taker, lane, __float_as_uint(s[0]) ^ __float_as_uint(s[1]) ^ __float_as_uint(s[2]) ^ __float_as_uint(s[3]));
+        if (is_capped) {
+#pragma unroll 1
+            for (int e = 0; e < 4; ++e) {
+                const float v = logit_of(t, s[0], factor);
+                s[0] = s[1]; s[1] = s[2]; s[2] = s[3]; s[3] = v;
+            }
+        } else {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (at + r + 8 * i >= span.last || at + r + 8 * i < least) s[2 * i] = s[2 * i + 1] = -INFINITY;
+            for (int e = 0; e < 4; ++e) s[e] *= factor;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int one = at + Positions<kD>::position_of(n_pieces, r, i);
+            if (one >= span.last || one < least) s[2 * i] = s[2 * i + 1] = -INFINITY;
+        }
         uint32_t weights[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -174,30 +262,44 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 4));
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
             most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 16)), h.top[e]);
-            const float fade = h.top[e] == most ? 1.0f : power2(h.top[e] - most);
+            // None of these positions may lie in the window.
+            const float zero = most == -INFINITY ? 0.0f : most, fade = power2(h.top[e] - zero);
             h.top[e] = most;
-            s[e] = power2(s[e] - most);
-            s[e + 2] = power2(s[e + 2] - most);
+            s[e] = power2(s[e] - zero);
+            s[e + 2] = power2(s[e + 2] - zero);
             h.sum[e] = h.sum[e] * fade + s[e] + s[e + 2];
+            if (at > span.first + warp * 16)
 #pragma unroll
-            for (int i = 0; i < kD / 16; ++i) {
-                h.o[i][e] *= fade;
-                h.o[i][e + 2] *= fade;
-            }
+                for (int i = 0; i < kD / 16; ++i) {
+                    h.o[i][e] *= fade;
+                    h.o[i][e + 2] *= fade;
+                }
         }
         weights[0] = transposed(pack_bf16(s[0], s[1]));
         weights[1] = transposed(pack_bf16(s[2], s[3]));
-        find(true, rows);
+        if constexpr (kIsAhead) {
 #pragma unroll
-        for (int j = 0; j < kD / 32; ++j) {
-            const uint4 x = *reinterpret_cast<const uint4 *>(rows[0] + 64 * j), y = *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
-            mma_bf16(h.o[2 * j], transposed(x.x), transposed(x.y), transposed(y.x), transposed(y.y), weights[0], weights[1]);
-            mma_bf16(h.o[2 * j + 1], transposed(x.z), transposed(x.w), transposed(y.z), transposed(y.w), weights[0], weights[1]);
+            for (int i = 0; i < kD / 16; ++i) {
+                const uint32_t(&v)[8] = group.values[i / 2];
+                mma_bf16(h.o[i], v[i % 2 * 4], v[i % 2 * 4 + 1], v[i % 2 * 4 + 2], v[i % 2 * 4 + 3], weights[0], weights[1]);
+            }
+            at += 16 * kWarps;
+            if (at >= span.last) break;
+            group.take(taker, span.last - at, lane);
+        } else {
+            Positions<kD>::find(taker, span.last - at, lane, rows);
+#pragma unroll
+            for (int j = 0; j < kD / 32; ++j) {
+                const uint4 x = *reinterpret_cast<const uint4 *>(rows[0] + 64 * j), y = *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
+                mma_bf16(h.o[2 * j], transposed(x.x), transposed(x.y), transposed(y.x), transposed(y.y), weights[0], weights[1]);
+                mma_bf16(h.o[2 * j + 1], transposed(x.z), transposed(x.w), transposed(y.z), transposed(y.w), weights[0], weights[1]);
+            }
+            uint32_t used = 0;
+#pragma unroll
+            for (int i = 0; i < kD / 16; ++i) used ^= __float_as_uint(h.o[i][0]) ^ __float_as_uint(h.o[i][2]);
+            Positions<kD>::release(taker, lane, used);
+            at += 16 * kWarps;
         }
-        uint32_t used = 0;
-#pragma unroll
-        for (int i = 0; i < kD / 16; ++i) used ^= __float_as_uint(h.o[i][0]) ^ __float_as_uint(h.o[i][2]);
-        release(used);
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e)
@@ -205,9 +307,34 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
         for (int o = 4; o < 32; o <<= 1) h.sum[e] += __shfl_xor_sync(~0u, h.sum[e], o);
 }
 
+// The new token's logit for a head a warp; warps that may have no positions first.
+template <int kD>
+__device__ __forceinline__ void meet_new(const Attend &t, uint8_t *area) {
+    const int lane = thread_here() & 31, head = kWarps - 1 - (thread_here() >> 5);
+    if (head >= t.n_heads / t.n_kv_heads) return;
+    float sum = 0.0f;
+    if (4 * lane < kD)
+#pragma unroll
+        for (int k = 0; k < Turn<kD>::kParts; ++k) {
+            const uint2 q = *reinterpret_cast<const uint2 *>(area + head * head_bytes(kD) + 256 * k + 8 * lane), n = *reinterpret_cast<const uint2 *>(area + new_at(kD) + 256 * k + 8 * lane);
+            sum = fmaf(low_f32(q.x), low_f32(n.x), fmaf(high_f32(q.x), high_f32(n.x), fmaf(low_f32(q.y), low_f32(n.y), fmaf(high_f32(q.y), high_f32(n.y), sum))));
+        }
+    sum = warp_sum(sum);
+    if (lane == 0) reinterpret_cast<float *>(area + logits_at(kD))[head] = logit_of(t, sum, logit_factor(t));
+}
+
 // What gates a pair of neighbours, asked for early; nothing where outputs are not gated.
 __device__ __forceinline__ const uint8_t *gate_at(const Phase &p, int64_t at) { return p.add.packets ? added_at(p.add, at) : nullptr; }
 __device__ __forceinline__ uint2 ask_gate(const uint8_t *from) { return from != nullptr ? load_packet(from) : make_uint2(0, 0); }
+
+// Two neighbours, by whole warps; at: of the first one in the row.
+__device__ __forceinline__ void write_heads(const Phase &p, int64_t at, float2 o, uint32_t epoch) {
+    if (p.folded_y) {
+        const float folded[2] = {o.x, o.y};
+        put_folded<2>(reinterpret_cast<uint8_t *>(p.folded_y) + at / 32 * kFoldedBytes, folded, 0.0f, epoch, p.folded_staging == kStageBytes);
+    }
+    write_pair(p.y, at, o, epoch);
+}
 
 // Two neighbours of a head: what all positions gave, divided by the sum of weights, the head's sink among them; then gated. at: of the first one
 // in the row; gate: what was there of their packet; gated: that packet's epoch.
@@ -226,8 +353,9 @@ __device__ __forceinline__ void put_outputs(const Phase &p, int head, int64_t at
         if (gate.y != gated) gate = await_packet(from, gated);
         o.x = __fdividef(o.x, 1.0f + __expf(-low_f32(gate.x)));
         o.y = __fdividef(o.y, 1.0f + __expf(-high_f32(gate.x)));
+        __syncwarp();
     }
-    write_pair(p.y, at, o, epoch);
+    write_heads(p, at, o, epoch);
 }
 
 // Joins the warps, which leave their sums as they are; then writes the heads, or leaves them for the blocks that share them, each of which joins a part.
@@ -267,10 +395,13 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
             const float4 f = *reinterpret_cast<const float4 *>(facts + head * kWarps + w);
             top[w] = f.x; sums[w] = f.y; top[w + 1] = f.z; sums[w + 1] = f.w;
         }
-        float most = top[0], sum = 0.0f;
+        const float fresh = span.split + 1 == span.n_splits ? reinterpret_cast<const float *>(area + logits_at(kD))[head] : -INFINITY;
+        float most = fresh;
 #pragma unroll
-        for (int w = 1; w < kWarps; ++w) most = fmaxf(most, top[w]);
-        float2 o = make_float2(0.0f, 0.0f);
+        for (int w = 0; w < kWarps; ++w) most = fmaxf(most, top[w]);
+        const uint32_t value = *reinterpret_cast<const uint32_t *>(area + new_at(kD) + 2 * kD + 2 * d);
+        float sum = power2(fresh - most);
+        float2 o = fresh > -INFINITY ? make_float2(sum * low_f32(value), sum * high_f32(value)) : make_float2(0.0f, 0.0f);
         const float *from = scratch + in * kHead + 36 * (d / 32) + d % 32 / 8 * 8 + d % 8 / 2;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
@@ -346,16 +477,26 @@ __device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const
     if (facts.is_dead) {
         const int n = t.n_heads / t.n_kv_heads * kD;
         if (span.split == 0)
-            for (int j = thread_here(); j < n; j += kConsumers) write_output(p.y, static_cast<int64_t>(span.head) * n + j, 0.0f, true, base + at + 1);
+#pragma unroll 1
+            for (int j = 2 * thread_here(); j < n; j += 2 * kConsumers) write_heads(p, static_cast<int64_t>(span.head) * n + j, make_float2(0.0f, 0.0f), base + at + 1);
         return;
     }
+    // All that does not depend on the query before it comes.
+    Positions<kD> group;
+    Arrival<kD> arrival;
+    const int lane = thread_here() & 31, warp = thread_here() >> 5, mine = span.first + warp * 16;
+    arrival.prepare(p, span, facts.position, min(warp, t.n_heads / t.n_kv_heads + 1), lane);
+    if constexpr (Positions<kD>::kIsAhead)
+        group.take(taker, span.last - mine, lane);
+    mark(a, at, 7);
     join_consumers(kConsumers);  // nobody multiplies any more with what lies here
-    place_new<kD>(p, a, span, facts, area, base + p.x.source + 1);
+    mark(a, at, 3);
+    place_new<kD>(p, a, span, facts, area, base + p.x.source + 1, arrival);
     mark(a, at, 1);
     join_consumers(kConsumers);
-    mark(a, at, 3);
     HeadSums<kD> sums;
-    attend_range<kD>(p, span, facts.position, area, taker, sums);
+    if (span.split + 1 == span.n_splits) meet_new<kD>(t, area);
+    attend_range<kD>(p, span, facts.position, area, taker, group, sums);
     mark(a, at, 4);
     join_warps<kD>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1, at);
     mark(a, at, 5);

@@ -79,6 +79,10 @@ struct alignas(16) Phase {
     float scale, softcap, eps, inverse_k;
     Place x, y, add, normed;               // add: or what else is read; normed: where the normed rows go, or absent; attention: x is the raw q, k, v, add what gates the outputs
     const float *norm;                     // weights of the norm before the product, or null
+    // x, or y, folded (fold.cuh), or 0; the norm that folded y is for, or null. Tiles of such y go to blocks by twos (is_paired).
+    uint64_t folded_x, folded_y;
+    const float *folded_norm;
+    int32_t is_paired, folded_staging;     // folded_staging: of whoever reads folded y
     union {
         Weight w[3];
         Attend attend;
@@ -105,13 +109,14 @@ struct Arguments {
     uint32_t *epochs;   // [0]: phases of all launches before this one; [1]: blocks that have ended
 };
 
-// Shared memory of attention: q, what warps know of heads, the new token's k and v, then a scratch of sums: [warps][heads at once][head_floats].
+// Shared memory of attention: q, what warps know of heads, the new token's logits, k and v, then a scratch of sums: [warps][heads at once][head_floats].
 __host__ __device__ constexpr int head_bytes(int width) { return 2 * width + 64; }
 __host__ __device__ constexpr int heads_once(int width) { return 2 * kConsumers / width; }
 // Runs of 32 elements lie 36 floats apart, heads 4 more: those that write and those that read at once reach all banks.
 __host__ __device__ constexpr int head_floats(int width) { return width / 32 * 36 + 4; }
 __host__ __device__ constexpr int facts_at(int width) { return 8 * head_bytes(width); }
-__host__ __device__ constexpr int new_at(int width) { return facts_at(width) + 8 * kWarps * 8; }
+__host__ __device__ constexpr int logits_at(int width) { return facts_at(width) + 8 * kWarps * 8; }
+__host__ __device__ constexpr int new_at(int width) { return logits_at(width) + 8 * 4; }
 __host__ __device__ constexpr int scratch_at(int width) { return new_at(width) + 2 * 2 * width; }
 __host__ __device__ constexpr int attend_bytes(int width) { return scratch_at(width) + kWarps * heads_once(width) * head_floats(width) * 4; }
 
@@ -121,6 +126,9 @@ constexpr int kDeltaWidth = 128, kDeltaRows = kDeltaWidth / kWarps, kPieceRows =
 // In how many slots of the ring 16 positions of K lie, or of V.
 __host__ __device__ constexpr int group_pieces(int slot_bytes, int width) { return slot_bytes >= 32 * width ? 1 : 2; }
 
+// Of two slots the second one's positions lie so far into it that lanes which read both reach all banks.
+__host__ __device__ constexpr int piece_shift(int slot_bytes, int width) { return slot_bytes >= 16 * width + 64 ? 64 : 0; }
+
 // What a phase may ask about a row of the step.
 struct RowFacts {
     int32_t position, slot, page, is_dead;
@@ -129,6 +137,9 @@ struct RowFacts {
 constexpr int kPhases = 4;     // descriptions that multiplying and writing warps share: three phases ahead of the writers
 constexpr int kSquaresAt = 0;  // of a buffer of sums: sums of squares, a float a warp
 constexpr int kSumsAt = 128;   // [tiles][warps][rows of a tile]
+
+// A record of 32 folded elements.
+constexpr int kFoldedPackets = 7, kFoldedBytes = 16 * kFoldedPackets;
 
 // Offsets in dynamic shared memory.
 struct Layout {

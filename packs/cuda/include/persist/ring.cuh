@@ -63,8 +63,29 @@ __device__ __forceinline__ uint2 load_packet(const void *p) {
     asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(a) : "l"(p) : "memory");
     return make_uint2(static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32));
 }
+// By a warp: until one of the packets that a few lanes ask for has come. at: of its epoch.
+__device__ __forceinline__ void await_any(const uint8_t *at, uint32_t epoch, int lane) {
+    auto ask = [&] {
+        uint32_t v = ~epoch;
+        if ((lane & 3) == 0) asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+        return v;
+    };
+    uint32_t found = ask();
+    while (!__any_sync(~0u, found == epoch)) found = ask();
+}
 __device__ __forceinline__ void store_packet(void *p, uint32_t bits, uint32_t epoch) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(static_cast<uint64_t>(epoch) << 32 | bits) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+
+// Sixteen bytes that arrive together, the last four of them the epoch. Asked for unless they have come.
+__device__ __forceinline__ void load_quad_again(uint4 &v, const void *p, uint32_t epoch) {
+    uint64_t a = static_cast<uint64_t>(v.y) << 32 | v.x, b = static_cast<uint64_t>(v.w) << 32 | v.z;
+    asm volatile("{\n.reg .pred p;\n.reg .b128 q;\nmov.b128 q, {%0,%1};\nsetp.ne.u32 p, %3, %4;\n@p ld.relaxed.gpu.global.b128 q, [%2];\nmov.b128 {%0,%1}, q;\n}" : "+l"(a), "+l"(b) : "l"(p), "r"(v.w), "r"(epoch) : "memory");
+    v = make_uint4(static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b), static_cast<uint32_t>(b >> 32));
+}
+__device__ __forceinline__ void store_quad(void *p, uint4 v) {
+    asm volatile("{\n.reg .b128 q;\nmov.b128 q, {%1,%2};\nst.relaxed.gpu.global.b128 [%0], q;\n}" ::"l"(p), "l"(static_cast<uint64_t>(v.y) << 32 | v.x), "l"(static_cast<uint64_t>(v.w) << 32 | v.z) : "memory");
 }
 // Two neighbours, each a packet of its own.
 __device__ __forceinline__ void store_packets2(void *p, uint32_t first, uint32_t second, uint32_t epoch) {

@@ -2,10 +2,9 @@
 //
 // Row-major formats: rows x_row_bytes apart, behind them a factor a chunk (FP8). Integers: per 32 elements and row a scale and two bytes an element (high, low), laid out as
 // [block of 32][row][part][lane % 4][8 bytes], which are the B operand of mma m16n8k32; behind them [block][row] (scale,
-// sum of the first 16, of the second 16, unused).
+// sum of the first 16, of the second 16, of squares where x came folded).
 #pragma once
-#include "phase.h"
-#include "ring.cuh"
+#include "fold.cuh"
 
 namespace pk::persist {
 
@@ -27,23 +26,9 @@ __device__ __forceinline__ void mark_start(const Arguments &a, int at) {
 #endif
 }
 
-constexpr float kMostInteger = 32512.0f;  // 127 * 256: the low byte may round up
-
 // Where a packet of element `at` lies, and whose it is.
 template <bool kF32>
 __device__ __forceinline__ const uint8_t *packet_at(uint64_t packets, int64_t at) { return reinterpret_cast<const uint8_t *>(packets) + at * (kF32 ? 8 : 4); }
-// Four neighbours. False: not written yet.
-template <bool kF32>
-__device__ __forceinline__ bool load4(const uint8_t *from, uint32_t epoch, float *v) {
-    const uint4 a = load_packets2(from);
-    if constexpr (kF32) {
-        const uint4 b = load_packets2(from + 16);
-        v[0] = __uint_as_float(a.x); v[1] = __uint_as_float(a.z); v[2] = __uint_as_float(b.x); v[3] = __uint_as_float(b.z);
-        return a.y == epoch && a.w == epoch && b.y == epoch && b.w == epoch;
-    }
-    v[0] = low_f32(a.x); v[1] = high_f32(a.x); v[2] = low_f32(a.z); v[3] = high_f32(a.z);
-    return a.y == epoch && a.w == epoch;
-}
 __device__ __forceinline__ uint2 await_packet(const uint8_t *from, uint32_t epoch) {
     uint2 w;
     do w = load_packet(from);
@@ -142,6 +127,68 @@ __device__ __forceinline__ void put_f16(uint8_t *row, float *factors, const floa
     *reinterpret_cast<uint4 *>(row + run * 128 + ((in ^ run) & 1) * 64 + (in >> 1) * 16) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
 
+// Copies what this warp multiplies first of folded x: of each of its chunks eight records, two packets a lane. Returns this lane's sum of squares. before: see stage.
+__device__ __forceinline__ float take_folded(const Phase &p, const Arguments &a, int at, uint8_t *xs, uint32_t base, const Met &before) {
+    constexpr int kKept = 6, kRecords = 8, kCodesStep = 64 * kRecords, kScalesStep = 16 * kRecords;
+    const int lane = thread_here() & 31, warp = thread_here() >> 5, n_chunks = p.k / 256, x_row = x_row_bytes(p.staging, p.k);
+    const uint32_t epoch = base + p.x.source + 1;
+    const bool has_second = lane + 32 < kRecords * kFoldedPackets;
+    // Where a packet's first word goes, and the two others, in the first chunk: among codes, or among scales, which lie closer together.
+    uint32_t to[2][2];
+    bool is_scale[2][2];
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+        const int packet = lane + 32 * s, record = packet / kFoldedPackets, i = 3 * (packet - record * kFoldedPackets);
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            is_scale[s][w] = i + w >= 16;
+            to[s][w] = shared_address(xs) + (is_scale[s][w] ? x_row + record * 16 + 4 * (i + w - 16) : record * 64 + 4 * (i + w));
+        }
+    }
+    float squares = 0.0f;
+#pragma unroll 1
+    for (int first = warp; first < n_chunks; first += kKept * kWarps) {
+        const uint8_t *from = reinterpret_cast<const uint8_t *>(p.folded_x) + first * (kRecords * kFoldedBytes) + 16 * lane;
+        constexpr int kApart = kWarps * kRecords * kFoldedBytes;
+        uint4 raw[kKept][2];
+#pragma unroll
+        for (int j = 0; j < kKept; ++j)
+#pragma unroll
+            for (int s = 0; s < 2; ++s) raw[j][s] = make_uint4(0, 0, 0, first + j * kWarps < n_chunks && (s == 0 || has_second) ? ~epoch : epoch);
+        // A few lanes ask for one packet each until the first has come; see stage.
+        const uint8_t *last = from + (min(kKept, (n_chunks - first + kWarps - 1) / kWarps) - 1) * kApart;
+        await_any(last + 12, epoch, lane);
+        bool is_there;
+        do {
+#pragma unroll
+            for (int j = 0; j < kKept; ++j)
+#pragma unroll
+                for (int s = 0; s < 2; ++s)
+                    load_quad_again(raw[j][s], from + j * kApart + 512 * s, epoch);
+            is_there = true;
+#pragma unroll
+            for (int j = 0; j < kKept; ++j) is_there &= raw[j][0].w == epoch && raw[j][1].w == epoch;
+        } while (!__all_sync(~0u, is_there));
+        mark(a, at, 1);
+        before.await();
+#pragma unroll
+        for (int j = 0; j < kKept; ++j) {
+            const int chunk = first + j * kWarps;
+            if (chunk >= n_chunks) break;
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                if (s == 1 && !has_second) continue;
+                const uint32_t first_to = to[s][0] + chunk * (is_scale[s][0] ? kScalesStep : kCodesStep), others_to = to[s][1] + chunk * (is_scale[s][1] ? kScalesStep : kCodesStep);
+                store_shared(first_to, raw[j][s].x);
+                store_shared(others_to, raw[j][s].y);
+                if (is_scale[s][0]) squares += __uint_as_float(raw[j][s].y);
+                else store_shared(others_to + 4, raw[j][s].z);
+            }
+        }
+    }
+    return squares;
+}
+
 // What was in memory before this launch becomes packets: each block a share of the rows' elements.
 __device__ __forceinline__ void publish(const Phase &p, int n_rows, uint32_t epoch) {
     for (int row = 0; row < n_rows; ++row)
@@ -193,9 +240,8 @@ __device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int a
         // A few lanes ask for one packet each until the first has come; then all is asked for, and what is missing again and again. Asking for
         // everything early is in the way of other blocks' outputs, and of the weights.
         const uint8_t *last = from[kKept - 1] + ((kInteger ? 16 : 4) + 2) * kBytes;
-        bool is_there = false;
-        while (!__any_sync(~0u, is_there))
-            if ((lane & 3) == 0) is_there = load_packet(last).y == epoch;
+        await_any(last + 4, epoch, lane);
+        bool is_there;
         uint4 raw[kKept][kWords];
 #pragma unroll
         for (int j = 0; j < kKept; ++j)

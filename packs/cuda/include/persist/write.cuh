@@ -12,75 +12,90 @@ struct Range {
 __device__ __forceinline__ Range range_of(const Phase &p) {
     const int n = gridDim.x, at = blockIdx.x + p.shift, b = at < n ? at : at - n, each = p.each, more = p.more;
     const int begin = b * each + min(b, more);
-    return {begin, begin + each + (b < more)};
+    return {begin << p.is_paired, begin + each + (b < more) << p.is_paired};
 }
 // The tiles of weight i that belong to this block, counted within the weight.
 __device__ __forceinline__ Range tiles_of(const Range &all, const Weight &w) {
     const int first = w.first_tile;
     return {max(all.begin, first) - first, min(all.end, first + w.n_tiles) - first};
 }
-// Tiles that are added up at once.
-__device__ __forceinline__ int tiles_once(const Arguments &a, const Phase &p) { return (a.part_bytes - kSumsAt) / (4 * kWarps << p.tile_shift) & ~1; }
+// Tiles that are added up at once: by fours, so that those of a record of folded outputs stay together.
+__device__ __forceinline__ int tiles_once(const Arguments &a, const Phase &p) { return (a.part_bytes - kSumsAt) / (4 * kWarps << p.tile_shift) & ~3; }
 
 __device__ __forceinline__ float gate_of(float v, int32_t act) {
     return __builtin_expect(act == PK_ACT_SILU, 1) ? __fdividef(v, 1.0f + __expf(-v)) : activate(v, act);
 }
 
-__device__ __forceinline__ float norm_factor(const Phase &p, const float *squares) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kWarps; ++k) sum += squares[k];
-    return rsqrtf(sum * p.inverse_k + p.eps);
-}
+// What the squares of a phase's x become.
+struct NormFactor {
+    float inverse_k, eps;
+    __device__ __forceinline__ float of(const float *squares) const {
+        const float4 a = *reinterpret_cast<const float4 *>(squares), b = *reinterpret_cast<const float4 *>(squares + 4);
+        static_assert(kWarps == 8);
+        return rsqrtf((((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w))) * inverse_k + eps);
+    }
+};
 
 // One output of a thread. prepare: everything that does not need its sums, ahead of them.
 struct Output {
-    const float *from;          // its sums, of every warp; of the other side behind them
-    uint8_t *data, *packet;     // where it goes; null: nowhere
-    uint2 early;                // what it is added to
-    float scale[2], bias[2];
-    int64_t at;                 // column of y
-    int shift;                  // rows of a tile, as a power of two
-    bool is_valid, is_gated, is_f32;
+    const float *from;                // its sums, of every warp; of the other side behind them
+    uint8_t *data, *packet, *folded;  // where it goes; null: nowhere
+    const uint8_t *added;             // what it is added to, or null
+    uint2 early;                      // what was there of it
+    uint32_t wanted;
+    float scale[2], bias[2], softcap;
+    float norm;                       // of folded outputs
+    int32_t act;
+    int shift;                        // rows of a tile, as a power of two
+    bool is_valid, is_gated, is_f32, is_bytes, adds_f32, is_odd;
 
-    // row: of the weight; o: among the group's outputs; sums: [tiles][warps][rows of a tile].
-    __device__ __forceinline__ void prepare(const Phase &p, const Weight &w, const float *sums, int row, int o, bool is_one) {
+    // row: of the weight; o: among the group's outputs; sums: [tiles][warps][rows of a tile]. base: phases before this launch.
+    __device__ __forceinline__ void prepare(const Phase &p, const Weight &w, const float *sums, int row, int o, bool is_one, uint32_t base) {
         is_gated = p.is_gated;
         is_f32 = p.y.format == PK_F32;
         is_valid = is_one && row < w.rows;
+        act = p.act;
+        softcap = p.softcap;
         shift = p.tile_shift;
         from = sums + (((o >> shift << is_gated) * kWarps) << shift) + (o & ((1 << shift) - 1));
-        at = w.first_column + row;
+        const int64_t at = w.first_column + row;
+        is_odd = at & 1;
         data = is_valid && p.y.data ? reinterpret_cast<uint8_t *>(p.y.data) + at * (is_f32 ? 4 : 2) : nullptr;
         // A packet holds two BF16.
-        packet = is_valid && p.y.packets && (is_f32 || !(at & 1)) ? reinterpret_cast<uint8_t *>(p.y.packets) + at * (is_f32 ? 8 : 4) : nullptr;
-        early = {0, 0};
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-            const Weight &one = side ? p.w[1] : w;
-            scale[side] = one.scale;
-            bias[side] = 0.0f;
-            if (!is_valid || side > is_gated) continue;
-            if (one.row_scale != nullptr) scale[side] *= __ldg(one.row_scale + row);
-            if (one.bias != nullptr) bias[side] = __ldg(one.bias + row);
-        }
-        if (is_valid && p.add.packets) early = load_packet(added_at(p.add, at));
+        packet = is_valid && p.y.packets && (is_f32 || !is_odd) ? reinterpret_cast<uint8_t *>(p.y.packets) + at * (is_f32 ? 8 : 4) : nullptr;
+        folded = p.folded_y ? reinterpret_cast<uint8_t *>(p.folded_y) + at / 32 * kFoldedBytes : nullptr;
+        is_bytes = p.folded_staging == kStageBytes;
+        added = is_valid && p.add.packets ? added_at(p.add, at) : nullptr;
+        wanted = base + p.add.source + 1;
+        adds_f32 = p.add.format == PK_F32;
+        early = added ? load_packet(added) : make_uint2(0, 0);
+        norm = is_valid && p.folded_norm != nullptr ? __ldg(p.folded_norm + at) : 1.0f;
+        ask_side(w, row, is_valid, is_gated ? 1.0f : p.scale, scale[0], bias[0]);
+        ask_side(p.w[1], row, is_valid && is_gated, p.scale, scale[1], bias[1]);
+    }
+    static __device__ __forceinline__ void ask_side(const Weight &w, int row, bool is_one, float times, float &scale, float &bias) {
+        scale = w.scale * times;
+        bias = 0.0f;
+        if (is_one && w.row_scale != nullptr) scale *= __ldg(w.row_scale + row);
+        if (is_one && w.bias != nullptr) bias = __ldg(w.bias + row) * times;
     }
     // By whole warps, neighbours side by side. factor: the norm's; epoch: this phase's.
-    __device__ __forceinline__ void write(const Phase &p, float factor, uint32_t epoch, uint32_t base) const {
+    __device__ __forceinline__ void write(float factor, uint32_t epoch) const {
         float out = 0.0f;
         if (is_valid) {
             out = fmaf(sum_of(from) * factor, scale[0], bias[0]);
-            if (is_gated) out = gate_of(out, p.act) * fmaf(sum_of(from + (kWarps << shift)) * factor, scale[1], bias[1]);
-            out *= p.scale;
-            if (__builtin_expect(p.softcap > 0.0f, 0)) out = p.softcap * quick_tanh(__fdividef(out, p.softcap));
-            if (p.add.packets) {
-                const uint32_t wanted = base + p.add.source + 1;
-                const uint2 v = early.y == wanted ? early : await_packet(added_at(p.add, at), wanted);
-                out += p.add.format == PK_F32 ? __uint_as_float(v.x) : at & 1 ? high_f32(v.x) : low_f32(v.x);
+            if (is_gated) out = gate_of(out, act) * fmaf(sum_of(from + (kWarps << shift)) * factor, scale[1], bias[1]);
+            if (__builtin_expect(softcap > 0.0f, 0)) out = softcap * quick_tanh(__fdividef(out, softcap));
+            if (added != nullptr) {
+                const uint2 v = early.y == wanted ? early : await_packet(added, wanted);
+                out += adds_f32 ? __uint_as_float(v.x) : is_odd ? high_f32(v.x) : low_f32(v.x);
             }
         }
         __syncwarp();
+        if (folded != nullptr) {
+            const float scaled[1] = {out * norm};
+            put_folded<1>(folded, scaled, out * out, epoch, is_bytes);
+        }
         const float next = __shfl_down_sync(~0u, out, 1);
         if (packet) store_packet(packet, is_f32 ? __float_as_uint(out) : pack_bf16(out, next), epoch);
         if (!data) return;

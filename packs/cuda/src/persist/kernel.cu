@@ -5,7 +5,8 @@
 // wait for: they depend on nothing, so the memory stays busy meanwhile. Eight warps take chunks of 8 rows x 256 or 512 elements
 // or of 16 x 256 in turn, leave sums per tile of 8 or 16 rows in one of two buffers, and go on to the next phase; where K allows it, a warp
 // multiplies the part of x that it staged itself, so that they do not meet. Four more warps add up and write; whatever an output
-// needs beside its sums is there before them. Blocks hand activations on as packets (phase.h): there is no barrier of the grid.
+// needs beside its sums is there before them. Blocks hand activations on as packets (phase.h), to integer products as the codes that those take (fold.cuh):
+// there is no barrier of the grid.
 // A buffer of packets is written again four phases later at the earliest: every phase reads what the one before it wrote, so
 // nobody can be that far ahead of a reader. Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K.
 // No local memory: what 256 threads spill does not fit the L1 that the rings leave, and each reload waits behind the weights.
@@ -69,13 +70,13 @@ struct Producer {
         if (most_sent) await_landing(full + 8 * ring * kMaxSlots, slot, most_sent, n_slots);
     }
     __device__ __forceinline__ void await_empty(int ring, const Slot &slot) const { barrier_wait(empty + 8 * (ring * kMaxSlots + slot.at), slot.parity); }
-    // By one lane a ring: sends `bytes` from one run of memory.
-    __device__ __forceinline__ void send_run(const uint8_t *from, int bytes) {
+    // By one lane a ring: sends `bytes` from one run of memory, to `shift` in the slot.
+    __device__ __forceinline__ void send_run(const uint8_t *from, int bytes, int shift = 0) {
         const uint32_t barrier = full + 8 * (lane * kMaxSlots + mine.at);
         await_sent(lane, mine);
         await_empty(lane, mine);
         barrier_expect(barrier, bytes);
-        copy_bulk(rings + (lane * n_slots + mine.at) * slot_bytes, from, bytes, barrier, policy);
+        copy_bulk(rings + (lane * n_slots + mine.at) * slot_bytes + shift, from, bytes, barrier, policy);
         mine.advance(n_slots);
     }
     // What the lanes of send_run know for the others.
@@ -141,7 +142,7 @@ struct Producer {
                 const uint8_t *from = a.kv + static_cast<int64_t>(page) * a.page_stride + (static_cast<int64_t>(span.head) * a.page_tokens + at % a.page_tokens) * (2 * t.head_width);
 #pragma unroll 1
                 for (int piece = 0; piece < 2 * n_pieces; ++piece)
-                    send_run(from + (piece < n_pieces ? t.k_offset + piece * bytes : t.v_offset + (piece - n_pieces) * bytes), bytes);
+                    send_run(from + (piece < n_pieces ? t.k_offset + piece * bytes : t.v_offset + (piece - n_pieces) * bytes), bytes, (piece & n_pieces - 1) * piece_shift(slot_bytes, t.head_width));
                 page = next;
             }
         }
@@ -272,6 +273,7 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
 
 // x of a phase; the sum of squares of what this warp staged.
 __device__ __forceinline__ float stage_x(const Phase &p, const Arguments &a, int at, uint8_t *xs, int row, uint32_t base, const Met &before) {
+    if (p.folded_x) return warp_sum(take_folded(p, a, at, xs, base, before));
     const bool is_integer = p.staging > kStageFp8;
     if (p.norm == nullptr) return is_integer ? stage<true, false>(p, a, at, xs, row, base, before) : stage<false, false>(p, a, at, xs, row, base, before);
     return warp_sum(is_integer ? stage<true, true>(p, a, at, xs, row, base, before) : stage<false, true>(p, a, at, xs, row, base, before));
@@ -292,8 +294,8 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
     const Range all = range_of(phase);
     if (all.end <= all.begin) return false;
     const int x_index = phase.is_gathered ? s.gather : 0, most = tiles_once(a, phase);
-    bool has_norm = phase.norm != nullptr, is_own = true;
-    for (int i = 0; i < phase.n_w; ++i) is_own &= phase.w[i].n_chunks % kWarps == 0;
+    bool has_norm = phase.norm != nullptr;
+    const bool is_own = phase.w[0].n_chunks % kWarps == 0;
     // The first group, so that nothing is left to do when x has come.
     const int n_w = is_gated ? 1 : phase.n_w;
     int i = 0, n_tiles, format;
@@ -408,14 +410,18 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
                 const int first_row = (tiles.begin + (first >> phase.is_gated)) << phase.tile_shift,
                           n_outputs = is_there ? min(most, n_tiles - first) >> phase.is_gated << phase.tile_shift : 0;
                 Output output;
-                output.prepare(phase, w, sums, first_row + tid, tid, tid < n_outputs);
+                output.prepare(phase, w, sums, first_row + tid, tid, tid < n_outputs, s.base);
+                const bool has_norm = is_first && phase.norm != nullptr;
+                const NormFactor norm = {phase.inverse_k, phase.eps};
+                const uint32_t epoch = s.base + p + 1;
                 await_sums();
                 mark(a, p, 5, kThreads - 32 * kWriters);
-                if (is_first && phase.norm != nullptr) factor = norm_factor(phase, reinterpret_cast<const float *>(buffer + kSquaresAt));
+                if (has_norm) factor = norm.of(reinterpret_cast<const float *>(buffer + kSquaresAt));
 #pragma unroll 1
-                for (int o = tid; o - (tid & 31) < n_outputs; o += 32 * kWriters) {
-                    if (o != tid) output.prepare(phase, w, sums, first_row + o, o, o < n_outputs);
-                    output.write(phase, factor, s.base + p + 1, s.base);
+                for (int o = tid; o - (tid & 31) < n_outputs;) {
+                    output.write(factor, epoch);
+                    o += 32 * kWriters;
+                    if (o - (tid & 31) < n_outputs) output.prepare(phase, w, sums, first_row + o, o, o < n_outputs, s.base);
                 }
                 mark(a, p, 6, kThreads - 32 * kWriters);
                 give_back();

@@ -295,6 +295,17 @@ struct Building {
     }
 };
 
+// What the writer leaves is all that the reader takes, as integers, and may be folded: tiles by twos keep no block longer.
+bool can_fold(const Draft &writer, const Draft &reader, int32_t n_blocks) {
+    const Phase &w = writer.phase, &r = reader.phase;
+    if (r.kind != kMatmul || r.staging <= kStageFp8 || r.is_gathered || reader.x.data != writer.y.data || r.k != writer.y.cols) return false;
+    if (w.kind == kAttend) return w.attend.head_width % 32 == 0;
+    if (w.kind != kMatmul) return false;
+    for (int i = 0; i < w.n_w; ++i)
+        if (is_rows(w.w[i].format) || w.w[i].rows % 32 || w.w[i].first_column % 32) return false;
+    return 2 * ((w.n_tiles / 2 + n_blocks - 1) / n_blocks) <= (w.n_tiles + n_blocks - 1) / n_blocks;
+}
+
 Draft publisher_of(const pk_tensor &t, int64_t cols, int64_t rows_symbol) {
     Draft d;
     d.phase.kind = kPublish;
@@ -324,20 +335,46 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
         all.push_back(b.drafts[i]);
     }
     packet_bytes->assign(all.size(), 0);
+    std::vector<const Draft *> folded_for(all.size(), nullptr);
     auto read = [&](Place *place, const pk_tensor &t, int from) {
         *place = place_of(t);
         place->source = from;
         // For now the distance into the writer's buffer; its address is added later.
         place->packets = (t.data - all[from].y.data) / element_bytes(t) * (t.format == PK_F32 ? 8 : 4);
+        all[from].phase.y.packets = 1;
         (*packet_bytes)[from] = rows * all[from].y.stride / element_bytes(t) * (t.format == PK_F32 ? 8 : 4);
     };
     for (size_t i = 0; i < b.drafts.size(); ++i) {
         Draft &d = all[shift + i];
-        read(&d.phase.x, d.x, x_from[i]);
+        Draft &writer = all[x_from[i]];
+        const Draft *&first_reader = folded_for[x_from[i]];
+        const bool is_folded = rows == 1 && can_fold(writer, d, b.n_blocks) && (first_reader == nullptr || (first_reader->phase.norm == d.phase.norm && first_reader->phase.staging == d.phase.staging));
+        if (is_folded) {
+            first_reader = &d;
+            writer.phase.folded_norm = d.phase.norm;
+            writer.phase.folded_staging = d.phase.staging;
+            writer.phase.is_paired = writer.phase.kind == kMatmul;
+            d.phase.folded_x = 1;
+            d.phase.x = place_of(d.x);
+            d.phase.x.source = x_from[i];
+        }
+        if (!is_folded || d.phase.normed.data) read(&d.phase.x, d.x, x_from[i]);
         if (d.add.data) read(&d.phase.add, d.add, add_from[i]);
         d.phase.y = place_of(d.y);
         // Heads that share a tail look at each other's outputs.
-        if (d.phase.kind == kDelta) (*packet_bytes)[shift + i] = rows * d.y.stride / element_bytes(d.y) * (d.y.format == PK_F32 ? 8 : 4);
+        if (d.phase.kind == kDelta) {
+            d.phase.y.packets = 1;
+            (*packet_bytes)[shift + i] = rows * d.y.stride / element_bytes(d.y) * (d.y.format == PK_F32 ? 8 : 4);
+        }
+    }
+    // Folded outputs lie behind packets, never at the beginning of a buffer.
+    for (size_t i = 0; i < all.size(); ++i) {
+        if (folded_for[i] == nullptr) continue;
+        const int64_t at = std::max<int64_t>(256, ((*packet_bytes)[i] + 255) / 256 * 256);
+        all[i].phase.folded_y = at;
+        for (size_t k = i + 1; k < all.size(); ++k)
+            if (all[k].phase.folded_x && all[k].phase.x.source == static_cast<int32_t>(i)) all[k].phase.folded_x = at;
+        (*packet_bytes)[i] = at + folded_for[i]->phase.k / 32 * kFoldedBytes;
     }
     std::vector<Phase> phases;
     for (size_t i = 0; i < all.size(); ++i) {
@@ -390,10 +427,11 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
         if (p.kind != kMatmul) continue;
         for (int i = 0; i < p.n_w; ++i) {
             slot = std::max(slot, slot_bytes(p.w[i].format));
-            if (is_rows(p.w[i].format) || p.w[i].format == PK_Q8_0) a->most_sent = 2;  // more gains nothing and keeps others waiting; smaller chunks want all that fit
+            // What more is under way gains nothing and keeps packets waiting.
+            a->most_sent = is_rows(p.w[i].format) || p.w[i].format == PK_Q8_0 ? 2 : 3;
         }
-        p.each = p.n_tiles / n_blocks;
-        p.more = p.n_tiles % n_blocks;
+        p.each = (p.n_tiles >> p.is_paired) / n_blocks;
+        p.more = (p.n_tiles >> p.is_paired) % n_blocks;
         x = std::max(x, staged_bytes(p.staging, p.k));
     }
     // What few blocks do is done by those that have a tile less to do behind it.
@@ -406,6 +444,7 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
     a->x_bytes = (x + 127) / 128 * 128;
     a->n_slots = 0;
     a->n_slots = std::min<int32_t>(8, (static_cast<int32_t>(kSharedBytes) - layout_of(*a).end) / (kWarps * slot));
+    a->most_sent = std::min(a->most_sent, a->n_slots - 1);
     return a->n_slots >= 2;
 }
 
@@ -473,7 +512,9 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
             p.shift = p.shift % l.ctx->n_processors;
             if (p.kind != kPublish) p.x.packets += address(p.x.source);
             if (p.add.data) p.add.packets += address(p.add.source);
-            p.y.packets = m.packets[i] ? address(static_cast<int>(i)) : 0;
+            p.y.packets = p.y.packets ? address(static_cast<int>(i)) : 0;
+            if (p.folded_x) p.folded_x += address(p.x.source);
+            if (p.folded_y) p.folded_y += address(static_cast<int>(i));
         }
         Arguments &a = m.run.arguments;
         a.phases = reinterpret_cast<const Phase *>(to);
