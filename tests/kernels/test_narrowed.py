@@ -49,7 +49,7 @@ def test_products_of_more_rows_than_clusters_take_equal_numpy(bench, rng, scales
     parts = [scaled_fp8("fp8_e4m3", rows, 896, scales, rng) for rows in (384, 130, 5)]
     on_device = [w.upload(b) for w in parts]
     bias = rng.standard_normal(130).astype(np.float32)
-    for n in (513, 700):
+    for n in (300, 513, 700):
         x, x64 = b.activations(rng.standard_normal((n, 896)), T)
         got = product(b, x, on_device, n, (None, b.upload(bias, abi.PK_F32), None)).astype(np.float64)
         got[:, 384:514] -= bias
@@ -60,7 +60,7 @@ def test_products_of_more_rows_than_clusters_take_equal_numpy(bench, rng, scales
         np.testing.assert_array_equal(product(b, x, on_device[:1], n, (), gap=3), got[:, :384])
 
 
-@pytest.mark.parametrize("n", [200, 513, 1000])
+@pytest.mark.parametrize("n", [200, 300, 513, 1000])
 def test_a_chain_of_narrowed_products_is_what_its_products_are(bench, rng, n):
     b = bench(sizes=TALL)
     if "fp8_e4m3" not in b.pack.description["formats"]:

@@ -44,12 +44,13 @@ bool has_fp8_mma();
 int32_t launch_gemm_mma(const Launch &l, GemmArguments arguments, int64_t max_rows);
 // Hopper: TMA and wgmma; up to so many rows by clusters of blocks, more of FP8 by gemm_fp8. leaves_narrowed: whether a gated product of that shape has a row's 128
 // columns in one block.
-constexpr int64_t kClusterRows = 512;
+constexpr int64_t kClusterRows = 512, kFp8ClusterRows = 256;
 bool has_wgmma(const pk_ctx *ctx);
 int32_t launch_gemm_wgmma(const Launch &l, GemmArguments arguments, int64_t max_rows);
 int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 int32_t launch_gemm_cluster(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 bool leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);
+bool fp8_leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);
 
 // Blackwell: TMA and tcgen05; only where the context tries kernels that never ran.
 bool has_tcgen05(const pk_ctx *ctx);

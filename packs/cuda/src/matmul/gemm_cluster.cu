@@ -1,4 +1,4 @@
-// Tiled matmul on Hopper for 65 to 512 rows: y[rows, N] = x[rows, K] W^T, at the speed of reading W where rows are few.
+// Tiled matmul on Hopper for 65 to 512 rows (FP8: 256): y[rows, N] = x[rows, K] W^T, at the speed of reading W where rows are few.
 //
 // As gemm_wgmma.cu (one producer thread, two consumer warpgroups, tensor copies, wgmma), but what few tiles there are is cut
 // along K among the blocks of a cluster: each multiplies its run of K, then the blocks lay their sums into each other's
@@ -465,7 +465,7 @@ int32_t launch_height(const Launch &l, const GemmArguments &a, int64_t max_rows)
 }  // namespace
 
 bool leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k) {
-    if (max_rows > kClusterRows || max_rows <= 64) return max_rows > 64;
+    if (max_rows > kFp8ClusterRows || max_rows <= 64) return max_rows > 64 && fp8_leaves_narrowed(l, max_rows, n, k);
     Cut best;
     return find_cut<true, 128>(l, {(max_rows + 127) / 128, {n}, 1, k, true}, &best) == PK_OK && best.width == 256 && best.n_parts == 1;
 }

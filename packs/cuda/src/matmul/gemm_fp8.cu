@@ -1,4 +1,4 @@
-// Tiled matmul with FP8 weights on Hopper, for more than 512 rows: y[rows, N] = x[rows, K] W^T, both in e4m3, with TMA, an mbarrier ring and wgmma.
+// Tiled matmul with FP8 weights on Hopper, for more than 256 rows: y[rows, N] = x[rows, K] W^T, both in e4m3, with TMA, an mbarrier ring and wgmma.
 //
 // What 128 of K add up to is added with its scales (x: per row and 128 of K; W: per 128 x 128), so that the tensor core's short
 // accumulator never sums more than 128 products. Block: one producer thread that copies boxes, two or three consumer warpgroups; persistent
@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
             const GemmTile t = tile_of(index);
             const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
             const int scale_bytes = 4 * min(kRows, static_cast<int>(a.x_scale_stride) - t.m0);
+#pragma unroll 1
             for (int k = 0; k < n_steps; ++k) {
                 barrier_wait(empty + stage, phase ^ 1);
                 barrier_expect(full + stage, S::kBoxBytes + scale_bytes);
@@ -164,35 +165,48 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
 #endif
 }
 
-int64_t n_tiles_of(const GemmArguments &a, int64_t max_rows, int rows, int columns) {
-    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
-    int64_t n = 0;
-    for (int i = 0; i < (gated ? 1 : a.n_w); ++i) n += (a.w[i].rows + (gated ? columns / 2 : columns) - 1) / (gated ? columns / 2 : columns);
-    return n * ((max_rows + rows - 1) / rows);
-}
-
 template <class S>
 int32_t launch_form(const Launch &l, GemmArguments a, int64_t max_rows) {
     GemmMaps maps;
     if (int32_t e = gemm_maps<S::kRows, S::kColumns>(l, &maps, a, max_rows, (a.k + 127) / 128 * 128, true)) return e;
+    const int64_t all = (max_rows + S::kRows - 1) / S::kRows * a.n_tiles;
     Launch own = l;
     own.overlap = true;  // the blocks set themselves up while x is narrowed
-    const int64_t blocks = std::min<int64_t>(n_tiles_of(a, max_rows, S::kRows, S::kColumns), l.ctx->n_processors);
-    return launch(own, "gemm_fp8", gemm_fp8_kernel<S>, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), S::kSharedBytes, maps, a);
+    return launch(own, "gemm_fp8", gemm_fp8_kernel<S>, dim3(static_cast<unsigned>(std::min<int64_t>(all, l.ctx->n_processors))), dim3(S::kThreads), S::kSharedBytes, maps, a);
+}
+
+// Clocks of a launch: its waves by what a tile takes for each 128 of K, and beside. columns(n): how many tiles of n columns all weights have.
+struct Clocks {
+    int64_t wide, tall, small;
+};
+template <class Columns>
+Clocks clocks(const Launch &l, int64_t max_rows, int64_t k, Columns columns) {
+    auto of = [&](int rows, int wide, int step, int beside) {
+        const int64_t n = (max_rows + rows - 1) / rows * columns(wide), waves = (n + l.ctx->n_processors - 1) / l.ctx->n_processors;
+        return waves * ((k + 127) / 128 * step + beside);
+    };
+    return {of(Wide::kRows, Wide::kColumns, 1130, 2800), of(Tall::kRows, Tall::kColumns, 885, 1900), of(Small::kRows, Small::kColumns, 665, 1400)};
 }
 
 }  // namespace
 
+// Narrowing by itself takes less than a tenth of a gated product.
+bool fp8_leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k) {
+    const Clocks c = clocks(l, max_rows, k, [&](int wide) { return (n + wide / 2 - 1) / (wide / 2); });
+    return c.wide <= std::min(c.tall, c.small) * 11 / 10;
+}
+
 int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &a, int64_t max_rows) {
     if (a.narrowed.x) return launch_form<Wide>(l, a, max_rows);
-    // Clocks of a launch: its waves by what a tile takes for each 128 of K, and beside.
-    auto clocks = [&](int rows, int columns, int step, int beside) {
-        const int64_t waves = (n_tiles_of(a, max_rows, rows, columns) + l.ctx->n_processors - 1) / l.ctx->n_processors;
-        return waves * ((a.k + 127) / 128 * step + beside);
-    };
-    const int64_t wide = clocks(Wide::kRows, Wide::kColumns, 1130, 2800), tall = clocks(Tall::kRows, Tall::kColumns, 885, 1900), small = clocks(Small::kRows, Small::kColumns, 665, 1400);
-    if (wide <= tall && wide <= small) return launch_form<Wide>(l, a, max_rows);
-    return tall <= small ? launch_form<Tall>(l, a, max_rows) : launch_form<Small>(l, a, max_rows);
+    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
+    const Clocks c = clocks(l, max_rows, a.k, [&](int wide) {
+        const int64_t of = gated ? wide / 2 : wide;
+        int64_t n = 0;
+        for (int i = 0; i < (gated ? 1 : a.n_w); ++i) n += (a.w[i].rows + of - 1) / of;
+        return n;
+    });
+    if (c.wide <= c.tall && c.wide <= c.small) return launch_form<Wide>(l, a, max_rows);
+    return c.tall <= c.small ? launch_form<Tall>(l, a, max_rows) : launch_form<Small>(l, a, max_rows);
 }
 
 }  // namespace pk

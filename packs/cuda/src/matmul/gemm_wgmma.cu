@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
         for (int index = blockIdx.x; index < n_tiles; index += gridDim.x) {
             const GemmTile t = tile_of(index);
             const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
+#pragma unroll 1
             for (int k = 0; k < n_steps; ++k) {
                 barrier_wait(empty + stage, phase ^ 1);
                 barrier_expect(full + stage, kStageBytes);
@@ -111,7 +112,7 @@ bool has_wgmma(const pk_ctx *ctx) {
 }
 
 int32_t launch_gemm_wgmma(const Launch &l, GemmArguments a, int64_t max_rows) {
-    if (max_rows <= kClusterRows) return launch_gemm_cluster(l, a, max_rows);
+    if (max_rows <= (a.x_scale ? kFp8ClusterRows : kClusterRows)) return launch_gemm_cluster(l, a, max_rows);
     if (a.x_scale) return launch_gemm_fp8(l, a, max_rows);
     GemmMaps maps;
     if (int32_t e = gemm_maps<kRows, kColumns>(l, &maps, a, max_rows, a.k, false)) return e;
