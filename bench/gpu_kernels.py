@@ -148,7 +148,6 @@ def products(pack: Any, limits: dict[str, float], rng: np.random.Generator, only
                 peer = events(lambda a=a, more=more: [torch.matmul(a, z.T) for z in more], 5) / len(more) * 1e3
                 del w, more
                 rows.append({"id": f"h200.product.{format[0]}.{name}.m{m}", "us": us, "gbs": n_bytes / us * 1e-3, "tflops": flops / us * 1e-6, "of_limit": floor / us, "cublas_bf16_us": peer})
-                sys.stdout.write(f"{format[0]:9} {name:8} m{m:5} {us:9.1f} us {flops / us * 1e-6:7.1f} TF/s  x narrowed by the record in front\n")
                 sys.stdout.write(f"{format[0]:9} {name:8} m{m:5} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s  of floor {floor / us:5.2f}  cublas bf16 {peer:8.1f} us ({peer / us:5.2f}x)\n")
                 sys.stdout.flush()
             if format[0] == "fp8_e4m3" and m > 64:

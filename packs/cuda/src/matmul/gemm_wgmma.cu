@@ -59,7 +59,6 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
         for (int index = blockIdx.x; index < n_tiles; index += gridDim.x) {
             const GemmTile t = tile_of(index);
             const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
-#pragma unroll 1
             for (int k = 0; k < n_steps; ++k) {
                 barrier_wait(empty + stage, phase ^ 1);
                 barrier_expect(full + stage, kStageBytes);
