@@ -155,7 +155,6 @@ def main() -> None:
     cells = [tuple(map(int, match.groups())) for cell in options.cells if (match := CELL.fullmatch(cell))]
     options.streams, options.prompt = max(c for _, _, c in cells) - 1, max(a + b for a, b, _ in cells)
     loop, scene, rows = library(), Scene(options), list[dict[str, Any]]()
-    scene.engine.drafter.is_on = False
     freeze()
     run_engine(scene, 64, 8, 2)
     for (n_in, n_out, streams), name in zip(cells, options.cells, strict=True):
