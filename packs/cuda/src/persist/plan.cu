@@ -390,6 +390,8 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
     return phases;
 }
 
+bool has_rows(const Phase &p) { return p.kind == kMatmul && is_rows(p.w[0].format); }
+
 // Maps of the boxes that row-major weights are copied in, three a phase: words of four bytes, as no side of a box may have more than 256 elements.
 int32_t make_boxes(decltype(&cuTensorMapEncodeTiled) encode, const std::vector<Phase> &phases, std::vector<CUtensorMap> *boxes) {
     const CUtensorMap *any = nullptr;
@@ -457,6 +459,7 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
         Run run;
         std::vector<Phase> phases;
         std::vector<int64_t> packets;
+        std::vector<CUtensorMap> boxes;
     };
     std::vector<Made> made;
     const int64_t guess = guess_part(records).first;  // from there on it is left out
@@ -492,7 +495,7 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
         for (int64_t n : m.packets) buffer = std::max(buffer, (n + 255) / 256 * 256);
         n_phases += static_cast<int64_t>(m.phases.size());
         for (const Phase &p : m.phases) {
-            has_boxes |= p.kind == kMatmul && is_rows(p.w[0].format);
+            has_boxes |= has_rows(p);
             if (p.kind == kAttend)
                 partial = std::max(partial, l.ctx->n_processors * (8 * int64_t{p.attend.head_width} + 16) * 8);
         }
@@ -518,11 +521,12 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
         }
         Arguments &a = m.run.arguments;
         a.phases = reinterpret_cast<const Phase *>(to);
-        if (has_boxes) {
-            std::vector<CUtensorMap> boxes(3 * m.phases.size());
-            if (int32_t e = make_boxes(l.ctx->driver.encode_tiled, m.phases, &boxes)) return e;
-            const int64_t n = static_cast<int64_t>(boxes.size() * sizeof(CUtensorMap));
-            if (int32_t e = check(cudaMemcpy(boxes_to, boxes.data(), n, cudaMemcpyHostToDevice), "load")) return e;
+        if (std::any_of(m.phases.begin(), m.phases.end(), has_rows)) {
+            m.boxes.resize(3 * m.phases.size());
+            if (int32_t e = make_boxes(l.ctx->driver.encode_tiled, m.phases, &m.boxes)) return e;
+            const int64_t n = static_cast<int64_t>(m.boxes.size() * sizeof(CUtensorMap));
+            // Behind the memset, which another stream would not wait for.
+            if (int32_t e = check(cudaMemcpyAsync(boxes_to, m.boxes.data(), n, cudaMemcpyHostToDevice, l.stream), "load")) return e;
             a.boxes = reinterpret_cast<const CUtensorMap *>(boxes_to);
             boxes_to += n;
         }
