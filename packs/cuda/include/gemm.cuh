@@ -35,6 +35,8 @@ struct GemmArguments {
     Narrowed narrowed;  // where y goes narrowed, too: of gated products that leave it so
     int32_t most_rows;  // bound of rows
     float scale, softcap;
+    HalfNorm norm;    // of clusters of blocks with bf16 operands, as the next
+    HeadsEnd heads;
     int32_t fp4;  // the format of x and W where they are rows of fp4.cuh; else 0
 };
 

@@ -170,6 +170,44 @@ __device__ __forceinline__ bool direct_store(const GemmArguments &a, int weight,
     return true;
 }
 
+// As direct_store, of a residual that a norm follows: what it comes to times the norm's weight goes out in bf16, and sums of squares of 64 columns each.
+template <int kTileN, class Sums>
+__device__ __forceinline__ void store_front(const GemmArguments &a, int n0, int row, int c, int n_rows, const Sums &acc) {
+    const float f = a.w[0].scale * a.scale;
+    const bool in[2] = {row < n_rows, row + 8 < n_rows};
+#pragma unroll
+    for (int first = 0; first < kTileN; first += 64) {
+        if (n0 + first >= a.w[0].rows) return;
+        const int column = n0 + first + 2 * c;
+        float square[2] = {};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int at = row + 8 * h;
+            const float *add = static_cast<const float *>(a.add) + at * a.add_stride + column;
+            float *y = static_cast<float *>(a.y) + at * a.y_stride + column;
+            bf16 *out = static_cast<bf16 *>(a.norm.out) + at * a.norm.out_stride + column;
+            float2 old[8], gain[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                old[j] = in[h] ? __ldcg(reinterpret_cast<const float2 *>(add + 8 * j)) : make_float2(0.0f, 0.0f);
+                gain[j] = __ldg(reinterpret_cast<const float2 *>(a.norm.w + column + 8 * j));
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const int v = first / 2 + 4 * j + 2 * h;
+                const float low = acc[v] * f + old[j].x, high = acc[v + 1] * f + old[j].y;
+                square[h] += low * low + high * high;
+                if (!in[h]) continue;
+                __stcg(reinterpret_cast<float2 *>(y + 8 * j), make_float2(low, high));
+                *reinterpret_cast<uint32_t *>(out + 8 * j) = pack_bf16(low * gain[j].x, high * gain[j].y);
+            }
+            square[h] += __shfl_xor_sync(~0u, square[h], 1);
+            square[h] += __shfl_xor_sync(~0u, square[h], 2);
+            if (c == 0 && in[h]) a.norm.squares[((n0 + first) >> 6) * a.norm.stride + at] = square[h];
+        }
+    }
+}
+
 // Stores sums of 16 rows, the first m_first, by kTileN columns (gated: half of them gate, half up) from column n0 of weight
 // `weight` on. `tiles`: kStoreFloats of shared memory for every warp after the fourth.
 template <int kTileN, class Sums>

@@ -21,7 +21,8 @@ constexpr int64_t kPanelBytes = 64 << 20;
 constexpr int64_t kStreamRows = 64;   // the streaming kernel takes so many rows where there is no wgmma,
 constexpr int64_t kDotRows = 2;       // so many where there is,
 constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here,
-constexpr int64_t kPlainRows = 64;    // or to here, where tiles read the weights as they are.
+constexpr int64_t kPlainRows = 64;    // or to here, where tiles read the weights as they are;
+constexpr int64_t kClusterLeast = 32; // of BF16 clusters of blocks take more than these.
 constexpr int64_t kStreamCounterBytes = kCounterBytes - kSkinnyFlagBytes;
 
 int64_t align256(int64_t n) { return (n + 255) & ~int64_t{255}; }
@@ -138,6 +139,24 @@ int32_t narrow_x(const Launch &l, const pk_tensor &x, int64_t max_rows, uint8_t 
     return PK_OK;
 }
 
+// What a product makes of the norms beside it; squares: room for their sums.
+HalfNorm half_norm(const Beside &beside, int64_t max_rows, float *squares) {
+    HalfNorm n = {};
+    n.stride = static_cast<int32_t>((max_rows + 15) / 16 * 16);
+    if (beside.after) {
+        n.out = reinterpret_cast<void *>(beside.after->out.data);
+        n.out_stride = beside.after->out.stride / 2;
+        n.w = reinterpret_cast<const float *>(beside.after->w.data);
+        n.squares = squares;
+    }
+    if (beside.before) {
+        n.row_squares = squares;
+        n.n_cols = static_cast<int32_t>(beside.before->x.cols);
+        n.eps = beside.before->eps;
+    }
+    return n;
+}
+
 HeadsEnd heads_end(const pk_state &s, const pk_op_qkv &op) {
     auto numbers = [](const pk_tensor &t) { return reinterpret_cast<const float *>(t.data); };
     return {
@@ -194,20 +213,7 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     a.act = op.act;
     a.scale = op.scale;
     a.softcap = op.softcap;
-    // Squares lie where x would be narrowed to, which has room for more.
-    float *squares = reinterpret_cast<float *>(l.scratch + partial);
-    a.norm.stride = static_cast<int32_t>((max_rows + 15) / 16 * 16);
-    if (beside.after) {
-        a.norm.out = reinterpret_cast<void *>(beside.after->out.data);
-        a.norm.out_stride = beside.after->out.stride / 2;
-        a.norm.w = reinterpret_cast<const float *>(beside.after->w.data);
-        a.norm.squares = squares;
-    }
-    if (beside.before) {
-        a.norm.row_squares = squares;
-        a.norm.n_cols = static_cast<int32_t>(beside.before->x.cols);
-        a.norm.eps = beside.before->eps;
-    }
+    a.norm = half_norm(beside, max_rows, reinterpret_cast<float *>(l.scratch + partial));  // where x would be narrowed to, which takes more
     if (beside.heads) a.heads = heads_end(*l.state, *beside.heads);
     return with_format(packed[g.first]->format, [&](auto f) { return launch_skinny<decltype(f)::value>(l, a, packed + g.first, max_rows); });
 }
@@ -220,7 +226,7 @@ int32_t launch_gemm(const Launch &l, const GemmArguments &a, int64_t max_rows) {
 }
 
 // given: x narrowed, for FP8 weights; left: where y goes narrowed, too.
-int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Narrowed &given = {}, const Narrowed &left = {}) {
+int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Narrowed &given = {}, const Narrowed &left = {}, const Beside &beside = {}) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2;
     GemmArguments a = {};
     uint8_t *scratch = l.scratch;
@@ -258,6 +264,8 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     a.scale = op.scale;
     a.softcap = op.softcap;
     a.narrowed = left;
+    if (beside.before || beside.after) a.norm = half_norm(beside, max_rows, reinterpret_cast<float *>(scratch));
+    if (beside.heads) a.heads = heads_end(*l.state, *beside.heads);
     // Weight i of the group as operand `side` of a launch.
     auto weight = [&](int side, int i, int64_t first_row, int64_t n_rows, const void *data, int64_t row_bytes, int64_t column) {
         const Packed &p = *packed[g.first + i];
@@ -338,14 +346,18 @@ int32_t run_each(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     return PK_OK;
 }
 
+// Weights that clusters of blocks multiply by fewer rows than other tiles.
+bool is_clustered(const Launch &l, int32_t format, int64_t max_rows) { return has_wgmma(l.ctx) && format == PK_BF16 && max_rows > kClusterLeast && max_rows <= kClusterRows; }
+
 // One group of weights: sampled rows can be anything up to the bound, so that each kernel of the ladder looks whether the
 // step is its own.
 int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed) {
     if (is_invariant(l.ctx)) return run_each(l, op, g, packed);
     const int64_t max_rows = bound(l, op.x.rows), small = has_wgmma(l.ctx) ? kDotRows : kStreamRows;
     const bool is_plain = packed[g.first]->format == PK_BF16 || packed[g.first]->format == PK_FP8_E4M3;
-    int64_t most = !has_wgmma(l.ctx) ? kStreamRows : is_plain ? kPlainRows : kSkinnyRows;
     const bool ladder = op.x.rows == PK_ROWS_S;
+    if (!ladder && is_clustered(l, packed[g.first]->format, max_rows)) return run_gemm(l, op, g, packed, 0, max_rows);
+    int64_t most = !has_wgmma(l.ctx) ? kStreamRows : is_plain ? kPlainRows : kSkinnyRows;
     int64_t below = 0;
     const int64_t steps[5] = {small < 8 ? small : 8, 16, 32, 64, 128};
     for (int64_t rows : steps) {
@@ -387,33 +399,45 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
     return PK_OK;
 }
 
-// Whether steps of l's bounds run a product on the skinny kernel, as it multiplies by what a norm left.
-static bool is_skinny(const Launch &l, const pk_op_matmul &op) {
+// The kernel that runs a product in steps of l's bounds and can multiply by what a norm left.
+enum class HalfKernel { kNone, kSkinny, kCluster };
+static HalfKernel half_kernel(const Launch &l, const pk_op_matmul &op) {
     const int64_t rows = bound(l, PK_ROWS_T);
-    if (!has_wgmma(l.ctx) || is_invariant(l.ctx) || rows <= kDotRows || rows > kFactorRows || op.x.rows != PK_ROWS_T || op.x.format != PK_BF16 || !is_wide(op.x)) return false;
+    if (!has_wgmma(l.ctx) || is_invariant(l.ctx) || rows <= kDotRows || op.x.rows != PK_ROWS_T || op.x.format != PK_BF16 || !is_wide(op.x)) return HalfKernel::kNone;
+    int n_clustered = 0;
     for (int i = 0; i < op.n_w; ++i) {
         const int32_t format = find_packed(l.ctx, op.w[i])->format;
-        if (!has_all_widths(format) && rows > kFactorRows / 2) return false;
-        if (op.act != PK_ACT_NONE && format != find_packed(l.ctx, op.w[0])->format) return false;
+        if (is_clustered(l, format, rows)) ++n_clustered;
+        else if (rows > (has_all_widths(format) ? kFactorRows : kFactorRows / 2)) return HalfKernel::kNone;
+        if (op.act != PK_ACT_NONE && format != find_packed(l.ctx, op.w[0])->format) return HalfKernel::kNone;
     }
-    return true;
+    if (n_clustered == 0) return HalfKernel::kSkinny;
+    return n_clustered == op.n_w && rows > 64 && rows <= 128 ? HalfKernel::kCluster : HalfKernel::kNone;  // a tile of 128 rows of x
 }
 
 static bool is_same(const pk_tensor &a, const pk_tensor &b) { return a.data == b.data && a.rows == b.rows && a.cols == b.cols && a.stride == b.stride; }
 
 bool halves_norm(const Launch &l, const pk_op_matmul &front, const pk_op_norm &norm, const pk_op_matmul &back) {
-    if (front.n_w != 1 || front.act != PK_ACT_NONE || front.y.format != PK_F32 || front.w[0].rows % 16 || !is_skinny(l, front) || !is_skinny(l, back)) return false;
+    if (front.n_w != 1 || front.act != PK_ACT_NONE || front.y.format != PK_F32 || front.w[0].rows % 16) return false;
     if (norm.kind != PK_NORM_RMS || norm.post_w.data || norm.residual.data || norm.bias.data || !norm.w.data || norm.out.format != PK_BF16) return false;
-    return is_same(front.y, norm.x) && norm.x.cols == front.w[0].rows && is_same(norm.out, back.x);
+    if (!is_same(front.y, norm.x) || norm.x.cols != front.w[0].rows || !is_same(norm.out, back.x)) return false;
+    const HalfKernel kernel = half_kernel(l, front);
+    if (kernel == HalfKernel::kNone || kernel != half_kernel(l, back)) return false;
+    // Tiles store pairs of columns straight from registers.
+    auto is_even = [](const pk_tensor &t) { return t.data % 8 == 0 && t.stride % 8 == 0; };
+    return kernel == HalfKernel::kSkinny || (front.w[0].rows % 64 == 0 && !front.bias[0].data && front.softcap <= 0.0f && front.add.format == PK_F32 && is_same(front.add, front.y) && is_even(front.y) && is_even(norm.out) && norm.w.data % 8 == 0);
 }
 
 bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads) {
-    if (op.act != PK_ACT_NONE || op.softcap > 0.0f || op.add.data || !is_same(op.y, heads.qkv) || !is_skinny(l, op)) return false;
+    if (op.act != PK_ACT_NONE || op.softcap > 0.0f || op.add.data || !is_same(op.y, heads.qkv)) return false;
+    const HalfKernel kernel = half_kernel(l, op);
+    if (kernel == HalfKernel::kNone) return false;
     if (heads.parts != PK_PARTS_QKV || heads.head_width != 128 || heads.v_width != 128 || (heads.frequency.data && (heads.rope_width != 128 || heads.rope_layout != 0))) return false;
     if ((heads.kv_format != PK_BF16 && heads.kv_format != PK_FP8_E4M3) || heads.q.format != PK_BF16 || ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 3)) return false;
     const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i)
         if ((packed[i] = find_packed(l.ctx, op.w[i]))->rows % 128) return false;
+    if (kernel == HalfKernel::kCluster) return op.x.cols >= 128;  // at least two steps of K
     Group groups[3];
     for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i) {
         // Every head has to be several blocks': they meet in memory.
@@ -429,8 +453,11 @@ int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Besi
     const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
     Group groups[3];
-    for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i)
-        if (int32_t status = run_skinny(l, op, groups[i], packed, 0, bound(l, op.x.rows), 0, beside)) return status;
+    const bool is_skinny = half_kernel(l, op) == HalfKernel::kSkinny;
+    for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i) {
+        const int64_t rows = bound(l, op.x.rows);
+        if (int32_t status = is_skinny ? run_skinny(l, op, groups[i], packed, 0, rows, 0, beside) : run_gemm(l, op, groups[i], packed, 0, rows, {}, {}, beside)) return status;
+    }
     return PK_OK;
 }
 
