@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from harness import Bench, from_bf16, to_bf16
@@ -30,7 +32,7 @@ ROWS = {
 class Layers:
     """Two layers and a head on a bench: `records` are functions that append one record each."""
 
-    def __init__(self, b: Bench, rng: np.random.Generator, name: str, shape: tuple[int, int, int], window: int = 0) -> None:
+    def __init__(self, b: Bench, rng: np.random.Generator, name: str, shape: tuple[int, int, int], window: int = 0, rows: int = 8) -> None:
         n_heads, n_kv, width = shape
         plain, tail = FORMATS[name]
         self.b, self.heads = b, Heads(n_heads, n_kv, width, width, 256, 256 + n_kv * 16 * width * 2, abi.PK_BF16)
@@ -46,7 +48,6 @@ class Layers:
         def vector(n):
             return f32_tensor(b.device, (1 + 0.2 * rng.standard_normal(n)).astype(np.float32).tolist(), "vectors")
 
-        rows = 8
         self.residual = b.output(rows, WIDTH, T, format=abi.PK_F32)
         normed, hidden = b.output(rows, WIDTH, T), b.output(rows, HIDDEN, T)
         qkv, out = b.output(rows, (n_heads + 2 * n_kv) * width, T), b.output(rows, n_heads * width, T)
@@ -119,3 +120,22 @@ def test_layers_in_one_program_equal_their_ops_one_by_one(bench, rng, level, nam
     for _ in range(3):
         for got, other in zip(layers.run(start, n, len(rows[::2]), True), again, strict=True):
             np.testing.assert_array_equal(got, other)
+
+
+@pytest.mark.parametrize("n_tokens", [20, 40, 70, 128])
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q4_k"])
+def test_layers_of_a_prompt_in_one_program_equal_their_ops_one_by_one(bench, rng, level, name, n_tokens):
+    if level > 1:
+        pytest.skip("levels differ in products, which have tests of their own")
+    b = bench(sizes=replace(SIZES, max_step_tokens=128), page_bytes=256 + 2 * 2 * 16 * 128 * 2)
+    if name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {name}")
+    layers = Layers(b, rng, name, (4, 2, 128), rows=n_tokens)
+    n = b.set_rows([(3, 17, n_tokens - 1), (5, 200, 1)])
+    start = rng.standard_normal((n, WIDTH))
+    wanted, again = layers.run(start, n, 2, False), layers.run(start, n, 2, True)
+    for got, other in zip(again[:2], wanted[:2], strict=True):
+        check(got, other, 6e-2)
+    check(again[2], wanted[2], 1e-2 if name != "fp8_e4m3" else 4e-2)
+    for got, other in zip(layers.run(start, n, 2, True), again, strict=True):
+        np.testing.assert_array_equal(got, other)
