@@ -177,7 +177,7 @@ def test_experts_of_every_format_equal_numpy(bench, rng, kind, level):
                 gate, up = (parts[i][e].values.astype(np.float64) @ x64[t] for i in (0, 1))
                 want[t] += factor * (parts[2][e].values.astype(np.float64) @ (act(gate, "silu") * up))
         error = np.linalg.norm(b.download(y, n) - want, axis=1) / np.linalg.norm(want, axis=1)
-        loose = 2**-4 if n > 64 and is_narrowed(b, name, level) else 2e-2
+        loose = 0.08 if n > 64 and is_narrowed(b, name, level) else 2e-2  # e4m3 of x and hidden alone: to 0.065 in 60 draws
         assert error.max() <= (4e-3 if b.activation == abi.PK_F32 else loose), (n, error)
 
 
