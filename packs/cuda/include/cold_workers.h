@@ -92,7 +92,7 @@ class ColdWorkers {
     uint64_t taken_;  // the last request that was laid out
 
     alignas(64) std::atomic<uint64_t> job_{0};
-    alignas(64) std::atomic<uint64_t> next_[kParts] = {};
+    alignas(64) std::atomic<uint64_t> left_over_[kParts] = {};  // the job's number, then how many tasks of the part nobody has taken
     alignas(64) std::atomic<int32_t> done_[kParts] = {};
     alignas(64) std::atomic<uint32_t> signal_{0};
     std::atomic<int32_t> n_asleep_{0}, holds_{0}, n_reading_{0};

@@ -234,6 +234,7 @@ int32_t open_cold(pk_ctx *ctx, const pk_cold_config &config) {
     cold->costs.takes_all = config.takes_all;
     const int32_t n_threads = config.n_threads ? config.n_threads : std::max(1, allowed_processors() - 2);
     cold->workers = std::make_unique<ColdWorkers>(*cold->kernels, n_threads, cold->mail);
+    if (cold->workers->n_threads() == 0) return fail(PK_UNSUPPORTED, "cold experts: the system gives this process no thread");
     std::lock_guard guard(lock);
     all()[ctx] = std::move(cold);
     return PK_OK;

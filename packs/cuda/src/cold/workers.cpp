@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <system_error>
 
 #include "../../../pack.h"
 
@@ -92,7 +93,10 @@ ColdWorkers::ColdWorkers(const ColdKernels &kernels, int32_t n_threads, ColdMail
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (int32_t i = 0; i < n_threads; ++i) threads_.emplace_back([this, i] { work(i); });
+    try {
+        for (int32_t i = 0; i < n_threads; ++i) threads_.emplace_back([this, i] { work(i); });
+    } catch (const std::system_error &) {  // as many as there may be
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
@@ -208,16 +212,18 @@ bool ColdWorkers::take_request() {
     for (int64_t i = 0; i < n_tiles; ++i) halves_[i].store(0, std::memory_order_relaxed);
     for (size_t i = 0; i < items_.size(); ++i) left_[i].store(hidden_tiles_, std::memory_order_relaxed);
     for (auto &d : done_) d.store(0, std::memory_order_relaxed);
-    for (auto &c : next_) c.store((request & 0xffffffff) << 32, std::memory_order_relaxed);
+    const int32_t n_tasks[kParts] = {n_rows_, hidden_tiles_ * n_items_ * n_products_, n_sums_};
+    for (int part = 0; part < kParts; ++part) left_over_[part].store((request & 0xffffffff) << 32 | static_cast<uint32_t>(n_tasks[part]), std::memory_order_relaxed);
     job_.store(request, std::memory_order_release);
     return true;
 }
 
-// The next task of a part; -1: there is none, or the job is another one by now.
+// The next of a part's n tasks; -1: there is none, or the job is another one by now. How many are left stands beside the job's number: n may have been read
+// while the next job was being laid out, and is right only if a task was left.
 int32_t ColdWorkers::claim(Part part, uint64_t job, int32_t n) {
-    uint64_t at = next_[part].load(std::memory_order_acquire);
-    while (at >> 32 == (job & 0xffffffff) && static_cast<int32_t>(at & 0xffffffff) < n)
-        if (next_[part].compare_exchange_weak(at, at + 1, std::memory_order_acq_rel)) return static_cast<int32_t>(at & 0xffffffff);
+    uint64_t left = left_over_[part].load(std::memory_order_acquire);
+    while (left >> 32 == (job & 0xffffffff) && (left & 0xffffffff) != 0)
+        if (left_over_[part].compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) return n - static_cast<int32_t>(left & 0xffffffff);
     return -1;
 }
 
