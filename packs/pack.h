@@ -161,7 +161,7 @@ typedef struct pk_state {
     uint64_t page_table;      /* i32 [n_slots, slot_pages] */
     uint64_t sampling;        /* pk_sampling [n_slots] */
     uint64_t bias;            /* pk_bias [n_slots, max_bias] */
-    uint64_t mask;            /* u32 [n_slots, ceil(V/32)] */
+    uint64_t mask;            /* u32 [n_slots + max_step_rows, ceil(V/32)]: of slots, then of a step's draws in draft rows */
     uint64_t row_slot;        /* i32 [R]    built by PREPARE, like all below */
     uint64_t row_start;       /* i32 [R+1]  first token index of the row in this step */
     uint64_t row_position;    /* i32 [R]    position of that token in its sequence */

@@ -249,11 +249,12 @@ typedef struct pk_op_pool {
 
 /* ---- steps in two halves, for rows whose mask depends on the token before ---- */
 
-/* In pk_row.flags, with SAMPLE and without DRAFT: the row draws only under a mask that pk_finish brings. pk_step then runs what comes before
- * PK_OP_SAMPLE, and returns (or has enqueued that); everything else waits for pk_finish, which has to come before the next pk_step. */
+/* In pk_row.flags, with SAMPLE or DRAFT and without SCORE: the row draws only under masks that pk_finish brings, a draft row under one for each of
+ * its draws, and no further than it has masks. pk_step then runs what comes before PK_OP_SAMPLE, and returns (or has enqueued that); everything else
+ * waits for pk_finish, which has to come before the next pk_step. */
 #define PK_ROW_HELD 128
 
-/* One host block, 8-byte aligned: head, int32 slot[n_masks], uint32 mask[n_masks][ceil(V/32)], without gaps. */
+/* One host block, 8-byte aligned: head, int32 slot[n_masks], uint32 mask[n_masks][ceil(V/32)], without gaps; masks of one draft row side by side. */
 typedef struct pk_finish_head {
     uint64_t seq;      /* of the step */
     int32_t n_masks;
