@@ -249,7 +249,7 @@ typedef struct pk_op_pool {
 
 /* ---- steps in two halves, for rows whose mask depends on the token before ---- */
 
-/* In pk_row.flags, with SAMPLE or DRAFT and without SCORE: the row draws only under masks that pk_finish brings, a draft row under one for each of
+/* In pk_row.flags, with SAMPLE and without SCORE: the row draws only under masks that pk_finish brings, a draft row under one for each of
  * its draws, and no further than it has masks. pk_step then runs what comes before PK_OP_SAMPLE, and returns (or has enqueued that); everything else
  * waits for pk_finish, which has to come before the next pk_step. */
 #define PK_ROW_HELD 128
