@@ -19,7 +19,7 @@ from ..pack.abi import PK_ROW_LENGTH, PK_ROW_NAN, PK_ROW_SCORE, PK_ROW_STOP
 from ..wire.messages import BIND, Done, ErrorCode, Kind, Reason, Refused, RefusedCode, Started
 from ..wire.port import EnginePort
 from .accounts import GROW_PAGES, open_ledger
-from .cost import chunk_work
+from .cost import CostModel, chunk_work
 from .counters import Counters
 from .device import StepDevice
 from .drafts import Drafter
@@ -55,6 +55,7 @@ class Engine:
         policy: Policy | None = None,
         clock: Callable[[], int] = monotonic_ns,
         read_vectors: ReadVectors | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         self.sizes = sizes
         self.clock = clock
@@ -77,7 +78,7 @@ class Engine:
         if sizes.n_snapshots:
             self.slots.border_tokens = sizes.page_tokens
         tile = self.policy.tile_tokens if self.run_ahead else 1
-        self.scheduler = Scheduler(self.policy, self.ledger, self.slots, self._started, tile)
+        self.scheduler = Scheduler(self.policy, self.ledger, self.slots, self._started, tile, cost)
         self.counters = Counters()
         self.requests: list[dict[int, Request]] = [{} for _ in ports]
         """Open requests by ask id, one dictionary per port."""

@@ -23,6 +23,7 @@ from .giving import Giver
 from .intake import Intake
 from .loop import Engine, freeze
 from .policy import Policy
+from .rehearsal import rehearse
 from .tiering import STAGING_STATES, HostStates, HostWindows, StateDevice, TierConfig, TierKeeper, WindowDevice
 from .vectors import ReadVectors
 
@@ -195,8 +196,12 @@ def engine_main(config: EngineConfig, device: TierDevice, channels: Sequence[Cha
 
     SIGTERM drains; SIGINT is the parent's business. Raises: PaddockError when the device fails.
     """
-    ports = [EnginePort(channel) for channel in channels]
-    runner = Runner(Engine(config.sizes, device, ports, config.policy, read_vectors=config.read_vectors))
+    ports, cost = [EnginePort(channel) for channel in channels], None
+    if device.facts.run_ahead and config.read_vectors is None:
+        cost = rehearse(config.sizes, device, config.policy)
+        if config.stages is not None:
+            config.stages.end("rehearsal")
+    runner = Runner(Engine(config.sizes, device, ports, config.policy, read_vectors=config.read_vectors, cost=cost))
     if config.experts is not None:
         runner.engine.experts = config.experts
     if config.tiers is not None:

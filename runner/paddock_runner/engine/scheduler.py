@@ -53,7 +53,7 @@ class Scheduler:
     )  # fmt: skip
 
     def __init__(
-        self, policy: Policy, ledger: Ledger, slots: SlotTable, on_start: Callable[[Request, int], None], quantum: int = 1
+        self, policy: Policy, ledger: Ledger, slots: SlotTable, on_start: Callable[[Request, int], None], quantum: int = 1, cost: CostModel | None = None
     ) -> None:
         self._quantum = quantum
         self._policy = policy
@@ -61,7 +61,7 @@ class Scheduler:
         self._slots = slots
         self.on_start = on_start
         self.queue = WaitQueue(policy)
-        self.cost = CostModel()
+        self.cost = cost or CostModel()
         self.pace = Pace(policy, self.cost, quantum)
         self.prefilling: list[Request] = []
         self.held: list[Request] = []
