@@ -58,7 +58,7 @@ class Rehearsal:
         for _ in range(n):
             self._n_asked += 1
             prompt = array("i", [self._random.randrange(sizes.n_vocab) for _ in range(n_tokens)])
-            self._front.ask(Ask(self._n_asked, prompt, max_tokens=ANSWER_TOKENS, temperature=0.0))
+            self._front.ask(Ask(self._n_asked, memoryview(prompt), max_tokens=ANSWER_TOKENS, temperature=0.0))
         self._turn()
         while self.engine.scheduler.has_prefill and self.has_time:
             self._turn()

@@ -25,6 +25,7 @@ KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
 ADMIN, INFERENCE = "admin", "inference"
 HASHED = "sha256:"
 _ANYBODY = 1
+MAX_KNOWN = 64
 
 
 WEIGHT = "weight="
@@ -133,6 +134,8 @@ class Guard:
     def __init__(self, keys: Iterable[Key | str], hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
         self._keys = tuple(key_of(key) if isinstance(key, str) else key for key in keys)
         self._hosts = LOCAL_NAMES | {h.lower() for h in hosts} | {socket.gethostname().lower()}
+        self._known: set[str] = set()
+        """Values of Host that were looked at and may come, a few of them."""
         self._origins = frozenset(o.rstrip("/").lower() for o in origins)
 
     def check_origin(self, exchange: Exchange) -> str:
@@ -143,8 +146,11 @@ class Guard:
         if exchange.header_count(b"host") > 1:
             raise Forbidden("the request names more than one Host")
         host = exchange.header(b"host")
-        if host and not self._is_known(host):
-            raise Forbidden(f"the host {host[:100]!r} is not allowed", "start the runner with --allow-host NAME")
+        if host and host not in self._known:
+            if not self._is_known(host):
+                raise Forbidden(f"the host {host[:100]!r} is not allowed", "start the runner with --allow-host NAME")
+            if len(self._known) < MAX_KNOWN:
+                self._known.add(host)
         origin = exchange.header(b"origin").rstrip("/").lower()
         if not origin:
             return ""

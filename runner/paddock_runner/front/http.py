@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Generator, MutableMapping
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -20,6 +20,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 Application = Callable[[Any, Receive, Send], Awaitable[None]]
+Result = TypeVar("Result")
 
 JSON = b"application/json"
 PIPE = "paddock.pipe"
@@ -33,6 +34,29 @@ ENCODER = msgspec.json.Encoder()
 NO_OUTBOX = Outbox()
 """For exchanges that nobody gave one: it is never told to hold."""
 _REQUEST_ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
+
+
+class Rest(Generic[Result]):
+    """The rest of an awaitable whose first step was taken outside a task."""
+
+    __slots__ = ("_first", "_steps")
+
+    def __init__(self, steps: Generator[Any, Any, Result], first: Any) -> None:
+        self._steps, self._first = steps, first
+
+    def __await__(self) -> Generator[Any, Any, Result]:
+        yield self._first
+        return (yield from self._steps)
+
+
+def begin(work: Awaitable[Result]) -> Result | Rest[Result]:
+    """Takes the first step of some work: what comes of it where that was all, else the rest, to be awaited."""
+    steps = work.__await__()
+    try:
+        return Rest(steps, next(steps))
+    except StopIteration as end:
+        found: Result = end.value
+        return found
 
 
 class Exchange:
@@ -98,32 +122,39 @@ class Exchange:
         Raises: TooLarge as soon as it is, SlowBody when it comes too slowly, Cancelled when the client left while sending.
         """
         said = self.header(b"content-length")
-        parts: list[bytes] = []
         try:
             if said.isdigit() and int(said) > max_bytes:
                 raise _too_large(int(said), max_bytes)
-            return await self._parts(parts, max_bytes)
+            message = begin(self._receive())
+            if not isinstance(message, Rest) and not message.get("more_body", False):
+                _require_client(message)
+                body: bytes = message.get("body", b"")  # it came with the head
+                if len(body) > max_bytes:
+                    raise _too_large(len(body), max_bytes)
+                return body
+            return await self._parts(message, max_bytes)
         except (TooLarge, SlowBody):
             self.extra.append((b"connection", b"close"))
             raise
 
-    async def _parts(self, parts: list[bytes], max_bytes: int) -> bytes:
+    async def _parts(self, message: Message | Rest[Message], max_bytes: int) -> bytes:
         loop = asyncio.get_running_loop()
-        begun, size = loop.time(), 0
+        begun, size, parts = loop.time(), 0, list[bytes]()
         try:
             async with asyncio.timeout(BODY_GRACE_S) as limit:
                 while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise Cancelled("the client left before its request was complete")
+                    if isinstance(message, Rest):
+                        message = await message
+                    _require_client(message)
                     part = message.get("body", b"")
                     size += len(part)
                     if size > max_bytes:
                         raise _too_large(size, max_bytes)
                     parts.append(part)
                     if not message.get("more_body", False):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
+                        return b"".join(parts)
                     limit.reschedule(begun + BODY_GRACE_S + size / MIN_BODY_BYTES_PER_S)
+                    message = await self._receive()
         except TimeoutError:
             waited_s = loop.time() - begun
             raise SlowBody(
@@ -192,6 +223,11 @@ def _request_id(given: bytes) -> str:
     if 0 < len(text) <= 128 and _REQUEST_ID_CHARACTERS.issuperset(text):
         return text
     return "req_" + secrets.token_hex(12)
+
+
+def _require_client(message: Message) -> None:
+    if message["type"] == "http.disconnect":
+        raise Cancelled("the client left before its request was complete")
 
 
 def _too_large(size: int, limit: int) -> TooLarge:

@@ -114,11 +114,16 @@ class Shape(Generic[Body]):
     def __init__(self, kind: type[Body], known: frozenset[str] = frozenset()) -> None:
         self.kind = kind
         self._decoder = msgspec.json.Decoder(kind)
+        self._strict: msgspec.json.Decoder[Body] = msgspec.json.Decoder(msgspec.defstruct(kind.__name__, (), bases=(kind,), forbid_unknown_fields=True))
         self._names = {f.encode_name for f in msgspec.structs.fields(kind)} | known  # type: ignore[arg-type]
 
     async def read(self, front: Front, exchange: Exchange) -> Body:
         """The request's body. Raises: UsageError naming the field, TooLarge, Cancelled."""
         raw = await exchange.body(front.max_body_bytes)
+        try:
+            return self._strict.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass  # it has fields that nobody knows, or is wrong
         body = self.parse(raw)
         try:
             unknown = [name for name in _RAW_FIELDS.decode(raw) if name not in self._names]

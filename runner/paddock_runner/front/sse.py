@@ -7,10 +7,9 @@ per token. When it does wait, a task takes over and the stream is `is_behind` un
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-from .http import SSE, Exchange, Headers
+from .http import SSE, Exchange, Headers, Rest, begin
 from .outbox import Pipe
 
 HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -111,15 +110,13 @@ class EventStream:
             await self._waiting
 
     def _drive(self, sending: Awaitable[None]) -> None:
-        steps = sending.__await__()
-        try:
-            first = next(steps)
-        except StopIteration:
+        rest = begin(sending)
+        if rest is None:
             return
         self.is_behind = True
-        self._waiting = asyncio.get_running_loop().create_task(self._wait(_Rest(steps, first)))
+        self._waiting = asyncio.get_running_loop().create_task(self._wait(rest))
 
-    async def _wait(self, rest: _Rest) -> None:
+    async def _wait(self, rest: Rest[None]) -> None:
         try:
             await rest
         finally:
@@ -128,15 +125,3 @@ class EventStream:
             self.on_caught_up()
         self.flush()
 
-
-class _Rest:
-    """The rest of an awaitable whose first step was taken outside a task."""
-
-    __slots__ = ("_first", "_steps")
-
-    def __init__(self, steps: Generator[Any, Any, None], first: Any) -> None:
-        self._steps, self._first = steps, first
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        yield self._first
-        yield from self._steps

@@ -136,7 +136,7 @@ def _check(body: CompletionRequest) -> None:
 
 async def _prompts(front: Front, body: CompletionRequest, fill: Fill | None) -> list[array[int]]:
     given = body.prompt
-    if isinstance(given, list) and given and all(isinstance(item, int) for item in given):
+    if isinstance(given, list) and set(map(type, given)) == {int}:
         given = [cast("list[int]", given)]
     items: Sequence[Any] = given if isinstance(given, list) else [given]
     if any(isinstance(item, int) for item in items):
