@@ -26,7 +26,7 @@ class Storm:
 
     def __init__(self, seed: int, run_ahead: int, n_pages: int, n_fronts: int, n_snapshots: int = 0, window: int = 0, n_window_pages: int = 0) -> None:
         self.rng = rng = random.Random(seed)
-        sizes = replace(SIZES, n_pages=n_pages, n_snapshots=n_snapshots, recurrent_bytes=64 * (n_snapshots > 0), window_tokens=window, n_window_pages=n_window_pages)
+        sizes = replace(SIZES, n_pages=n_pages, n_snapshots=n_snapshots, recurrent_bytes=64 * (n_snapshots > 0), max_guesses=4 * (n_snapshots > 0), window_tokens=window, n_window_pages=n_window_pages)
         device = FakeDevice(sizes, run_ahead, seed, n_attached=rng.choice((0, 2, 30)), nan_token=NAN_TOKEN)
         self.rig = Rig(sizes, policy=POLICY, n_fronts=n_fronts, device=device)
         self.families = [[rng.randrange(480) for _ in range(90)] for _ in range(4)]

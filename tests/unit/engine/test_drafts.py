@@ -140,12 +140,17 @@ def test_nobody_is_guessed_for_without_the_packs_support() -> None:
     rig.close()
 
 
-@pytest.mark.parametrize(("run_ahead", "n_pages", "masked_share", "seed"), [(0, 160, 0.15, 0), (2, 160, 0.15, 0), (0, 40, 0.15, 0), *((seed % 3, 160 - 60 * (seed == 4), 0.8, seed) for seed in range(1, 6))])
-def test_a_storm_with_an_oracle_that_errs_answers_right(run_ahead: int, n_pages: int, masked_share: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+STORMS = [(0, 160, 0.15, 0), (2, 160, 0.15, 0), (0, 40, 0.15, 0), *((seed % 3, 160 - 60 * (seed == 4), 0.8, seed) for seed in range(1, 6))]
+
+
+@pytest.mark.parametrize("n_snapshots", [0, 12])
+@pytest.mark.parametrize(("run_ahead", "n_pages", "masked_share", "seed"), STORMS)
+def test_a_storm_with_an_oracle_that_errs_answers_right(run_ahead: int, n_pages: int, masked_share: float, seed: int, n_snapshots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """n_snapshots: places for recurrent states, of a model that has them."""
     oracle = Oracle(run_ahead, 0.2)
     monkeypatch.setattr(drafts, "look_up", oracle)
     monkeypatch.setattr(loop, "CONSIDER_EVERY", 1)
-    scene = Storm(310 + run_ahead + 10 * seed, run_ahead, n_pages, 1)
+    scene = Storm(310 + run_ahead + 10 * seed, run_ahead, n_pages, 1, n_snapshots)
     scene.masked_share = masked_share
     scene.rig.engine.policy = replace(scene.rig.engine.policy, draft_gain=0.0, draft_gap_us=0.0)
     scene.rig.engine.drafter.is_on = True
