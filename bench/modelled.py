@@ -1,8 +1,8 @@
 """Load cells on a modelled device: the engine and scheduler as they are, steps priced by a table, virtual time. No GPU, seconds a cell.
 
-Usage: python -m bench.modelled [--cost 8b.fp8 8b.bf16] [--cells 128/128c32x128 ...] [--long 65000] [--steps FILE]
+Usage: python -m bench.modelled [--cost 8b.fp8 8b.bf16] [--cells 128/128c32x128 ...] [--long 65000] [--pauses 0.08]
 A cell is PROMPT/ANSWERcSTREAMSxREQUESTS in a closed loop. What lies around the engine is a model, too: a client and a front that take a while for each
-request, one after the other (COMING_US), and FRONT_US each way. It answers how a policy behaves, not how fast a machine is.
+request, one after the other (COMING_US, with --pauses of a few ms before that share of them), and FRONT_US each way. It answers how a policy behaves, not how fast a machine is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from struct import Struct
 from paddock_runner.engine.loop import Engine
 from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.process import Runner
+from paddock_runner.engine.rehearsal import rehearse
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack.abi import PK_ROW_DEAD, PK_ROW_LENGTH, PK_ROW_SAMPLE
 from paddock_runner.wire.channel import Channel
@@ -32,6 +33,8 @@ HEAD, NEW, ROW, RESULT = Struct("<Qiiiiiiii"), Struct("<iiii"), Struct("<iiii"),
 NEW_BYTES, MAX_LENGTH_AT = 152, 16 + 48
 TURN_US, FRONT_US, COMING_US, AGAIN_US = 60, 300, 350, 900
 """A turn of the engine; a record's way to or from the client; between two requests of the client; from an answer's end to the next request."""
+PAUSE_US = (1000, 4000)
+"""What else the client's or the front's processor does now and then."""
 
 
 @dataclass(frozen=True)
@@ -197,9 +200,9 @@ class Seen:
 
 
 class Scene:
-    """An engine on a modelled device, and what happens around it, by virtual time."""
+    """An engine on a modelled device, and what happens around it, by virtual time. pauses: the share of requests before which the client makes one; seed: which."""
 
-    def __init__(self, cost: Cost, n_slots: int = 128, max_step_tokens: int = 0, policy: Policy | None = None, ctx: int = 8448) -> None:
+    def __init__(self, cost: Cost, n_slots: int = 128, max_step_tokens: int = 0, policy: Policy | None = None, ctx: int = 8448, pauses: float = 0.0, seed: int = 1) -> None:
         from paddock_runner.memory.plan import STEP_TOKENS
 
         self.sizes = StateSizes(
@@ -207,9 +210,10 @@ class Scene:
             max_step_tokens=max_step_tokens or STEP_TOKENS["cuda"], max_step_rows=n_slots, max_bias=4, max_top=1,
         )  # fmt: skip
         self.device = ModelledDevice(self.sizes, cost)
-        channel = Channel.create()
+        channel, known = Channel.create(), rehearse(self.sizes, self.device, policy or Policy(), self.device.clock)
+        self.device.steps.clear()
         self.front = FrontPort(channel, True)
-        self.engine = Engine(self.sizes, self.device, [EnginePort(channel, True)], policy, self.device.clock)
+        self.engine = Engine(self.sizes, self.device, [EnginePort(channel, True)], policy, self.device.clock, cost=known)
         self.runner = Runner(self.engine)
         self.seen: dict[int, Seen] = {}
         self.ended: dict[int, int] = {}
@@ -217,13 +221,15 @@ class Scene:
         self._client_of: dict[int, int] = {}
         self._n_asked = 0
         self._last_ns = 0
-        self._random = random.Random(1)
+        self._pauses = pauses
+        self._random = random.Random(seed)
 
     def send(self, at_ns: int, n_prompt: int, n_tokens: int, client: int = 0) -> int:
         """A request leaves the client at about that time; its id."""
         self._client_of[self._n_asked + 1] = client
         self._n_asked += 1
-        self._last_ns = at_ns = max(at_ns, self._last_ns + 1000 * COMING_US)
+        pause_us = self._random.uniform(*PAUSE_US) if self._random.random() < self._pauses else 0.0
+        self._last_ns = at_ns = max(at_ns, self._last_ns + int(1000 * (COMING_US + pause_us)))
         heapq.heappush(self._coming, (at_ns + 1000 * FRONT_US, self._n_asked, n_prompt, n_tokens))
         self.seen[self._n_asked] = Seen(at_ns)
         return self._n_asked
@@ -326,13 +332,14 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=["128/128c1x8", "128/128c8x32", "128/128c32x96", "128/128c32x128", "128/128c128x256", "2048/128c32x96"])
     parser.add_argument("--long", type=int, default=65000)
     parser.add_argument("--max-step-tokens", type=int, default=0)
+    parser.add_argument("--pauses", type=float, default=0.0)
     options = parser.parse_args()
     for name in options.cost:
         for cell in options.cells:
             shape, requests = cell.split("x")
             n_in, rest = shape.split("/")
             n_out, streams = rest.split("c")
-            scene = Scene(COSTS[name], max_step_tokens=options.max_step_tokens)
+            scene = Scene(COSTS[name], max_step_tokens=options.max_step_tokens, pauses=options.pauses)
             run_cell(scene, int(n_in), 2, 1, 1)
             found = run_cell(scene, int(n_in), int(n_out), int(streams), int(requests))
             ratio = found["ttft_p99_ms"] / found["ttft_p50_ms"]

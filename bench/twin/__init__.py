@@ -135,10 +135,11 @@ def _firsts(block: bytes) -> int:
 
 
 def waits(scene: Scene, n_steps: int) -> str:
-    """How long the device had nothing to do between the last n_steps."""
+    """How long the device worked in the last n_steps, and had nothing to do between them."""
     times = scene.device.times(min(n_steps, PK_TIMES))
     gaps = sorted(max(0, b[0] - a[1]) / 1e3 for a, b in pairwise(times))
-    return f"{sum(gaps) / 1e3:.2f} ms in {len(times)} steps, p50 {gaps[len(gaps) // 2]:.1f} p90 {gaps[len(gaps) * 9 // 10]:.1f} us" if gaps else "not known"
+    busy = sum(end - begin for begin, end in times) / 1e6
+    return f"{sum(gaps) / 1e3:.2f} ms in {len(times)} steps of {busy:.1f} ms, p50 {gaps[len(gaps) // 2]:.1f} p90 {gaps[len(gaps) * 9 // 10]:.1f} us" if gaps else "not known"
 
 
 def main() -> None:
