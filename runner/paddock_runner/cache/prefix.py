@@ -485,7 +485,7 @@ class PrefixTree:
 
 def first_difference(edge: bytes, tokens: bytes, at: int, n: int) -> int:
     """Bytes, in whole tokens, of edge[:n] and tokens[at : at + n] before the first token that differs."""
-    if n < 4:
+    if n < 4 or edge[:4] != tokens[at : at + 4]:  # most differ at once, and arrays take a while to make
         return 0
     a = np.frombuffer(edge, np.int32, n // 4)
     b = np.frombuffer(tokens, np.int32, n // 4, at)
