@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from paddock_runner.blueprint.blueprint import Blueprint
 from paddock_runner.blueprint.names import expected_shapes
-from paddock_runner.engine.assemble import fill_device
+from paddock_runner.engine.assemble import Kept, fill_device
 from paddock_runner.engine.experts import FetchedExperts
 from paddock_runner.files.view import Scales, TensorView
 from paddock_runner.formats.table import by_name
@@ -171,7 +171,7 @@ def run(options: argparse.Namespace, kind: str, folder: Path, rows: list[dict[st
         sizes = StateSizes(most, longest, 16, n_pages, plan.n_vocab, longest, most, 8, 5, 8, n_expert_slots=n_slots)
         start = time.perf_counter()
         device = Device(load_pack(options.pack))
-        fetched = fill_device(device, sizes, "bf16", plan, tensors, cold_experts=options.cold)
+        fetched = fill_device(device, sizes, Kept("bf16"), plan, tensors, cold_experts=options.cold)
         device.grow_pages(n_pages)
         sys.stdout.write(f"{kind} {share} %: {plan.n_layers} layers, loaded in {time.perf_counter() - start:.1f} s; allocated {({k: round(v / 1e9, 2) for k, v in device.allocated.items()})}\n")
         if fetched is not None:

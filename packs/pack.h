@@ -293,7 +293,7 @@ typedef struct pk_op_matmul {
 } pk_op_matmul;
 
 /* Splits qkv[T, H*D + K*D + K*Dv]; q and k heads are normalised (rms over D, when q_norm/k_norm are there) and rotated, v heads are
- * normalised when v_norm is there; q goes to `q`, k and v go to the token's page. What is not among `parts` is not in qkv either. Rotation of pair (a, b) at position p by angle p * frequency[i]:
+ * normalised when v_norm is there, then all heads are multiplied by their gains; q goes to `q`, k and v go to the token's page. What is not among `parts` is not in qkv either. Rotation of pair (a, b) at position p by angle p * frequency[i]:
  * layout 0 (neox): a = i, b = i + width/2; layout 1 (interleaved): a = 2i, b = 2i + 1; cos and sin are multiplied by magnitude. */
 typedef struct pk_op_qkv {
     int32_t op;
@@ -304,6 +304,7 @@ typedef struct pk_op_qkv {
     pk_tensor k_norm;     /* [1,D] f32 or absent */
     pk_tensor v_norm;     /* [1,Dv] f32 or absent */
     pk_tensor frequency;  /* [1,width/2] f32, or absent: no rotation */
+    pk_tensor gains;      /* [1,H + K + K] f32, of the heads that qkv holds; or absent: all 1 */
     int64_t k_offset;     /* bytes from the page's start to this layer's K: K*B*D elements */
     int64_t v_offset;     /* likewise V: K*B*Dv elements */
     int32_t n_heads;
@@ -319,7 +320,7 @@ typedef struct pk_op_qkv {
 } pk_op_qkv;
 
 /* out[t, h] = softmax over visible positions j of (scale * q.k_j, soft-capped) times v_j; the sink of a head is one more logit
- * without a value. Visible to a token at position p: j <= p, and j > p - window when window > 0; when is_bidirectional: every token of
+ * without a value; the sum is multiplied by the head's gain. Visible to a token at position p: j <= p, and j > p - window when window > 0; when is_bidirectional: every token of
  * the row up to its last one of this step, and |p - j| < window when window > 0. Reads KV through the page table, this step's own
  * tokens included (QKV ran before). */
 typedef struct pk_op_attention {
@@ -328,6 +329,7 @@ typedef struct pk_op_attention {
     pk_tensor q;      /* [T, H*D] */
     pk_tensor out;    /* [T, H*Dv] */
     pk_tensor sinks;  /* [1,H] f32 or absent */
+    pk_tensor gains;  /* [1,H] f32, or absent: all 1 */
     int64_t k_offset;
     int64_t v_offset;
     int32_t n_heads;

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "9dd179d616ab0d07"
+#define PK_ABI_DIGEST "0d3293924a429a34"

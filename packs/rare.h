@@ -97,6 +97,7 @@ typedef struct pk_op_sparse {
     pk_tensor index_q;     /* [T,index_heads*index_width] */
     pk_tensor index_norm;  /* [1,index_width] f32 */
     pk_tensor frequency;   /* [1,rope_width/2] f32 */
+    pk_tensor gains;       /* [1,H] f32, as in pk_op_attention, or absent */
     pk_tensor out;         /* [T,H*Dv] */
     int64_t k_offset;
     int64_t v_offset;

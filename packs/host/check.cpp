@@ -115,6 +115,8 @@ class Checker : Checks {
             if (int32_t status = vector("k_norm", op.k_norm, op.head_width)) return status;
         if (op.v_norm.data)
             if (int32_t status = vector("v_norm", op.v_norm, op.v_width)) return status;
+        if (op.gains.data)
+            if (int32_t status = vector("gains", op.gains, op.n_heads + op.n_kv_heads * (op.parts == PK_PARTS_Q ? 0 : op.parts == PK_PARTS_LATENT ? 1 : 2))) return status;
         if (!op.frequency.data) return PK_OK;
         if (int32_t status = range("rope_width", op.rope_width, 2, op.head_width)) return status;
         if (int32_t status = range("rope_layout", op.rope_layout, 0, 1)) return status;
@@ -133,7 +135,9 @@ class Checker : Checks {
         if (int32_t status = range("window", op.window, 0, INT32_MAX)) return status;
         if (int32_t status = range("is_bidirectional", op.is_bidirectional, 0, 1)) return status;
         if (int32_t status = range("parts", op.parts, PK_PARTS_QKV, PK_PARTS_LATENT)) return status;
-        return op.sinks.data ? vector("sinks", op.sinks, op.n_heads) : PK_OK;
+        if (op.sinks.data)
+            if (int32_t status = vector("sinks", op.sinks, op.n_heads)) return status;
+        return op.gains.data ? vector("gains", op.gains, op.n_heads) : PK_OK;
     }
 
     int32_t gate(const pk_op_gate &op) const {

@@ -188,6 +188,8 @@ class RareChecker : Checks {
         if (int32_t status = activations({{"q", op.q, (int64_t)op.n_heads * op.head_width}, {"out", op.out, (int64_t)op.n_heads * op.v_width},
                                           {"index_q", op.index_q, (int64_t)op.index_heads * op.index_width}}, false))
             return status;
+        if (op.gains.data)
+            if (int32_t status = vector("gains", op.gains, op.n_heads)) return status;
         if (int32_t status = vectors({{"index_norm", op.index_norm, op.index_width}, {"frequency", op.frequency, op.rope_width / 2}})) return status;
         int64_t end = op.i_offset + (int64_t)op.index_width * state_.page_tokens * find_format(op.kv_format)->block_bytes;
         if (op.i_offset >= 0 && end <= state_.kv_page_stride) return PK_OK;

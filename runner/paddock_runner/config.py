@@ -53,8 +53,12 @@ class Config:
         0, "tokens of one step, prefill included, at most; 0: 512 on the CPU, 2560 on a GPU, 8192 on one whose experts lie in host memory", unit="tokens", low=0
     )
     kv_format: str = knob(
-        "auto", "format of the KV cache; auto: f16 on the CPU, bf16 on a GPU", flag="--kv-dtype",
+        "auto", "format of the KV cache; auto: f16 on the CPU, bf16 on a GPU; fp8: e4m3 with a scale for every head, stored in the checkpoint or measured at the start", flag="--kv-dtype",
         choices=("auto", "bf16", "f16", "f32", "fp8"),
+    )  # fmt: skip
+    window_kv_format: str = knob(
+        "same", "format of the KV cache of layers with a sliding window; same: as the others", flag="--window-kv-dtype",
+        choices=("same", "bf16", "f16", "f32", "fp8"),
     )  # fmt: skip
     state_cache_gib: float = knob(
         -1.0, "memory for recurrent states that the prefix cache keeps (default, -1: two per request and eight more)", unit="GiB", low=-1

@@ -137,6 +137,8 @@ def test_bench_quality_compares_a_kv_format_with_the_baseline(paddock, model_fil
     assert same.code == 0 and [r["kv"] for r in same.json["quality"]] == ["bf16"] and same.json["quality"][0]["perplexity"] == round(math.e, 5)
     worse = paddock("bench", str(model_file), "--quality", "--kv", "fp8", "--json")
     assert worse.code == 1 and [r["kv"] for r in worse.json["quality"]] == ["bf16", "fp8"] and worse.json["quality"][1]["delta"] > 0.6
+    windows = paddock("bench", str(model_file), "--quality", "--window-kv", "fp8", "--json")
+    assert [(r["kv"], r["delta"] > 0.2) for r in windows.json["quality"]] == [("bf16", False), ("bf16,window=fp8", True)]
 
 
 @pytest.mark.usefixtures("fake_runner")

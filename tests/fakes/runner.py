@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 WITH_VALUE = {
-    "--model", "--name", "--kernel-pack", "--device", "--host", "--port", "--max-batch", "--max-ctx", "--kv-dtype", "--threads",
+    "--model", "--name", "--kernel-pack", "--device", "--host", "--port", "--max-batch", "--max-ctx", "--kv-dtype", "--window-kv-dtype", "--threads",
     "--api-key-file", "--state-file", "--tls-cert", "--tls-key",
 }  # fmt: skip
 
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         if not self.is_allowed():
             return
         if self.path == "/v1/completions":
-            worse = 0.5 if self.flags.get("--kv-dtype") == "fp8" else 0.0
+            worse = 0.5 * (self.flags.get("--kv-dtype") == "fp8") + 0.25 * (self.flags.get("--window-kv-dtype") == "fp8")
             entries = [None, *({str(i): {"logprob": -1.0 - worse, "rank": None, "decoded_token": "x"}} for i in range(9))]
             self.reply(200, {"choices": [{"index": 0, "text": "", "prompt_logprobs": entries}]})
             return

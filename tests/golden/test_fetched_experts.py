@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
-from paddock_runner.engine.assemble import fill_device
+from paddock_runner.engine.assemble import Kept, fill_device
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.experts import CACHE_HEAD_WORDS
 from paddock_runner.memory.plan import PlanRequest, cpu_facts, plan, weight_sizes
@@ -50,7 +50,7 @@ def test_answers_are_the_same_however_few_experts_have_a_place(name):
         found = plan(blueprint, views, replace(request, expert_bytes=weights.experts.device_bytes(n_slots) if n_slots else None))
         device = Device(load_pack(find_pack("cpu")), 0, 2, 2)
         try:
-            experts = fill_device(device, replace(found.sizes, n_expert_slots=n_slots), found.kv_format, blueprint, views)
+            experts = fill_device(device, replace(found.sizes, n_expert_slots=n_slots), Kept(found.kv_format), blueprint, views)
             assert experts is None or all(slots == list(range(len(slots))) for slots in held(device, experts))
             teacher = Teacher(device, 16)
             bests = [teacher.begin(ids[:20])] + [teacher.follow(token) for token in ids[20:]]

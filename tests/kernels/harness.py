@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from paddock_runner.formats.fp8 import E4M3
 from paddock_runner.memory.state import StateSizes, device_arrays, pinned_arrays
 from paddock_runner.pack import abi
 from paddock_runner.pack.device import Device
@@ -32,12 +33,23 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    """e4m3 codes of numbers, rounded to nearest even; what is beyond 448 becomes 448."""
+    sizes, size = E4M3[:127].astype(np.float64), np.abs(np.asarray(x, np.float64))
+    low = np.clip(np.searchsorted(sizes, size, "right") - 1, 0, 125)
+    middle = (sizes[low] + sizes[low + 1]) / 2
+    code = low + ((size > middle) | ((size == middle) & (low % 2 == 1)))
+    return (code | np.where(np.signbit(x), 128, 0)).astype(np.uint8)
+
+
 def encode(x: np.ndarray, format: int) -> np.ndarray:
     """The array's elements as a format stores them."""
     if format == abi.PK_F16:
         return x.astype(np.float16)
     if format == abi.PK_BF16:
         return to_bf16(x)
+    if format == abi.PK_FP8_E4M3:
+        return to_e4m3(x)
     return x.astype({abi.PK_F32: np.float32, abi.PK_I32: np.int32, abi.PK_U8: np.uint8}[format])
 
 
@@ -45,6 +57,8 @@ def decode(raw: bytes, format: int) -> np.ndarray:
     """The inverse of encode, as f32 (integers stay what they are)."""
     if format == abi.PK_BF16:
         return from_bf16(np.frombuffer(raw, np.uint16))
+    if format == abi.PK_FP8_E4M3:
+        return E4M3[np.frombuffer(raw, np.uint8)]
     kinds = {abi.PK_F32: np.float32, abi.PK_F16: np.float16, abi.PK_I32: np.int32, abi.PK_U8: np.uint8}
     values = np.frombuffer(raw, kinds[format])
     return values.astype(np.float32) if format == abi.PK_F16 else values

@@ -98,15 +98,18 @@ def run(values: Values, ui: Ui) -> int:
 
 
 def run_quality(values: Values, ui: Ui) -> int:
-    """Perplexity of the fixed text with the KV format that was asked for, and with the baseline's; 1 when it is clearly worse."""
+    """Perplexity of the fixed text with the KV formats that were asked for, and with the baseline's; 1 when it is clearly worse."""
     places = paths.places()
     found = target.find_or_pull(places, values.text("model"), ui)
-    asked = values.text("kv") or BASELINE
+    wish = {"kv": values.text("kv") or BASELINE}
+    if of_windows := values.found.pop("window_kv", None):
+        wish["window_kv"] = of_windows
+    asked = ",window=".join(str(word) for word in wish.values())
     values.found.setdefault("ctx", 2048)
     values.found.setdefault("batch", 1)
     rows: list[dict[str, Any]] = []
-    for kv in dict.fromkeys((BASELINE, asked)):
-        values.found["kv"] = kv
+    for kv, found_kv in {BASELINE: {"kv": BASELINE}, asked: wish}.items():
+        values.found |= found_kv
         ui.say(f"KV in {kv} …")
         with run_command.server_for(places, found, values, ui) as (server, key):
             result, device = quality.measure(server, key), server.device

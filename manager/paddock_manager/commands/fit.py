@@ -31,7 +31,8 @@ COMMAND = Command(
     (
         Option("--ctx", "context per request (default 32768, or the model's)", "int", value="TOKENS"),
         Option("--batch", "requests at a time (default 1)", "int", value="N"),
-        Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=("bf16", "f16", "f32", "fp8")),
+        Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=target.KV_FORMATS),
+        Option("--window-kv", "format of the KV cache of layers with a sliding window, where it is another", "text", value="FORMAT", choices=target.KV_FORMATS),
         Option("--expert-vram-gib", "device memory for the experts of a mixture; the others stay in host memory", "float", value="GIB"),
         Option("--device", "auto, cpu, cuda, or a GPU by number, UUID or name", "text", value="DEVICE"),
         Option("--threads", "CPU threads", "int", value="N"),
@@ -67,6 +68,7 @@ def run(values: Values, ui: Ui) -> int:
         int(known["fit.ctx"].value),
         int(known["fit.batch"].value),
         values.number("expert_vram_gib"),
+        values.text("window_kv") or None,
     )
     reports = [fit.report(name, checkpoint, w, wish) for w in where]
     for report in reports:
@@ -201,6 +203,8 @@ def wont_fit(r: Report, values: Values | None = None) -> WontFit:
     words = {"kv_format": "--kv", "max_batch": "--batch", "max_ctx_tokens": "--ctx", "expert_vram_gib": "--expert-vram-gib"}
     given = values.found if values else {}
     asked = {f"--{k}": str(given[k]) for k in ("ctx", "batch", "kv", "device", "arch") if k in given}
+    if "window_kv" in given:
+        asked["--window-kv"] = str(given["window_kv"])
     if "expert_vram_gib" in given:
         asked["--expert-vram-gib"] = str(given["expert_vram_gib"])
     if "vram" in given:

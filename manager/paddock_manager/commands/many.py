@@ -83,7 +83,7 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
 
 def _model(found: Target, given: dict[str, str], where: fit.Where, budget_bytes: int, by: str) -> dict[str, Any]:
     """One model's launch and what its plan needs. The context and batch that are planned are those it is started with."""
-    wish = fit.Wish(_number(given, "ctx"), _number(given, "batch"), given.get("kv"), DEFAULT_CTX_TOKENS, DEFAULT_BATCH)
+    wish = fit.Wish(_number(given, "ctx"), _number(given, "batch"), given.get("kv"), DEFAULT_CTX_TOKENS, DEFAULT_BATCH, window_kv_format=given.get("window_kv"))
     report = fit.report(found.name, open_checkpoint(found.path), where, wish)
     sizes, need = report.plan.sizes, report.plan.peak_bytes
     if need > budget_bytes:

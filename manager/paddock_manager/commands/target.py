@@ -15,10 +15,12 @@ from paddock_manager.store import index
 from paddock_manager.store.record import Model
 from paddock_manager.ui import Ui
 
+KV_FORMATS = ("bf16", "f16", "f32", "fp8")
 LOAD_OPTIONS = (
     Option("--ctx", "context per request, in tokens", "int", value="TOKENS"),
     Option("--batch", "requests at a time", "int", value="N"),
-    Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=("bf16", "f16", "f32", "fp8")),
+    Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=KV_FORMATS),
+    Option("--window-kv", "format of the KV cache of layers with a sliding window, where it is another", "text", value="FORMAT", choices=KV_FORMATS),
     Option("--expert-vram-gib", "device memory for the experts of a mixture; the others stay in host memory", "float", value="GIB"),
     Option("--cold-experts", "who computes experts that a GPU lacks, in small steps: auto the GPU and the CPU, by measured rates", "text", choices=("auto", "copy", "cpu")),
     Option("--device", "where to run", "text", choices=("auto", "cpu", "cuda")),
@@ -29,6 +31,7 @@ RUNNER_FLAGS = {
     "ctx": "--max-ctx",
     "batch": "--max-batch",
     "kv": "--kv-dtype",
+    "window_kv": "--window-kv-dtype",
     "expert_vram_gib": "--expert-vram-gib",
     "cold_experts": "--cold-experts",
     "device": "--device",

@@ -14,6 +14,7 @@ from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
 from paddock_runner.files.folder import require_tokenizer
 from paddock_runner.memory import calibration
 from paddock_runner.memory.calibration import Calibration
+from paddock_runner.memory.kinds import joined_format
 from paddock_runner.memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
 from paddock_runner.memory.solve import Solver, solver
 
@@ -65,6 +66,7 @@ class Wish:
     default_ctx_tokens: int = DEFAULT_CTX_TOKENS
     default_batch: int = DEFAULT_BATCH
     expert_gib: float | None = None
+    window_kv_format: str | None = None
 
 
 @dataclass(slots=True)
@@ -172,7 +174,7 @@ def request_of(blueprint: Blueprint, where: Where, wish: Wish) -> PlanRequest:
     request = PlanRequest(ctx, wish.batch if wish.batch is not None else wish.default_batch, where.facts)
     if wish.expert_gib is not None:
         request = replace(request, expert_bytes=int(wish.expert_gib * (1 << 30)), max_step_tokens=0)
-    return replace(request, kv_format=wish.kv_format) if wish.kv_format else request
+    return replace(request, kv_format=joined_format(wish.kv_format or request.kv_format, wish.window_kv_format or ""))
 
 
 def _limited_by(answer: Solver, request: PlanRequest) -> str:

@@ -47,8 +47,8 @@ using Clock = std::chrono::steady_clock;
 uint64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
 bool has_op(int32_t op) { return (op >= PK_OP_ROUTE && op <= PK_OP_MAMBA) || has_rare_op(op); }
-bool is_kv(int32_t format) { return format == PK_F32 || format == PK_F16 || format == PK_BF16; }
-bool is_copy(int32_t format) { return is_kv(format) || format == PK_I32 || format == PK_U8; }
+bool is_kv(int32_t format) { return format == PK_F32 || format == PK_F16 || format == PK_BF16 || format == PK_FP8_E4M3; }
+bool is_copy(int32_t format) { return format == PK_F32 || format == PK_F16 || format == PK_BF16 || format == PK_I32 || format == PK_U8; }
 bool is_table(int32_t format) {
     const Format *known = find_format(format);
     if (!known || format == PK_I32 || format == PK_U8) return false;

@@ -2,7 +2,7 @@
 //
 // Scores and outputs are sums of bf16 products in F32 (tdpbf16ps). So that they are as good as F32 products, each operand is
 // split into two bf16 numbers, x = high + low, and high*high + low*high + high*low are summed; the term that is left out is
-// 2^-16 of the product. BF16 pages have no low part. Exponentials are taken to the base 2, with a polynomial of degree 4.
+// 2^-16 of the product. BF16 and FP8 pages have no low part. Exponentials are taken to the base 2, with a polynomial of degree 4.
 //
 // The tile unit and the vector units work at the same time: while one block of queries runs through softmax, the tile
 // products of the next block's scores and of the last block's outputs are issued between its rows.
@@ -79,7 +79,7 @@ inline void store_pairs(uint8_t *high, uint8_t *low, __m512 a, __m512 b) {
 struct AmxState {
     int64_t G, n_queries, D, Dv, d_steps, v_tiles;  // d_steps: of 32 dimensions; v_tiles: of 16
     uint8_t *q_high, *q_low;   // [query tile, d step] tiles A
-    uint8_t *k_high, *k_low;   // [d step, key tile] tiles B; low is nullptr for BF16 pages
+    uint8_t *k_high, *k_low;   // [d step, key tile] tiles B; low is nullptr for BF16 and FP8 pages
     uint8_t *v_high, *v_low;   // [key step, v tile] tiles B
     float *scores;             // [2, kBlockQueries, kAmxKeys]: block b has half b % 2
     uint8_t *p_high, *p_low;   // [2, kBlockQueries, kAmxKeys] bf16
@@ -131,7 +131,7 @@ void load_chunk(const AttentionJob &job, const Pages &pages, const AttentionItem
     const pk_op_attention &op = *job.op;
     int64_t kv_head = item.kv_head, seen = item.key_begin;
     constexpr int64_t kBytes = element_bytes<kFormat>();
-    constexpr bool kExact = kFormat == PK_BF16;
+    constexpr bool kExact = kFormat == PK_BF16 || kFormat == PK_FP8_E4M3;
     int64_t B = pages.page_tokens, k_offset = op.k_offset + kv_head * s.D * B * kBytes;
     for (int64_t tile = 0; tile * 16 < to - from; ++tile) {
         int64_t key = from + tile * 16;
@@ -358,7 +358,7 @@ void attend_prefill_tiles(const AttentionJob &job, const AttentionItem &item, ui
         scratch += round_up(n, 64);
         return at;
     };
-    constexpr bool kExact = kFormat == PK_BF16;
+    constexpr bool kExact = kFormat == PK_BF16 || kFormat == PK_FP8_E4M3;
     s.q_high = take(queries / 16 * s.d_steps * kTileBytes);
     s.q_low = take(queries / 16 * s.d_steps * kTileBytes);
     s.k_high = take(s.d_steps * kKeyTiles * kTileBytes);
@@ -391,8 +391,10 @@ void attend_prefill_tiles(const AttentionJob &job, const AttentionItem &item, ui
         attend_chunk(job, item, s, from, to);
     }
     _tile_release();
-    for (int64_t m = 0; m < s.n_queries; ++m)
-        finish_row(row_of(op.out, item.token + m / s.G) + (item.kv_head * s.G + m % s.G) * s.Dv, s.acc + m * s.v_tiles * 16, s.Dv, s.sum[m]);
+    for (int64_t m = 0; m < s.n_queries; ++m) {
+        const int64_t head = item.kv_head * s.G + m % s.G;
+        finish_row(op, head, row_of(op.out, item.token + m / s.G) + head * s.Dv, s.acc + m * s.v_tiles * 16, s.sum[m]);
+    }
 }
 
 void attend_prefill_amx(const AttentionJob &job, const AttentionItem &item, void *scratch) {
@@ -401,6 +403,7 @@ void attend_prefill_amx(const AttentionJob &job, const AttentionItem &item, void
     switch (job.op->kv_format) {
         case PK_F32: return attend_prefill_tiles<PK_F32>(job, item, bytes);
         case PK_F16: return attend_prefill_tiles<PK_F16>(job, item, bytes);
+        case PK_FP8_E4M3: return attend_prefill_tiles<PK_FP8_E4M3>(job, item, bytes);
         default: return attend_prefill_tiles<PK_BF16>(job, item, bytes);
     }
 }

@@ -12,21 +12,22 @@ template <int kFormat>
 inline vf kv_load(const uint8_t *p) {
     if constexpr (kFormat == PK_F32) return v_load(reinterpret_cast<const float *>(p));
     if constexpr (kFormat == PK_F16) return v_from_f16(reinterpret_cast<const uint16_t *>(p));
+    if constexpr (kFormat == PK_FP8_E4M3) return v_from_e4m3(p);
     return v_from_bf16(reinterpret_cast<const uint16_t *>(p));
+}
+
+template <int kFormat>
+constexpr int64_t element_bytes() {
+    return kFormat == PK_F32 ? 4 : kFormat == PK_FP8_E4M3 ? 1 : 2;
 }
 
 // The first n < kLanes elements; the others are 0.
 template <int kFormat>
 inline vf kv_load(const uint8_t *p, int64_t n) {
-    constexpr int kBytes = kFormat == PK_F32 ? 4 : 2;
+    constexpr int64_t kBytes = element_bytes<kFormat>();
     alignas(64) uint8_t copy[kLanes * kBytes] = {};
     std::memcpy(copy, p, n * kBytes);
     return kv_load<kFormat>(copy);
-}
-
-template <int kFormat>
-constexpr int64_t element_bytes() {
-    return kFormat == PK_F32 ? 4 : 2;
 }
 
 struct Pages {
@@ -194,8 +195,12 @@ void decode_heads(const AttentionJob &job, const Pages &pages, const AttentionIt
     }
 }
 
-inline void finish_row(float *out, const float *acc, int64_t width, float sum) {
-    vf factor = v_set(sum > 0 ? 1.0f / sum : 0.0f);
+inline float gain_of(const pk_op_attention &op, int64_t head) { return op.gains.data ? reinterpret_cast<const float *>(op.gains.data)[head] : 1.0f; }
+
+// The end of a head's sum of values: out is `head`'s.
+inline void finish_row(const pk_op_attention &op, int64_t head, float *out, const float *acc, float sum) {
+    const int64_t width = op.v_width;
+    vf factor = v_set(sum > 0 ? gain_of(op, head) / sum : 0.0f);
     int64_t i = 0;
     for (; i + kLanes <= width; i += kLanes) v_store(out + i, v_mul(v_load(acc + i), factor));
     if (i < width) v_store(out + i, v_mul(v_load(acc + i), factor), width - i);
@@ -232,7 +237,8 @@ void attend_decode_format(const AttentionJob &job, const AttentionItem &item, fl
         }
         for (int64_t g = 0; g < n; ++g) {
             if (item.split < 0) {
-                finish_row(row_of(op.out, item.token) + (item.kv_head * G + g0 + g) * op.v_width, acc + g * v_pad, op.v_width, sum[g]);
+                const int64_t head = item.kv_head * G + g0 + g;
+                finish_row(op, head, row_of(op.out, item.token) + head * op.v_width, acc + g * v_pad, sum[g]);
                 continue;
             }
             float *partial = job.partials + item.split * partial_floats(op);
@@ -248,6 +254,7 @@ void attend_decode(const AttentionJob &job, const AttentionItem &item, void *scr
     switch (job.op->kv_format) {
         case PK_F32: return attend_decode_format<PK_F32>(job, item, floats);
         case PK_F16: return attend_decode_format<PK_F16>(job, item, floats);
+        case PK_FP8_E4M3: return attend_decode_format<PK_FP8_E4M3>(job, item, floats);
         default: return attend_decode_format<PK_BF16>(job, item, floats);
     }
 }
@@ -274,7 +281,7 @@ void attend_merge(const AttentionJob &job, const AttentionItem &item) {
             sum += factor * partial[G * Dv + 2 * g + 1];
             for (int64_t i = 0; i < Dv; ++i) out[i] += factor * partial[g * Dv + i];
         }
-        scale_row(out, Dv, sum > 0 ? 1.0f / sum : 0.0f);
+        scale_row(out, Dv, sum > 0 ? gain_of(op, item.kv_head * G + g) / sum : 0.0f);
     }
 }
 
@@ -415,8 +422,10 @@ void attend_prefill_format(const AttentionJob &job, const AttentionItem &item, f
         for (int64_t m = 0; m < p.n_queries; m += kTileRows)
             prefill_tile(job, item, p, from, to, m, p.n_queries - m < kTileRows ? p.n_queries - m : kTileRows);
     }
-    for (int64_t m = 0; m < p.n_queries; ++m)
-        finish_row(row_of(op.out, item.token + m / p.G) + (item.kv_head * p.G + m % p.G) * op.v_width, p.acc + m * p.v_pad, op.v_width, p.sum[m]);
+    for (int64_t m = 0; m < p.n_queries; ++m) {
+        const int64_t head = item.kv_head * p.G + m % p.G;
+        finish_row(op, head, row_of(op.out, item.token + m / p.G) + head * op.v_width, p.acc + m * p.v_pad, p.sum[m]);
+    }
 }
 
 [[maybe_unused]] void attend_prefill(const AttentionJob &job, const AttentionItem &item, void *scratch) {
@@ -424,6 +433,7 @@ void attend_prefill_format(const AttentionJob &job, const AttentionItem &item, f
     switch (job.op->kv_format) {
         case PK_F32: return attend_prefill_format<PK_F32>(job, item, floats);
         case PK_F16: return attend_prefill_format<PK_F16>(job, item, floats);
+        case PK_FP8_E4M3: return attend_prefill_format<PK_FP8_E4M3>(job, item, floats);
         default: return attend_prefill_format<PK_BF16>(job, item, floats);
     }
 }

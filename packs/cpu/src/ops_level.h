@@ -139,7 +139,7 @@ inline void store_numbers(void *p, int32_t format, vf x, int64_t n) {
     std::memcpy(p, halves, 2 * n);
 }
 
-inline int64_t number_bytes(int32_t format) { return format == PK_F32 || format == PK_I32 ? 4 : format == PK_U8 ? 1 : 2; }
+inline int64_t number_bytes(int32_t format) { return format == PK_F32 || format == PK_I32 ? 4 : format == PK_U8 || format == PK_FP8_E4M3 ? 1 : 2; }
 
 void copy(const pk_op_copy &op, int64_t begin, int64_t end) {
     int64_t n = op.x.cols, from_bytes = number_bytes(op.x.format), to_bytes = number_bytes(op.out.format);
@@ -195,6 +195,10 @@ inline void store_column(uint8_t *p, int64_t step, int32_t format, const float *
         for (int64_t i = 0; i < n; ++i) out[i * step] = x[i];
         return;
     }
+    if (format == PK_FP8_E4M3) {
+        for (int64_t i = 0; i < n; ++i) p[i * step] = f32_to_e4m3(x[i]);
+        return;
+    }
     auto *out = reinterpret_cast<uint16_t *>(p);
     for (int64_t i = 0; i < n; i += kLanes) {
         alignas(64) uint16_t halves[kLanes];
@@ -209,6 +213,7 @@ inline void store_column(uint8_t *p, int64_t step, int32_t format, const float *
 }
 
 inline void store_row(uint8_t *p, int32_t format, const float *x, int64_t n) {
+    if (format == PK_FP8_E4M3) return store_column(p, 1, format, x, n);
     int64_t bytes = number_bytes(format);
     for (int64_t i = 0; i < n; i += kLanes) {
         int64_t left = n - i < kLanes ? n - i : kLanes;
@@ -218,12 +223,16 @@ inline void store_row(uint8_t *p, int32_t format, const float *x, int64_t n) {
 
 void qkv(const pk_op_qkv &op, const pk_state &state, const float *angles, int64_t begin, int64_t end) {
     const auto *page_of = reinterpret_cast<const int32_t *>(state.token_page), *position_of = reinterpret_cast<const int32_t *>(state.token_position);
+    const auto *gains = reinterpret_cast<const float *>(op.gains.data);
     int64_t D = op.head_width, Dv = op.v_width, B = state.page_tokens, bytes = number_bytes(op.kv_format);
     for (int64_t t = begin; t < end; ++t) {
         const float *x = row_at<float>(op.qkv, t);
         float *q = row_at<float>(op.q, t);
         const float *turn = angles ? angles + t * op.rope_width : nullptr;
-        for (int64_t h = 0; h < op.n_heads; ++h) turn_head(op, x + h * D, q + h * D, op.q_norm, turn);
+        for (int64_t h = 0; h < op.n_heads; ++h) {
+            turn_head(op, x + h * D, q + h * D, op.q_norm, turn);
+            if (gains) scale(q + h * D, D, gains[h]);
+        }
         if (op.parts == PK_PARTS_Q) continue;
         x += op.n_heads * D;
         auto *page = reinterpret_cast<uint8_t *>(state.kv) + page_of[t] * state.kv_page_stride;
@@ -231,6 +240,7 @@ void qkv(const pk_op_qkv &op, const pk_state &state, const float *angles, int64_
         for (int64_t h = 0; h < op.n_kv_heads; ++h) {
             alignas(64) float k[kMaxHeadWidth];
             turn_head(op, x + h * D, k, op.k_norm, turn);
+            if (gains) scale(k, D, gains[op.n_heads + h]);
             store_column(page + op.k_offset + (h * D * B + at) * bytes, B, op.kv_format, k, D);
         }
         if (op.parts == PK_PARTS_LATENT) continue;
@@ -240,6 +250,11 @@ void qkv(const pk_op_qkv &op, const pk_state &state, const float *angles, int64_
             alignas(64) float normed[kMaxHeadWidth];
             if (op.v_norm.data) {
                 weigh(normed, v, inverse_rms(v, Dv, op.eps), reinterpret_cast<const float *>(op.v_norm.data), Dv);
+                v = normed;
+            }
+            if (gains) {
+                if (v != normed) std::memcpy(normed, v, Dv * sizeof(float));
+                scale(normed, Dv, gains[op.n_heads + op.n_kv_heads + h]);
                 v = normed;
             }
             store_row(page + op.v_offset + (h * B + at) * Dv * bytes, op.kv_format, v, Dv);

@@ -52,6 +52,13 @@ inline vf v_from_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si
 inline vf v_from_bf16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))), 16));
 }
+// Moved into place, a code is the f16 that is 2^-8 times its value; 0x7F is NaN.
+inline vf v_from_e4m3(const uint8_t *p) {
+    const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))), nan = _mm256_set1_epi16(0x3F80);
+    __m256i bits = _mm256_and_si256(_mm256_slli_epi16(codes, 7), nan);
+    bits = _mm256_or_si256(bits, _mm256_cmpeq_epi16(bits, nan));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(bits, _mm256_and_si256(_mm256_slli_epi16(codes, 8), _mm256_set1_epi16(-0x8000)))), v_set(256.0f));
+}
 inline void v_to_f16(uint16_t *p, vf x) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 // Round to nearest, ties to even; NaN stays NaN.
 inline __m256i v_bf16_bits(vf x) {
@@ -121,6 +128,12 @@ inline vf v_from_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128
 inline vf v_from_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))), 16));
 }
+inline vf v_from_e4m3(const uint8_t *p) {
+    const __m128i codes = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))), nan = _mm_set1_epi16(0x3F80);
+    __m128i bits = _mm_and_si128(_mm_slli_epi16(codes, 7), nan);
+    bits = _mm_or_si128(bits, _mm_cmpeq_epi16(bits, nan));
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(bits, _mm_and_si128(_mm_slli_epi16(codes, 8), _mm_set1_epi16(-0x8000)))), v_set(256.0f));
+}
 inline void v_to_f16(uint16_t *p, vf x) { _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 inline __m128i v_bf16_bits(vf x) {
     __m256i bits = _mm256_castps_si256(x);
@@ -173,6 +186,23 @@ inline uint16_t f32_to_bf16(float x) {
 
 inline float f16_to_f32(uint16_t bits) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits))); }
 inline uint16_t f32_to_f16(float x) { return static_cast<uint16_t>(_mm_extract_epi16(_mm_cvtps_ph(_mm_set_ss(x), _MM_FROUND_TO_NEAREST_INT), 0)); }
+
+// Round to nearest, ties to even; what is beyond 448 becomes 448, NaN stays NaN.
+inline uint8_t f32_to_e4m3(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 24 & 0x80;
+    float size = __builtin_fabsf(x);
+    if (size != size) return static_cast<uint8_t>(sign | 0x7F);
+    if (size > 448.0f) size = 448.0f;
+    if (size < 0x1p-6f) {  // multiples of 2^-9: the last bit of numbers at 2^14
+        size += 0x1p14f;
+        std::memcpy(&bits, &size, 4);
+        return static_cast<uint8_t>(sign | (bits & 15));
+    }
+    std::memcpy(&bits, &size, 4);
+    return static_cast<uint8_t>(sign | (((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3)));
+}
 
 // tanh x = 1 - 2 / (e^2x + 1); absolute error below 2e-7.
 inline vf v_tanh(vf x) {

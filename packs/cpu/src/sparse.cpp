@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "format/layout.h"
 #include "rare_ops.h"
 #include "recurrent.h"
 
@@ -14,6 +15,7 @@ pk_op_attention dense_of(const pk_op_sparse &op) {
     dense.op = PK_OP_ATTENTION;
     dense.size = sizeof dense;
     dense.q = op.q;
+    dense.gains = op.gains;
     dense.out = op.out;
     dense.k_offset = op.k_offset;
     dense.v_offset = op.v_offset;
@@ -35,6 +37,7 @@ float half_to_float(uint16_t bits) {
 
 float element(const uint8_t *base, int64_t i, int32_t format) {
     if (format == PK_F32) return reinterpret_cast<const float *>(base)[i];
+    if (format == PK_FP8_E4M3) return e4m3_to_f32_exact(base[i]);
     const uint16_t bits = reinterpret_cast<const uint16_t *>(base)[i];
     if (format == PK_F16) return half_to_float(bits);
     const uint32_t wide = uint32_t{bits} << 16;
@@ -98,6 +101,8 @@ class Row {
             }
             auto *out = numbers<float>(op_.out.data + t * op_.out.stride) + h * op_.v_width;
             weigh(n, kv, most, scratch, out);
+            if (op_.gains.data)
+                for (int64_t d = 0; d < op_.v_width; ++d) out[d] *= numbers<const float>(op_.gains.data)[h];
         }
     }
 

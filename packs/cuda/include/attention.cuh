@@ -11,7 +11,7 @@ struct ShareGroup;
 struct AttentionArguments {
     const void *q;
     void *out;
-    const float *sinks;
+    const float *sinks, *gains;  // of every head, or null
     const StepInfo *info;
     const int32_t *row_slot, *row_start, *row_position, *row_flags, *token_row, *page_table;
     const uint8_t *kv;
@@ -94,6 +94,9 @@ __device__ __forceinline__ void store_out_pair(const AttentionArguments &a, int6
         store_from_f32(a.out, at + 1, a.out_format, y);
     }
 }
+
+// What a head's sums of values are multiplied by beside 1 / the sum of weights.
+__device__ __forceinline__ float gain_of(const AttentionArguments &a, int head) { return a.gains != nullptr ? __ldg(a.gains + head) : 1.0f; }
 
 // Dead rows see nothing: their outputs are zero.
 __device__ __forceinline__ void clear_dead_rows(const AttentionArguments &a) {

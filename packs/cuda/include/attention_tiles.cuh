@@ -72,7 +72,7 @@ __device__ __forceinline__ float last_factor(const AttentionArguments &a, int q_
         f = power2(top - joint);
         sum = sum * f + power2(sink - joint);
     }
-    return f / sum;
+    return f * gain_of(a, q_head) / sum;
 }
 
 }  // namespace pk

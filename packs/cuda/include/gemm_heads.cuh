@@ -60,6 +60,14 @@ __device__ __forceinline__ void store_head(const GemmArguments &a, int head, int
         }
     }
     if (!is_in) return;
+    if (e.gains != nullptr) {
+        const float gain = __ldg(e.gains + head);
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            v[j][0] *= gain;
+            v[j][1] *= gain;
+        }
+    }
     if (is_q || e.kv_format == PK_BF16) {
         uint8_t *to = is_q ? static_cast<uint8_t *>(e.q) + (row * e.q_stride + (static_cast<int64_t>(head) << 7)) * 2
                            : e.kv + __ldg(e.page + row) * e.page_stride + (is_v ? e.v_offset : e.k_offset) + ((static_cast<int64_t>(head - e.n_heads - (is_v ? e.n_kv_heads : 0)) * e.page_tokens + position % e.page_tokens) << 8);

@@ -38,7 +38,7 @@ struct HalfNorm {
 struct HeadsEnd {
     void *q;  // bf16; null: nothing, they are a product's columns
     uint8_t *kv;
-    const float *q_norm, *k_norm, *v_norm, *frequency;
+    const float *q_norm, *k_norm, *v_norm, *frequency, *gains;
     const int32_t *position, *page;
     int64_t q_stride, page_stride, k_offset, v_offset;
     int32_t n_heads, n_kv_heads, page_tokens, kv_format;

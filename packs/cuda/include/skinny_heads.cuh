@@ -83,6 +83,7 @@ __device__ __forceinline__ void write_head(const SkinnyArguments &a, const Skinn
                 }
         }
     }
+    const float gain = e.gains != nullptr ? __ldg(e.gains + head) : 1.0f;
     // Lanes four apart have neighbouring rows of W: the even one takes both of x's first row, the odd one both of the next.
     const bool odd = lane & 4;
     const int n = n0 + odd, p = odd ? position[1] : position[0], kv_head = head - e.n_heads - (is_v ? e.n_kv_heads : 0);
@@ -95,7 +96,7 @@ __device__ __forceinline__ void write_head(const SkinnyArguments &a, const Skinn
     for (int s = 0; s < 8; ++s)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float other = __shfl_xor_sync(~0u, odd ? v[0][s][h] : v[1][s][h], 4), low = odd ? other : v[0][s][h], high = odd ? v[1][s][h] : other;
+            const float other = __shfl_xor_sync(~0u, odd ? v[0][s][h] : v[1][s][h], 4), low = gain * (odd ? other : v[0][s][h]), high = gain * (odd ? v[1][s][h] : other);
             const int at = 16 * s + 8 * h + column;
             if (n >= n_rows) continue;
             if (is_wide) *reinterpret_cast<uint32_t *>(to + 2 * at) = pack_bf16(low, high);

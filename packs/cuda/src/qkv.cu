@@ -18,7 +18,7 @@ Operand operand(const pk_tensor &t) {
 
 struct QkvArguments {
     Operand qkv, q;
-    const float *q_norm, *k_norm, *v_norm, *frequency;
+    const float *q_norm, *k_norm, *v_norm, *frequency, *gains;
     const StepInfo *info;
     const int32_t *position, *page, *row;
     uint8_t *kv;
@@ -86,14 +86,15 @@ __global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArg
         }
     }
     __syncwarp();
+    const float gain = a.gains != nullptr ? a.gains[h] : 1.0f;
     if (!is_v && !is_k) {
-        for (int i = lane; i < width; i += 32) store_from_f32(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + i, a.q.format, v[i]);
+        for (int i = lane; i < width; i += 32) store_from_f32(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + i, a.q.format, v[i] * gain);
         return;
     }
     const int head = h - a.n_heads - (is_v ? a.n_kv_heads : 0);
     uint8_t *base = a.kv + a.page[t] * a.page_stride + (is_v ? a.v_offset : a.k_offset);
     const int64_t at = (static_cast<int64_t>(head) * a.page_tokens + p % a.page_tokens) * width;
-    for (int i = lane; i < width; i += 32) store_from_f32(base, at + i, a.kv_format, v[i]);
+    for (int i = lane; i < width; i += 32) store_from_f32(base, at + i, a.kv_format, v[i] * gain);
 }
 
 // The same eight neighbours a lane, `lanes` (a power of two) a head: all or some heads of a token a block, which turns each angle once. Grid: tokens, groups of heads.
@@ -154,6 +155,11 @@ __global__ void __launch_bounds__(kWideThreads) qkv_wide_kernel(const __grid_con
             }
         }
         if (!is_here) continue;
+        if (a.gains != nullptr) {
+            const float gain = a.gains[h];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] *= gain;
+        }
         if (!is_v && !is_k) {
             store8(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + k, a.q.format, v);
             continue;
@@ -175,6 +181,7 @@ int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
     a.v_norm = reinterpret_cast<const float *>(op.v_norm.data);
     a.n_parts = op.parts == PK_PARTS_Q ? 0 : op.parts == PK_PARTS_LATENT ? 1 : 2;
     a.frequency = reinterpret_cast<const float *>(op.frequency.data);
+    a.gains = reinterpret_cast<const float *>(op.gains.data);
     a.info = l.info;
     a.position = reinterpret_cast<const int32_t *>(s.token_position);
     a.page = reinterpret_cast<const int32_t *>(s.token_page);

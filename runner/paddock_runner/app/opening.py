@@ -11,13 +11,14 @@ from ..blueprint.guessing import with_guesses
 from ..blueprint.names import tensors_by_name
 from ..blueprint.read import read_blueprint
 from ..config import Config
-from ..errors import PackError, UnknownModel, UnsupportedError, WontFit
+from ..errors import PackError, UnknownModel, WontFit
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.view import TensorView
 from ..manifest import read_manifest, wheel_name
 from ..memory import calibration
 from ..memory.calibration import applied
-from ..memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
+from ..memory.kinds import joined_format
+from ..memory.plan import KV_FORMAT, DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
 from ..memory.solve import Solver, require_fit, solver
 from ..pack.library import find_pack
 
@@ -118,9 +119,8 @@ def plan_model(config: Config, path: Path, place: Place) -> Opened:
     ctx = config.max_ctx_tokens
     if config.is_default("max_ctx_tokens"):
         ctx = min(ctx, blueprint.max_ctx_tokens)
-    kv_format = "" if config.kv_format == "auto" else config.kv_format
-    if kv_format == "fp8" and place.facts.kind == "cpu":
-        raise UnsupportedError("keys and values in fp8 need a GPU: the CPU pack keeps them in f16, bf16 or f32", "leave out --kv-dtype, or choose one of these")
+    kv_format = KV_FORMAT[place.facts.kind] if config.kv_format == "auto" else config.kv_format
+    kv_format = joined_format(kv_format, "" if config.window_kv_format == "same" else config.window_kv_format)
     request = PlanRequest(
         ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens, state_cache_bytes=_bytes(config.state_cache_gib),
         expert_bytes=_bytes(config.expert_vram_gib), is_invariant=config.deterministic,

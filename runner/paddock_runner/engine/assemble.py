@@ -6,11 +6,14 @@ Knows no requests; the loop drives what comes out of here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from .. import log
 from ..blueprint.blueprint import Blueprint
+from ..blueprint.kv_scales import Pair
 from ..errors import PackError
 from ..files.view import TensorView
 from ..memory.arena import Arena, arena, pack_scratch_bytes
@@ -18,6 +21,7 @@ from ..memory.state import (
     StateSizes,
     aligned,
     device_arrays,
+    layer_formats,
     layer_state,
     page_layout,
     pinned_arrays,
@@ -36,10 +40,20 @@ from ..pack.library import load_pack
 from ..pack.program import Pages, Program
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
 from .experts import FetchedExperts, open_cold, put_away, tell_cold
+from .scales import digest, gains, lacking, measure
+from .scales import stored as stored_scales
 
 START_TOKENS = 1024
 """Tokens of every slot that have pages from the start on a GPU."""
 KV_FORMATS = {"f32": abi.PK_F32, "f16": abi.PK_F16, "bf16": abi.PK_BF16, "fp8": abi.PK_FP8_E4M3}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How keys and values are kept. format: as joined_format gives it; stored: where the checkpoint's own scales lie, of FP8."""
+
+    format: str
+    stored: Mapping[int, Pair] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +75,7 @@ def build_device(
     """A device that can step. Raises: PackError, UnsupportedError, FileError; then nothing is left allocated."""
     device = Device(load_pack(assembly.pack), assembly.ordinal, assembly.n_threads, assembly.max_isa, assembly.is_invariant)
     try:
-        fill_device(device, assembly.sizes, assembly.kv_format, blueprint, views, progress)
+        fill_device(device, assembly.sizes, Kept(assembly.kv_format), blueprint, views, progress)
     except BaseException:
         device.close()
         raise
@@ -69,7 +83,7 @@ def build_device(
 
 
 def fill_device(
-    device: Device, sizes: StateSizes, kv_format: str, blueprint: Blueprint, views: Mapping[str, TensorView],
+    device: Device, sizes: StateSizes, kept: Kept, blueprint: Blueprint, views: Mapping[str, TensorView],
     progress: Progress | None = None, stages: log.Stages | None = None, cold_experts: str = "copy",
 ) -> FetchedExperts | None:  # fmt: skip
     """Makes an open device able to step. Returns what is known of experts in host memory, if there are any.
@@ -90,20 +104,29 @@ def fill_device(
         away.fill_places(device)
         open_cold(device, cold_experts)
     end("weights")
-    program = _build(device, sizes, kv_format, blueprint, weights, away.caches if away else {})
+    site = _site(device, sizes, kept.format, blueprint, weights, away.caches if away else {})
     end("state")
-    _load(device, sizes, blueprint, program)
+    scratch = _scratch(device, sizes, blueprint)
+    if "fp8" in layer_formats(blueprint, kept.format):
+        site = _scaled(device, sizes, kept, blueprint, site, scratch)
+        end("kv scales")
+    _load(device, sizes, trace(blueprint, site), scratch)
     end("program")
     if away is not None:
         tell_cold(away.cold())
     return away
 
 
-def _build(
+def format_ids(blueprint: Blueprint, kv_format: str) -> tuple[int, ...]:
+    """The pk_format of every layer's keys and values."""
+    return tuple(KV_FORMATS[name] for name in layer_formats(blueprint, kv_format))
+
+
+def _site(
     device: Device, sizes: StateSizes, kv_format: str, blueprint: Blueprint, weights: dict[str, Tensor], caches: Mapping[str, ExpertCache]
-) -> Program:
+) -> Site:
     layout = page_layout(blueprint, kv_format, sizes.page_tokens, sizes.n_window_pages > 0)
-    device.kv_format = KV_FORMATS[kv_format]
+    device.kv_format = kv_format
     device.reserve_kv(sizes.n_pages, layout.page_bytes)
     device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))
     device.windows = windows_of(device, sizes, layout.window_page_bytes)
@@ -111,11 +134,11 @@ def _build(
     plan = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, ELEMENT_BYTES[device.facts.activation])
     buffers = place(device, plan, sizes)
     device.vectors = buffers.get("vectors")
-    site = Site(
+    return Site(
         weights,
         buffers,
         layout.offsets,
-        KV_FORMATS[kv_format],
+        format_ids(blueprint, kv_format),
         rotations(device, blueprint, sizes.max_ctx_tokens),
         state_layout(blueprint).offsets,
         layout.index_offsets,
@@ -125,7 +148,19 @@ def _build(
         device.windows,
         layout.is_windowed,
     )
-    return trace(blueprint, site)
+
+
+def _scaled(device: Device, sizes: StateSizes, kept: Kept, blueprint: Blueprint, site: Site, scratch: tuple[int, int]) -> Site:
+    """The same with what keeps FP8 keys and values in its range; says where that comes from."""
+    found = stored_scales(kept.stored, blueprint)
+    is_stored = not lacking(blueprint, kept.format, found)
+    if not is_stored:
+        found = {**measure(device, blueprint, site, sizes, scratch), **found}
+    device.kv_format = f"{kept.format} {digest(found)}"
+    sizes_of = {name: np.concatenate([getattr(s, name) for s in found.values()]) for name in ("k", "v")}
+    spans = {name: f"{x.min():g}-{x.max():g}" for name, x in sizes_of.items()}
+    log.event("kv", format=kept.format, scales="stored" if is_stored else "measured", **spans)
+    return replace(site, gains=gains(device, blueprint, kept.format, found))
 
 
 def windows_of(device: Device, sizes: StateSizes, page_bytes: int) -> Pages | None:
@@ -155,19 +190,23 @@ def place(device: Device, plan: Arena, sizes: StateSizes) -> dict[str, Tensor]:
     return found
 
 
-def _load(device: Device, sizes: StateSizes, blueprint: Blueprint, program: Program) -> None:
-    need = device.workspace_bytes(program)
+def _scratch(device: Device, sizes: StateSizes, blueprint: Blueprint) -> tuple[int, int]:
+    """Address and bytes of the packs' scratch, as planned."""
     n_processors = device.facts.n_processors
     planned = pack_scratch_bytes(
         blueprint, sizes.max_step_tokens, sizes.max_step_rows, n_processors, sizes.max_ctx_tokens, device.facts.is_host
     )
+    return device.alloc(planned, "scratch"), planned
+
+
+def _load(device: Device, sizes: StateSizes, program: Program, scratch: tuple[int, int]) -> None:
+    need, planned = device.workspace_bytes(program), scratch[1]
     if need > planned:
         raise PackError(
             f"kernel pack {device.pack.path.name} wants {need} bytes of scratch, the plan has {planned}",
             "report this: the plan's formula is wrong",
         )
-    scratch = device.alloc(planned, "scratch")
-    device.load(program, token_buckets(sizes.max_step_tokens), (scratch, planned))
+    device.load(program, token_buckets(sizes.max_step_tokens), scratch)
     # Attaching memory takes a GPU's driver a moment: the first prompts of every slot find it there.
     device.grow_pages(
         1 if device.facts.is_host else min(sizes.n_pages, 1 + sizes.n_slots * START_TOKENS // sizes.page_tokens)

@@ -11,14 +11,14 @@ from ..blueprint.blueprint import Blueprint
 from ..blueprint.unit import unit_norms
 from ..files.view import TensorView
 from ..memory.arena import arena
-from ..memory.state import KV_BYTES, StateSizes, page_layout, state_layout
+from ..memory.state import StateSizes, page_layout, state_layout
 from ..model.decoder import trace
 from ..model.site import Site
 from ..model.weights import source_of, stacks
 from ..pack import abi
 from ..pack.program import Rotation
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
-from .assemble import KV_FORMATS, kept_places
+from .assemble import format_ids, kept_places
 
 FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 184.0}
 """How many flops a device does while it reads a byte. cuda: an H200 in bf16 (790 TFLOP/s, 4.3 TB/s); cpu: two cores with AVX-512."""
@@ -76,7 +76,7 @@ def explain(
             n_bytes += 8 * case.sequences * record.n_v_heads * record.k_width * record.v_width
         flops = _flops(op, record, operands, case)
         if op == "attention":
-            n_bytes += _kv_bytes(record, kv_format, case)
+            n_bytes += _kv_bytes(record, case)
         costs.append((op, ", ".join(weights), _shape(op, record, case), n_bytes, flops))
     balance = FLOPS_PER_BYTE[case.device]
     times = [max(n_bytes, flops / balance) for *_, n_bytes, flops in costs]
@@ -113,7 +113,7 @@ def _site(
     turns = {r: Rotation(Tensor(64, 1, r.width // 2, abi.PK_F32), r.width, r.layout, r.magnitude) for r in ropes}
     layout = page_layout(blueprint, kv_format, sizes.page_tokens)
     states = state_layout(blueprint)
-    return Site(weights, buffers, layout.offsets, KV_FORMATS[kv_format], turns, states.offsets, layout.index_offsets, states.ngram_offsets, kept_places(blueprint))
+    return Site(weights, buffers, layout.offsets, format_ids(blueprint, kv_format), turns, states.offsets, layout.index_offsets, states.ngram_offsets, kept_places(blueprint))
 
 
 def _operands(record: ctypes.Structure) -> Iterator[tuple[str, Any]]:
@@ -149,9 +149,9 @@ def _expert_bytes(
     return int(n_bytes + (n_touched - 1) * one)
 
 
-def _kv_bytes(record: Any, kv_format: str, case: Case) -> int:
+def _kv_bytes(record: Any, case: Case) -> int:
     seen = min(case.ctx_tokens, record.window) if record.window else case.ctx_tokens
-    return int(case.sequences * seen * record.n_kv_heads * (record.head_width + record.v_width) * KV_BYTES[kv_format])
+    return int(case.sequences * seen * record.n_kv_heads * (record.head_width + record.v_width) * ELEMENT_BYTES[record.kv_format])
 
 
 def _flops(op: str, record: Any, operands: list[tuple[str, Any]], case: Case) -> int:

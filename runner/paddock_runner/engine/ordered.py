@@ -7,13 +7,14 @@ from pathlib import Path
 
 from .. import log
 from ..blueprint.guessing import with_guesses
+from ..blueprint.kv_scales import kv_scales
 from ..blueprint.names import tensors_by_name
 from ..blueprint.read import read_blueprint
 from ..cache.tiers import file_facts
 from ..files.checkpoint import open_checkpoint
 from ..pack.device import Device
 from ..wire.channel import Channel
-from .assemble import fill_device
+from .assemble import Kept, fill_device
 from .order import Order
 from .policy import Policy
 from .process import EngineConfig, engine_main
@@ -27,7 +28,8 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     blueprint = with_guesses(read_blueprint(checkpoint, order.task), checkpoint, order.guesses)
     views = tensors_by_name(checkpoint, blueprint)
     stages.end("header")
-    experts = fill_device(device, order.sizes, order.kv_format, blueprint, views, stages=stages, cold_experts=order.cold_experts)
+    kept = Kept(order.kv_format, kv_scales(checkpoint.tensors, blueprint))
+    experts = fill_device(device, order.sizes, kept, blueprint, views, stages=stages, cold_experts=order.cold_experts)
     tiers = None
     if order.host_cache_bytes or order.disk_cache_bytes:
         facts = tuple(file_facts(path) for path in sorted(checkpoint.paths))

@@ -22,6 +22,17 @@ ELEMENT_BLOCKS = {
 """KV formats of any engine: name -> (elements of a block, bytes of a block)."""
 
 
+def joined_format(format: str, of_windows: str = "") -> str:
+    """A KV format by its one word: FORMAT, or FORMAT,window=FORMAT where layers with a window have another."""
+    return f"{format},window={of_windows}" if of_windows and of_windows != format else format
+
+
+def split_format(format: str) -> tuple[str, str]:
+    """(format, format of layers with a window) of such a word."""
+    plain, _, of_windows = format.partition(",window=")
+    return plain, of_windows or plain
+
+
 def stored_bytes(n_elements: int, format: str) -> int:
     """Bytes of n_elements in that KV format, rounded up to whole blocks."""
     elements, n_bytes = ELEMENT_BLOCKS[format]

@@ -17,16 +17,18 @@ from ..formats import cuda
 from ..formats.table import packed_bytes
 from .arena import arena, pack_scratch_bytes
 from .experts import MATRIX, ExpertLayers, expert_layers
-from .kinds import kv_token_bytes, latent_token_bytes, stored_bytes
+from .kinds import kv_token_bytes, latent_token_bytes, split_format, stored_bytes
 from .state import (
     KV_BYTES,
     StateSizes,
     aligned,
     device_arrays,
     largest_window,
+    layer_formats,
     page_layout,
     pages_back,
     pinned_arrays,
+    scale_bytes,
     state_layout,
     token_buckets,
     window_arrays,
@@ -221,8 +223,9 @@ def state_sizes(blueprint: Blueprint, request: PlanRequest) -> StateSizes:
             max_ctx_tokens=ctx,
             limit=blueprint.max_ctx_tokens,
         )
-    if request.kv_format not in KV_BYTES:
-        raise UsageError(f"KV format {request.kv_format} is not known; known: {', '.join(KV_BYTES)}")
+    for format in split_format(request.kv_format):
+        if format not in KV_BYTES:
+            raise UsageError(f"KV format {format} is not known; known: {', '.join(KV_BYTES)}")
     # The end of a sequence that gives a vector counts as one token more.
     slot_pages = -(-(ctx + (blueprint.pooling is not None)) // page)
     step = max(request.max_step_tokens, request.max_batch, ctx if blueprint.needs_whole_prompts else 0)
@@ -344,7 +347,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
     layout = page_layout(blueprint, request.kv_format, sizes.page_tokens, sizes.n_window_pages > 0)
     windows = aligned(sizes.n_window_pages * layout.window_page_bytes) + sum(aligned(n) for n in window_arrays(sizes).values())
     pool = -(-sizes.n_pages * layout.page_bytes // device.granule_bytes) * device.granule_bytes
-    arrays, pinned = device_arrays(sizes), pinned_arrays(sizes)
+    arrays, pinned, scales = device_arrays(sizes), pinned_arrays(sizes), scale_bytes(blueprint, request.kv_format)
     histories = sum(aligned(arrays.get(name, 0)) for name in ("tokens", "page_table"))
     sampling = sum(aligned(arrays[name]) for name in ("sampling", "bias", "mask"))
     states = aligned(arrays.get("recurrent", 0))
@@ -361,6 +364,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
             f"kv {request.kv_format}, {sizes.n_pages - 1} pages of {sizes.page_tokens} tokens", pool, "planner", "kv"
         ),
         *([PlanLine(f"kv of windows, {sizes.n_window_pages - 1} pages of {sizes.page_tokens} tokens", windows, "planner", "windows")] if windows else []),
+        *([PlanLine("scales of keys and values", aligned(scales), "planner", "vectors")] if scales else []),
         *([PlanLine("recurrent states", states, "planner", "state")] if states else []),
         *([PlanLine(f"state snapshots, {sizes.n_snapshots}", snapshots, "planner", "snapshots")] if snapshots else []),
         PlanLine("token histories and page tables", histories, "planner", "state"),
@@ -376,15 +380,16 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
         *([PlanLine("front and tokenizer", FRONT_BYTES + FRONT_BYTES_PER_TOKEN * blueprint.n_vocab, "table", "front")] if is_host else []),
     )
     attentions = [
-        layer.attention for layer, is_windowed in zip(blueprint.all_layers, layout.is_windowed, strict=True)
+        (layer.attention, format)
+        for layer, is_windowed, format in zip(blueprint.all_layers, layout.is_windowed, layer_formats(blueprint, request.kv_format), strict=True)
         if layer.attention.kv_from is None and not is_windowed
     ]  # fmt: skip
     token_bytes = sum(
-        latent_token_bytes(a.latent.rank, a.latent.rope_width, request.kv_format)
+        latent_token_bytes(a.latent.rank, a.latent.rope_width, format)
         if a.latent is not None
-        else kv_token_bytes(a.n_kv_heads, a.head_width, a.values_width, request.kv_format)
-        + (stored_bytes(a.index.width, request.kv_format) if a.index is not None else 0)
-        for a in attentions
+        else kv_token_bytes(a.n_kv_heads, a.head_width, a.values_width, format)
+        + (stored_bytes(a.index.width, format) if a.index is not None else 0)
+        for a, format in attentions
     )
     return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes if is_host else 0, host_bytes)
 

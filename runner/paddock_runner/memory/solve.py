@@ -9,6 +9,7 @@ from typing import Any
 from ..blueprint.blueprint import Blueprint
 from ..errors import WontFit
 from ..files.view import TensorView
+from .kinds import split_format
 from .plan import MemoryPlan, PlanRequest, WeightSizes, complete, largest_tensor_bytes, state_sizes, weight_sizes
 from .state import KV_BYTES
 
@@ -77,7 +78,7 @@ class Solver:
     def alternatives(self, request: PlanRequest) -> list[dict[str, Any]]:
         """Requests that do fit, closest first: a smaller KV format, fewer slots, a shorter context, experts in host memory. Each is itself a solution."""
         found: list[dict[str, Any]] = []
-        size = KV_BYTES[request.kv_format]
+        size = max(KV_BYTES[name] for name in split_format(request.kv_format))
         for name in sorted((k for k, n in KV_BYTES.items() if n < size and k != "f16"), key=lambda k: -KV_BYTES[k]):
             if self.fits(replace(request, kv_format=name, n_pages=None)):
                 found.append({"change": "kv_format", "kv_format": name})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..blueprint.blueprint import Blueprint, Layer
-from .kinds import StateBytes, delta_net_bytes, mamba2_bytes, short_conv_bytes, stored_bytes
+from .kinds import StateBytes, delta_net_bytes, mamba2_bytes, short_conv_bytes, split_format, stored_bytes
 
 KV_BYTES = {name: stored_bytes(1, name) for name in ("f32", "f16", "bf16", "fp8")}
 ALIGN_BYTES = 256
@@ -144,6 +144,20 @@ def windowed_layers(blueprint: Blueprint) -> tuple[bool, ...]:
     return tuple(found[i if a.kv_from is None else a.kv_from] for i, a in enumerate(layers))
 
 
+def layer_formats(blueprint: Blueprint, kv_format: str) -> tuple[str, ...]:
+    """The format of every layer's keys and values; of a layer that reads another's, that one's."""
+    plain, of_windows = split_format(kv_format)
+    layers = [layer.attention for layer in blueprint.all_layers]
+    sources = [a if a.kv_from is None else layers[a.kv_from] for a in layers]
+    return tuple(of_windows if a.window > 0 else plain for a in sources)
+
+
+def scale_bytes(blueprint: Blueprint, kv_format: str) -> int:
+    """Bytes of what keeps heads of FP8 keys and values in its range: a number for every head that is stored, and for every head that attends."""
+    layers = zip(blueprint.all_layers, layer_formats(blueprint, kv_format), strict=True)
+    return sum(4 * (2 * a.n_heads + 2 * a.n_kv_heads) for a, format in ((x.attention, f) for x, f in layers) if format == "fp8" and a.n_kv_heads)
+
+
 def largest_window(blueprint: Blueprint) -> int:
     """Tokens that the widest of those layers sees; 0: there are none."""
     return max((x.attention.window for x, is_windowed in zip(blueprint.all_layers, windowed_layers(blueprint), strict=True) if is_windowed), default=0)
@@ -170,23 +184,23 @@ def page_layout(blueprint: Blueprint, kv_format: str, page_tokens: int, has_wind
     """One page holds `page_tokens` tokens of every layer: K [K, B, D] then V [K, B, Dv], each aligned to 64 bytes; latent attention has no V, and a layer
     that reads another's keys and values lies where that one does. Index keys [B, W] follow V. has_windows: layers with a window have pages of their own."""
     is_windowed = windowed_layers(blueprint) if has_windows else (False,) * len(blueprint.all_layers)
-    ends = [0, 0]
+    ends, formats = [0, 0], layer_formats(blueprint, kv_format)
     offsets: list[tuple[int, int]] = []
     index_offsets: list[int] = []
-    for layer, pool in zip(blueprint.all_layers, is_windowed, strict=True):
+    for layer, pool, format in zip(blueprint.all_layers, is_windowed, formats, strict=True):
         a = layer.attention
         at = ends[pool]
         if a.kv_from is not None:
             offsets.append(offsets[a.kv_from])
             index_offsets.append(0)
             continue
-        k_bytes = stored_bytes(a.n_kv_heads * page_tokens * a.head_width, kv_format)
-        v_bytes = 0 if a.latent is not None else stored_bytes(a.n_kv_heads * page_tokens * a.values_width, kv_format)
+        k_bytes = stored_bytes(a.n_kv_heads * page_tokens * a.head_width, format)
+        v_bytes = 0 if a.latent is not None else stored_bytes(a.n_kv_heads * page_tokens * a.values_width, format)
         v_at = at + -(-k_bytes // 64) * 64
         offsets.append((at, v_at))
         at = v_at + -(-v_bytes // 64) * 64
         index_offsets.append(at if a.index is not None else 0)
-        at += -(-stored_bytes(page_tokens * a.index.width, kv_format) // 64) * 64 if a.index is not None else 0
+        at += -(-stored_bytes(page_tokens * a.index.width, format) // 64) * 64 if a.index is not None else 0
         ends[pool] = at
     least = 1 if ends[1] else 0  # pages of models whose layers all have windows hold nothing, but are there
     return PageLayout(tuple(offsets), aligned(max(least, ends[0])), tuple(index_offsets), is_windowed, aligned(ends[1]))

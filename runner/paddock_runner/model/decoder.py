@@ -139,8 +139,8 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
     if gate is not None:  # beside what else reads the norm
         program.matmul(buffers["normed"], [w[at + "q_gate.weight"]], gate)
     heads = Heads(
-        a.n_heads, a.n_kv_heads, a.head_width, a.values_width, *site.kv_offsets[i], site.kv_format,
-        abi.PK_PARTS_QKV if a.kv_from is None else abi.PK_PARTS_Q,
+        a.n_heads, a.n_kv_heads, a.head_width, a.values_width, *site.kv_offsets[i], site.kv_formats[i],
+        abi.PK_PARTS_QKV if a.kv_from is None else abi.PK_PARTS_Q, site.gains.get(i),
     )  # fmt: skip
     q = qkv.columns(0, a.n_heads * a.head_width)
     if a.qk_norm_all:

@@ -30,7 +30,7 @@ def latent_attention(program: Program, a: Attention, i: int, site: Site) -> Tens
     key = a.n_heads * a.head_width
     program.norm(kv.columns(0, x.rank), w[at + "kv_a_norm.weight"], qkv.columns(key + x.rope_width, x.rank), NORM_EPS)
     program.copy(kv.columns(x.rank, x.rope_width), qkv.columns(key, x.rope_width))
-    heads = Heads(a.n_heads, 1, a.head_width, x.rank, *site.kv_offsets[i], site.kv_format, abi.PK_PARTS_LATENT)
+    heads = Heads(a.n_heads, 1, a.head_width, x.rank, *site.kv_offsets[i], site.kv_formats[i], abi.PK_PARTS_LATENT, site.gains.get(i))
     q = qkv.columns(0, key)
     site.use_pool(program, i, True)
     program.qkv(qkv, q, heads, (None, None), site.rotations[a.rope], NORM_EPS)

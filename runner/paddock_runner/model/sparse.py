@@ -23,7 +23,7 @@ def sparse_attention(
     program.matmul(site.buffers["normed"], [w[at + "index_qk.weight"]], both)
     q = both.columns(0, x.n_heads * x.width)
     offset = site.index_offsets[i]
-    keys = Heads(x.n_heads, 1, x.width, x.width, offset, offset, site.kv_format, abi.PK_PARTS_LATENT)
+    keys = Heads(x.n_heads, 1, x.width, x.width, offset, offset, site.kv_formats[i], abi.PK_PARTS_LATENT)
     program.qkv(both, q, keys, (None, None), None, blueprint.norm_eps)
     rope = site.rotations[a.rope]
     program.qkv(q, q, replace(keys, parts=abi.PK_PARTS_Q), (w[at + "index_q_norm.weight"], None), rope, blueprint.norm_eps)

@@ -233,6 +233,14 @@ def stacks(weights: Mapping[str, Tensor], strides: Mapping[str, int]) -> dict[st
     return found
 
 
+def read_vector(view: TensorView) -> NDArray[np.float32]:
+    """The numbers of a small tensor."""
+    with view.path.open("rb") as file:
+        file.seek(view.offset)
+        data = np.frombuffer(file.read(view.n_bytes), np.uint8)
+    return dequantize(view.format, data, (1, view.n_elements)).reshape(-1).astype(np.float32)
+
+
 def _vector(device: Device, view: TensorView, data: NDArray[np.uint8], offset: float, factor: float) -> Tensor:
     """The values plus offset, times factor: norms of streams hold the mean over them, since all that reads them divides by their number."""
     values = (dequantize(view.format, data, (1, view.n_elements)).astype(np.float32) + np.float32(offset)) * np.float32(factor)

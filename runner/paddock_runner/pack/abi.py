@@ -2,7 +2,7 @@
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "9dd179d616ab0d07"
+DIGEST = "0d3293924a429a34"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -322,6 +322,7 @@ class pk_op_qkv(Structure):
         ("k_norm", pk_tensor),
         ("v_norm", pk_tensor),
         ("frequency", pk_tensor),
+        ("gains", pk_tensor),
         ("k_offset", c_int64),
         ("v_offset", c_int64),
         ("n_heads", c_int32),
@@ -344,6 +345,7 @@ class pk_op_attention(Structure):
         ("q", pk_tensor),
         ("out", pk_tensor),
         ("sinks", pk_tensor),
+        ("gains", pk_tensor),
         ("k_offset", c_int64),
         ("v_offset", c_int64),
         ("n_heads", c_int32),
@@ -693,6 +695,7 @@ class pk_op_sparse(Structure):
         ("index_q", pk_tensor),
         ("index_norm", pk_tensor),
         ("frequency", pk_tensor),
+        ("gains", pk_tensor),
         ("out", pk_tensor),
         ("k_offset", c_int64),
         ("v_offset", c_int64),

@@ -56,7 +56,8 @@ class Device:
         self._n_copies = (ctypes.c_uint64 * 2)()
         self._n_copies_at = ctypes.addressof(self._n_copies)
         self._snapshots = self._host_pages = self._host_states = self.n_host_pages = 0
-        self.kv_format = 0
+        self.kv_format = ""
+        """Of pages: what their bytes mean, with whatever they are scaled by."""
         self.facts = self._read_facts()
         self.allocated: dict[str, int] = {}
         self.kv_bytes = self.kv_page_bytes = 0
@@ -178,7 +179,7 @@ class Device:
     @property
     def page_facts(self) -> tuple[str, ...]:
         """What a page's bytes depend on besides model and sizes: the pack, its build and what it runs on."""
-        return abi.DIGEST, self.facts.arch, self.facts.build, str(self.kv_format)
+        return abi.DIGEST, self.facts.arch, self.facts.build, self.kv_format
 
     def page_out(self, page: int, place: int) -> None:
         """Copies a page to a place in host memory, in order with the steps. Raises: PackError."""

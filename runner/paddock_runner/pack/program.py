@@ -24,6 +24,7 @@ class Heads:
     """Head counts and widths of one attention layer, and where its keys and values lie in a page (bytes).
 
     parts: what is projected and stored: all three, "latent" (values are the last v_width dimensions of the keys), or queries alone.
+    gains: what heads are multiplied by where they are stored, f32 [1,H+2K], and what attention multiplies its own heads by, [1,H].
     """
 
     n_heads: int
@@ -34,6 +35,7 @@ class Heads:
     v_offset: int
     kv_format: int
     parts: int = abi.PK_PARTS_QKV
+    gains: tuple[Tensor, Tensor] | None = None
 
     @property
     def width(self) -> int:
@@ -298,7 +300,7 @@ class Program:
     def qkv(self, x: Tensor, q: Tensor, heads: Heads, norms: Sequence[Tensor | None], rope: Rotation | None, eps: float) -> None:
         """Splits x[T, (H+K)*D + K*Dv], normalises and rotates q and k, writes k and v into the pages. norms: of q, k and (if any) v."""
         _same("qkv", "x width", x.cols, "heads' width", heads.width)
-        tensors = {"qkv": x, "q": q, "frequency": rope.frequency if rope else None, **dict(zip(("q_norm", "k_norm", "v_norm"), norms, strict=False))}
+        tensors = {"qkv": x, "q": q, "gains": _stored_gains(heads), "frequency": rope.frequency if rope else None, **dict(zip(("q_norm", "k_norm", "v_norm"), norms, strict=False))}
         self._add(
             abi.pk_op_qkv,
             abi.PK_OP_QKV,
@@ -320,7 +322,7 @@ class Program:
         """out[T, H*Dv] = attention of q over the pages. window: how many tokens are seen, or a View. Source: Dao et al. 2022 for the blocked form."""
         _same("attention", "q width", q.cols, "heads' width", heads.n_heads * heads.head_width)
         _same("attention", "out width", out.cols, "value width", heads.n_heads * heads.v_width)
-        tensors = {"q": q, "out": out, "sinks": sinks}
+        tensors = {"q": q, "out": out, "sinks": sinks, "gains": heads.gains[1] if heads.gains else None}
         seen = window if isinstance(window, View) else View(window)
         self._add(abi.pk_op_attention, abi.PK_OP_ATTENTION, tensors, **_head_fields(heads), scale=scale, softcap=softcap, **asdict(seen))
 
@@ -432,7 +434,7 @@ class Program:
         block, blocks that are seen, where its keys lie in a page. See pk_op_sparse."""
         (q, out), (index_q, index_norm) = operands, index
         _same("sparse", "index width", index_q.cols, "its heads' width", sizes[0] * sizes[1])
-        tensors: dict[str, Tensor | None] = {"q": q, "index_q": index_q, "index_norm": index_norm, "frequency": rope.frequency, "out": out}
+        tensors: dict[str, Tensor | None] = {"q": q, "index_q": index_q, "index_norm": index_norm, "frequency": rope.frequency, "gains": heads.gains[1] if heads.gains else None, "out": out}
         names = ("index_heads", "index_width", "block_tokens", "n_blocks", "i_offset")
         turns = {"rope_width": rope.width, "rope_layout": ROPE_LAYOUTS[rope.layout], "rope_magnitude": rope.magnitude}
         self._add(abi.pk_op_sparse, abi.PK_OP_SPARSE, tensors, **_head_fields(heads), **dict(zip(names, sizes, strict=True)), **turns, scale=scale, eps=eps)
@@ -463,7 +465,6 @@ class Program:
         op = abi.PK_OP_DELTA if gate == "silu" else abi.PK_OP_DELTA_SIGMOID
         self._add(abi.pk_op_delta, op, {**tensors, "scale": weights.scale, "out": out}, **asdict(shape), eps=eps)
 
-
     def conv(self, x: Tensor, weights: tuple[Tensor, Tensor | None], out: Tensor, conv_width: int, conv_offset: int) -> None:
         """out[T,M] of x[T,3M] = (g1, g2, v): g2 * convolution(g1 * v). weights: conv [1,M*W] f32, bias [1,M] or None. See pk_op_conv."""
         _same("conv", "x width", x.cols, "three times the out width", 3 * out.cols)
@@ -490,3 +491,8 @@ def _head_fields(heads: Heads) -> dict[str, int]:
         "kv_format": heads.kv_format,
         "parts": heads.parts,
     }
+
+
+def _stored_gains(heads: Heads) -> Tensor | None:
+    n = {abi.PK_PARTS_QKV: 2, abi.PK_PARTS_LATENT: 1, abi.PK_PARTS_Q: 0}[heads.parts]
+    return heads.gains[0].columns(0, heads.n_heads + n * heads.n_kv_heads) if heads.gains else None

@@ -50,13 +50,18 @@ def test_plan_prints_the_planners_lines(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @needs_pack
-def test_keys_and_values_that_the_cpu_pack_cannot_keep_are_refused_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kv_format_that_can_be_asked_for_is_planned_and_the_pack_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_gguf.write(tmp_path / "tiny.gguf")
     can = load_pack(find_pack("cpu")).description["kv_formats"]
+    found = {}
     for kv in ("f32", "f16", "bf16", "fp8"):
-        words = ["plan", str(model), "--device", "cpu", "--kv-dtype", kv]
-        assert main(words) == (0 if any(kv in name for name in can) else 12)
-    assert "need a GPU" in capsys.readouterr().err
+        assert any(kv in name for name in can)
+        assert main(["plan", str(model), "--device", "cpu", "--kv-dtype", kv, "--json"]) == 0
+        found[kv] = json.loads(capsys.readouterr().out)
+    assert found["f32"]["kv_token_bytes"] == 2 * found["f16"]["kv_token_bytes"] == 4 * found["fp8"]["kv_token_bytes"]
+    assert [any(line["name"] == "scales of keys and values" for line in plan["lines"]) for plan in found.values()] == [False, False, False, True]
+    assert main(["plan", str(model), "--device", "cpu", "--window-kv-dtype", "fp8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_format"] == "f16,window=fp8"
 
 
 @needs_pack

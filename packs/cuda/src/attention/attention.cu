@@ -84,6 +84,7 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     a.q = reinterpret_cast<const void *>(op.q.data);
     a.out = reinterpret_cast<void *>(op.out.data);
     a.sinks = reinterpret_cast<const float *>(op.sinks.data);
+    a.gains = reinterpret_cast<const float *>(op.gains.data);
     a.info = l.info;
     a.row_slot = reinterpret_cast<const int32_t *>(s.row_slot);
     a.row_start = reinterpret_cast<const int32_t *>(s.row_start);

@@ -29,7 +29,7 @@ __device__ __forceinline__ void store4(const AttentionArguments &a, int64_t to, 
     for (int i = 0; i < min(n, 4); ++i) store_from_f32(a.out, to + i, a.out_format, i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w);
 }
 
-// The end of a pair's sum: the sink joins, the row is written.
+// The end of a pair's sum: the sink joins, the gain counts, the row is written.
 __device__ __forceinline__ void finish4(const AttentionArguments &a, const Segment &s, int row, int d, float4 v, float sum, float top) {
     const int group = a.n_heads / a.n_kv_heads, pair = s.pair + row, head = s.head * group + pair % group;
     float f = 1.0f;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void finish4(const AttentionArguments &a, const Segme
         f = power2(top - joint);
         sum = sum * f + power2(sink - joint);
     }
-    f = sum > 0.0f ? f / sum : 0.0f;
+    f = sum > 0.0f ? f * gain_of(a, head) / sum : 0.0f;
     store4(a, static_cast<int64_t>(s.start + pair / group) * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.v_width - d, make_float4(v.x * f, v.y * f, v.z * f, v.w * f));
 }
 

@@ -43,11 +43,12 @@ __global__ void __launch_bounds__(128) attention_plain_kernel(const __grid_const
             if (d < a.v_width) o[i] = o[i] * fade + w * load_as_f32(page + a.v_offset, in * v_pitch + v_from + d, a.kv_format);
         }
     }
-    float f = 1.0f;
+    float f = gain_of(a, head);
     if (a.sinks != nullptr) {
         const float sink = a.sinks[head] * kLog2e, joint = fmaxf(top, sink);
-        f = exp2f(top - joint);
-        sum = sum * f + exp2f(sink - joint);
+        const float fade = exp2f(top - joint);
+        sum = sum * fade + exp2f(sink - joint);
+        f *= fade;
     }
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {

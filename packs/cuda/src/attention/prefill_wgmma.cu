@@ -117,7 +117,7 @@ __device__ __forceinline__ void store_tile(const AttentionArguments &a, const Ti
             for (int d = 0; d < kD / 8; ++d) *reinterpret_cast<float2 *>(a.share_part + row * kD + 8 * d + 2 * (lane & 3)) = make_float2(o[4 * d + 2 * h], o[4 * d + 2 * h + 1]);
             continue;
         }
-        f[h] = last_factor(a, a.sinks ? item.head * group + (item.first_pair + warp * 16 + (lane >> 2) + 8 * h) % group : 0, top[h], all);
+        f[h] = last_factor(a, a.sinks || a.gains ? item.head * group + (item.first_pair + warp * 16 + (lane >> 2) + 8 * h) % group : 0, top[h], all);
     }
     if (item.members != nullptr) return;
 #pragma unroll

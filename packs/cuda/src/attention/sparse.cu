@@ -158,10 +158,11 @@ __global__ void __launch_bounds__(kThreads) sparse_attend_kernel(const __grid_co
                     if (d < a.v_width) o[j] = o[j] * fade + w * load_as_f32(page + a.v_offset, in * a.v_width + d, a.kv_format);
                 }
             }
+            const float f = gain_of(a, head) / sum;
 #pragma unroll
             for (int j = 0; j < kMost; ++j) {
                 const int d = j * 32 + lane;
-                if (d < a.v_width) store_from_f32(a.out, t * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.out_format, o[j] / sum);
+                if (d < a.v_width) store_from_f32(a.out, t * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.out_format, o[j] * f);
             }
         }
         __syncthreads();
@@ -173,6 +174,7 @@ pk_op_attention dense_of(const pk_op_sparse &op) {
     dense.op = PK_OP_ATTENTION;
     dense.size = sizeof dense;
     dense.q = op.q;
+    dense.gains = op.gains;
     dense.out = op.out;
     dense.k_offset = op.k_offset;
     dense.v_offset = op.v_offset;
@@ -212,6 +214,7 @@ int32_t launch_sparse(const Launch &l, const pk_op_sparse &op) {
     auto elements = [](const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); };
     a.q = reinterpret_cast<const void *>(op.q.data);
     a.out = reinterpret_cast<void *>(op.out.data);
+    a.gains = reinterpret_cast<const float *>(op.gains.data);
     a.info = l.info;
     a.row_slot = ints(state.row_slot);
     a.row_start = ints(state.row_start);

@@ -160,7 +160,7 @@ HalfNorm half_norm(const Beside &beside, int64_t max_rows, float *squares) {
 HeadsEnd heads_end(const pk_state &s, const pk_op_qkv &op) {
     auto numbers = [](const pk_tensor &t) { return reinterpret_cast<const float *>(t.data); };
     return {
-        reinterpret_cast<void *>(op.q.data), reinterpret_cast<uint8_t *>(s.kv), numbers(op.q_norm), numbers(op.k_norm), numbers(op.v_norm), numbers(op.frequency),
+        reinterpret_cast<void *>(op.q.data), reinterpret_cast<uint8_t *>(s.kv), numbers(op.q_norm), numbers(op.k_norm), numbers(op.v_norm), numbers(op.frequency), numbers(op.gains),
         reinterpret_cast<const int32_t *>(s.token_position), reinterpret_cast<const int32_t *>(s.token_page), op.q.stride / 2, s.kv_page_stride, op.k_offset, op.v_offset,
         op.n_heads, op.n_kv_heads, s.page_tokens, op.kv_format, op.rope_magnitude, op.eps,
     };
