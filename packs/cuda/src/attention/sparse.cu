@@ -158,11 +158,11 @@ __global__ void __launch_bounds__(kThreads) sparse_attend_kernel(const __grid_co
                     if (d < a.v_width) o[j] = o[j] * fade + w * load_as_f32(page + a.v_offset, in * a.v_width + d, a.kv_format);
                 }
             }
-            const float f = gain_of(a, head) / sum;
+            sum /= gain_of(a, head);
 #pragma unroll
             for (int j = 0; j < kMost; ++j) {
                 const int d = j * 32 + lane;
-                if (d < a.v_width) store_from_f32(a.out, t * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.out_format, o[j] * f);
+                if (d < a.v_width) store_from_f32(a.out, t * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.out_format, o[j] / sum);
             }
         }
         __syncthreads();
