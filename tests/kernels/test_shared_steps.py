@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
+import pytest
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
 from paddock_runner.pack.program import Heads, Program
-from paddock_runner.pack.tensor import S, T
+from paddock_runner.pack.tensor import ELEMENT_BYTES, S, T
 from test_sample import sampling
 from test_step import RESULT, Input
 
@@ -19,11 +21,13 @@ V, D, COMMON = 128, 64, 272
 class Attending:
     """Rows of an embedding table are q, k and v of two heads; the attention's output is the logits. Four slots of 20 pages of 16 tokens."""
 
-    def __init__(self, bench, rng, page_bytes=0):
-        element = 2
+    def __init__(self, bench, rng, page_bytes=0, kv=abi.PK_BF16):
+        element = ELEMENT_BYTES[kv]
         sizes = StateSizes(4, 320, 16, 81, V, 320, 4, 4, 3, 3)
         self.b = b = bench(sizes=sizes, page_bytes=page_bytes or 2 * 16 * D * element)
-        heads = Heads(2, 1, D, D, 0, 16 * D * element, abi.PK_BF16)
+        heads = Heads(2, 1, D, D, 0, 16 * D * element, kv)
+        if kv == abi.PK_FP8_E4M3:
+            heads = replace(heads, gains=(b.upload(np.array([[0.25, 0.25, 4, 32]]), abi.PK_F32), b.upload(np.array([[2 / 32, 1 / 32]]), abi.PK_F32)))
         hidden, q, out, gathered, logits = (b.output(320, 4 * D, T), b.output(320, V, T), b.output(320, V, T), b.output(4, V, S), b.output(4, V, S, 0, abi.PK_F32))
         program = Program()
         program.prepare()
@@ -61,8 +65,9 @@ class Attending:
         return self.step(**fields, rows=[(slot, len(prompt) - known, 1)])
 
 
-def test_rows_that_share_pages_say_what_rows_with_their_own_say(bench, rng):
-    m = Attending(bench, rng)
+@pytest.mark.parametrize("kv", [abi.PK_BF16, abi.PK_FP8_E4M3], ids=["bf16", "fp8"])
+def test_rows_that_share_pages_say_what_rows_with_their_own_say(bench, rng, kv):
+    m = Attending(bench, rng, kv=kv)
     common = rng.integers(0, V, COMMON).tolist()
     prompts = [common + rng.integers(0, V, n).tolist() for n in (25, 9)]
     own = [[1 + slot * 20 + i for i in range(20)] for slot in range(4)]
