@@ -101,3 +101,10 @@ def test_bench_quality_tells_the_perplexity_of_the_fixed_text(paddock, model):
     assert done.code == 0, done.err
     base, f16 = done.json["quality"]
     assert 5 < base["perplexity"] < 40 and abs(f16["delta"]) < 0.01 and base["tokens"] > 500
+
+
+def test_bench_quality_tells_what_keys_in_fp8_cost(paddock, model):
+    done = paddock("bench", model, "--quality", "--kv", "fp8", "--device", "cpu", "--json")
+    base, fp8 = done.json["quality"]
+    assert (base["kv"], fp8["kv"]) == ("bf16", "fp8") and 0 < fp8["delta"] < 0.03
+    assert done.code == (fp8["delta"] > 0.01)

@@ -101,7 +101,7 @@ def kept(path):
     return kv_scales(checkpoint.tensors, blueprint), blueprint, tensors_by_name(checkpoint, blueprint)
 
 
-@pytest.mark.parametrize("stem", ["self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale"])
+@pytest.mark.parametrize("stem", ["self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.{}_proj.output_scale"])
 def test_scales_of_the_checkpoint_are_used_as_they_are(tmp_path, stem):
     config = json.loads((TINY / "llama/config.json").read_text())
     n, layers = config["num_key_value_heads"], range(config["num_hidden_layers"])

@@ -9,7 +9,7 @@ from ..errors import FileError
 from ..files.view import TensorView
 from .blueprint import Blueprint
 
-NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
+NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)$")
 FORMATS = ("f32", "bf16", "f16")
 
 Pair = tuple[TensorView, TensorView]
@@ -20,7 +20,7 @@ def kv_scales(tensors: Mapping[str, TensorView], blueprint: Blueprint) -> dict[i
     found: dict[int, dict[str, TensorView]] = {}
     for name, view in tensors.items():
         if (m := NAME.search(name)) and int(m[1]) < blueprint.n_layers:
-            found.setdefault(int(m[1]), {})[m[2]] = view
+            found.setdefault(int(m[1]), {})[m[2] or m[3]] = view
     if not found:
         return {}
     pairs = {}

@@ -22,7 +22,7 @@ AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 
 CODES = ("weight", "weight_packed", "qweight")
 FP8_SCALES = ("weight_scale_inv", "weight_scale", "scale")
-UNUSED = ("input_scale", "input_scale_ub", "activation_scale", "input_global_scale", "k_scale", "v_scale", "weight_shape")
+UNUSED = ("input_scale", "input_scale_ub", "activation_scale", "input_global_scale", "k_scale", "v_scale", "output_scale", "weight_shape")
 """Tensors for quantised activations and KV caches."""
 
 DEFAULT_BLOCK = (128, 128)

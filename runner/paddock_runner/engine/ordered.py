@@ -28,7 +28,7 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     blueprint = with_guesses(read_blueprint(checkpoint, order.task), checkpoint, order.guesses)
     views = tensors_by_name(checkpoint, blueprint)
     stages.end("header")
-    kept = Kept(order.kv_format, kv_scales(checkpoint.tensors, blueprint))
+    kept = Kept(order.kv_format, kv_scales(checkpoint.tensors, blueprint) if "fp8" in order.kv_format else {})
     experts = fill_device(device, order.sizes, kept, blueprint, views, stages=stages, cold_experts=order.cold_experts)
     tiers = None
     if order.host_cache_bytes or order.disk_cache_bytes:
