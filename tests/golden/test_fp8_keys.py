@@ -10,10 +10,11 @@ from paddock_runner.blueprint.kv_scales import kv_scales
 from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, Kept, build_device, fill_device
-from paddock_runner.engine.scales import stored
+from paddock_runner.engine.scales import measure, stored
 from paddock_runner.errors import FileError, PackError
 from paddock_runner.files.checkpoint import open_checkpoint
-from paddock_runner.memory.state import StateSizes
+from paddock_runner.memory.state import StateSizes, largest_window
+from paddock_runner.model.site import Site
 from paddock_runner.pack.device import Device
 from paddock_runner.pack.library import find_pack, load_pack
 from safetensors.numpy import load_file
@@ -92,6 +93,33 @@ def test_scales_are_the_same_after_a_restart_and_nothing_is_left_of_how_they_wer
         assert not any(device.read(device.state.page_table, 4 * device.state.slot_pages))
         device.close()
     assert names[0] == names[1] and names[0].startswith("fp8 ")
+
+
+def test_scales_do_not_depend_on_whose_pages_layers_with_a_window_use():
+    checkpoint = open_checkpoint(TINY / "gemma3")
+    blueprint = read_blueprint(checkpoint)
+    views, names = tensors_by_name(checkpoint, blueprint), []
+    for n_window_pages in (0, 33):
+        window = largest_window(blueprint) if n_window_pages else 0
+        sizes = StateSizes(1, 512, 16, 66, blueprint.n_vocab, 64, 1, window_tokens=window, n_window_pages=n_window_pages)
+        device = build_device(Assembly(find_pack("cpu"), sizes, "fp8"), blueprint, views)
+        names.append(device.kv_format)
+        if device.windows is not None:
+            assert not any(device.read(device.windows.kv, n_window_pages * device.windows.kv_page_stride))
+            assert not any(device.read(device.windows.page_table, 4 * sizes.slot_pages))
+        device.close()
+    assert names[0] == names[1]
+
+
+def test_a_pool_without_room_to_measure_says_so():
+    blueprint = read_blueprint(open_checkpoint(TINY / "llama"))
+    device = open_device(TINY / "llama", "f16")
+    device.kv_bytes = device.kv_page_bytes
+    try:
+        with pytest.raises(PackError, match="too small to measure"):
+            measure(device, blueprint, Site({}, {}, (), (), {}), StateSizes(1, 512, 16, 33, blueprint.n_vocab, 64, 1), (0, 0))
+    finally:
+        device.close()
 
 
 def kept(path):

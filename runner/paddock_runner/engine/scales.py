@@ -20,7 +20,7 @@ from ..blueprint.blueprint import Attention, Blueprint
 from ..blueprint.kv_scales import Pair
 from ..errors import FileError, PackError
 from ..files.view import TensorView
-from ..memory.state import StateSizes, aligned, layer_formats, page_layout, scale_bytes
+from ..memory.state import PageLayout, StateSizes, aligned, layer_formats, page_layout, scale_bytes
 from ..model.decoder import trace
 from ..model.site import Site
 from ..model.weights import read_vector
@@ -35,8 +35,8 @@ LARGEST = 112.0
 LEAST_KEYS = -8
 """Keys are not made larger than by that power: queries become as much smaller, and some kernels keep them in f16."""
 WAIT_US = 600_000_000
-INFINITE = 0x7F80
-"""Of bf16: this and what is above is no number."""
+SIZE, INFINITE = np.uint16(0x7FFF), 0x7F80
+"""Of bf16: the bits without the sign; this and what is above is no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,43 +76,62 @@ def prompt(n_vocab: int, n: int) -> list[int]:
 
 def measure(device: Device, blueprint: Blueprint, site: Site, sizes: StateSizes, workspace: tuple[int, int]) -> dict[int, Scales]:
     """Runs the prompt. Leaves the device as it was, without a program. Raises: PackError."""
-    layout = page_layout(blueprint, "bf16", sizes.page_tokens)
-    n_pages = min(device.kv_bytes // layout.page_bytes - 1, -(-MEASURED_TOKENS // sizes.page_tokens), sizes.slot_pages)
+    layout = page_layout(blueprint, "bf16", sizes.page_tokens, sizes.n_window_pages > 0)
+    pools = [_Pool(device.kv_address, device.kv_bytes, layout.page_bytes)]
+    windows = None
+    if site.windows is not None:
+        pools.append(_Pool(site.windows.kv, sizes.n_window_pages * site.windows.kv_page_stride, layout.window_page_bytes))
+        windows = replace(site.windows, kv_page_stride=layout.window_page_bytes)
+    n_pages = min(-(-MEASURED_TOKENS // sizes.page_tokens), sizes.slot_pages, *(pool.n_bytes // pool.page_bytes - 1 for pool in pools))
+    if n_pages < 1:
+        raise PackError("the page pool is too small to measure scales of keys and values in fp8", "take a longer context, or another format")
     n_tokens = min(n_pages * sizes.page_tokens, MEASURED_TOKENS, blueprint.max_ctx_tokens)
-    n_bytes = (n_pages + 1) * layout.page_bytes
-    program = trace(blueprint, replace(site, kv_offsets=layout.offsets, kv_formats=(abi.PK_BF16,) * len(layout.offsets), index_offsets=layout.index_offsets, windows=None, gains={}))
+    chunk = min(n_tokens, sizes.max_step_tokens)
+    formats = (abi.PK_BF16,) * len(layout.offsets)
+    program = trace(blueprint, replace(site, kv_offsets=layout.offsets, kv_formats=formats, index_offsets=layout.index_offsets, windows=windows, gains={}))
     own = device.state
     device.state = abi.pk_state.from_buffer_copy(own)
     device.state.kv_page_stride = layout.page_bytes
-    chunk = min(n_tokens, sizes.max_step_tokens)
     try:
-        device.grow_pages(-(-n_bytes // device.kv_page_bytes))
-        device.fill(device.kv_address, 0, n_bytes)
+        device.grow_pages(-(-(n_pages + 1) * layout.page_bytes // device.kv_page_bytes))
+        for pool in pools:
+            device.fill(pool.address, 0, (n_pages + 1) * pool.page_bytes)
         device.load(program, [chunk], workspace)
-        _run(device, prompt(blueprint.n_vocab, n_tokens), chunk, n_pages)
-        raw = [device.read(device.kv_address + i * layout.page_bytes, layout.page_bytes) for i in range(1, n_pages + 1)]
+        _run(device, prompt(blueprint.n_vocab, n_tokens), chunk, n_pages, len(pools))
+        pages = [[np.frombuffer(device.read(pool.address + i * pool.page_bytes, pool.page_bytes), np.uint16) & SIZE for i in range(1, n_pages + 1)] for pool in pools]
     finally:
         device.unload()
-        device.fill(device.kv_address, 0, n_bytes)
-        for name, size in (("page_table", 4 * sizes.slot_pages), ("length", 4), ("alive", 4)):
-            device.fill(getattr(own, name), 0, size)
+        for pool in pools:
+            device.fill(pool.address, 0, (n_pages + 1) * pool.page_bytes)
+        tables = [own.page_table, *([site.windows.page_table] if site.windows is not None else [])]
+        for address, size in (*((table, 4 * sizes.slot_pages) for table in tables), (own.length, 4), (own.alive, 4)):
+            device.fill(address, 0, size)
         device.done[0] = 0
         device.state = own
-    return _scales(blueprint, layout.offsets, sizes.page_tokens, [np.frombuffer(page, np.uint16) & np.uint16(0x7FFF) for page in raw])
+    return _scales(blueprint, layout, sizes.page_tokens, pages)
 
 
-def _run(device: Device, tokens: list[int], chunk: int, n_pages: int) -> None:
-    """Prefills slot 0, in pages 1, 2, ..."""
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Memory of pages, and the size of one while the prompt runs."""
+
+    address: int
+    n_bytes: int
+    page_bytes: int
+
+
+def _run(device: Device, tokens: list[int], chunk: int, n_pages: int, n_pools: int) -> None:
+    """Prefills slot 0, in pages 1, 2, ... of every pool."""
     sampling = abi.pk_sampling(0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, max_length=device.state.max_ctx_tokens)
+    news, payload = [bytes(abi.pk_new_slot(0, 0, 0, 0, sampling))], tokens
+    pages = [(0, i, i + 1, abi.PK_PAGE_OF_POOL if pool else 0) for pool in range(n_pools) for i in range(n_pages)]
+    texts = [(0, 0, len(tokens), 0)]
     for seq, at in enumerate(range(0, len(tokens), chunk), 1):
-        n, is_first = min(chunk, len(tokens) - at), at == 0
-        parts = [bytes(abi.pk_new_slot(0, 0, 0, 0, sampling))] if is_first else []
-        entries = [(0, n, 0, 0)]
-        if is_first:
-            entries += [(0, i, i + 1, 0) for i in range(n_pages)] + [(0, 0, len(tokens), 0)]
-        payload = tokens if is_first else []
-        head = abi.pk_step_head(seq, n, 1, 0, len(parts), n_pages * is_first, int(is_first), 0, len(payload))
-        blob = bytes(head) + b"".join(parts) + b"".join(struct.pack("4i", *entry) for entry in entries) + struct.pack(f"{len(payload)}i", *payload)
+        n = min(chunk, len(tokens) - at)
+        head = abi.pk_step_head(seq, n, 1, 0, len(news), len(pages), len(texts), 0, len(payload))
+        entries = b"".join(struct.pack("4i", *entry) for entry in [(0, n, 0, 0), *pages, *texts])
+        blob = bytes(head) + b"".join(news) + entries + struct.pack(f"{len(payload)}i", *payload)
+        news, pages, texts, payload = [], [], [], []
         buffer = (ctypes.c_uint64 * (len(blob) // 8 + 1))()
         ctypes.memmove(buffer, blob, len(blob))
         device.step(ctypes.addressof(buffer))
@@ -120,11 +139,11 @@ def _run(device: Device, tokens: list[int], chunk: int, n_pages: int) -> None:
             raise PackError("the prompt that measures keys and values does not end")
 
 
-def _scales(blueprint: Blueprint, offsets: tuple[tuple[int, int], ...], page_tokens: int, pages: list[NDArray[np.uint16]]) -> dict[int, Scales]:
-    """From the sizes of numbers, as bf16 has them, in all pages."""
+def _scales(blueprint: Blueprint, layout: PageLayout, page_tokens: int, pools: list[list[NDArray[np.uint16]]]) -> dict[int, Scales]:
+    """From the sizes of numbers, as bf16 has them, in the pages of both pools."""
     found = {}
-    for i, (layer, (k_at, v_at)) in enumerate(zip(blueprint.all_layers, offsets, strict=True)):
-        a = layer.attention
+    for i, (layer, (k_at, v_at), is_windowed) in enumerate(zip(blueprint.all_layers, layout.offsets, layout.is_windowed, strict=True)):
+        a, pages = layer.attention, pools[is_windowed]
         if a.kv_from is not None or not a.n_kv_heads:
             continue
         k = _power(_largest(pages, k_at, a.n_kv_heads, page_tokens * a.head_width, i), LEAST_KEYS)
