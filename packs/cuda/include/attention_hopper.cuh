@@ -4,6 +4,7 @@
 // K and V come as boxes of pages by tensor copies where the pages allow it, else by 128 threads that convert. Blocks of 8 rows x
 // 64 columns, swizzled by 128 bytes, those of a group of eight rows one after the other.
 #pragma once
+#include "attention_pieces.cuh"
 #include "attention_share.cuh"
 #include "attention_tiles.cuh"
 #include "wgmma_attention.cuh"
@@ -60,8 +61,6 @@ struct Turn {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-__device__ __forceinline__ int nth_item(int n) { return n * gridDim.x + ((n & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
 
 // The first position of an item's tiles, and their number. Pages are not cut by tiles.
 template <int kD>
@@ -123,10 +122,34 @@ __device__ __forceinline__ TileItem find_shared(const AttentionArguments &a, con
     return item;
 }
 
-__device__ __forceinline__ TileItem find_item(const AttentionArguments &a, const int *ends, int n_tiles, int index) {
-    return a.share_head != nullptr ? find_shared(a, ends, index) : find_tile<kPairs>(a, ends, n_tiles, index);
+// What all blocks do together: items of shared prefixes, tiles, or pieces of tiles (null: they are whole).
+struct Work {
+    const int *ends;
+    int n_tiles, n_items;  // of all blocks; of this one
+    const Pieces *pieces;
+};
+
+__device__ __forceinline__ int nth_of_whole(int n) { return n * gridDim.x + ((n & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+__device__ __forceinline__ int n_whole(const AttentionArguments &a, const Work &work) { return a.share_head != nullptr ? work.n_tiles : work.n_tiles * a.n_kv_heads; }
+
+// The n-th item of this block, which has so many.
+template <int kD>
+__device__ __forceinline__ TileItem find_item(const AttentionArguments &a, const Work &work, int n) {
+    if (work.pieces != nullptr) return piece_at<kPairs, kTile<kD>>(a, *work.pieces, n);
+    const int index = nth_of_whole(n);
+    return a.share_head != nullptr ? find_shared(a, work.ends, index) : find_tile<kPairs>(a, work.ends, work.n_tiles, index);
 }
-__device__ __forceinline__ int n_items_of(const AttentionArguments &a, int n_tiles) { return a.share_head != nullptr ? n_tiles : n_tiles * a.n_kv_heads; }
+
+// The n-th item where all warps of the block see it; one thread looks for it.
+template <int kD>
+__device__ __forceinline__ const TileItem &next_item(const AttentionArguments &a, const Work &work, Barriers &b, TileItem *items, int n) {
+    if (threadIdx.x == 32) {
+        items[n % kItems] = find_item<kD>(a, work, n);
+        barrier_arrive(&b.item_full[n % kItems]);
+    }
+    barrier_wait(&b.item_full[n % kItems], (n / kItems) & 1);
+    return items[n % kItems];
+}
 
 // Where a pair's row of q (or of out) begins; -1 outside the item.
 __device__ __forceinline__ int64_t row_of_pair(const AttentionArguments &a, const TileItem &item, int pair, int64_t stride, int width) {
@@ -275,15 +298,14 @@ __device__ void load_tile(const AttentionArguments &a, const TileItem &item, int
 }
 
 template <int kD, bool kHalf>
-__device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, const int *ends, Barriers &b, TileItem *items, int n_tiles) {
+__device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
     Turn<kQBuffers<kD>> q;
     Turn<kStages> k, v;
     const int tid = threadIdx.x;
-    for (int n = 0, index; (index = nth_item(n)) < n_items_of(a, n_tiles); ++n) {
-        const TileItem item = find_item(a, ends, n_tiles, index);
+    for (int n = 0; n < work.n_items; ++n) {
+        const TileItem &item = next_item<kD>(a, work, b, items, n);
         const int first = first_of_tiles<kD>(a, item), n_steps = (item.kv_end - first + kTile<kD> - 1) / kTile<kD>;
         barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
-        if (tid == 0) items[n % kItems] = item;
         load_q<kD, kHalf, 4>(a, item, shared + q.at * kQBytes<kD>, tid >> 5);
         fence_async_proxy();
         barrier_arrive(&b.q_full[q.at]);
@@ -310,7 +332,7 @@ __device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, 
 // FP8: bytes of the next operand are on their way into a stage of their own while this one is widened. Every thread widens what it
 // has asked for itself, so that no barrier is needed.
 template <int kD>
-__device__ void produce_widened(const AttentionArguments &a, uint8_t *shared, const int *ends, Barriers &b, TileItem *items, int n_tiles) {
+__device__ void produce_widened(const AttentionArguments &a, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
     constexpr int kT = kTile<kD>, kWide = kD / 16, kLoads = kT * kWide / 128;
     const int tid = threadIdx.x;
     uint8_t *stage = shared + kQBytes<kD>;
@@ -355,11 +377,10 @@ __device__ void produce_widened(const AttentionArguments &a, uint8_t *shared, co
         }
         is_v_before = is_v;
     };
-    for (int n = 0, index; (index = nth_item(n)) < n_items_of(a, n_tiles); ++n) {
-        const TileItem item = find_item(a, ends, n_tiles, index);
+    for (int n = 0; n < work.n_items; ++n) {
+        const TileItem &item = next_item<kD>(a, work, b, items, n);
         const int first = first_of_tiles<kD>(a, item), n_steps = (item.kv_end - first + kT - 1) / kT;
         barrier_wait(&b.q_empty[0], q.parity ^ 1);
-        if (tid == 0) items[n % kItems] = item;
         load_q<kD, true, 4>(a, item, shared, tid >> 5);
         fence_async_proxy();
         barrier_arrive(&b.q_full[0]);
@@ -454,14 +475,10 @@ __device__ void produce_copied(const AttentionArguments &a, const Maps &maps, ui
 
 // Warps 1 to 3 beside produce_copied.
 template <int kD, bool kHalf>
-__device__ void produce_q(const AttentionArguments &a, uint8_t *shared, const int *ends, Barriers &b, TileItem *items, int n_tiles) {
+__device__ void produce_q(const AttentionArguments &a, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
     Turn<kQBuffers<kD>> q;
-    for (int n = 0, index; (index = nth_item(n)) < n_items_of(a, n_tiles); ++n) {
-        const TileItem item = find_item(a, ends, n_tiles, index);
-        if (threadIdx.x == 32) {
-            items[n % kItems] = item;
-            barrier_arrive(&b.item_full[n % kItems]);
-        }
+    for (int n = 0; n < work.n_items; ++n) {
+        const TileItem &item = next_item<kD>(a, work, b, items, n);
         barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
         load_q<kD, kHalf, 3>(a, item, shared + q.at * kQBytes<kD>, (threadIdx.x >> 5) - 1);
         fence_async_proxy();

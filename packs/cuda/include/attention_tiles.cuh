@@ -13,7 +13,8 @@ struct TileItem {
     int head, first_pair, n_pairs, start, position;
     int kv_first, kv_end;    // positions that some pair of the tile sees
     int row_first, row_end;  // positions that some token of the row sees: outside, pages may hold anything
-    int part;                // with members: where the partial sums go
+    bool is_piece;           // some of the positions that the tile sees
+    int part;                // with members, or of a piece: where the partial sums go
 };
 
 // Running sums of tiles per row into `ends`; returns their number. Called by all kThreads threads of the block.
@@ -34,27 +35,34 @@ __device__ __forceinline__ int schedule_tiles(const AttentionArguments &a, int *
     return n_tiles;
 }
 
+// A tile of a row, all the positions that it sees.
 template <int kPairs>
-__device__ __forceinline__ TileItem find_tile(const AttentionArguments &a, const int *ends, int n_tiles, int index) {
-    const int of_all = n_tiles - 1 - index / a.n_kv_heads, group = a.n_heads / a.n_kv_heads;
-    int low = 0, high = a.info->n_rows - 1;
-    while (low < high) {
-        const int mid = (low + high) >> 1;
-        if (ends[mid] > of_all) high = mid; else low = mid + 1;
-    }
+__device__ __forceinline__ TileItem tile_of_row(const AttentionArguments &a, int row, int head, int tile) {
+    const int group = a.n_heads / a.n_kv_heads;
     TileItem item = {};
-    item.head = index % a.n_kv_heads;
-    item.first_pair = (of_all - (low ? ends[low - 1] : 0)) * kPairs;
-    item.start = a.row_start[low];
-    item.position = a.row_position[low];
-    const int n_tokens = a.row_start[low + 1] - item.start;
+    item.head = head;
+    item.first_pair = tile * kPairs;
+    item.start = a.row_start[row];
+    item.position = a.row_position[row];
+    const int n_tokens = a.row_start[row + 1] - item.start;
     item.n_pairs = n_tokens * group;
-    item.pages = a.page_table + static_cast<int64_t>(a.row_slot[low]) * a.slot_pages;
+    item.pages = a.page_table + static_cast<int64_t>(a.row_slot[row]) * a.slot_pages;
     item.kv_end = item.position + min(item.first_pair + kPairs - 1, item.n_pairs - 1) / group + 1;
     item.kv_first = a.window > 0 ? max(0, item.position + item.first_pair / group - a.window + 1) : 0;
     item.row_end = item.position + n_tokens;
     item.row_first = a.window > 0 ? max(0, item.position - a.window + 1) : 0;
     return item;
+}
+
+template <int kPairs>
+__device__ __forceinline__ TileItem find_tile(const AttentionArguments &a, const int *ends, int n_tiles, int index) {
+    const int of_all = n_tiles - 1 - index / a.n_kv_heads;
+    int low = 0, high = a.info->n_rows - 1;
+    while (low < high) {
+        const int mid = (low + high) >> 1;
+        if (ends[mid] > of_all) high = mid; else low = mid + 1;
+    }
+    return tile_of_row<kPairs>(a, low, index % a.n_kv_heads, of_all - (low ? ends[low - 1] : 0));
 }
 
 // Two neighbours of the q row of a pair, as bf16; zeros outside.

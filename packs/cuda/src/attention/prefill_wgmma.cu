@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_tile(const AttentionArguments &a, const Ti
     for (int h = 0; h < 2; ++h) {
         float all = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
         all += __shfl_xor_sync(~0u, all, 2);
-        if (item.members != nullptr) {
+        if (item.members != nullptr || item.is_piece) {
             const int pair = item.first_pair + warp * 16 + (lane >> 2) + 8 * h;
             if (pair >= item.n_pairs) continue;
             const int64_t row = item.part + pair;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_tile(const AttentionArguments &a, const Ti
         }
         f[h] = last_factor(a, a.sinks || a.gains ? item.head * group + (item.first_pair + warp * 16 + (lane >> 2) + 8 * h) % group : 0, top[h], all);
     }
-    if (item.members != nullptr) return;
+    if (item.members != nullptr || item.is_piece) return;
 #pragma unroll
     for (int panel = 0; panel < kD / 64; ++panel) {
 #pragma unroll
@@ -266,13 +266,14 @@ __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &
 
 // kStaged: FP8 whose bytes come into a stage first.
 template <int kD, bool kHalf, bool kCopy, bool kCap, bool kStaged>
-__device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &maps) {
+__device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &maps, int max_parts) {
     extern __shared__ uint8_t raw[];
     uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     __shared__ Barriers b;
     __shared__ TileItem items[kItems];
     __shared__ int warps[kThreads / 32];
     __shared__ int total;
+    __shared__ Pieces pieces;
     int *ends = reinterpret_cast<int *>(shared + kEndsAt<kD>);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
@@ -291,39 +292,50 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
     }
     wait_dependence();
     release_dependents();
-    const int n_tiles = a.share_head != nullptr ? schedule_shared(a, ends, warps, &total) : schedule_tiles<kThreads, kPairs>(a, ends, warps, &total);
+    Scheduled scheduled = {};
+    bool is_cut = false;
+    if (a.share_head != nullptr) {
+        scheduled.n_tiles = schedule_shared(a, ends, warps, &total);
+    } else {
+        scheduled = schedule_rows<kThreads, kPairs, kTile<kD>>(a, ends, warps, &total, pieces);
+        is_cut = cut_tiles<kThreads, kPairs>(a, scheduled, max_parts, pieces);
+    }
     __syncthreads();
-    int n_items = 0;
-    while (nth_item(n_items) < n_items_of(a, n_tiles)) ++n_items;
+    Work work = {ends, scheduled.n_tiles, 0, is_cut ? &pieces : nullptr};
+    if (is_cut)
+        work.n_items = list_places(pieces, a.n_kv_heads);
+    else
+        while (nth_of_whole(work.n_items) < n_whole(a, work)) ++work.n_items;
     if (threadIdx.x < 128) {
         fewer_registers<kCopy ? (kHalf ? 56 : 40) : 72>();
         if constexpr (kStaged)
-            produce_widened<kD>(a, shared, ends, b, items, n_tiles);
+            produce_widened<kD>(a, shared, work, b, items);
         else if constexpr (!kCopy)
-            produce_converted<kD, kHalf>(a, shared, ends, b, items, n_tiles);
+            produce_converted<kD, kHalf>(a, shared, work, b, items);
         else if (threadIdx.x < 32)
-            produce_copied<kD>(a, maps, shared, b, items, n_items);
+            produce_copied<kD>(a, maps, shared, b, items, work.n_items);
         else
-            produce_q<kD, kHalf>(a, shared, ends, b, items, n_tiles);
+            produce_q<kD, kHalf>(a, shared, work, b, items);
     } else {
         more_registers<kCopy ? (kHalf ? 224 : 232) : 216>();
-        consume<kD, kHalf, kCap, kStaged ? 1 : kQBuffers<kD>>(a, shared, b, items, n_items);
+        consume<kD, kHalf, kCap, kStaged ? 1 : kQBuffers<kD>>(a, shared, b, items, work.n_items);
+        if (is_cut) join_pieces<kPairs, kD, 8>(a, pieces, scheduled.n_rows, (threadIdx.x >> 5) - 4);
     }
 }
 
 #endif
 
 template <int kD, bool kHalf, bool kCap>
-__global__ void __launch_bounds__(kThreads, 1) attention_wgmma_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps) {
+__global__ void __launch_bounds__(kThreads, 1) attention_wgmma_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int max_parts) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    attend<kD, kHalf, true, kCap, false>(a, maps);
+    attend<kD, kHalf, true, kCap, false>(a, maps, max_parts);
 #endif
 }
 // For K and V that tensor copies cannot bring.
 template <int kD, bool kHalf, bool kStaged>
-__global__ void __launch_bounds__(kThreads, 1) attention_converting_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps) {
+__global__ void __launch_bounds__(kThreads, 1) attention_converting_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int max_parts) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    attend<kD, kHalf, false, true, kStaged>(a, maps);
+    attend<kD, kHalf, false, true, kStaged>(a, maps, max_parts);
 #endif
 }
 
@@ -353,7 +365,16 @@ int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a) {
     const bool half = a.kv_format == PK_F16 || a.kv_format == PK_FP8_E4M3;
     const bool cap = a.softcap > 0.0f || a.scale <= 0.0f;
     Maps maps = {};
-    auto start = [&](auto kernel) { return launch(l, "attention prefill", kernel, grid, block, bytes, a, maps); };
+    AttentionArguments own = a;
+    int max_parts = 0;
+    if (a.share_head == nullptr) {
+        // Pieces of tiles have what attention_scratch() asked for: nothing else is in it while they run.
+        const int64_t asked = 4ll * grid.x * (16 * 256 + 32) * 4 + 2ll * grid.x * kPairs * (kD + 2) * 4;
+        max_parts = static_cast<int>((asked < l.scratch_bytes ? asked : l.scratch_bytes) / ((kD + 2) * 4));
+        own.share_part = reinterpret_cast<float *>(l.scratch);
+        own.share_ml = reinterpret_cast<float2 *>(own.share_part + static_cast<int64_t>(max_parts) * kD);
+    }
+    auto start = [&](auto kernel) { return launch(l, "attention prefill", kernel, grid, block, bytes, own, maps, max_parts); };
     if (!make_maps<kD>(l, a, &maps)) {
         if (kHasStage<kD> && a.kv_format == PK_FP8_E4M3) return start(attention_converting_kernel<kD, true, kHasStage<kD>>);
         return half ? start(attention_converting_kernel<kD, true, false>) : start(attention_converting_kernel<kD, false, false>);
