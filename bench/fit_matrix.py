@@ -3,7 +3,7 @@
 Usage: python -m bench.fit_matrix [--pack PACK] [--only 8b.fp8 ...] [--ctx 4096 32768 max] [--batch 1 8 32] [--seconds 90] [--out FOLDER] [--done BOARD ...]
        python -m bench.fit_matrix --merge BOARD ... --out FOLDER
 A model is SHAPE.KIND (bench/fit_shapes.py and fit_families.py; kinds bf16, fp8, q8_0, q4_k_m, mxfp4) or the path of a checkpoint; with +GIB behind it that much of the
-device is for experts, which lie in host memory. Each row: the runner's plan
+device is for experts, which lie in host memory; with @FORMAT behind it keys and values are kept in that. Each row: the runner's plan
 (full contexts, else the largest pool of pages that fits), a device built by that plan as an engine's process builds it, every page given memory,
 steps of a whole prompt chunk and of decode for all slots; then NVML's bytes in use less those before. A row holds when it was not planned under and at
 most 1 % or 64 MiB over. A model's rows run in one process that loads its weights once (zeros, converted as any are) and takes everything else away
@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import signal
 import struct
 import sys
@@ -35,7 +36,7 @@ from paddock_runner import hardware  # noqa: E402
 from paddock_runner.blueprint.blueprint import Blueprint  # noqa: E402
 from paddock_runner.blueprint.names import tensors_by_name  # noqa: E402
 from paddock_runner.blueprint.read import read_blueprint  # noqa: E402
-from paddock_runner.engine import assemble  # noqa: E402
+from paddock_runner.engine.assemble import Kept, load_program  # noqa: E402
 from paddock_runner.engine.experts import put_away  # noqa: E402
 from paddock_runner.errors import PaddockError  # noqa: E402
 from paddock_runner.files.checkpoint import open_checkpoint  # noqa: E402
@@ -95,7 +96,7 @@ def ground(kind: str, pack: Path | None, index: int) -> Ground:
 
 def opened(model: str, folder: Path) -> tuple[Blueprint, dict[str, TensorView]]:
     """A shape, or a checkpoint on disk."""
-    model = model.partition("+")[0]
+    model = re.split("[+@]", model)[0]
     if Path(model).exists():
         checkpoint = open_checkpoint(model)
         blueprint = read_blueprint(checkpoint)
@@ -108,8 +109,9 @@ def opened(model: str, folder: Path) -> tuple[Blueprint, dict[str, TensorView]]:
 def planned(blueprint: Blueprint, views: dict[str, TensorView], row: Row, at: Ground) -> MemoryPlan | None:
     """The runner's plan: full contexts for all slots, else the largest pool; None when it does not fit."""
     facts = (cpu_facts if at.kind == "cpu" else cuda_facts)(at.n_processors, at.memory_bytes, at.free_bytes)
-    gib = row.model.partition("+")[2]
-    request = PlanRequest(min(row.ctx, blueprint.max_ctx_tokens), row.batch, facts, expert_bytes=int(float(gib) * 2**30) if gib else None)
+    model, _, kv = row.model.partition("@")
+    gib = model.partition("+")[2]
+    request = PlanRequest(min(row.ctx, blueprint.max_ctx_tokens), row.batch, facts, kv, expert_bytes=int(float(gib) * 2**30) if gib else None)
     answer = solver(blueprint, views, at.free_bytes, at.kind)
     if answer.fits(request):
         return answer.plan(request)
@@ -218,8 +220,7 @@ class Room:
     def measured(self, plan: MemoryPlan) -> dict[str, Any]:
         """What this process takes beyond `before` with that plan, and without it."""
         begun, device = time.monotonic(), self.device
-        program = assemble._build(device, plan.sizes, plan.kv_format, self.model[0], self.weights, self.away.caches if self.away else {})
-        assemble._load(device, plan.sizes, self.model[0], program)
+        load_program(device, plan.sizes, Kept(plan.kv_format), self.model[0], self.weights, self.away.caches if self.away else {})
         built, ready = time.monotonic(), self.used()
         device.grow_pages(plan.sizes.n_pages)
         grown = time.monotonic()

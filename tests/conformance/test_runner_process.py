@@ -178,11 +178,12 @@ def test_engine_does_not_outlive_a_front_that_was_killed(tmp_path: Path, model: 
         assert until(runner.is_gone, 10)
 
 
-def test_a_killed_runner_comes_back_with_its_pages_from_disk(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_a_killed_runner_comes_back_with_its_pages_from_disk(tmp_path: Path, model: Path, kv: str) -> None:
     body = {"model": "tiny", "prompt": "once upon a time there was " * 6, "max_tokens": 4, "temperature": 0}
     keys = tmp_path / "keys"
     keys.write_text("the-key-of-both\n")
-    flags = ("--disk-cache-gib", "0.01", "--cache-dir", str(tmp_path / "pages"), "--api-key-file", str(keys))
+    flags = ("--kv-dtype", kv, "--disk-cache-gib", "0.01", "--cache-dir", str(tmp_path / "pages"), "--api-key-file", str(keys))
     headers = {"authorization": "Bearer the-key-of-both"}
     answers, cached = [], []
     for folder in (tmp_path / "one", tmp_path / "two"):

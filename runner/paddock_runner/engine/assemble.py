@@ -5,7 +5,7 @@ Knows no requests; the loop drives what comes out of here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -104,7 +104,18 @@ def fill_device(
         away.fill_places(device)
         open_cold(device, cold_experts)
     end("weights")
-    site = _site(device, sizes, kept.format, blueprint, weights, away.caches if away else {})
+    load_program(device, sizes, kept, blueprint, weights, away.caches if away else {}, end)
+    if away is not None:
+        tell_cold(away.cold())
+    return away
+
+
+def load_program(
+    device: Device, sizes: StateSizes, kept: Kept, blueprint: Blueprint, weights: dict[str, Tensor], caches: Mapping[str, ExpertCache],
+    end: Callable[[str], None] = lambda stage: None,
+) -> None:  # fmt: skip
+    """All that is there beside weights. end: is told of every stage that is over. Raises: as fill_device."""
+    site = _site(device, sizes, kept.format, blueprint, weights, caches)
     end("state")
     scratch = _scratch(device, sizes, blueprint)
     if "fp8" in layer_formats(blueprint, kept.format):
@@ -112,9 +123,6 @@ def fill_device(
         end("kv scales")
     _load(device, sizes, trace(blueprint, site), scratch)
     end("program")
-    if away is not None:
-        tell_cold(away.cold())
-    return away
 
 
 def format_ids(blueprint: Blueprint, kv_format: str) -> tuple[int, ...]:
