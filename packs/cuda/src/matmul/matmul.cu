@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../../include/flat_plan.h"
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
 #include "../../include/fp4.cuh"
@@ -23,7 +24,7 @@ constexpr int64_t kDotRows = 2;       // so many where there is,
 constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here,
 constexpr int64_t kPlainRows = 64;    // or to here, where tiles read the weights as they are;
 constexpr int64_t kClusterLeast = 32; // of BF16 clusters of blocks take more than these.
-constexpr int64_t kStreamCounterBytes = kCounterBytes - kSkinnyFlagBytes;
+constexpr int64_t kStreamCounterBytes = kCounterBytes - kSkinnyFlagBytes - kFlatPacketBytes;
 
 int64_t align256(int64_t n) { return (n + 255) & ~int64_t{255}; }
 
@@ -215,6 +216,10 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     a.softcap = op.softcap;
     a.norm = half_norm(beside, max_rows, reinterpret_cast<float *>(l.scratch + partial));  // where x would be narrowed to, which takes more
     if (beside.heads) a.heads = heads_end(*l.state, *beside.heads);
+    if (op.x.rows == PK_ROWS_T && is_flat(l, packed[g.first]->format, max_rows)) {
+        int32_t *numbers = l.counters + kStreamCounterBytes / 4;
+        return launch_flat(l, a, packed + g.first, {numbers, reinterpret_cast<unsigned long long *>(numbers + kMaxBlocks)});
+    }
     return with_format(packed[g.first]->format, [&](auto f) { return launch_skinny<decltype(f)::value>(l, a, packed + g.first, max_rows); });
 }
 
@@ -440,6 +445,10 @@ bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads)
     if (kernel == HalfKernel::kCluster) return op.x.cols >= 128;  // at least two steps of K
     Group groups[3];
     for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i) {
+        if (is_flat(l, packed[groups[i].first]->format, bound(l, op.x.rows))) {
+            if (!flat_ends_heads(l, heads.n_heads + 2 * heads.n_kv_heads)) return false;
+            continue;
+        }
         // Every head has to be several blocks': they meet in memory.
         const int64_t units = packed[groups[i].first]->padded_cols / unit_facts(packed[groups[i].first]->format).unit, blocks = l.ctx->n_processors;
         int64_t tiles = 0;

@@ -1,0 +1,372 @@
+// Flat matmul on Hopper: y[rows, N] = x[rows, K] W^T for 3 to 32 rows, K whole in a block (or in a pair of blocks).
+//
+// A block takes neighbouring tiles of 16 rows of W and all of their K, so that nothing is added up in memory. One warp copies
+// boxes of a tile (16 rows x 128 bytes, swizzled) into a ring, before the kernels ahead are done; one copies the same K of x
+// behind them; eight warps, kWM along the tiles and the others along K, multiply by mma.sync and meet once at the end, in shared
+// memory. A pair of blocks halves K, and with it what each reads of x, and sends sums to each other. Gated tiles are eight rows of
+// gate and eight of up, so that a lane has both. Does not handle: more than 32 rows, block formats.
+#pragma once
+#include "flat_heads.cuh"
+#include "flat_step.cuh"
+#include "skinny_norm.cuh"
+
+namespace pk {
+
+// Gated weights: boxes of the tiles that every pass has, of gate and up, then of one tile more.
+struct FlatMaps {
+    CUtensorMap w[4], x;
+};
+
+// How a launch is dealt out: tiles a pass of a block at most, stages of the ring, stages of weights under way.
+struct FlatDeal {
+    int32_t n_tiles, n_passes, pass_tiles, base_tiles, n_stages, under_way, steps;  // steps: stages of K of a block
+    FlatPackets packets;
+};
+
+// What is added: F32 or BF16.
+__device__ __forceinline__ float load_added(const void *from, int64_t at, int32_t format) { return format == PK_F32 ? static_cast<const float *>(from)[at] : __bfloat162float(static_cast<const bf16 *>(from)[at]); }
+
+// What is done with a sum that is neither stored as it is nor added to: rare, so that its code lies elsewhere.
+static __device__ __noinline__ float unusual_output(float out, float old, int32_t act, float softcap) {
+    if (act != PK_ACT_NONE) out *= activate(old, act);
+    if (softcap > 0.0f) out = softcap * quick_tanh(out / softcap);
+    return act != PK_ACT_NONE ? out : out + old;
+}
+
+template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPair>
+__global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_constant__ FlatMaps maps, const __grid_constant__ SkinnyArguments a, const __grid_constant__ FlatDeal deal) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using S = FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>;
+    constexpr bool kGated = kSplit == kTileGated, kHeads = kSplit == kTileHeads, kHalved = kSplit != kTileWhole;
+    extern __shared__ uint8_t raw[];
+    __shared__ uint64_t w_full[kFlatStages], x_full[kFlatStages], empty[kFlatStages], is_summed, are_factored, has_received;
+    alignas(16) __shared__ float factors[kNT], half_sums[2][kNT];
+    const uint32_t ring = (shared_address(raw) + 1023) & ~1023u;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = kPair == 2 ? blockIdx.x & 1 : 0, n_blocks = gridDim.x / kPair, me = blockIdx.x / kPair;
+    const int w_pitch = deal.pass_tiles * S::kTileBytes, n_stages = deal.n_stages;
+    const uint32_t x_ring = ring + n_stages * w_pitch, received = x_ring + n_stages * S::kXBytes;
+    const int begin = static_cast<uint32_t>(deal.n_tiles) * me / n_blocks, end = static_cast<uint32_t>(deal.n_tiles) * (me + 1) / n_blocks, n_passes = min(deal.n_passes, end - begin);
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+        for (int i = 0; i < n_stages; ++i) {
+            barrier_init(w_full + i, 1);
+            barrier_init(x_full + i, 1);
+            barrier_init(empty + i, kFlatWarps);
+        }
+        barrier_init(&is_summed, kFlatWarps);
+        barrier_init(&are_factored, 2);
+        barrier_init(&has_received, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if constexpr (kPair == 2) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    release_dependents();
+    const bool may_be_idle = a.min_rows > 0 || a.first_row > 0;
+    auto rows_here = [&] {
+        const int n = rows_of(a.info, a.rows_symbol);
+        return n < a.min_rows || n > a.max_rows ? 0 : min(n - a.first_row, kNT);
+    };
+    auto pass_begin = [&](int pass) { return begin + (end - begin) * pass / n_passes; };
+    // The tile's first row of weight i.
+    auto row_of = [&](int tile, int i) { return kGated ? tile * 8 : kHeads ? (tile - a.w[i].first_tile) / 8 * 128 + (tile - a.w[i].first_tile) % 8 * 8 : (tile - a.w[i].first_tile) * 16; };
+    auto weight_of = [&](int tile) { return kGated ? 0 : a.n_w > 2 && tile >= a.w[2].first_tile ? 2 : a.n_w > 1 && tile >= a.w[1].first_tile ? 1 : 0; };
+
+    if (warp >= kFlatWarps) {
+        fewer_registers<88>();
+        const int n_stage_steps = deal.steps, first_stage = rank * n_stage_steps;
+        if (warp == kFlatWarps) {
+            int stage = 0, landing = 0, sent = 0;
+            uint32_t phase = 0, landing_phase = 0;
+            // Weights do not depend on the kernels before: the ring is filled while those still run, unless this launch may be idle.
+            if (may_be_idle) {
+                wait_dependence();
+                if (rows_here() <= 0) return;
+            }
+            for (int pass = 0; pass < n_passes; ++pass) {
+                const int first = pass_begin(pass), n_here = pass_begin(pass + 1) - first;
+                if (pass > 0) barrier_wait(&is_summed, (pass - 1) & 1);
+                // A lane's own copy: of a tile, or of a half of it, or (gated) of what all passes have and of one tile more.
+                const int base = deal.base_tiles;
+                bool copies;
+                int row, z = 0;
+                uint32_t to = ring;
+                const CUtensorMap *map;
+                if constexpr (kGated) {
+                    const int side = lane & 1, more = lane >> 2, chunk = lane >> 1 & 1;
+                    copies = lane < 4 * (n_here > base ? 2 : 1) && chunk < S::kChunks;
+                    row = (first + more * base) * 8;
+                    z = chunk;
+                    to += more * base * S::kTileBytes + (side * S::kChunks + chunk) * (more ? 1 : base) * 1024;
+                    map = maps.w + 2 * more + side;
+                } else {
+                    const int j = kHalved ? lane >> 1 : lane, side = kHalved ? lane & 1 : 0, tile = first + min(j, n_here - 1), i = weight_of(tile);
+                    copies = j < n_here;
+                    row = row_of(tile, i) + 64 * side;
+                    to += j * S::kTileBytes + side * S::kChunks * 1024;
+                    map = maps.w + i;
+                }
+#pragma unroll 1
+                for (int s = 0; s < n_stage_steps; ++s) {
+                    if (sent >= deal.under_way) {
+                        barrier_wait(w_full + landing, landing_phase);
+                        if (++landing == n_stages) {
+                            landing = 0;
+                            landing_phase ^= 1;
+                        }
+                    }
+                    ++sent;
+                    barrier_wait(empty + stage, phase ^ 1);
+                    if (lane == 0) barrier_expect(w_full + stage, n_here * S::kTileBytes);
+                    __syncwarp();
+                    if (copies) copy_box3(to + stage * w_pitch, map, 0, row, (first_stage + s) * S::kChunks + z, w_full + stage);
+                    if (++stage == n_stages) {
+                        stage = 0;
+                        phase ^= 1;
+                    }
+                }
+            }
+            return;
+        }
+        wait_dependence();
+        if (may_be_idle && rows_here() <= 0) return;
+        if (warp == kFlatWarps + 1) {
+            int stage = 0;
+            uint32_t phase = 0;
+            for (int pass = 0; pass < n_passes; ++pass) {
+                if (pass > 0) barrier_wait(&is_summed, (pass - 1) & 1);
+#pragma unroll 1
+                for (int s = 0; s < n_stage_steps; ++s) {
+                    barrier_wait(empty + stage, phase ^ 1);
+                    if (lane == 0) barrier_expect(x_full + stage, S::kXBytes);
+                    __syncwarp();
+                    if (lane < S::kXBoxes) copy_box_at(x_ring + stage * S::kXBytes + lane * kNT * 128, &maps.x, (first_stage + s) * S::kStageK + lane * 64, 0, x_full + stage);
+                    if (++stage == n_stages) {
+                        stage = 0;
+                        phase ^= 1;
+                    }
+                }
+            }
+            return;
+        }
+        row_factors<kNT>(a.norm, warp - kFlatWarps - 2, lane, half_sums, factors);
+        if (lane == 0) barrier_arrive(&are_factored);
+        return;
+    }
+    more_registers<208>();
+    const int wm = warp % kWM, wk = warp / kWM, r = lane >> 2, q = lane & 3;
+    if (kPair == 2) {
+        asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+        if (threadIdx.x == 0) barrier_expect(&has_received, (((end - begin) * S::kN8 + 1 - rank) / 2) * 512);
+    }
+    wait_dependence();
+    const int n_rows = rows_here();
+    if (may_be_idle && n_rows <= 0) return;
+    const uint32_t now = kHeads ? __ldcg(deal.packets.numbers + blockIdx.x) + 1 : 0;
+    int stage = 0;
+    uint32_t phase = 0;
+    float acc[kT][S::kN8][4];
+    // What a fragment's outputs want beside its sums: old values, gains of the norm's half.
+    auto load_beside = [&](int tile, int n8, float (&old)[4], float (&gain)[2]) {
+        if constexpr (!kHalved) {
+            const SkinnyWeight &w = a.w[weight_of(tile)];
+            const int row = row_of(tile, weight_of(tile)) + r;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int64_t column = w.first_column + row + 8 * h;
+                gain[h] = a.norm.out != nullptr && row + 8 * h < w.rows ? __ldg(a.norm.w + column) : 0.0f;
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int n = n8 + 2 * q + e;
+                    old[2 * h + e] = a.add != nullptr && n < n_rows && row + 8 * h < w.rows ? load_added(a.add, n * a.add_stride + column, a.add_format) : 0.0f;
+                }
+            }
+        }
+    };
+    auto finish = [&](int tile, int n8, const float (&v)[4], const float (&old)[4], const float (&gain)[2]) {
+        const int i = weight_of(tile), row = row_of(tile, i) + r;
+        const SkinnyWeight &w = a.w[i];
+        if constexpr (kGated) {
+            if (row >= w.rows) return;
+            const SkinnyWeight &u = a.w[1];
+            const float f0 = w.scale * (w.row_scale ? w.row_scale[row] : 1.0f), b0 = w.bias ? w.bias[row] : 0.0f, f1 = u.scale * (u.row_scale ? u.row_scale[row] : 1.0f), b1 = u.bias ? u.bias[row] : 0.0f;
+            const bool is_usual = a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16;
+            const int64_t column = w.first_column + row;
+            if (is_usual) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int n = n8 + 2 * q + e;
+                    const float gate = v[e] * (f0 * factors[n]) + b0, up = v[2 + e] * (f1 * factors[n]) + b1;
+                    if (n < n_rows) static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * up * a.scale);
+                }
+                return;
+            }
+#pragma unroll 1
+            for (int e = 0; e < 2; ++e) {
+                const int n = n8 + 2 * q + e;
+                if (n >= n_rows) continue;
+                const float gate = (e ? v[1] : v[0]) * (f0 * factors[n]) + b0, up = (e ? v[3] : v[2]) * (f1 * factors[n]) + b1;
+                float out = activate(gate, a.act) * up * a.scale;
+                if (a.softcap > 0.0f) out = a.softcap * quick_tanh(out / a.softcap);
+                if (a.add != nullptr) out += load_added(a.add, n * a.add_stride + column, a.add_format);
+                if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = out;
+                else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(out);
+            }
+        } else {
+            float squares[2] = {0.0f, 0.0f};
+            const bool is_usual = a.act == PK_ACT_NONE && a.softcap <= 0.0f;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                if (row + 8 * h >= w.rows) continue;
+                const float f0 = w.scale * a.scale * (w.row_scale ? w.row_scale[row + 8 * h] : 1.0f), b0 = w.bias ? w.bias[row + 8 * h] * a.scale : 0.0f;
+                const int64_t column = w.first_column + row + 8 * h;
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int n = n8 + 2 * q + e;
+                    if (n >= n_rows) continue;
+                    float out = v[2 * h + e] * (f0 * factors[n]) + b0;
+                    if (is_usual) out += old[2 * h + e];
+                    else out = unusual_output(out, old[2 * h + e], a.act, a.softcap);
+                    squares[e] += out * out;
+                    if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = out;
+                    else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(out);
+                    if (a.norm.out != nullptr) static_cast<bf16 *>(a.norm.out)[n * a.norm.out_stride + column] = __float2bfloat16(out * gain[h]);
+                }
+            }
+            if (a.norm.out != nullptr) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+#pragma unroll
+                    for (int far = 4; far < 32; far *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], far);
+                    if (r == 0) a.norm.squares[tile * a.norm.stride + n8 + 2 * q + e] = squares[e];
+                }
+            }
+        }
+    };
+    // Arguments of the end are read now: they come through a cache of their own, one trip a line.
+    asm volatile("" ::"l"(a.y), "l"(a.y_stride), "l"(a.norm.out), "l"(a.norm.squares), "l"(a.norm.out_stride), "r"(a.y_format), "f"(a.scale), "f"(a.w[0].scale), "l"(a.w[0].bias), "f"(a.softcap));
+    if constexpr (kHeads) asm volatile("" ::"l"(a.heads.q), "l"(a.heads.frequency), "l"(a.heads.v_offset), "f"(a.heads.eps));
+#pragma unroll 1
+    for (int pass = 0; pass < n_passes; ++pass) {
+        const int first = pass_begin(pass), n_here = pass_begin(pass + 1) - first;
+        uint32_t at[kT], half[kT];
+        // Of the blocks of scales that a warp's K lies in: the first, how many more.
+        const int n_blocks_k = (a.k + 127) / 128, first_block = min((rank * deal.steps * S::kStageK + wk * kSteps * S::kStep) / 128, n_blocks_k - 1), last_block = n_blocks_k - 1 - first_block;
+        const float *scales[2][kT];
+        float unit_scales[2][kT];
+#pragma unroll
+        for (int t = 0; t < kT; ++t) {
+            // A warp that has no tile left multiplies the first one in vain.
+            const int j = t * kWM + wm < n_here ? t * kWM + wm : 0, chunk = wk * kSteps / 4, base = deal.base_tiles;
+            const bool is_more = kGated && j == base;
+            const int pitch = kGated && !is_more ? base : 1;
+            half[t] = kHalved ? S::kChunks * pitch * 1024 : 1024;
+            at[t] = (kGated ? (is_more ? base * S::kTileBytes : j * 1024) : j * S::kTileBytes) + chunk * (kHalved ? pitch * 1024 : 2048);
+            at[t] += S::kIsFp8 ? (lane >> 2) * 128 : (lane & 7) * 128 + (lane >> 3 & 1) * half[t];
+            if constexpr (S::kIsFp8) {
+#pragma unroll
+                for (int h = 0; h < 1 + kGated; ++h) {
+                    const int i = kGated ? h : weight_of(first + j), row = row_of(first + j, i);
+                    const SkinnyWeight &w = a.w[i];
+                    scales[h][t] = w.block_scale ? w.block_scale + (min(row, w.rows - 1) >> 7) * w.block_stride + first_block : nullptr;
+                    unit_scales[h][t] = scales[h][t] ? __ldg(scales[h][t]) : 1.0f;
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < S::kN8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) acc[t][n][e] = 0.0f;
+        }
+        float old[4], gain[2];
+        const int own = kPair == 2 ? 2 * warp + rank : warp, n_fragments = n_here * S::kN8;
+        if (own < n_fragments) load_beside(first + own / S::kN8, own % S::kN8 * 8, old, gain);
+#pragma unroll 1
+        for (int s = 0; s < deal.steps; ++s) {
+            float next_scales[2][kT];
+            if constexpr (S::kIsFp8) {
+#pragma unroll
+                for (int t = 0; t < kT; ++t)
+#pragma unroll
+                    for (int h = 0; h < 1 + kGated; ++h) next_scales[h][t] = scales[h][t] && s + 1 < deal.steps ? __ldg(scales[h][t] + min((s + 1) * (S::kStageK / 128), last_block)) : 1.0f;
+            }
+            const uint32_t w_at = ring + stage * w_pitch, x_at = x_ring + stage * S::kXBytes;
+            barrier_wait(w_full + stage, phase);
+            barrier_wait(x_full + stage, phase);
+            uint32_t used = 0;
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k) used ^= flat_step<S, kNT, kT, kGated>(acc, unit_scales, at, half, w_at, x_at, wk * kSteps + k, lane);
+            if (lane == 0) arrive_after(empty + stage, used);
+            if constexpr (S::kIsFp8) {
+#pragma unroll
+                for (int t = 0; t < kT; ++t)
+#pragma unroll
+                    for (int h = 0; h < 1 + kGated; ++h) unit_scales[h][t] = next_scales[h][t];
+            }
+            if (++stage == n_stages) {
+                stage = 0;
+                phase ^= 1;
+            }
+        }
+        // Everybody is done with the ring, which holds the sums now.
+        asm volatile("bar.sync 1, %0;" ::"n"(kFlatWarps * 32) : "memory");
+#pragma unroll
+        for (int t = 0; t < kT; ++t)
+            if (t * kWM + wm < n_here)
+#pragma unroll
+                for (int n = 0; n < S::kN8; ++n)
+                    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(ring + (((wk * deal.pass_tiles + t * kWM + wm) * S::kN8 + n) * 32 + lane) * 16), "f"(acc[t][n][0]), "f"(acc[t][n][1]), "f"(acc[t][n][2]), "f"(acc[t][n][3]) : "memory");
+        asm volatile("bar.sync 1, %0;" ::"n"(kFlatWarps * 32) : "memory");
+        auto add = [&](float (&sum)[4], uint32_t from) {
+            const uint4 v = shared_load4(from);
+            sum[0] += __uint_as_float(v.x); sum[1] += __uint_as_float(v.y); sum[2] += __uint_as_float(v.z); sum[3] += __uint_as_float(v.w);
+        };
+        auto sum_of = [&](int fragment, float (&sum)[4]) {
+            sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+#pragma unroll
+            for (int k = 0; k < S::kWK; ++k) add(sum, ring + ((k * deal.pass_tiles * S::kN8 + fragment) * 32 + lane) * 16);
+        };
+        if constexpr (kPair == 2) {
+#pragma unroll 1
+            for (int f = 2 * warp + 1 - rank; f < n_fragments; f += 2 * kFlatWarps) {
+                float v[4];
+                sum_of(f, v);
+                send_sums(received + ((f >> 1) * 32 + lane) * 16, make_float4(v[0], v[1], v[2], v[3]), &has_received, rank ^ 1);
+            }
+        }
+        if (pass == 0) barrier_wait(&are_factored, 0);
+        if constexpr (kPair == 2) barrier_wait(&has_received, 0);
+        constexpr int kNext = kPair * kFlatWarps;
+#pragma unroll 1
+        for (int f = own; f < n_fragments; f += kNext) {
+            float v[4];
+            sum_of(f, v);
+            if constexpr (kPair == 2) add(v, received + ((f >> 1) * 32 + lane) * 16);
+            const int tile = first + f / S::kN8, n8 = f % S::kN8 * 8;
+            if constexpr (kHeads) {
+                const int i = weight_of(tile), row = row_of(tile, i);
+                begin_head(a, a.w[i], deal.packets, (a.w[i].first_column + row) >> 7, tile, row + r, n8 + 2 * q, lane, factors, now, v);
+                shared_store4(ring + (f * 32 + lane) * 16, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
+            } else {
+                if (f != own) load_beside(tile, n8, old, gain);
+                finish(tile, n8, v, old, gain);
+            }
+        }
+        if constexpr (kHeads) {
+#pragma unroll 1
+            for (int f = own; f < n_fragments; f += kNext) {
+                const int tile = first + f / S::kN8, i = weight_of(tile);
+                const uint4 u = shared_load4(ring + (f * 32 + lane) * 16);
+                float v[4] = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
+                end_head(a, deal.packets, (a.w[i].first_column + row_of(tile, i)) >> 7, tile, f % S::kN8 * 8, lane, n_rows, now, v);
+            }
+        }
+        if (pass + 1 < n_passes) {
+            fence_async_proxy();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(&is_summed);
+        }
+    }
+    if (kHeads && threadIdx.x == 0) deal.packets.numbers[blockIdx.x] = now;
+#endif
+}
+
+}  // namespace pk

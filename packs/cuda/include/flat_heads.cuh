@@ -1,0 +1,95 @@
+// Queries, keys and values where a flat product ends (skinny.cuh, HeadsEnd): tiles of eight rows of a head and the eight 64 behind
+// them, which are rotated together, so that a lane has both. What a head's norm wants beside is one number a row of x from each
+// of its eight tiles: packets of a sum and the launch's number, which whoever has a tile awaits.
+#pragma once
+#include "device.cuh"
+#include "flat_plan.h"
+
+namespace pk {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ __forceinline__ const float *head_norm(const HeadsEnd &e, int head) { return head < e.n_heads ? e.q_norm : head < e.n_heads + e.n_kv_heads ? e.k_norm : e.v_norm; }
+
+// v: of rows low and low + 64 of a head, x's rows n0 and n0 + 1 each. Leaves them scaled, and their squares to whoever waits.
+__device__ __forceinline__ void begin_head(const SkinnyArguments &a, const SkinnyWeight &w, const FlatPackets &packets, int head, int tile, int row, int n0, int lane, const float *factors, uint32_t now, float (&v)[4]) {
+    float squares[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const float f = w.scale * a.scale * (w.row_scale ? w.row_scale[row + 64 * h] : 1.0f), b = w.bias ? w.bias[row + 64 * h] * a.scale : 0.0f;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            v[2 * h + e] = v[2 * h + e] * (f * factors[n0 + e]) + b;
+            squares[e] += v[2 * h + e] * v[2 * h + e];
+        }
+    }
+    if (head_norm(a.heads, head) == nullptr) return;
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+#pragma unroll
+        for (int far = 4; far < 32; far *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], far);
+    if (lane < 4)
+        asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1,%2};" ::"l"(packets.squares + tile * kFlatRows + n0), "l"(static_cast<unsigned long long>(now) << 32 | __float_as_uint(squares[0])), "l"(static_cast<unsigned long long>(now) << 32 | __float_as_uint(squares[1])) : "memory");
+}
+
+// The rest of it. A warp has eight rows of x, from n8 on.
+__device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPackets &packets, int head, int tile, int n8, int lane, int n_rows, uint32_t now, float (&v)[4]) {
+    const HeadsEnd &e = a.heads;
+    const int low = (tile & 7) * 8 + (lane >> 2), n0 = n8 + 2 * (lane & 3);
+    const bool is_q = head < e.n_heads, is_v = head >= e.n_heads + e.n_kv_heads;
+    const float *norm = head_norm(e, head);
+    int position[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) position[i] = n0 + i < n_rows ? __ldg(e.position + n0 + i) : 0;
+    float sine[2] = {0.0f, 0.0f}, cosine[2] = {1.0f, 1.0f};
+    if (!is_v && e.frequency != nullptr) {
+        const float f = __ldg(e.frequency + low);
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+            float s, c;
+            sincosf(static_cast<float>(i ? position[1] : position[0]) * f, &s, &c);
+            (i ? sine[1] : sine[0]) = s * e.magnitude;
+            (i ? cosine[1] : cosine[0]) = c * e.magnitude;
+        }
+    }
+    if (norm != nullptr) {
+        const float gain[2] = {__ldg(norm + low), __ldg(norm + low + 64)};
+        // Lane 4 t + q asks for tile t's two rows.
+        const unsigned long long *from = packets.squares + ((tile & ~7) + (lane >> 2)) * kFlatRows + n0;
+        unsigned long long p[2];
+        do asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];" : "=l"(p[0]), "=l"(p[1]) : "l"(from) : "memory");
+        while (static_cast<uint32_t>(p[0] >> 32) != now || static_cast<uint32_t>(p[1] >> 32) != now);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float squares = __uint_as_float(static_cast<uint32_t>(p[i]));
+#pragma unroll
+            for (int far = 4; far < 32; far *= 2) squares += __shfl_xor_sync(~0u, squares, far);
+            const float f = rsqrtf(squares / 128 + e.eps);
+            v[i] *= f * gain[0];
+            v[2 + i] *= f * gain[1];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float x = v[i], y = v[2 + i];
+        v[i] = x * cosine[i] - y * sine[i];
+        v[2 + i] = x * sine[i] + y * cosine[i];
+    }
+    const float own_gain = e.gains != nullptr ? __ldg(e.gains + head) : 1.0f;
+    // Lanes four apart have neighbouring rows of W: the even one takes both of x's first row, the odd one both of the next.
+    const bool odd = lane & 4;
+    const int n = n0 + odd, p = odd ? position[1] : position[0], kv_head = head - e.n_heads - (is_v ? e.n_kv_heads : 0), at = low & ~1;
+    uint8_t *to;
+    if (is_q) to = static_cast<uint8_t *>(e.q) + (n * e.q_stride + (static_cast<int64_t>(head) << 7)) * 2;
+    else to = e.kv + (n < n_rows ? __ldg(e.page + n) : 0) * e.page_stride + (is_v ? e.v_offset : e.k_offset) + ((static_cast<int64_t>(kv_head) * e.page_tokens + p % e.page_tokens) << 7) * (e.kv_format == PK_BF16 ? 2 : 1);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const float other = __shfl_xor_sync(~0u, odd ? v[2 * h] : v[2 * h + 1], 4), first = own_gain * (odd ? other : v[2 * h]), second = own_gain * (odd ? v[2 * h + 1] : other);
+        if (n >= n_rows) continue;
+        if (is_q || e.kv_format == PK_BF16) *reinterpret_cast<uint32_t *>(to + 2 * (at + 64 * h)) = pack_bf16(first, second);
+        else *reinterpret_cast<uint16_t *>(to + at + 64 * h) = __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
+    }
+}
+#endif
+
+}  // namespace pk

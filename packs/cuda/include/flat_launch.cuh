@@ -1,0 +1,92 @@
+// Launches of the flat kernel (flat.cuh): how it is dealt out, its maps of weights and x.
+#pragma once
+#include "flat.cuh"
+
+namespace pk {
+
+// Of shared memory, the rings; of them, weights under way: with more, x would queue behind them.
+constexpr int kFlatRingBytes = 200 << 10, kFlatUnderWay = 64 << 10;
+
+template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPair>
+int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *const *packed, const FlatPackets &packets) {
+    using S = FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>;
+    constexpr bool kGated = kSplit == kTileGated;
+    FlatMaps maps = {};
+    FlatDeal deal = {};
+    deal.packets = packets;
+    const cuuint32_t step[3] = {1, 1, 1};
+    {
+        const cuuint64_t size[2] = {static_cast<cuuint64_t>(a.k), static_cast<cuuint64_t>(a.max_rows - a.first_row)}, stride[1] = {static_cast<cuuint64_t>(a.x_stride * 2)};
+        const cuuint32_t box[2] = {64, kNT};
+        const CUresult e = l.ctx->driver.encode_tiled(&maps.x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void *>(a.x), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of x, %d rows of %d: CUDA driver error %d", a.max_rows - a.first_row, a.k, static_cast<int>(e));
+    }
+    for (int i = 0; i < a.n_w; ++i) {
+        SkinnyWeight &w = a.w[i];
+        w.first_tile = kGated ? 0 : deal.n_tiles;
+        if (!kGated || i == 0) deal.n_tiles += kGated ? (w.rows + 7) / 8 : (w.rows + 15) / 16;
+    }
+    const int blocks = l.ctx->n_processors / kPair, most = (deal.n_tiles + blocks - 1) / blocks, passes = (most + kWM * kT - 1) / (kWM * kT), least = deal.n_tiles / blocks / passes;
+    deal.n_passes = passes;
+    if ((kPair == 2 || kSplit == kTileHeads) && passes > 1) return fail(PK_UNSUPPORTED, "matmul: a block has %d tiles, %d at once; the CUDA pack wants them in one pass", most, kWM * kT);
+    deal.pass_tiles = (most + passes - 1) / passes;
+    deal.base_tiles = least > 0 ? least : 1;
+    constexpr int kWide = 128 / S::kElement;
+    for (int i = 0; i < (kGated ? 4 : a.n_w); ++i) {
+        const int side = i & 1;
+        const Packed &p = *packed[kGated ? side : i];
+        const cuuint64_t size[3] = {kWide, static_cast<cuuint64_t>(p.padded_rows), static_cast<cuuint64_t>(p.padded_cols / kWide)}, stride[2] = {static_cast<cuuint64_t>(p.row_bytes), 128};
+        const cuuint32_t box[3] = {kWide, static_cast<cuuint32_t>(kGated ? (i < 2 ? 8 * deal.base_tiles : 8) : kSplit == kTileHeads ? 8 : 16), kGated ? 1 : S::kChunks};
+        const CUresult e = l.ctx->driver.encode_tiled(&maps.w[i], S::kIsFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<uint8_t *>(a.w[kGated ? side : i].data), size, stride, box, step,
+                                                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of weight %d: CUDA driver error %d", i, static_cast<int>(e));
+    }
+    const int w_bytes = deal.pass_tiles * S::kTileBytes, stage_bytes = w_bytes + S::kXBytes;
+    deal.n_stages = (kFlatRingBytes - S::kReceived) / stage_bytes;
+    if (deal.n_stages > kFlatStages) deal.n_stages = kFlatStages;
+    deal.under_way = (kFlatUnderWay + w_bytes - 1) / w_bytes;
+    if (deal.under_way > deal.n_stages) deal.under_way = deal.n_stages;
+    const int units = (a.k + S::kStageK - 1) / S::kStageK;
+    deal.steps = (units + kPair - 1) / kPair;
+    const int sums = kFlatWarps / kWM * deal.pass_tiles * S::kN8 * 512, ring = deal.n_stages * stage_bytes + S::kReceived;
+    const int bytes = (ring > sums ? ring : sums) + 1024;
+    auto kernel = flat_kernel<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>;
+    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return check(e, "flat");
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks * kPair);
+    config.blockDim = dim3(kFlatThreads);
+    config.dynamicSmemBytes = bytes;
+    config.stream = l.stream;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = kPair;
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    config.attrs = attributes;
+    config.numAttrs = kPair == 2 ? 2 : 1;
+    return check(cudaLaunchKernelEx(&config, kernel, maps, a, deal), "flat");
+}
+
+template <int kFormat, int kNT>
+int32_t launch_flat_width(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets) {
+    if (a.act != PK_ACT_NONE && a.n_w == 2) return launch_flat_shape<kFormat, kNT, 2, 6, 2, kTileGated, 1>(l, a, packed, packets);
+    int64_t tiles = 0;
+    for (int i = 0; i < a.n_w; ++i) tiles += (a.w[i].rows + 15) / 16;
+    const int64_t most = (tiles + l.ctx->n_processors - 1) / l.ctx->n_processors;
+    if (a.heads.q && most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kTileHeads, 1>(l, a, packed, packets);
+    if (a.heads.q) return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kTileHeads, 1>(l, a, packed, packets);
+    if (most <= 2) return launch_flat_shape<kFormat, kNT, 1, 2, 2, kTileWhole, 1>(l, a, packed, packets);
+    if (most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kTileWhole, 1>(l, a, packed, packets);
+    return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kTileWhole, 1>(l, a, packed, packets);
+}
+
+template <int kFormat>
+int32_t launch_flat_format(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets) {
+    if (a.max_rows <= 8) return launch_flat_width<kFormat, 8>(l, a, packed, packets);
+    if (a.max_rows <= 16) return launch_flat_width<kFormat, 16>(l, a, packed, packets);
+    return launch_flat_width<kFormat, 32>(l, a, packed, packets);
+}
+
+}  // namespace pk
