@@ -23,7 +23,7 @@ from paddock_runner.blueprint.names import expected_shapes
 from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.files.view import Scales, TensorView
 from paddock_runner.formats.table import by_name
-from paddock_runner.memory.state import StateSizes
+from paddock_runner.memory.state import KV_BYTES, StateSizes
 from paddock_runner.pack import abi
 from paddock_runner.pack.device import Device
 
@@ -187,7 +187,7 @@ def measure(device: Device, plan: Blueprint, n_bytes: int, gbs: float, tflops: f
             driver.wait(driver.seq)
             times.append((time.perf_counter() - start) / 20)
         step = statistics.median(times)
-        floor = n_bytes / gbs / 1e9 + batch * 192 * 4 * k * d * n / gbs / 1e9
+        floor = n_bytes / gbs / 1e9 + batch * 192 * 2 * KV_BYTES[device.kv_format.partition(" ")[0]] * k * d * n / gbs / 1e9
         rows.append({"id": f"h200.decode.{name}.b{batch}", "value": batch / step, "unit": "tok/s", "better": "higher", "samples": 5, "limit": batch / floor, "of_limit": floor / step})
         sys.stdout.write(f"{name:12} decode b{batch:4} {step * 1e3:8.3f} ms {batch / step:9.1f} tok/s of roofline {floor / step:5.2f} tokens {driver.tokens()}\n")
     for length in lengths:
@@ -220,6 +220,7 @@ def main() -> None:
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batch sizes of decode steps to take apart")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048, 8192])
+    parser.add_argument("--kv", default="bf16", help="format of keys and values")
     parser.add_argument("--ops", action="store_true", help="also microseconds per record of a decode step")
     options = parser.parse_args()
     from .gpu_kernels import ceilings
@@ -235,7 +236,7 @@ def main() -> None:
                 n_pages = 529 + 128 * SHORT_PAGES
                 sizes = StateSizes(129, 8448, 16, n_pages, plan.n_vocab, 8192, 129, 8, 5, 8)
                 start = time.perf_counter()
-                device = build_device(Assembly(options.pack, sizes), plan, tensors)
+                device = build_device(Assembly(options.pack, sizes, options.kv), plan, tensors)
                 sys.stdout.write(f"{model} {kind}: built in {time.perf_counter() - start:.1f} s, {n_bytes / 1e9:.2f} GB read a step\n")
                 device.grow_pages(n_pages)
                 for batch in options.profile:
@@ -243,7 +244,7 @@ def main() -> None:
                 if options.profile:
                     device.close()
                     continue
-                rows += measure(device, plan, n_bytes, limits["read_gbs"], limits["bf16_tflops"], f"{model}.{kind}", options.batches, options.lengths)
+                rows += measure(device, plan, n_bytes, limits["read_gbs"], limits["bf16_tflops"], f"{model}.{kind}" + (f".kv-{options.kv}" if options.kv != "bf16" else ""), options.batches, options.lengths)
                 if options.ops:
                     us = device.run(1, 1, 5, True)
                     sys.stdout.write("records us: " + " ".join(f"{t:.1f}" for t in us[:22]) + " ... " + " ".join(f"{t:.1f}" for t in us[-6:]) + f" sum {sum(us):.0f}\n")
