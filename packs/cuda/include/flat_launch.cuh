@@ -77,6 +77,12 @@ int32_t launch_flat_width(const Launch &l, const SkinnyArguments &a, const Packe
     const int64_t most = (tiles + l.ctx->n_processors - 1) / l.ctx->n_processors;
     if (a.heads.q && most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kTileHeads, 1>(l, a, packed, packets);
     if (a.heads.q) return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kTileHeads, 1>(l, a, packed, packets);
+    // Pairs of blocks halve what each reads of x; with more rows than 16 what they send each other takes as long.
+    if constexpr (kNT <= 16) {
+        const int64_t pairs = l.ctx->n_processors / 2, most_of_pair = (tiles + pairs - 1) / pairs;
+        if (most_of_pair <= 4) return launch_flat_shape<kFormat, kNT, 1, 4, 2, kTileWhole, 2>(l, a, packed, packets);
+        if (most_of_pair <= kFlatMostTiles) return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kTileWhole, 2>(l, a, packed, packets);
+    }
     if (most <= 2) return launch_flat_shape<kFormat, kNT, 1, 2, 2, kTileWhole, 1>(l, a, packed, packets);
     if (most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kTileWhole, 1>(l, a, packed, packets);
     return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kTileWhole, 1>(l, a, packed, packets);
