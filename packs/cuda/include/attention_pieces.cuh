@@ -28,7 +28,7 @@ struct PiecePlace {
 };
 
 struct Pieces {
-    int work, most, best, unit, n_units;
+    int work, most, best, unit, n_units, n_parts;
     PieceRow rows[kPieceRows];
     PiecePlace places[kPieceRounds * kPieceRests];  // this block's items
 };
@@ -110,7 +110,7 @@ __device__ __forceinline__ bool cut_tiles(const AttentionArguments &a, const Sch
     }
     __syncthreads();
     const int best = p.best, rounds = (n_items + n_blocks - 1) / n_blocks, whole = max(p.most, rounds * (p.work / n_items)) + rounds * kPieceCost;
-    if (best == INT_MAX || best / kThreads >= whole - whole / 16) return false;
+    if (best == INT_MAX || best / kThreads >= whole - whole / 32) return false;
     if (threadIdx.x < 32) {
         const int unit = unit_of(best % kThreads);
         PieceRow x = lane < n ? p.rows[lane] : PieceRow{};
@@ -128,7 +128,10 @@ __device__ __forceinline__ bool cut_tiles(const AttentionArguments &a, const Sch
         }
         x.part -= parts;
         if (lane < n) p.rows[lane] = x;
-        if (lane == n - 1) p.n_units = x.end;
+        if (lane == n - 1) {
+            p.n_units = x.end;
+            p.n_parts = x.part + parts;
+        }
         if (lane == 0) p.unit = unit;
     }
     return true;

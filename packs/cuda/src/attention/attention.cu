@@ -67,8 +67,8 @@ int32_t check_attention(const pk_op_attention &op, int64_t at) {
     return PK_OK;
 }
 
-// Rows of partial sums of shared prefixes, at most: share.cu fills the device once.
-static int64_t shared_rows(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) { return max_rows * op.n_heads + 2ll * ctx->n_processors * 128; }
+// Rows of partial sums, at most, of shared prefixes (share.cu fills the device once) and of pieces of long contexts (attention_pieces.cuh).
+static int64_t shared_rows(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) { return max_rows * op.n_heads + 4ll * ctx->n_processors * 128; }
 
 bool uses_share(const pk_ctx *ctx, const pk_op_attention &op) { return has_wgmma(ctx) && !is_invariant(ctx) && op.window == 0 && !is_other(op) && !needs_plain(op); }
 

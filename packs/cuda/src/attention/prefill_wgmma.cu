@@ -319,7 +319,7 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
     } else {
         more_registers<kCopy ? (kHalf ? 224 : 232) : 216>();
         consume<kD, kHalf, kCap, kStaged ? 1 : kQBuffers<kD>>(a, shared, b, items, work.n_items);
-        if (is_cut) join_pieces<kPairs, kD, 8>(a, pieces, scheduled.n_rows, (threadIdx.x >> 5) - 4);
+        if (is_cut && pieces.n_parts > 0) join_pieces<kPairs, kD, 8>(a, pieces, scheduled.n_rows, (threadIdx.x >> 5) - 4);
     }
 }
 
@@ -369,7 +369,7 @@ int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a) {
     int max_parts = 0;
     if (a.share_head == nullptr) {
         // Pieces of tiles have what attention_scratch() asked for: nothing else is in it while they run.
-        const int64_t asked = 4ll * grid.x * (16 * 256 + 32) * 4 + 2ll * grid.x * kPairs * (kD + 2) * 4;
+        const int64_t asked = 4ll * grid.x * (16 * 256 + 32) * 4 + 4ll * grid.x * kPairs * (kD + 2) * 4;
         max_parts = static_cast<int>((asked < l.scratch_bytes ? asked : l.scratch_bytes) / ((kD + 2) * 4));
         own.share_part = reinterpret_cast<float *>(l.scratch);
         own.share_ml = reinterpret_cast<float2 *>(own.share_part + static_cast<int64_t>(max_parts) * kD);
