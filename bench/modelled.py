@@ -41,7 +41,7 @@ PAUSE_US = (1000, 4000)
 class Cost:
     """Prices of steps: (tokens of the step, ms), straight between them. decode: of steps of decode rows; prompts: of prompts alone; mixed: of those with decode rows beside them.
 
-    row_ns: of a decode row per token before it. work_ns: of a prefill token per token before it, a chunk counting as least_tokens at least: fewer do not fill the device.
+    row_ns: of a decode row per token before it. work_ns: of a prefill token per token before it, a chunk counting as least_tokens at least: attention's tiles.
     """
 
     decode: tuple[tuple[int, float], ...]
@@ -73,7 +73,7 @@ COSTS = {
          (2176, 40.3), (2304, 42.7), (2560, 48.5)),
         ((2, 5.5), (128, 6.2), (144, 7.2), (160, 7.3), (256, 8.9), (288, 10.1), (384, 11.4), (512, 11.9), (528, 14.0), (640, 15.5), (800, 17.6), (896, 18.8), (1024, 20.0), (1056, 23.2),
          (1152, 24.4), (1568, 30.7), (1664, 31.3), (2048, 36.0), (2064, 40.5), (2176, 41.8), (2304, 43.4), (2336, 46.3), (2432, 47.7), (2560, 49.5)),
-        34.0, 1.16, 375,
+        34.0, 1.02, 32,
     ),
     "8b.bf16": Cost(
         ((1, 4.08), (2, 5.3), (8, 5.55), (16, 5.65), (32, 5.95), (48, 6.3), (64, 6.65), (96, 7.05), (128, 7.35)),
@@ -81,7 +81,7 @@ COSTS = {
          (2048, 48.0), (2064, 56.0), (2176, 59.0), (2304, 59.2), (2560, 62.5)),
         ((2, 6.5), (128, 7.6), (144, 8.9), (160, 9.0), (256, 10.5), (288, 12.9), (416, 13.8), (512, 15.5), (528, 18.5), (640, 19.8), (800, 24.6), (896, 24.8), (1024, 26.5), (1040, 33.0),
          (1152, 33.5), (1568, 43.1), (1664, 43.3), (2048, 50.0), (2064, 56.8), (2176, 58.7), (2208, 60.8), (2304, 62.1), (2432, 62.7), (2560, 64.5)),
-        34.0, 1.16, 375,
+        34.0, 1.02, 32,
     ),
 }  # fmt: skip
 """An H200, Qwen3-8B's shape, by `python -m bench.gpu_steps --beside 32 128` on 2026-11-30, decode rows without their context. Products come in tiles of 128 tokens and in waves

@@ -6,7 +6,8 @@ import math
 
 DECODE_SCALE, TOKEN_SCALE, WORK_SCALE = 16.0, 256.0, 256.0 * 2048
 FORGET = 0.98
-PRIOR_WEIGHT = 1e-3
+PRIOR_WEIGHTS = (1e-3, 1e-3, 1e-3, 0.3)
+"""What is believed of each term before it is seen. Short prompts say next to nothing of what a long context costs: they must not talk the guess away."""
 FLOOR_US_PER_TOKEN = 1e-3
 FIT_EVERY = 8
 ENOUGH = 16
@@ -31,8 +32,8 @@ class CostModel:
     __slots__ = ("_moment", "_n_fresh", "_normal", "_quiet", "n_mixed", "n_read", "n_seen", "terms")
 
     def __init__(self, guess_us: tuple[float, float, float, float] = (2000.0, 1000.0, 10_000.0, 1000.0)) -> None:
-        self._normal = [[PRIOR_WEIGHT * (i == j) for j in range(N)] for i in range(N)]
-        self._moment = [PRIOR_WEIGHT * value for value in guess_us]
+        self._normal = [[PRIOR_WEIGHTS[i] * (i == j) for j in range(N)] for i in range(N)]
+        self._moment = [weight * value for weight, value in zip(PRIOR_WEIGHTS, guess_us, strict=True)]
         self.terms = list(guess_us)
         """us for: a step, 16 decode rows, 256 prefill tokens, 256 prefill tokens after 2048 tokens of context."""
         self._n_fresh = 0
@@ -51,13 +52,14 @@ class CostModel:
         elif n_tokens and self.n_mixed >= ENOUGH:
             return
         x = (1.0, n_decode / DECODE_SCALE, n_tokens / TOKEN_SCALE, work / WORK_SCALE)
-        moment, prior = self._moment, PRIOR_WEIGHT * (1 - FORGET)
+        moment = self._moment
         for i, row in enumerate(self._normal):
             a = x[i]
             row[0] = row[0] * FORGET + a
             row[1] = row[1] * FORGET + a * x[1]
             row[2] = row[2] * FORGET + a * x[2]
             row[3] = row[3] * FORGET + a * x[3]
+            prior = PRIOR_WEIGHTS[i] * (1 - FORGET)
             row[i] += prior
             moment[i] = moment[i] * FORGET + a * us + prior * self.terms[i]
         self.n_seen += 1

@@ -19,6 +19,9 @@ LEAST_PART = 384
 STARTS_PER_GAP = 2
 """Streams that may be held up for each prompt that starts in a long step."""
 
+FEW_TILES = 4
+"""Tiles of products: of fewer, the last one that is not full takes less than a step loses that ends before it."""
+
 
 class Pace:
     """Budgets of steps, and what was spent beyond the steady pace. quantum: tokens of prefill below which a step gets no cheaper."""
@@ -75,9 +78,18 @@ class Pace:
     def least_tokens(self, position: int) -> int:
         """The smallest chunk that is worth its time, `position` tokens into its prompt."""
         policy = self._policy
-        if self._quantum > 1 and position >= policy.deep_tokens:
-            return policy.deep_chunk_tokens
-        return max(self._quantum, policy.min_chunk_tokens)
+        return policy.deep_chunk_tokens if self.is_deep(position) else max(self._quantum, policy.min_chunk_tokens)
+
+    def is_deep(self, position: int) -> bool:
+        """Whether a chunk at that position is mostly attention, on devices where that makes a difference."""
+        return self._quantum > 1 and position >= self._policy.deep_tokens
+
+    def whole_tiles(self, n: int, n_before: int, position: int) -> int:
+        """The chunk of at most n tokens that fills tiles, in a step that has n_before tokens already."""
+        is_few = self.is_deep(position) and n_before + n < FEW_TILES * self._quantum
+        tile, n_before = (self._policy.deep_chunk_tokens, 0) if is_few else (self._quantum, n_before)
+        whole = (n_before + n) // tile * tile - n_before
+        return whole if whole > 0 else n
 
     def saves_up(self, us: float, position: int) -> bool:
         """Whether the time is too little for a chunk at that position: then it is kept for the next step."""

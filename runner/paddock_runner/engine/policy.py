@@ -35,14 +35,14 @@ class Policy:
     split_tokens: int = 2304
     """What waits of a burst that has begun is read at once when it has fewer: a part more would cost the rest as much as it gives."""
     tile_tokens: int = 128
-    """On devices with run-ahead: matrix products come in tiles of so many tokens, and attention over a long context is no cheaper for fewer."""
+    """On devices with run-ahead: matrix products come in tiles of so many tokens."""
     deep_tokens: int = 8192
     """There, attention over a context of so many tokens takes most of the time, ..."""
-    deep_chunk_tokens: int = 384
-    """... and takes no less for a chunk of fewer than these: it would not fill the device."""
-    long_delay: float = 1.3
+    deep_chunk_tokens: int = 32
+    """... and comes in tiles of so many (of four heads each): a chunk is a multiple of that. What products of a tile that is not full lose is less than what a step loses that ends early."""
+    long_delay: float = 1.5
     """There, a prompt for which the steady pace leaves no time gets chunks so large that it takes this many times as long as alone, ..."""
-    rest_steps: float = 1.125
+    rest_steps: float = 1.03
     """... and so many steps of decode rows alone follow each: what prefill takes is lost to the streams sooner or later, but most of their gaps stay as they were."""
     min_chunk_tokens: int = 16
     """Prefill goes on with at least this many tokens a step: smaller chunks waste the matrix kernels."""

@@ -37,7 +37,6 @@ class Scheduler:
         "_ledger",
         "_n_started",
         "_policy",
-        "_quantum",
         "_read_seq",
         "_slots",
         "begun_tokens",
@@ -55,7 +54,6 @@ class Scheduler:
     def __init__(
         self, policy: Policy, ledger: Ledger, slots: SlotTable, on_start: Callable[[Request, int], None], quantum: int = 1, cost: CostModel | None = None
     ) -> None:
-        self._quantum = quantum
         self._policy = policy
         self._ledger = ledger
         self._slots = slots
@@ -185,8 +183,7 @@ class Scheduler:
             affordable = self.cost.tokens_for(us_left, request.done_tokens)
             n = min(n, max(affordable, self.pace.least_tokens(request.done_tokens)))
         if n < request.remaining_tokens:
-            to_tile = (n_before + n) // self._quantum * self._quantum - n_before
-            n = to_tile if to_tile > 0 else n
+            n = self.pace.whole_tiles(n, n_before, request.done_tokens)
             page_tokens = self._slots.sizes.page_tokens
             to_border = (request.done_tokens + n) // page_tokens * page_tokens - request.done_tokens
             n = to_border if to_border > 0 else n

@@ -171,6 +171,15 @@ def test_a_cost_model_that_has_seen_steps_for_nothing_still_gives_a_budget() -> 
     assert Pace(Policy(), cost, 128).budget_us(16, 1, False, 100_000) >= 0
 
 
+def test_chunks_fill_tiles_of_products_and_deep_in_a_context_those_of_attention() -> None:
+    pace = Pace(Policy(), CostModel(), 128)
+    assert pace.whole_tiles(500, 16, 1000) == 512 - 16, "the step's tokens, decode rows included"
+    assert pace.whole_tiles(100, 16, 1000) == 100, "not a whole one"
+    assert pace.whole_tiles(250, 16, 32_768) == 224 and pace.whole_tiles(20, 16, 32_768) == 20
+    assert Pace(Policy(), CostModel(), 1).whole_tiles(250, 3, 32_768) == 250, "a CPU has none"
+    assert pace.least_tokens(1000) == 128 and pace.least_tokens(32_768) == 32
+
+
 def test_rounds_count_with_decode_steps_as_they_were_measured_not_as_the_fit_has_them() -> None:
     cost = CostModel()
     for _ in range(40):
