@@ -125,7 +125,8 @@ __device__ __forceinline__ TileItem find_shared(const AttentionArguments &a, con
 // What all blocks do together: items of shared prefixes, tiles, or pieces of tiles (null: they are whole).
 struct Work {
     const int *ends;
-    int n_tiles, n_items;  // of all blocks; of this one
+    int n_tiles;           // of all blocks
+    const int *n_items;    // of this one
     const Pieces *pieces;
 };
 
@@ -302,7 +303,7 @@ __device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, 
     Turn<kQBuffers<kD>> q;
     Turn<kStages> k, v;
     const int tid = threadIdx.x;
-    for (int n = 0; n < work.n_items; ++n) {
+    for (int n = 0; n < *work.n_items; ++n) {
         const TileItem &item = next_item<kD>(a, work, b, items, n);
         const int first = first_of_tiles<kD>(a, item), n_steps = (item.kv_end - first + kTile<kD> - 1) / kTile<kD>;
         barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
@@ -377,7 +378,7 @@ __device__ void produce_widened(const AttentionArguments &a, uint8_t *shared, co
         }
         is_v_before = is_v;
     };
-    for (int n = 0; n < work.n_items; ++n) {
+    for (int n = 0; n < *work.n_items; ++n) {
         const TileItem &item = next_item<kD>(a, work, b, items, n);
         const int first = first_of_tiles<kD>(a, item), n_steps = (item.kv_end - first + kT - 1) / kT;
         barrier_wait(&b.q_empty[0], q.parity ^ 1);
@@ -477,7 +478,7 @@ __device__ void produce_copied(const AttentionArguments &a, const Maps &maps, ui
 template <int kD, bool kHalf>
 __device__ void produce_q(const AttentionArguments &a, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
     Turn<kQBuffers<kD>> q;
-    for (int n = 0; n < work.n_items; ++n) {
+    for (int n = 0; n < *work.n_items; ++n) {
         const TileItem &item = next_item<kD>(a, work, b, items, n);
         barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
         load_q<kD, kHalf, 3>(a, item, shared + q.at * kQBytes<kD>, (threadIdx.x >> 5) - 1);

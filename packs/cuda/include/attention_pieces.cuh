@@ -28,7 +28,7 @@ struct PiecePlace {
 };
 
 struct Pieces {
-    int work, most, best, unit, n_units, n_parts;
+    int n_rows, work, most, best, unit, n_units, n_parts;
     PieceRow rows[kPieceRows];
     PiecePlace places[kPieceRounds * kPieceRests];  // this block's items
 };
@@ -44,13 +44,9 @@ struct PieceCut {
     }
 };
 
-struct Scheduled {
-    int n_tiles, n_rows;  // of all rows; rows that have some
-};
-
-// Running sums of tiles per row into `ends`, and what rows there are into `p`. All threads. kT: positions of a step.
+// Running sums of tiles per row into `ends`, and what rows there are into `p`; the tiles' number. All threads. kT: positions of a step.
 template <int kThreads, int kPairs, int kT>
-__device__ __forceinline__ Scheduled schedule_rows(const AttentionArguments &a, int *ends, int *warps, int *total, Pieces &p) {
+__device__ __forceinline__ int schedule_rows(const AttentionArguments &a, int *ends, int *warps, int *total, Pieces &p) {
     const int n_rows = a.info->n_rows, group = a.n_heads / a.n_kv_heads;
     uint32_t before = 0;  // tiles, and from bit 20 on rows that have some
     if (threadIdx.x == 0) {
@@ -84,13 +80,15 @@ __device__ __forceinline__ Scheduled schedule_rows(const AttentionArguments &a, 
         before = *total;
         __syncthreads();
     }
-    return {static_cast<int>(before & 0xfffff), static_cast<int>(before >> 20)};
+    if (threadIdx.x == 0) p.n_rows = before >> 20;
+    __syncthreads();
+    return before & 0xfffff;
 }
 
 // Says how; false when tiles stay whole. max_parts: rows of partial sums that have a place. All threads.
 template <int kThreads, int kPairs>
-__device__ __forceinline__ bool cut_tiles(const AttentionArguments &a, const Scheduled &scheduled, int max_parts, Pieces &p) {
-    const int lane = threadIdx.x & 31, n_heads = a.n_kv_heads, n_blocks = gridDim.x, n_items = scheduled.n_tiles * n_heads, n = scheduled.n_rows;
+__device__ __forceinline__ bool cut_tiles(const AttentionArguments &a, int n_tiles, int max_parts, Pieces &p) {
+    const int lane = threadIdx.x & 31, n_heads = a.n_kv_heads, n_blocks = gridDim.x, n_items = n_tiles * n_heads, n = p.n_rows;
     if (a.window > 0 || n == 0 || n > kPieceRows || n_items > kPieceRounds * n_blocks || p.most < kPieceLeast) return false;
     auto unit_of = [&](int candidate) {
         const int room = n_blocks * (1 + candidate % kPieceRounds), least = (p.work + room - 1) / room;
@@ -186,7 +184,7 @@ __device__ __forceinline__ TileItem piece_at(const AttentionArguments &a, const 
 
 // All warps of all blocks, each when it has left its own partial sums: waits for the others', and adds up.
 template <int kPairs, int kD, int kWarps>
-__device__ __forceinline__ void join_pieces(const AttentionArguments &a, const Pieces &p, int n_rows, int warp) {
+__device__ __forceinline__ void join_pieces(const AttentionArguments &a, const Pieces &p, int warp) {
     const int lane = threadIdx.x & 31, group = a.n_heads / a.n_kv_heads, n_warps = gridDim.x * kWarps;
     __threadfence();
     __syncwarp();
@@ -196,7 +194,7 @@ __device__ __forceinline__ void join_pieces(const AttentionArguments &a, const P
         __threadfence();
     }
     __syncwarp();
-    for (int at = 0; at < n_rows; ++at) {
+    for (int at = 0; at < p.n_rows; ++at) {
         const PieceRow &x = p.rows[at];
         if (x.n_pieces == 0) continue;
         const int n_tiles = x.tiles * a.n_kv_heads, start = a.row_start[x.row], n_pairs = (a.row_start[x.row + 1] - start) * group;

@@ -272,7 +272,7 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
     __shared__ Barriers b;
     __shared__ TileItem items[kItems];
     __shared__ int warps[kThreads / 32];
-    __shared__ int total;
+    __shared__ int total, n_items;
     __shared__ Pieces pieces;
     int *ends = reinterpret_cast<int *>(shared + kEndsAt<kD>);
     if (threadIdx.x == 0) {
@@ -292,34 +292,38 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
     }
     wait_dependence();
     release_dependents();
-    Scheduled scheduled = {};
-    bool is_cut = false;
+    Work work = {ends, 0, &n_items, nullptr};
     if (a.share_head != nullptr) {
-        scheduled.n_tiles = schedule_shared(a, ends, warps, &total);
+        work.n_tiles = schedule_shared(a, ends, warps, &total);
     } else {
-        scheduled = schedule_rows<kThreads, kPairs, kTile<kD>>(a, ends, warps, &total, pieces);
-        is_cut = cut_tiles<kThreads, kPairs>(a, scheduled, max_parts, pieces);
+        work.n_tiles = schedule_rows<kThreads, kPairs, kTile<kD>>(a, ends, warps, &total, pieces);
+        if (cut_tiles<kThreads, kPairs>(a, work.n_tiles, max_parts, pieces)) work.pieces = &pieces;
     }
     __syncthreads();
-    Work work = {ends, scheduled.n_tiles, 0, is_cut ? &pieces : nullptr};
-    if (is_cut)
-        work.n_items = list_places(pieces, a.n_kv_heads);
+    int n_mine = 0;
+    if (work.pieces != nullptr)
+        n_mine = list_places(pieces, a.n_kv_heads);
     else
-        while (nth_of_whole(work.n_items) < n_whole(a, work)) ++work.n_items;
+        while (nth_of_whole(n_mine) < n_whole(a, work)) ++n_mine;
+    if (threadIdx.x == 0) {
+        n_items = n_mine;
+        if (work.pieces == nullptr) pieces.n_parts = 0;
+    }
+    __syncthreads();
     if (threadIdx.x < 128) {
-        fewer_registers<kCopy ? (kHalf ? 56 : 40) : 72>();
+        fewer_registers<kCopy ? 56 : 72>();
         if constexpr (kStaged)
             produce_widened<kD>(a, shared, work, b, items);
         else if constexpr (!kCopy)
             produce_converted<kD, kHalf>(a, shared, work, b, items);
         else if (threadIdx.x < 32)
-            produce_copied<kD>(a, maps, shared, b, items, work.n_items);
+            produce_copied<kD>(a, maps, shared, b, items, n_items);
         else
             produce_q<kD, kHalf>(a, shared, work, b, items);
     } else {
-        more_registers<kCopy ? (kHalf ? 224 : 232) : 216>();
-        consume<kD, kHalf, kCap, kStaged ? 1 : kQBuffers<kD>>(a, shared, b, items, work.n_items);
-        if (is_cut && pieces.n_parts > 0) join_pieces<kPairs, kD, 8>(a, pieces, scheduled.n_rows, (threadIdx.x >> 5) - 4);
+        more_registers<kCopy ? 224 : 216>();
+        consume<kD, kHalf, kCap, kStaged ? 1 : kQBuffers<kD>>(a, shared, b, items, n_items);
+        if (pieces.n_parts > 0) join_pieces<kPairs, kD, 8>(a, pieces, (threadIdx.x >> 5) - 4);
     }
 }
 
