@@ -114,33 +114,47 @@ __global__ void __launch_bounds__(256) embed_rows_kernel(const __grid_constant__
     }
 }
 
-// A warp per token and unit: it decodes the tile of 16 rows and keeps one.
-template <int kFormat>
+// The values of block `at` of a unit's row `in`, an element a lane. One code a block: words are picked when it is compiled.
+template <class U, int kBlock = 0>
+__device__ __forceinline__ float embedded(const UnitRegisters<U> &u, int at, int in, int lane) {
+    if constexpr (kBlock < U::kU / 32) {
+        if (at != kBlock) return embedded<U, kBlock + 1>(u, at, in, lane);
+        float v[2][8], out = 0.0f;
+        unit_values<U>(u, kBlock, 0, v[0]);
+        unit_values<U>(u, kBlock, 1, v[1]);
+        const int from = (in & 7) * 4 + (lane & 15) / 4, mine = (lane & 3) + lane / 16 * 4;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float one = __shfl_sync(~0u, in & 8 ? v[1][i] : v[0][i], from);
+            if (i == mine) out = one;
+        }
+        return out;
+    } else {
+        return 0.0f;
+    }
+}
+
+// A warp per token and unit, or block of a unit: it decodes the tile of 16 rows and keeps one. Of few rows a warp takes a block only: the code is as cold as the table
+// then, and comes from memory line by line.
+template <int kFormat, bool kFew>
 __global__ void __launch_bounds__(128) embed_block_kernel(const __grid_constant__ EmbedArguments a) {
     using U = Unit<kFormat>;
+    constexpr int kBlocks = U::kU / 32, n_blocks = kFew ? 1 : kBlocks;
     wait_dependence();
     release_dependents();
-    const int t = blockIdx.x, lane = threadIdx.x & 31, unit = blockIdx.y * 4 + (threadIdx.x >> 5);
+    const int t = blockIdx.x, lane = threadIdx.x & 31, first = (blockIdx.y * 4 + (threadIdx.x >> 5)) * n_blocks, unit = first / kBlocks;
     if (t >= rows_of(a.info, a.rows_symbol) || unit >= a.n_units) return;
     int id = token_of(a, t);
     const int64_t piece = piece_of(a, id);
-    const int in = id & 15;
     const float scale = a.piece_rows > 0 && a.token[t] < 0 ? 0.0f : a.scale;
     UnitRegisters<U> u;
     load_unit<U>(u, a.table + piece + (static_cast<int64_t>(id >> 4) * a.n_units + unit) * U::kBytes, lane);
-#pragma unroll
-    for (int b = 0; b < U::kU / 32; ++b)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float v[8];
-            unit_values<U>(u, b, half, v);
-            if ((lane >> 2) + 8 * half != in) continue;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                int k = unit * U::kU + 32 * b + 4 * (lane & 3) + (i < 4 ? i : 12 + i);
-                if (k < a.cols) store_from_f32(a.out, t * a.out_stride + k, a.out_format, v[i] * scale + addend(a, t, k));
-            }
-        }
+#pragma unroll 1
+    for (int b = first; b < first + n_blocks; ++b) {
+        const float v = embedded<U>(u, b % kBlocks, id & 15, lane);
+        const int k = 32 * b + lane;
+        if (k < a.cols) store_from_f32(a.out, t * a.out_stride + k, a.out_format, v * scale + addend(a, t, k));
+    }
 }
 
 }  // namespace
@@ -251,10 +265,15 @@ static int32_t start_embed(const Launch &l, const Packed *p, EmbedArguments &a, 
         a.scale *= p->scale;
     }
     if (p == nullptr || !is_block_format(p->format)) return launch(l, "embed", embed_rows_kernel, dim3(rows), dim3(256), 0, a);
-    with_unit(p->format, [&](auto u) { a.n_units = static_cast<int32_t>(p->padded_cols / decltype(u)::kU); });
-    const dim3 grid(rows, (a.n_units + 3) / 4);
+    int32_t n_blocks = 0;
+    with_unit(p->format, [&](auto u) {
+        a.n_units = static_cast<int32_t>(p->padded_cols / decltype(u)::kU);
+        n_blocks = decltype(u)::kU / 32;
+    });
+    const bool is_few = rows <= 8;
+    const dim3 grid(rows, ((is_few ? a.n_units * n_blocks : a.n_units) + 3) / 4);
     switch (p->format) {
-#define PK_CASE(F) case F: return launch(l, "embed", embed_block_kernel<F>, grid, dim3(128), 0, a);
+#define PK_CASE(F) case F: return launch(l, "embed", is_few ? embed_block_kernel<F, true> : embed_block_kernel<F, false>, grid, dim3(128), 0, a);
         PK_CASE(PK_Q8_0) PK_CASE(PK_Q4_0) PK_CASE(PK_Q4_1) PK_CASE(PK_Q5_0) PK_CASE(PK_Q5_1) PK_CASE(PK_Q2_K) PK_CASE(PK_Q3_K)
         PK_CASE(PK_Q4_K) PK_CASE(PK_Q5_K) PK_CASE(PK_Q6_K) PK_CASE(PK_IQ4_NL) PK_CASE(PK_IQ4_XS) PK_CASE(PK_MXFP4) PK_CASE(PK_NVFP4)
 #undef PK_CASE
