@@ -1,6 +1,6 @@
 // Layers of a dense model as one launch of the one-row kernel (packs/cuda/src/persist), standalone: right by a plain reference in double (CHECK 1, one layer), equal
 // bit for bit in REPEATS launches, the median time of TIMED launches, and, built with -DPK_PERSIST_TRACE, where the time goes.
-// Usage: persist_chain bf16|fp8|q8_0|q6_k|q4_k|q4_k_m 8b|32b|tiny LAYERS POSITION CHECK REPEATS TIMED [HEAD [BLOCKS [SENT]]]
+// Usage: persist_chain bf16|fp8|q8_0|q6_k|q4_k|q4_k_m 8b|32b|tiny LAYERS POSITION CHECK REPEATS TIMED [HEAD [BLOCKS [SENT [AHEAD]]]]
 // Build: nvcc -std=c++20 -O3 --expt-relaxed-constexpr -gencode arch=compute_90a,code=sm_90a -DPK_WGMMA -DPK_PERSIST_ROWS=1 -I. bench/persist_chain.cu
 #include "packs/cuda/src/persist/kernel.cu"
 #include "packs/cuda/src/persist/plan.cu"
@@ -229,7 +229,7 @@ int main(int argc, char **argv) {
     setvbuf(stdout, nullptr, _IOLBF, 0);
     const std::string name = argv[1], shape = argv[2];
     const int layers = atoi(argv[3]), position = atoi(argv[4]), wants_check = atoi(argv[5]), repeats = atoi(argv[6]), timed = atoi(argv[7]),
-              with_head = argc > 8 ? atoi(argv[8]) : 0, asked_blocks = argc > 9 ? atoi(argv[9]) : 0, asked_sent = argc > 10 ? atoi(argv[10]) : -1;
+              with_head = argc > 8 ? atoi(argv[8]) : 0, asked_blocks = argc > 9 ? atoi(argv[9]) : 0, asked_sent = argc > 10 ? atoi(argv[10]) : -1, asked_ahead = argc > 11 ? atoi(argv[11]) : -1;
     const int format = name == "bf16" ? PK_BF16 : name == "fp8" ? PK_FP8_E4M3 : name == "q8_0" ? PK_Q8_0 : name == "q6_k" ? PK_Q6_K : PK_Q4_K;
     const int width = shape == "8b"     ? 4096
                       : shape == "32b"  ? 5120
@@ -370,6 +370,8 @@ int main(int argc, char **argv) {
         return 1;
     }
     if (asked_sent >= 0) a.most_sent = asked_sent;
+    if (asked_ahead >= 0) a.most_ahead = asked_ahead;
+    if (fits_pairs(a, n_blocks)) a.paired = kPairedGroups;
     int64_t buffer = 0;
     for (int64_t n : packets)
         buffer = std::max(buffer, (n + 255) / 256 * 256);
@@ -412,9 +414,11 @@ int main(int argc, char **argv) {
     a.page_tokens = page;
     a.slot_pages = n_pages;
     a.partial = memory + 256;
+    a.halves = allocate<uint8_t>(kBuffers * (n_blocks + 1) * kHalfBytes);
+    OK(cudaMemset(a.halves, 0, kBuffers * (n_blocks + 1) * kHalfBytes));
     a.epochs = (uint32_t *)memory;
-    printf("%s %s: %d layers, %.1f MB a layer, slots %d of %d, x %d, part %d, most_sent %d, %d blocks\n", name.c_str(), shape.c_str(), layers, bytes / layers / 1e6,
-           a.n_slots, a.slot_bytes, a.x_bytes, a.part_bytes, a.most_sent, n_blocks);
+    printf("%s %s: %d layers, %.1f MB a layer, slots %d of %d, x %d, part %d, most_sent %d and %d, %d blocks\n", name.c_str(), shape.c_str(), layers, bytes / layers / 1e6,
+           a.n_slots, a.slot_bytes, a.x_bytes, a.part_bytes, a.most_sent, a.most_ahead, n_blocks);
     Launch l = {};
     auto run = [&] {
         OK(cudaMemcpyAsync(residual, start, width * 4, cudaMemcpyDeviceToDevice));

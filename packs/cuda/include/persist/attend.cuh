@@ -22,14 +22,16 @@ __device__ __forceinline__ uint32_t transposed(uint32_t v) {
 // What a block does: positions [first, last) of a KV head, in groups of 16 that begin at multiples of 16. None: head < 0.
 struct Span {
     int head, split, n_splits, first, last;
+    bool is_paired;
 };
-__device__ __forceinline__ Span span_of(const Attend &t, int position) {
+__device__ __forceinline__ Span span_of(const Attend &t, int position, int paired) {
     const int most = min(32, max(1, static_cast<int>(gridDim.x) / t.n_kv_heads)), head = blockIdx.x / most, split = blockIdx.x - head * most;
     const int begin = t.window > 0 ? max(0, position - t.window + 1) & ~15 : 0, groups = (position - begin + 15) / 16;
-    const int wanted = min(most, (groups + kWarps - 1) / kWarps), each = max(1, (groups + wanted - 1) / wanted), n_splits = max(1, (groups + each - 1) / each);
-    if (head >= t.n_kv_heads || split >= n_splits) return {-1, 0, 0, 0, 0};
+    const bool is_paired = groups > kWarps && groups <= paired && most % 2 == 0 && t.head_width <= kPairedWidth;
+    const int wanted = is_paired ? 2 : min(most, (groups + kWarps - 1) / kWarps), each = max(1, (groups + wanted - 1) / wanted), n_splits = max(1, (groups + each - 1) / each);
+    if (head >= t.n_kv_heads || split >= n_splits) return {-1, 0, 0, 0, 0, false};
     const int first = begin + split * each * 16;
-    return {head, split, n_splits, first, min(position, first + each * 16)};
+    return {head, split, n_splits, first, min(position, first + each * 16), is_paired};
 }
 
 // Four neighbouring elements of a head a lane, of wider heads four more that are not turned. What a lane needs of the norm and the rotation is asked
@@ -360,7 +362,7 @@ __device__ __forceinline__ void put_outputs(const Phase &p, int head, int64_t at
 
 // Joins the warps, which leave their sums as they are; then writes the heads, or leaves them for the blocks that share them, each of which joins a part.
 template <int kD>
-__device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch, uint32_t gated, int phase) {
+__device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch, uint32_t gated, int phase, Taker &taker) {
     constexpr int kOnce = heads_once(kD), kHead = head_floats(kD);
     const int tid = thread_here(), lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3, group = p.attend.n_heads / p.attend.n_kv_heads;
     float *scratch = reinterpret_cast<float *>(area + scratch_at(kD));
@@ -385,7 +387,14 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
         // Every thread has two neighbours of a head.
         const int in = tid / (kD / 2), head = first + in, d = 2 * (tid % (kD / 2));
         const int64_t at = first_at + head * kD + d;
-        const uint2 gate = head < group && span.n_splits == 1 ? ask_gate(gate_at(p, at)) : make_uint2(0, 0);
+        // Of a pair of blocks one writes even heads, the other odd ones.
+        const bool is_own = span.n_splits == 1 || (span.is_paired && (head & 1) == span.split);
+        const uint2 gate = head < group && is_own ? ask_gate(gate_at(p, at)) : make_uint2(0, 0);
+        const int pass = first > 0;
+        if (span.is_paired && tid == 0) {
+            const int n_own = (min(group - first, kOnce) + 1 - span.split) / 2;
+            barrier_expect(taker.paired + 8 * pass, n_own * (8 * kD / 2 + 8));
+        }
         join_consumers(kConsumers);
         mark(a, phase, 2);
         if (head >= group) continue;  // whole warps
@@ -410,6 +419,19 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
             o.x = fmaf(factor, from[w * kOnce * kHead], o.x);
             o.y = fmaf(factor, from[w * kOnce * kHead + 4], o.y);
         }
+        if (span.is_paired) {
+            const uint32_t barrier = taker.paired + 8 * pass, there = taker.exchange + 8 * (head / 2 * (kD / 2) + d / 2), facts_there = taker.exchange + 8 * (kPairedFacts + head / 2);
+            if (!is_own) {
+                send_other(there, o, barrier);
+                if (d == 0) send_other(facts_there, make_float2(most, sum), barrier);
+            } else {
+                barrier_wait(barrier, taker.pair_parity >> pass & 1);
+                const float2 other = load_shared2(there), fact = load_shared2(facts_there);
+                const float joint = fmaxf(most, fact.x), here = power2(most - joint), beyond = power2(fact.x - joint);
+                put_outputs(p, span.head * group + head, at, make_float2(fmaf(other.x, beyond, o.x * here), fmaf(other.y, beyond, o.y * here)), fmaf(fact.y, beyond, sum * here), joint, epoch, gate, gated);
+            }
+            continue;
+        }
         if (span.n_splits == 1) {
             put_outputs(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
             continue;
@@ -419,7 +441,8 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
         if (d == 0) store_packets2(to + (8 * kD + 2 * head) * 8, __float_as_uint(most), __float_as_uint(sum), epoch);
     }
     mark(a, phase, 6);
-    if (span.n_splits == 1) return;
+    if (span.is_paired) taker.pair_parity ^= group > kOnce ? 3 : 1;
+    if (span.is_paired || span.n_splits == 1) return;
     // Every block of the row joins a part of the elements, warps at a time; a lane asks for one range's largest logits and sums.
     const int n_parts = group * kD / 64;
 #pragma unroll 1
@@ -472,7 +495,7 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
 template <int kD>
 __device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
     const Attend &t = p.attend;
-    const Span span = span_of(t, facts.position);
+    const Span span = span_of(t, facts.position, a.paired);
     if (span.head < 0) return;
     if (facts.is_dead) {
         const int n = t.n_heads / t.n_kv_heads * kD;
@@ -498,7 +521,7 @@ __device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const
     if (span.split + 1 == span.n_splits) meet_new<kD>(t, area);
     attend_range<kD>(p, span, facts.position, area, taker, group, sums);
     mark(a, at, 4);
-    join_warps<kD>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1, at);
+    join_warps<kD>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1, at, taker);
     mark(a, at, 5);
 }
 

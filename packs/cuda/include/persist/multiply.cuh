@@ -94,7 +94,7 @@ struct RowsProduct {
 // ---- block formats ----
 
 // What a warp reads of a chunk of 256 elements. A part of it is four groups that share a scale each, which one accumulator takes together.
-// load: what is read once a chunk; part: the codes of a part; sums: of rows r and r + 8, with x masked per block and half. kSub: groups per 32
+// load: what is read once a chunk; part: the codes of a part, high bits from where they are; sums: of rows r and r + 8, with x masked per block and half. kSub: groups per 32
 // elements; kZero: what is subtracted from codes; kOver: what integers are multiplied with.
 template <int kFormat> struct Codes;
 
@@ -108,7 +108,7 @@ template <> struct Codes<PK_Q4_K> {
 #pragma unroll
         for (int i = 0; i < 2; ++i) scales[i] = shared16(slot + U::kScaleAt + 32 * (lane >> 2) + 16 * i);
     }
-    __device__ void part(const uint8_t *slot, int part, int lane) {
+    __device__ void part(const uint8_t *slot, const uint8_t *, int part, int lane) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) low[i] = shared16(slot + 1024 * part + 512 * i + 16 * lane);
     }
@@ -142,15 +142,16 @@ template <> struct Codes<PK_Q6_K> {
     static constexpr int kSub = 2, kZero = 32, kUnroll = 1;
     static constexpr float kOver = 1.0f;
     using U = Unit<PK_Q6_K>;
+    static_assert(U::kLowBytes == kLowBytes && U::kHighBytes == kHighBytes && U::kBytes == kLowBytes + kHighBytes + kRestBytes);
     uint4 low;
     uint32_t high[2], scales[2];
     __device__ void load(const uint8_t *, int) {}
-    __device__ void part(const uint8_t *slot, int part, int lane) {
+    __device__ void part(const uint8_t *slot, const uint8_t *highs, int part, int lane) {
         low = shared16(slot + 512 * part + 16 * lane);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            high[i] = shared4(slot + U::kLowBytes + 512 * i + 16 * lane + 4 * part);
-            scales[i] = shared4(slot + U::kScaleAt + 32 * (lane >> 2) + 16 * i + 4 * part);
+            high[i] = shared4(highs + 512 * i + 16 * lane + 4 * part);
+            scales[i] = shared4(slot + kLowBytes + 32 * (lane >> 2) + 16 * i + 4 * part);
         }
     }
     __device__ void sums(const uint32_t (&x)[2][2], int (&t)[2]) const {
@@ -173,7 +174,7 @@ template <> struct Codes<PK_Q6_K> {
     __device__ float scale(int, int group, int row) const { return byte_plus_2_23(scales[row], group) - 8388736.0f; }
     __device__ float least(int, int, int) const { return 0.0f; }
     __device__ static void factors(const uint8_t *slot, int lane, float (&factor)[2], float (&)[2]) {
-        const uint32_t f = shared4(slot + U::kFactorAt + 4 * (lane >> 2));
+        const uint32_t f = shared4(slot + U::kFactorAt - kHighBytes + 4 * (lane >> 2));
         factor[0] = half_at(f, 0);
         factor[1] = half_at(f, 1);
     }
@@ -188,7 +189,7 @@ template <> struct Codes<PK_Q8_0> {
     uint4 all[4];
     const uint8_t *scales;
     __device__ void load(const uint8_t *, int) {}
-    __device__ void part(const uint8_t *slot, int part, int lane) {
+    __device__ void part(const uint8_t *slot, const uint8_t *, int part, int lane) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) all[i] = shared16(slot + part * U::kBytes + 512 * i + 16 * lane);
         scales = slot + part * U::kBytes + U::kScaleAt + 16 * (lane >> 2);
@@ -217,8 +218,9 @@ struct BlockProduct {
     __device__ void clear() { sum[0][0] = sum[0][1] = sum[1][0] = sum[1][1] = 0.0f; }
     // Made from all that was read of a tile.
     __device__ uint32_t used(int tile) const { return __float_as_uint(sum[tile][0]) ^ __float_as_uint(sum[tile][1]); }
+    // highs: high bits of the tiles, where chunks are parted.
     template <int kTiles>
-    __device__ void add(const uint8_t *const (&slot)[kTiles], const uint8_t *xs, int x_row, int chunk, int lane) {
+    __device__ void add(const uint8_t *const (&slot)[kTiles], const uint8_t *highs, const uint8_t *xs, int x_row, int chunk, int lane) {
         // As a column: part of x and group. As an owner of sums: group of columns 2c, 2c + 1.
         const int n = lane >> 2, c = lane & 3, in_group = n >> 1;
         const uint8_t *x = xs + (chunk * 8 + in_group / C::kSub) * 64 + (n & 1) * 32 + c * 8, *scales = xs + x_row + (chunk * 8 + c / C::kSub) * 16;
@@ -229,7 +231,7 @@ struct BlockProduct {
 #pragma unroll C::kUnroll
         for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-            for (int k = 0; k < kTiles; ++k) codes[k].part(slot[k], part, lane);
+            for (int k = 0; k < kTiles; ++k) codes[k].part(slot[k], highs + k * kHighBytes, part, lane);
             uint2 v = shared8(x + part * (kBlocks * 64));
             const float4 f = *reinterpret_cast<const float4 *>(scales + part * (kBlocks * 16));
             if constexpr (C::kSub == 2) {

@@ -14,6 +14,7 @@ constexpr int kWriters = 4;                     // warps that add up what the mu
 constexpr int kThreads = kConsumers + 32 * (kProducers + kWriters);
 constexpr int kConsumerRegisters = 168, kOtherRegisters = 88;
 constexpr int kMaxRows = 8;
+constexpr int kMinSlots = 4, kMaxSlots = 12;  // of a ring: a delta head's state comes in four
 
 enum PhaseKind : int32_t { kMatmul = 0, kAttend = 1, kPublish = 2, kDelta = 3 };
 
@@ -26,8 +27,12 @@ __host__ __device__ constexpr int chunk_elements(int32_t format) { return format
 constexpr int kBoxRows = 8, kBoxWidth = 512, kBoxBytes = kBoxRows * kBoxWidth;
 __host__ __device__ constexpr int block_chunk_bytes(int32_t format) { return format == PK_Q8_0 ? 2 * 2176 : format == PK_Q4_K ? 2368 : 3360; }
 __host__ __device__ constexpr bool is_rows(int32_t format) { return format == PK_BF16 || format == PK_FP8_E4M3; }
+// A chunk of Q6_K is sent as two parts, so that a ring of another format's slots holds it: low bits and scales in a slot of its own, high bits in the next one,
+// where those of the tile that is multiplied at the same time are, too.
+__host__ __device__ constexpr bool is_parted(int32_t format) { return format == PK_Q6_K; }
+constexpr int kLowBytes = 2048, kHighBytes = 1024, kRestBytes = 288;
 __host__ __device__ constexpr int slot_bytes(int32_t format) {
-    return ((format == PK_BF16 ? kBoxBytes : format == PK_FP8_E4M3 ? kBoxBytes + 16 : block_chunk_bytes(format)) + 127) / 128 * 128;
+    return format == PK_BF16 ? kBoxBytes : format == PK_FP8_E4M3 ? kBoxBytes + 128 : is_parted(format) ? kLowBytes + kRestBytes : block_chunk_bytes(format);
 }
 // Rows of a tile, as a power of two.
 __host__ __device__ constexpr int tile_shift(int32_t format) { return is_rows(format) ? 3 : 4; }
@@ -83,6 +88,7 @@ struct alignas(16) Phase {
     uint64_t folded_x, folded_y;
     const float *folded_norm;
     int32_t is_paired, folded_staging;     // folded_staging: of whoever reads folded y
+    int32_t is_cut, reserved;              // blocks have halves of tiles: of the first one the second half of K, whose sums the block before adds to its own
     union {
         Weight w[3];
         Attend attend;
@@ -95,6 +101,8 @@ struct Arguments {
     const CUtensorMap *boxes;  // three a phase, for weights of row-major formats; or null
     int32_t n_phases, n_slots, slot_bytes, x_bytes, part_bytes;
     int32_t most_sent;  // chunks that a ring may have under way, less than slots; 0: as many as fit
+    int32_t most_ahead; // the same of what is not multiplied with yet
+    int32_t paired;     // groups of 16 positions of a head up to which two blocks of a cluster share it; 0: blocks have no clusters
 #ifdef PK_PERSIST_TRACE
     long long *trace;
     int32_t trace_block;
@@ -106,6 +114,7 @@ struct Arguments {
     int64_t page_stride, recurrent_stride;
     int32_t page_tokens, slot_pages;
     uint8_t *partial;   // packets of attention's ranges: [items][8 heads][width] sums, then [8][2] largest logits and sums of weights
+    uint8_t *halves;    // packets of sums of second halves of tiles: [kBuffers][blocks][sides][rows of a tile]
     uint32_t *epochs;   // [0]: phases of all launches before this one; [1]: blocks that have ended
 };
 
@@ -121,7 +130,7 @@ __host__ __device__ constexpr int scratch_at(int width) { return new_at(width) +
 __host__ __device__ constexpr int attend_bytes(int width) { return scratch_at(width) + kWarps * heads_once(width) * head_floats(width) * 4; }
 
 // A delta head: rows of its state that a warp holds, and that a slot of the ring brings; shared memory of its step.
-constexpr int kDeltaWidth = 128, kDeltaRows = kDeltaWidth / kWarps, kPieceRows = 8, kPieceBytes = 4 * kPieceRows * kDeltaWidth, kDeltaBytes = 12 * 1024;
+constexpr int kDeltaWidth = 128, kDeltaRows = kDeltaWidth / kWarps, kPieceRows = 4, kPieceBytes = 4 * kPieceRows * kDeltaWidth, kDeltaBytes = 12 * 1024;
 
 // In how many slots of the ring 16 positions of K lie, or of V.
 __host__ __device__ constexpr int group_pieces(int slot_bytes, int width) { return slot_bytes >= 32 * width ? 1 : 2; }
@@ -129,11 +138,16 @@ __host__ __device__ constexpr int group_pieces(int slot_bytes, int width) { retu
 // Of two slots the second one's positions lie so far into it that lanes which read both reach all banks.
 __host__ __device__ constexpr int piece_shift(int slot_bytes, int width) { return slot_bytes >= 16 * width + 64 ? 64 : 0; }
 
+// What two blocks that share a head send each other: of four heads' elements pairs, then the heads' largest logits and sums of weights.
+constexpr int kPairedWidth = 128, kPairedFacts = 4 * kPairedWidth / 2, kPairedNumbers = kPairedFacts + 4;
+
 // What a phase may ask about a row of the step.
 struct RowFacts {
     int32_t position, slot, page, is_dead;
 };
 
+constexpr int kBuffers = 8;    // of packets
+constexpr int kHalfBytes = 2 * 16 * 8;
 constexpr int kPhases = 4;     // descriptions that multiplying and writing warps share: three phases ahead of the writers
 constexpr int kSquaresAt = 0;  // of a buffer of sums: sums of squares, a float a warp
 constexpr int kSumsAt = 128;   // [tiles][warps][rows of a tile]
@@ -164,5 +178,7 @@ __host__ __device__ inline int32_t staged_bytes(int32_t staging, int32_t k) {
 
 template <int kRows>
 int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks);
+// Whether all blocks can be there at once as clusters of two.
+bool fits_pairs(const Arguments &a, int n_blocks);
 
 }  // namespace pk::persist

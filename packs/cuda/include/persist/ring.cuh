@@ -76,6 +76,11 @@ __device__ __forceinline__ void await_any(const uint8_t *at, uint32_t epoch, int
 __device__ __forceinline__ void store_packet(void *p, uint32_t bits, uint32_t epoch) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(static_cast<uint64_t>(epoch) << 32 | bits) : "memory");
 }
+__device__ __forceinline__ float2 load_shared2(uint32_t from) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
+    return v;
+}
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
 
 // Sixteen bytes that arrive together, the last four of them the epoch. Asked for unless they have come.
@@ -119,6 +124,18 @@ struct Slot {
     }
 };
 
+// Into the shared memory of the other block of a cluster of two, whose barrier counts the bytes. at, barrier: where they are in this block's.
+__device__ __forceinline__ uint32_t other_block(uint32_t at) {
+    uint32_t rank, there;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank ^ 1));
+    return there;
+}
+__device__ __forceinline__ void send_other(uint32_t at, float2 v, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(other_block(at)), "f"(v.x), "f"(v.y), "r"(other_block(barrier)) : "memory");
+}
+__device__ __forceinline__ void join_cluster() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
+
 // What a multiplying warp carries from phase to phase: its ring, and how many groups of sums it has left.
 struct Taker {
     const uint8_t *ring;
@@ -126,6 +143,8 @@ struct Taker {
     int n_slots, slot_bytes;
     Slot slot;
     uint32_t n_groups = 0;
+    // Barriers of what the other block of the cluster sends, what it sends (phase.h), and the barriers' parities, a bit each.
+    uint32_t paired, exchange, pair_parity = 0;
     // The slot `ahead` of the next one.
     __device__ __forceinline__ int index(int ahead) const { return slot.at + ahead < n_slots ? slot.at + ahead : slot.at + ahead - n_slots; }
     __device__ __forceinline__ const uint8_t *slot_at(int ahead) const { return ring + index(ahead) * slot_bytes; }

@@ -19,6 +19,26 @@ __device__ __forceinline__ Range tiles_of(const Range &all, const Weight &w) {
     const int first = w.first_tile;
     return {max(all.begin, first) - first, min(all.end, first + w.n_tiles) - first};
 }
+// What lies in a row of one block's work: tiles of a weight, all of K or chunks [first, first + chunks) of it. i: the weight, or of halved tiles the half in front, what is whole, the half behind.
+struct Piece {
+    int weight, begin, end, first, chunks;
+};
+__device__ __forceinline__ int n_pieces(const Phase &p) { return p.is_cut ? 3 : p.is_gated ? 1 : p.n_w; }
+__device__ __forceinline__ Piece piece_of(const Phase &p, const Range &all, int i) {
+    if (!p.is_cut) {
+        const Range tiles = tiles_of(all, p.w[i]);
+        return {i, tiles.begin, tiles.end, 0, p.w[i].n_chunks};
+    }
+    const int chunks = p.w[0].n_chunks, half = chunks / 2;
+    if (i == 0) return {0, all.begin >> 1, all.begin + 1 >> 1, half, chunks - half};
+    if (i == 1) return {0, all.begin + 1 >> 1, all.end >> 1, 0, chunks};
+    return {0, all.end >> 1, all.end + 1 >> 1, 0, half};
+}
+// Where the second half of a tile's sums go: by the place among the phase's blocks of the one that has it.
+__device__ __forceinline__ uint8_t *half_at(const Phase &p, const Arguments &a, int phase, int after) {
+    const int n = gridDim.x, at = blockIdx.x + p.shift, b = (at < n ? at : at - n) + after;
+    return a.halves + ((phase & (kBuffers - 1)) * n + b) * kHalfBytes;
+}
 // Tiles that are added up at once: by fours, so that those of a record of folded outputs stay together.
 __device__ __forceinline__ int tiles_once(const Arguments &a, const Phase &p) { return (a.part_bytes - kSumsAt) / (4 * kWarps << p.tile_shift) & ~3; }
 
@@ -80,11 +100,11 @@ struct Output {
         if (is_one && w.bias != nullptr) bias = __ldg(w.bias + row) * times;
     }
     // By whole warps, neighbours side by side. factor: the norm's; epoch: this phase's.
-    __device__ __forceinline__ void write(float factor, uint32_t epoch) const {
+    __device__ __forceinline__ void write(float2 sums, float factor, uint32_t epoch) const {
         float out = 0.0f;
         if (is_valid) {
-            out = fmaf(sum_of(from) * factor, scale[0], bias[0]);
-            if (is_gated) out = gate_of(out, act) * fmaf(sum_of(from + (kWarps << shift)) * factor, scale[1], bias[1]);
+            out = fmaf(sums.x * factor, scale[0], bias[0]);
+            if (is_gated) out = gate_of(out, act) * fmaf(sums.y * factor, scale[1], bias[1]);
             if (__builtin_expect(softcap > 0.0f, 0)) out = softcap * quick_tanh(__fdividef(out, softcap));
             if (added != nullptr) {
                 const uint2 v = early.y == wanted ? early : await_packet(added, wanted);
@@ -101,6 +121,19 @@ struct Output {
         if (!data) return;
         if (is_f32) *reinterpret_cast<float *>(data) = out;
         else *reinterpret_cast<bf16 *>(data) = __float2bfloat16(out);
+    }
+    // What the warps have left, of both sides.
+    __device__ __forceinline__ float2 take() const { return make_float2(is_valid ? sum_of(from) : 0.0f, is_valid && is_gated ? sum_of(from + (kWarps << shift)) : 0.0f); }
+    // Sums of half a tile are sent to where the block before looks for them, or what the block behind has sent is added to this one's.
+    __device__ __forceinline__ void join_half(float2 &sums, uint8_t *half, bool is_sent, uint32_t epoch) const {
+        if (!is_valid) return;
+#pragma unroll 1
+        for (int side = 0; side <= is_gated; ++side) {
+            uint8_t *const there = half + 128 * side;
+            if (is_sent) store_packet(there, __float_as_uint(sums.x), epoch);
+            else sums.x += __uint_as_float(await_packet(there, epoch).x);
+            sums = make_float2(is_gated ? sums.y : sums.x, sums.x);
+        }
     }
     __device__ __forceinline__ float sum_of(const float *from) const {
         float v[kWarps];

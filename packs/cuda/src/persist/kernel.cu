@@ -16,21 +16,22 @@
 #include "../../include/persist/attend.cuh"
 #include "../../include/persist/delta.cuh"
 #include "../../include/persist/multiply.cuh"
+#include "../../include/persist/produce.cuh"
 #include "../../include/persist/stage.cuh"
 #include "../../include/persist/write.cuh"
 
 namespace pk::persist {
 namespace {
 
-constexpr int kMaxSlots = 8;
-
 struct Shared {
     uint64_t full[kWarps][kMaxSlots], empty[kWarps][kMaxSlots];
-    uint64_t described[kPhases], summed[2], written[2];
+    uint64_t described[kPhases], summed[2], written[2], paired[2];
+    float2 exchange[kPairedNumbers];
     RowFacts row;
     int gather;
     int n_tokens, n_samples;
     uint32_t base;
+    volatile int multiplied;  // the phase whose products are under way, or were last
 };
 
 constexpr int kPhaseVectors = (sizeof(Phase) + 15) / 16, kPhaseStride = (sizeof(Phase) + 127) / 128 * 128;
@@ -48,115 +49,6 @@ struct Coming {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             if (lane + 32 * i < kPhaseVectors) reinterpret_cast<uint4 *>(to)[lane + 32 * i] = v[i];
-    }
-};
-
-// Waits until the chunk that a ring was sent `back` chunks ago has landed; parity: what the next one's slot is awaited with.
-__device__ __forceinline__ void await_landing(uint32_t full, const Slot &slot, int back, int n_slots) {
-    const bool wraps = slot.at < back;
-    barrier_wait(full + 8 * (wraps ? slot.at - back + n_slots : slot.at - back), wraps ? slot.parity : slot.parity ^ 1);
-}
-
-// A producer warp fills kWarps / kProducers rings. Each of a few lanes knows a chunk that is sent with the others' in one pass.
-struct Producer {
-    static constexpr int kRings = kWarps / kProducers, kSenders = 2 * kRings;
-    uint64_t policy;
-    uint32_t rings, full, empty;  // of the warp's first ring
-    int lane, first, most_sent, n_slots, slot_bytes;
-    Slot mine;  // of ring lane % kRings
-
-    // Wait until no more than most_sent chunks of a ring would be under way: what lands later than it must keeps others waiting. Until a slot may be filled.
-    __device__ __forceinline__ void await_sent(int ring, const Slot &slot) const {
-        if (most_sent) await_landing(full + 8 * ring * kMaxSlots, slot, most_sent, n_slots);
-    }
-    __device__ __forceinline__ void await_empty(int ring, const Slot &slot) const { barrier_wait(empty + 8 * (ring * kMaxSlots + slot.at), slot.parity); }
-    // By one lane a ring: sends `bytes` from one run of memory, to `shift` in the slot.
-    __device__ __forceinline__ void send_run(const uint8_t *from, int bytes, int shift = 0) {
-        const uint32_t barrier = full + 8 * (lane * kMaxSlots + mine.at);
-        await_sent(lane, mine);
-        await_empty(lane, mine);
-        barrier_expect(barrier, bytes);
-        copy_bulk(rings + (lane * n_slots + mine.at) * slot_bytes + shift, from, bytes, barrier, policy);
-        mine.advance(n_slots);
-    }
-    // What the lanes of send_run know for the others.
-    __device__ __forceinline__ void agree() {
-        __syncwarp();
-        mine = {__shfl_sync(~0u, mine.at, lane % kRings), __shfl_sync(~0u, mine.parity, lane % kRings)};
-    }
-    // Two chunks to each ring in a pass: of row-major formats its next two, of block formats those of two tiles that are multiplied at once. boxes: of the
-    // phase's weights, where they are row-major.
-    __device__ __forceinline__ void send_weights(const Phase &phase, const CUtensorMap *boxes) {
-        const Range all = range_of(phase);
-        const int is_gated = phase.is_gated, ring = lane % kRings, ahead = lane / kRings;
-#pragma unroll 1
-        for (int i = 0; i < (is_gated ? 1 : phase.n_w); ++i) {
-            const Weight &w = phase.w[i], &other = phase.w[is_gated ? 1 : i];
-            const Range tiles = tiles_of(all, w);
-            const bool has_boxes = is_rows(w.format);
-            const int chunks = w.n_chunks, n_tiles = max(0, tiles.end - tiles.begin) << is_gated, n = (has_boxes ? n_tiles : (n_tiles + 1) / 2) * chunks;
-            const uint8_t *const gate = has_boxes ? reinterpret_cast<const uint8_t *>(w.block_scale) : w.data, *const up = has_boxes ? reinterpret_cast<const uint8_t *>(other.block_scale) : other.data;
-            const int bytes = has_boxes ? gate != nullptr ? kBoxBytes + 16 : kBoxBytes : block_chunk_bytes(w.format), scale_bytes = 4 * w.scale_stride;
-            const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(chunks) + 1;  // 0: of one
-            if (lane < kSenders)
-#pragma unroll 1
-                for (int pass = first; pass < n; pass += has_boxes ? 2 * kWarps : kWarps) {
-                    const int j = pass + ring + (has_boxes ? ahead * kWarps : 0), whole = inverse ? __umulhi(j, inverse) : j, chunk = j - whole * chunks;
-                    const int t = has_boxes ? whole : 2 * whole + ahead, tile = tiles.begin + (t >> is_gated);
-                    const bool is_up = t & is_gated, is_valid = j < n && t < n_tiles;
-                    Slot slot = mine;
-                    if (ahead) slot.advance(n_slots);
-                    if (is_valid) await_sent(ring, slot);
-                    // Together: a lane that is ahead of another of its ring would fill the slot whose chunk that one still awaits, and a parity does not tell a round from
-                    // the next but one.
-                    const uint32_t valid = __ballot_sync((1 << kSenders) - 1, is_valid) >> ring;
-                    if (is_valid) {
-                        const uint32_t to = rings + (ring * n_slots + slot.at) * slot_bytes, barrier = full + 8 * (ring * kMaxSlots + slot.at);
-                        const uint8_t *from = is_up ? up : gate;
-                        await_empty(ring, slot);
-                        barrier_expect(barrier, bytes);
-                        if (has_boxes) {
-                            copy_box(to, boxes + (is_up ? 1 : i), chunk * (kBoxWidth / 4), tile * kBoxRows, barrier, policy);
-                            if (from != nullptr) copy_bulk(to + kBoxBytes, from + static_cast<int64_t>(tile / (128 / kBoxRows)) * scale_bytes + chunk * 16, 16, barrier, policy);
-                        } else {
-                            copy_bulk(to, from + (static_cast<int64_t>(tile) * chunks + chunk) * bytes, bytes, barrier, policy);
-                        }
-                    }
-                    if (valid & 1) mine.advance(n_slots);
-                    if (valid >> kRings & 1) mine.advance(n_slots);
-                }
-            __syncwarp();
-        }
-    }
-    // Keys and values of the row's earlier tokens, a group of 16 positions to each ring in turn.
-    __device__ __forceinline__ void send_positions(const Attend &t, const Arguments &a, const RowFacts &facts) {
-        const Span span = span_of(t, facts.position);
-        if (span.head < 0 || facts.is_dead) return;
-        if (lane < kRings) {
-            const int32_t *pages = a.page_table + static_cast<int64_t>(facts.slot) * a.slot_pages;
-            const int n_pieces = group_pieces(slot_bytes, t.head_width), bytes = 32 * t.head_width / n_pieces;
-            int at = span.first + (first + lane) * 16, page = at < span.last ? __ldg(pages + at / a.page_tokens) : 0;
-#pragma unroll 1
-            for (; at < span.last; at += 16 * kWarps) {
-                const int next = at + 16 * kWarps < span.last ? __ldg(pages + (at + 16 * kWarps) / a.page_tokens) : 0;
-                const uint8_t *from = a.kv + static_cast<int64_t>(page) * a.page_stride + (static_cast<int64_t>(span.head) * a.page_tokens + at % a.page_tokens) * (2 * t.head_width);
-#pragma unroll 1
-                for (int piece = 0; piece < 2 * n_pieces; ++piece)
-                    send_run(from + (piece < n_pieces ? t.k_offset + piece * bytes : t.v_offset + (piece - n_pieces) * bytes), bytes, (piece & n_pieces - 1) * piece_shift(slot_bytes, t.head_width));
-                page = next;
-            }
-        }
-        agree();
-    }
-    // A delta head's state, so many rows to each ring.
-    __device__ __forceinline__ void send_state(const Phase &p, const Arguments &a, const RowFacts &facts) {
-        const int head = delta_head(p);
-        if (head < 0 || facts.is_dead) return;
-        const uint8_t *from = reinterpret_cast<const uint8_t *>(state_of(p.delta, a, facts, head)) + (first + lane) * (4 * kDeltaRows * kDeltaWidth);
-        if (lane < kRings)
-#pragma unroll 1
-            for (int i = 0; i < kDeltaRows / kPieceRows; ++i) send_run(from + i * kPieceBytes, kPieceBytes);
-        agree();
     }
 };
 
@@ -180,6 +72,8 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
     producer.lane = lane;
     producer.first = warp * Producer::kRings;
     producer.most_sent = a.most_sent;
+    producer.most_ahead = a.most_ahead;
+    producer.multiplied = &s.multiplied;
     producer.n_slots = a.n_slots;
     producer.slot_bytes = a.slot_bytes;
     producer.policy = read_once_policy();
@@ -196,8 +90,8 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
         const Phase &phase = *reinterpret_cast<const Phase *>(phases + (p & 1) * kPhaseStride);
         if (p + 1 < a.n_phases) coming.ask(a.phases + p + 1, lane);
         // The next phase's boxes, too, are on their way before they are wanted.
-        if (a.boxes != nullptr && warp == 0 && lane < 3 && p + 1 < a.n_phases) prefetch_box(a.boxes + 3 * (p + 1) + lane);
-        if (phase.kind == kMatmul) producer.send_weights(phase, a.boxes + 3 * p);
+        if (const int i = thread_here() - kConsumers; i < 3 && a.boxes != nullptr && p + 1 < a.n_phases) prefetch_box(a.boxes + 3 * (p + 1) + i);
+        if (phase.kind == kMatmul) producer.send_weights(phase, p, a.boxes + 3 * p);
         else if (phase.kind == kAttend) producer.send_positions(phase.attend, a, s.row);
         else if (phase.kind == kDelta) producer.send_state(phase, a, s.row);
         __syncwarp();
@@ -209,7 +103,7 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
 // What a warp multiplies: tiles of one weight, gate and up by turns, that are added up together.
 struct Group {
     int first, n;       // among the weight's tiles of this block
-    int chunks;         // of a tile
+    int chunks, from;   // of a tile, and the first one's number
     int next;           // the next chunk of this warp, counted over all tiles
     int x_row;
     bool has_scales;
@@ -240,25 +134,28 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
 #endif
             taker.await(0);
             if (is_two) taker.await(1);
+            if (is_parted(kFormat)) taker.await(1 + is_two);
 #ifdef PK_PERSIST_TRACE
             g.waited += clock64() - began;
 #endif
-            const int chunk = next - begin;
+            const int chunk = next - begin + g.from;
             if constexpr (kStep == 1) {
                 product.add(taker.slot_at(0), g.xs, g.x_row, chunk, g.has_scales, lane);
                 __syncwarp();
                 taker.release(lane, product.used());
             } else if (is_two) {
                 const uint8_t *const slots[2] = {taker.slot_at(0), taker.slot_at(1)};
-                product.template add<2>(slots, g.xs, g.x_row, chunk, lane);
+                product.template add<2>(slots, taker.slot_at(2), g.xs, g.x_row, chunk, lane);
                 __syncwarp();
-                taker.release(lane, product.used(0));
-                taker.release(lane, product.used(1));
+                const uint32_t used = product.used(0) ^ product.used(1);
+#pragma unroll 1
+                for (int n = is_parted(kFormat) ? 3 : 2; n > 0; --n) taker.release(lane, used);
             } else {
                 const uint8_t *const slots[1] = {taker.slot_at(0)};
-                product.template add<1>(slots, g.xs, g.x_row, chunk, lane);
+                product.template add<1>(slots, taker.slot_at(1), g.xs, g.x_row, chunk, lane);
                 __syncwarp();
                 taker.release(lane, product.used(0));
+                if (is_parted(kFormat)) taker.release(lane, product.used(0));
             }
         }
         if constexpr (kStep == 1) {
@@ -295,24 +192,26 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
     if (all.end <= all.begin) return false;
     const int x_index = phase.is_gathered ? s.gather : 0, most = tiles_once(a, phase);
     bool has_norm = phase.norm != nullptr;
-    const bool is_own = phase.w[0].n_chunks % kWarps == 0;
+    const bool is_own = (phase.w[0].n_chunks >> phase.is_cut) % kWarps == 0;
     // The first group, so that nothing is left to do when x has come.
-    const int n_w = is_gated ? 1 : phase.n_w;
-    int i = 0, n_tiles, format;
+    const int n = n_pieces(phase);
+    int i = 0, w, n_tiles, format;
     Group g;
     g.x_row = x_row_bytes(phase.staging, phase.k);
     g.xs = xs;
     auto open = [&] {
         for (;; ++i) {
-            const Range tiles = tiles_of(all, phase.w[i]);
+            const Piece tiles = piece_of(phase, all, i);
             n_tiles = max(0, tiles.end - tiles.begin) << is_gated;
-            if (n_tiles > 0 || i + 1 == n_w) break;
+            w = tiles.weight;
+            g.chunks = tiles.chunks;
+            g.from = tiles.first;
+            if (n_tiles > 0 || i + 1 == n) break;
         }
         g.first = 0;
         g.next = warp;
-        g.chunks = phase.w[i].n_chunks;
-        g.has_scales = phase.w[i].block_scale != nullptr;
-        format = phase.w[i].format;
+        g.has_scales = phase.w[w].block_scale != nullptr;
+        format = phase.w[w].format;
     };
     open();
     // All warps have left their last sums, or had none to leave.
@@ -323,6 +222,7 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
     if (is_own) __syncwarp();
     else join_consumers(kConsumers);
     mark(a, at, 3);
+    if (thread_here() == 0) s.multiplied = at;
 #pragma unroll 1
     while (true) {
         g.n = min(most, n_tiles - g.first);
@@ -346,7 +246,7 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
         hand_on(s, taker, lane);
         g.first += g.n;
         if (g.first < n_tiles) continue;
-        if (++i >= n_w) break;
+        if (++i >= n) break;
         open();
         if (n_tiles <= 0) break;
     }
@@ -361,6 +261,8 @@ __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *
     taker.ring = shared + warp * a.n_slots * a.slot_bytes;
     taker.full = shared_address(s.full[warp]);
     taker.empty = shared_address(s.empty[warp]);
+    taker.paired = shared_address(s.paired);
+    taker.exchange = shared_address(s.exchange);
 #pragma unroll 1
     for (int p = 0; p < a.n_phases; ++p) {
         mark(a, p, 0);
@@ -399,9 +301,9 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
         bool is_first = true;
         float factor = 1.0f;
 #pragma unroll 1
-        for (int i = 0; all.begin < all.end && i < (phase.is_gated ? 1 : phase.n_w); ++i) {
-            const Weight &w = phase.w[i];
-            const Range tiles = tiles_of(all, w);
+        for (int i = 0; all.begin < all.end && i < n_pieces(phase); ++i) {
+            const Piece tiles = piece_of(phase, all, i);
+            const Weight &w = phase.w[tiles.weight];
             const int n_tiles = max(0, tiles.end - tiles.begin) << phase.is_gated, most = tiles_once(a, phase);
 #pragma unroll 1
             for (int first = 0; first < n_tiles; first += most) {
@@ -416,12 +318,18 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
                 const uint32_t epoch = s.base + p + 1;
                 await_sums();
                 mark(a, p, 5, kThreads - 32 * kWriters);
+                float2 taken = output.take();
                 if (has_norm) factor = norm.of(reinterpret_cast<const float *>(buffer + kSquaresAt));
+                // Of halved tiles the half in front belongs to the block before, the half behind to this one.
+                if (__builtin_expect(phase.is_cut && i != 1, 0) && tid < n_outputs) output.join_half(taken, half_at(phase, a, p, i == 0 ? 0 : 1) + 8 * tid, i == 0, epoch);
+                const bool is_sent = phase.is_cut && i == 0;
 #pragma unroll 1
-                for (int o = tid; o - (tid & 31) < n_outputs;) {
-                    output.write(factor, epoch);
+                for (int o = tid; !is_sent && o - (tid & 31) < n_outputs;) {
+                    output.write(taken, factor, epoch);
                     o += 32 * kWriters;
-                    if (o - (tid & 31) < n_outputs) output.prepare(phase, w, sums, first_row + o, o, o < n_outputs, s.base);
+                    if (o - (tid & 31) >= n_outputs) break;
+                    output.prepare(phase, w, sums, first_row + o, o, o < n_outputs, s.base);
+                    taken = output.take();
                 }
                 mark(a, p, 6, kThreads - 32 * kWriters);
                 give_back();
@@ -462,14 +370,17 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
         for (int i = 0; i < 2; ++i) {
             barrier_init(shared_address(&s.summed[i]), kWarps);
             barrier_init(shared_address(&s.written[i]), kWriters);
+            barrier_init(shared_address(&s.paired[i]), 1);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         s.row = {0, 0, 0, 1};
         s.gather = 0;
+        s.multiplied = -1;
         for (int i = 0; i < min(kPhases, a.n_phases); ++i) ask_description(a, s.described, shared, layout, i);
     }
     __syncthreads();
+    if (a.paired) join_cluster();  // barriers are there before the other block sends to them
     mark_start(a, 0);
     read_step(a, s);
     __syncthreads();
@@ -494,22 +405,44 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
 
 }  // namespace
 
+namespace {
+
+// The launch of a run: all blocks at once, by twos where they share heads.
+struct Grid {
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attributes[2];
+    Grid(const Arguments &a, int n_blocks, cudaStream_t stream) {
+        config.gridDim = dim3(n_blocks);
+        config.blockDim = dim3(kThreads);
+        config.dynamicSmemBytes = layout_of(a).end;
+        config.stream = stream;
+        attributes[0].id = cudaLaunchAttributeCooperative;
+        attributes[0].val.cooperative = 1;
+        attributes[1].id = cudaLaunchAttributeClusterDimension;
+        attributes[1].val.clusterDim = {2, 1, 1};
+        config.attrs = attributes;
+        config.numAttrs = a.paired ? 2 : 1;
+    }
+};
+int32_t allow_shared(const Arguments &a) { return check(cudaFuncSetAttribute(persist_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout_of(a).end), "persist"); }
+
+}  // namespace
+
 template <int kRows>
 int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks) {
     static_assert(kRows == 1);
-    const int bytes = layout_of(a).end;
-    if (int32_t e = check(cudaFuncSetAttribute(persist_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "persist")) return e;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(n_blocks);
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = bytes;
-    config.stream = l.stream;
-    cudaLaunchAttribute attribute[1];
-    attribute[0].id = cudaLaunchAttributeCooperative;
-    attribute[0].val.cooperative = 1;
-    config.attrs = attribute;
-    config.numAttrs = 1;
-    return check(cudaLaunchKernelEx(&config, persist_kernel, a), "persist");
+    if (int32_t e = allow_shared(a)) return e;
+    const Grid grid(a, n_blocks, l.stream);
+    return check(cudaLaunchKernelEx(&grid.config, persist_kernel, a), "persist");
+}
+
+bool fits_pairs(const Arguments &a, int n_blocks) {
+    Arguments paired = a;
+    paired.paired = 1;
+    const Grid grid(paired, n_blocks, nullptr);
+    int n = 0;
+    if (n_blocks % 2 || allow_shared(a)) return false;
+    return cudaOccupancyMaxActiveClusters(&n, persist_kernel, &grid.config) == cudaSuccess && n >= n_blocks / 2;
 }
 
 }  // namespace pk::persist
@@ -519,6 +452,7 @@ template <int kRows>
 int32_t launch_rows(const Launch &, const Arguments &, int) {
     return fail(PK_UNSUPPORTED, "persist: this architecture has no such kernel");
 }
+bool fits_pairs(const Arguments &, int) { return false; }
 }  // namespace pk::persist
 #endif
 

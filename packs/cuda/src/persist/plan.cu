@@ -14,7 +14,8 @@ namespace pk::persist {
 namespace {
 
 constexpr int64_t kSharedBytes = 227 * 1024 - 4096;  // static shared memory is the rest
-constexpr int kBuffers = 8, kReach = 4;              // buffers of packets; how many phases back a phase may read
+constexpr int kReach = 4;                            // how many phases back a phase may read
+constexpr int kPairedGroups = 16;                    // groups of 16 positions of a head up to which two blocks share it
 constexpr int kTilesOnce = 12;                       // tiles of 16 rows that are added up at once
 
 // A phase before it knows where packets lie.
@@ -429,11 +430,15 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
         if (p.kind != kMatmul) continue;
         for (int i = 0; i < p.n_w; ++i) {
             slot = std::max(slot, slot_bytes(p.w[i].format));
-            // What more is under way gains nothing and keeps packets waiting.
-            a->most_sent = is_rows(p.w[i].format) || p.w[i].format == PK_Q8_0 ? 2 : 3;
+            // Much of what is wanted, little of what is not wanted yet: that would keep blocks that are behind, and packets, waiting.
+            a->most_sent = 4;
+            a->most_ahead = is_rows(p.w[i].format) || p.w[i].format == PK_Q8_0 ? 1 : 2;
         }
-        p.each = (p.n_tiles >> p.is_paired) / n_blocks;
-        p.more = (p.n_tiles >> p.is_paired) % n_blocks;
+        const bool can_cut = !p.is_paired && !is_rows(p.w[0].format) && (p.is_gated || p.n_w == 1) && p.w[0].n_chunks % 2 == 0;
+        p.is_cut = can_cut && p.n_tiles > n_blocks && (2 * p.n_tiles + n_blocks - 1) / n_blocks < 2 * ((p.n_tiles + n_blocks - 1) / n_blocks);
+        const int32_t n_shares = p.n_tiles >> p.is_paired << p.is_cut;
+        p.each = n_shares / n_blocks;
+        p.more = n_shares % n_blocks;
         x = std::max(x, staged_bytes(p.staging, p.k));
     }
     // What few blocks do is done by those that have a tile less to do behind it.
@@ -445,9 +450,9 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
     a->part_bytes = kSumsAt + kTilesOnce * 4 * kWarps * 16;
     a->x_bytes = (x + 127) / 128 * 128;
     a->n_slots = 0;
-    a->n_slots = std::min<int32_t>(8, (static_cast<int32_t>(kSharedBytes) - layout_of(*a).end) / (kWarps * slot));
+    a->n_slots = std::min<int32_t>(kMaxSlots, (static_cast<int32_t>(kSharedBytes) - layout_of(*a).end) / (kWarps * slot));
     a->most_sent = std::min(a->most_sent, a->n_slots - 1);
-    return a->n_slots >= 2;
+    return a->n_slots >= kMinSlots;
 }
 
 }  // namespace
@@ -480,6 +485,7 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
             m.run.last = next;
             m.phases = number_phases(b, &m.packets, rows);
             if (share_memory(m.phases, l.ctx->n_processors, &m.run.arguments)) {
+                if (fits_pairs(m.run.arguments, l.ctx->n_processors)) m.run.arguments.paired = kPairedGroups;
                 made.push_back(m);
                 i = next;
                 continue;
@@ -500,7 +506,7 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
                 partial = std::max(partial, l.ctx->n_processors * (8 * int64_t{p.attend.head_width} + 16) * 8);
         }
     }
-    const int64_t partial_at = 256, packets_at = partial_at + partial, boxes_at = packets_at + kBuffers * buffer;
+    const int64_t partial_at = 256, halves_at = partial_at + partial, packets_at = halves_at + kBuffers * (l.ctx->n_processors + 1) * int64_t{kHalfBytes}, boxes_at = packets_at + kBuffers * buffer;
     const int64_t phases_at = boxes_at + (has_boxes ? 3 * n_phases * static_cast<int64_t>(sizeof(CUtensorMap)) : 0);
     out->n_bytes = phases_at + n_phases * static_cast<int64_t>(sizeof(Phase));
     if (int32_t e = check(cudaMalloc(&out->memory, out->n_bytes), "load")) return e;
@@ -545,6 +551,7 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
         a.page_tokens = s.page_tokens;
         a.slot_pages = s.slot_pages;
         a.partial = memory + partial_at;
+        a.halves = memory + halves_at;
         a.epochs = reinterpret_cast<uint32_t *>(memory);
         const int64_t bytes = static_cast<int64_t>(m.phases.size() * sizeof(Phase));
         if (int32_t e = check(cudaMemcpyAsync(to, m.phases.data(), bytes, cudaMemcpyHostToDevice, l.stream), "load")) return e;
