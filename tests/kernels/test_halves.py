@@ -46,11 +46,11 @@ def test_norm_between_products_equals_numpy(bench, rng, name, n):
     r = start + x64 @ front.values.T.astype(np.float64)
     for seen in (alone, joined):
         allowed = 1e-2 * np.linalg.norm(x64, axis=1)[:, None] * np.linalg.norm(front.values, axis=1)[None, :] + 1e-5 * np.abs(r)
-        assert (np.abs(seen - r) <= (allowed if name != "fp8_e4m3" or n <= 64 else 7 * allowed)).all()
+        assert (np.abs(seen - r) <= (allowed if name != "fp8_e4m3" or n <= 32 else 7 * allowed)).all()
     # Behind the norm: against a product of what was seen in the residual, so that only this norm and this product are judged.
     normed64 = joined / np.sqrt((joined.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-6) * gain
     g, u = normed64 @ gate.values.T.astype(np.float64), normed64 @ up.values.T.astype(np.float64)
-    near = 2**-4 if name == "fp8_e4m3" and n > 64 else 1e-2
+    near = 2**-4 if name == "fp8_e4m3" and n > 32 else 1e-2
     sizes = [near * np.linalg.norm(normed64, axis=1)[:, None] * np.linalg.norm(v.values, axis=1)[None, :] for v in (gate, up)]
     error = 1.2 * sizes[0] * np.abs(u) + np.abs(act(g, "silu")) * sizes[1] + 1.2 * sizes[0] * sizes[1] + 2**-7 * np.abs(act(g, "silu") * u) + 1e-6
     for seen in (y_alone, y_joined):

@@ -13,7 +13,7 @@ from weights import scaled_fp8
 
 
 @pytest.mark.parametrize("scales", ["tensor", "row", "block"])
-@pytest.mark.parametrize("n", [3, 65, 130, 200])
+@pytest.mark.parametrize("n", [3, 33, 65, 130, 200])
 def test_product_behind_a_norm_equals_numpy(bench, rng, n, scales):
     b = bench()
     if "fp8_e4m3" not in b.pack.description["formats"]:
@@ -90,7 +90,7 @@ def test_a_chain_of_narrowed_products_is_what_its_products_are(bench, rng, n):
     check(b, (got - residual) / 2, b.download(hidden, n).astype(np.float64), down.values.astype(np.float64), "fp8_e4m3")
 
 
-@pytest.mark.parametrize("n", [3, 65, 200])
+@pytest.mark.parametrize("n", [3, 40, 65, 200])
 def test_product_behind_a_sigmoid_gate_equals_numpy(bench, rng, n):
     b = bench()
     if "fp8_e4m3" not in b.pack.description["formats"]:

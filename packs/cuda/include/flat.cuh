@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_cons
                     barrier_wait(empty + stage, phase ^ 1);
                     if (lane == 0) barrier_expect(w_full + stage, n_here * S::kTileBytes);
                     __syncwarp();
-                    if (copies) copy_box3(to + stage * w_pitch, map, 0, row, (first_stage + s) * S::kChunks + z, w_full + stage);
+                    if (copies) copy_box3_once(to + stage * w_pitch, map, 0, row, (first_stage + s) * S::kChunks + z, w_full + stage);
                     if (++stage == n_stages) {
                         stage = 0;
                         phase ^= 1;

@@ -1,7 +1,7 @@
 // What a warp of the flat matmul does with a stage of weights and x (flat.cuh).
 #pragma once
+#include "once.cuh"
 #include "skinny_parts.cuh"
-#include "wgmma.cuh"
 
 namespace pk {
 
@@ -25,8 +25,9 @@ __device__ __forceinline__ void load_matrix2(uint32_t &a, uint32_t &b, uint32_t 
 __device__ __forceinline__ void arrive_after(uint64_t *barrier, uint32_t bits) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0x7fc12345;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n@!p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(shared_address(barrier)), "r"(bits) : "memory");
 }
-__device__ __forceinline__ void copy_box3(uint32_t to, const CUtensorMap *map, int x, int y, int z, uint64_t *barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z) : "memory");
+__device__ __forceinline__ void copy_box3_once(uint32_t to, const CUtensorMap *map, int x, int y, int z, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "l"(kReadOnce)
+                 : "memory");
 }
 // To the other block of a pair, whose barrier counts the bytes.
 __device__ __forceinline__ void send_sums(uint32_t to, float4 v, uint64_t *barrier, int rank) {

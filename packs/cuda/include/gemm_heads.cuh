@@ -3,6 +3,7 @@
 #pragma once
 #include "device.cuh"
 #include "gemm.cuh"
+#include "turn.cuh"
 
 namespace pk {
 
@@ -50,7 +51,7 @@ __device__ __forceinline__ void store_head(const GemmArguments &a, int head, int
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float sine, cosine;
-                sincosf(static_cast<float>(position) * (i ? frequency.y : frequency.x), &sine, &cosine);
+                turn(static_cast<float>(position) * (i ? frequency.y : frequency.x), &sine, &cosine);
                 sine *= e.magnitude;
                 cosine *= e.magnitude;
                 const float low = v[j][i], high = v[j + 8][i];

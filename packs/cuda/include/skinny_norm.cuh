@@ -1,4 +1,4 @@
-// The two halves of a norm between skinny products (skinny.cuh, HalfNorm).
+// The second half of a norm between flat products (skinny.cuh, HalfNorm).
 #pragma once
 #include "device.cuh"
 #include "skinny.cuh"
@@ -6,26 +6,6 @@
 namespace pk {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Squares of a lane's eight rows n0 + (lane >> 4) + 2 r of x in column `column`, added up over 16 lanes, whose columns are neighbours. A warp.
-__device__ __forceinline__ void store_squares(const HalfNorm &norm, const float (&squares)[8], int64_t column, int n0, int lane) {
-    float v[8];
-#pragma unroll
-    for (int r = 0; r < 8; ++r) v[r] = squares[r];
-    // Lanes that differ in one bit share out what they have.
-#pragma unroll
-    for (int far = 8, n = 4; n; far /= 2, n /= 2) {
-        const bool high = lane & far;
-#pragma unroll
-        for (int r = 0; r < n; ++r) {
-            const float other = __shfl_xor_sync(~0u, high ? v[r] : v[r + n], far);
-            v[r] = (high ? v[r + n] : v[r]) + other;
-        }
-    }
-    v[0] += __shfl_xor_sync(~0u, v[0], 1);
-    const int r = (lane >> 1) & 7;
-    if ((lane & 1) == 0) norm.squares[(column >> 4) * norm.stride + n0 + (lane >> 4) + 2 * r] = v[0];
-}
-
 // What the sums of rows of x are multiplied by: 1 / rms, or one where no norm is left over. Two warps, each adds half of the squares.
 template <int kNT>
 __device__ __forceinline__ void row_factors(const HalfNorm &norm, int mine, int lane, float (&sums)[2][kNT], float (&factors)[kNT]) {

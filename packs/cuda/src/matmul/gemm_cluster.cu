@@ -1,9 +1,9 @@
-// Tiled matmul on Hopper for 33 to 512 rows (FP8: 65 to 256): y[rows, N] = x[rows, K] W^T, at the speed of reading W where rows are few.
+// Tiled matmul on Hopper for 33 to 512 rows (FP8: to 256): y[rows, N] = x[rows, K] W^T, at the speed of reading W where rows are few.
 //
 // As gemm_wgmma.cu (one producer thread, two consumer warpgroups, tensor copies, wgmma), but what few tiles there are is cut
 // along K among the blocks of a cluster: each multiplies its run of K, then the blocks lay their sums into each other's
 // shared memory and every one adds and stores a share of the rows. No sums go through L2, nobody polls. A warpgroup has 64 rows and all
-// columns (kM 64, not in use yet: all rows and half of the columns). FP8: what 128 of K add up to is added with its
+// columns (kM 64: all rows and half of the columns). FP8: what 128 of K add up to is added with its
 // scales. Weights are asked for before the kernels ahead are done, unless the launch may be idle. Assumes swizzled 128-byte
 // boxes (K padded to whole boxes). With an activation the first half of a tile is gate, the second up.
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include "../../include/gemm_boxes.cuh"
 #include "../../include/gemm_heads.cuh"
 #include "../../include/gemm_store.cuh"
+#include "../../include/once.cuh"
 #include "../../include/wgmma.cuh"
 #include "../../include/wgmma_skinny.cuh"
 
@@ -53,6 +54,7 @@ __device__ __forceinline__ float shared_float(uint32_t at) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
     return v;
 }
+__device__ __forceinline__ void cluster_meets() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 // d[64, 64] (+)= a[64, 32] b[64, 32]^T, e4m3, both in shared memory.
@@ -83,7 +85,7 @@ template <class Sums>
 __device__ __forceinline__ void share_heads(const GemmArguments &a, uint8_t *ring, int head, const GemmTile &t, int true_rows, const Sums &sums) {
     constexpr int kBytes = 16 * 64 * 4;  // of 16 rows and 64 columns
     const int n_parts = cluster_blocks(), rank = cluster_rank(), warp8 = (threadIdx.x >> 5) - 4, lane = threadIdx.x & 31;
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_meets();
     if (t.m0 + 16 * warp8 < true_rows) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -92,7 +94,7 @@ __device__ __forceinline__ void share_heads(const GemmArguments &a, uint8_t *rin
             for (int j = 0; j < 8; ++j) store_at(to + j * 512, sums[32 * half + 4 * j], sums[32 * half + 4 * j + 1], sums[32 * half + 4 * j + 2], sums[32 * half + 4 * j + 3]);
         }
     }
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_meets();
     const GemmWeight &w = a.w[t.weight];
     const float f = w.scale * a.scale;
 #pragma unroll 1
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
     float *out_tile = scale_ring + kRing * S::kScaleBytes / 4;
     const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
     const int n_parts = cluster_blocks(), rank = cluster_rank(), n_steps = (a.k + kBoxK - 1) / kBoxK;
-    const int k0 = n_steps * rank / n_parts, k1 = n_steps * (rank + 1) / n_parts;
+    const int k0 = n_steps * rank / n_parts, last_k = n_steps * (rank + 1) / n_parts;
     const int m_tiles = (a.most_rows + kM - 1) / kM, n_all = m_tiles * a.n_tiles, first = blockIdx.x / n_parts, stride = gridDim.x / n_parts;
     const bool may_be_idle = a.min_rows > 0, is_ahead = !may_be_idle && !a.are_unpacked;
     if (threadIdx.x == 0) {
@@ -161,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
         }
     };
     if (group == 0) {
-        fewer_registers<40>();
+        fewer_registers<kIsFp8 ? 40 : 56>();
         if constexpr (kIsBeside) {
             if (threadIdx.x >= 32 && threadIdx.x < 96 && a.norm.row_squares != nullptr) {
                 wait_dependence();
@@ -170,23 +172,24 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
             }
         }
         if (threadIdx.x != 0) return;
+        const uint64_t policy = m_tiles == 1 ? kReadOnce : kReadOften;
         auto copy_weights = [&](const GemmTile &t, int k, int stage) {
             barrier_expect(full + stage, kBytes + S::kScaleBytes);
             const CUtensorMap *map = maps.w + t.weight, *second = gated ? maps.w + 1 : map;
             uint8_t *to = ring + stage * kBytes + kM * 128;
-            copy_box(to, map, k * kBoxK, t.n0, full + stage);
-            copy_box(to + kWidth / 2 * 128, second, k * kBoxK, gated ? t.n0 : t.n0 + kWidth / 2, full + stage);
+            copy_box_once(shared_address(to), map, k * kBoxK, t.n0, full + stage, policy);
+            copy_box_once(shared_address(to) + kWidth / 2 * 128, second, k * kBoxK, gated ? t.n0 : t.n0 + kWidth / 2, full + stage, policy);
         };
         int n_ahead = 0;
         if (is_ahead && first < n_all) {
-            n_ahead = min(kRing, k1 - k0);
+            n_ahead = min(kRing, last_k - k0);
             const GemmTile t = tile_of(first);
             for (int i = 0; i < n_ahead; ++i) copy_weights(t, k0 + i, i);
         }
         wait_dependence();
         for (int index = first; index < n_all; index += stride) {
             const GemmTile t = tile_of(index);
-            for (int k = k0; k < k1; ++k) {
+            for (int k = k0; k < last_k; ++k) {
                 if (--n_ahead < 0) {
                     barrier_wait(empty + stage, phase ^ 1);
                     copy_weights(t, k, stage);
@@ -198,10 +201,14 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
         }
         return;
     }
-    more_registers<232>();
-    wait_dependence();
-    if (threadIdx.x == 128) true_rows = rows_of(a.info, a.rows_symbol);
-    consumers_sync();
+    more_registers<kIsFp8 ? 232 : 224>();
+    int n_rows = 0;
+    auto begin = [&] {
+        wait_dependence();
+        if (threadIdx.x == 128) true_rows = rows_of(a.info, a.rows_symbol);
+        consumers_sync();
+        n_rows = true_rows;
+    };
     auto release = [&](int used) {
         if ((threadIdx.x & 127) == 0) barrier_arrive(empty + used);
     };
@@ -210,7 +217,19 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
     // The first row of W in a box that product i of this warpgroup multiplies.
     auto row_of_atom = [&](int i) { return kM == 128 ? i * kAtom : gated ? i * 128 + wg * 64 : wg * kColumns + i * 64; };
     constexpr uint64_t kHigh = uint64_t{0x40000040} << 32;
-    for (int index = first; index < n_all; index += stride) {
+    // Rehearsed while the kernels ahead are not done: a tile of no products and no rows, so that the code of its end, which would come from memory behind
+    // the weights, is there.
+    bool rehearses = is_ahead;
+    if (!rehearses) begin();
+#pragma unroll 1
+    for (int index = first; index < n_all;) {
+        const bool is_real = !rehearses;
+        const int k1 = is_real ? last_k : k0;
+        auto go_on = [&] {
+            if (is_real) index += stride;
+            else begin();
+            rehearses = false;
+        };
         const GemmTile t = tile_of(index);
         float acc[kAtoms][kAtom / 2];
 #pragma unroll
@@ -354,7 +373,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
                 advance();
             }
             wgmma_wait<0>();
-            release(previous);
+            if (is_real) release(previous);
         }
         struct Flat {
             const float (&v)[kAtoms][kAtom / 2];
@@ -363,7 +382,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
         };
         Flat sums = {acc, {1.0f, 1.0f}};
         if constexpr (kIsBeside) {
-            if (a.norm.row_squares != nullptr) {
+            if (is_real && a.norm.row_squares != nullptr) {
                 barrier_wait(&are_factored, 0);
                 const int row = 16 * warp8 + (lane >> 2);
                 sums.factor[0] = factors[row];
@@ -376,25 +395,28 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
         if (n_parts == 1) {
             if constexpr (kIsBeside) {
                 if (a.norm.out != nullptr) {
-                    store_front<kColumns>(a, column_of_warp(warp8), row_of_warp(warp8) + (lane >> 2), lane & 3, true_rows, sums);
+                    store_front<kColumns>(a, column_of_warp(warp8), row_of_warp(warp8) + (lane >> 2), lane & 3, n_rows, sums);
+                    go_on();
                     continue;
                 }
             }
-            store_sums<kColumns>(a, t.weight, gated, column_of_warp(warp8), row_of_warp(warp8), true_rows, sums, out_tile);
+            store_sums<kColumns>(a, t.weight, gated, column_of_warp(warp8), row_of_warp(warp8), n_rows, sums, out_tile);
+            go_on();
             continue;
         }
         if constexpr (kIsBeside && kWidth == 128) {
             if (a.heads.q != nullptr) {
-                share_heads(a, ring, (a.w[t.weight].first_column + t.n0) >> 7, t, true_rows, sums);
+                if (is_real) share_heads(a, ring, (a.w[t.weight].first_column + t.n0) >> 7, t, n_rows, sums);
+                go_on();
                 continue;
             }
         }
         // Pieces of 16 rows and 64 columns (gated: 32 of gate and of up) are dealt out among the blocks; everybody lays down what it has
         // of them, in the ring when all are through with it.
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        if (is_real) cluster_meets();
         constexpr int kPieces = kColumns / 64, kPieceBytes = 16 * 64 * 4;
         const uint32_t laid = shared_address(ring);
-        if (row_of_warp(warp8) < true_rows) {
+        if (row_of_warp(warp8) < n_rows) {
             uint32_t to[kPieces];
 #pragma unroll
             for (int p = 0; p < kPieces; ++p) {
@@ -408,11 +430,11 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
                 store_at(at, sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
             }
         }
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+        if (is_real) cluster_meets();
 #pragma unroll 1
         for (int slot = warp8; slot * n_parts + rank < 8 * kPieces; slot += 8) {
             const int piece = slot * n_parts + rank, from_warp = piece / kPieces, in = piece % kPieces;
-            if (row_of_warp(from_warp) >= true_rows) continue;
+            if (is_real && row_of_warp(from_warp) >= n_rows) continue;
             float sum[32] = {};
 #pragma unroll 2
             for (int part = 0; part < n_parts; ++part) {
@@ -425,12 +447,13 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
             }
             if constexpr (kIsBeside) {
                 if (a.norm.out != nullptr) {
-                    store_front<64>(a, column_of_warp(from_warp) + in * 64, row_of_warp(from_warp) + (lane >> 2), lane & 3, true_rows, sum);
+                    store_front<64>(a, column_of_warp(from_warp) + in * 64, row_of_warp(from_warp) + (lane >> 2), lane & 3, n_rows, sum);
                     continue;
                 }
             }
-            store_sums<64>(a, t.weight, gated, column_of_warp(from_warp) + in * (gated ? 32 : 64), row_of_warp(from_warp), true_rows, sum, out_tile);
+            store_sums<64>(a, t.weight, gated, column_of_warp(from_warp) + in * (gated ? 32 : 64), row_of_warp(from_warp), n_rows, sum, out_tile);
         }
+        go_on();
     }
 #endif
 }
@@ -488,8 +511,9 @@ int32_t consider(const Launch &l, const Task &task, Cut *best, int least = 1) {
         if (clusters == 0) continue;
         // A step of K: as a block does it, as so many get W from memory, and both operands through the second-level cache.
         auto step = [&](int64_t tiles) {
-            const double blocks = static_cast<double>(tiles * parts), own = kIsFp8 ? (kIsWide ? 0.8 : 0.38) : (kIsWide ? 0.58 : 0.295);
-            return std::max(kM == 64 ? 0.6 * own : own, std::max(blocks * kW / task.m_tiles / (kIsWide ? 4.1e6 : 3.6e6), blocks * (kW + kX) / 10.5e6));
+            const double blocks = static_cast<double>(tiles * parts), own = kIsFp8 ? (kIsWide ? 0.8 : 0.38) : (kIsWide ? 0.58 : 0.32);
+            constexpr double kRate = kIsFp8 ? (kIsWide ? 4.1e6 : 3.6e6) : kIsWide ? 3.75e6 : 4.0e6;
+            return std::max(kM == 64 ? 0.6 * own : own, std::max(blocks * kW / task.m_tiles / kRate, blocks * (kW + kX) / 10.5e6));
         };
         const int64_t full = all / clusters, rest = all % clusters, steps = (n_steps + parts - 1) / parts, waves = full + (rest > 0);
         double us = steps * (full * step(clusters) + (rest > 0 ? step(rest) : 0.0));
@@ -555,8 +579,8 @@ bool leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k) {
 }
 
 int32_t launch_gemm_cluster(const Launch &l, const GemmArguments &a, int64_t max_rows) {
-    if (a.x_scale) return launch_height<true, 128>(l, a, max_rows);
-    return max_rows <= 64 ? launch_height<false, 64>(l, a, max_rows) : launch_height<false, 128>(l, a, max_rows);
+    if (max_rows <= 64) return a.x_scale ? launch_height<true, 64>(l, a, max_rows) : launch_height<false, 64>(l, a, max_rows);
+    return a.x_scale ? launch_height<true, 128>(l, a, max_rows) : launch_height<false, 128>(l, a, max_rows);
 }
 
 }  // namespace pk

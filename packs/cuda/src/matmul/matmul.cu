@@ -23,7 +23,7 @@ constexpr int64_t kStreamRows = 64;   // the streaming kernel takes so many rows
 constexpr int64_t kDotRows = 2;       // so many where there is,
 constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here,
 constexpr int64_t kPlainRows = 64;    // or to here, where tiles read the weights as they are;
-constexpr int64_t kClusterLeast = 32; // of BF16 clusters of blocks take more than these.
+constexpr int64_t kClusterLeast = 32; // of BF16 and FP8 clusters of blocks take more than these.
 constexpr int64_t kStreamCounterBytes = kCounterBytes - kSkinnyFlagBytes - kFlatPacketBytes;
 
 int64_t align256(int64_t n) { return (n + 255) & ~int64_t{255}; }
@@ -351,8 +351,10 @@ int32_t run_each(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     return PK_OK;
 }
 
-// Weights that clusters of blocks multiply by fewer rows than other tiles.
-bool is_clustered(const Launch &l, int32_t format, int64_t max_rows) { return has_wgmma(l.ctx) && format == PK_BF16 && max_rows > kClusterLeast && max_rows <= kClusterRows; }
+// Weights that clusters of blocks multiply by fewer rows than other tiles; FP8 by narrowed ones.
+bool is_clustered(const Launch &l, int32_t format, int64_t max_rows) {
+    return has_wgmma(l.ctx) && max_rows > kClusterLeast && ((format == PK_BF16 && max_rows <= kClusterRows) || (format == PK_FP8_E4M3 && max_rows <= kFp8ClusterRows));
+}
 
 // One group of weights: sampled rows can be anything up to the bound, so that each kernel of the ladder looks whether the
 // step is its own.
@@ -405,18 +407,19 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
 }
 
 // The kernel that runs a product in steps of l's bounds and can multiply by what a norm left.
-enum class HalfKernel { kNone, kSkinny, kCluster };
+enum class HalfKernel { kNone, kFlat, kCluster };
 static HalfKernel half_kernel(const Launch &l, const pk_op_matmul &op) {
     const int64_t rows = bound(l, PK_ROWS_T);
     if (!has_wgmma(l.ctx) || is_invariant(l.ctx) || rows <= kDotRows || op.x.rows != PK_ROWS_T || op.x.format != PK_BF16 || !is_wide(op.x)) return HalfKernel::kNone;
     int n_clustered = 0;
     for (int i = 0; i < op.n_w; ++i) {
         const int32_t format = find_packed(l.ctx, op.w[i])->format;
-        if (is_clustered(l, format, rows)) ++n_clustered;
-        else if (rows > (has_all_widths(format) ? kFactorRows : kFactorRows / 2)) return HalfKernel::kNone;
+        const bool is_tiled = is_clustered(l, format, rows);
+        if (is_tiled && format == PK_BF16) ++n_clustered;
+        else if (is_tiled || !is_flat(l, format, rows)) return HalfKernel::kNone;
         if (op.act != PK_ACT_NONE && format != find_packed(l.ctx, op.w[0])->format) return HalfKernel::kNone;
     }
-    if (n_clustered == 0) return HalfKernel::kSkinny;
+    if (n_clustered == 0) return HalfKernel::kFlat;
     return n_clustered == op.n_w && rows > 64 && rows <= 128 ? HalfKernel::kCluster : HalfKernel::kNone;  // a tile of 128 rows of x
 }
 
@@ -430,7 +433,7 @@ bool halves_norm(const Launch &l, const pk_op_matmul &front, const pk_op_norm &n
     if (kernel == HalfKernel::kNone || kernel != half_kernel(l, back)) return false;
     // Tiles store pairs of columns straight from registers.
     auto is_even = [](const pk_tensor &t) { return t.data % 8 == 0 && t.stride % 8 == 0; };
-    return kernel == HalfKernel::kSkinny || (front.w[0].rows % 64 == 0 && !front.bias[0].data && front.softcap <= 0.0f && front.add.format == PK_F32 && is_same(front.add, front.y) && is_even(front.y) && is_even(norm.out) && norm.w.data % 8 == 0);
+    return kernel == HalfKernel::kFlat || (front.w[0].rows % 64 == 0 && !front.bias[0].data && front.softcap <= 0.0f && front.add.format == PK_F32 && is_same(front.add, front.y) && is_even(front.y) && is_even(norm.out) && norm.w.data % 8 == 0);
 }
 
 bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads) {
@@ -443,35 +446,23 @@ bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads)
     for (int i = 0; i < op.n_w; ++i)
         if ((packed[i] = find_packed(l.ctx, op.w[i]))->rows % 128) return false;
     if (kernel == HalfKernel::kCluster) return op.x.cols >= 128;  // at least two steps of K
-    Group groups[3];
-    for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i) {
-        if (is_flat(l, packed[groups[i].first]->format, bound(l, op.x.rows))) {
-            if (!flat_ends_heads(l, heads.n_heads + 2 * heads.n_kv_heads)) return false;
-            continue;
-        }
-        // Every head has to be several blocks': they meet in memory.
-        const int64_t units = packed[groups[i].first]->padded_cols / unit_facts(packed[groups[i].first]->format).unit, blocks = l.ctx->n_processors;
-        int64_t tiles = 0;
-        for (int j = 0; j < groups[i].n; ++j) tiles += packed[groups[i].first + j]->rows / 128;
-        if (std::max<int64_t>(1, (tiles * units + blocks - 1) / blocks) >= units) return false;
-    }
-    return true;
+    return flat_ends_heads(l, heads.n_heads + 2 * heads.n_kv_heads);
 }
 
 int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside) {
     const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
     Group groups[3];
-    const bool is_skinny = half_kernel(l, op) == HalfKernel::kSkinny;
+    const bool flat = half_kernel(l, op) == HalfKernel::kFlat;
     for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i) {
         const int64_t rows = bound(l, op.x.rows);
-        if (int32_t status = is_skinny ? run_skinny(l, op, groups[i], packed, 0, rows, 0, beside) : run_gemm(l, op, groups[i], packed, 0, rows, {}, {}, beside)) return status;
+        if (int32_t status = flat ? run_skinny(l, op, groups[i], packed, 0, rows, 0, beside) : run_gemm(l, op, groups[i], packed, 0, rows, {}, {}, beside)) return status;
     }
     return PK_OK;
 }
 
 bool narrows_input(const Launch &l, const pk_op_matmul &op) {
-    if (op.x.rows != PK_ROWS_T || bound(l, op.x.rows) <= kPlainRows || !has_wgmma(l.ctx) || op.x.cols % 128 || op.x.format != PK_BF16 || is_invariant(l.ctx)) return false;
+    if (op.x.rows != PK_ROWS_T || bound(l, op.x.rows) <= kClusterLeast || !has_wgmma(l.ctx) || op.x.cols % 128 || op.x.format != PK_BF16 || is_invariant(l.ctx)) return false;
     for (int i = 0; i < op.n_w; ++i)
         if (find_packed(l.ctx, op.w[i])->format != PK_FP8_E4M3) return false;
     return true;
@@ -531,12 +522,13 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
         const int64_t narrowed = is_invariant(ctx) ? max_rows : std::min(max_rows, 2 * kSkinnyRows);
         stream = std::max(stream, skinny_partial_bytes(ctx->n_processors, width) + align256(narrowed * k * 2));
     }
-    if (max_rows <= kStreamRows && (has_wgmma(ctx) || !is_invariant(ctx))) return stream;
+    // A gated product with FP8 weights may leave y narrowed behind its own x.
+    const int64_t narrowed = align256(fp8_scratch(max_rows, k)) + (op.act == PK_ACT_NONE ? 0 : fp8_scratch(max_rows, op.w[0].rows));
+    if (max_rows <= kStreamRows && has_wgmma(ctx)) return std::max(stream, narrowed);
+    if (max_rows <= kStreamRows && !is_invariant(ctx)) return stream;
     int64_t rows = 0;
     for (int i = 0; i < op.n_w; ++i) rows = std::max(rows, op.w[i].rows);
     const int64_t gemm = align256(max_rows * k * 2) + std::min<int64_t>(kPanelBytes, 2 * align256((rows + 127) / 128 * 128 * k * 2)) + (1 << 20);
-    // A gated product with FP8 weights may leave y narrowed behind its own x.
-    const int64_t narrowed = align256(fp8_scratch(max_rows, k)) + (op.act == PK_ACT_NONE ? 0 : fp8_scratch(max_rows, op.w[0].rows));
     return std::max({stream, gemm, narrowed});
 }
 

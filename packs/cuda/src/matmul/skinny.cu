@@ -14,8 +14,7 @@
 #include "../../include/device.cuh"
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
-#include "../../include/skinny_heads.cuh"
-#include "../../include/skinny_norm.cuh"
+#include "../../include/once.cuh"
 #include "../../include/skinny_parts.cuh"
 #include "../../include/wgmma_skinny.cuh"
 
@@ -53,7 +52,7 @@ struct Shape {
     // Stages of weights under way: with more, x and what blocks tell each other would queue behind them.
     static constexpr int kUnderWay = kWStages > 4 ? 4 : kWStages;
     static constexpr int kThreads = kWg * 128 + 128;
-    static_assert(kWStages >= 2 && kXStages >= 2 && kBytes + 24 * (kWStages + kXStages) + 12 * kNT + 96 <= 232448);
+    static_assert(kWStages >= 2 && kXStages >= 2 && kBytes + 24 * (kWStages + kXStages) + 64 <= 232448);
 };
 
 // Steps of 32 of K that are decoded together: half a unit, less where registers are few.
@@ -130,8 +129,6 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
     extern __shared__ uint8_t raw[];
     __shared__ uint64_t w_full[S::kWStages], w_empty[S::kWStages], x_full[S::kXStages], x_empty[S::kXStages], x_raw[S::kXStages], is_told;
     __shared__ int told[2];  // rows of x, number of the launch
-    __shared__ uint64_t are_factored;
-    alignas(16) __shared__ float factors[kNT], half_sums[2][kNT];  // of rows of x, and of what is known of their squares
     const uint32_t base = (shared_address(raw) + 1023) & ~1023u;
     const uint32_t x_ring = base, w_ring = base + S::kXStages * S::kXBytes;
     if (threadIdx.x == 0) {
@@ -145,7 +142,6 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
             barrier_init(x_empty + i, 4 * kWg);
         }
         barrier_init(&is_told, 1);
-        barrier_init(&are_factored, 2);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -165,7 +161,7 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
     auto row_of = [&](int tile, int i, int g, int t) { return gated ? tile * 64 * kWg + g * 64 : (tile - a.w[i].first_tile) * S::kM + (g * kT + t) * 64; };
 
     if (warp >= 4 * kWg) {
-        fewer_registers<kNT <= kFactorRows ? 72 : 56>();
+        fewer_registers<56>();
         if (warp == 4 * kWg) {
             int stage = 0, landing = 0;  // landing: the first stage that is still under way
             uint32_t phase = 0, landing_phase = 0;
@@ -188,11 +184,11 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
                         const int q = lane >> 2, t = q % kT;
                         const SkinnyWeight &w = a.w[gated ? t : i];
                         const int tile16 = min(row_of(tile, i, q / kT, t) / 16 + (lane & 3), w.n_tiles16 - 1);
-                        copy_bytes(to + lane * Unit<kFormat>::kBytes, w.data + (static_cast<int64_t>(tile16) * a.n_units + u) * Unit<kFormat>::kBytes, Unit<kFormat>::kBytes, w_full + stage);
+                        copy_bytes_once(to + lane * Unit<kFormat>::kBytes, w.data + (static_cast<int64_t>(tile16) * a.n_units + u) * Unit<kFormat>::kBytes, Unit<kFormat>::kBytes, w_full + stage);
                     }
                 } else if (lane < kWg * kT) {
                     const int t = lane % kT;
-                    copy_box_at(to + lane * 8192, maps.w + (gated ? t : i), u * StageOf<kFormat>::kU, row_of(tile, i, lane / kT, t), w_full + stage);
+                    copy_box_once(to + lane * 8192, maps.w + (gated ? t : i), u * StageOf<kFormat>::kU, row_of(tile, i, lane / kT, t), w_full + stage);
                 }
                 if (++u == a.n_units) {
                     u = 0;
@@ -236,52 +232,32 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
                     phase ^= 1;
                 }
             }
-            return;
-        }
-        const int mine = warp - 4 * kWg - 2;
-        auto factor = [&] {
-            if constexpr (kNT > kFactorRows) return;
-            row_factors<kNT>(a.norm, mine, lane, half_sums, factors);
-            if (lane == 0) barrier_arrive(&are_factored);
-        };
-        if constexpr (kImage == 0) {
-            factor();
-        } else {
-            // Two warps take turns; a stage is always the same warp's, which so waits for each of its phases. Once all of the ring is in
-            // order there is time for the factors.
-            int stage = 0, chunk = 0;
+        } else if constexpr (kImage != 0) {
+            // Two warps take turns; a stage is always the same warp's, which so waits for each of its phases.
+            const int mine = warp - 4 * kWg - 2;
+            int stage = 0;
             uint32_t phase = 0;
-            constexpr int kParts = kNT <= kFactorRows ? 2 : 1;
-#pragma unroll 1
-            for (int part = 0; part < kParts; ++part) {
-                int own_lane = lane;
-                if constexpr (kParts == 2) {
-                    asm volatile("" : "+r"(own_lane));  // what follows from it need not be kept meanwhile
-                    own_lane &= 31;
+            for (int chunk = 0; chunk < n_chunks; chunk += kTurn) {
+                int after = stage + kTurn;
+                if (((chunk / kTurn) & 1) == mine) {
+                    const uint32_t at = x_ring + stage * S::kXBytes;
+                    barrier_wait(x_raw + stage, phase);
+                    if constexpr (kTurn == 2) barrier_wait(x_raw + stage + 1, phase);
+                    order_x<kImage, kNT>(at, at + S::kXBytes, lane);
+                    fence_async_proxy();
+                    __syncwarp();
+                    if (lane < kTurn) barrier_arrive(x_full + stage + lane);
                 }
-                for (const int until = part + 1 == kParts ? n_chunks : min(S::kXStages, n_chunks); chunk < until; chunk += kTurn) {
-                    int after = stage + kTurn;
-                    if (((chunk / kTurn) & 1) == mine) {
-                        const uint32_t at = x_ring + stage * S::kXBytes;
-                        barrier_wait(x_raw + stage, phase);
-                        if constexpr (kTurn == 2) barrier_wait(x_raw + stage + 1, phase);
-                        order_x<kImage, kNT>(at, at + S::kXBytes, own_lane);
-                        fence_async_proxy();
-                        __syncwarp();
-                        if (lane < kTurn) barrier_arrive(x_full + stage + lane);
-                    }
-                    if (after >= S::kXStages) {
-                        after = 0;
-                        phase ^= 1;
-                    }
-                    stage = after;
+                if (after >= S::kXStages) {
+                    after = 0;
+                    phase ^= 1;
                 }
-                if (part == 0) factor();
+                stage = after;
             }
         }
         return;
     }
-    more_registers<kNT <= kFactorRows ? 216 : 224>();
+    more_registers<224>();
     // The tiles that other blocks share (the first, the last): the first of those blocks, how many.
     int shared_tile[2], owner[2], n_parts[2] = {0, 0};
 #pragma unroll
@@ -301,7 +277,6 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
     int n_rows = 0, now = 0;
     auto ask_told = [&] {
         barrier_wait(&is_told, 0);
-        if constexpr (kNT <= kFactorRows) barrier_wait(&are_factored, 0);
         n_rows = told[0];
         now = told[1];
     };
@@ -344,23 +319,17 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
         const float f0 = w.scale * (w.row_scale ? w.row_scale[row] : 1.0f), b0 = w.bias ? w.bias[row] : 0.0f;
         const float *from = staging + (lane >> 4) * kPitch + (lane & 15);
         const int64_t column = w.first_column + row;
-        auto factor = [&](int r) { return kNT <= kFactorRows ? factors[n0 + 2 * r] : 1.0f; };
         if (!gated && a.act == PK_ACT_NONE) {
-            const float gain = a.norm.out != nullptr ? a.norm.w[column] : 0.0f;
-            float squares[8];
 #pragma unroll
             for (int r = 0; r < 8; ++r) {
                 const int n = n0 + 2 * r;
-                float out = (from[2 * r * kPitch] * (f0 * factor(r)) + b0) * a.scale;
+                float out = (from[2 * r * kPitch] * f0 + b0) * a.scale;
                 if (a.softcap > 0.0f) out = a.softcap * quick_tanh(out / a.softcap);
                 out += old[r];
-                squares[r] = n < n_rows ? out * out : 0.0f;
                 if (n >= n_rows) continue;
                 if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = out;
                 else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(out);
-                if (a.norm.out != nullptr) static_cast<bf16 *>(a.norm.out)[n * a.norm.out_stride + column] = __float2bfloat16(out * gain);
             }
-            if (a.norm.out != nullptr) store_squares(a.norm, squares, column, n0 - (lane >> 4), lane);
             return;
         }
         const float f1 = gated ? a.w[1].scale * (a.w[1].row_scale ? a.w[1].row_scale[row] : 1.0f) : 0.0f, b1 = gated && a.w[1].bias ? a.w[1].bias[row] : 0.0f;
@@ -368,7 +337,7 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
         if (gated && a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16) {
 #pragma unroll
             for (int r = 0; r < 8; ++r) {
-                const float gate = from[2 * r * kPitch] * (f0 * factor(r)) + b0, up = twin[2 * r * kPitch] * (f1 * factor(r)) + b1;
+                const float gate = from[2 * r * kPitch] * f0 + b0, up = twin[2 * r * kPitch] * f1 + b1;
                 if (n0 + 2 * r < n_rows) static_cast<bf16 *>(a.y)[(n0 + 2 * r) * a.y_stride + column] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * up * a.scale);
             }
             return;
@@ -377,8 +346,8 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
         for (int r = 0; r < 8 && n0 + 2 * r < n_rows; ++r) {
             const int n = n0 + 2 * r;
             const float more = a.add != nullptr ? load_as_f32(a.add, n * a.add_stride + column, a.add_format) : 0.0f;
-            const float own = from[2 * r * kPitch] * (f0 * factor(r)) + b0;
-            float out = activate(gated ? own : more, a.act) * (gated ? twin[2 * r * kPitch] * (f1 * factor(r)) + b1 : own) * a.scale;
+            const float own = from[2 * r * kPitch] * f0 + b0;
+            float out = activate(gated ? own : more, a.act) * (gated ? twin[2 * r * kPitch] * f1 + b1 : own) * a.scale;
             if (a.softcap > 0.0f) out = a.softcap * quick_tanh(out / a.softcap);
             store_from_f32(a.y, n * a.y_stride + column, a.y_format, gated ? out + more : out);
         }
@@ -562,16 +531,6 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
         constexpr int kPieces = kWg * 4 * (kNT / 16);
         const int tile = shared_tile[which], parts = n_parts[which];
         if (parts == 0) continue;
-        if constexpr (kT == 1 && kNT <= kFactorRows) {
-            if (a.heads.q != nullptr) {
-                const int i = weight_of(tile);
-                for (int j = warp + (me - owner[which]) * 4 * kWg; 8 * j < n_rows; j += parts * 4 * kWg)
-                    write_head(a, a.w[i], row_of(tile, i, 0, 0), j, lane, n_rows, factors, parts, [&](int part, int s) {
-                        return reinterpret_cast<const float4 *>(a.partial + (2 * (owner[which] + part) + (part == 0)) * static_cast<int64_t>(S::kM * kNT)) + j * kConsumers + s * 32 + lane;
-                    });
-                continue;
-            }
-        }
         for (int piece = warp + (me - owner[which]) * 4 * kWg; piece < kPieces; piece += parts * 4 * kWg) {
             const int pw = piece % (4 * kWg), chunk = piece / (4 * kWg);
             if (chunk * 16 >= n_rows) break;
