@@ -25,6 +25,7 @@ CASES = [
     Attention(14, 2, 64, 64, LONG, page_tokens=32),
     Attention(4, 1, 256, 256, CHUNK, window=70),
     Attention(16, 2, 256, 256, ((1, 129, 1),)),
+    Attention(8, 1, 256, 256, ((1, 590, 40),)),
     Attention(4, 2, 32, 32, MIXED, softcap=5.0),
     Attention(4, 2, 128, 128, MIXED, has_sinks=True, window=16),
     Attention(2, 2, 33, 17, MIXED, page_tokens=5),
