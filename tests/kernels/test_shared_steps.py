@@ -79,5 +79,10 @@ def test_rows_that_share_pages_say_what_rows_with_their_own_say(bench, rng, kv):
         tokens = dict(zip(rows, m.step(rows=[(slot, 1, 1) for slot in rows]), strict=True))
         if {1, 2} <= set(rows):
             assert tokens[1] == tokens[2], rows
+    for rows in ((0, 1, 2), (2,), (1, 0), (2, 1), (0,), (1, 0, 2)):  # beside a piece of a prompt
+        more, at = rng.integers(0, V, 8).tolist(), int(m.b.get("length", 4)[3])
+        tokens = dict(zip(rows, m.step(texts=[(3, at, more)], rows=[(slot, 1, 1) for slot in rows] + [(3, 8, 0)])[: len(rows)], strict=True))
+        if {1, 2} <= set(rows):
+            assert tokens[1] == tokens[2], rows
     history = m.b.get("tokens", 2 * 321, at=321).reshape(2, 321)[:, : COMMON + 9]
     np.testing.assert_array_equal(history[0], history[1])

@@ -1,5 +1,4 @@
-// What the warps of the decode kernel (decode.cu) do by themselves: the list of work, and a ring of K and V that a warp fills and
-// reads alone.
+// What the warps of the decode kernel (decode.cu) do by themselves: a ring of K and V that a warp fills and reads alone.
 //
 // Groups of positions come by one tensor copy a page and operand on Hopper where pages allow it, else by cp.async; bytes land
 // as they are stored, FP8 becomes f16 in registers (F32 is narrowed before the store).
@@ -13,7 +12,7 @@
 namespace pk {
 namespace ring {
 
-constexpr int kThreads = 128, kWarps = 4, kLeast = 128;  // positions worth a block
+constexpr int kThreads = 128, kWarps = 4;
 
 enum Kind { kBf16, kF16, kFp8, kF32 };
 template <int kKind>
@@ -61,6 +60,9 @@ struct Maps {
     CUtensorMap k, v;
 };
 
+// n / d, rounded down, of n up to 2^20: the exact division takes four times the instructions.
+__device__ __forceinline__ int quotient(int n, int d) { return static_cast<int>(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(d))); }
+
 // Offset of a 16-byte piece: blocks of 8 rows x 128 bytes, swizzled as tensor copies leave them.
 template <int kPanelsHere>
 __device__ __forceinline__ uint32_t block_offset(int row, int piece) {
@@ -84,67 +86,7 @@ __device__ __forceinline__ bool ring_ready(uint64_t *b, uint32_t parity) {
 
 // ---- the work list ----
 
-struct RowWork {
-    int first, end, tiles, groups;  // visible positions, tiles of pairs, groups of positions
-};
-
-template <int kSize>
-__device__ __forceinline__ RowWork row_work(const AttentionArguments &a, int start, int next, int position, int flags, int shared) {
-    RowWork w;
-    const int n = next - start, group = a.n_heads / a.n_kv_heads;
-    w.first = a.window > 0 ? max(0, position - a.window + 1) : shared;
-    w.end = position + n;
-    w.tiles = is_decode_row(n, group) && !(flags & PK_ROW_DEAD) ? (n * group + 15) / 16 : 0;
-    w.groups = (w.end + kSize - 1) / kSize - w.first / kSize;
-    return w;
-}
-
-// Running sums of groups per row into `ends`; returns their number.
-template <int kSize>
-__device__ __forceinline__ int build_schedule(const AttentionArguments &a, int *ends, int *warps) {
-    int carried = 0, n_rows = a.max_rows;
-    for (int base = 0; base < n_rows; base += kThreads) {
-        const int r = base + threadIdx.x;
-        int work = 0;
-        if (r < a.max_rows) {  // loaded before the number of rows is known
-            const int start = a.row_start[r], next = a.row_start[r + 1], position = a.row_position[r], flags = a.row_flags[r];
-            const int shared = a.share_rows != nullptr ? a.share_rows[r].tokens : 0;
-            n_rows = a.info->n_rows;
-            if (r < n_rows) {
-                const RowWork w = row_work<kSize>(a, start, next, position, flags, shared);
-                work = w.tiles * w.groups * a.n_kv_heads;
-            }
-        } else {
-            n_rows = a.info->n_rows;
-        }
-        const int end = block_scan(work, warps) + carried;
-        if (r < n_rows) ends[r] = end;
-        if (threadIdx.x == kThreads - 1) warps[kWarps] = end;
-        __syncthreads();
-        carried = warps[kWarps];
-    }
-    return carried;
-}
-
-// Rows of one token: the most groups that a (row, head) has.
-__device__ __forceinline__ int longest_head(const AttentionArguments &a, const int *ends, int *warps) {
-    int most = 0;
-    for (int r = threadIdx.x; r < a.info->n_rows; r += kThreads) most = max(most, ends[r] - (r ? ends[r - 1] : 0));
-    most = __reduce_max_sync(~0u, most);
-    if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = most;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) most = max(most, warps[i]);
-    return most / a.n_kv_heads;
-}
-
-// Where the groups of (row, head) number `item` begin, of rows of one token.
-__device__ __forceinline__ int head_start(const AttentionArguments &a, const int *ends, int item) {
-    const int row = item / a.n_kv_heads, before = row ? ends[row - 1] : 0;
-    return row < a.info->n_rows ? before + (ends[row] - before) / a.n_kv_heads * (item - row * a.n_kv_heads) : before;
-}
-
-// A run's part of one (row, head, tile).
+// A block's part of one (row, head, tile).
 struct Segment {
     const int32_t *pages;
     int start, n_pairs, position, head, pair;  // the row, and the tile's first pair
@@ -155,33 +97,13 @@ struct Segment {
     ShareRow share;
 };
 
-template <int kSize>
-__device__ __forceinline__ Segment find_segment(const AttentionArguments &a, const int *ends, int at, int until, int per) {  // per 0: runs are of whole heads
-    Segment s;
-    int low = 0, high = a.info->n_rows - 1;
-    while (low < high) {
-        const int mid = (low + high) >> 1;
-        if (ends[mid] > at) high = mid; else low = mid + 1;
-    }
-    s.start = a.row_start[low];
-    s.position = a.row_position[low];
-    const int next = a.row_start[low + 1], slot = a.row_slot[low], before = low ? ends[low - 1] : 0, group = a.n_heads / a.n_kv_heads;
-    s.share = a.share_rows != nullptr ? a.share_rows[low] : ShareRow{};
-    const RowWork w = row_work<kSize>(a, s.start, next, s.position, 0, s.share.tokens);
-    const int local = at - before, which = local / w.groups, in = local - which * w.groups, whole = at - in;
-    s.pages = a.page_table + static_cast<int64_t>(slot) * a.slot_pages;
-    s.n_pairs = (next - s.start) * group;
-    s.head = which / w.tiles;
-    s.pair = (which - s.head * w.tiles) * 16;
-    s.first = w.first;
-    s.end = w.end;
-    s.group = w.first / kSize + in;
-    s.n_groups = min(w.groups - in, until - at);
-    s.block_first = per > 0 ? whole / per : blockIdx.x;
-    s.block_last = per > 0 ? (whole + w.groups - 1) / per : blockIdx.x;
-    s.is_first = in == 0;
-    return s;
-}
+// Warps of a block that take one segment together: all, two or one of them. A team of few holds as many rows of q as it has quarters.
+struct Team {
+    int shift, number, warp, thread;  // log2 of its warps; which of the block's; of the caller: its warp and thread in the team
+    __device__ __forceinline__ explicit Team(int s) : shift(s), number(threadIdx.x >> (5 + s)), warp((threadIdx.x >> 5) & ((1 << s) - 1)), thread(threadIdx.x & ((32 << s) - 1)) {}
+    __device__ __forceinline__ int rows() const { return 4 << shift; }
+    __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, %1;" ::"r"(number + (shift == 2 ? 0 : 1)), "r"(32 << shift) : "memory"); }
+};
 
 // ---- numbers ----
 
@@ -219,14 +141,14 @@ __device__ __forceinline__ int o_column(int d, int e) {
     return kKind == kFp8 ? (d >> 1) * 16 + 4 * j + 2 * e + (d & 1) : d * 8 + 2 * j + e;
 }
 
-// The block asks for a tile's q (16 rows, pieces of a row permuted by the row); `full` counts every thread once.
+// A team asks for a tile's q (its rows, pieces of a row permuted by the row); `full` counts every thread of it once.
 template <int kD>
-__device__ __forceinline__ void ask_q(const AttentionArguments &a, const Segment &s, uint8_t *to, uint64_t *full) {
+__device__ __forceinline__ void ask_q(const AttentionArguments &a, const Segment &s, const Team &team, uint8_t *to, uint64_t *full) {
     const int group = a.n_heads / a.n_kv_heads;
     const bool wide = a.q_format == PK_BF16 && a.q_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.q) % 16 == 0;
-#pragma unroll(kHoldQ<kD> ? 16 : 1)  // of wide heads one copy: what runs once a launch comes from L2 instruction by instruction
+#pragma unroll 1  // what runs once a launch comes from L2 instruction by instruction
     for (int j = 0; j < 16 * kQPieces<kD> / kThreads; ++j) {
-        const int i = j * kThreads + threadIdx.x, row = i / kQPieces<kD>, piece = i % kQPieces<kD>, pair = s.pair + row, token = pair / group;
+        const int i = (j << (5 + team.shift)) + team.thread, row = i / kQPieces<kD>, piece = i % kQPieces<kD>, pair = s.pair + row, token = pair / group;
         const bool ok = pair < s.n_pairs && piece * 8 < a.head_width;
         const int64_t from = ok ? static_cast<int64_t>(s.start + token) * a.q_stride + (s.head * group + pair - token * group) * a.head_width + piece * 8 : 0;
         uint8_t *at = to + row * kQPieces<kD> * 16 + ((piece ^ (row & 7)) << 4);
@@ -244,16 +166,16 @@ __device__ __forceinline__ void ask_q(const AttentionArguments &a, const Segment
 }
 
 // The fragment of a k step.
-template <int kD, int kKind>
-__device__ __forceinline__ void read_q(uint32_t (&q)[4], const uint8_t *from, int k) {
+template <int kD, int kKind, int kHalves = 2>
+__device__ __forceinline__ void read_q(uint32_t (&q)[4], const uint8_t *from, int rows, int k) {
     const int row = (threadIdx.x & 31) >> 2;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int h = 0; h < kHalves; ++h)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int column = q_column<kKind>(k, e);
             uint32_t v;  // volatile: else the compiler keeps all of a wide head's q in registers that it does not have
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(from) + (row + 8 * h) * kQPieces<kD> * 16 + (((column >> 3) ^ row) << 4) + (column & 7) * 2));
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(from) + ((row + 8 * h) & (rows - 1)) * kQPieces<kD> * 16 + (((column >> 3) ^ (row & (rows - 1))) << 4) + (column & 7) * 2));
             if constexpr (kHalfMath<kKind>) v = pack2<true>(low_f32(v), high_f32(v));
             q[h + 2 * e] = v;
         }
@@ -266,30 +188,64 @@ struct Warp {
     const Maps &maps;
     uint8_t *ring;
     uint64_t *full;
-    int lane, warp;
-    int issued = 0, looked = 0, put = 0, take = 0;  // groups asked for, and pages known, from the start of the current segment; ring positions
-    int page = 0, page_after = 0;                   // of the groups `issued` and after it, as far as looked up
-    uint32_t put_turn = 0, take_turn = 0;
+    int lane;
+    Team team;
+    int mine = 0, both = 0;                         // groups of this warp in the current segment, and with those of the next one once that is known
+    int issued = 0, looked = 0, put = 0, take = 0;  // groups asked for, and those whose pages are known, from the start of the current segment; ring positions
+    int page = 0, page_after = 0;                   // of the groups `issued` and after it, as far as looked up; of tensor copies the boxes of [known, looked), one a lane, and as many after them
+    int known = 0, asks_at = 0, asks_row = 0;       // tensor copies: position of the next group, row of its head in a page
+    uint32_t take_turn = 0;
 
-    __device__ __forceinline__ int n_mine(const Segment &s) const { return (s.n_groups - warp + kWarps - 1) / kWarps; }
-    __device__ __forceinline__ int first_of(const Segment &s, int n) const { return (s.group + n * kWarps + warp) * kSize; }
+    __device__ __forceinline__ int n_mine(const Segment &s) const { return (s.n_groups - team.warp + (1 << team.shift) - 1) >> team.shift; }
+    __device__ __forceinline__ int first_of(const Segment &s, int n) const { return (s.group + (n << team.shift) + team.warp) * kSize; }
+
+    // Groups that the ring takes of what earlier steps wrote: those may be asked for before the kernels in front have ended.
+    __device__ __forceinline__ int n_old(const Segment &s) const {
+        int n = 0;
+        for (const int most = min(kStages, mine); n < most && first_of(s, n) + kSize <= s.position; ++n) {}
+        return n;
+    }
 
     __device__ __forceinline__ int look_page(const int32_t *pages, int first, int low, int high) const { return pages[page_of(a, min(max(first + (lane & (kSize - 1)), low), high - 1))]; }
 
-    // Asks for the group of positions that begins at `first`, of a row that sees [low, high); `page` holds its page.
+    // Pages of the boxes (16 positions) of this warp's groups from the n-th on, one a lane.
+    static constexpr int kBoxes = kSize / 16, kKnown = 32 / kBoxes;
+    __device__ __forceinline__ int look_boxes(const Segment &s, int n) const { return s.pages[page_of(a, min(max(first_of(s, n + lane / kBoxes) + lane % kBoxes * 16, s.first), s.end - 1))]; }
+
+    // The first segment is known.
+    __device__ __forceinline__ void begin(const Segment &s) {
+        mine = both = n_mine(s);
+        if constexpr (kTensor) {
+            page = look_boxes(s, 0);
+            looked = min(kKnown, mine);
+            if (looked < mine) page_after = look_boxes(s, looked);
+            turn_to(s);
+        }
+    }
+    // The next segment is known.
+    __device__ __forceinline__ void see(const Segment &next) {
+        both = mine + n_mine(next);
+        if constexpr (kTensor) {
+            if (looked == mine) page_after = look_boxes(next, 0);
+            if (issued == mine) turn_to(next);
+        }
+    }
+    // The next segment is the current one.
+    __device__ __forceinline__ void pass() {
+        issued -= mine;
+        looked -= mine;
+        known -= mine;
+        mine = both -= mine;
+    }
+    __device__ __forceinline__ void turn_to(const Segment &s) {
+        asks_at = first_of(s, 0);
+        asks_row = s.head * a.page_tokens;
+    }
+
+    // Asks for the group of positions that begins at `first`, of a row that sees [low, high); `page` holds the page of the lane's position.
     __device__ __forceinline__ void fetch(int first, int head, int low, int high) {
         uint8_t *to = ring + put * 2 * kBytes;
-        if constexpr (kTensor) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-            if (lane == 0) barrier_expect(&full[put], 2 * kBytes);
-            __syncwarp();
-            if ((lane & 15) == 0 && lane < kSize) {  // a box holds 16 positions
-                const int row = (head * a.page_tokens + ((first + lane) & (a.page_tokens - 1))) >> 3;
-                copy_page(shared_address(to) + lane * kP * 128, &maps.k, row, page, &full[put]);
-                copy_page(shared_address(to) + kBytes + lane * kP * 128, &maps.v, row, page, &full[put]);
-            }
-#endif
-        } else {
+        {
             constexpr int kPer = 16 >> kShift<kKind>, kPieces = kD / kPer, kLoads = kSize * kPieces / 32;  // elements of a piece
             const int p = min(max(first + (lane & (kSize - 1)), low), high - 1);
             const int64_t page_at = static_cast<int64_t>(page) * a.page_stride;
@@ -319,27 +275,58 @@ struct Warp {
         if (++put == kStages) put = 0;
     }
 
+    // The same for the next group, by tensor copies.
+    __device__ __forceinline__ void copy() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+        const uint32_t to = shared_address(ring) + put * 2 * kBytes;
+        const int of_box = __shfl_sync(~0u, page, (issued - known) * kBoxes + (kBoxes > 1 ? lane >> 4 : 0));
+        if (lane == 0) barrier_expect(&full[put], 2 * kBytes);
+        if constexpr (kBoxes > 1) __syncwarp();
+        if ((lane & 15) == 0 && lane < kSize) {  // a box holds 16 positions
+            const int row = (asks_row + ((asks_at + lane) & (a.page_tokens - 1))) >> 3;
+            copy_page(to + lane * kP * 128, &maps.k, row, of_box, &full[put]);
+            copy_page(to + kBytes + lane * kP * 128, &maps.v, row, of_box, &full[put]);
+        }
+#endif
+        asks_at += kSize << team.shift;
+        if (++put == kStages) put = 0;
+    }
+
     // Asks ahead until `wanted` groups from the start of `s` are on their way, running on into `next`.
-    __device__ __forceinline__ void fetch_until(const Segment &s, const Segment &next, bool has_next, int wanted) {
-        const int mine = n_mine(s), both = mine + (has_next ? n_mine(next) : 0);
+    __device__ __forceinline__ void fetch_until(const Segment &s, const Segment &next, int wanted) {
         wanted = min(wanted, both);
+        if constexpr (kTensor) {
 #pragma unroll 1
-        for (;;) {
-            // Pages are known two groups ahead: under load a look takes as long as a group.
-#pragma unroll 1
-            while (looked < min(issued + 2, both)) {
-                const bool here = looked < mine;
-                const int found = look_page(here ? s.pages : next.pages, here ? first_of(s, looked) : first_of(next, looked - mine), here ? s.first : next.first, here ? s.end : next.end);
-                if (looked++ == issued)
-                    page = found;
-                else
-                    page_after = found;
+            for (; issued < wanted; ++issued) {
+                if (issued == looked) {
+                    page = page_after;
+                    known = issued;
+                    looked = min(issued + kKnown, issued < mine ? mine : both);
+                    if (looked < mine) page_after = look_boxes(s, looked);
+                    else if (looked < both) page_after = look_boxes(next, looked - mine);
+                }
+                copy();
+                if (issued + 1 == mine && mine < both) turn_to(next);
             }
-            if (issued >= wanted) return;
-            const bool here = issued < mine;
-            fetch(here ? first_of(s, issued) : first_of(next, issued - mine), here ? s.head : next.head, here ? s.first : next.first, here ? s.end : next.end);
-            ++issued;
-            page = page_after;
+        } else {
+#pragma unroll 1
+            for (;;) {
+                // Pages are known two groups ahead: under load a look takes as long as a group.
+#pragma unroll 1
+                while (looked < min(issued + 2, both)) {
+                    const bool here = looked < mine;
+                    const int found = look_page(here ? s.pages : next.pages, here ? first_of(s, looked) : first_of(next, looked - mine), here ? s.first : next.first, here ? s.end : next.end);
+                    if (looked++ == issued)
+                        page = found;
+                    else
+                        page_after = found;
+                }
+                if (issued >= wanted) return;
+                const bool here = issued < mine;
+                fetch(here ? first_of(s, issued) : first_of(next, issued - mine), here ? s.head : next.head, here ? s.first : next.first, here ? s.end : next.end);
+                ++issued;
+                page = page_after;
+            }
         }
     }
 
@@ -352,81 +339,17 @@ struct Warp {
             take_turn ^= 1;
         }
         if (kTensor && (first < s.first || first + kSize > s.end)) {
-#pragma unroll 1
-            for (int r = 0; r < kSize; ++r)
-                if ((first + r < s.first || first + r >= s.end) && lane < kP * 8) *reinterpret_cast<uint4 *>(at + kBytes + block_offset<kP>(r, lane)) = make_uint4(0, 0, 0, 0);
+#pragma unroll 2
+            for (int i = lane; i < kSize * kP * 8; i += 32) {
+                const int p = first + i / (kP * 8);
+                if (p < s.first || p >= s.end) *reinterpret_cast<uint4 *>(at + kBytes + block_offset<kP>(i / (kP * 8), i % (kP * 8))) = make_uint4(0, 0, 0, 0);
+            }
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
             if constexpr (kTensor) fence_async_proxy();
 #endif
             __syncwarp();
         }
         return at;
-    }
-
-    // s[16 pairs, positions] = q k^T.
-    __device__ __forceinline__ void scores(float (&s)[kSize / 8][4], const uint32_t (&held)[kHoldQ<kD> ? kD / 16 : 1][4], const uint8_t *q_at, uint32_t k_at) {
-        float more[2][4] = {};
-#pragma unroll
-        for (int t = 0; t < kSize / 8; ++t)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[t][e] = 0.0f;
-        const int row = (lane & 7) + ((lane >> 4) << 3), odd = (lane >> 3) & 1;
-        constexpr int kPer = kKind == kFp8 ? 2 : 1;  // k steps of a 16-byte piece
-#pragma unroll
-        for (int k = 0; k < kD / 16 / kPer; ++k) {
-            uint32_t q[kPer][4];
-#pragma unroll
-            for (int i = 0; i < kPer; ++i) {
-                if constexpr (kHoldQ<kD>) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) q[i][e] = held[k * kPer + i][e];
-                } else {
-                    read_q<kD, kKind>(q[i], q_at, k * kPer + i);
-                }
-            }
-#pragma unroll
-            for (int u = 0; u < kSize / 16; ++u) {
-                uint32_t b[4];
-                load_matrix4(b, k_at + u * 16 * kP * 128 + block_offset<kP>(row, 2 * k + odd));
-#pragma unroll
-                for (int t = 0; t < 2; ++t) {
-                    if constexpr (kKind == kFp8) {
-                        multiply<true>(s[2 * u + t], q[0], halves(b[2 * t], 0), halves(b[2 * t], 1));
-                        multiply<true>(kSize == 16 ? more[t] : s[2 * u + t], q[1], halves(b[2 * t + 1], 0), halves(b[2 * t + 1], 1));
-                    } else {  // chains of few products
-                        multiply<kHalfMath<kKind>>(kSize == 16 && (k & 1) ? more[t] : s[2 * u + t], q[0], b[2 * t], b[2 * t + 1]);
-                    }
-                }
-            }
-        }
-        if constexpr (kSize == 16) {
-#pragma unroll
-            for (int t = 0; t < 2; ++t)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[t][e] += more[t][e];
-        }
-    }
-
-    __device__ __forceinline__ void values(float (&o)[kD / 8][4], const uint32_t (&p)[kSize / 16][4], uint32_t v_at) {
-        const int row = (lane & 7) + ((lane >> 3) & 1) * 8, odd = lane >> 4;
-#pragma unroll
-        for (int u = 0; u < kSize / 16; ++u)
-#pragma unroll
-            for (int m = 0; m < (kKind == kFp8 ? kD / 32 : kD / 16); ++m) {
-                uint32_t b[4];
-                load_matrix4_transposed(b, v_at + u * 16 * kP * 128 + block_offset<kP>(row, 2 * m + odd));
-                if constexpr (kKind == kFp8) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) b[i] = __byte_perm(b[i], 0, 0x3120);
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-#pragma unroll
-                        for (int parity = 0; parity < 2; ++parity) multiply<true>(o[4 * m + 2 * i + parity], p[u], halves(b[2 * i], parity), halves(b[2 * i + 1], parity));
-                } else {
-                    multiply<kHalfMath<kKind>>(o[2 * m], p[u], b[0], b[1]);
-                    multiply<kHalfMath<kKind>>(o[2 * m + 1], p[u], b[2], b[3]);
-                }
-            }
     }
 };
 

@@ -9,6 +9,12 @@
 
 namespace pk {
 
+// Whether an attention op reads what rows share, and its pass over that, in front of launch_attention: it does nothing when rows share nothing.
+// is_ahead: it may begin before the launch in front has ended, and so may launch_attention's, which reads what launch_share() wrote; a pass
+// that is switched off takes no time then.
+bool reads_share(const Launch &l, const pk_op_attention &op);
+int32_t launch_shared(const Launch &l, const pk_op_attention &op, bool is_ahead);
+
 // Knows, of every slot, the page at the end of the shortest prefix that is worth sharing: two rows with the same one share it.
 // Steps whose rows share nothing run graphs without the launches that shared prefixes need.
 class SharedRows {

@@ -73,10 +73,25 @@ Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool de
 
 bool is_end(const Record &r) { return r.op == PK_OP_PREPARE || r.op == PK_OP_COMMIT; }
 
-// Enqueues record i. l: of the records before it; a record of a pool changes whose pages the next ones use.
-int32_t launch_next(pk_program &p, Launch &l, int64_t i) {
+// The node that the next one of a capture will depend on, or null.
+cudaGraphNode_t last_node(cudaStream_t stream) {
+    cudaStreamCaptureStatus capturing;
+    const cudaGraphNode_t *nodes = nullptr;
+    const cudaGraphEdgeData *edges = nullptr;
+    size_t n = 0;
+    const cudaError_t e = cudaStreamGetCaptureInfo(stream, &capturing, nullptr, nullptr, &nodes, &edges, &n);
+    return e == cudaSuccess && n == 1 ? nodes[0] : nullptr;
+}
+
+// Enqueues record i. l: of the records before it; a record of a pool changes whose pages the next ones use. passes: gets the nodes of passes over shared prefixes.
+int32_t launch_next(pk_program &p, Launch &l, int64_t i, std::vector<cudaGraphNode_t> *passes = nullptr) {
     const Record &record = p.records[i];
     if (record.op == PK_OP_PREPARE && p.pool.kv) return launch_prepare_pool(l, p.pool);
+    if (record.op == PK_OP_ATTENTION && reads_share(l, record.as<pk_op_attention>())) {
+        if (int32_t e = launch_shared(l, record.as<pk_op_attention>(), i != p.shared_rows.record())) return e;
+        if (passes)
+            if (cudaGraphNode_t node = last_node(l.stream)) passes->push_back(node);
+    }
     if (record.op != PK_OP_POOL) return launch_record(l, record);
     l.state = record.as<pk_op_pool>().kv ? &p.pooled : &p.state;
     return PK_OK;
@@ -151,7 +166,7 @@ int64_t launch_beside(const pk_program &p, const Launch &l, int64_t i, int64_t e
 }
 
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
-int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends) {
+int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends, std::vector<cudaGraphNode_t> *passes = nullptr) {
     int32_t status = PK_OK;
     const GuessPart guess = guess_part(p.records);
     Launch at = l;
@@ -170,20 +185,10 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
         } else if (const int64_t next = launch_narrowing(p.records, at, i, end, &status); next > i) {
             i = next - 1;
         } else if (with_ends || !is_end(p.records[i])) {
-            status = launch_next(p, at, i);
+            status = launch_next(p, at, i, passes);
         }
     }
     return status;
-}
-
-// The node that the next one of a capture will depend on, or null.
-cudaGraphNode_t last_node(cudaStream_t stream) {
-    cudaStreamCaptureStatus capturing;
-    const cudaGraphNode_t *nodes = nullptr;
-    const cudaGraphEdgeData *edges = nullptr;
-    size_t n = 0;
-    const cudaError_t e = cudaStreamGetCaptureInfo(stream, &capturing, nullptr, nullptr, &nodes, &edges, &n);
-    return e == cudaSuccess && n == 1 ? nodes[0] : nullptr;
 }
 
 // The nodes behind `last`, one after the other.
@@ -199,12 +204,12 @@ int32_t find_tail(pk_program::Graph &g, cudaGraphNode_t last) {
     return PK_OK;
 }
 
-// Switches the tail off, or on again.
-int32_t cut(pk_program::Graph &g, bool is_cut) {
-    if (g.is_cut == is_cut) return PK_OK;
-    for (cudaGraphNode_t node : g.tail)
-        if (int32_t e = check(cudaGraphNodeSetEnabled(g.exec, node, !is_cut), "step")) return e;
-    g.is_cut = is_cut;
+// Switches nodes off, or on again; is_off: as they are.
+int32_t switch_off(const pk_program::Graph &g, const std::vector<cudaGraphNode_t> &nodes, bool off, bool *is_off) {
+    if (*is_off == off) return PK_OK;
+    for (cudaGraphNode_t node : nodes)
+        if (int32_t e = check(cudaGraphNodeSetEnabled(g.exec, node, !off), "step")) return e;
+    *is_off = off;
     return PK_OK;
 }
 
@@ -220,14 +225,14 @@ int32_t capture(pk_program &p, const Launch &l, bool with_ends, pk_program::Grap
     const bool has_tail = with_ends && p.tail_at > 0 && p.tail_at < p.records.n();
     cudaGraphNode_t last = nullptr;
     if (int32_t e = check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture")) return e;
-    int32_t status = enqueue(p, l, 0, has_tail ? p.tail_at : p.records.n(), with_ends);
+    int32_t status = enqueue(p, l, 0, has_tail ? p.tail_at : p.records.n(), with_ends, &out->passes);
     if (has_tail) last = last_node(stream);
     if (!status && has_tail) status = enqueue(p, l, p.tail_at, p.records.n(), with_ends);
     const int32_t ended = check(cudaStreamEndCapture(stream, &out->graph), "capture");
     if (!status) status = ended;
     if (!status && last) status = find_tail(*out, last);
     if (!status) status = check(cudaGraphInstantiate(&out->exec, out->graph, 0), "graph");
-    if (out->graph && (status || !has_tail)) {
+    if (out->graph && (status || (!has_tail && out->passes.empty()))) {
         cudaGraphDestroy(out->graph);
         out->graph = nullptr;
     }
@@ -468,10 +473,11 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const bool decode = bucket->decode.exec && input->n_rows == input->n_tokens && !(p.guesses && runs_guess(step));
     p.shared_rows.write(step);
-    const bool shared = decode && bucket->shared.exec && p.shared_rows.any(step);
+    const bool shares = p.shared_rows.any(step), shared = decode && bucket->shared.exec && shares;
     pk_program::Graph &graph = shared ? bucket->shared : decode ? bucket->decode : bucket->mixed;
     if (step.n_held && graph.tail.empty()) return fail(PK_BAD_ARG, "step %llu: %d rows wait for a mask, the program cannot be cut before it draws", (unsigned long long)input->seq, step.n_held);
-    if (int32_t e = cut(graph, step.n_held > 0)) return e;
+    if (int32_t e = switch_off(graph, graph.tail, step.n_held > 0, &graph.is_cut)) return e;
+    if (int32_t e = switch_off(graph, graph.passes, !shares, &graph.is_apart)) return e;
     if (int32_t e = hold_for_copies(p, step)) return e;
     expect_cold(p.ctx, p.state, input->seq, bucket->n_tokens);
     if (int32_t e = check(cudaGraphLaunch(graph.exec, p.ctx->stream), "step")) return e;

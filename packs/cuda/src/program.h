@@ -19,12 +19,13 @@ struct pk_program {
     pk::Records records;
     pk_op_pool pool = {};   // of layers with a window; all 0: they have none of their own
     pk_state pooled = {};   // the state as they see it
-    // A captured step. `tail`: the nodes from PK_OP_SAMPLE on, which are switched off for steps with held rows.
+    // A captured step. `tail`: the nodes from PK_OP_SAMPLE on, which are switched off for steps with held rows; `passes`: those over
+    // prefixes that rows share, which are switched off for steps whose rows share none.
     struct Graph {
         cudaGraphExec_t exec = nullptr;
-        cudaGraph_t graph = nullptr;  // kept where there is a tail, whose nodes are its
-        std::vector<cudaGraphNode_t> tail;
-        bool is_cut = false;
+        cudaGraph_t graph = nullptr;  // kept where there are such nodes, which are its
+        std::vector<cudaGraphNode_t> tail, passes;
+        bool is_cut = false, is_apart = false;
     };
     struct Bucket {
         int32_t n_tokens = 0;

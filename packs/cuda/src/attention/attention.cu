@@ -78,7 +78,7 @@ int64_t attention_scratch(const pk_ctx *ctx, const pk_op_attention &op, int64_t 
     return parts + (uses_share(ctx, op) ? shared_rows(ctx, op, max_rows) * (padded_width(op) + 2) * 4 : 0);
 }
 
-int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
+static AttentionArguments arguments_of(const Launch &l, const pk_op_attention &op) {
     const pk_state &s = *l.state;
     AttentionArguments a = {};
     a.q = reinterpret_cast<const void *>(op.q.data);
@@ -115,31 +115,56 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     a.scale = op.scale;
     a.softcap = op.softcap;
     a.is_bidirectional = op.is_bidirectional;
+    if (op.parts == PK_PARTS_LATENT) a.v_offset = op.k_offset;
+    return a;
+}
+
+// Pieces of 16 bytes must be whole and aligned for the tensor core kernels.
+static bool has_whole_pieces(const Launch &l, const pk_op_attention &op) { return !needs_plain(op) && l.state->kv_page_stride % (op.kv_format == PK_F32 ? 32 : 16) == 0; }
+
+bool reads_share(const Launch &l, const pk_op_attention &op) {
+    return l.share != nullptr && uses_share(l.ctx, op) && has_whole_pieces(l, op) && op.n_heads == l.share_heads && op.n_kv_heads == l.share_kv_heads;
+}
+
+// Where the partial sums of shared prefixes lie.
+static void place_shared(const Launch &l, const pk_op_attention &op, AttentionArguments &a) {
+    a.share_part = a.partial + max_parts(l.ctx) * (16 * 256 + 32);
+    a.share_ml = reinterpret_cast<float2 *>(a.share_part + shared_rows(l.ctx, op, l.state->max_step_rows) * padded_width(op));
+}
+
+int32_t launch_shared(const Launch &l, const pk_op_attention &op, bool is_ahead) {
+    const Share share = share_of(*l.state, l.share);
+    AttentionArguments a = arguments_of(l, op);
+    a.share_head = share.head;
+    a.share_groups = share.groups;
+    a.share_members = share.members;
+    place_shared(l, op, a);
+    Launch own = l;
+    own.overlap = is_ahead;
+    return launch_many(own, op, a);
+}
+
+int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
+    const pk_state &s = *l.state;
+    AttentionArguments a = arguments_of(l, op);
     const int group = op.n_heads / op.n_kv_heads;
     const bool is_latent = op.parts == PK_PARTS_LATENT;
-    if (is_latent) a.v_offset = op.k_offset;
     const bool is_invariant = pk::is_invariant(l.ctx);  // the wide kernel cuts by the number of tiles
     if (is_other(op)) return fits_wide(op, s.kv_page_stride) && !is_invariant ? launch_attention_wide(l, a, is_latent) : launch_attention_plain(l, a, is_latent);
-    // Pieces of 16 bytes must be whole and aligned for the tensor core kernels.
-    if (needs_plain(op) || s.kv_page_stride % (op.kv_format == PK_F32 ? 32 : 16)) return launch_attention_plain(l, a, false);
+    if (!has_whole_pieces(l, op)) return launch_attention_plain(l, a, false);
     if (is_invariant) return launch_few(l, op, a, true);
-    if (l.share != nullptr && uses_share(l.ctx, op) && op.n_heads == l.share_heads && op.n_kv_heads == l.share_kv_heads) {
-        const Share share = share_of(s, l.share);
-        AttentionArguments shared = a;
-        shared.share_head = share.head;
-        shared.share_groups = share.groups;
-        shared.share_members = share.members;
-        shared.share_part = a.share_part = a.partial + max_parts(l.ctx) * (16 * 256 + 32);
-        shared.share_ml = a.share_ml = reinterpret_cast<float2 *>(a.share_part + shared_rows(l.ctx, op, s.max_step_rows) * padded_width(op));
-        a.share_rows = share.rows;
+    if (reads_share(l, op)) {
+        place_shared(l, op, a);
+        a.share_rows = share_of(s, l.share).rows;
         a.share_width = static_cast<int32_t>(padded_width(op));
-        if (int32_t status = launch_many(l, op, shared)) return status;
     }
     if (int32_t status = launch_few(l, op, a, false)) return status;
     // A bucket in which every row must be the decode kernel's needs no second launch.
     if (l.decode_only || l.max_tokens * group <= 16 || l.max_tokens == 1) return PK_OK;
     if (!has_wgmma(l.ctx)) return launch_attention_prefill(l, a);
-    return launch_many(l, op, a);
+    Launch own = l;
+    own.overlap = true;
+    return launch_many(own, op, a);
 }
 
 }  // namespace pk

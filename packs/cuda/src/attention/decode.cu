@@ -1,23 +1,27 @@
 // Paged attention for rows of few tokens: out[t, h] = softmax(scale q.k) v over the pages, KV read once per KV head.
 //
-// Work is counted in groups of 16 or 32 positions, in the order row, KV head, tile of 16 (token, head) pairs. Every block takes an
-// equal run of groups (StreamK), so that a run holds parts of few (row, head, tile)s; a part is a segment. Four warps take
-// the groups of a segment in turn, each with a ring of its own that runs on into the next segment: one tensor copy a page
-// and operand on Hopper where pages allow it, else cp.async; bytes land as they are stored and FP8 becomes f16 in registers.
-// S and O are mma fragments; the warps join in shared memory. A segment that does not hold its whole (row, head, tile) leaves
+// Work is counted in groups of 16 or 32 positions of a (row, KV head, tile of 16 (token, head) pairs); who takes what is in
+// attention_even.cuh. What a block has of one of those is a segment. A team of four, two or one warps takes the groups of a segment in
+// turn, each warp with a ring of its own that runs on into the next segment: one tensor copy a page and operand on Hopper where pages
+// allow it, else cp.async; bytes land as they are stored and FP8 becomes f16 in registers. S and O are mma fragments
+// (attention_sums.cuh); the warps join in shared memory. A segment that does not hold its whole (row, head, tile) leaves
 // partial sums; the last block to arrive joins them in order, and with them what the row shares with others (share.cu,
 // prefill_wgmma.cu): then only the positions after that are read here. Grid: persistent. KV: BF16, F16, FP8 (raw), F32 (converted).
+// Blocks begin while the kernels in front still run: rows, page tables and the keys and values of earlier steps are older than those, and
+// are read before the wait; q, and K and V of this step's tokens, after it.
 // Does not handle: rows that is_decode_row() leaves to prefill.
 // A second form (kCut) takes all rows, and its bits for a pair depend on the pair alone: segments are cut at fixed positions
 // (attention_cut.cuh), warps take groups by their place in the sequence, sums of segments are joined in order, wherever they are made.
+#include <type_traits>
+
 #include "../../include/attention_cut.cuh"
+#include "../../include/attention_even.cuh"
+#include "../../include/attention_sums.cuh"
 
 namespace pk {
 namespace {
 
 using namespace ring;
-
-constexpr int kJoin = 12;  // groups that a block goes through while parts of several blocks are joined
 
 // Writes four neighbours of an output row, or as many as the head has.
 __device__ __forceinline__ void store4(const AttentionArguments &a, int64_t to, int n, float4 v) {
@@ -31,7 +35,7 @@ __device__ __forceinline__ void store4(const AttentionArguments &a, int64_t to, 
 
 // The end of a pair's sum: the sink joins, the gain counts, the row is written.
 __device__ __forceinline__ void finish4(const AttentionArguments &a, const Segment &s, int row, int d, float4 v, float sum, float top) {
-    const int group = a.n_heads / a.n_kv_heads, pair = s.pair + row, head = s.head * group + pair % group;
+    const int group = a.n_heads / a.n_kv_heads, pair = s.pair + row, token = quotient(pair, group), head = s.head * group + pair - token * group;
     float f = 1.0f;
     if (a.sinks != nullptr) {
         const float sink = a.sinks[head] * kLog2e, joint = fmaxf(top, sink);
@@ -39,12 +43,32 @@ __device__ __forceinline__ void finish4(const AttentionArguments &a, const Segme
         sum = sum * f + power2(sink - joint);
     }
     f = sum > 0.0f ? f * gain_of(a, head) / sum : 0.0f;
-    store4(a, static_cast<int64_t>(s.start + pair / group) * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.v_width - d, make_float4(v.x * f, v.y * f, v.z * f, v.w * f));
+    store4(a, static_cast<int64_t>(s.start + token) * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.v_width - d, make_float4(v.x * f, v.y * f, v.z * f, v.w * f));
 }
 
 // Partial sums of a slot: [16][kD] of O, then [16][2] of largest logit and sum.
 template <int kD>
 __device__ __forceinline__ float *part_of(const AttentionArguments &a, int slot) { return a.partial + static_cast<int64_t>(slot) * (16 * kD + 32); }
+
+// Adds what the row shares with others (share.cu).
+__device__ __forceinline__ void add_shared(const AttentionArguments &a, const Segment &s, int row, int d, float4 &v, float &sum, float &top) {
+    const int64_t first = s.share.part + static_cast<int64_t>(s.head) * s.share.stride + row, step = static_cast<int64_t>(a.n_kv_heads) * s.share.stride;
+    float most = top;
+#pragma unroll 8
+    for (int i = 0; i < s.share.n_pieces; ++i) most = fmaxf(most, a.share_ml[first + i * step].x);
+    const float fade = power2(top - most);
+    top = most;
+    sum *= fade;
+    v = make_float4(v.x * fade, v.y * fade, v.z * fade, v.w * fade);
+#pragma unroll 8
+    for (int i = 0; i < s.share.n_pieces; ++i) {
+        const float2 ml = a.share_ml[first + i * step];
+        const float4 x = *reinterpret_cast<const float4 *>(a.share_part + (first + i * step) * a.share_width + d);
+        const float f = power2(ml.x - most);
+        sum += f * ml.y;
+        v.x += f * x.x; v.y += f * x.y; v.z += f * x.z; v.w += f * x.w;
+    }
+}
 
 // Joins what the blocks of a (row, head, tile) left.
 template <int kD>
@@ -66,24 +90,7 @@ __device__ void join_parts(const AttentionArguments &a, const Segment &s, int ro
             sum += f * ml.y;
             v.x += f * x.x; v.y += f * x.y; v.z += f * x.z; v.w += f * x.w;
         }
-        if (s.share.tokens > 0) {
-            const int64_t first = s.share.part + static_cast<int64_t>(s.head) * s.share.stride + row, step = static_cast<int64_t>(a.n_kv_heads) * s.share.stride;
-            float most = top;
-#pragma unroll 8
-            for (int i = 0; i < s.share.n_pieces; ++i) most = fmaxf(most, a.share_ml[first + i * step].x);
-            const float fade = power2(top - most);
-            top = most;
-            sum *= fade;
-            v = make_float4(v.x * fade, v.y * fade, v.z * fade, v.w * fade);
-#pragma unroll 8
-            for (int i = 0; i < s.share.n_pieces; ++i) {
-                const float2 ml = a.share_ml[first + i * step];
-                const float4 x = *reinterpret_cast<const float4 *>(a.share_part + (first + i * step) * a.share_width + d);
-                const float f = power2(ml.x - most);
-                sum += f * ml.y;
-                v.x += f * x.x; v.y += f * x.y; v.z += f * x.z; v.w += f * x.w;
-            }
-        }
+        if (s.share.tokens > 0) add_shared(a, s, row, d, v, sum, top);
         if (d < a.v_width) finish4(a, s, row, d, v, sum, top);
     }
 }
@@ -126,180 +133,100 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     extern __shared__ uint8_t raw[];
     uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     constexpr int kStages = kRingStages<kD, kKind>, kSize = kGroup<kD, kKind>;
+    constexpr bool kTeams = !kCut && kHoldQ<kD>;
     __shared__ uint64_t full[kWarps][kStages];
-    __shared__ int warps[kWarps + 1];
+    __shared__ int warps[3 * kWarps];
     __shared__ int is_last;
     __shared__ float merge_top[kWarps][16], merge_sum[kWarps][16];
     __shared__ float2 kept[2][kCut ? 16 : 1];  // largest logits and sums of the tile's segments so far; read and written in turns
-    __shared__ uint64_t q_full[kQBuffers<kD>];
+    __shared__ uint64_t q_full[kHoldQ<kD> ? kWarps : kQBuffers<kD>];
     uint8_t *q_at = shared + kWarps * kWarpBytes<kD, kKind>;
     float(*merge)[kMergeBytes<kD> / 4] = reinterpret_cast<float(*)[kMergeBytes<kD> / 4]>(q_at + kQBuffers<kD> * kQBytes<kD>);
     int *ends = reinterpret_cast<int *>(merge + kWarps);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = a.n_heads / a.n_kv_heads;
     if (threadIdx.x < kWarps * kStages) ring_init(&full[0][0] + threadIdx.x, kTensor ? 1 : 32);
-    if (threadIdx.x < kQBuffers<kD>) ring_init(&q_full[threadIdx.x], kThreads);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if constexpr (kTensor) fence_async_proxy();
 #endif
-    wait_dependence();
-    release_dependents();
-    CutWork<kSize> cut{a, ends};
-    int per = 0, at = 0, until = 0;
+    std::conditional_t<kCut, CutWork<kSize>, EvenWork<kSize>> work{a, ends};
+    Segment s = {};
+    CutPlace place = {}, next_place = {};
     bool has_work;
+    int shift = 2;
     if constexpr (kCut) {
-        has_work = cut.begin(warps, n_parts);
+        has_work = work.begin(warps, n_parts);
+        if (has_work) work.next(s, place);
     } else {
-        const int total = build_schedule<kSize>(a, ends, warps);
-        per = max(kLeast / kSize, (total + static_cast<int>(gridDim.x) * kWarps - 1) / (static_cast<int>(gridDim.x) * kWarps) * kWarps);
-        at = min(total, static_cast<int>(blockIdx.x) * per);
-        until = min(total, at + per);
-        // Blocks of whole heads have nothing to join, which is worth a few groups more.
-        const int n_rows = a.info->n_rows, n_heads = n_rows * a.n_kv_heads, each = (n_heads + gridDim.x - 1) / gridDim.x;
-        if (a.info->n_tokens == n_rows && group <= 16 && each * longest_head(a, ends, warps) <= per + kJoin) {
-            per = 0;
-            at = head_start(a, ends, min(n_heads, static_cast<int>(blockIdx.x) * each));
-            until = head_start(a, ends, min(n_heads, static_cast<int>(blockIdx.x + 1) * each));
-        }
-        has_work = at < until;
+        work.begin(warps, kTeams ? 0 : 2);
+        if constexpr (kTeams) shift = work.shift;
+        has_work = work.next(s);
     }
+    const Team team(shift);
+    if (threadIdx.x < kQBuffers<kD> << (2 - shift)) ring_init(&q_full[threadIdx.x], 32 << shift);
+    __syncthreads();
     if (has_work) {
-        Warp<kD, kKind, kTensor> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, warp};
-        Segment s = {};
-        CutPlace place = {}, next_place = {};
-        if constexpr (kCut) cut.next(s, place);
-        else s = find_segment<kSize>(a, ends, at, until, per);
+        Warp<kD, kKind, kTensor> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, team};
+        using Sums = std::conditional_t<kCut || !kTensor || !kHoldQ<kD>, Upright<kD, kKind>, Turned<kD, kKind>>;
         Segment next = s;
-        ask_q<kD>(a, s, q_at, &q_full[0]);  // before K and V: behind them it would wait as long as they take
+        w.begin(s);
+        uint8_t *const q_team = q_at + team.number * team.rows() * kQPieces<kD> * 16;
+        uint64_t *const q_is_full = q_full + team.number;
         const bool plain = a.softcap <= 0.0f && a.scale > 0.0f;
         const float c = plain ? a.scale * kLog2e : 1.0f;
         bool has_next = false;
         for (int turn = 0;; ++turn) {
-            if constexpr (!kCut) at += s.n_groups;
-            uint8_t *q_mine = q_at + turn % kQBuffers<kD> * kQBytes<kD>;
-            int limit[2];  // of this lane's two rows of the tile
-            uint32_t q[kHoldQ<kD> ? kD / 16 : 1][4];
-            float o[kD / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
-            const int n_mine = w.n_mine(s);
+            uint8_t *q_mine = q_team + turn % kQBuffers<kD> * kQBytes<kD>;
+            Sums sums;
+            sums.open(a, s);
             has_next = false;
 #pragma unroll 1
-            for (int n = 0;; ++n) {
-                w.fetch_until(s, next, has_next, n + kStages);
+            for (int n = turn == 0 ? -1 : 0;; ++n) {
+                w.fetch_until(s, next, n < 0 ? w.n_old(s) : n + kStages);
+                if (n < 0) {
+                    wait_dependence();
+                    release_dependents();
+                    ask_q<kD>(a, s, team, q_team, q_is_full);
+                    continue;
+                }
                 if (n == 0) {
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int pair = s.pair + (lane >> 2) + 8 * h;
-                        limit[h] = pair < s.n_pairs ? s.position + pair / group : -1;
-                    }
-                    while (!ring_ready(&q_full[turn % kQBuffers<kD>], turn / kQBuffers<kD> & 1)) {}
-                    if constexpr (kHoldQ<kD>) {
-#pragma unroll
-                        for (int k = 0; k < kD / 16; ++k) read_q<kD, kKind>(q[k], q_mine, k);
-                    }
-                    if constexpr (kCut) {
-                        has_next = cut.next(next, next_place);
-                    } else {
-                        has_next = at < until;
-                        if (has_next) next = find_segment<kSize>(a, ends, at, until, per);
-                    }
+                    while (!ring_ready(q_is_full + turn % kQBuffers<kD>, turn / kQBuffers<kD> & 1)) {}
+                    sums.hold(q_mine, team.rows());
+                    if constexpr (kCut) has_next = work.next(next, next_place);
+                    else has_next = work.next(next);
                     if (has_next) {
-                        if constexpr (kHoldQ<kD>) __syncthreads();  // every warp has read its q
-                        ask_q<kD>(a, next, q_at + (turn + 1) % kQBuffers<kD> * kQBytes<kD>, &q_full[(turn + 1) % kQBuffers<kD>]);
+                        w.see(next);
+                        if constexpr (kHoldQ<kD>) team.meet();  // every warp has read its q
+                        ask_q<kD>(a, next, team, q_team + (turn + 1) % kQBuffers<kD> * kQBytes<kD>, q_is_full + (turn + 1) % kQBuffers<kD>);
                     }
                 }
-                if (n == n_mine) break;
+                if (n == w.mine) break;
                 const int first = w.first_of(s, n);
                 const uint32_t k_at = shared_address(w.wait(s, first));
-                constexpr int kTiles = kSize / 8;
-                float x[kTiles][4];
-                w.scores(x, q, q_mine, k_at);
-                if (!plain) logits2<4 * kTiles>(&x[0][0], a.scale, a.softcap);
-                if (first + kSize - 1 > s.position || a.window > 0 || first < s.first) {
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-#pragma unroll
-                        for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-                            for (int e = 0; e < 2; ++e) {
-                                const int p = first + t * 8 + 2 * (lane & 3) + e;
-                                if (p > limit[h] || p < s.first || (a.window > 0 && p <= limit[h] - a.window)) x[t][2 * h + e] = -INFINITY;
-                            }
-                }
-                bool grew = false;
-                float fade[2];
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float most = fmaxf(x[0][2 * h], x[0][2 * h + 1]);
-#pragma unroll
-                    for (int t = 1; t < kTiles; ++t) most = fmaxf(most, fmaxf(x[t][2 * h], x[t][2 * h + 1]));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * c;
-                    const float now = fmaxf(top[h], most), base = now == -INFINITY ? 0.0f : now;
-                    grew |= now > top[h];
-                    fade[h] = power2(top[h] - base);
-                    top[h] = now;
-                    float part = 0.0f;
-#pragma unroll
-                    for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-                        for (int e = 0; e < 2; ++e) {
-                            float &y = x[t][2 * h + e];
-                            y = power2(fmaf(y, c, -base));
-                            part += y;
-                        }
-                    sum[h] = sum[h] * fade[h] + part;
-                }
-                if (__any_sync(~0u, grew)) {
-#pragma unroll
-                    for (int d = 0; d < kD / 8; ++d)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) o[d][e] *= fade[e >> 1];
-                }
-                uint32_t p[kSize / 16][4];
-#pragma unroll
-                for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) p[t >> 1][2 * (t & 1) + h] = pack2<kHalfMath<kKind>>(x[t][2 * h], x[t][2 * h + 1]);
-                w.values(o, p, k_at + Warp<kD, kKind, kTensor>::kBytes);
+                sums.add(a, s, first, q_mine, k_at, k_at + Warp<kD, kKind, kTensor>::kBytes, plain, c);
                 __syncwarp();
             }
             // Join the warps, a few rows at a time.
-            const int rows_here = min(16, s.n_pairs - s.pair);
-            const bool is_alone = s.block_first == s.block_last, is_whole = kCut ? place.n_segments == 1 : is_alone && s.share.tokens == 0;
+            const int rows_here = min(16, s.n_pairs - s.pair), n_team = kTeams ? 1 << team.shift : kWarps, team_first = kTeams ? team.number << team.shift : 0;
+            const bool is_alone = s.block_first == s.block_last, is_whole = kCut ? place.n_segments == 1 : is_alone;
             float *part = part_of<kD>(a, !kCut ? 2 * blockIdx.x + (s.is_first ? 1 : 0) : is_alone ? n_parts + blockIdx.x : place.segment);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
-                sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
-                if ((lane & 3) == 0) {
-                    merge_top[warp][(lane >> 2) + 8 * h] = top[h];
-                    merge_sum[warp][(lane >> 2) + 8 * h] = sum[h];
-                }
-            }
+            sums.end(merge_top[warp], merge_sum[warp]);
 #pragma unroll 1
             for (int first = 0; first < rows_here; first += kMergeRows<kD>) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int row = (lane >> 2) + 8 * h - first;
-                    if (row >= 0 && row < kMergeRows<kD>) {
-#pragma unroll
-                        for (int d = 0; d < kD / 8; ++d)
-#pragma unroll
-                            for (int e = 0; e < 2; ++e) merge[warp][row * kD + o_column<kKind>(d, e)] = o[d][2 * h + e];
-                    }
-                }
-                __syncthreads();
-                for (int j = threadIdx.x; j < min(kMergeRows<kD>, rows_here - first) * (kD / 4); j += kThreads) {
+                sums.put(merge[warp], first);
+                team.meet();
+#pragma unroll 1
+                for (int j = team.thread; j < min(kMergeRows<kD>, rows_here - first) * (kD / 4); j += 32 << team.shift) {
                     const int in = j / (kD / 4), row = first + in, d = j % (kD / 4) * 4;
                     float most = -INFINITY, all = 0.0f;
                     float4 v = make_float4(0, 0, 0, 0);
-#pragma unroll
-                    for (int i = 0; i < kWarps; ++i) most = fmaxf(most, merge_top[i][row]);
+#pragma unroll(kTeams ? 1 : kWarps)
+                    for (int i = 0; i < n_team; ++i) most = fmaxf(most, merge_top[team_first + i][row]);
                     const float base = most == -INFINITY ? 0.0f : most;
-#pragma unroll
-                    for (int i = 0; i < kWarps; ++i) {
-                        const float f = power2(merge_top[i][row] - base);
-                        const float4 y = *reinterpret_cast<const float4 *>(&merge[i][in * kD + d]);
-                        all += f * merge_sum[i][row];
+#pragma unroll(kTeams ? 1 : kWarps)
+                    for (int i = 0; i < n_team; ++i) {
+                        const float f = power2(merge_top[team_first + i][row] - base);
+                        const float4 y = *reinterpret_cast<const float4 *>(&merge[team_first + i][in * kD + d]);
+                        all += f * merge_sum[team_first + i][row];
                         v.x += f * y.x; v.y += f * y.y; v.z += f * y.z; v.w += f * y.w;
                     }
                     if constexpr (kCut) {
@@ -319,17 +246,16 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                         }
                     }
                     if (is_whole || (kCut && is_alone && place.is_last)) {
+                        if (!kCut && s.share.tokens > 0) add_shared(a, s, row, d, v, all, most);
                         if (d < a.v_width) finish4(a, s, row, d, v, all, most);
                     } else {
                         __stcg(reinterpret_cast<float4 *>(part + row * kD + d), v);
                         if (d == 0) __stcg(reinterpret_cast<float2 *>(part + 16 * kD + 2 * row), make_float2(most, all));
                     }
                 }
-                __syncthreads();
+                team.meet();
             }
-            if (is_alone && !is_whole) {
-                if constexpr (!kCut) join_parts<kD>(a, s, rows_here);
-            } else if (!is_whole && (!kCut || place.is_last_here)) {
+            if (!is_whole && (kCut ? !is_alone && place.is_last_here : true)) {
                 if (threadIdx.x == 0) {
                     __threadfence();
                     is_last = atomicAdd(a.counters + s.block_first, 1) == s.block_last - s.block_first;
@@ -343,11 +269,13 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                 }
             }
             if (!has_next) break;
-            w.issued -= n_mine;
-            w.looked -= n_mine;
+            w.pass();
             s = next;
             place = next_place;
         }
+    } else {
+        wait_dependence();
+        release_dependents();
     }
     clear_dead_rows(a);
 }

@@ -17,7 +17,7 @@ void SharedRows::open(const pk_ctx &ctx, const Records &records, const pk_state 
 void SharedRows::write(const Step &step) {
     if (record_ < 0) return;
     for (int32_t i = 0; i < step.head->n_pages; ++i)
-        if (step.pages[i].index == index_) page_[step.pages[i].slot] = step.pages[i].page;
+        if (step.pages[i].index == index_ && step.pages[i].reserved != PK_PAGE_OF_POOL) page_[step.pages[i].slot] = step.pages[i].page;
 }
 
 bool SharedRows::any(const Step &step) {

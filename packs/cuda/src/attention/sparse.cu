@@ -4,6 +4,7 @@
 
 #include "../../include/attention.cuh"
 #include "../../include/rare.cuh"
+#include "../../include/share.h"
 
 namespace pk {
 namespace {
@@ -206,7 +207,10 @@ int64_t sparse_scratch(const pk_ctx *ctx, const pk_op_sparse &op, const pk_state
 }
 
 int32_t launch_sparse(const Launch &l, const pk_op_sparse &op) {
-    if (int32_t e = launch_attention(l, dense_of(op))) return e;
+    const pk_op_attention dense = dense_of(op);
+    if (reads_share(l, dense))
+        if (int32_t e = launch_shared(l, dense, false)) return e;
+    if (int32_t e = launch_attention(l, dense)) return e;
     const pk_state &state = *l.state;
     SparseArguments s = {};
     AttentionArguments &a = s.a;
