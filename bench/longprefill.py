@@ -28,6 +28,7 @@ from paddock_runner.engine.cost import CostModel
 from paddock_runner.engine.loop import Engine, freeze
 from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.process import Runner
+from paddock_runner.engine.rehearsal import rehearse
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.plan import PlanRequest, cpu_facts, cuda_facts, state_sizes
 from paddock_runner.pack.library import find_pack
@@ -60,7 +61,8 @@ class Scene:
         """A new engine with that policy on the same device; nothing is running on it."""
         channel = Channel.create()
         self.front = FrontPort(channel, True)
-        self.engine = Engine(self.sizes, self.device, [EnginePort(channel, True)], policy)
+        cost = rehearse(self.sizes, self.device, policy) if self.device.facts.run_ahead else None
+        self.engine = Engine(self.sizes, self.device, [EnginePort(channel, True)], policy, cost=cost)
         self.engine.drafter.is_on = False  # answers of made-up weights go round in circles, and would be guessed too well
         self.runner = Runner(self.engine)
         self.engine.scheduler.cost.__class__ = Seeing

@@ -127,6 +127,8 @@ class Runner:
         writes_text = self._served.vectors is None
         is_early = not (await asyncio.wait({engine}, timeout=EARLY_S))[0]
         if is_early and writes_text:
+            self._served.prepare()
+            self._stages.end("texts")
             await self._build_tables()
             self._stages.end("grammar")
         await engine

@@ -57,6 +57,11 @@ class Served:
     def __post_init__(self) -> None:
         self.walker = Walker(self.tokenizer, self.n_rows)
 
+    def prepare(self) -> None:
+        """Makes the tables of tokens' texts, which the first answers would wait for."""
+        for visible in {frozenset[int](), self.format.visible(False), self.format.visible(True)}:
+            self.tokenizer.json_texts(visible)
+
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, how: Mapping[str, Any]
     ) -> tuple[array[int], str]:

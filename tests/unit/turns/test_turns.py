@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from paddock_runner.errors import Busy, Cancelled, ContextTooLong, PackError, ShuttingDown, UsageError
+from paddock_runner.text import tokenizer
 from paddock_runner.text.answer import AnswerFormat
 from paddock_runner.text.gguf_tokenizer import tokenizer_from_gguf
+from paddock_runner.text.stream import TextStream
 from paddock_runner.text.template import ChatTemplate
 from paddock_runner.turns.collect import Collector
 from paddock_runner.turns.desk import Desk
@@ -74,6 +76,15 @@ class Bench:
 
 def inside(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(work)
+
+
+def test_the_first_answer_finds_the_tables_of_texts_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = tokenizer_from_gguf(byte_level_metadata(), None)
+    found = Served("m", fresh, ChatTemplate(""), AnswerFormat("", fresh), 100, fresh.n_vocab)
+    found.prepare()
+    monkeypatch.setattr(tokenizer, "_text", None)
+    for has_tools in (False, True):
+        TextStream(fresh, visible=found.format.visible(has_tools))
 
 
 def test_tokens_go_to_their_choice_and_done_ends_it() -> None:
