@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import subprocess
@@ -29,8 +28,6 @@ CELL = re.compile(r"(\d+)/(\d+)c(\d+)x(\d+)")
 CELLS = ["128/128c1x4", "128/128c8x32", "128/128c32x96", "128/128c32x128", "128/128c128x256", "2048/128c32x96"]
 VOCAB = [150000]
 """Ids that prompts are made of: less than this."""
-CLIENT_PROCESSORS = 2
-"""Of the host's that the client has to itself: what it sends wakes the front, which else may have to wait for it on the processor where it was woken."""
 UNITS = {"out_tok_s": ("tok/s", "higher")}
 NAMES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "out_tok_s")
 
@@ -108,11 +105,8 @@ def save(a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 def serve(folder: Path, name: str, a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """Everything of one checkpoint."""
     flags = ["--device", a.device, *(["--kernel-pack", str(a.pack)] if a.pack else []), "--log-level", "warning", "--guesses", "off", *a.options]
-    begun, processors = time.monotonic(), sorted(os.sched_getaffinity(0))
-    n_ours = CLIENT_PROCESSORS if len(processors) >= 4 * CLIENT_PROCESSORS else 0
-    os.sched_setaffinity(0, processors[n_ours:])
+    begun = time.monotonic()
     with served.runner(folder, *flags, limit_s=a.limit) as (url, _):
-        os.sched_setaffinity(0, processors[:n_ours] or processors)
         sys.stdout.write(f"{name}: ready after {time.monotonic() - begun:.1f} s\n")
         for cell in a.cells:
             rows += run_cell(url, name, cell)
@@ -122,7 +116,6 @@ def serve(folder: Path, name: str, a: argparse.Namespace, rows: list[dict[str, A
         if a.long:
             rows += long_prompt(url, name, a.long)
             save(a, rows)
-    os.sched_setaffinity(0, processors)
 
 
 def twin(folder: Path, a: argparse.Namespace) -> None:
