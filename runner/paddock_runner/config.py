@@ -102,7 +102,7 @@ class Config:
         False, "also kernels that were compiled for the GPU's architecture and never run on such a card (sm_100: products by tcgen05; sm_120: FP4 weights by products with block scales)"
     )
     long_prompt_delay: float = knob(
-        1.5, "how many times as long as alone a long prompt may take beside streams on a GPU: less makes their longest gaps longer", low=1.05
+        1.4, "how many times as long as alone a long prompt may take beside streams on a GPU: less makes their longest gaps longer", low=1.05
     )
     max_queue: int = knob(1024, "requests that may wait; more get a 429", unit="requests", low=1)
     api_key_file: Path | None = knob(

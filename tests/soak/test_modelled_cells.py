@@ -98,7 +98,7 @@ def test_the_device_has_no_gaps_at_128_streams() -> None:
 @pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
 def test_a_long_prompt_beside_streams_takes_little_longer_than_alone_and_most_gaps_stay_as_they_were(cost: str) -> None:
     found = run_long(COSTS[cost], 65000)
-    assert found["itl_p50"] <= 1.25 and found["ttft"] <= 1.55 and found["itl_p99"] <= 5.5
+    assert found["itl_p50"] <= 1.25 and found["ttft"] <= 1.45 and found["itl_p99"] <= 6.5
 
 
 def test_chunks_fill_the_tiles_of_the_device() -> None:

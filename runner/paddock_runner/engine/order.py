@@ -39,7 +39,7 @@ class Order(msgspec.Struct, frozen=True):
     cache_folder: str = ""
     idle_release_s: float = 0.0
     guesses: str = "auto"
-    long_delay: float = 1.5
+    long_delay: float = 1.4
     cold_experts: str = "auto"
 
 

@@ -37,7 +37,7 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     policy = Policy(
         max_queue=order.max_queue, whole_prompts=blueprint.needs_whole_prompts, idle_release_s=order.idle_release_s, draft_head=blueprint.draft is not None,
         long_delay=order.long_delay,
-    )
+    ).on(device.facts.arch)
     if order.guesses == "off":
         policy = replace(policy, draft_rows=0)
     config = EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None, tiers, stages, experts.report if experts else None)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+CUTS_CONTEXTS = ("cuda:sm_90",)
+"""Architectures whose attention of few tokens behind a long context is cut along it, and takes time in proportion to them ..."""
+WHOLE_CONTEXTS_TOKENS = 384
+"""... and how many such tokens it takes elsewhere before fewer would take no less: they do not fill the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class Policy:
     """There, attention over a context of so many tokens takes most of the time, ..."""
     deep_chunk_tokens: int = 32
     """... and comes in tiles of so many (of four heads each): a chunk is a multiple of that. What products of a tile that is not full lose is less than what a step loses that ends early."""
-    long_delay: float = 1.5
+    long_delay: float = 1.4
     """There, a prompt for which the steady pace leaves no time gets chunks so large that it takes this many times as long as alone, ..."""
     rest_steps: float = 1.03
     """... and so many steps of decode rows alone follow each: what prefill takes is lost to the streams sooner or later, but most of their gaps stay as they were."""
@@ -76,3 +81,7 @@ class Policy:
     """After so long without a request, memory of the page pool that holds nothing goes back to the device; 0: never."""
     device_timeout_s: float = 120.0
     """A step that takes longer has hung."""
+
+    def on(self, arch: str) -> Policy:
+        """The same on a device of this architecture."""
+        return self if arch.startswith(CUTS_CONTEXTS) else replace(self, deep_chunk_tokens=WHOLE_CONTEXTS_TOKENS)

@@ -140,7 +140,7 @@ def test_nobody_is_guessed_for_without_the_packs_support() -> None:
     rig.close()
 
 
-STORMS = [(0, 160, 0.15, 0), (2, 160, 0.15, 0), (0, 40, 0.15, 0), *((seed % 3, 160 - 50 * (seed == 4), 0.8, seed) for seed in range(1, 6))]
+STORMS = [(0, 160, 0.15, 0), (2, 160, 0.15, 0), (0, 40, 0.15, 0), *((seed % 3, 160 - 30 * (seed == 4), 0.8, seed) for seed in range(1, 6))]
 
 
 @pytest.mark.parametrize("n_snapshots", [0, 12])

@@ -178,6 +178,8 @@ def test_chunks_fill_tiles_of_products_and_deep_in_a_context_those_of_attention(
     assert pace.whole_tiles(250, 16, 32_768) == 224 and pace.whole_tiles(20, 16, 32_768) == 20
     assert Pace(Policy(), CostModel(), 1).whole_tiles(250, 3, 32_768) == 250, "a CPU has none"
     assert pace.least_tokens(1000) == 128 and pace.least_tokens(32_768) == 32
+    assert Policy().on("cuda:sm_90a") == Policy()
+    assert Pace(Policy().on("cuda:sm_89"), CostModel(), 128).least_tokens(32_768) == 384, "attention of fewer takes no less there"
 
 
 def test_rounds_count_with_decode_steps_as_they_were_measured_not_as_the_fit_has_them() -> None:
