@@ -34,23 +34,24 @@ static __device__ __noinline__ float unusual_output(float out, float old, int32_
 }
 
 template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPair>
-__global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_constant__ FlatMaps maps, const __grid_constant__ SkinnyArguments a, const __grid_constant__ FlatDeal deal) {
+__global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>::kThreads, 1) flat_kernel(const __grid_constant__ FlatMaps maps, const __grid_constant__ SkinnyArguments a, const __grid_constant__ FlatDeal deal) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using S = FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>;
     constexpr bool kGated = kSplit == kTileGated, kHeads = kSplit == kTileHeads, kHalved = kSplit != kTileWhole;
     extern __shared__ uint8_t raw[];
-    __shared__ uint64_t w_full[kFlatStages], x_full[kFlatStages], empty[kFlatStages], is_summed, are_factored, has_received;
+    __shared__ uint64_t w_full[kFlatStages], x_full[kFlatStages], x_raw[S::kHalfX ? kFlatStages : 1], empty[kFlatStages], is_summed, are_factored, has_received;
     alignas(16) __shared__ float factors[kNT], half_sums[2][kNT];
     const uint32_t ring = (shared_address(raw) + 1023) & ~1023u;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = kPair == 2 ? blockIdx.x & 1 : 0, n_blocks = gridDim.x / kPair, me = blockIdx.x / kPair;
     const int w_pitch = deal.pass_tiles * S::kTileBytes, n_stages = deal.n_stages;
-    const uint32_t x_ring = ring + n_stages * w_pitch, received = x_ring + n_stages * S::kXBytes;
+    const uint32_t x_ring = ring + n_stages * w_pitch, received = x_ring + n_stages * S::kXBytes, x_factors = received + S::kReceived;
     const int begin = static_cast<uint32_t>(deal.n_tiles) * me / n_blocks, end = static_cast<uint32_t>(deal.n_tiles) * (me + 1) / n_blocks, n_passes = min(deal.n_passes, end - begin);
     if (threadIdx.x == 0) {
 #pragma unroll 1
         for (int i = 0; i < n_stages; ++i) {
             barrier_init(w_full + i, 1);
-            barrier_init(x_full + i, 1);
+            barrier_init(x_full + i, S::kHalfX ? 4 : 1);
+            if constexpr (S::kHalfX) barrier_init(x_raw + i, 1);
             barrier_init(empty + i, kFlatWarps);
         }
         barrier_init(&is_summed, kFlatWarps);
@@ -72,7 +73,8 @@ __global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_cons
     auto weight_of = [&](int tile) { return kGated ? 0 : a.n_w > 2 && tile >= a.w[2].first_tile ? 2 : a.n_w > 1 && tile >= a.w[1].first_tile ? 1 : 0; };
 
     if (warp >= kFlatWarps) {
-        fewer_registers<88>();
+        if (S::kHalfX && warp >= kFlatWarps + 4) fewer_registers<56>();
+        else fewer_registers<S::kHalfX ? 72 : 88>();
         const int n_stage_steps = deal.steps, first_stage = rank * n_stage_steps;
         if (warp == kFlatWarps) {
             int stage = 0, landing = 0, sent = 0;
@@ -137,9 +139,10 @@ __global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_cons
 #pragma unroll 1
                 for (int s = 0; s < n_stage_steps; ++s) {
                     barrier_wait(empty + stage, phase ^ 1);
-                    if (lane == 0) barrier_expect(x_full + stage, S::kXBytes);
+                    uint64_t *landed = S::kHalfX ? x_raw + stage : x_full + stage;
+                    if (lane == 0) barrier_expect(landed, S::kXBytes);
                     __syncwarp();
-                    if (lane < S::kXBoxes) copy_box_at(x_ring + stage * S::kXBytes + lane * kNT * 128, &maps.x, (first_stage + s) * S::kStageK + lane * 64, 0, x_full + stage);
+                    if (lane < S::kXBoxes) copy_box_at(x_ring + stage * S::kXBytes + lane * kNT * 128, &maps.x, (first_stage + s) * S::kStageK + lane * 64, 0, landed);
                     if (++stage == n_stages) {
                         stage = 0;
                         phase ^= 1;
@@ -148,20 +151,35 @@ __global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_cons
             }
             return;
         }
+        if (S::kHalfX && warp >= kFlatWarps + 4) {
+            int stage = 0;
+            uint32_t phase = 0;
+#pragma unroll 1
+            for (int s = 0; s < n_passes * n_stage_steps; ++s) {
+                barrier_wait(x_raw + stage, phase);
+                halve_x<kNT>(x_ring + stage * S::kXBytes, x_factors + stage * S::kFactorBytes, warp - kFlatWarps - 4, lane);
+                fence_async_proxy();
+                __syncwarp();
+                if (lane == 0) barrier_arrive(x_full + stage);
+                if (++stage == n_stages) {
+                    stage = 0;
+                    phase ^= 1;
+                }
+            }
+            return;
+        }
         row_factors<kNT>(a.norm, warp - kFlatWarps - 2, lane, half_sums, factors);
         if (lane == 0) barrier_arrive(&are_factored);
         return;
     }
-    more_registers<208>();
+    more_registers<S::kHalfX ? 192 : 208>();
     const int wm = warp % kWM, wk = warp / kWM, r = lane >> 2, q = lane & 3;
     if (kPair == 2) {
         asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
         if (threadIdx.x == 0) barrier_expect(&has_received, (((end - begin) * S::kN8 + 1 - rank) / 2) * 512);
     }
-    wait_dependence();
-    const int n_rows = rows_here();
-    if (may_be_idle && n_rows <= 0) return;
-    const uint32_t now = kHeads ? __ldcg(deal.packets.numbers + blockIdx.x) + 1 : 0;
+    int n_rows = 0;
+    uint32_t now = 0;
     int stage = 0;
     uint32_t phase = 0;
     float acc[kT][S::kN8][4];
@@ -222,10 +240,10 @@ __global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_cons
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int n = n8 + 2 * q + e;
-                    if (n >= n_rows) continue;
                     float out = v[2 * h + e] * (f0 * factors[n]) + b0;
                     if (is_usual) out += old[2 * h + e];
                     else out = unusual_output(out, old[2 * h + e], a.act, a.softcap);
+                    if (n >= n_rows) continue;
                     squares[e] += out * out;
                     if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = out;
                     else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(out);
@@ -237,7 +255,7 @@ __global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_cons
                 for (int e = 0; e < 2; ++e) {
 #pragma unroll
                     for (int far = 4; far < 32; far *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], far);
-                    if (r == 0) a.norm.squares[tile * a.norm.stride + n8 + 2 * q + e] = squares[e];
+                    if (r == 0 && n_rows > 0) a.norm.squares[tile * a.norm.stride + n8 + 2 * q + e] = squares[e];
                 }
             }
         }
@@ -245,76 +263,108 @@ __global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_cons
     // Arguments of the end are read now: they come through a cache of their own, one trip a line.
     asm volatile("" ::"l"(a.y), "l"(a.y_stride), "l"(a.norm.out), "l"(a.norm.squares), "l"(a.norm.out_stride), "r"(a.y_format), "f"(a.scale), "f"(a.w[0].scale), "l"(a.w[0].bias), "f"(a.softcap));
     if constexpr (kHeads) asm volatile("" ::"l"(a.heads.q), "l"(a.heads.frequency), "l"(a.heads.v_offset), "f"(a.heads.eps));
+    // The end is rehearsed, for no rows, while the kernels ahead still run: its code would come from memory behind the weights.
 #pragma unroll 1
-    for (int pass = 0; pass < n_passes; ++pass) {
-        const int first = pass_begin(pass), n_here = pass_begin(pass + 1) - first;
-        uint32_t at[kT], half[kT];
-        // Of the blocks of scales that a warp's K lies in: the first, how many more.
-        const int n_blocks_k = (a.k + 127) / 128, first_block = min((rank * deal.steps * S::kStageK + wk * kSteps * S::kStep) / 128, n_blocks_k - 1), last_block = n_blocks_k - 1 - first_block;
-        const float *scales[2][kT];
-        float unit_scales[2][kT];
-#pragma unroll
-        for (int t = 0; t < kT; ++t) {
-            // A warp that has no tile left multiplies the first one in vain.
-            const int j = t * kWM + wm < n_here ? t * kWM + wm : 0, chunk = wk * kSteps / 4, base = deal.base_tiles;
-            const bool is_more = kGated && j == base;
-            const int pitch = kGated && !is_more ? base : 1;
-            half[t] = kHalved ? S::kChunks * pitch * 1024 : 1024;
-            at[t] = (kGated ? (is_more ? base * S::kTileBytes : j * 1024) : j * S::kTileBytes) + chunk * (kHalved ? pitch * 1024 : 2048);
-            at[t] += S::kIsFp8 ? (lane >> 2) * 128 : (lane & 7) * 128 + (lane >> 3 & 1) * half[t];
-            if constexpr (S::kIsFp8) {
-#pragma unroll
-                for (int h = 0; h < 1 + kGated; ++h) {
-                    const int i = kGated ? h : weight_of(first + j), row = row_of(first + j, i);
-                    const SkinnyWeight &w = a.w[i];
-                    scales[h][t] = w.block_scale ? w.block_scale + (min(row, w.rows - 1) >> 7) * w.block_stride + first_block : nullptr;
-                    unit_scales[h][t] = scales[h][t] ? __ldg(scales[h][t]) : 1.0f;
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < S::kN8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) acc[t][n][e] = 0.0f;
+    for (int pass = n_passes > 0 ? -1 : 0; pass <= n_passes; ++pass) {
+        if (pass == 0) {
+            wait_dependence();
+            n_rows = rows_here();
+            if (may_be_idle && n_rows <= 0) return;
+            now = kHeads ? __ldcg(deal.packets.numbers + blockIdx.x) + 1 : 0;
         }
-        float old[4], gain[2];
+        if (pass == n_passes) break;
+        const bool is_real = pass >= 0;
+        const int first = pass_begin(max(pass, 0)), n_here = pass_begin(max(pass, 0) + 1) - first;
+        float old[4] = {}, gain[2] = {};
         const int own = kPair == 2 ? 2 * warp + rank : warp, n_fragments = n_here * S::kN8;
-        if (own < n_fragments) load_beside(first + own / S::kN8, own % S::kN8 * 8, old, gain);
-#pragma unroll 1
-        for (int s = 0; s < deal.steps; ++s) {
-            float next_scales[2][kT];
-            if constexpr (S::kIsFp8) {
+        if (is_real) {
+            uint32_t at[kT], half[kT];
+            // Of the blocks of scales that a warp's K lies in: the first, how many more. Gated tiles of a pass begin in 128 rows or the next: two scales of gate, two of up.
+            const int n_blocks_k = (a.k + 127) / 128, first_block = min((rank * deal.steps * S::kStageK + wk * kSteps * S::kStep) / 128, n_blocks_k - 1), last_block = n_blocks_k - 1 - first_block;
+            const float *scales[kT], *twin_scales[2][2];
+            float unit_scales[kT], now_scales[2][2];
+            uint32_t later = 0;
+            if constexpr (S::kHalfX) {
 #pragma unroll
-                for (int t = 0; t < kT; ++t)
+                for (int h = 0; h < 2; ++h)
 #pragma unroll
-                    for (int h = 0; h < 1 + kGated; ++h) next_scales[h][t] = scales[h][t] && s + 1 < deal.steps ? __ldg(scales[h][t] + min((s + 1) * (S::kStageK / 128), last_block)) : 1.0f;
+                    for (int i = 0; i < 2; ++i) {
+                        const SkinnyWeight &w = a.w[h];
+                        twin_scales[h][i] = w.block_scale ? w.block_scale + min((first * 8 >> 7) + i, (w.rows - 1) >> 7) * w.block_stride + first_block : nullptr;
+                        now_scales[h][i] = twin_scales[h][i] ? __ldg(twin_scales[h][i]) : 1.0f;
+                    }
+#pragma unroll
+                for (int t = 0; t < kT; ++t) later |= (((first + min(t * kWM + wm, n_here - 1)) * 8 >> 7) - (first * 8 >> 7)) << t;
             }
-            const uint32_t w_at = ring + stage * w_pitch, x_at = x_ring + stage * S::kXBytes;
-            barrier_wait(w_full + stage, phase);
-            barrier_wait(x_full + stage, phase);
-            uint32_t used = 0;
 #pragma unroll
-            for (int k = 0; k < kSteps; ++k) used ^= flat_step<S, kNT, kT, kGated>(acc, unit_scales, at, half, w_at, x_at, wk * kSteps + k, lane);
-            if (lane == 0) arrive_after(empty + stage, used);
-            if constexpr (S::kIsFp8) {
-#pragma unroll
-                for (int t = 0; t < kT; ++t)
-#pragma unroll
-                    for (int h = 0; h < 1 + kGated; ++h) unit_scales[h][t] = next_scales[h][t];
-            }
-            if (++stage == n_stages) {
-                stage = 0;
-                phase ^= 1;
-            }
-        }
-        // Everybody is done with the ring, which holds the sums now.
-        asm volatile("bar.sync 1, %0;" ::"n"(kFlatWarps * 32) : "memory");
-#pragma unroll
-        for (int t = 0; t < kT; ++t)
-            if (t * kWM + wm < n_here)
+            for (int t = 0; t < kT; ++t) {
+                // A warp that has no tile left multiplies the first one in vain.
+                const int j = t * kWM + wm < n_here ? t * kWM + wm : 0, chunk = wk * kSteps / 4, base = deal.base_tiles;
+                const bool is_more = kGated && j == base;
+                const int pitch = kGated && !is_more ? base : 1;
+                half[t] = kHalved ? S::kChunks * pitch * 1024 : 1024;
+                at[t] = (kGated ? (is_more ? base * S::kTileBytes : j * 1024) : j * S::kTileBytes) + chunk * (kHalved ? pitch * 1024 : 2048);
+                at[t] += S::kIsFp8 ? (lane >> 2) * 128 : (lane & 7) * 128 + (lane >> 3 & 1) * half[t];
+                if constexpr (S::kIsFp8 && !S::kHalfX) {
+                    const int i = weight_of(first + j);
+                    const SkinnyWeight &w = a.w[i];
+                    scales[t] = w.block_scale ? w.block_scale + (min(row_of(first + j, i), w.rows - 1) >> 7) * w.block_stride + first_block : nullptr;
+                    unit_scales[t] = scales[t] ? __ldg(scales[t]) : 1.0f;
+                }
 #pragma unroll
                 for (int n = 0; n < S::kN8; ++n)
-                    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(ring + (((wk * deal.pass_tiles + t * kWM + wm) * S::kN8 + n) * 32 + lane) * 16), "f"(acc[t][n][0]), "f"(acc[t][n][1]), "f"(acc[t][n][2]), "f"(acc[t][n][3]) : "memory");
-        asm volatile("bar.sync 1, %0;" ::"n"(kFlatWarps * 32) : "memory");
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc[t][n][e] = 0.0f;
+            }
+            if (own < n_fragments) load_beside(first + own / S::kN8, own % S::kN8 * 8, old, gain);
+#pragma unroll 1
+            for (int s = 0; s < deal.steps; ++s) {
+                float next_scales[kT], coming[2][2];
+                if constexpr (S::kHalfX) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) coming[h][i] = twin_scales[h][i] && s + 1 < deal.steps ? __ldg(twin_scales[h][i] + min((s + 1) * (S::kStageK / 128), last_block)) : 1.0f;
+                } else if constexpr (S::kIsFp8) {
+#pragma unroll
+                    for (int t = 0; t < kT; ++t) next_scales[t] = scales[t] && s + 1 < deal.steps ? __ldg(scales[t] + min((s + 1) * (S::kStageK / 128), last_block)) : 1.0f;
+                }
+                const uint32_t w_at = ring + stage * w_pitch, x_at = x_ring + stage * S::kXBytes;
+                barrier_wait(w_full + stage, phase);
+                barrier_wait(x_full + stage, phase);
+                uint32_t used = 0;
+                if constexpr (S::kHalfX) {
+                    auto scale = [&](int t, int h) { return later >> t & 1 ? now_scales[h][1] : now_scales[h][0]; };
+                    used = flat_steps_f16<S, kNT, kT, kSteps>(acc, scale, at, half, w_at, x_at, x_factors + stage * S::kFactorBytes, wk * kSteps, lane);
+                } else {
+#pragma unroll
+                    for (int k = 0; k < kSteps; ++k) used ^= flat_step<S, kNT, kT>(acc, unit_scales, at, half, w_at, x_at, wk * kSteps + k, lane);
+                }
+                if (lane == 0) arrive_after(empty + stage, used);
+                if constexpr (S::kHalfX) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) now_scales[h][i] = coming[h][i];
+                } else if constexpr (S::kIsFp8) {
+#pragma unroll
+                    for (int t = 0; t < kT; ++t) unit_scales[t] = next_scales[t];
+                }
+                if (++stage == n_stages) {
+                    stage = 0;
+                    phase ^= 1;
+                }
+            }
+            // Everybody is done with the ring, which holds the sums now.
+            asm volatile("bar.sync 1, %0;" ::"n"(kFlatWarps * 32) : "memory");
+#pragma unroll
+            for (int t = 0; t < kT; ++t)
+                if (t * kWM + wm < n_here)
+#pragma unroll
+                    for (int n = 0; n < S::kN8; ++n)
+                        asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(ring + (((wk * deal.pass_tiles + t * kWM + wm) * S::kN8 + n) * 32 + lane) * 16), "f"(acc[t][n][0]), "f"(acc[t][n][1]), "f"(acc[t][n][2]), "f"(acc[t][n][3]) : "memory");
+            asm volatile("bar.sync 1, %0;" ::"n"(kFlatWarps * 32) : "memory");
+        }
         auto add = [&](float (&sum)[4], uint32_t from) {
             const uint4 v = shared_load4(from);
             sum[0] += __uint_as_float(v.x); sum[1] += __uint_as_float(v.y); sum[2] += __uint_as_float(v.z); sum[3] += __uint_as_float(v.w);
@@ -324,7 +374,7 @@ __global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_cons
 #pragma unroll
             for (int k = 0; k < S::kWK; ++k) add(sum, ring + ((k * deal.pass_tiles * S::kN8 + fragment) * 32 + lane) * 16);
         };
-        if constexpr (kPair == 2) {
+        if (kPair == 2 && is_real) {
 #pragma unroll 1
             for (int f = 2 * warp + 1 - rank; f < n_fragments; f += 2 * kFlatWarps) {
                 float v[4];
@@ -333,18 +383,18 @@ __global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_cons
             }
         }
         if (pass == 0) barrier_wait(&are_factored, 0);
-        if constexpr (kPair == 2) barrier_wait(&has_received, 0);
-        constexpr int kNext = kPair * kFlatWarps;
+        if (kPair == 2 && is_real) barrier_wait(&has_received, 0);
+        const int next = is_real ? kPair * kFlatWarps : n_fragments;
 #pragma unroll 1
-        for (int f = own; f < n_fragments; f += kNext) {
+        for (int f = own; f < n_fragments; f += next) {
             float v[4];
             sum_of(f, v);
             if constexpr (kPair == 2) add(v, received + ((f >> 1) * 32 + lane) * 16);
             const int tile = first + f / S::kN8, n8 = f % S::kN8 * 8;
             if constexpr (kHeads) {
                 const int i = weight_of(tile), row = row_of(tile, i);
-                begin_head(a, a.w[i], deal.packets, (a.w[i].first_column + row) >> 7, tile, row + r, n8 + 2 * q, lane, factors, now, v);
-                shared_store4(ring + (f * 32 + lane) * 16, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
+                begin_head(a, a.w[i], deal.packets, (a.w[i].first_column + row) >> 7, tile, row + r, n8 + 2 * q, lane, factors, now, is_real, v);
+                if (is_real) shared_store4(ring + (f * 32 + lane) * 16, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
             } else {
                 if (f != own) load_beside(tile, n8, old, gain);
                 finish(tile, n8, v, old, gain);
@@ -352,14 +402,14 @@ __global__ void __launch_bounds__(kFlatThreads, 1) flat_kernel(const __grid_cons
         }
         if constexpr (kHeads) {
 #pragma unroll 1
-            for (int f = own; f < n_fragments; f += kNext) {
+            for (int f = own; f < n_fragments; f += next) {
                 const int tile = first + f / S::kN8, i = weight_of(tile);
                 const uint4 u = shared_load4(ring + (f * 32 + lane) * 16);
                 float v[4] = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
-                end_head(a, deal.packets, (a.w[i].first_column + row_of(tile, i)) >> 7, tile, f % S::kN8 * 8, lane, n_rows, now, v);
+                end_head(a, deal.packets, (a.w[i].first_column + row_of(tile, i)) >> 7, tile, f % S::kN8 * 8, lane, n_rows, now, is_real, v);
             }
         }
-        if (pass + 1 < n_passes) {
+        if (is_real && pass + 1 < n_passes) {
             fence_async_proxy();
             __syncwarp();
             if (lane == 0) barrier_arrive(&is_summed);

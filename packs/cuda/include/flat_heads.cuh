@@ -4,14 +4,15 @@
 #pragma once
 #include "device.cuh"
 #include "flat_plan.h"
+#include "turn.cuh"
 
 namespace pk {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ __forceinline__ const float *head_norm(const HeadsEnd &e, int head) { return head < e.n_heads ? e.q_norm : head < e.n_heads + e.n_kv_heads ? e.k_norm : e.v_norm; }
 
-// v: of rows low and low + 64 of a head, x's rows n0 and n0 + 1 each. Leaves them scaled, and their squares to whoever waits.
-__device__ __forceinline__ void begin_head(const SkinnyArguments &a, const SkinnyWeight &w, const FlatPackets &packets, int head, int tile, int row, int n0, int lane, const float *factors, uint32_t now, float (&v)[4]) {
+// v: of rows low and low + 64 of a head, x's rows n0 and n0 + 1 each. Leaves them scaled, and their squares to whoever waits. Not is_real: nobody waits, nothing is left (flat.cuh).
+__device__ __forceinline__ void begin_head(const SkinnyArguments &a, const SkinnyWeight &w, const FlatPackets &packets, int head, int tile, int row, int n0, int lane, const float *factors, uint32_t now, bool is_real, float (&v)[4]) {
     float squares[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -27,12 +28,12 @@ __device__ __forceinline__ void begin_head(const SkinnyArguments &a, const Skinn
     for (int e = 0; e < 2; ++e)
 #pragma unroll
         for (int far = 4; far < 32; far *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], far);
-    if (lane < 4)
+    if (lane < 4 && is_real)
         asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1,%2};" ::"l"(packets.squares + tile * kFlatRows + n0), "l"(static_cast<unsigned long long>(now) << 32 | __float_as_uint(squares[0])), "l"(static_cast<unsigned long long>(now) << 32 | __float_as_uint(squares[1])) : "memory");
 }
 
 // The rest of it. A warp has eight rows of x, from n8 on.
-__device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPackets &packets, int head, int tile, int n8, int lane, int n_rows, uint32_t now, float (&v)[4]) {
+__device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPackets &packets, int head, int tile, int n8, int lane, int n_rows, uint32_t now, bool is_real, float (&v)[4]) {
     const HeadsEnd &e = a.heads;
     const int low = (tile & 7) * 8 + (lane >> 2), n0 = n8 + 2 * (lane & 3);
     const bool is_q = head < e.n_heads, is_v = head >= e.n_heads + e.n_kv_heads;
@@ -43,10 +44,10 @@ __device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPac
     float sine[2] = {0.0f, 0.0f}, cosine[2] = {1.0f, 1.0f};
     if (!is_v && e.frequency != nullptr) {
         const float f = __ldg(e.frequency + low);
-#pragma unroll 1
+#pragma unroll
         for (int i = 0; i < 2; ++i) {
             float s, c;
-            sincosf(static_cast<float>(i ? position[1] : position[0]) * f, &s, &c);
+            turn(static_cast<float>(i ? position[1] : position[0]) * f, &s, &c);
             (i ? sine[1] : sine[0]) = s * e.magnitude;
             (i ? cosine[1] : cosine[0]) = c * e.magnitude;
         }
@@ -57,7 +58,7 @@ __device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPac
         const unsigned long long *from = packets.squares + ((tile & ~7) + (lane >> 2)) * kFlatRows + n0;
         unsigned long long p[2];
         do asm volatile("ld.relaxed.gpu.global.v2.b64 {%0,%1}, [%2];" : "=l"(p[0]), "=l"(p[1]) : "l"(from) : "memory");
-        while (static_cast<uint32_t>(p[0] >> 32) != now || static_cast<uint32_t>(p[1] >> 32) != now);
+        while (is_real && (static_cast<uint32_t>(p[0] >> 32) != now || static_cast<uint32_t>(p[1] >> 32) != now));
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

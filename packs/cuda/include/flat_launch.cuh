@@ -42,7 +42,7 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
                                                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of weight %d: CUDA driver error %d", i, static_cast<int>(e));
     }
-    const int w_bytes = deal.pass_tiles * S::kTileBytes, stage_bytes = w_bytes + S::kXBytes;
+    const int w_bytes = deal.pass_tiles * S::kTileBytes, stage_bytes = w_bytes + S::kXBytes + S::kFactorBytes;
     deal.n_stages = (kFlatRingBytes - S::kReceived) / stage_bytes;
     if (deal.n_stages > kFlatStages) deal.n_stages = kFlatStages;
     deal.under_way = (kFlatUnderWay + w_bytes - 1) / w_bytes;
@@ -55,7 +55,7 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
     if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return check(e, "flat");
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks * kPair);
-    config.blockDim = dim3(kFlatThreads);
+    config.blockDim = dim3(S::kThreads);
     config.dynamicSmemBytes = bytes;
     config.stream = l.stream;
     cudaLaunchAttribute attributes[2];
@@ -77,8 +77,8 @@ int32_t launch_flat_width(const Launch &l, const SkinnyArguments &a, const Packe
     const int64_t most = (tiles + l.ctx->n_processors - 1) / l.ctx->n_processors;
     if (a.heads.q && most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kTileHeads, 1>(l, a, packed, packets);
     if (a.heads.q) return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kTileHeads, 1>(l, a, packed, packets);
-    // Pairs of blocks halve what each reads of x; with more rows than 16 what they send each other takes as long.
-    if constexpr (kNT <= 16) {
+    // Pairs of blocks halve what each reads of x. For weights of two bytes what they send each other takes as long.
+    if constexpr (kFormat == PK_FP8_E4M3) {
         const int64_t pairs = l.ctx->n_processors / 2, most_of_pair = (tiles + pairs - 1) / pairs;
         if (most_of_pair <= 4) return launch_flat_shape<kFormat, kNT, 1, 4, 2, kTileWhole, 2>(l, a, packed, packets);
         if (most_of_pair <= kFlatMostTiles) return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kTileWhole, 2>(l, a, packed, packets);
