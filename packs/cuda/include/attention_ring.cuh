@@ -166,11 +166,11 @@ __device__ __forceinline__ void ask_q(const AttentionArguments &a, const Segment
 }
 
 // The fragment of a k step.
-template <int kD, int kKind, int kHalves = 2>
+template <int kD, int kKind>
 __device__ __forceinline__ void read_q(uint32_t (&q)[4], const uint8_t *from, int rows, int k) {
     const int row = (threadIdx.x & 31) >> 2;
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h)
+    for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int column = q_column<kKind>(k, e);

@@ -166,7 +166,6 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     __syncthreads();
     if (has_work) {
         Warp<kD, kKind, kTensor> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, team};
-        using Sums = std::conditional_t<kCut || !kTensor || !kHoldQ<kD>, Upright<kD, kKind>, Turned<kD, kKind>>;
         Segment next = s;
         w.begin(s);
         uint8_t *const q_team = q_at + team.number * team.rows() * kQPieces<kD> * 16;
@@ -176,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
         bool has_next = false;
         for (int turn = 0;; ++turn) {
             uint8_t *q_mine = q_team + turn % kQBuffers<kD> * kQBytes<kD>;
-            Sums sums;
+            Sums<kD, kKind> sums;
             sums.open(a, s);
             has_next = false;
 #pragma unroll 1
