@@ -52,16 +52,17 @@ struct RowsProduct {
             const float2 factor = *reinterpret_cast<const float2 *>(xs + x_row + 8 * chunk);
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
-                float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                // Two rows of products side by side: each waits for the one before.
+                float d[2][4] = {};
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const uint8_t *w = rows + (64 * (2 * part + j) ^ odd);
                     const int at = 256 * part + (192 * j ^ 3 * odd);  // put_f16
                     const uint4 a = shared16(w), b = shared16(w + kBoxWidth / 2), v = shared16(x + at), u = shared16(x + (at ^ 64));
-                    step(d, a.x, b.x, v.x, v.y);
-                    step(d, a.y, b.y, v.z, v.w);
-                    step(d, a.z, b.z, u.x, u.y);
-                    step(d, a.w, b.w, u.z, u.w);
+                    step(d[j], a.x, b.x, v.x, v.y);
+                    step(d[j], a.y, b.y, v.z, v.w);
+                    step(d[j], a.z, b.z, u.x, u.y);
+                    step(d[j], a.w, b.w, u.z, u.w);
                 }
                 float2 s = factor;
                 if (has_scales) {
@@ -69,10 +70,8 @@ struct RowsProduct {
                     s.x *= scales[0];
                     s.y *= scales[2];
                 }
-                sum[0] = fmaf(s.x, d[0], sum[0]);
-                sum[1] = fmaf(s.x, d[1], sum[1]);
-                sum[2] = fmaf(s.y, d[2], sum[2]);
-                sum[3] = fmaf(s.y, d[3], sum[3]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum[i] = fmaf(i < 2 ? s.x : s.y, d[0][i] + d[1][i], sum[i]);
             }
         }
     }
@@ -94,7 +93,7 @@ struct RowsProduct {
 // ---- block formats ----
 
 // What a warp reads of a chunk of 256 elements. A part of it is four groups that share a scale each, which one accumulator takes together.
-// load: what is read once a chunk; part: the codes of a part, high bits from where they are; sums: of rows r and r + 8, with x masked per block and half. kSub: groups per 32
+// load: what is read once a chunk; part: the codes of a part; sums: of rows r and r + 8, with x masked per block and half. kSub: groups per 32
 // elements; kZero: what is subtracted from codes; kOver: what integers are multiplied with.
 template <int kFormat> struct Codes;
 
@@ -104,7 +103,7 @@ template <> struct Codes<PK_Q4_K> {
     static constexpr float kOver = 16.0f;
     using U = Unit<PK_Q4_K>;
     uint4 low[2], scales[2];  // of a row: eight scales, eight minima
-    __device__ void load(const uint8_t *slot, int lane) {
+    __device__ void load(const uint8_t *slot, const uint8_t *, int lane) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) scales[i] = shared16(slot + U::kScaleAt + 32 * (lane >> 2) + 16 * i);
     }
@@ -128,7 +127,7 @@ template <> struct Codes<PK_Q4_K> {
     __device__ float scale(int part, int group, int row) const { return byte_plus_2_23(part ? scales[row].y : scales[row].x, group) - 8388608.0f; }
     __device__ float least(int part, int group, int row) const { return byte_plus_2_23(part ? scales[row].w : scales[row].z, group) - 8388608.0f; }
     // Of the whole chunk: what sums of scaled codes, and of minima, are multiplied with.
-    __device__ static void factors(const uint8_t *slot, int lane, float (&factor)[2], float (&least)[2]) {
+    __device__ static void factors(const uint8_t *slot, const uint8_t *, int lane, float (&factor)[2], float (&least)[2]) {
         const uint2 f = shared8(slot + U::kFactorAt + 8 * (lane >> 2));
         factor[0] = half_at(f.x, 0);
         factor[1] = half_at(f.y, 0);
@@ -142,16 +141,20 @@ template <> struct Codes<PK_Q6_K> {
     static constexpr int kSub = 2, kZero = 32, kUnroll = 1;
     static constexpr float kOver = 1.0f;
     using U = Unit<PK_Q6_K>;
-    static_assert(U::kLowBytes == kLowBytes && U::kHighBytes == kHighBytes && U::kBytes == kLowBytes + kHighBytes + kRestBytes);
+    static_assert(U::kBytes == kFirstBytes + kRestBytes && U::kLowBytes + 512 >= kFirstBytes && kFirstBytes % 16 == 0);
     uint4 low;
     uint32_t high[2], scales[2];
-    __device__ void load(const uint8_t *, int) {}
-    __device__ void part(const uint8_t *slot, const uint8_t *highs, int part, int lane) {
+    const uint8_t *highs[2];  // of rows r and r + 8
+    __device__ void load(const uint8_t *slot, const uint8_t *rest, int lane) {
+        highs[0] = (16 * lane < kFirstBytes - U::kLowBytes ? slot : rest - kFirstBytes) + U::kLowBytes + 16 * lane;
+        highs[1] = rest - kFirstBytes + U::kLowBytes + 512 + 16 * lane;
+    }
+    __device__ void part(const uint8_t *slot, const uint8_t *rest, int part, int lane) {
         low = shared16(slot + 512 * part + 16 * lane);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            high[i] = shared4(highs + 512 * i + 16 * lane + 4 * part);
-            scales[i] = shared4(slot + kLowBytes + 32 * (lane >> 2) + 16 * i + 4 * part);
+            high[i] = shared4(highs[i] + 4 * part);
+            scales[i] = shared4(rest - kFirstBytes + U::kScaleAt + 32 * (lane >> 2) + 16 * i + 4 * part);
         }
     }
     __device__ void sums(const uint32_t (&x)[2][2], int (&t)[2]) const {
@@ -173,8 +176,8 @@ template <> struct Codes<PK_Q6_K> {
     }
     __device__ float scale(int, int group, int row) const { return byte_plus_2_23(scales[row], group) - 8388736.0f; }
     __device__ float least(int, int, int) const { return 0.0f; }
-    __device__ static void factors(const uint8_t *slot, int lane, float (&factor)[2], float (&)[2]) {
-        const uint32_t f = shared4(slot + U::kFactorAt - kHighBytes + 4 * (lane >> 2));
+    __device__ static void factors(const uint8_t *, const uint8_t *rest, int lane, float (&factor)[2], float (&)[2]) {
+        const uint32_t f = shared4(rest - kFirstBytes + U::kFactorAt + 4 * (lane >> 2));
         factor[0] = half_at(f, 0);
         factor[1] = half_at(f, 1);
     }
@@ -188,25 +191,25 @@ template <> struct Codes<PK_Q8_0> {
     using U = Unit<PK_Q8_0>;
     uint4 all[4];
     const uint8_t *scales;
-    __device__ void load(const uint8_t *, int) {}
+    __device__ void load(const uint8_t *, const uint8_t *, int) {}
     __device__ void part(const uint8_t *slot, const uint8_t *, int part, int lane) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) all[i] = shared16(slot + part * U::kBytes + 512 * i + 16 * lane);
         scales = slot + part * U::kBytes + U::kScaleAt + 16 * (lane >> 2);
     }
     __device__ void sums(const uint32_t (&x)[4][2], int (&t)[2]) const {
-        int d[4] = {0, 0, 0, 0};
+        int d[2][4] = {};
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
             const uint32_t a[4] = {all[b].x, all[b].z, all[b].y, all[b].w};
-            mma_int8<false>(d, a, x[b][0], x[b][1]);
+            mma_int8<false>(d[b & 1], a, x[b][0], x[b][1]);
         }
 #pragma unroll
-        for (int row = 0; row < 2; ++row) t[row] = d[2 * row] * 256 + d[2 * row + 1];
+        for (int row = 0; row < 2; ++row) t[row] = (d[0][2 * row] + d[1][2 * row]) * 256 + (d[0][2 * row + 1] + d[1][2 * row + 1]);
     }
     __device__ float scale(int, int group, int row) const { return __half2float(*reinterpret_cast<const __half *>(scales + row * 8 + 2 * group)); }
     __device__ float least(int, int, int) const { return 0.0f; }
-    __device__ static void factors(const uint8_t *, int, float (&)[2], float (&)[2]) {}
+    __device__ static void factors(const uint8_t *, const uint8_t *, int, float (&)[2], float (&)[2]) {}
 };
 
 // One tile, or two that lie side by side in the ring: what is read of x serves both.
@@ -218,20 +221,20 @@ struct BlockProduct {
     __device__ void clear() { sum[0][0] = sum[0][1] = sum[1][0] = sum[1][1] = 0.0f; }
     // Made from all that was read of a tile.
     __device__ uint32_t used(int tile) const { return __float_as_uint(sum[tile][0]) ^ __float_as_uint(sum[tile][1]); }
-    // highs: high bits of the tiles, where chunks are parted.
+    // rest: what lies behind the first kFirstBytes of Q6_K's chunks.
     template <int kTiles>
-    __device__ void add(const uint8_t *const (&slot)[kTiles], const uint8_t *highs, const uint8_t *xs, int x_row, int chunk, int lane) {
+    __device__ void add(const uint8_t *const (&slot)[kTiles], const uint8_t *const (&rest)[kTiles], const uint8_t *xs, int x_row, int chunk, int lane) {
         // As a column: part of x and group. As an owner of sums: group of columns 2c, 2c + 1.
         const int n = lane >> 2, c = lane & 3, in_group = n >> 1;
         const uint8_t *x = xs + (chunk * 8 + in_group / C::kSub) * 64 + (n & 1) * 32 + c * 8, *scales = xs + x_row + (chunk * 8 + c / C::kSub) * 16;
         C codes[kTiles];
         float total[kTiles][2] = {}, least[kTiles][2] = {};
 #pragma unroll
-        for (int k = 0; k < kTiles; ++k) codes[k].load(slot[k], lane);
+        for (int k = 0; k < kTiles; ++k) codes[k].load(slot[k], rest[k], lane);
 #pragma unroll C::kUnroll
         for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-            for (int k = 0; k < kTiles; ++k) codes[k].part(slot[k], highs + k * kHighBytes, part, lane);
+            for (int k = 0; k < kTiles; ++k) codes[k].part(slot[k], rest[k], part, lane);
             uint2 v = shared8(x + part * (kBlocks * 64));
             const float4 f = *reinterpret_cast<const float4 *>(scales + part * (kBlocks * 16));
             if constexpr (C::kSub == 2) {
@@ -263,7 +266,7 @@ struct BlockProduct {
 #pragma unroll
         for (int k = 0; k < kTiles; ++k) {
             float factor[2] = {1.0f, 1.0f}, below[2];
-            C::factors(slot[k], lane, factor, below);
+            C::factors(slot[k], rest[k], lane, factor, below);
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
                 sum[k][row] = fmaf(factor[row] * (1.0f / C::kOver), total[k][row], sum[k][row]);

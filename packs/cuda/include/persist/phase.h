@@ -27,12 +27,12 @@ __host__ __device__ constexpr int chunk_elements(int32_t format) { return format
 constexpr int kBoxRows = 8, kBoxWidth = 512, kBoxBytes = kBoxRows * kBoxWidth;
 __host__ __device__ constexpr int block_chunk_bytes(int32_t format) { return format == PK_Q8_0 ? 2 * 2176 : format == PK_Q4_K ? 2368 : 3360; }
 __host__ __device__ constexpr bool is_rows(int32_t format) { return format == PK_BF16 || format == PK_FP8_E4M3; }
-// A chunk of Q6_K is sent as two parts, so that a ring of another format's slots holds it: low bits and scales in a slot of its own, high bits in the next one,
-// where those of the tile that is multiplied at the same time are, too.
-__host__ __device__ constexpr bool is_parted(int32_t format) { return format == PK_Q6_K; }
-constexpr int kLowBytes = 2048, kHighBytes = 1024, kRestBytes = 288;
+// Where slots are Q4_K's a chunk of Q6_K is sent as two parts: as much as fits in a slot of its own, the rest in the next one, where that of the tile that is
+// multiplied at the same time is, too.
+constexpr int kFirstBytes = 2368, kRestBytes = 992;
+__host__ __device__ constexpr bool is_parted(int32_t format, int slot_bytes) { return format == PK_Q6_K && slot_bytes < kFirstBytes + kRestBytes; }
 __host__ __device__ constexpr int slot_bytes(int32_t format) {
-    return format == PK_BF16 ? kBoxBytes : format == PK_FP8_E4M3 ? kBoxBytes + 128 : is_parted(format) ? kLowBytes + kRestBytes : block_chunk_bytes(format);
+    return format == PK_BF16 ? kBoxBytes : format == PK_FP8_E4M3 ? kBoxBytes + 128 : block_chunk_bytes(format);
 }
 // Rows of a tile, as a power of two.
 __host__ __device__ constexpr int tile_shift(int32_t format) { return is_rows(format) ? 3 : 4; }
@@ -154,6 +154,8 @@ constexpr int kSumsAt = 128;   // [tiles][warps][rows of a tile]
 
 // A record of 32 folded elements.
 constexpr int kFoldedPackets = 7, kFoldedBytes = 16 * kFoldedPackets;
+// Where what holds element `at` begins, of outputs folded for integers, or in fours.
+__host__ __device__ inline int64_t folded_at(int32_t staging, int64_t at) { return staging <= kStageFp8 ? at / 4 * 16 : at / 32 * kFoldedBytes; }
 
 // Offsets in dynamic shared memory.
 struct Layout {

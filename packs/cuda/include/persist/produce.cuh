@@ -44,7 +44,7 @@ struct Producer {
     // Weights come as boxes, as chunks, or as chunks in two parts.
     enum Kind { kBoxes, kChunks, kParts };
     // Tiles of phase p. Two chunks to each ring in a pass: of row-major formats its next two, of block formats those of two tiles that are multiplied at once. What
-    // this block does not multiply with yet is sent one by one, with fewer under way: blocks that are behind want theirs now.
+    // this block does not multiply with yet has fewer under way, perhaps one only: blocks that are behind want theirs now.
     template <Kind kKind>
     __device__ __forceinline__ void send_tiles(const Phase &phase, int p, const Piece &tiles, const CUtensorMap *boxes) {
         constexpr bool kHasBoxes = kKind == kBoxes;
@@ -57,11 +57,12 @@ struct Producer {
                       *const up = kHasBoxes ? reinterpret_cast<const uint8_t *>(other.block_scale) : other.data + skipped;
         const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(chunks) + 1;  // 0: of one
         constexpr uint32_t kAll = (1 << kSenders) - 1;
+        const bool is_single = most_ahead == 1;
         if (lane >= kSenders) return;
 #pragma unroll 1
         for (int pass = first, turn = 0; pass < n;) {
             // turn: what is left of a pass is the second tile's chunk.
-            const bool is_wanted = __ballot_sync(kAll, *multiplied == p) & 1, takes = turn ? ahead : is_wanted || !ahead;
+            const bool is_wanted = __ballot_sync(kAll, *multiplied == p) & 1, takes = turn ? ahead : is_wanted || !is_single || !ahead;
             const int j = pass + ring + (kHasBoxes ? ahead * kWarps : 0), whole = inverse ? __umulhi(j, inverse) : j, chunk = j - whole * chunks;
             const int t = kHasBoxes ? whole : 2 * whole + ahead;
             const bool is_up = t & is_gated, is_valid = j < n && takes && (kHasBoxes || t < n_tiles);
@@ -87,26 +88,25 @@ struct Producer {
                         barrier_expect(barrier, bytes);
                         copy_bulk(to, from, bytes, barrier, policy);
                     } else {
-                        barrier_expect(barrier, kLowBytes + kRestBytes);
-                        copy_bulk(to, from, kLowBytes, barrier, policy);
-                        copy_bulk(to + kLowBytes, from + kLowBytes + kHighBytes, kRestBytes, barrier, policy);
-                        // High bits behind the last tile's slot; the second tile's may land before they are expected, as the barrier also waits for this arrival.
+                        barrier_expect(barrier, kFirstBytes);
+                        copy_bulk(to, from, kFirstBytes, barrier, policy);
+                        // The rest behind the last tile's slot; the second tile's may land before it is expected, as the barrier also waits for this arrival.
                         const bool is_pair = 2 * whole + 1 < n_tiles;
                         slot.advance(n_slots);
                         if (is_pair && !ahead) slot.advance(n_slots);
                         await_empty(ring, slot);
-                        const uint32_t high_barrier = full + 8 * (ring * kMaxSlots + slot.at);
-                        if (!ahead) barrier_expect(high_barrier, (1 + is_pair) * kHighBytes);
-                        copy_bulk(rings + (ring * n_slots + slot.at) * slot_bytes + ahead * kHighBytes, from + kLowBytes, kHighBytes, high_barrier, policy);
+                        const uint32_t rest_barrier = full + 8 * (ring * kMaxSlots + slot.at);
+                        if (!ahead) barrier_expect(rest_barrier, (1 + is_pair) * kRestBytes);
+                        copy_bulk(rings + (ring * n_slots + slot.at) * slot_bytes + ahead * kRestBytes, from + kFirstBytes, kRestBytes, rest_barrier, policy);
                     }
                 }
             }
             if (n_valid > 0) mine.advance(n_slots);
             if (n_valid > 1) mine.advance(n_slots);
             // Parts: behind the last tile.
-            if (kKind == kParts && n_valid > 0 && (turn || is_wanted || 2 * whole + 1 >= n_tiles)) mine.advance(n_slots);
-            turn = !kHasBoxes && !is_wanted && !turn;
-            if (!turn) pass += kHasBoxes && is_wanted ? 2 * kWarps : kWarps;
+            if (kKind == kParts && n_valid > 0 && (turn || is_wanted || !is_single || 2 * whole + 1 >= n_tiles)) mine.advance(n_slots);
+            turn = !kHasBoxes && is_single && !is_wanted && !turn;
+            if (!turn) pass += kHasBoxes && (is_wanted || !is_single) ? 2 * kWarps : kWarps;
         }
     }
     // boxes: of the phase's weights, where they are row-major.
@@ -117,7 +117,7 @@ struct Producer {
             const Piece tiles = piece_of(phase, all, i);
             const int format = phase.w[tiles.weight].format;
             if (is_rows(format)) send_tiles<kBoxes>(phase, p, tiles, boxes);
-            else if (is_parted(format)) send_tiles<kParts>(phase, p, tiles, nullptr);
+            else if (is_parted(format, slot_bytes)) send_tiles<kParts>(phase, p, tiles, nullptr);
             else send_tiles<kChunks>(phase, p, tiles, nullptr);
             __syncwarp();
         }

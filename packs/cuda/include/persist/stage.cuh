@@ -189,6 +189,55 @@ __device__ __forceinline__ float take_folded(const Phase &p, const Arguments &a,
     return squares;
 }
 
+// Puts down what this warp multiplies first of x that came in fours. Returns this lane's sum of squares. before: see stage.
+__device__ __forceinline__ float take_fours(const Phase &p, const Arguments &a, int at, uint8_t *xs, uint32_t base, const Met &before) {
+    constexpr int kKept = 3;
+    const int lane = thread_here() & 31, warp = thread_here() >> 5, staging = p.staging, k = p.k, n_blocks = staged_elements(staging, k) >> 8;
+    const bool is_wide = staging == kStageFp8;
+    auto block_of = [&](int i) { return is_wide ? (i & ~1) * kWarps + 2 * warp + (i & 1) : i * kWarps + warp; };
+    const uint32_t epoch = base + p.x.source + 1;
+    float *factors = reinterpret_cast<float *>(xs + x_row_bytes(staging, k));
+    float squares = 0.0f;
+#pragma unroll 1
+    for (int first = 0; block_of(first) < n_blocks; first += kKept) {
+        uint4 raw[kKept][2];
+        const uint8_t *from[kKept];
+#pragma unroll
+        for (int j = 0; j < kKept; ++j) {
+            const int element = block_of(first + j) * 256 + lane * 8;
+            const bool is_one = element < k;
+            from[j] = reinterpret_cast<const uint8_t *>(p.folded_x) + 4 * static_cast<int64_t>(is_one ? element : 0);
+            raw[j][0] = raw[j][1] = make_uint4(0, 0, 0, is_one ? ~epoch : epoch);
+        }
+        await_any(from[0] + 28, epoch, lane);
+        bool is_there;
+        do {
+            is_there = true;
+#pragma unroll
+            for (int j = 0; j < kKept; ++j)
+#pragma unroll
+                for (int s = 0; s < 2; ++s) load_quad_again(raw[j][s], from[j] + 16 * s, epoch);
+#pragma unroll
+            for (int j = 0; j < kKept; ++j) is_there &= raw[j][0].w == epoch && raw[j][1].w == epoch;
+        } while (!__all_sync(~0u, is_there));
+        mark(a, at, 1);
+        before.await();
+#pragma unroll
+        for (int j = 0; j < kKept; ++j) {
+            const int block = block_of(first + j), piece = block * 32 + lane;
+            if (block >= n_blocks) break;
+            squares += __uint_as_float(raw[j][0].z) + __uint_as_float(raw[j][1].z);
+            if (is_wide) {
+                const float v[8] = {low_f32(raw[j][0].x), high_f32(raw[j][0].x), low_f32(raw[j][0].y), high_f32(raw[j][0].y), low_f32(raw[j][1].x), high_f32(raw[j][1].x), low_f32(raw[j][1].y), high_f32(raw[j][1].y)};
+                put_f16(xs, factors, v, piece, lane);
+            } else {
+                *reinterpret_cast<uint4 *>(xs + piece * 16) = make_uint4(raw[j][0].x, raw[j][0].y, raw[j][1].x, raw[j][1].y);
+            }
+        }
+    }
+    return squares;
+}
+
 // What was in memory before this launch becomes packets: each block a share of the rows' elements.
 __device__ __forceinline__ void publish(const Phase &p, int n_rows, uint32_t epoch) {
     for (int row = 0; row < n_rows; ++row)

@@ -67,7 +67,7 @@ struct Output {
     float norm;                       // of folded outputs
     int32_t act;
     int shift;                        // rows of a tile, as a power of two
-    bool is_valid, is_gated, is_f32, is_bytes, adds_f32, is_odd;
+    bool is_valid, is_gated, is_f32, is_bytes, is_fours, adds_f32, is_odd;
 
     // row: of the weight; o: among the group's outputs; sums: [tiles][warps][rows of a tile]. base: phases before this launch.
     __device__ __forceinline__ void prepare(const Phase &p, const Weight &w, const float *sums, int row, int o, bool is_one, uint32_t base) {
@@ -83,8 +83,9 @@ struct Output {
         data = is_valid && p.y.data ? reinterpret_cast<uint8_t *>(p.y.data) + at * (is_f32 ? 4 : 2) : nullptr;
         // A packet holds two BF16.
         packet = is_valid && p.y.packets && (is_f32 || !is_odd) ? reinterpret_cast<uint8_t *>(p.y.packets) + at * (is_f32 ? 8 : 4) : nullptr;
-        folded = p.folded_y ? reinterpret_cast<uint8_t *>(p.folded_y) + at / 32 * kFoldedBytes : nullptr;
+        folded = p.folded_y ? reinterpret_cast<uint8_t *>(p.folded_y) + folded_at(p.folded_staging, at) : nullptr;
         is_bytes = p.folded_staging == kStageBytes;
+        is_fours = p.folded_staging <= kStageFp8;
         added = is_valid && p.add.packets ? added_at(p.add, at) : nullptr;
         wanted = base + p.add.source + 1;
         adds_f32 = p.add.format == PK_F32;
@@ -114,7 +115,8 @@ struct Output {
         __syncwarp();
         if (folded != nullptr) {
             const float scaled[1] = {out * norm};
-            put_folded<1>(folded, scaled, out * out, epoch, is_bytes);
+            if (is_fours) put_four(folded, scaled[0], out * out, is_valid, epoch);
+            else put_folded<1>(folded, scaled, out * out, epoch, is_bytes);
         }
         const float next = __shfl_down_sync(~0u, out, 1);
         if (packet) store_packet(packet, is_f32 ? __float_as_uint(out) : pack_bf16(out, next), epoch);

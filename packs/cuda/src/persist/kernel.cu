@@ -121,6 +121,7 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
     const int lane = thread_here() & 31;
     Product<kFormat> product;
     float *to = g.sums + ((thread_here() >> 5) << kShift);
+    const bool is_parts = is_parted(kFormat, taker.slot_bytes);
     int next = g.next;
 #pragma unroll 1
     for (int t = g.first; t < g.first + g.n; t += kStep, to += kStep * kWarps << kShift) {
@@ -134,7 +135,7 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
 #endif
             taker.await(0);
             if (is_two) taker.await(1);
-            if (is_parted(kFormat)) taker.await(1 + is_two);
+            if (is_parts) taker.await(1 + is_two);
 #ifdef PK_PERSIST_TRACE
             g.waited += clock64() - began;
 #endif
@@ -145,17 +146,19 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
                 taker.release(lane, product.used());
             } else if (is_two) {
                 const uint8_t *const slots[2] = {taker.slot_at(0), taker.slot_at(1)};
-                product.template add<2>(slots, taker.slot_at(2), g.xs, g.x_row, chunk, lane);
+                const uint8_t *const parts = taker.slot_at(2), *const rest[2] = {is_parts ? parts : slots[0] + kFirstBytes, is_parts ? parts + kRestBytes : slots[1] + kFirstBytes};
+                product.template add<2>(slots, rest, g.xs, g.x_row, chunk, lane);
                 __syncwarp();
                 const uint32_t used = product.used(0) ^ product.used(1);
 #pragma unroll 1
-                for (int n = is_parted(kFormat) ? 3 : 2; n > 0; --n) taker.release(lane, used);
+                for (int n = 2 + is_parts; n > 0; --n) taker.release(lane, used);
             } else {
                 const uint8_t *const slots[1] = {taker.slot_at(0)};
-                product.template add<1>(slots, taker.slot_at(1), g.xs, g.x_row, chunk, lane);
+                const uint8_t *const rest[1] = {is_parts ? taker.slot_at(1) : slots[0] + kFirstBytes};
+                product.template add<1>(slots, rest, g.xs, g.x_row, chunk, lane);
                 __syncwarp();
                 taker.release(lane, product.used(0));
-                if (is_parted(kFormat)) taker.release(lane, product.used(0));
+                if (is_parts) taker.release(lane, product.used(0));
             }
         }
         if constexpr (kStep == 1) {
@@ -170,8 +173,8 @@ __device__ __forceinline__ void multiply(Group &g, Taker &taker) {
 
 // x of a phase; the sum of squares of what this warp staged.
 __device__ __forceinline__ float stage_x(const Phase &p, const Arguments &a, int at, uint8_t *xs, int row, uint32_t base, const Met &before) {
-    if (p.folded_x) return warp_sum(take_folded(p, a, at, xs, base, before));
     const bool is_integer = p.staging > kStageFp8;
+    if (p.folded_x) return warp_sum(is_integer ? take_folded(p, a, at, xs, base, before) : take_fours(p, a, at, xs, base, before));
     if (p.norm == nullptr) return is_integer ? stage<true, false>(p, a, at, xs, row, base, before) : stage<false, false>(p, a, at, xs, row, base, before);
     return warp_sum(is_integer ? stage<true, true>(p, a, at, xs, row, base, before) : stage<false, true>(p, a, at, xs, row, base, before));
 }

@@ -296,15 +296,17 @@ struct Building {
     }
 };
 
-// What the writer leaves is all that the reader takes, as integers, and may be folded: tiles by twos keep no block longer.
+// What the writer leaves is all that the reader takes, and may be folded: for integers if tiles by twos keep no block longer, in fours for a norm of row-major formats.
 bool can_fold(const Draft &writer, const Draft &reader, int32_t n_blocks) {
     const Phase &w = writer.phase, &r = reader.phase;
-    if (r.kind != kMatmul || r.staging <= kStageFp8 || r.is_gathered || reader.x.data != writer.y.data || r.k != writer.y.cols) return false;
-    if (w.kind == kAttend) return w.attend.head_width % 32 == 0;
-    if (w.kind != kMatmul) return false;
+    const bool is_fours = r.staging <= kStageFp8;
+    if (r.kind != kMatmul || r.is_gathered || reader.x.data != writer.y.data || r.k != writer.y.cols) return false;
+    if (w.kind == kAttend) return !is_fours && w.attend.head_width % 32 == 0;
+    if (w.kind != kMatmul || (is_fours && r.norm == nullptr)) return false;
+    const int32_t least = is_fours ? 4 : 32;
     for (int i = 0; i < w.n_w; ++i)
-        if (is_rows(w.w[i].format) || w.w[i].rows % 32 || w.w[i].first_column % 32) return false;
-    return 2 * ((w.n_tiles / 2 + n_blocks - 1) / n_blocks) <= (w.n_tiles + n_blocks - 1) / n_blocks;
+        if (is_rows(w.w[i].format) != is_fours || w.w[i].rows % least || w.w[i].first_column % least) return false;
+    return is_fours || 2 * ((w.n_tiles / 2 + n_blocks - 1) / n_blocks) <= (w.n_tiles + n_blocks - 1) / n_blocks;
 }
 
 Draft publisher_of(const pk_tensor &t, int64_t cols, int64_t rows_symbol) {
@@ -354,7 +356,7 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
             first_reader = &d;
             writer.phase.folded_norm = d.phase.norm;
             writer.phase.folded_staging = d.phase.staging;
-            writer.phase.is_paired = writer.phase.kind == kMatmul;
+            writer.phase.is_paired = writer.phase.kind == kMatmul && d.phase.staging > kStageFp8;
             d.phase.folded_x = 1;
             d.phase.x = place_of(d.x);
             d.phase.x.source = x_from[i];
@@ -375,7 +377,7 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
         all[i].phase.folded_y = at;
         for (size_t k = i + 1; k < all.size(); ++k)
             if (all[k].phase.folded_x && all[k].phase.x.source == static_cast<int32_t>(i)) all[k].phase.folded_x = at;
-        (*packet_bytes)[i] = at + folded_for[i]->phase.k / 32 * kFoldedBytes;
+        (*packet_bytes)[i] = at + folded_at(folded_for[i]->phase.staging, folded_for[i]->phase.k);
     }
     std::vector<Phase> phases;
     for (size_t i = 0; i < all.size(); ++i) {
@@ -418,6 +420,9 @@ int32_t make_boxes(decltype(&cuTensorMapEncodeTiled) encode, const std::vector<P
 // How shared memory is divided. False: something does not fit.
 bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
     int32_t slot = 128, x = 0;
+    const bool has_nibbles = std::any_of(phases.begin(), phases.end(), [](const Phase &p) {
+        return p.kind == kMatmul && std::any_of(p.w, p.w + p.n_w, [](const Weight &w) { return w.format == PK_Q4_K; });
+    });
     for (Phase &p : phases) {
         if (p.kind == kAttend) {
             x = std::max(x, attend_bytes(p.attend.head_width));
@@ -429,7 +434,7 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
         }
         if (p.kind != kMatmul) continue;
         for (int i = 0; i < p.n_w; ++i) {
-            slot = std::max(slot, slot_bytes(p.w[i].format));
+            slot = std::max(slot, has_nibbles && p.w[i].format == PK_Q6_K ? kFirstBytes : slot_bytes(p.w[i].format));  // else chunks of Q6_K need no parts
             // Much of what is wanted, little of what is not wanted yet: that would keep blocks that are behind, and packets, waiting.
             a->most_sent = 4;
             a->most_ahead = is_rows(p.w[i].format) || p.w[i].format == PK_Q8_0 ? 1 : 2;
