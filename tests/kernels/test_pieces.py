@@ -27,6 +27,9 @@ CASES = [
     Attention(16, 2, 256, 256, AMONG, kv_format=abi.PK_F16),
     Attention(8, 4, 192, 128, AMONG, kv_format=abi.PK_BF16),
     Attention(8, 2, 128, 128, AMONG, kv_format=abi.PK_FP8_E4M3),
+    Attention(4, 2, 64, 64, AMONG, kv_format=abi.PK_FP8_E4M3, page_tokens=32, has_sinks=True),
+    Attention(8, 2, 128, 128, ((0, 0, 300), (1, 700, 64), (2, 4100, 48)), kv_format=abi.PK_FP8_E4M3, page_tokens=64),
+    Attention(8, 2, 128, 128, ((0, 2000, 200),), window=300, kv_format=abi.PK_FP8_E4M3),
     Attention(4, 2, 96, 96, ((1, 4000, 33),), kv_format=abi.PK_BF16, page_tokens=24),
     Attention(8, 2, 128, 128, AMONG, window=1500, kv_format=abi.PK_BF16),
 ]

@@ -44,7 +44,7 @@ template <int kD>
 constexpr int kEndsAt = kStageAt<kD> + 8 * 2048;
 
 struct Barriers {
-    uint64_t q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], edge, item_full[kItems];
+    uint64_t q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], raw[2], edge, item_full[kItems];
 };
 
 // A position in a ring of n buffers: which one, and the parity of its use.
@@ -330,71 +330,104 @@ __device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, 
     }
 }
 
-// FP8: bytes of the next operand are on their way into a stage of their own while this one is widened. Every thread widens what it
-// has asked for itself, so that no barrier is needed.
+// FP8: warp 0 has the bytes of the next operand copied into a stage, a box a page, while all warps widen the one before it.
+// An item's operands are K of its first tile, then K of the next one and V of the one before in turn, and V of the last.
 template <int kD>
-__device__ void produce_widened(const AttentionArguments &a, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
-    constexpr int kT = kTile<kD>, kWide = kD / 16, kLoads = kT * kWide / 128;
-    const int tid = threadIdx.x;
+__device__ void produce_widened(const AttentionArguments &a, const Maps &maps, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
+    constexpr int kT = kTile<kD>, kWide = kD / 16, kLoads = kT * kWide / 128, kBatch = 2;
+    const int tid = threadIdx.x, rows = min(a.page_tokens, kT), n_boxes = kT / rows, n_items = *work.n_items;
     uint8_t *stage = shared + kQBytes<kD>;
+    auto operand = [](int index, int n_steps, int *step) {  // whether it is V, and of which tile
+        const bool is_last = index == 2 * n_steps - 1;
+        *step = is_last ? n_steps - 1 : (index + 1) / 2 - (index > 0 && !(index & 1));
+        return is_last || (index > 0 && !(index & 1));
+    };
+    auto steps_of = [&](const TileItem &item) { return (item.kv_end - first_of_tiles<kD>(a, item) + kT - 1) / kT; };
+    auto publish = [&](int n) {
+        items[n % kItems] = find_item<kD>(a, work, n);
+        barrier_arrive(&b.item_full[n % kItems]);
+    };
+    // Of warp 0: the operand that is asked for next, and the page of this lane's box in it.
+    int ask_n = 0, ask_index = 0, tile = 0, page = 0;
+    bool ask_v = false;
+    auto look = [&] {
+        if (ask_n >= n_items) return;
+        if (ask_index == 0) barrier_wait(&b.item_full[ask_n % kItems], (ask_n / kItems) & 1);
+        const TileItem &item = items[ask_n % kItems];
+        const int n_steps = steps_of(item), low = item.row_first >> a.page_shift, high = (item.row_end - 1) >> a.page_shift;
+        int step;
+        ask_v = operand(ask_index, n_steps, &step);
+        tile = first_of_tiles<kD>(a, item) + (n_steps - 1 - step) * kT;
+        page = tid < n_boxes ? item.pages[min(max((tile + tid * rows) >> a.page_shift, low), high)] : 0;
+    };
+    auto ask = [&](int buffer) {
+        if (ask_n >= n_items) return;
+        const TileItem &item = items[ask_n % kItems];
+        if (tid == 0) barrier_expect(&b.raw[buffer], kT * kD);
+        __syncwarp();
+        if (tid < n_boxes)
+            copy_rows(shared_address(stage) + buffer * kT * kD + tid * rows * kD, ask_v ? &maps.v : &maps.k, item.head * a.page_tokens + ((tile + tid * rows) & (a.page_tokens - 1)), page, &b.raw[buffer]);
+        if (++ask_index == 2 * steps_of(item)) {
+            ask_index = 0;
+            ++ask_n;
+        }
+        look();
+    };
+    if (n_items == 0) return;
+    if (tid == 32) publish(0);
+    if (tid < 32) {
+        look();
+        ask(0);
+    }
     Turn<1> q;
+    Turn<2> raw;
     Turn<kStages> k, v;
-    int asked = 0;  // operands
-    bool is_v_before = false;
-    auto ask = [&](const TileItem &item, int first, bool is_v) {
-        const int width = is_v ? a.v_width : a.head_width;
-        const uint8_t *base = a.kv + (is_v ? a.v_offset : a.k_offset);
-#pragma unroll 4
-        for (int j = 0; j < kLoads; ++j) {
-            const int i = j * 128 + tid, row = i / kWide, piece = i % kWide, p = min(max(first + row, item.row_first), item.kv_end - 1), page = page_of(a, p);
-            const bool ok = p == first + row && piece * 16 < width;
-            const uint8_t *from = base + static_cast<int64_t>(item.pages[page]) * a.page_stride + (static_cast<int64_t>(item.head) * a.page_tokens + p - page * a.page_tokens) * width;
-            copy16_async(shared_address(stage) + (asked & 1) * kT * kD + i * 16, from + (ok ? piece * 16 : 0), ok);
-        }
-        commit_async();
-        ++asked;
-    };
-    auto widen_before = [&](int turn) {  // the operand asked for before the last one (or the last one, when all copies are waited for)
-        Turn<kStages> &ring = is_v_before ? v : k;
-        barrier_wait(is_v_before ? &b.v_empty[ring.at] : &b.k_empty[ring.at], ring.parity ^ 1);
-        uint8_t *to = shared + kRingAt<kD> + ((is_v_before ? kStages : 0) + ring.at) * kPartBytes<kD>;
-#pragma unroll 2
-        for (int j = 0; j < kLoads; ++j) {
-            const int i = j * 128 + tid;
-            uint4 w[2];
-            widen(*reinterpret_cast<const uint4 *>(stage + (turn & 1) * kT * kD + i * 16), w);
-            *reinterpret_cast<uint4 *>(to + block_offset<kD>(i / kWide, 2 * (i % kWide))) = w[0];
-            *reinterpret_cast<uint4 *>(to + block_offset<kD>(i / kWide, 2 * (i % kWide) + 1)) = w[1];
-        }
-        fence_async_proxy();
-        barrier_arrive(is_v_before ? &b.v_full[ring.at] : &b.k_full[ring.at]);
-        ring.next();
-    };
-    auto next = [&](const TileItem &item, int first, bool is_v) {
-        ask(item, first, is_v);
-        if (asked > 1) {
-            wait_async<1>();
-            widen_before(asked);
-        }
-        is_v_before = is_v;
-    };
-    for (int n = 0; n < *work.n_items; ++n) {
-        const TileItem &item = next_item<kD>(a, work, b, items, n);
-        const int first = first_of_tiles<kD>(a, item), n_steps = (item.kv_end - first + kT - 1) / kT;
+#pragma unroll 1
+    for (int n = 0; n < n_items; ++n) {
+        if (tid == 32 && n + 1 < n_items) publish(n + 1);
+        if (n == 0 && tid < 32) ask(1);
+        barrier_wait(&b.item_full[n % kItems], (n / kItems) & 1);
+        const TileItem &item = items[n % kItems];
+        const int first = first_of_tiles<kD>(a, item), n_steps = steps_of(item);
         barrier_wait(&b.q_empty[0], q.parity ^ 1);
         load_q<kD, true, 4>(a, item, shared, tid >> 5);
         fence_async_proxy();
         barrier_arrive(&b.q_full[0]);
         q.next();
 #pragma unroll 1
-        for (int step = 0; step <= n_steps; ++step) {
-            if (step < n_steps) next(item, first + (n_steps - 1 - step) * kT, false);
-            if (step > 0) next(item, first + (n_steps - step) * kT, true);
+        for (int index = 0; index < 2 * n_steps; ++index) {
+            int step;
+            const bool is_v = operand(index, n_steps, &step);
+            const int at = first + (n_steps - 1 - step) * kT;
+            const Turn<kStages> ring = is_v ? v : k;
+            barrier_wait(&b.raw[raw.at], raw.parity);
+            barrier_wait(is_v ? &b.v_empty[ring.at] : &b.k_empty[ring.at], ring.parity ^ 1);
+            const uint8_t *from = stage + raw.at * kT * kD;
+            uint8_t *to = shared + kRingAt<kD> + ((is_v ? kStages : 0) + ring.at) * kPartBytes<kD>;
+            // Unwritten values may be no numbers, which no weight of zero cancels: they become zeros.
+            const bool is_edge = is_v && (at < item.row_first || at + kT > item.row_end);
+#pragma unroll 1
+            for (int j = 0; j < kLoads; j += kBatch) {
+                uint4 x[kBatch];
+#pragma unroll
+                for (int l = 0; l < kBatch; ++l) x[l] = *reinterpret_cast<const uint4 *>(from + ((j + l) * 128 + tid) * 16);
+#pragma unroll
+                for (int l = 0; l < kBatch; ++l) {
+                    const int i = (j + l) * 128 + tid, row = i / kWide, piece = i % kWide;
+                    uint4 w[2];
+                    widen(x[l], w);
+                    if (is_edge && (at + row < item.row_first || at + row >= item.row_end)) w[0] = w[1] = make_uint4(0, 0, 0, 0);
+                    *reinterpret_cast<uint4 *>(to + block_offset<kD>(row, 2 * piece)) = w[0];
+                    *reinterpret_cast<uint4 *>(to + block_offset<kD>(row, 2 * piece + 1)) = w[1];
+                }
+            }
+            fence_async_proxy();
+            barrier_arrive(is_v ? &b.v_full[ring.at] : &b.k_full[ring.at]);
+            if (is_v) v.next(); else k.next();
+            named_wait<128>(4);  // everybody has read the stage
+            if (tid < 32) ask(raw.at);
+            raw.next();
         }
-    }
-    if (asked > 0) {
-        wait_async<0>();
-        widen_before(asked - 1);
     }
 }
 

@@ -13,7 +13,7 @@ namespace pk {
 namespace hopper {
 
 constexpr int kPieceRows = 32, kPieceRounds = 4, kPieceRests = 8;
-constexpr int kPieceCost = 5, kPieceLeast = 8;  // steps that an item costs beside its own; a shorter row is not cut
+constexpr int kPieceCost = 5, kPieceLeast = 8;  // steps that an item costs beside its own; that were there before the row, for less nothing is cut
 
 struct PieceRow {
     int row, tiles, steps, seen;  // tiles of pairs of a KV head; steps of its last token, those that all its tokens see whole
@@ -28,7 +28,7 @@ struct PiecePlace {
 };
 
 struct Pieces {
-    int n_rows, work, most, best, unit, n_units, n_parts;
+    int n_rows, work, most, seen, best, unit, n_units, n_parts;
     PieceRow rows[kPieceRows];
     PiecePlace places[kPieceRounds * kPieceRests];  // this block's items
 };
@@ -50,7 +50,7 @@ __device__ __forceinline__ int schedule_rows(const AttentionArguments &a, int *e
     const int n_rows = a.info->n_rows, group = a.n_heads / a.n_kv_heads;
     uint32_t before = 0;  // tiles, and from bit 20 on rows that have some
     if (threadIdx.x == 0) {
-        p.work = p.most = 0;
+        p.work = p.most = p.seen = 0;
         p.best = INT_MAX;
     }
     for (int base = 0; base < n_rows; base += kThreads) {
@@ -73,6 +73,7 @@ __device__ __forceinline__ int schedule_rows(const AttentionArguments &a, int *e
             x.seen = position / kT;
             p.rows[at] = x;
             atomicMax(&p.most, x.steps);
+            atomicMax(&p.seen, x.seen);
             atomicAdd(&p.work, tiles * a.n_kv_heads * x.steps);
         }
         if (threadIdx.x == kThreads - 1) *total = end;
@@ -89,7 +90,7 @@ __device__ __forceinline__ int schedule_rows(const AttentionArguments &a, int *e
 template <int kThreads, int kPairs>
 __device__ __forceinline__ bool cut_tiles(const AttentionArguments &a, int n_tiles, int max_parts, Pieces &p) {
     const int lane = threadIdx.x & 31, n_heads = a.n_kv_heads, n_blocks = gridDim.x, n_items = n_tiles * n_heads, n = p.n_rows;
-    if (a.window > 0 || n == 0 || n > kPieceRows || n_items > kPieceRounds * n_blocks || p.most < kPieceLeast) return false;
+    if (a.window > 0 || n == 0 || n > kPieceRows || n_items > kPieceRounds * n_blocks || p.seen < kPieceLeast) return false;
     auto unit_of = [&](int candidate) {
         const int room = n_blocks * (1 + candidate % kPieceRounds), least = (p.work + room - 1) / room;
         return least + candidate / kPieceRounds * max(1, least / 64);

@@ -87,6 +87,12 @@ __device__ __forceinline__ void copy_page(uint32_t shared, const void *map, int 
                  "r"(shared_address(barrier)), "r"(0), "r"(group), "r"(page)
                  : "memory");
 }
+// A box of rows as they are stored: elements of a row, rows of a page, page.
+__device__ __forceinline__ void copy_rows(uint32_t shared, const void *map, int row, int page, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared), "l"(map), "r"(shared_address(barrier)),
+                 "r"(0), "r"(row), "r"(page)
+                 : "memory");
+}
 template <int kThreads>
 __device__ __forceinline__ void named_wait(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory"); }
 template <int kThreads>

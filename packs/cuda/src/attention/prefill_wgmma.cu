@@ -5,7 +5,7 @@
 // 64 pairs each take turns on the tensor cores (one computes weights while the other multiplies), and the scores of a tile
 // are asked for before the weighted values of the tile before it. O is rescaled only when a row's largest logit grew by
 // more than 2^kSlack. Tiles go from the last position to the first. Grid: persistent. Head widths: TMA 64, 128, 192, 256;
-// others padded. KV: BF16, F16 by copies; F32, FP8 converted. FP8 and F16 multiply as f16, others as bf16. Does not
+// others padded. KV: BF16, F16 by copies; FP8 by copies of its bytes, which are widened; F32 converted. FP8 and F16 multiply as f16, others as bf16. Does not
 // handle: rows that is_decode_row() gives to decode. A second use: items of shared prefixes, whose pairs are those of many rows
 // of one token; they leave partial sums that decode.cu joins with the rows' own positions. Source of the schedule: Shah et al. 2024 (FlashAttention-3).
 #include "../../include/attention_hopper.cuh"
@@ -286,6 +286,7 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
             barrier_init(&b.k_empty[i], 2);
             barrier_init(&b.v_empty[i], 2);
         }
+        for (int i = 0; i < 2; ++i) barrier_init(&b.raw[i], 1);
         barrier_init(&b.edge, 1);
         for (int i = 0; i < kItems; ++i) barrier_init(&b.item_full[i], 1);
         fence_async_proxy();
@@ -313,7 +314,7 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
     if (threadIdx.x < 128) {
         fewer_registers<kCopy ? 56 : 72>();
         if constexpr (kStaged)
-            produce_widened<kD>(a, shared, work, b, items);
+            produce_widened<kD>(a, maps, shared, work, b, items);
         else if constexpr (!kCopy)
             produce_converted<kD, kHalf>(a, shared, work, b, items);
         else if (threadIdx.x < 32)
@@ -346,16 +347,21 @@ __global__ void __launch_bounds__(kThreads, 1) attention_converting_kernel(const
 // Boxes are whole pages, or tiles of a longer page; false when the pages do not lie as the copies need them.
 template <int kD>
 bool make_maps(const Launch &l, const AttentionArguments &a, Maps *maps) {
-    if (a.head_width != kD || a.v_width != kD || (a.kv_format != PK_BF16 && a.kv_format != PK_F16) || a.page_shift < 3) return false;
-    const uint64_t bytes = kD * 2, rows = static_cast<uint64_t>(a.page_tokens < kTile<kD> ? a.page_tokens : kTile<kD>);
-    const cuuint64_t size[5] = {64, 8, kD / 64, static_cast<cuuint64_t>(a.n_kv_heads) * a.page_tokens / 8, 1u << 30};
-    const cuuint64_t stride[4] = {bytes, 128, 8 * bytes, static_cast<cuuint64_t>(a.page_stride)};
-    const cuuint32_t box[5] = {64, 8, kD / 64, static_cast<cuuint32_t>(rows / 8), 1}, step[5] = {1, 1, 1, 1, 1};
+    const bool is_fp8 = a.kv_format == PK_FP8_E4M3;
+    if (a.head_width != kD || a.v_width != kD || a.page_shift < 3 || (is_fp8 ? !kHasStage<kD> : a.kv_format != PK_BF16 && a.kv_format != PK_F16)) return false;
+    const uint64_t bytes = kD * 2, rows = static_cast<uint64_t>(a.page_tokens < kTile<kD> ? a.page_tokens : kTile<kD>), all_rows = static_cast<uint64_t>(a.n_kv_heads) * a.page_tokens;
+    const cuuint64_t size[5] = {64, 8, kD / 64, all_rows / 8, 1u << 30}, raw_size[3] = {kD, all_rows, 1u << 30};
+    const cuuint64_t stride[4] = {bytes, 128, 8 * bytes, static_cast<cuuint64_t>(a.page_stride)}, raw_stride[2] = {kD, static_cast<cuuint64_t>(a.page_stride)};
+    const cuuint32_t box[5] = {64, 8, kD / 64, static_cast<cuuint32_t>(rows / 8), 1}, raw_box[3] = {kD, static_cast<cuuint32_t>(rows), 1}, step[5] = {1, 1, 1, 1, 1};
     for (int part = 0; part < 2; ++part) {
         uint8_t *base = const_cast<uint8_t *>(a.kv) + (part ? a.v_offset : a.k_offset);
-        if (l.ctx->driver.encode_tiled(part ? &maps->v : &maps->k, a.kv_format == PK_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, base, size, stride, box, step,
-                                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
-            return false;
+        CUtensorMap *map = part ? &maps->v : &maps->k;
+        const auto encode = l.ctx->driver.encode_tiled;
+        const CUresult e = is_fp8 ? encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, base, raw_size, raw_stride, raw_box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+                                  : encode(map, a.kv_format == PK_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, base, size, stride, box, step,
+                                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        if (e != CUDA_SUCCESS) return false;
     }
     return true;
 }
@@ -379,10 +385,8 @@ int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a) {
         own.share_ml = reinterpret_cast<float2 *>(own.share_part + static_cast<int64_t>(max_parts) * kD);
     }
     auto start = [&](auto kernel) { return launch(l, "attention prefill", kernel, grid, block, bytes, own, maps, max_parts); };
-    if (!make_maps<kD>(l, a, &maps)) {
-        if (kHasStage<kD> && a.kv_format == PK_FP8_E4M3) return start(attention_converting_kernel<kD, true, kHasStage<kD>>);
-        return half ? start(attention_converting_kernel<kD, true, false>) : start(attention_converting_kernel<kD, false, false>);
-    }
+    if (!make_maps<kD>(l, a, &maps)) return half ? start(attention_converting_kernel<kD, true, false>) : start(attention_converting_kernel<kD, false, false>);
+    if (a.kv_format == PK_FP8_E4M3) return start(attention_converting_kernel<kD, true, kHasStage<kD>>);
     if (half) return cap ? start(attention_wgmma_kernel<kD, true, true>) : start(attention_wgmma_kernel<kD, true, false>);
     return cap ? start(attention_wgmma_kernel<kD, false, true>) : start(attention_wgmma_kernel<kD, false, false>);
 }
