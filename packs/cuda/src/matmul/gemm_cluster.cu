@@ -14,6 +14,7 @@
 #include "../../include/gemm_heads.cuh"
 #include "../../include/gemm_store.cuh"
 #include "../../include/once.cuh"
+#include "../../include/ring_turn.cuh"
 #include "../../include/wgmma.cuh"
 #include "../../include/wgmma_skinny.cuh"
 
@@ -139,12 +140,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
     const int m_tiles = (a.most_rows + kM - 1) / kM, n_all = m_tiles * a.n_tiles, first = blockIdx.x / n_parts, stride = gridDim.x / n_parts;
     const bool may_be_idle = a.min_rows > 0, is_ahead = !may_be_idle && !a.are_unpacked;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kRing; ++i) {
-            barrier_init(full + i, 1);
-            barrier_init(empty + i, 2);
-        }
         barrier_init(&are_factored, 2);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        init_ring(full, empty, 2);
     }
     if (may_be_idle) {
         wait_dependence();
@@ -154,14 +151,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
     release_dependents();
     auto tile_of = [&](int index) { return gemm_tile<kM, kWidth, 16>(a, index, m_tiles, gated); };
     const int group = threadIdx.x >> 7;
-    int stage = 0;
-    uint32_t phase = 0;
-    auto advance = [&] {
-        if (++stage == kRing) {
-            stage = 0;
-            phase ^= 1;
-        }
-    };
+    RingTurn<kRing> in_ring;
     if (group == 0) {
         fewer_registers<kIsFp8 ? 40 : 56>();
         if constexpr (kIsBeside) {
@@ -191,12 +181,12 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
             const GemmTile t = tile_of(index);
             for (int k = k0; k < last_k; ++k) {
                 if (--n_ahead < 0) {
-                    barrier_wait(empty + stage, phase ^ 1);
-                    copy_weights(t, k, stage);
+                    barrier_wait(empty + in_ring.stage, in_ring.phase ^ 1);
+                    copy_weights(t, k, in_ring.stage);
                 }
-                if constexpr (kIsFp8) copy_bytes(shared_address(scale_ring + stage * kM), a.x_scale + k * a.x_scale_stride + t.m0, S::kScaleBytes, full + stage);
-                copy_box(ring + stage * kBytes, &maps.x, k * kBoxK, t.m0, full + stage);
-                advance();
+                if constexpr (kIsFp8) copy_bytes(shared_address(scale_ring + in_ring.stage * kM), a.x_scale + k * a.x_scale_stride + t.m0, S::kScaleBytes, full + in_ring.stage);
+                copy_box(ring + in_ring.stage * kBytes, &maps.x, k * kBoxK, t.m0, full + in_ring.stage);
+                in_ring.advance();
             }
         }
         return;
@@ -267,11 +257,11 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
                 }
 #pragma unroll
                 for (int q = 0; q < kScales; ++q) ws[turn][q] = __shfl_sync(~0u, w_now[q], k & 31);
-                barrier_wait(full + stage, phase);
-                x_low = __shfl_sync(~0u, x_first + stage * (kBytes / 16), 0);
-                w_low = __shfl_sync(~0u, w_first + stage * (kBytes / 16), 0);
-                xs[turn][0] = shared_float(x_scales + stage * kM * 4);
-                xs[turn][1] = shared_float(x_scales + stage * kM * 4 + 32);
+                barrier_wait(full + in_ring.stage, in_ring.phase);
+                x_low = __shfl_sync(~0u, x_first + in_ring.stage * (kBytes / 16), 0);
+                w_low = __shfl_sync(~0u, w_first + in_ring.stage * (kBytes / 16), 0);
+                xs[turn][0] = shared_float(x_scales + in_ring.stage * kM * 4);
+                xs[turn][1] = shared_float(x_scales + in_ring.stage * kM * 4 + 32);
             };
             auto multiply = [&](Part &part, int i, uint32_t x_low, uint32_t w_low) {
                 wgmma_fence();
@@ -303,9 +293,9 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
                 for (; k + 1 < k1; k += 2) {
                     Part one, two;
                     await(k, 0, x_low, w_low);
-                    const int used = stage;
+                    const int used = in_ring.stage;
                     multiply(one, 0, x_low, w_low);
-                    advance();
+                    in_ring.advance();
                     await(k + 1, 1, x_low, w_low);
                     multiply(two, 0, x_low, w_low);
                     wgmma_wait<1>();
@@ -314,9 +304,9 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
                     add(one, kFirst, 0);
                     wgmma_wait<0>();
                     hold(two);
-                    release(stage);
+                    release(in_ring.stage);
                     add(two, kFirst, 1);
-                    advance();
+                    in_ring.advance();
                 }
                 if (k < k1) {
                     Part one;
@@ -324,9 +314,9 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
                     multiply(one, 0, x_low, w_low);
                     wgmma_wait<0>();
                     hold(one);
-                    release(stage);
+                    release(in_ring.stage);
                     add(one, kFirst, 0);
-                    advance();
+                    in_ring.advance();
                 }
             } else {
                 for (int k = k0; k < k1; ++k) {
@@ -341,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
                         add(one, kFirst, 0);
                         wgmma_wait<0>();
                         hold(two);
-                        release(stage);
+                        release(in_ring.stage);
                         add(two, kLast, 0);
                     } else {
                         wgmma_wait<0>();
@@ -350,17 +340,17 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
                         multiply(one, 1, x_low, w_low);
                         wgmma_wait<0>();
                         hold(one);
-                        release(stage);
+                        release(in_ring.stage);
                         add(one, kLast, 0);
                     }
-                    advance();
+                    in_ring.advance();
                 }
             }
         } else {
             int previous = -1;
             for (int k = k0; k < k1; ++k) {
-                barrier_wait(full + stage, phase);
-                const uint32_t x_low = __shfl_sync(~0u, x_first + stage * (kBytes / 16), 0), w_low = __shfl_sync(~0u, w_first + stage * (kBytes / 16), 0);
+                barrier_wait(full + in_ring.stage, in_ring.phase);
+                const uint32_t x_low = __shfl_sync(~0u, x_first + in_ring.stage * (kBytes / 16), 0), w_low = __shfl_sync(~0u, w_first + in_ring.stage * (kBytes / 16), 0);
                 wgmma_fence();
 #pragma unroll
                 for (int s = 0; s < 4; ++s)
@@ -369,8 +359,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (previous >= 0) release(previous);
-                previous = stage;
-                advance();
+                previous = in_ring.stage;
+                in_ring.advance();
             }
             wgmma_wait<0>();
             if (is_real) release(previous);
@@ -513,12 +503,14 @@ int32_t consider(const Launch &l, const Task &task, Cut *best, int least = 1) {
         auto step = [&](int64_t tiles) {
             const double blocks = static_cast<double>(tiles * parts), own = kIsFp8 ? (kIsWide ? 0.8 : 0.38) : (kIsWide ? 0.58 : 0.32);
             constexpr double kRate = kIsFp8 ? (kIsWide ? 4.1e6 : 3.6e6) : kIsWide ? 3.75e6 : 4.0e6;
-            return std::max(kM == 64 ? 0.6 * own : own, std::max(blocks * kW / task.m_tiles / kRate, blocks * (kW + kX) / 10.5e6));
+            return std::max(kM == 64 ? (kIsFp8 ? 0.79 : 0.6) * own : own, std::max(blocks * kW / task.m_tiles / kRate, blocks * (kW + kX) / 10.5e6));
         };
         const int64_t full = all / clusters, rest = all % clusters, steps = (n_steps + parts - 1) / parts, waves = full + (rest > 0);
         double us = steps * (full * step(clusters) + (rest > 0 ? step(rest) : 0.0));
         // Beginning and end; blocks of their own go through their tiles without a pause.
         us += parts == 1 ? (kIsWide ? 8.0 : 4.0) + 1.5 * static_cast<double>(waves - 1) : (kIsWide ? 10.5 : 5.7) * static_cast<double>(waves);
+        // With 64 rows pairs of blocks leave half of the device to a next launch that waits: alone they are as quick as three, in a chain they are not.
+        if (!kIsFp8 && kM == 64 && parts == 2) us += 1.5;
         if (us < best->us) *best = {kWidth, parts, us};
     }
     return PK_OK;

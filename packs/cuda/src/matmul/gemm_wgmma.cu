@@ -7,6 +7,7 @@
 
 #include "../../include/gemm_boxes.cuh"
 #include "../../include/gemm_store.cuh"
+#include "../../include/ring_turn.cuh"
 #include "../../include/wgmma.cuh"
 
 namespace pk {
@@ -28,11 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
     // What is needed once a tile stays in shared memory: registers are for sums.
     __shared__ volatile int true_rows;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kRing; ++i) {
-            barrier_init(full + i, 1);
-            barrier_init(empty + i, 2);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        init_ring(full, empty, 2);
     }
     wait_dependence();
     if (threadIdx.x == 0) true_rows = rows_of(a.info, a.rows_symbol);
@@ -42,14 +39,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
     auto tile_of = [&](int index) { return gemm_tile<kRows, kColumns, kGroupM>(a, index, (true_rows + kRows - 1) / kRows, gated); };
     const int n_tiles = (true_rows + kRows - 1) / kRows * a.n_tiles;
     const int group = threadIdx.x >> 7;
-    int stage = 0;
-    uint32_t phase = 0;
-    auto advance = [&] {
-        if (++stage == kRing) {
-            stage = 0;
-            phase ^= 1;
-        }
-    };
+    RingTurn<kRing> in_ring;
     auto release = [&](int used) {
         if ((threadIdx.x & 127) == 0) barrier_arrive(empty + used);
     };
@@ -60,13 +50,13 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
             const GemmTile t = tile_of(index);
             const CUtensorMap *first = maps.w + t.weight, *second = gated ? maps.w + 1 : first;
             for (int k = 0; k < n_steps; ++k) {
-                barrier_wait(empty + stage, phase ^ 1);
-                barrier_expect(full + stage, kStageBytes);
-                uint8_t *to = ring + stage * kStageBytes;
-                copy_box(to + kRows * 128, first, k * 64, t.n0, full + stage);
-                copy_box(to + (kRows + kHalf) * 128, second, k * 64, gated ? t.n0 : t.n0 + kHalf, full + stage);
-                copy_box(to, &maps.x, k * 64, t.m0, full + stage);
-                advance();
+                barrier_wait(empty + in_ring.stage, in_ring.phase ^ 1);
+                barrier_expect(full + in_ring.stage, kStageBytes);
+                uint8_t *to = ring + in_ring.stage * kStageBytes;
+                copy_box(to + kRows * 128, first, k * 64, t.n0, full + in_ring.stage);
+                copy_box(to + (kRows + kHalf) * 128, second, k * 64, gated ? t.n0 : t.n0 + kHalf, full + in_ring.stage);
+                copy_box(to, &maps.x, k * 64, t.m0, full + in_ring.stage);
+                in_ring.advance();
             }
         }
         return;
@@ -79,17 +69,17 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_wgmma_kernel(const __grid_co
         float acc[128];
         int previous = -1;
         for (int k = 0; k < n_steps; ++k) {
-            barrier_wait(full + stage, phase);
+            barrier_wait(full + in_ring.stage, in_ring.phase);
             // The same for all lanes, which the compiler learns from the shuffle: half the moves to uniform registers.
-            const uint32_t x_low = __shfl_sync(~0u, x_first + stage * (kStageBytes / 16), 0), w_low = __shfl_sync(~0u, w_first + stage * (kStageBytes / 16), 0);
+            const uint32_t x_low = __shfl_sync(~0u, x_first + in_ring.stage * (kStageBytes / 16), 0), w_low = __shfl_sync(~0u, w_first + in_ring.stage * (kStageBytes / 16), 0);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 4; ++i) wgmma_bf16_n256(acc, (uint64_t{0x40000040} << 32) | (x_low + 2 * i), (uint64_t{0x40000040} << 32) | (w_low + 2 * i), k > 0 || i > 0);
             wgmma_commit();
             wgmma_wait<1>();
             if (previous >= 0) release(previous);
-            previous = stage;
-            advance();
+            previous = in_ring.stage;
+            in_ring.advance();
         }
         wgmma_wait<0>();
         release(previous);
