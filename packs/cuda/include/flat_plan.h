@@ -4,8 +4,8 @@
 
 namespace pk {
 
-// Rows of x; heads of queries, keys and values that a product can end; tiles of 16 rows of W that a block multiplies at once.
-constexpr int64_t kFlatRows = 32, kFlatHeads = 80;
+// Rows of x, and with weights in block formats, whose skinny kernel is faster with more; heads of queries, keys and values that a product can end; tiles of 16 rows of W that a block multiplies at once.
+constexpr int64_t kFlatRows = 32, kFlatBlockRows = 16, kFlatHeads = 80;
 constexpr int kFlatMostTiles = 6;
 
 // The launch numbers of blocks, and packets of sums of squares: [tile of a head][kFlatRows].
@@ -15,13 +15,16 @@ struct FlatPackets {
 };
 constexpr int64_t kFlatPacketBytes = kMaxBlocks * 4 + kFlatHeads * 8 * kFlatRows * 8;
 
-// Whether products of such weights by at most max_rows rows are flat ones on this device.
-bool is_flat(const Launch &l, int32_t format, int64_t max_rows);
+// Whether products of such a weight by at most max_rows rows are flat ones on this device.
+bool is_flat(const Launch &l, const Packed &weight, int64_t max_rows);
 // Whether a flat product can end so many heads.
 bool flat_ends_heads(const Launch &l, int64_t n_heads);
 int32_t launch_flat(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets);
 
 template <int kFormat>
 int32_t launch_flat_format(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets);
+// The same of block formats.
+template <int kFormat>
+int32_t launch_flat_blocks(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets);
 
 }  // namespace pk

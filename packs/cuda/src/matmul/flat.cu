@@ -1,4 +1,4 @@
-// Flat matmul (include/flat.cuh): which products it takes, and those in BF16.
+// Flat matmul (include/flat.cuh): which products are flat ones, and those in BF16.
 #include "../../include/flat_plan.h"
 
 #include "../../include/gemm.cuh"
@@ -11,19 +11,31 @@ namespace pk {
 
 #if defined(PK_WGMMA)
 extern template int32_t launch_flat_format<PK_FP8_E4M3>(const Launch &, const SkinnyArguments &, const Packed *const *, const FlatPackets &);
+extern template int32_t launch_flat_blocks<PK_Q8_0>(const Launch &, const SkinnyArguments &, const Packed *const *, const FlatPackets &);
+extern template int32_t launch_flat_blocks<PK_Q4_K>(const Launch &, const SkinnyArguments &, const Packed *const *, const FlatPackets &);
+extern template int32_t launch_flat_blocks<PK_Q6_K>(const Launch &, const SkinnyArguments &, const Packed *const *, const FlatPackets &);
 #else
+template <int kFormat>
+int32_t launch_flat_blocks(const Launch &, const SkinnyArguments &, const Packed *const *, const FlatPackets &) { return fail(PK_UNSUPPORTED, "matmul: no wgmma on this architecture"); }
 template <int kFormat>
 int32_t launch_flat_format(const Launch &, const SkinnyArguments &, const Packed *const *, const FlatPackets &) { return fail(PK_UNSUPPORTED, "matmul: no wgmma on this architecture"); }
 #endif
 
-bool is_flat(const Launch &l, int32_t format, int64_t max_rows) {
-    return has_wgmma(l.ctx) && !is_invariant(l.ctx) && max_rows > 2 && max_rows <= kFlatRows && l.ctx->n_processors <= kMaxBlocks && (format == PK_BF16 || format == PK_FP8_E4M3);
+bool is_flat(const Launch &l, const Packed &weight, int64_t max_rows) {
+    const bool is_plain = weight.format == PK_BF16 || weight.format == PK_FP8_E4M3, is_block = (weight.format == PK_Q8_0 || weight.format == PK_Q4_K || weight.format == PK_Q6_K) && weight.cols == weight.padded_cols;
+    return has_wgmma(l.ctx) && !is_invariant(l.ctx) && max_rows > 2 && max_rows <= (is_plain ? kFlatRows : is_block ? kFlatBlockRows : 0) && l.ctx->n_processors <= kMaxBlocks;
 }
 
 bool flat_ends_heads(const Launch &l, int64_t n_heads) { return n_heads <= kFlatHeads && 8 * n_heads <= kFlatMostTiles * l.ctx->n_processors; }
 
 int32_t launch_flat(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets) {
-    return packed[0]->format == PK_BF16 ? launch_flat_format<PK_BF16>(l, a, packed, packets) : launch_flat_format<PK_FP8_E4M3>(l, a, packed, packets);
+    switch (packed[0]->format) {
+        case PK_BF16: return launch_flat_format<PK_BF16>(l, a, packed, packets);
+        case PK_FP8_E4M3: return launch_flat_format<PK_FP8_E4M3>(l, a, packed, packets);
+        case PK_Q8_0: return launch_flat_blocks<PK_Q8_0>(l, a, packed, packets);
+        case PK_Q4_K: return launch_flat_blocks<PK_Q4_K>(l, a, packed, packets);
+        default: return launch_flat_blocks<PK_Q6_K>(l, a, packed, packets);
+    }
 }
 
 }  // namespace pk

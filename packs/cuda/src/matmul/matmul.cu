@@ -216,7 +216,7 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     a.softcap = op.softcap;
     a.norm = half_norm(beside, max_rows, reinterpret_cast<float *>(l.scratch + partial));  // where x would be narrowed to, which takes more
     if (beside.heads) a.heads = heads_end(*l.state, *beside.heads);
-    if (op.x.rows == PK_ROWS_T && is_flat(l, packed[g.first]->format, max_rows)) {
+    if (op.x.rows == PK_ROWS_T && is_flat(l, *packed[g.first], max_rows)) {
         int32_t *numbers = l.counters + kStreamCounterBytes / 4;
         return launch_flat(l, a, packed + g.first, {numbers, reinterpret_cast<unsigned long long *>(numbers + kMaxBlocks)});
     }
@@ -413,10 +413,11 @@ static HalfKernel half_kernel(const Launch &l, const pk_op_matmul &op) {
     if (!has_wgmma(l.ctx) || is_invariant(l.ctx) || rows <= kDotRows || op.x.rows != PK_ROWS_T || op.x.format != PK_BF16 || !is_wide(op.x)) return HalfKernel::kNone;
     int n_clustered = 0;
     for (int i = 0; i < op.n_w; ++i) {
-        const int32_t format = find_packed(l.ctx, op.w[i])->format;
+        const Packed &weight = *find_packed(l.ctx, op.w[i]);
+        const int32_t format = weight.format;
         const bool is_tiled = is_clustered(l, format, rows);
         if (is_tiled && format == PK_BF16) ++n_clustered;
-        else if (is_tiled || !is_flat(l, format, rows)) return HalfKernel::kNone;
+        else if (is_tiled || !is_flat(l, weight, rows)) return HalfKernel::kNone;
         if (op.act != PK_ACT_NONE && format != find_packed(l.ctx, op.w[0])->format) return HalfKernel::kNone;
     }
     if (n_clustered == 0) return HalfKernel::kFlat;

@@ -1,0 +1,82 @@
+// Where products of few rows end that have a tile's sums whole (flat_units.cuh): lane (r, q) of a warp has rows r and r + 8 of W and rows n8 + 2q and n8 + 2q + 1 of x.
+#pragma once
+#include "flat.cuh"
+
+namespace pk {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// What outputs want beside their sums: old values, gains of the norm's half. row: a lane's first one.
+__device__ __forceinline__ void load_beside(const SkinnyArguments &a, const SkinnyWeight &w, int row, int n0, int n_rows, float (&old)[4], float (&gain)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int64_t column = w.first_column + row + 8 * h;
+        gain[h] = a.norm.out != nullptr && row + 8 * h < w.rows ? __ldg(a.norm.w + column) : 0.0f;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) old[2 * h + e] = a.add != nullptr && n0 + e < n_rows && row + 8 * h < w.rows ? load_added(a.add, (n0 + e) * a.add_stride + column, a.add_format) : 0.0f;
+    }
+}
+
+// v: sums of rows `row` and row + 8; tile: of 16 columns of y.
+__device__ __forceinline__ void end_tile(const SkinnyArguments &a, const SkinnyWeight &w, int tile, int row, int n0, int n_rows, int lane, const float *factors, const float (&v)[4], const float (&old)[4], const float (&gain)[2]) {
+    float squares[2] = {0.0f, 0.0f};
+    const bool is_usual = a.act == PK_ACT_NONE && a.softcap <= 0.0f;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        if (row + 8 * h >= w.rows) continue;
+        const float f0 = w.scale * a.scale * (w.row_scale ? w.row_scale[row + 8 * h] : 1.0f), b0 = w.bias ? w.bias[row + 8 * h] * a.scale : 0.0f;
+        const int64_t column = w.first_column + row + 8 * h;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int n = n0 + e;
+            if (n >= n_rows) continue;
+            float out = v[2 * h + e] * (f0 * factors[n]) + b0;
+            if (is_usual) out += old[2 * h + e];
+            else out = unusual_output(out, old[2 * h + e], a.act, a.softcap);
+            squares[e] += out * out;
+            if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = out;
+            else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(out);
+            if (a.norm.out != nullptr) static_cast<bf16 *>(a.norm.out)[n * a.norm.out_stride + column] = __float2bfloat16(out * gain[h]);
+        }
+    }
+    if (a.norm.out == nullptr) return;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int far = 4; far < 32; far *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], far);
+        if (lane < 4) a.norm.squares[tile * a.norm.stride + n0 + e] = squares[e];
+    }
+}
+
+// v: sums of row `row` of gate, then of up.
+__device__ __forceinline__ void end_gated(const SkinnyArguments &a, int row, int n0, int n_rows, const float *factors, const float (&v)[4]) {
+    const SkinnyWeight &w = a.w[0], &u = a.w[1];
+    if (row >= w.rows) return;
+    const float f0 = w.scale * (w.row_scale ? w.row_scale[row] : 1.0f), b0 = w.bias ? w.bias[row] : 0.0f, f1 = u.scale * (u.row_scale ? u.row_scale[row] : 1.0f), b1 = u.bias ? u.bias[row] : 0.0f;
+    const bool is_usual = a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16;
+    const int64_t column = w.first_column + row;
+    if (is_usual) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int n = n0 + e;
+            const float gate = v[e] * (f0 * factors[n]) + b0, up = v[2 + e] * (f1 * factors[n]) + b1;
+            if (n < n_rows) static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * up * a.scale);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int e = 0; e < 2; ++e) {
+        const int n = n0 + e;
+        if (n >= n_rows) continue;
+        const float gate = (e ? v[1] : v[0]) * (f0 * factors[n]) + b0, up = (e ? v[3] : v[2]) * (f1 * factors[n]) + b1;
+        float out = activate(gate, a.act) * up * a.scale;
+        if (a.softcap > 0.0f) out = a.softcap * quick_tanh(out / a.softcap);
+        if (a.add != nullptr) out += load_added(a.add, n * a.add_stride + column, a.add_format);
+        if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = out;
+        else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(out);
+    }
+}
+
+#endif
+
+}  // namespace pk
