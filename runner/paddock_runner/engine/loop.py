@@ -6,6 +6,7 @@ It never waits for a front and never looks at a token; per-request work happens 
 from __future__ import annotations
 
 import gc
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
@@ -34,7 +35,8 @@ from .step import Step, best_of
 from .timing import hold_until_ns, waits_for_company
 from .vectors import ReadVectors, send_vectors
 
-WAIT_US = 100_000
+WAIT_US = 50
+"""After so long a wait makes way, for a moment, for whoever was woken on this processor."""
 LIFE_CHECK_NS = 100_000_000
 SEE_EVERY, SEE_PREFILL_EVERY, SEE_FIRST = 16, 4, 64
 SEE_LONG_US = 10_000
@@ -460,15 +462,14 @@ class Engine:
         """Waits for the oldest step in flight, or until the next may be launched. Raises: PackError when it hangs."""
         oldest = self.in_flight[0]
         if self.hold_until_ns and not self.is_full:
-            self.device.wait(oldest.seq, max(1, (self.hold_until_ns - self.clock()) // 1000))
+            self.device.wait(oldest.seq, min(WAIT_US, max(1, (self.hold_until_ns - self.clock()) // 1000)))
+            os.sched_yield()
             return
         limit = oldest.launched_ns + int(self.policy.device_timeout_s * 1e9)
         while not self.device.wait(oldest.seq, WAIT_US):
+            os.sched_yield()
             if self.clock() > limit:
-                raise PackError(
-                    f"step {oldest.seq} has not finished for {self.policy.device_timeout_s:.0f} s",
-                    "the device hangs; see dmesg",
-                )
+                raise PackError(f"step {oldest.seq} has not finished for {self.policy.device_timeout_s:.0f} s", "the device hangs; see dmesg")
 
     def publish(self) -> None:
         """Sends what has been said."""
