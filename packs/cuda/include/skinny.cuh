@@ -77,7 +77,6 @@ int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Besi
 
 // Formats that have all widths; seldom ones have half of them: an instance takes seconds to compile.
 constexpr bool has_all_widths(int32_t format) { return format == PK_BF16 || format == PK_FP8_E4M3 || format == PK_Q8_0 || format == PK_Q4_K || format == PK_Q6_K; }
-constexpr int64_t kFactorRows = 64;  // widest launch that multiplies by what a norm left
 
 // Bytes of the partial sums.
 int64_t skinny_partial_bytes(int32_t n_processors, int64_t max_rows);
