@@ -83,6 +83,13 @@ class Ledger:
             self.windows.tiers = others
 
     @property
+    def tier_version(self) -> int:
+        """Grows with what file threads have done, for pages and for what lies beside them."""
+        beside = self.states if self.states is not None else self.windows
+        others = beside.tiers if beside is not None else None
+        return sum(tiers.version for tiers in (self.tree.tiers, others) if tiers is not None)
+
+    @property
     def n_available(self) -> int:
         """Pages that could be taken: free, without memory yet, or evictable."""
         return self.pool.n_free + self.pool.n_unattached + self.tree.n_evictable

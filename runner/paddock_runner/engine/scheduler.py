@@ -344,12 +344,12 @@ class Scheduler:
         return True
 
     def _is_fetching(self, request: Request, now_ns: int) -> bool:
-        tiers = self._ledger.tree.tiers
-        if request.fetch_until_ns <= 0 or tiers is None:
+        if request.fetch_until_ns <= 0 or self._ledger.tree.tiers is None:
             return False
-        if now_ns < request.fetch_until_ns and tiers.version == request.fetch_version:
+        version = self._ledger.tier_version
+        if now_ns < request.fetch_until_ns and version == request.fetch_version:
             return True
-        request.fetch_version = tiers.version
+        request.fetch_version = version
         if now_ns < request.fetch_until_ns and self._ledger.fetch(request.tokens, request.salt, self.cost.reading_us):
             return True
         request.fetch_until_ns = -1

@@ -11,6 +11,7 @@ import pytest
 from paddock_runner.cache import tiers as tiers_module
 from paddock_runner.cache.store import PageStore
 from paddock_runner.cache.tiers import READERS
+from paddock_runner.engine.scheduler import MAX_FETCH_NS
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.memory.state import StateSizes, window_pages
 
@@ -338,6 +339,22 @@ def test_a_restart_comes_back_warm_from_disk_with_windows(tmp_path: Path, run_ah
     again = ask(warm, 0)
     assert again.done.cached_tokens == 196 and warm.engine.counters.prefill_tokens <= 8
     assert warm.runner.keeper.others.report()["read"] == 3  # type: ignore[union-attr]
+    warm.close()
+
+
+def test_a_prompt_whose_windows_come_last_goes_on_when_they_have_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the time for reading is over, which is two seconds."""
+    rig = rig_on(tmp_path, True, sizes=WINDOWED)
+    ask(rig, 0)
+    rig.close()
+    warm = rig_on(tmp_path, True, sizes=WINDOWED)
+    others = warm.runner.keeper.others  # type: ignore[union-attr]
+    assert others is not None and others._store is not None
+    read = others._store.read
+    monkeypatch.setattr(others._store, "read", lambda key, into: time.sleep(0.1) or read(key, into))
+    begun_ns = warm.device.now_ns
+    assert ask(warm, 0).done.cached_tokens == 196
+    assert warm.device.now_ns - begun_ns < MAX_FETCH_NS // 2
     warm.close()
 
 
