@@ -202,17 +202,16 @@ def wont_fit(r: Report, values: Values | None = None) -> WontFit:
     """The refusal, with what to type instead: the same question with what has to change."""
     words = {"kv_format": "--kv", "max_batch": "--batch", "max_ctx_tokens": "--ctx", "expert_vram_gib": "--expert-vram-gib"}
     given = values.found if values else {}
-    asked = {f"--{k}": str(given[k]) for k in ("ctx", "batch", "kv", "device", "arch") if k in given}
-    if "window_kv" in given:
-        asked["--window-kv"] = str(given["window_kv"])
-    if "expert_vram_gib" in given:
-        asked["--expert-vram-gib"] = str(given["expert_vram_gib"])
+    names = ("ctx", "batch", "kv", "device", "arch", "window_kv", "expert_vram_gib")
+    asked = {f"--{k.replace('_', '-')}": str(given[k]) for k in names if k in given}
     if "vram" in given:
         gibs, rest = divmod(int(given["vram"]), 2**30)
         asked["--vram"] = str(given["vram"]) if rest else f"{gibs}GiB"
     commands = []
     for other in r.alternatives:
         changed = {**asked, **{words[k]: str(v) for k, v in other.items() if k in words}}
+        if "kv_format" in other:  # of all layers
+            changed.pop("--window-kv", None)
         commands.append(
             " ".join(
                 [

@@ -45,3 +45,12 @@ def test_host_memory_that_is_not_there_is_said_and_no_split_offered(answer):
     report = answer(3.0, 4 * GIB)
     assert report.verdict == "no" and "of host memory, 4.00 GiB of it are free" in report.notes[-1]
     assert "GiB of host memory for its experts, 4.00 are free" in wont_fit(report, ASKED).message
+
+
+def test_another_format_that_is_offered_is_that_of_all_layers(answer):
+    """What was solved has no other format for layers with a window, so the command has none either."""
+    report = replace(answer(), alternatives=[{"change": "kv_format", "kv_format": "fp8"}])
+    asked = SimpleNamespace(found={**ASKED.found, "kv": "f32", "window_kv": "bf16"})
+    assert "paddock fit olmoe --kv fp8 --arch sm_89 --vram 8GiB" in wont_fit(report, asked).hint
+    report = replace(report, alternatives=[{"change": "max_batch", "max_batch": 2}])
+    assert "paddock fit olmoe --kv f32 --arch sm_89 --window-kv bf16 --vram 8GiB --batch 2" in wont_fit(report, asked).hint
