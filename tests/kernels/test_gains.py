@@ -94,6 +94,21 @@ def test_attention_over_fp8_with_gains_equals_numpy(bench, rng, case, level):
         at += n
 
 
+def stored_and_read(b, heads, values, **seen):
+    """What attention of one head with queries of zeros gives for [queries, keys, values] a token; seen: as Program.attention takes it."""
+    n = len(values)
+    x, _ = b.activations(values, T)
+    program = Program()
+    program.qkv(x, b.output(n, 32, T), heads, (None, None), None, 1e-6)
+    b.run(program, n)
+    q, _ = b.activations(np.zeros((n, 32)), T)
+    out = b.output(n, 32, T)
+    program = Program()
+    program.attention(q, out, heads, 1.0, **seen)
+    b.run(program, n)
+    return b.download(out, n)
+
+
 def test_every_code_is_stored_and_read(bench, rng):
     """All finite codes, ties between neighbours, numbers beyond the largest and below the smallest."""
     case = Attention(1, 1, 32, 32, ((0, 0, 16),), kv_format=FP8)
@@ -102,16 +117,8 @@ def test_every_code_is_stored_and_read(bench, rng):
     finite = E4M3[:127].astype(np.float64)
     edges = np.concatenate([finite, -finite, (finite[1:] + finite[:-1]) / 2, [464, 1e4, -1e6, 2.0**-10, -(2.0**-11), 0.0]])
     values = rounded(np.resize(edges, (n, 32)), b.activation)
-    x, _ = b.activations(np.concatenate([np.zeros((n, 64)), values], 1), T)
-    program = Program()
-    program.qkv(x, b.output(n, 32, T), heads, (None, None), None, 1e-6)
-    b.run(program, n)
-    q, _ = b.activations(np.zeros((n, 32)), T)
-    out = b.output(n, 32, T)
-    program = Program()
-    program.attention(q, out, heads, 1.0, window=1)
-    b.run(program, n)
-    np.testing.assert_allclose(b.download(out, n), rounded(values, FP8), rtol=1e-5, atol=0)  # a weight of AMX is 1 within 3e-6
+    got = stored_and_read(b, heads, np.concatenate([np.zeros((n, 64)), values], 1), window=1)
+    np.testing.assert_allclose(got, rounded(values, FP8), rtol=1e-5, atol=0)  # a weight of AMX is 1 within 3e-6
 
 
 def test_nan_stays_nan(bench):
@@ -120,14 +127,5 @@ def test_nan_stays_nan(bench):
     n = b.set_rows(list(case.rows))
     values = np.ones((n, 96))
     values[0, 64] = np.nan
-    x, _ = b.activations(values, T)
-    program = Program()
-    program.qkv(x, b.output(n, 32, T), heads, (None, None), None, 1e-6)
-    b.run(program, n)
-    q, _ = b.activations(np.zeros((n, 32)), T)
-    out = b.output(n, 32, T)
-    program = Program()
-    program.attention(q, out, heads, 1.0)
-    b.run(program, n)
-    got = b.download(out, n)
+    got = stored_and_read(b, heads, values)
     assert np.isnan(got[:, 0]).all() and np.isfinite(got[:, 1:]).all()

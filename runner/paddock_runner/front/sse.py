@@ -124,4 +124,3 @@ class EventStream:
         if self.on_caught_up is not None:
             self.on_caught_up()
         self.flush()
-
