@@ -116,6 +116,18 @@ def test_weights_side_by_side_of_different_formats_with_biases(bench, rng, n):
         at += part.rows
 
 
+@pytest.mark.parametrize("name, rows, cols, n", [("q4_k", (384, 130, 5), 512, 300), ("q8_0", (130, 130, 130), 1024, 600), ("q6_k", (256, 384, 384), 256, 2049), ("f16", (40, 300, 150), 136, 520)], ids=str)
+def test_weights_side_by_side_of_many_rows_of_x(bench, rng, name, rows, cols, n):
+    """Of formats that are unpacked panel by panel: several weights in a panel, a weight in two."""
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, n, 8, 8, 5, 3))
+    parts = [random_weight(name, r, cols, rng) for r in rows]
+    bias = rng.standard_normal(rows[1]).astype(np.float32)
+    x, x64 = b.activations(rng.standard_normal((n, cols)), T)
+    got = product(b, x, [p.upload(b) for p in parts], n, [None, b.upload(bias, abi.PK_F32), None], gap=3).astype(np.float64)
+    got[:, rows[0] : rows[0] + rows[1]] -= bias
+    check(b, got, x64, np.concatenate([p.values for p in parts]).astype(np.float64), name)
+
+
 @pytest.mark.parametrize("n", [1, 8, 40])
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu_erf"])
 @pytest.mark.parametrize(

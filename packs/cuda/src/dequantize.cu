@@ -159,7 +159,9 @@ __global__ void __launch_bounds__(128) embed_block_kernel(const __grid_constant_
 
 }  // namespace
 
-int32_t launch_dequantize(const Launch &l, const Packed &p, uint64_t data, int64_t first_row, int64_t n_rows, void *out, int64_t out_row_bytes) {
+int32_t launch_dequantize(const Launch &launched, const Packed &p, uint64_t data, int64_t first_row, int64_t n_rows, void *out, int64_t out_row_bytes) {
+    Launch l = launched;
+    l.overlap = true;  // a panel's pieces follow each other
     PanelArguments a = {};
     a.data = reinterpret_cast<const uint8_t *>(data);
     a.out = static_cast<uint8_t *>(out);

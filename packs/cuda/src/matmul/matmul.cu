@@ -230,6 +230,46 @@ int32_t launch_gemm(const Launch &l, const GemmArguments &a, int64_t max_rows) {
     return has_wgmma(l.ctx) ? launch_gemm_wgmma(l, a, max_rows) : launch_gemm_mma(l, a, max_rows);
 }
 
+// Rows of one weight that lie in a panel.
+struct PanelPiece {
+    int weight = 0;
+    int64_t row = 0, n = 0;
+};
+
+constexpr int64_t kTileRows = 128, kTileColumns = 256;  // of x, and of y: what a block multiplies
+int64_t padded_to_tiles(int64_t rows) { return (rows + kTileRows - 1) / kTileRows * kTileRows; }
+
+// The next piece of a panel with room for `left` rows, from `at` on; false when the panel is full or nothing is left.
+bool next_piece(const int64_t *rows, int n_w, int64_t &left, PanelPiece &at, PanelPiece &piece) {
+    if (at.weight == n_w || left < kTileRows) return false;
+    piece = {at.weight, at.row, std::min(left, rows[at.weight] - at.row)};
+    left -= padded_to_tiles(piece.n);
+    at.row += piece.n;
+    if (at.row == rows[at.weight]) at = {at.weight + 1};
+    return true;
+}
+
+// Rows of a panel, of at most `most`: as few panels as fit, as small as makes the fewest waves of tiles of `wide` columns. A weight of 4,096 rows in panels of 2,688 takes three
+// waves of 2,048 rows of x, in panels of 2,048 two; k and v by themselves take a wave each, which in q's panel they share.
+int64_t panel_rows(const Launch &l, const int64_t *rows, int n_w, int64_t most, int64_t max_rows, int64_t wide) {
+    int64_t best = most, fewest = 0, least = 0;
+    for (int64_t size = most; size >= kTileRows; size -= kTileRows) {
+        int64_t n_panels = 0, n_waves = 0;
+        for (PanelPiece at, p; at.weight < n_w; ++n_panels) {
+            int64_t left = size, n_tiles = 0;
+            while (next_piece(rows, n_w, left, at, p)) n_tiles += (p.n + wide - 1) / wide;
+            n_waves += (n_tiles * ((max_rows + kTileRows - 1) / kTileRows) + l.ctx->n_processors - 1) / l.ctx->n_processors;
+        }
+        if (size == most) fewest = n_panels;
+        if (n_panels > fewest) break;
+        if (size == most || n_waves <= least) {
+            best = size;
+            least = n_waves;
+        }
+    }
+    return best;
+}
+
 // given: x narrowed, for FP8 weights; left: where y goes narrowed, too.
 int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Narrowed &given = {}, const Narrowed &left = {}, const Beside &beside = {}) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2;
@@ -299,30 +339,32 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
         return launch_gemm(l, a, max_rows);
     }
     // Panels of dequantised rows (FP4: of rows in order).
-    const int64_t row_bytes = a.fp4 ? fp4_row_bytes(a.fp4, padded, 1) : padded * 2, sides = gated ? 2 : 1;
-    int64_t tallest = 0;
-    for (int i = 0; i < g.n; ++i) tallest = std::max(tallest, (packed[g.first + i]->rows + 127) / 128 * 128);
-    const int64_t most = std::min(tallest, std::max<int64_t>(128, kPanelBytes / (row_bytes * sides) / 128 * 128));
+    const int64_t row_bytes = a.fp4 ? fp4_row_bytes(a.fp4, padded, 1) : padded * 2;
+    const int sides = gated ? 2 : 1, n_w = gated ? 1 : g.n;
+    int64_t rows[3], columns[3], tallest = 0;
+    for (int i = 0; i < g.n; ++i) {
+        rows[i] = packed[g.first + i]->rows;
+        columns[i] = i == 0 ? g.first_column : columns[i - 1] + rows[i - 1];
+        tallest = std::max(tallest, padded_to_tiles(rows[i]));
+    }
+    const int64_t fit = std::min(kPanelBytes, 2 * tallest * row_bytes) / (row_bytes * sides) / kTileRows * kTileRows;
+    const int64_t most = panel_rows(l, rows, n_w, std::max(kTileRows, fit), max_rows, kTileColumns / sides);
     a.are_unpacked = true;
-    int64_t column = g.first_column;
-    for (int i = 0; i < (gated ? 1 : g.n); ++i) {
-        const Packed &p = *packed[g.first + i];
-        for (int64_t row = 0; row < p.rows; row += most) {
-            const int64_t n = std::min(most, p.rows - row);
-            for (int64_t side = 0; side < sides; ++side) {
-                uint8_t *panel = scratch + side * align256(most * row_bytes);
-                const Packed &q = *packed[g.first + i + side];
-                const uint64_t data = op.w[g.first + i + side].data;
-                if (int32_t status = a.fp4 ? launch_unpack_fp4(l, q, data, row, n, panel, row_bytes) : launch_dequantize(l, q, data, row, n, panel, row_bytes)) return status;
+    a.n_w = 0;
+    for (PanelPiece at, p; at.weight < n_w;) {
+        uint8_t *to = scratch;
+        int64_t left = most;
+        a.n_w = 0;
+        while (next_piece(rows, n_w, left, at, p))
+            for (int side = 0; side < sides; ++side) {
+                const int i = p.weight + side;
+                const Packed &q = *packed[g.first + i];
+                const uint64_t data = op.w[g.first + i].data;
+                if (int32_t status = a.fp4 ? launch_unpack_fp4(l, q, data, p.row, p.n, to, row_bytes) : launch_dequantize(l, q, data, p.row, p.n, to, row_bytes)) return status;
+                weight(a.n_w++, i, p.row, p.n, to, row_bytes, columns[p.weight] + p.row);
+                to += align256(p.n * row_bytes);
             }
-            for (int64_t side = 0; side < sides; ++side) {
-                uint8_t *panel = scratch + side * align256(most * row_bytes);
-                weight(static_cast<int>(side), static_cast<int>(i + side), row, n, panel, row_bytes, column + row);
-            }
-            a.n_w = static_cast<int32_t>(sides);
-            if (int32_t status = launch_gemm(l, a, max_rows)) return status;
-        }
-        column += p.rows;
+        if (int32_t status = launch_gemm(l, a, max_rows)) return status;
     }
     return PK_OK;
 }
