@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import rounded, to_bf16
+from harness import encode, rounded
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
 from paddock_runner.pack.device import f32_tensor
 from paddock_runner.pack.program import DeltaShape, DeltaWeights, Epilogue, Heads, Program, Rotation, View
-from paddock_runner.pack.tensor import T
-from test_layer import check
+from paddock_runner.pack.tensor import ELEMENT_BYTES, T
+from test_layer import check, gains
 from weights import random_weight, scaled_fp8
 
 WIDTH, HIDDEN, EPS, TAPS, HEAD = 512, 768, 1e-6, 4, 128
@@ -23,17 +23,18 @@ N_LAYERS = 3
 class Hybrid:
     """Layers and their feed-forwards, all on one residual; `records` are functions that append one record each."""
 
-    def __init__(self, bench, rng: np.random.Generator, name: str, n_keys: int, n_values: int, is_tiled: bool) -> None:
+    def __init__(self, bench, rng: np.random.Generator, name: str, n_keys: int, n_values: int, is_tiled: bool, kv: int = abi.PK_BF16) -> None:
         self.name, self.shape = name, (n_keys, n_values, is_tiled)
         self.channels = (2 * n_keys + n_values) * HEAD
         self.layer_bytes = n_values * STATE + self.channels * 4 * (TAPS - 1)
         self.slot_bytes = N_LAYERS * self.layer_bytes
-        page = 16 * WIDE * 2
+        page = 16 * WIDE * ELEMENT_BYTES[kv]
         self.b = b = bench(sizes=StateSizes(4, 512, 16, 4 * 32 + 1, 100, 64, 4, 8, 5, 3, self.slot_bytes), page_bytes=256 + 2 * page)
         b.state.recurrent_stride = self.slot_bytes
         b.scatter_pages(rng)
-        self.rng, self.heads = rng, Heads(N_HEADS, 1, WIDE, WIDE, 256, 256 + page, abi.PK_BF16)
-        self.pages = to_bf16((rng.standard_normal(b.sizes.n_pages * b.page_bytes // 2) * 0.5).astype(np.float32))
+        is_fp8 = kv == abi.PK_FP8_E4M3
+        self.rng, self.heads = rng, Heads(N_HEADS, 1, WIDE, WIDE, 256, 256 + page, kv, gains=gains(b, N_HEADS, 1, rng) if is_fp8 else None)
+        self.pages = encode((rng.standard_normal(b.sizes.n_pages * b.page_bytes // ELEMENT_BYTES[kv]) * (64 if is_fp8 else 0.5)).astype(np.float32), kv)
         self.memory = (rng.standard_normal(4 * self.slot_bytes // 4) * 0.3).astype(np.float32)
         self.residual = b.output(2, WIDTH, T, format=abi.PK_F32)
         self.normed, hidden = b.output(2, WIDTH, T), b.output(2, HIDDEN, T)
@@ -106,12 +107,13 @@ class Hybrid:
         return np.array(found), np.frombuffer(raw, np.float32)[None].copy()
 
 
+@pytest.mark.parametrize("kv", [abi.PK_BF16, abi.PK_FP8_E4M3], ids=["kept", "kept8"])
 @pytest.mark.parametrize("position", [0, 7, 300], ids=["first", "later", "long"])
 @pytest.mark.parametrize(("name", "heads"), [("bf16", (2, 6, False)), ("fp8_e4m3", (2, 4, True)), ("q8_0", (4, 4, False)), ("q4_k", (2, 6, False))], ids=["bf16", "fp8", "q8_0", "q4_k"])
-def test_layers_of_a_lone_row_equal_those_beside_another(bench, rng, level, name, heads, position):
+def test_layers_of_a_lone_row_equal_those_beside_another(bench, rng, level, name, heads, position, kv):
     if level > 1:
         pytest.skip("levels differ in products, which have tests of their own")
-    layers = Hybrid(bench, rng, name, *heads)
+    layers = Hybrid(bench, rng, name, *heads, kv)
     if name not in layers.b.pack.description["formats"]:
         pytest.skip(f"this pack has no {name}")
     starts = rng.standard_normal((3, 2, WIDTH))

@@ -170,3 +170,23 @@ def test_layers_with_keys_and_values_in_fp8_equal_their_ops_one_by_one(bench, rn
     check(again[2], wanted[2], 2e-2 if name != "fp8_e4m3" else 5e-2)
     for got, other in zip(layers.run(start, n, len(rows), True), again, strict=True):
         np.testing.assert_array_equal(got, other)
+
+
+@pytest.mark.parametrize(("position", "window"), [(0, 0), (15, 0), (40, 0), (150, 0), (200, 70), (639, 0)])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("shape", [(4, 2), (8, 1), (3, 3)], ids=str)
+def test_a_row_with_keys_and_values_in_fp8_equals_its_ops_one_by_one(bench, rng, level, shape, width, position, window):
+    """Numbers near the middle between two codes as above."""
+    if level > 1:
+        pytest.skip("levels differ in products, which have tests of their own")
+    b = bench(sizes=SIZES, page_bytes=256 + 2 * shape[1] * 16 * width)
+    layers = Layers(b, rng, "bf16", (*shape, width), window, kv=abi.PK_FP8_E4M3)
+    n = b.set_rows([(3, position, 1)])
+    start = rng.standard_normal((n, WIDTH))
+    wanted, again = layers.run(start, n, 1, False), layers.run(start, n, 1, True)
+    for got, other in zip(again[:2], wanted[:2], strict=True):
+        check(got, other, 3e-2)
+    check(again[2], wanted[2], 2e-2)
+    for _ in range(2):
+        for got, other in zip(layers.run(start, n, 1, True), again, strict=True):
+            np.testing.assert_array_equal(got, other)

@@ -5,9 +5,10 @@
 // depend on this step: producers send them through the same rings as weights, so they are there before the query is, those of narrow heads in registers. They go
 // from shared memory into mma operands (S^T = K q^T with positions on the M side, O^T = V^T P^T after a transposition in
 // registers); each warp has sums of its own, joined in shared memory. Blocks that share a head leave packets and each join a part of its elements.
-// Assumes: BF16 pages, equal widths of K and V (64, 128 or 256), at most eight heads a KV head; of heads of 256 no more than 128 elements are turned.
+// FP8 in pages becomes f16 in registers, and so do queries and weights; a head's gains (ADR 0018) count where it is placed and where its outputs are divided.
+// Assumes: BF16 or FP8 pages, equal widths of K and V (64, 128 or 256), at most eight heads a KV head; of heads of 256 no more than 128 elements are turned.
 #pragma once
-#include "../attention.cuh"
+#include "kept.cuh"
 #include "phase.h"
 #include "stage.cuh"
 
@@ -81,12 +82,13 @@ struct Turn {
 };
 
 // A head of the raw q, k and v of this KV head on its way to a warp: q's heads, then k, then v.
-template <int kD>
+template <int kD, bool kIsFp8>
 struct Arrival {
     static constexpr int kParts = Turn<kD>::kParts;
     Turn<kD> turn;
     const uint8_t *from;
     const float *norm;
+    float gain;
     uint4 raw[kParts];
     __device__ __forceinline__ void prepare(const Phase &p, const Span &span, int position, int task, int lane) {
         const Attend &t = p.attend;
@@ -95,6 +97,7 @@ struct Arrival {
         const int head = is_q ? span.head * group + task : t.n_heads + (is_v ? t.n_kv_heads : 0) + span.head;
         norm = is_v ? nullptr : is_q ? t.q_norm : t.k_norm;
         from = packet_at<false>(p.x.packets, static_cast<int64_t>(head) * kD) + 16 * (4 * lane < kD ? lane : 0);
+        if constexpr (kIsFp8) gain = t.gains != nullptr ? __ldg(t.gains + head) : 1.0f;
         turn.prepare(t, norm, position, lane);
         ask();
     }
@@ -110,10 +113,14 @@ struct Arrival {
     }
 };
 
+// Of a position's K or V.
+template <int kD, bool kIsFp8>
+constexpr int kRowBytes = kIsFp8 ? kD : 2 * kD;
+
 // q of this KV head's group into shared memory, and the new token's k and v into shared memory and its page when the range holds it. arrival: of
 // this warp's first head.
-template <int kD>
-__device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, const Span &span, const RowFacts &facts, uint8_t *area, uint32_t epoch, Arrival<kD> &arrival) {
+template <int kD, bool kIsFp8>
+__device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, const Span &span, const RowFacts &facts, uint8_t *area, uint32_t epoch, Arrival<kD, kIsFp8> &arrival) {
     const Attend &t = p.attend;
     const int lane = thread_here() & 31, warp = thread_here() >> 5, group = t.n_heads / t.n_kv_heads, n_tasks = span.split + 1 == span.n_splits ? group + 2 : group;
     const bool is_head = 4 * lane < kD;
@@ -140,11 +147,20 @@ __device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, co
         if (!is_head) continue;
 #pragma unroll
         for (int k = 0; k < kParts; ++k) {
-            const uint2 packed = make_uint2(pack_bf16(v[k][0], v[k][1]), pack_bf16(v[k][2], v[k][3]));
+            uint32_t code = 0;
+            if constexpr (kIsFp8) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) v[k][i] *= arrival.gain;
+                code = narrowed(v[k]);
+            }
+            uint2 packed = make_uint2(Kept<kIsFp8>::pack(v[k][0], v[k][1]), Kept<kIsFp8>::pack(v[k][2], v[k][3]));
+            if (kIsFp8 && !is_q) packed = make_uint2(widened(code, 0), widened(code, 1));
             *reinterpret_cast<uint2 *>(area + (is_q ? task * head_bytes(kD) : new_at(kD) + is_v * 2 * kD) + 256 * k + 8 * lane) = packed;
             if (!is_q) {
-                const int64_t at = (static_cast<int64_t>(span.head) * a.page_tokens + facts.position % a.page_tokens) * (2 * kD);
-                *reinterpret_cast<uint2 *>(a.kv + static_cast<int64_t>(facts.page) * a.page_stride + (is_v ? t.v_offset : t.k_offset) + at + 256 * k + 8 * lane) = packed;
+                const int64_t at = (static_cast<int64_t>(span.head) * a.page_tokens + facts.position % a.page_tokens) * kRowBytes<kD, kIsFp8>;
+                uint8_t *to = a.kv + static_cast<int64_t>(facts.page) * a.page_stride + (is_v ? t.v_offset : t.k_offset) + at;
+                if constexpr (kIsFp8) *reinterpret_cast<uint32_t *>(to + 128 * k + 4 * lane) = code;
+                else *reinterpret_cast<uint2 *>(to + 256 * k + 8 * lane) = packed;
             }
         }
     }
@@ -158,33 +174,34 @@ __device__ __forceinline__ float logit_of(const Attend &t, float product, float 
 
 template <int kD>
 struct HeadSums {
-    // Of heads 2c and 2c + 1. o[t][i] is of head 2c + i % 2 and of element 32 (t / 2) + 8 (r / 2) + 4 (t % 2) + 2 (i / 2) + r % 2.
+    // Of heads 2c and 2c + 1. o[t][i] is of head 2c + i % 2 and of element 32 (t / 2) + 8 (r / 2) + 4 (t % 2) + 2 (i / 2) + r % 2; of FP8 64 (t / 4) + 16 (r / 2) + 4 (t % 4) + 2 (i / 2) + r % 2.
     float o[kD / 16][4], top[2], sum[2];
 };
 
 // Keys and values of 16 positions as mma operands, values transposed. Narrow heads' are in registers before the query is there.
-template <int kD>
+template <int kD, bool kIsFp8>
 struct Positions {
     static constexpr bool kIsAhead = kD <= 128;
-    uint4 keys[kIsAhead ? kD / 32 : 1][2];
-    uint32_t values[kIsAhead ? kD / 32 : 1][8];
+    static constexpr int kRow = kRowBytes<kD, kIsFp8>, kLoads = kRow / 64;  // of 16 bytes a lane and row
+    uint4 keys[kIsAhead ? kLoads : 1][2];
+    uint32_t values[kIsAhead ? kLoads : 1][8];  // FP8: as they came
 
     // Which of 16 positions is row r + 8 i of the operand: of two slots rows take one of each by turns.
     static __device__ __forceinline__ int position_of(int n_pieces, int r, int i) { return n_pieces == 2 ? (r >> 1) + 4 * i + 8 * (r & 1) : r + 8 * i; }
     // Rows of what lies in the next slots, or the last there is.
     static __device__ __forceinline__ void find(const Taker &taker, int n, int lane, const uint8_t *(&rows)[2]) {
-        const int n_pieces = group_pieces(taker.slot_bytes, kD);
+        const int n_pieces = group_pieces(taker.slot_bytes, kRow / 2);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (i < n_pieces && n > 0) taker.await(i);
             const int row = max(0, min(position_of(n_pieces, lane >> 2, i), n - 1)), piece = n_pieces == 2 ? row >> 3 : 0;
-            rows[i] = taker.slot_at(piece) + piece * piece_shift(taker.slot_bytes, kD) + (row - 8 * piece) * (2 * kD) + 16 * (lane & 3);
+            rows[i] = taker.slot_at(piece) + piece * piece_shift(taker.slot_bytes, kRow / 2) + (row - 8 * piece) * kRow + 16 * (lane & 3);
         }
     }
     static __device__ __forceinline__ void release(Taker &taker, int lane, uint32_t used) {
         __syncwarp();
 #pragma unroll 1
-        for (int i = 0; i < group_pieces(taker.slot_bytes, kD); ++i) taker.release(lane, used);
+        for (int i = 0; i < group_pieces(taker.slot_bytes, kRow / 2); ++i) taker.release(lane, used);
     }
     // n: positions there are of 16; of none nothing is waited for, and what is in registers does not matter.
     __device__ __forceinline__ void take(Taker &taker, int n, int lane) {
@@ -192,7 +209,7 @@ struct Positions {
         uint32_t used = 0;
         find(taker, n, lane, rows);
 #pragma unroll
-        for (int j = 0; j < kD / 32; ++j)
+        for (int j = 0; j < kLoads; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 keys[j][i] = *reinterpret_cast<const uint4 *>(rows[i] + 64 * j);
@@ -201,11 +218,11 @@ struct Positions {
         if (n > 0) release(taker, lane, used);
         find(taker, n, lane, rows);
 #pragma unroll
-        for (int j = 0; j < kD / 32; ++j) {
+        for (int j = 0; j < kLoads; ++j) {
             const uint4 x = *reinterpret_cast<const uint4 *>(rows[0] + 64 * j), y = *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
             const uint32_t raw[8] = {x.x, x.y, y.x, y.y, x.z, x.w, y.z, y.w};
 #pragma unroll
-            for (int i = 0; i < 8; ++i) values[j][i] = transposed(raw[i]);
+            for (int i = 0; i < 8; ++i) values[j][i] = kIsFp8 ? raw[i] : transposed(raw[i]);
             used ^= x.x ^ x.w ^ y.x ^ y.w;
         }
         if (n > 0) release(taker, lane, used);
@@ -213,12 +230,14 @@ struct Positions {
 };
 
 // One warp over its groups of 16 positions, which come through its ring: keys, then values. The first ones have been taken.
-template <int kD>
-__device__ __forceinline__ void attend_range(const Phase &p, const Span &span, int position, const uint8_t *area, Taker &taker, Positions<kD> &group, HeadSums<kD> &h) {
-    constexpr bool kIsAhead = Positions<kD>::kIsAhead;
+template <int kD, bool kIsFp8>
+__device__ __forceinline__ void attend_range(const Phase &p, const Span &span, int position, const uint8_t *area, Taker &taker, Positions<kD, kIsFp8> &group, HeadSums<kD> &h) {
+    using Group = Positions<kD, kIsFp8>;
+    using As = Kept<kIsFp8>;
+    constexpr bool kIsAhead = Group::kIsAhead;
     const Attend &t = p.attend;
-    const int lane = thread_here() & 31, warp = thread_here() >> 5, r = lane >> 2, c = lane & 3, n_pieces = group_pieces(taker.slot_bytes, kD), least = t.window > 0 ? position - t.window + 1 : 0;
-    const uint8_t *q = area + r * head_bytes(kD) + 16 * c;
+    const int lane = thread_here() & 31, warp = thread_here() >> 5, r = lane >> 2, c = lane & 3, n_pieces = group_pieces(taker.slot_bytes, Group::kRow / 2), least = t.window > 0 ? position - t.window + 1 : 0;
+    const uint8_t *q = area + r * head_bytes(kD) + (kIsFp8 ? 32 : 16) * c;
     const bool is_capped = t.softcap > 0.0f;
     const float factor = logit_factor(t);
 #pragma unroll
@@ -230,18 +249,26 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
     while (at < span.last) {
         const uint8_t *rows[2];
         float s[4] = {0.0f, 0.0f, 0.0f, 0.0f}, other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if constexpr (!kIsAhead) Positions<kD>::find(taker, span.last - at, lane, rows);
+        if constexpr (!kIsAhead) Group::find(taker, span.last - at, lane, rows);
 #pragma unroll
-        for (int j = 0; j < kD / 32; ++j) {
-            const uint4 x = *reinterpret_cast<const uint4 *>(q + 64 * j);
+        for (int j = 0; j < Group::kLoads; ++j) {
             const uint4 k = kIsAhead ? group.keys[kIsAhead ? j : 0][0] : *reinterpret_cast<const uint4 *>(rows[0] + 64 * j);
             const uint4 l = kIsAhead ? group.keys[kIsAhead ? j : 0][1] : *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
-            mma_bf16(s, k.x, l.x, k.y, l.y, x.x, x.y);
-            mma_bf16(other, k.z, l.z, k.w, l.w, x.z, x.w);
+            if constexpr (kIsFp8) {
+                const uint4 x = *reinterpret_cast<const uint4 *>(q + 128 * j), y = *reinterpret_cast<const uint4 *>(q + 128 * j + 16);
+                As::multiply(s, widened(k.x, 0), widened(l.x, 0), widened(k.x, 1), widened(l.x, 1), x.x, x.y);
+                As::multiply(other, widened(k.y, 0), widened(l.y, 0), widened(k.y, 1), widened(l.y, 1), x.z, x.w);
+                As::multiply(s, widened(k.z, 0), widened(l.z, 0), widened(k.z, 1), widened(l.z, 1), y.x, y.y);
+                As::multiply(other, widened(k.w, 0), widened(l.w, 0), widened(k.w, 1), widened(l.w, 1), y.z, y.w);
+            } else {
+                const uint4 x = *reinterpret_cast<const uint4 *>(q + 64 * j);
+                As::multiply(s, k.x, l.x, k.y, l.y, x.x, x.y);
+                As::multiply(other, k.z, l.z, k.w, l.w, x.z, x.w);
+            }
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[e] += other[e];
-        if constexpr (!kIsAhead) Positions<kD>::release(taker, lane, __float_as_uint(s[0]) ^ __float_as_uint(s[1]) ^ __float_as_uint(s[2]) ^ __float_as_uint(s[3]));
+        if constexpr (!kIsAhead) Group::release(taker, lane, __float_as_uint(s[0]) ^ __float_as_uint(s[1]) ^ __float_as_uint(s[2]) ^ __float_as_uint(s[3]));
         if (is_capped) {
 #pragma unroll 1
             for (int e = 0; e < 4; ++e) {
@@ -254,7 +281,7 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int one = at + Positions<kD>::position_of(n_pieces, r, i);
+            const int one = at + Group::position_of(n_pieces, r, i);
             if (one >= span.last || one < least) s[2 * i] = s[2 * i + 1] = -INFINITY;
         }
         uint32_t weights[2];
@@ -277,29 +304,45 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
                     h.o[i][e + 2] *= fade;
                 }
         }
-        weights[0] = transposed(pack_bf16(s[0], s[1]));
-        weights[1] = transposed(pack_bf16(s[2], s[3]));
+        weights[0] = transposed(As::pack(s[0], s[1]));
+        weights[1] = transposed(As::pack(s[2], s[3]));
+        // Words of two rows that lie side by side: raw FP8 of four elements.
+        auto add_wide = [&](int i, uint32_t x, uint32_t y) {
+            As::multiply(h.o[i], transposed(widened(x, 0)), transposed(widened(x, 1)), transposed(widened(y, 0)), transposed(widened(y, 1)), weights[0], weights[1]);
+        };
         if constexpr (kIsAhead) {
 #pragma unroll
             for (int i = 0; i < kD / 16; ++i) {
-                const uint32_t(&v)[8] = group.values[i / 2];
-                mma_bf16(h.o[i], v[i % 2 * 4], v[i % 2 * 4 + 1], v[i % 2 * 4 + 2], v[i % 2 * 4 + 3], weights[0], weights[1]);
+                if constexpr (kIsFp8) {
+                    const uint32_t(&v)[8] = group.values[i / 4];
+                    add_wide(i, v[i % 4 / 2 * 4 + i % 2], v[i % 4 / 2 * 4 + i % 2 + 2]);
+                } else {
+                    const uint32_t(&v)[8] = group.values[i / 2];
+                    As::multiply(h.o[i], v[i % 2 * 4], v[i % 2 * 4 + 1], v[i % 2 * 4 + 2], v[i % 2 * 4 + 3], weights[0], weights[1]);
+                }
             }
             at += 16 * kWarps;
             if (at >= span.last) break;
             group.take(taker, span.last - at, lane);
         } else {
-            Positions<kD>::find(taker, span.last - at, lane, rows);
+            Group::find(taker, span.last - at, lane, rows);
 #pragma unroll
-            for (int j = 0; j < kD / 32; ++j) {
+            for (int j = 0; j < Group::kLoads; ++j) {
                 const uint4 x = *reinterpret_cast<const uint4 *>(rows[0] + 64 * j), y = *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
-                mma_bf16(h.o[2 * j], transposed(x.x), transposed(x.y), transposed(y.x), transposed(y.y), weights[0], weights[1]);
-                mma_bf16(h.o[2 * j + 1], transposed(x.z), transposed(x.w), transposed(y.z), transposed(y.w), weights[0], weights[1]);
+                if constexpr (kIsFp8) {
+                    add_wide(4 * j, x.x, y.x);
+                    add_wide(4 * j + 1, x.y, y.y);
+                    add_wide(4 * j + 2, x.z, y.z);
+                    add_wide(4 * j + 3, x.w, y.w);
+                } else {
+                    As::multiply(h.o[2 * j], transposed(x.x), transposed(x.y), transposed(y.x), transposed(y.y), weights[0], weights[1]);
+                    As::multiply(h.o[2 * j + 1], transposed(x.z), transposed(x.w), transposed(y.z), transposed(y.w), weights[0], weights[1]);
+                }
             }
             uint32_t used = 0;
 #pragma unroll
             for (int i = 0; i < kD / 16; ++i) used ^= __float_as_uint(h.o[i][0]) ^ __float_as_uint(h.o[i][2]);
-            Positions<kD>::release(taker, lane, used);
+            Group::release(taker, lane, used);
             at += 16 * kWarps;
         }
     }
@@ -310,7 +353,7 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
 }
 
 // The new token's logit for a head a warp; warps that may have no positions first.
-template <int kD>
+template <int kD, bool kIsFp8>
 __device__ __forceinline__ void meet_new(const Attend &t, uint8_t *area) {
     const int lane = thread_here() & 31, head = kWarps - 1 - (thread_here() >> 5);
     if (head >= t.n_heads / t.n_kv_heads) return;
@@ -319,7 +362,8 @@ __device__ __forceinline__ void meet_new(const Attend &t, uint8_t *area) {
 #pragma unroll
         for (int k = 0; k < Turn<kD>::kParts; ++k) {
             const uint2 q = *reinterpret_cast<const uint2 *>(area + head * head_bytes(kD) + 256 * k + 8 * lane), n = *reinterpret_cast<const uint2 *>(area + new_at(kD) + 256 * k + 8 * lane);
-            sum = fmaf(low_f32(q.x), low_f32(n.x), fmaf(high_f32(q.x), high_f32(n.x), fmaf(low_f32(q.y), low_f32(n.y), fmaf(high_f32(q.y), high_f32(n.y), sum))));
+            const float2 a = Kept<kIsFp8>::unpack(q.x), b = Kept<kIsFp8>::unpack(n.x), c = Kept<kIsFp8>::unpack(q.y), d = Kept<kIsFp8>::unpack(n.y);
+            sum = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(c.x, d.x, fmaf(c.y, d.y, sum))));
         }
     sum = warp_sum(sum);
     if (lane == 0) reinterpret_cast<float *>(area + logits_at(kD))[head] = logit_of(t, sum, logit_factor(t));
@@ -340,6 +384,7 @@ __device__ __forceinline__ void write_heads(const Phase &p, int64_t at, float2 o
 
 // Two neighbours of a head: what all positions gave, divided by the sum of weights, the head's sink among them; then gated. at: of the first one
 // in the row; gate: what was there of their packet; gated: that packet's epoch.
+template <bool kIsFp8>
 __device__ __forceinline__ void put_outputs(const Phase &p, int head, int64_t at, float2 o, float sum, float top, uint32_t epoch, uint2 gate, uint32_t gated) {
     const Attend &t = p.attend;
     if (t.sinks != nullptr) {
@@ -349,6 +394,7 @@ __device__ __forceinline__ void put_outputs(const Phase &p, int head, int64_t at
         sum = sum * fade + power2(sink - joint);
     }
     float share = __fdividef(1.0f, sum);
+    if (kIsFp8 && t.out_gains != nullptr) share *= __ldg(t.out_gains + head);
     o.x *= share;
     o.y *= share;
     if (const uint8_t *from = gate_at(p, at); from != nullptr) {
@@ -361,7 +407,7 @@ __device__ __forceinline__ void put_outputs(const Phase &p, int head, int64_t at
 }
 
 // Joins the warps, which leave their sums as they are; then writes the heads, or leaves them for the blocks that share them, each of which joins a part.
-template <int kD>
+template <int kD, bool kIsFp8>
 __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch, uint32_t gated, int phase, Taker &taker) {
     constexpr int kOnce = heads_once(kD), kHead = head_floats(kD);
     const int tid = thread_here(), lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3, group = p.attend.n_heads / p.attend.n_kv_heads;
@@ -410,8 +456,9 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
         for (int w = 0; w < kWarps; ++w) most = fmaxf(most, top[w]);
         const uint32_t value = *reinterpret_cast<const uint32_t *>(area + new_at(kD) + 2 * kD + 2 * d);
         float sum = power2(fresh - most);
-        float2 o = fresh > -INFINITY ? make_float2(sum * low_f32(value), sum * high_f32(value)) : make_float2(0.0f, 0.0f);
-        const float *from = scratch + in * kHead + 36 * (d / 32) + d % 32 / 8 * 8 + d % 8 / 2;
+        const float2 last = Kept<kIsFp8>::unpack(value);
+        float2 o = fresh > -INFINITY ? make_float2(sum * last.x, sum * last.y) : make_float2(0.0f, 0.0f);
+        const float *from = scratch + in * kHead + d % 8 / 2 + (kIsFp8 ? 36 * (d / 64 * 2 + d % 16 / 8) + d % 64 / 16 * 8 : 36 * (d / 32) + d % 32 / 8 * 8);
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
             const float factor = power2(top[w] - most);
@@ -428,12 +475,12 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
                 barrier_wait(barrier, taker.pair_parity >> pass & 1);
                 const float2 other = load_shared2(there), fact = load_shared2(facts_there);
                 const float joint = fmaxf(most, fact.x), here = power2(most - joint), beyond = power2(fact.x - joint);
-                put_outputs(p, span.head * group + head, at, make_float2(fmaf(other.x, beyond, o.x * here), fmaf(other.y, beyond, o.y * here)), fmaf(fact.y, beyond, sum * here), joint, epoch, gate, gated);
+                put_outputs<kIsFp8>(p, span.head * group + head, at, make_float2(fmaf(other.x, beyond, o.x * here), fmaf(other.y, beyond, o.y * here)), fmaf(fact.y, beyond, sum * here), joint, epoch, gate, gated);
             }
             continue;
         }
         if (span.n_splits == 1) {
-            put_outputs(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
+            put_outputs<kIsFp8>(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
             continue;
         }
         uint8_t *to = ranges + static_cast<int64_t>(span.split) * kRange * 8;
@@ -487,13 +534,13 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
                 o.y = fmaf(__uint_as_float(v[k].z), factor, o.y);
             }
         }
-        put_outputs(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
+        put_outputs<kIsFp8>(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
     }
 }
 
 // area: attend_bytes of shared memory. base: phases before this launch; at: this phase.
-template <int kD>
-__device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
+template <int kD, bool kIsFp8>
+__device__ __forceinline__ void attend_as(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
     const Attend &t = p.attend;
     const Span span = span_of(t, facts.position, a.paired);
     if (span.head < 0) return;
@@ -505,24 +552,30 @@ __device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const
         return;
     }
     // All that does not depend on the query before it comes.
-    Positions<kD> group;
-    Arrival<kD> arrival;
+    Positions<kD, kIsFp8> group;
+    Arrival<kD, kIsFp8> arrival;
     const int lane = thread_here() & 31, warp = thread_here() >> 5, mine = span.first + warp * 16;
     arrival.prepare(p, span, facts.position, min(warp, t.n_heads / t.n_kv_heads + 1), lane);
-    if constexpr (Positions<kD>::kIsAhead)
+    if constexpr (Positions<kD, kIsFp8>::kIsAhead)
         group.take(taker, span.last - mine, lane);
     mark(a, at, 7);
     join_consumers(kConsumers);  // nobody multiplies any more with what lies here
     mark(a, at, 3);
-    place_new<kD>(p, a, span, facts, area, base + p.x.source + 1, arrival);
+    place_new<kD, kIsFp8>(p, a, span, facts, area, base + p.x.source + 1, arrival);
     mark(a, at, 1);
     join_consumers(kConsumers);
     HeadSums<kD> sums;
-    if (span.split + 1 == span.n_splits) meet_new<kD>(t, area);
-    attend_range<kD>(p, span, facts.position, area, taker, group, sums);
+    if (span.split + 1 == span.n_splits) meet_new<kD, kIsFp8>(t, area);
+    attend_range<kD, kIsFp8>(p, span, facts.position, area, taker, group, sums);
     mark(a, at, 4);
-    join_warps<kD>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1, at, taker);
+    join_warps<kD, kIsFp8>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1, at, taker);
     mark(a, at, 5);
+}
+
+template <int kD>
+__device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
+    if (p.attend.is_fp8) attend_as<kD, true>(p, a, facts, area, taker, base, at);
+    else attend_as<kD, false>(p, a, facts, area, taker, base, at);
 }
 
 }  // namespace pk::persist

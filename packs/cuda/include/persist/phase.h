@@ -59,9 +59,9 @@ struct Place {
 };
 
 struct Attend {
-    const float *q_norm, *k_norm, *frequency, *sinks;  // or null
+    const float *q_norm, *k_norm, *frequency, *sinks, *gains, *out_gains;  // or null; gains: where heads of q, k and v are placed, and of outputs (FP8)
     int64_t k_offset, v_offset;
-    int32_t n_heads, n_kv_heads, head_width, rope_width, rope_layout, window;
+    int32_t n_heads, n_kv_heads, head_width, rope_width, rope_layout, window, is_fp8;
     float magnitude, eps, scale, softcap;
 };
 

@@ -128,15 +128,15 @@ struct Producer {
         if (span.head < 0 || facts.is_dead) return;
         if (lane < kRings) {
             const int32_t *pages = a.page_table + static_cast<int64_t>(facts.slot) * a.slot_pages;
-            const int n_pieces = group_pieces(slot_bytes, t.head_width), bytes = 32 * t.head_width / n_pieces;
+            const int row = 2 * t.head_width >> t.is_fp8, n_pieces = group_pieces(slot_bytes, row / 2), bytes = 16 * row / n_pieces;
             int at = span.first + (first + lane) * 16, page = at < span.last ? __ldg(pages + at / a.page_tokens) : 0;
 #pragma unroll 1
             for (; at < span.last; at += 16 * kWarps) {
                 const int next = at + 16 * kWarps < span.last ? __ldg(pages + (at + 16 * kWarps) / a.page_tokens) : 0;
-                const uint8_t *from = a.kv + static_cast<int64_t>(page) * a.page_stride + (static_cast<int64_t>(span.head) * a.page_tokens + at % a.page_tokens) * (2 * t.head_width);
+                const uint8_t *from = a.kv + static_cast<int64_t>(page) * a.page_stride + (static_cast<int64_t>(span.head) * a.page_tokens + at % a.page_tokens) * row;
 #pragma unroll 1
                 for (int piece = 0; piece < 2 * n_pieces; ++piece)
-                    send_run(from + (piece < n_pieces ? t.k_offset + piece * bytes : t.v_offset + (piece - n_pieces) * bytes), bytes, (piece & n_pieces - 1) * piece_shift(slot_bytes, t.head_width));
+                    send_run(from + (piece < n_pieces ? t.k_offset + piece * bytes : t.v_offset + (piece - n_pieces) * bytes), bytes, (piece & n_pieces - 1) * piece_shift(slot_bytes, row / 2));
                 page = next;
             }
         }

@@ -127,7 +127,9 @@ bool read_matmul(const Launch &l, const pk_op_matmul &op, const pk_op_norm *norm
 // Attention of new tokens, from the raw product on, with the gate of its outputs where there is one. next: the record behind it.
 bool read_attention(const Launch &l, const pk_op_qkv &in, const pk_op_attention &op, const Records &records, int64_t next, Draft *d) {
     const int32_t group = op.n_kv_heads > 0 ? op.n_heads / op.n_kv_heads : 0, width = op.head_width;
-    if (in.parts != PK_PARTS_QKV || op.parts != PK_PARTS_QKV || op.is_bidirectional || in.v_norm.data || in.kv_format != PK_BF16 || op.kv_format != PK_BF16 || in.gains.data || op.gains.data) return false;
+    if (in.parts != PK_PARTS_QKV || op.parts != PK_PARTS_QKV || op.is_bidirectional || in.v_norm.data || in.kv_format != op.kv_format) return false;
+    const bool is_fp8 = op.kv_format == PK_FP8_E4M3;
+    if (!is_fp8 && (op.kv_format != PK_BF16 || in.gains.data || op.gains.data)) return false;
     if ((width != 64 && width != 128 && (width != 256 || in.rope_width > 128)) || op.v_width != width || in.head_width != width || in.v_width != width) return false;
     if (group < 1 || group > 8 || group * op.n_kv_heads != op.n_heads || in.n_heads != op.n_heads || in.n_kv_heads != op.n_kv_heads) return false;
     if (op.q.data != in.q.data || op.q.stride != in.q.stride || in.k_offset != op.k_offset || in.v_offset != op.v_offset) return false;
@@ -148,6 +150,9 @@ bool read_attention(const Launch &l, const pk_op_qkv &in, const pk_op_attention 
     a.k_norm = reinterpret_cast<const float *>(in.k_norm.data);
     a.frequency = reinterpret_cast<const float *>(in.frequency.data);
     a.sinks = reinterpret_cast<const float *>(op.sinks.data);
+    a.gains = reinterpret_cast<const float *>(in.gains.data);
+    a.out_gains = reinterpret_cast<const float *>(op.gains.data);
+    a.is_fp8 = is_fp8;
     a.k_offset = op.k_offset;
     a.v_offset = op.v_offset;
     a.n_heads = op.n_heads;
