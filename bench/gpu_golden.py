@@ -29,6 +29,7 @@ from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.errors import PaddockError
 from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.memory.plan import chosen_format
 from paddock_runner.memory.state import StateSizes, state_layout
 from paddock_runner.pack import abi
 from paddock_runner.pack.device import Device
@@ -49,11 +50,11 @@ FAR, VECTOR, SCORES = 1.5, 0.04, 0.056
 
 
 def open_device(pack: Path, folder: Path, guesses: str = "off") -> Device:
-    """A model on the GPU: one slot, bf16 keys and values."""
+    """A model on the GPU: one slot, keys and values as a runner keeps them."""
     checkpoint = open_checkpoint(folder)
     blueprint = with_guesses(read_blueprint(checkpoint), checkpoint, guesses)
     sizes = StateSizes(1, 512, 16, 33, blueprint.n_vocab, 64, 1, max_guesses=blueprint.max_guesses, recurrent_bytes=state_layout(blueprint).slot_bytes)
-    return build_device(Assembly(pack, sizes, "f32" if "cpu" in pack.name else "bf16"), blueprint, tensors_by_name(checkpoint, blueprint))
+    return build_device(Assembly(pack, sizes, "f32" if "cpu" in pack.name else chosen_format(blueprint, "cuda")[0]), blueprint, tensors_by_name(checkpoint, blueprint))
 
 
 def distances(device: Device, golden: Path, n_prompt: int, chunk: int) -> list[float]:

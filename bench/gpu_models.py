@@ -167,7 +167,7 @@ def profile(device: Device, batch: int, rng: np.random.Generator) -> None:
 def measure(device: Device, plan: Blueprint, n_bytes: int, gbs: float, tflops: float, name: str, batches: list[int], lengths: list[int]) -> list[dict[str, Any]]:
     """Rows of decode at several batch sizes and prefill at several lengths."""
     rng, driver, rows = np.random.default_rng(), Driver(device), []
-    m, f, n, h, k, d, _ = SHAPES[name.split(".")[0]]
+    m, f, n, h, k, d, _ = SHAPES[next(model for model in SHAPES if name.startswith(model + "."))]
     params = n * (m * d * (h + 2 * k) + m * d * h + 3 * m * f)
     for batch in batches:
         if batch > device.state.n_slots:

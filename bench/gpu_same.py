@@ -30,7 +30,7 @@ def answers(model: Path, device: str, pack: str) -> list[dict[str, Any]]:
     found = []
     with runner(model, *words) as (url, _):
         for prompt in PROMPTS:
-            body = {"model": "m", "prompt": prompt, "max_tokens": 48, "temperature": 0, "logprobs": 2, "return_token_ids": True}
+            body = {"model": "m", "prompt": prompt, "max_tokens": 48, "temperature": 0, "logprobs": 2}
             request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
             with urllib.request.urlopen(request, timeout=120) as answer:
                 choice = json.load(answer)["choices"][0]

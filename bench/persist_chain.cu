@@ -371,7 +371,7 @@ int main(int argc, char **argv) {
     }
     if (asked_sent >= 0) a.most_sent = asked_sent;
     if (asked_ahead >= 0) a.most_ahead = asked_ahead;
-    if (fits_pairs(a, n_blocks)) a.paired = kPairedGroups;
+    if (fits_pairs<false>(a, n_blocks)) a.paired = kPairedGroups;
     int64_t buffer = 0;
     for (int64_t n : packets)
         buffer = std::max(buffer, (n + 255) / 256 * 256);
@@ -422,7 +422,7 @@ int main(int argc, char **argv) {
     Launch l = {};
     auto run = [&] {
         OK(cudaMemcpyAsync(residual, start, width * 4, cudaMemcpyDeviceToDevice));
-        if (launch_rows<1>(l, a, n_blocks)) exit(1);
+        if (launch_rows<1, false>(l, a, n_blocks)) exit(1);
     };
     run();
     OK(cudaDeviceSynchronize());
@@ -547,7 +547,7 @@ int main(int argc, char **argv) {
         for (int i = 0; i < timed; ++i) {
             OK(cudaMemcpyAsync(residual, start, width * 4, cudaMemcpyDeviceToDevice));
             OK(cudaEventRecord(e[0]));
-            launch_rows<1>(l, a, n_blocks);
+            launch_rows<1, false>(l, a, n_blocks);
             OK(cudaEventRecord(e[1]));
             OK(cudaDeviceSynchronize());
             float ms;

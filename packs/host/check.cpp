@@ -101,7 +101,7 @@ class Checker : Checks {
     int32_t qkv(const pk_op_qkv &op) const {
         if (int32_t status = heads(op)) return status;
         if (int32_t status = activation("qkv", op.qkv)) return status;
-        if (int32_t status = activation("q", op.q)) return status;
+        if (int32_t status = queries(op)) return status;
         if (int32_t status = symbol("qkv", op.qkv, PK_ROWS_T)) return status;
         if (int32_t status = symbol("q", op.q, PK_ROWS_T)) return status;
         int64_t q_width = (int64_t)op.n_heads * op.head_width;
@@ -126,7 +126,7 @@ class Checker : Checks {
 
     int32_t attention(const pk_op_attention &op) const {
         if (int32_t status = heads(op)) return status;
-        if (int32_t status = activation("q", op.q)) return status;
+        if (int32_t status = queries(op)) return status;
         if (int32_t status = activation("out", op.out)) return status;
         if (int32_t status = symbol("q", op.q, PK_ROWS_T)) return status;
         if (int32_t status = symbol("out", op.out, PK_ROWS_T)) return status;

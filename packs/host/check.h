@@ -161,6 +161,13 @@ class Checks {
         return PK_OK;
     }
 
+    // Beside keys in F16, queries may be F16 where activations are 16 bits wide.
+    template <class Op>
+    int32_t queries(const Op &op) const {
+        const bool is_half = op.q.format == PK_F16 && op.kv_format == PK_F16 && support_.activation == PK_BF16;
+        return is_half ? rows("q", op.q) : activation("q", op.q);
+    }
+
     int32_t choices(const pk_tensor &ids, const pk_tensor &weights) const {
         if (int32_t status = table("ids", ids, PK_I32)) return status;
         if (int32_t status = table("weights", weights, PK_F32)) return status;

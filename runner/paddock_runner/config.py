@@ -53,7 +53,7 @@ class Config:
         0, "tokens of one step, prefill included, at most; 0: 512 on the CPU, 2560 on a GPU, 8192 on one whose experts lie in host memory", unit="tokens", low=0
     )
     kv_format: str = knob(
-        "auto", "format of the KV cache; auto: f16 on the CPU, bf16 on a GPU; fp8: e4m3 with a scale for every head, stored in the checkpoint or measured at the start", flag="--kv-dtype",
+        "auto", "format of the KV cache; auto: f16 on the CPU and where projections of keys have a bias, else bf16; fp8: e4m3 with a scale for every head, stored in the checkpoint or measured at the start", flag="--kv-dtype",
         choices=("auto", "bf16", "f16", "f32", "fp8"),
     )  # fmt: skip
     window_kv_format: str = knob(

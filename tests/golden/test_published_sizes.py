@@ -59,7 +59,7 @@ def test_the_plan_has_room_for_what_the_pack_asks_for(name):
         for field, value in _scalars(sizes, page_layout(b, "f16", sizes.page_tokens).page_bytes).items():
             setattr(device.state, field, value)
         site = _site(b, views, sizes, "f16", {})
-        buffers = {key: type(t)(t.data, t.rows, t.cols, abi.PK_F32 if t.format == abi.PK_BF16 else t.format) for key, t in site.buffers.items()}
+        buffers = {key: type(t)(t.data, t.rows, t.cols, abi.PK_F32 if t.format in (abi.PK_BF16, abi.PK_F16) else t.format) for key, t in site.buffers.items()}
         program = trace(b, type(site)(site.weights, buffers, site.kv_offsets, site.kv_formats, site.rotations, site.state_offsets))
         need = device.workspace_bytes(program)
         assert need <= pack_scratch_bytes(b, sizes.max_step_tokens, sizes.max_step_rows, n_threads, sizes.max_ctx_tokens)

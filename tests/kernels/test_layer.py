@@ -30,7 +30,7 @@ ROWS = {
 
 
 class Layers:
-    """Two layers and a head on a bench: `records` are functions that append one record each."""
+    """Two layers and a head on a bench: `records` are functions that append one record each. Beside keys in F16 the projections have biases, and are F32 until they are rotated."""
 
     def __init__(self, b: Bench, rng: np.random.Generator, name: str, shape: tuple[int, int, int], window: int = 0, rows: int = 8, kv: int = abi.PK_BF16) -> None:
         n_heads, n_kv, width = shape
@@ -53,18 +53,21 @@ class Layers:
 
         self.residual = b.output(rows, WIDTH, T, format=abi.PK_F32)
         normed, hidden = b.output(rows, WIDTH, T), b.output(rows, HIDDEN, T)
-        qkv, out = b.output(rows, (n_heads + 2 * n_kv) * width, T), b.output(rows, n_heads * width, T)
+        is_half = kv == abi.PK_F16
+        qkv = b.output(rows, (n_heads + 2 * n_kv) * width, T, format=abi.PK_F32 if is_half else None)
+        out = b.output(rows, n_heads * width, T)
         last, last_normed = b.output(rows, WIDTH, S, format=abi.PK_F32), b.output(rows, WIDTH, S)
         self.logits = b.output(rows, VOCABULARY, S, format=abi.PK_F32)
         rope = Rotation(f32_tensor(b.device, [1e4 ** (-2 * i / width) for i in range(width // 2)], "vectors"), width, "neox", 1.0)
-        q = qkv.columns(0, n_heads * width)
+        q = b.output(rows, n_heads * width, T, format=abi.PK_F16) if is_half and b.activation == abi.PK_BF16 else qkv.columns(0, n_heads * width)
         self.records = []
         add = self.records.append
         for _ in range(2):
             norm = vector(WIDTH)
             add(lambda p, w=norm: p.norm(self.residual, w, normed, EPS))
             parts = [weight(plain, n_heads * width, WIDTH), weight(plain, n_kv * width, WIDTH), weight(tail if name == "q4_k" else plain, n_kv * width, WIDTH)]
-            add(lambda p, w=parts: p.matmul(normed, w, qkv))
+            biases = [f32_tensor(b.device, (3 * rng.standard_normal(w.rows)).tolist(), "vectors") if is_half else None for w in parts]
+            add(lambda p, w=parts, c=biases: p.matmul(normed, w, qkv, c))
             norms = (vector(width), vector(width))
             add(lambda p, w=norms: p.qkv(qkv, q, self.heads, w, rope, EPS))
             add(lambda p: p.attention(q, out, self.heads, width**-0.5, View(window)))

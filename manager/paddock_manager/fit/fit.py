@@ -15,7 +15,15 @@ from paddock_runner.files.folder import require_tokenizer
 from paddock_runner.memory import calibration
 from paddock_runner.memory.calibration import Calibration
 from paddock_runner.memory.kinds import joined_format
-from paddock_runner.memory.plan import DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
+from paddock_runner.memory.plan import (
+    DeviceFacts,
+    MemoryPlan,
+    PlanRequest,
+    chosen_format,
+    cpu_facts,
+    cuda_facts,
+    with_pages,
+)
 from paddock_runner.memory.solve import Solver, solver
 
 from paddock_manager import paths
@@ -127,7 +135,7 @@ def report(name: str, checkpoint: Checkpoint, where: Where, wish: Wish) -> Repor
     plan, verdict = _verdict(answer, request)
     head = where.facts.free_bytes - plan.peak_bytes
     ctx, batch = answer.largest_ctx_tokens(request), answer.largest_batch(request)
-    notes = [*blueprint.notes, *_load_note(plan, where.calibration), *_fetch_note(blueprint, answer, plan, where.calibration)]
+    notes = [*blueprint.notes, *_kv_note(blueprint, where, wish), *_load_note(plan, where.calibration), *_fetch_note(blueprint, answer, plan, where.calibration)]
     room = where.host_free_bytes or plan.host_bytes
     if plan.host_bytes > room:
         verdict = "no"
@@ -136,6 +144,12 @@ def report(name: str, checkpoint: Checkpoint, where: Where, wish: Wish) -> Repor
     others = [x for x in others if x.get("host_bytes", 0) <= (where.host_free_bytes or x.get("host_bytes", 0))]
     limit = "the model's context" if ctx >= blueprint.max_ctx_tokens else _limited_by(answer, request)
     return Report(name, where, plan, verdict, head, ctx, batch, blueprint.max_ctx_tokens, limit, others, notes)
+
+
+def _kv_note(blueprint: Blueprint, where: Where, wish: Wish) -> list[str]:
+    """Why keys and values have a format that a device of that kind does not usually take."""
+    format, why = chosen_format(blueprint, where.facts.kind)
+    return [f"keys and values in {format}: {why}"] if why and not wish.kv_format else []
 
 
 def _load_note(plan: MemoryPlan, measured: Calibration | None) -> list[str]:
@@ -174,7 +188,8 @@ def request_of(blueprint: Blueprint, where: Where, wish: Wish) -> PlanRequest:
     request = PlanRequest(ctx, wish.batch if wish.batch is not None else wish.default_batch, where.facts)
     if wish.expert_gib is not None:
         request = replace(request, expert_bytes=int(wish.expert_gib * (1 << 30)), max_step_tokens=0)
-    return replace(request, kv_format=joined_format(wish.kv_format or request.kv_format, wish.window_kv_format or ""))
+    kv_format = wish.kv_format or chosen_format(blueprint, where.facts.kind)[0]
+    return replace(request, kv_format=joined_format(kv_format, wish.window_kv_format or ""))
 
 
 def _limited_by(answer: Solver, request: PlanRequest) -> str:

@@ -188,6 +188,9 @@ inline void turn_head(const pk_op_qkv &op, const float *x, float *out, const pk_
     if (angles) rotate(out, angles, angles + op.rope_width / 2, op.rope_width, op.rope_layout);
 }
 
+// What lies beyond F16's range becomes its largest number, not infinity; NaN stays NaN.
+inline vf in_f16(vf x) { return v_min(v_set(65504.0f), v_max(v_set(-65504.0f), x)); }
+
 // n floats to one column of K: elements `step` numbers apart.
 inline void store_column(uint8_t *p, int64_t step, int32_t format, const float *x, int64_t n) {
     if (format == PK_F32) {
@@ -205,7 +208,7 @@ inline void store_column(uint8_t *p, int64_t step, int32_t format, const float *
         int64_t left = n - i < kLanes ? n - i : kLanes;
         vf v = v_load(x + i, left);
         if (format == PK_F16)
-            v_to_f16(halves, v);
+            v_to_f16(halves, in_f16(v));
         else
             v_to_bf16(halves, v);
         for (int64_t j = 0; j < left; ++j) out[(i + j) * step] = halves[j];
@@ -217,7 +220,8 @@ inline void store_row(uint8_t *p, int32_t format, const float *x, int64_t n) {
     int64_t bytes = number_bytes(format);
     for (int64_t i = 0; i < n; i += kLanes) {
         int64_t left = n - i < kLanes ? n - i : kLanes;
-        store_numbers(p + i * bytes, format, v_load(x + i, left), left);
+        vf v = v_load(x + i, left);
+        store_numbers(p + i * bytes, format, format == PK_F16 ? in_f16(v) : v, left);
     }
 }
 

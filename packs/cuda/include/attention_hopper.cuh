@@ -160,13 +160,14 @@ __device__ __forceinline__ int64_t row_of_pair(const AttentionArguments &a, cons
 }
 
 // Q of an item into a buffer, by kWarps warps of which this is warp `w`: 32 rows at a time, whose places the lanes find
-// together. Loads must be in flight together (one after the other they take longer than a short item): none is behind a branch.
-template <int kD, bool kHalf, int kWarps>
+// together. Loads must be in flight together (one after the other they take longer than a short item): none is behind a branch. kIsF16: beside keys in F16,
+// where q is usually F16, too, and else BF16.
+template <int kD, bool kHalf, int kWarps, bool kIsF16>
 __device__ __forceinline__ void load_q(const AttentionArguments &a, const TileItem &item, uint8_t *to, int w) {
     constexpr int kPieces = kD / 8, kBatch = 4;
     const int lane = threadIdx.x & 31;
-    const bool wide = a.q_format == PK_BF16 && a.q_stride % 8 == 0 && a.head_width % 8 == 0 && reinterpret_cast<uintptr_t>(a.q) % 16 == 0;
-    const bf16 *q = static_cast<const bf16 *>(a.q);
+    const bool wide = a.q_format == (kIsF16 ? PK_F16 : PK_BF16) && a.q_stride % 8 == 0 && a.head_width % 8 == 0 && reinterpret_cast<uintptr_t>(a.q) % 16 == 0;
+    const bf16 *q = static_cast<const bf16 *>(a.q);  // or as many F16
 #pragma unroll 1
     for (int first = w * 32; first < kPairs; first += kWarps * 32) {
         const int64_t mine = row_of_pair(a, item, item.first_pair + first + lane, a.q_stride, a.head_width);
@@ -185,11 +186,15 @@ __device__ __forceinline__ void load_q(const AttentionArguments &a, const TileIt
                 uint32_t *words = reinterpret_cast<uint32_t *>(to + block_offset<kD>(first + row, piece));
 #pragma unroll 1
                 for (int e = 0; e < 4; ++e) {
-                    const uint32_t v = from >= 0 ? load_q_pair(a, from + 2 * e) : 0;
-                    words[e] = kHalf ? pack2<true>(low_f32(v), high_f32(v)) : v;
+                    if constexpr (kIsF16) {
+                        words[e] = from >= 0 ? pack2<true>(load_as_f32(a.q, from + 2 * e, a.q_format), load_as_f32(a.q, from + 2 * e + 1, a.q_format)) : 0;
+                    } else {
+                        const uint32_t v = from >= 0 ? load_q_pair(a, from + 2 * e) : 0;
+                        words[e] = kHalf ? pack2<true>(low_f32(v), high_f32(v)) : v;
+                    }
                 }
             }
-        } else if constexpr (kHalf) {
+        } else if constexpr (kHalf && !kIsF16) {
 #pragma unroll 1
             for (int j = 0; j < kPieces; j += kBatch) {
                 uint4 v[kBatch];
@@ -307,7 +312,8 @@ __device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, 
         const TileItem &item = next_item<kD>(a, work, b, items, n);
         const int first = first_of_tiles<kD>(a, item), n_steps = (item.kv_end - first + kTile<kD> - 1) / kTile<kD>;
         barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
-        load_q<kD, kHalf, 4>(a, item, shared + q.at * kQBytes<kD>, tid >> 5);
+        if (kHalf && a.kv_format == PK_F16) load_q<kD, kHalf, 4, true>(a, item, shared + q.at * kQBytes<kD>, tid >> 5);
+        else load_q<kD, kHalf, 4, false>(a, item, shared + q.at * kQBytes<kD>, tid >> 5);
         fence_async_proxy();
         barrier_arrive(&b.q_full[q.at]);
         q.next();
@@ -390,7 +396,7 @@ __device__ void produce_widened(const AttentionArguments &a, const Maps &maps, u
         const TileItem &item = items[n % kItems];
         const int first = first_of_tiles<kD>(a, item), n_steps = steps_of(item);
         barrier_wait(&b.q_empty[0], q.parity ^ 1);
-        load_q<kD, true, 4>(a, item, shared, tid >> 5);
+        load_q<kD, true, 4, false>(a, item, shared, tid >> 5);
         fence_async_proxy();
         barrier_arrive(&b.q_full[0]);
         q.next();
@@ -514,7 +520,7 @@ __device__ void produce_q(const AttentionArguments &a, uint8_t *shared, const Wo
     for (int n = 0; n < *work.n_items; ++n) {
         const TileItem &item = next_item<kD>(a, work, b, items, n);
         barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
-        load_q<kD, kHalf, 3>(a, item, shared + q.at * kQBytes<kD>, (threadIdx.x >> 5) - 1);
+        load_q<kD, kHalf, 3, kHalf>(a, item, shared + q.at * kQBytes<kD>, (threadIdx.x >> 5) - 1);
         fence_async_proxy();
         barrier_arrive(&b.q_full[q.at]);
         q.next();

@@ -129,6 +129,8 @@ __device__ __forceinline__ uint32_t halves(uint32_t word, int high) {
     return *reinterpret_cast<const uint32_t *>(&h);
 }
 
+__device__ __forceinline__ uint32_t load_q_halves(const AttentionArguments &a, int64_t at) { return pack2<true>(load_as_f32(a.q, at, a.q_format), load_as_f32(a.q, at + 1, a.q_format)); }
+
 // Columns of an operand's fragment: FP8 takes four neighbours of a k step, and even and odd columns of O, as they lie in a word.
 template <int kKind>
 __device__ __forceinline__ int q_column(int k, int e) {
@@ -141,11 +143,11 @@ __device__ __forceinline__ int o_column(int d, int e) {
     return kKind == kFp8 ? (d >> 1) * 16 + 4 * j + 2 * e + (d & 1) : d * 8 + 2 * j + e;
 }
 
-// A team asks for a tile's q (its rows, pieces of a row permuted by the row); `full` counts every thread of it once.
-template <int kD>
+// A team asks for a tile's q (its rows, pieces of a row permuted by the row), F16 beside keys of F16, else BF16; `full` counts every thread of it once.
+template <int kD, int kKind>
 __device__ __forceinline__ void ask_q(const AttentionArguments &a, const Segment &s, const Team &team, uint8_t *to, uint64_t *full) {
     const int group = a.n_heads / a.n_kv_heads;
-    const bool wide = a.q_format == PK_BF16 && a.q_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.q) % 16 == 0;
+    const bool wide = a.q_format == (kKind == kF16 ? PK_F16 : PK_BF16) && a.q_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.q) % 16 == 0;
 #pragma unroll 1  // what runs once a launch comes from L2 instruction by instruction
     for (int j = 0; j < 16 * kQPieces<kD> / kThreads; ++j) {
         const int i = (j << (5 + team.shift)) + team.thread, row = i / kQPieces<kD>, piece = i % kQPieces<kD>, pair = s.pair + row, token = pair / group;
@@ -156,7 +158,7 @@ __device__ __forceinline__ void ask_q(const AttentionArguments &a, const Segment
             copy16_async(shared_address(at), static_cast<const bf16 *>(a.q) + from, ok);
         } else {
 #pragma unroll 1
-            for (int e = 0; e < 4; ++e) reinterpret_cast<uint32_t *>(at)[e] = ok ? load_q_pair(a, from + 2 * e) : 0;
+            for (int e = 0; e < 4; ++e) reinterpret_cast<uint32_t *>(at)[e] = !ok ? 0 : kKind == kF16 ? load_q_halves(a, from + 2 * e) : load_q_pair(a, from + 2 * e);
         }
     }
     if (wide)
@@ -176,7 +178,7 @@ __device__ __forceinline__ void read_q(uint32_t (&q)[4], const uint8_t *from, in
             const int column = q_column<kKind>(k, e);
             uint32_t v;  // volatile: else the compiler keeps all of a wide head's q in registers that it does not have
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared_address(from) + ((row + 8 * h) & (rows - 1)) * kQPieces<kD> * 16 + (((column >> 3) ^ (row & (rows - 1))) << 4) + (column & 7) * 2));
-            if constexpr (kHalfMath<kKind>) v = pack2<true>(low_f32(v), high_f32(v));
+            if constexpr (kKind == kFp8) v = pack2<true>(low_f32(v), high_f32(v));
             q[h + 2 * e] = v;
         }
 }

@@ -65,11 +65,16 @@ __device__ __forceinline__ TileItem find_tile(const AttentionArguments &a, const
     return tile_of_row<kPairs>(a, low, index % a.n_kv_heads, of_all - (low ? ends[low - 1] : 0));
 }
 
+// Where an element of the q row of a pair lies.
+__device__ __forceinline__ int64_t place_q(const AttentionArguments &a, const TileItem &item, int pair, int column) {
+    const int group = a.n_heads / a.n_kv_heads;
+    return static_cast<int64_t>(item.start + pair / group) * a.q_stride + (item.head * group + pair % group) * a.head_width + column;
+}
+
 // Two neighbours of the q row of a pair, as bf16; zeros outside.
 __device__ __forceinline__ uint32_t pair_q(const AttentionArguments &a, const TileItem &item, int pair, int column) {
     if (pair >= item.n_pairs || column >= a.head_width) return 0;
-    const int group = a.n_heads / a.n_kv_heads;
-    return load_q_pair(a, static_cast<int64_t>(item.start + pair / group) * a.q_stride + (item.head * group + pair % group) * a.head_width + column);
+    return load_q_pair(a, place_q(a, item, pair, column));
 }
 
 // What O of a pair is multiplied with at the end; the sink of its head joins the sum here.

@@ -37,7 +37,7 @@ template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPa
 __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>::kThreads, 1) flat_kernel(const __grid_constant__ FlatMaps maps, const __grid_constant__ SkinnyArguments a, const __grid_constant__ FlatDeal deal) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using S = FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>;
-    constexpr bool kGated = kSplit == kTileGated, kHeads = kSplit == kTileHeads, kHalved = kSplit != kTileWhole;
+    constexpr bool kGated = kSplit == kTileGated, kHeads = kSplit >= kTileHeads, kHalved = kSplit != kTileWhole;
     extern __shared__ uint8_t raw[];
     __shared__ uint64_t w_full[kFlatStages], x_full[kFlatStages], x_raw[S::kHalfX ? kFlatStages : 1], empty[kFlatStages], is_summed, are_factored, has_received;
     alignas(16) __shared__ float factors[kNT], half_sums[2][kNT];
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                 const int tile = first + f / S::kN8, i = weight_of(tile);
                 const uint4 u = shared_load4(ring + (f * 32 + lane) * 16);
                 float v[4] = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
-                end_head(a, deal.packets, (a.w[i].first_column + row_of(tile, i)) >> 7, tile, f % S::kN8 * 8, lane, n_rows, now, is_real, v);
+                end_head<kSplit == kTileHalfHeads>(a, deal.packets, (a.w[i].first_column + row_of(tile, i)) >> 7, tile, f % S::kN8 * 8, lane, n_rows, now, is_real, v);
             }
         }
         if (is_real && pass + 1 < n_passes) {

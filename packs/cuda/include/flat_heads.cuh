@@ -4,6 +4,7 @@
 #pragma once
 #include "device.cuh"
 #include "flat_plan.h"
+#include "half.cuh"
 #include "turn.cuh"
 
 namespace pk {
@@ -32,7 +33,8 @@ __device__ __forceinline__ void begin_head(const SkinnyArguments &a, const Skinn
         asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1,%2};" ::"l"(packets.squares + tile * kFlatRows + n0), "l"(static_cast<unsigned long long>(now) << 32 | __float_as_uint(squares[0])), "l"(static_cast<unsigned long long>(now) << 32 | __float_as_uint(squares[1])) : "memory");
 }
 
-// The rest of it. A warp has eight rows of x, from n8 on.
+// The rest of it. A warp has eight rows of x, from n8 on. kHalf: all three are kept in F16.
+template <bool kHalf>
 __device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPackets &packets, int head, int tile, int n8, int lane, int n_rows, uint32_t now, bool is_real, float (&v)[4]) {
     const HeadsEnd &e = a.heads;
     const int low = (tile & 7) * 8 + (lane >> 2), n0 = n8 + 2 * (lane & 3);
@@ -82,12 +84,13 @@ __device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPac
     const int n = n0 + odd, p = odd ? position[1] : position[0], kv_head = head - e.n_heads - (is_v ? e.n_kv_heads : 0), at = low & ~1;
     uint8_t *to;
     if (is_q) to = static_cast<uint8_t *>(e.q) + (n * e.q_stride + (static_cast<int64_t>(head) << 7)) * 2;
-    else to = e.kv + (n < n_rows ? __ldg(e.page + n) : 0) * e.page_stride + (is_v ? e.v_offset : e.k_offset) + ((static_cast<int64_t>(kv_head) * e.page_tokens + p % e.page_tokens) << 7) * (e.kv_format == PK_BF16 ? 2 : 1);
+    else to = e.kv + (n < n_rows ? __ldg(e.page + n) : 0) * e.page_stride + (is_v ? e.v_offset : e.k_offset) + ((static_cast<int64_t>(kv_head) * e.page_tokens + p % e.page_tokens) << 7) * (kHalf || e.kv_format == PK_BF16 ? 2 : 1);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const float other = __shfl_xor_sync(~0u, odd ? v[2 * h] : v[2 * h + 1], 4), first = own_gain * (odd ? other : v[2 * h]), second = own_gain * (odd ? v[2 * h + 1] : other);
         if (n >= n_rows) continue;
-        if (is_q || e.kv_format == PK_BF16) *reinterpret_cast<uint32_t *>(to + 2 * (at + 64 * h)) = pack_bf16(first, second);
+        if constexpr (kHalf) *reinterpret_cast<uint32_t *>(to + 2 * (at + 64 * h)) = pack_f16(first, second);
+        else if (is_q || e.kv_format == PK_BF16) *reinterpret_cast<uint32_t *>(to + 2 * (at + 64 * h)) = pack_bf16(first, second);
         else *reinterpret_cast<uint16_t *>(to + at + 64 * h) = __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
     }
 }

@@ -29,7 +29,7 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
     }
     const int blocks = l.ctx->n_processors / kPair, most = (deal.n_tiles + blocks - 1) / blocks, passes = (most + kWM * kT - 1) / (kWM * kT), least = deal.n_tiles / blocks / passes;
     deal.n_passes = passes;
-    if ((kPair == 2 || kSplit == kTileHeads) && passes > 1) return fail(PK_UNSUPPORTED, "matmul: a block has %d tiles, %d at once; the CUDA pack wants them in one pass", most, kWM * kT);
+    if ((kPair == 2 || kSplit >= kTileHeads) && passes > 1) return fail(PK_UNSUPPORTED, "matmul: a block has %d tiles, %d at once; the CUDA pack wants them in one pass", most, kWM * kT);
     deal.pass_tiles = (most + passes - 1) / passes;
     deal.base_tiles = least > 0 ? least : 1;
     constexpr int kWide = 128 / S::kElement;
@@ -37,7 +37,7 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
         const int side = i & 1;
         const Packed &p = *packed[kGated ? side : i];
         const cuuint64_t size[3] = {kWide, static_cast<cuuint64_t>(p.padded_rows), static_cast<cuuint64_t>(p.padded_cols / kWide)}, stride[2] = {static_cast<cuuint64_t>(p.row_bytes), 128};
-        const cuuint32_t box[3] = {kWide, static_cast<cuuint32_t>(kGated ? (i < 2 ? 8 * deal.base_tiles : 8) : kSplit == kTileHeads ? 8 : 16), kGated ? 1 : S::kChunks};
+        const cuuint32_t box[3] = {kWide, static_cast<cuuint32_t>(kGated ? (i < 2 ? 8 * deal.base_tiles : 8) : kSplit >= kTileHeads ? 8 : 16), kGated ? 1 : S::kChunks};
         const CUresult e = l.ctx->driver.encode_tiled(&maps.w[i], S::kIsFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<uint8_t *>(a.w[kGated ? side : i].data), size, stride, box, step,
                                                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of weight %d: CUDA driver error %d", i, static_cast<int>(e));
@@ -69,14 +69,20 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
     return check(cudaLaunchKernelEx(&config, kernel, maps, a, deal), "flat");
 }
 
+template <int kFormat, int kNT, int kSplit>
+int32_t launch_flat_heads(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets, int64_t most) {
+    if (most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kSplit, 1>(l, a, packed, packets);
+    return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kSplit, 1>(l, a, packed, packets);
+}
+
 template <int kFormat, int kNT>
 int32_t launch_flat_width(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets) {
     if (a.act != PK_ACT_NONE && a.n_w == 2) return launch_flat_shape<kFormat, kNT, 2, 6, 2, kTileGated, 1>(l, a, packed, packets);
     int64_t tiles = 0;
     for (int i = 0; i < a.n_w; ++i) tiles += (a.w[i].rows + 15) / 16;
     const int64_t most = (tiles + l.ctx->n_processors - 1) / l.ctx->n_processors;
-    if (a.heads.q && most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kTileHeads, 1>(l, a, packed, packets);
-    if (a.heads.q) return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kTileHeads, 1>(l, a, packed, packets);
+    if (a.heads.q && a.heads.kv_format == PK_F16) return launch_flat_heads<kFormat, kNT, kTileHalfHeads>(l, a, packed, packets, most);
+    if (a.heads.q) return launch_flat_heads<kFormat, kNT, kTileHeads>(l, a, packed, packets, most);
     // Pairs of blocks halve what each reads of x. For weights of two bytes what they send each other takes as long.
     if constexpr (kFormat == PK_FP8_E4M3) {
         const int64_t pairs = l.ctx->n_processors / 2, most_of_pair = (tiles + pairs - 1) / pairs;

@@ -6,7 +6,7 @@
 namespace pk {
 
 // What the halves of a tile of 16 rows are: neighbours, gate and up, or 64 rows apart in a head.
-constexpr int kTileWhole = 0, kTileGated = 1, kTileHeads = 2;
+constexpr int kTileWhole = 0, kTileGated = 1, kTileHeads = 2, kTileHalfHeads = 3;  // the last one: heads whose keys are kept in F16
 constexpr int kFlatWarps = 8, kFlatStages = 32, kFlatThreads = kFlatWarps * 32 + 128;
 
 template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPair>

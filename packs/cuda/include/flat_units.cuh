@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using S = UnitsShape<kFormat, kNT>;
     using U = Unit<kFormat>;
-    constexpr bool kGated = kSplit == kTileGated, kHeads = kSplit == kTileHeads;
+    constexpr bool kGated = kSplit == kTileGated, kHeads = kSplit >= kTileHeads;
     constexpr int kHalves = kSplit == kTileWhole ? 1 : 2;  // tiles whose sums one lane ends together
     extern __shared__ uint8_t raw[];
     __shared__ uint64_t w_full[kUnitWarps][kUnitWSlots], x_full[kUnitXSlots], x_empty[kUnitXSlots], are_factored, has_received;
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                 for (int h = 0; h < 2; ++h) {
                     const uint4 u = shared_load4(received + (g * n_sums * 2 + h) * 512 + lane * 16);
                     float both[4] = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
-                    end_head(a, deal.packets, head, head * 8 + 2 * ((p - deal.first_pair[i]) & 3) + h, n8, lane, n_rows, now, true, both);
+                    end_head<kSplit == kTileHalfHeads>(a, deal.packets, head, head * 8 + 2 * ((p - deal.first_pair[i]) & 3) + h, n8, lane, n_rows, now, true, both);
                 }
             }
         }

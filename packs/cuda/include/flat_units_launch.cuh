@@ -33,7 +33,7 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
         const int n_clusters = l.ctx->n_processors / cluster, most = (deal.n_pairs + n_clusters - 1) / n_clusters, units = (deal.n_units + cluster - 1) / cluster;
         for (int along_pairs = 1; along_pairs <= kUnitWarps && along_pairs <= most; ++along_pairs) {
             const int n_passes = (most + along_pairs - 1) / along_pairs, steps = (units + kUnitWarps / along_pairs - 1) / (kUnitWarps / along_pairs), along_k = (units + steps - 1) / steps;
-            if (along_pairs != (most + n_passes - 1) / n_passes || (kSplit == kTileHeads && n_passes > 1)) continue;
+            if (along_pairs != (most + n_passes - 1) / n_passes || (kSplit >= kTileHeads && n_passes > 1)) continue;
             const int fragments = (along_pairs * (2 / halves) * S::kN8 + cluster - 1) / cluster, received = fragments * cluster * along_k * halves * 512;
             const int kept = n_passes > 1 ? received : 0, w_bytes = along_pairs * along_k * U::kBytes;
             // A warp has one pair of units at work and one under way; x has as many chunks as warps along K, and more.
@@ -92,6 +92,7 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
 template <int kFormat, int kNT>
 int32_t launch_flat_units_width(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets) {
     if (a.act != PK_ACT_NONE && a.n_w == 2) return launch_flat_units<kFormat, kNT, kTileGated>(l, a, packed, packets);
+    if (a.heads.q && a.heads.kv_format == PK_F16) return launch_flat_units<kFormat, kNT, kTileHalfHeads>(l, a, packed, packets);
     return a.heads.q ? launch_flat_units<kFormat, kNT, kTileHeads>(l, a, packed, packets) : launch_flat_units<kFormat, kNT, kTileWhole>(l, a, packed, packets);
 }
 

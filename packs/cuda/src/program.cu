@@ -155,9 +155,11 @@ int64_t launch_beside(const pk_program &p, const Launch &l, int64_t i, int64_t e
     }
     if (back + 2 < end && p.records[back + 1].op == PK_OP_QKV && p.records[back + 2].op == PK_OP_ATTENTION) {
         const auto &heads = p.records[back + 1].as<pk_op_qkv>();
-        pk_tensor rest = heads.qkv;  // keys and values in the product's own rows
-        rest.data += heads.n_heads * heads.head_width * 2;
-        rest.stride -= heads.n_heads * heads.head_width * 2;
+        pk_tensor rest = heads.qkv;  // keys and values in the product's own rows, and queries that go elsewhere
+        if (heads.q.data == rest.data) {
+            rest.data += heads.n_heads * heads.head_width * 2;
+            rest.stride -= heads.n_heads * heads.head_width * 2;
+        }
         if (ends_heads(l, p.records[back].as<pk_op_matmul>(), heads) && !is_read_again(p, back + 2, rest)) beside.heads = &heads;
     }
     if (!beside.before && !beside.heads) return i;

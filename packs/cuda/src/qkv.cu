@@ -1,7 +1,8 @@
-// Queries, keys and values of a step's tokens: norms of heads, rotation, keys and values to their pages. Operands F32 or BF16.
+// Queries, keys and values of a step's tokens: norms of heads, rotation, keys and values to their pages. Operands F32 or BF16, queries F16, too.
 #include <algorithm>
 
 #include "../include/device.cuh"
+#include "../include/half.cuh"
 
 namespace pk {
 namespace {
@@ -29,18 +30,15 @@ struct QkvArguments {
 
 constexpr int kWideThreads = 256, kMostTurns = 128;
 
-// Eight neighbours in a format of KV.
+// A number, or eight neighbours, in a format of KV.
+__device__ __forceinline__ void store_as(void *base, int64_t i, int32_t format, float v) { store_from_f32(base, i, format, format == PK_F16 ? in_f16(v) : v); }
 __device__ __forceinline__ void store8_as(void *base, int64_t i, int32_t format, const float (&v)[8]) {
     if (format == PK_F32 || format == PK_BF16) return store8(base, i, format, v);
     uint32_t w[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        if (format == PK_F16) {
-            const __half2 h = __floats2half2_rn(v[2 * k], v[2 * k + 1]);
-            w[k] = *reinterpret_cast<const uint32_t *>(&h);
-        } else {
-            w[k] = __nv_cvt_float2_to_fp8x2(make_float2(v[2 * k], v[2 * k + 1]), __NV_SATFINITE, format == PK_FP8_E4M3 ? __NV_E4M3 : __NV_E5M2);
-        }
+        if (format == PK_F16) w[k] = pack_f16(v[2 * k], v[2 * k + 1]);
+        else w[k] = __nv_cvt_float2_to_fp8x2(make_float2(v[2 * k], v[2 * k + 1]), __NV_SATFINITE, format == PK_FP8_E4M3 ? __NV_E4M3 : __NV_E5M2);
     }
     if (format == PK_F16) *reinterpret_cast<uint4 *>(static_cast<__half *>(base) + i) = make_uint4(w[0], w[1], w[2], w[3]);
     else *reinterpret_cast<uint2 *>(static_cast<uint8_t *>(base) + i) = make_uint2(w[0] | w[1] << 16, w[2] | w[3] << 16);
@@ -88,13 +86,13 @@ __global__ void __launch_bounds__(128) qkv_kernel(const __grid_constant__ QkvArg
     __syncwarp();
     const float gain = a.gains != nullptr ? a.gains[h] : 1.0f;
     if (!is_v && !is_k) {
-        for (int i = lane; i < width; i += 32) store_from_f32(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + i, a.q.format, v[i] * gain);
+        for (int i = lane; i < width; i += 32) store_as(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + i, a.q.format, v[i] * gain);
         return;
     }
     const int head = h - a.n_heads - (is_v ? a.n_kv_heads : 0);
     uint8_t *base = a.kv + a.page[t] * a.page_stride + (is_v ? a.v_offset : a.k_offset);
     const int64_t at = (static_cast<int64_t>(head) * a.page_tokens + p % a.page_tokens) * width;
-    for (int i = lane; i < width; i += 32) store_from_f32(base, at + i, a.kv_format, v[i] * gain);
+    for (int i = lane; i < width; i += 32) store_as(base, at + i, a.kv_format, v[i] * gain);
 }
 
 // The same eight neighbours a lane, `lanes` (a power of two) a head: all or some heads of a token a block, which turns each angle once. Grid: tokens, groups of heads.
@@ -161,7 +159,7 @@ __global__ void __launch_bounds__(kWideThreads) qkv_wide_kernel(const __grid_con
             for (int i = 0; i < 8; ++i) v[i] *= gain;
         }
         if (!is_v && !is_k) {
-            store8(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + k, a.q.format, v);
+            store8_as(a.q.p, t * a.q.stride + static_cast<int64_t>(h) * a.head_width + k, a.q.format, v);
             continue;
         }
         const int head = h - a.n_heads - (is_v ? a.n_kv_heads : 0);
@@ -202,7 +200,7 @@ int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
     a.eps = op.eps;
     const int heads = op.n_heads + a.n_parts * op.n_kv_heads, widest = std::max(op.head_width, op.v_width);
     const int64_t rows = bound(l, op.qkv.rows);
-    auto is_wide = [](const Operand &o) { return (o.format == PK_F32 || o.format == PK_BF16) && o.stride % 8 == 0 && reinterpret_cast<uintptr_t>(o.p) % 16 == 0; };
+    auto is_wide = [](const Operand &o) { return o.stride % 8 == 0 && reinterpret_cast<uintptr_t>(o.p) % 16 == 0; };
     const bool has_eights = op.head_width % 8 == 0 && op.v_width % 8 == 0 && widest <= 256 && (a.frequency == nullptr || (op.rope_width % 16 == 0 && op.rope_width <= 2 * kMostTurns));
     if (has_eights && is_wide(a.qkv) && is_wide(a.q) && ((s.kv | static_cast<uint64_t>(a.page_stride | a.k_offset | a.v_offset)) & 15) == 0 && ((op.q_norm.data | op.k_norm.data | op.v_norm.data) & 15) == 0) {
         int lanes = 1;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import hardware
+from .. import hardware, log
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.guessing import with_guesses
 from ..blueprint.names import tensors_by_name
@@ -18,7 +18,7 @@ from ..manifest import read_manifest, wheel_name
 from ..memory import calibration
 from ..memory.calibration import applied
 from ..memory.kinds import joined_format
-from ..memory.plan import KV_FORMAT, DeviceFacts, MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages
+from ..memory.plan import DeviceFacts, MemoryPlan, PlanRequest, chosen_format, cpu_facts, cuda_facts, with_pages
 from ..memory.solve import Solver, require_fit, solver
 from ..pack.library import find_pack
 
@@ -119,7 +119,9 @@ def plan_model(config: Config, path: Path, place: Place) -> Opened:
     ctx = config.max_ctx_tokens
     if config.is_default("max_ctx_tokens"):
         ctx = min(ctx, blueprint.max_ctx_tokens)
-    kv_format = KV_FORMAT[place.facts.kind] if config.kv_format == "auto" else config.kv_format
+    kv_format, why = chosen_format(blueprint, place.facts.kind) if config.kv_format == "auto" else (config.kv_format, "")
+    if why:
+        log.event("kv", format=kv_format, why=why)
     kv_format = joined_format(kv_format, "" if config.window_kv_format == "same" else config.window_kv_format)
     request = PlanRequest(
         ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens, state_cache_bytes=_bytes(config.state_cache_gib),

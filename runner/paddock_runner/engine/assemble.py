@@ -16,7 +16,7 @@ from ..blueprint.blueprint import Blueprint
 from ..blueprint.kv_scales import Pair
 from ..errors import PackError
 from ..files.view import TensorView
-from ..memory.arena import Arena, arena, pack_scratch_bytes
+from ..memory.arena import Arena, Buffer, arena, pack_scratch_bytes
 from ..memory.state import (
     StateSizes,
     aligned,
@@ -139,7 +139,7 @@ def _site(
     device.set_state(_scalars(sizes, layout.page_bytes), device_arrays(sizes), pinned_arrays(sizes))
     device.windows = windows_of(device, sizes, layout.window_page_bytes)
     device.alloc_snapshots(sizes.n_snapshots)
-    plan = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, ELEMENT_BYTES[device.facts.activation])
+    plan = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, ELEMENT_BYTES[device.facts.activation], kv_format)
     buffers = place(device, plan, sizes)
     device.vectors = buffers.get("vectors")
     return Site(
@@ -193,9 +193,13 @@ def place(device: Device, plan: Arena, sizes: StateSizes) -> dict[str, Tensor]:
     base = device.alloc(plan.n_bytes, "activations")
     found = {}
     for name, buffer in plan.buffers.items():
-        kind = abi.PK_I32 if buffer.is_i32 else abi.PK_F32 if buffer.is_f32 else device.facts.activation
-        found[name] = Tensor(base + buffer.offset, S if buffer.is_sampled else T, buffer.cols, kind)
+        found[name] = Tensor(base + buffer.offset, S if buffer.is_sampled else T, buffer.cols, element_format(buffer, device.facts.activation))
     return found
+
+
+def element_format(buffer: Buffer, activation: int) -> int:
+    """The pk_format of a buffer's elements."""
+    return abi.PK_I32 if buffer.is_i32 else abi.PK_F32 if buffer.is_f32 else abi.PK_F16 if buffer.is_f16 else activation
 
 
 def _scratch(device: Device, sizes: StateSizes, blueprint: Blueprint) -> tuple[int, int]:

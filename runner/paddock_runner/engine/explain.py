@@ -18,7 +18,7 @@ from ..model.weights import source_of, stacks
 from ..pack import abi
 from ..pack.program import Rotation
 from ..pack.tensor import ELEMENT_BYTES, S, T, Tensor
-from .assemble import format_ids, kept_places
+from .assemble import element_format, format_ids, kept_places
 
 FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 184.0}
 """How many flops a device does while it reads a byte. cuda: an H200 in bf16 (790 TFLOP/s, 4.3 TB/s); cpu: two cores with AVX-512."""
@@ -99,16 +99,8 @@ def _site(
             weights[name] = Tensor(address, 1, view.n_elements, abi.PK_F32)
     weights |= stacks(weights, {name: _STEP for name in weights})
     weights |= {name: Tensor(64, 1, n, abi.PK_F32) for name, n in unit_norms(blueprint).items()}
-    plan, base = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, 2), (len(views) + 2) * _STEP
-    buffers = {
-        name: Tensor(
-            base + b.offset,
-            S if b.is_sampled else T,
-            b.cols,
-            abi.PK_I32 if b.is_i32 else abi.PK_F32 if b.is_f32 else abi.PK_BF16,
-        )
-        for name, b in plan.buffers.items()
-    }
+    plan, base = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, 2, kv_format), (len(views) + 2) * _STEP
+    buffers = {name: Tensor(base + b.offset, S if b.is_sampled else T, b.cols, element_format(b, abi.PK_BF16)) for name, b in plan.buffers.items()}
     ropes = {x.attention.rope for x in blueprint.layers if x.attention.rope is not None}
     turns = {r: Rotation(Tensor(64, 1, r.width // 2, abi.PK_F32), r.width, r.layout, r.magnitude) for r in ropes}
     layout = page_layout(blueprint, kv_format, sizes.page_tokens)

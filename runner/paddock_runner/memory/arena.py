@@ -9,18 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..blueprint.blueprint import Blueprint, Layer
-from .state import aligned
+from .state import aligned, has_half_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One activation buffer: byte offset in the arena, columns, whether its rows are sampled rows (S) or tokens (T), its elements."""
+    """One activation buffer: byte offset in the arena, columns, whether its rows are sampled rows (S) or tokens (T), its elements (none of three: activations)."""
 
     offset: int
     cols: int
     is_sampled: bool
     is_f32: bool
     is_i32: bool = False
+    is_f16: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Arena:
     n_bytes: int
 
 
-def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activation_bytes: int) -> Arena:
+def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activation_bytes: int, kv_format: str) -> Arena:
     """Buffers for steps of at most max_step_tokens tokens and max_step_rows sampled rows."""
     m, wide = blueprint.model_width, blueprint.n_streams * blueprint.model_width
     qkv = max(1, *(layer.attention.qkv_width for layer in blueprint.layers))
@@ -39,8 +40,8 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
     ff = max(1, *(layer.feed_forward.width for layer in blueprint.layers))
     buffers: dict[str, Buffer] = {}
 
-    def place(name: str, at: int, cols: int, is_sampled: bool = False, is_f32: bool = False, is_i32: bool = False) -> int:
-        buffers[name] = Buffer(at, cols, is_sampled, is_f32, is_i32)
+    def place(name: str, at: int, cols: int, is_sampled: bool = False, is_f32: bool = False, is_i32: bool = False, is_f16: bool = False) -> int:
+        buffers[name] = Buffer(at, cols, is_sampled, is_f32, is_i32, is_f16)
         rows = max_step_rows if is_sampled else max_step_tokens
         return aligned(at + rows * cols * (4 if is_f32 or is_i32 else activation_bytes))
 
@@ -53,7 +54,11 @@ def arena(blueprint: Blueprint, max_step_tokens: int, max_step_rows: int, activa
     shared = place("branch", at, m)
     if blueprint.n_streams > 1:
         shared = place("stream_weights", shared, blueprint.n_streams)
-    ends = [_place_mixers(blueprint, place, place("attention_out", place("qkv", shared, qkv), out))]
+    is_exact = activation_bytes == 2 and has_half_keys(blueprint, kv_format)
+    end = place("qkv", shared, qkv, is_f32=is_exact)
+    if is_exact:
+        end = place("queries", end, max(layer.attention.n_heads * layer.attention.head_width for layer in blueprint.all_layers), is_f16=True)
+    ends = [_place_mixers(blueprint, place, place("attention_out", end, out))]
     ends.append(_place_experts(blueprint, place, place("feed_forward", shared, ff)))
     ends.append(_place_inputs(blueprint, place, shared))
     ends.append(_place_streams(blueprint, place, shared))

@@ -68,10 +68,19 @@ SLOT_GUESSES, STEP_GUESSES = 16, 64
 """Guessed tokens that a step has room for: of one slot, and in all."""
 KV_FORMAT = {"cpu": "f16", "cuda": "bf16"}
 """The KV cache's format where nobody chose one: the one that the device's attention reads without converting."""
+BIASED_KEYS = ("f16", "projections of its keys have a bias, beside which the bits of BF16 are few")
+"""The same on a GPU for models of which that is so, and why."""
 STEP_TOKENS = {"cpu": 512, "cuda": 2560}
 """Tokens of the largest step where nobody chose: enough to keep the matrix units busy and for more than half of 32 prompts of 128, few enough for a step to stay short."""
 AWAY_STEP_TOKENS = 8192
 """The same where experts lie in host memory: a step of a long prompt copies nearly all that are missing, however many tokens it has."""
+
+
+def chosen_format(blueprint: Blueprint, kind: str) -> tuple[str, str]:
+    """The KV cache's format where nobody chose one, and why it is not what a device of that kind usually has ("": it is)."""
+    attentions = [x.attention for x in blueprint.all_layers if x.kind == "attention"]
+    is_biased = kind == "cuda" and any(a.qkv_bias and a.causal and a.latent is None and a.index is None for a in attentions)
+    return BIASED_KEYS if is_biased else (KV_FORMAT[kind], "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +362,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
     states = aligned(arrays.get("recurrent", 0))
     snapshots = sizes.n_snapshots * sizes.recurrent_bytes
     rest = sum(aligned(n) for n in arrays.values()) - histories - sampling - states
-    activations = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.activation_bytes)
+    activations = arena(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.activation_bytes, request.kv_format)
     logits = 4 * sizes.max_step_rows * (blueprint.vector_width or blueprint.n_vocab)
     is_host = device.kind == "cpu"
     scratch = pack_scratch_bytes(blueprint, sizes.max_step_tokens, sizes.max_step_rows, device.n_processors, sizes.max_ctx_tokens, is_host)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..blueprint.blueprint import Blueprint, Experts, Layer, Rope
+from ..blueprint.blueprint import Attention, Blueprint, Experts, Layer, Rope
 from ..errors import UnsupportedError
 from ..pack import abi
 from ..pack.device import Device, f32_tensor
@@ -130,7 +130,7 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
             out = mamba(program, layer.mamba, i, site, blueprint.norm_eps, blueprint.max_guesses)
         _project(program, layer, out, w[at + "o.weight"], w.get(at + "o.bias"), site, blueprint.residual_scale)
         return
-    qkv = _narrow(buffers["qkv"], a.qkv_width)
+    qkv, q = _qkv_and_queries(a, i, site)
     parts = [at + "qkv"] if at + "qkv.weight" in w else [at + "q", at + "k", at + "k" if a.values_are_keys else at + "v"]
     if a.kv_from is not None:
         parts = [at + "q"]
@@ -142,10 +142,9 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
         a.n_heads, a.n_kv_heads, a.head_width, a.values_width, *site.kv_offsets[i], site.kv_formats[i],
         abi.PK_PARTS_QKV if a.kv_from is None else abi.PK_PARTS_Q, site.gains.get(i),
     )  # fmt: skip
-    q = qkv.columns(0, a.n_heads * a.head_width)
     if a.qk_norm_all:
         k = qkv.columns(q.cols, a.n_kv_heads * a.head_width)
-        for part, name in ((q, "q_norm.weight"), (k, "k_norm.weight")):
+        for part, name in ((qkv.columns(0, q.cols), "q_norm.weight"), (k, "k_norm.weight")):
             program.norm(part, w[at + name], part, blueprint.norm_eps)
     norms = [w.get(f"{at}{name}_norm.weight") if has else None for name, has in (("q", a.qk_norm), ("k", a.qk_norm), ("v", a.v_norm))]
     site.use_pool(program, i, True)
@@ -160,6 +159,17 @@ def _attention(program: Program, blueprint: Blueprint, layer: Layer, i: int, sit
     if gate is not None:
         (program.softplus if a.gate_act == "softplus" else program.sigmoid)(out, gate, out)
     _project(program, layer, out, w[at + "o.weight"], w.get(at + "o.bias"), site, blueprint.residual_scale)
+
+
+def _qkv_and_queries(a: Attention, i: int, site: Site) -> tuple[Tensor, Tensor]:
+    """Where the projections of layer i go, and its queries once they are rotated: into the same rows, but for those whose keys are kept in F16 beside activations of 16 bits (memory/arena.py)."""
+    qkv, n = _narrow(site.buffers["qkv"], a.qkv_width), a.n_heads * a.head_width
+    if "queries" not in site.buffers:
+        return qkv, qkv.columns(0, n)
+    if site.kv_formats[i] == abi.PK_F16 and a.index is None:
+        return qkv, _narrow(site.buffers["queries"], n)
+    rows = replace(qkv, format=site.buffers["normed"].format)
+    return rows, rows.columns(0, n)
 
 
 def _feed_forward(program: Program, blueprint: Blueprint, layer: Layer, at: str, site: Site) -> None:

@@ -54,3 +54,14 @@ def test_another_format_that_is_offered_is_that_of_all_layers(answer):
     assert "paddock fit olmoe --kv fp8 --arch sm_89 --vram 8GiB" in wont_fit(report, asked).hint
     report = replace(report, alternatives=[{"change": "max_batch", "max_batch": 2}])
     assert "paddock fit olmoe --kv f32 --arch sm_89 --window-kv bf16 --vram 8GiB --batch 2" in wont_fit(report, asked).hint
+
+
+def test_a_format_that_a_gpu_does_not_usually_take_is_explained(monkeypatch, tmp_path):
+    blueprint = fit_shapes.blueprint("qwen2.5-7b")
+    monkeypatch.setattr(fit, "read_blueprint", lambda _: blueprint)
+    monkeypatch.setattr(fit, "tensors_by_name", lambda *_: fit_shapes.views(blueprint, "bf16", tmp_path))
+    where = fit.on_told(80 * GIB, "sm_90")
+    told = fit.report("qwen", None, where, fit.Wish())
+    assert told.plan.kv_format == "f16" and any("keys and values in f16: projections of its keys have a bias" in note for note in told.notes)
+    chosen = fit.report("qwen", None, where, fit.Wish(kv_format="bf16"))
+    assert chosen.plan.kv_format == "bf16" and not any("keys and values" in note for note in chosen.notes)

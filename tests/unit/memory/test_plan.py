@@ -16,7 +16,7 @@ from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.formats.table import packed_bytes
 from paddock_runner.memory import state
 from paddock_runner.memory.arena import arena, pack_scratch_bytes
-from paddock_runner.memory.plan import PlanRequest, cpu_facts, cuda_facts, plan, state_sizes
+from paddock_runner.memory.plan import PlanRequest, chosen_format, cpu_facts, cuda_facts, plan, state_sizes
 from paddock_runner.memory.solve import require_fit, solver
 from paddock_runner.memory.state import KV_BYTES, StateSizes, aligned, device_arrays, page_layout, pinned_arrays
 from paddock_runner.pack import abi
@@ -61,7 +61,7 @@ def test_state_activations_and_scratch_are_the_allocators_own_sums(model):
     assert found.sizes == sizes == StateSizes(4, 512, 32, 65, 40, 64, 64)
     assert found.group_bytes("state") == sum(aligned(n) for n in device_arrays(sizes).values())
     assert found.group_bytes("pinned") == sum(aligned(n) for n in pinned_arrays(sizes).values())
-    assert found.group_bytes("activations") == arena(blueprint, 64, 64, 4).n_bytes
+    assert found.group_bytes("activations") == arena(blueprint, 64, 64, 4, "f16").n_bytes
     assert found.group_bytes("scratch") == pack_scratch_bytes(blueprint, 64, 64, 2, found.sizes.max_ctx_tokens)
     assert found.total_bytes == sum(x.n_bytes for x in found.lines) <= found.peak_bytes
     assert all(x.n_bytes >= 0 for x in found.lines)
@@ -166,3 +166,27 @@ def test_plan_of_a_real_model_is_the_same_from_its_header_alone(models_dir):
     with open(path, "rb") as f:
         remote = open_remote(path.name, [(path.name, lambda offset, n: os.pread(f.fileno(), n, offset), path.stat().st_size)])
     assert total(open_checkpoint(path)) == total(remote)
+
+
+def with_biased_keys(blueprint):
+    """The same model with biases on queries, keys and values."""
+    return replace(blueprint, layers=tuple(replace(x, attention=replace(x.attention, qkv_bias=True)) for x in blueprint.layers))
+
+
+def test_a_gpu_keeps_keys_whose_projections_have_a_bias_in_f16_and_says_why(model):
+    plain, biased = model[0], with_biased_keys(model[0])
+    assert chosen_format(plain, "cuda") == ("bf16", "") and chosen_format(plain, "cpu") == chosen_format(biased, "cpu") == ("f16", "")
+    format, why = chosen_format(biased, "cuda")
+    assert format == "f16" and "bias" in why
+
+
+def test_beside_keys_in_f16_projections_are_f32_until_they_are_rotated(model):
+    plain = arena(model[0], 64, 4, 2, "bf16")
+    for format in ("f16", "fp8,window=f16"):
+        found = arena(model[0], 64, 4, 2, format)
+        assert found.buffers["qkv"].is_f32 == ("queries" in found.buffers) == (format == "f16")
+    assert not plain.buffers["qkv"].is_f32 and "queries" not in plain.buffers
+    exact = arena(model[0], 64, 4, 2, "f16")
+    assert exact.buffers["queries"].offset >= exact.buffers["qkv"].offset + 64 * 4 * exact.buffers["qkv"].cols
+    assert exact.buffers["attention_out"].offset >= exact.buffers["queries"].offset + 64 * 2 * exact.buffers["queries"].cols
+    assert arena(model[0], 64, 4, 4, "f16") == arena(model[0], 64, 4, 4, "bf16")

@@ -5,8 +5,8 @@
 // depend on this step: producers send them through the same rings as weights, so they are there before the query is, those of narrow heads in registers. They go
 // from shared memory into mma operands (S^T = K q^T with positions on the M side, O^T = V^T P^T after a transposition in
 // registers); each warp has sums of its own, joined in shared memory. Blocks that share a head leave packets and each join a part of its elements.
-// FP8 in pages becomes f16 in registers, and so do queries and weights; a head's gains (ADR 0018) count where it is placed and where its outputs are divided.
-// Assumes: BF16 or FP8 pages, equal widths of K and V (64, 128 or 256), at most eight heads a KV head; of heads of 256 no more than 128 elements are turned.
+// Beside pages in F16 the raw q, k and v are F32, so that no number is rounded before it is turned. FP8 in pages becomes f16 in registers, and so do queries and weights; a head's gains (ADR 0018) count where it is placed and where its outputs are divided.
+// Assumes: BF16, F16 or FP8 pages, equal widths of K and V (64, 128 or 256), at most eight heads a KV head; of heads of 256 no more than 128 elements are turned.
 #pragma once
 #include "kept.cuh"
 #include "phase.h"
@@ -82,45 +82,57 @@ struct Turn {
 };
 
 // A head of the raw q, k and v of this KV head on its way to a warp: q's heads, then k, then v.
-template <int kD, bool kIsFp8>
+template <int kD, Pages kPages>
 struct Arrival {
-    static constexpr int kParts = Turn<kD>::kParts;
+    static constexpr bool kIsF32 = kPages == kInF16;
+    static constexpr int kParts = Turn<kD>::kParts, kLoads = kIsF32 ? 2 : 1;  // a packet is one F32 or two BF16
     Turn<kD> turn;
     const uint8_t *from;
     const float *norm;
     float gain;
-    uint4 raw[kParts];
+    uint4 raw[kParts][kLoads];
     __device__ __forceinline__ void prepare(const Phase &p, const Span &span, int position, int task, int lane) {
         const Attend &t = p.attend;
         const int group = t.n_heads / t.n_kv_heads;
         const bool is_q = task < group, is_v = task > group;
         const int head = is_q ? span.head * group + task : t.n_heads + (is_v ? t.n_kv_heads : 0) + span.head;
         norm = is_v ? nullptr : is_q ? t.q_norm : t.k_norm;
-        from = packet_at<false>(p.x.packets, static_cast<int64_t>(head) * kD) + 16 * (4 * lane < kD ? lane : 0);
-        if constexpr (kIsFp8) gain = t.gains != nullptr ? __ldg(t.gains + head) : 1.0f;
+        from = packet_at<kIsF32>(p.x.packets, static_cast<int64_t>(head) * kD) + 16 * kLoads * (4 * lane < kD ? lane : 0);
+        if constexpr (kPages == kInFp8) gain = t.gains != nullptr ? __ldg(t.gains + head) : 1.0f;
         turn.prepare(t, norm, position, lane);
         ask();
     }
     __device__ __forceinline__ void ask() {
 #pragma unroll
-        for (int k = 0; k < kParts; ++k) raw[k] = load_packets2(from + 512 * k);
+        for (int k = 0; k < kParts; ++k)
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) raw[k][i] = load_packets2(from + 512 * kLoads * k + 16 * i);
     }
     __device__ __forceinline__ bool is_there(uint32_t epoch) const {
         bool yes = true;
 #pragma unroll
-        for (int k = 0; k < kParts; ++k) yes &= raw[k].y == epoch && raw[k].w == epoch;
+        for (int k = 0; k < kParts; ++k)
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) yes &= raw[k][i].y == epoch && raw[k][i].w == epoch;
         return yes;
+    }
+    // The i-th of this lane's four elements of a part.
+    __device__ __forceinline__ float number(int k, int i) const {
+        const uint4 &r = raw[k][kIsF32 ? i / 2 : 0];
+        if constexpr (kIsF32) return __uint_as_float(i % 2 ? r.z : r.x);
+        const uint32_t pair = i / 2 ? r.z : r.x;
+        return i % 2 ? high_f32(pair) : low_f32(pair);
     }
 };
 
 // Of a position's K or V.
-template <int kD, bool kIsFp8>
-constexpr int kRowBytes = kIsFp8 ? kD : 2 * kD;
+template <int kD, Pages kPages>
+constexpr int kRowBytes = kPages == kInFp8 ? kD : 2 * kD;
 
 // q of this KV head's group into shared memory, and the new token's k and v into shared memory and its page when the range holds it. arrival: of
 // this warp's first head.
-template <int kD, bool kIsFp8>
-__device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, const Span &span, const RowFacts &facts, uint8_t *area, uint32_t epoch, Arrival<kD, kIsFp8> &arrival) {
+template <int kD, Pages kPages>
+__device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, const Span &span, const RowFacts &facts, uint8_t *area, uint32_t epoch, Arrival<kD, kPages> &arrival) {
     const Attend &t = p.attend;
     const int lane = thread_here() & 31, warp = thread_here() >> 5, group = t.n_heads / t.n_kv_heads, n_tasks = span.split + 1 == span.n_splits ? group + 2 : group;
     const bool is_head = 4 * lane < kD;
@@ -136,30 +148,26 @@ __device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, co
         __syncwarp();
         float v[kParts][4];
 #pragma unroll
-        for (int k = 0; k < kParts; ++k) {
-            const uint4 raw = arrival.raw[k];
-            v[k][0] = is_head ? low_f32(raw.x) : 0.0f;
-            v[k][1] = is_head ? high_f32(raw.x) : 0.0f;
-            v[k][2] = is_head ? low_f32(raw.z) : 0.0f;
-            v[k][3] = is_head ? high_f32(raw.z) : 0.0f;
-        }
+        for (int k = 0; k < kParts; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[k][i] = is_head ? arrival.number(k, i) : 0.0f;
         if (!is_v) arrival.turn.turn(t, arrival.norm != nullptr, v);
         if (!is_head) continue;
 #pragma unroll
         for (int k = 0; k < kParts; ++k) {
             uint32_t code = 0;
-            if constexpr (kIsFp8) {
+            if constexpr (kPages == kInFp8) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) v[k][i] *= arrival.gain;
                 code = narrowed(v[k]);
             }
-            uint2 packed = make_uint2(Kept<kIsFp8>::pack(v[k][0], v[k][1]), Kept<kIsFp8>::pack(v[k][2], v[k][3]));
-            if (kIsFp8 && !is_q) packed = make_uint2(widened(code, 0), widened(code, 1));
+            uint2 packed = make_uint2(Kept<kPages>::keep(v[k][0], v[k][1]), Kept<kPages>::keep(v[k][2], v[k][3]));
+            if (kPages == kInFp8 && !is_q) packed = make_uint2(widened(code, 0), widened(code, 1));
             *reinterpret_cast<uint2 *>(area + (is_q ? task * head_bytes(kD) : new_at(kD) + is_v * 2 * kD) + 256 * k + 8 * lane) = packed;
             if (!is_q) {
-                const int64_t at = (static_cast<int64_t>(span.head) * a.page_tokens + facts.position % a.page_tokens) * kRowBytes<kD, kIsFp8>;
+                const int64_t at = (static_cast<int64_t>(span.head) * a.page_tokens + facts.position % a.page_tokens) * kRowBytes<kD, kPages>;
                 uint8_t *to = a.kv + static_cast<int64_t>(facts.page) * a.page_stride + (is_v ? t.v_offset : t.k_offset) + at;
-                if constexpr (kIsFp8) *reinterpret_cast<uint32_t *>(to + 128 * k + 4 * lane) = code;
+                if constexpr (kPages == kInFp8) *reinterpret_cast<uint32_t *>(to + 128 * k + 4 * lane) = code;
                 else *reinterpret_cast<uint2 *>(to + 256 * k + 8 * lane) = packed;
             }
         }
@@ -179,10 +187,10 @@ struct HeadSums {
 };
 
 // Keys and values of 16 positions as mma operands, values transposed. Narrow heads' are in registers before the query is there.
-template <int kD, bool kIsFp8>
+template <int kD, Pages kPages>
 struct Positions {
     static constexpr bool kIsAhead = kD <= 128;
-    static constexpr int kRow = kRowBytes<kD, kIsFp8>, kLoads = kRow / 64;  // of 16 bytes a lane and row
+    static constexpr int kRow = kRowBytes<kD, kPages>, kLoads = kRow / 64;  // of 16 bytes a lane and row
     uint4 keys[kIsAhead ? kLoads : 1][2];
     uint32_t values[kIsAhead ? kLoads : 1][8];  // FP8: as they came
 
@@ -222,7 +230,7 @@ struct Positions {
             const uint4 x = *reinterpret_cast<const uint4 *>(rows[0] + 64 * j), y = *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
             const uint32_t raw[8] = {x.x, x.y, y.x, y.y, x.z, x.w, y.z, y.w};
 #pragma unroll
-            for (int i = 0; i < 8; ++i) values[j][i] = kIsFp8 ? raw[i] : transposed(raw[i]);
+            for (int i = 0; i < 8; ++i) values[j][i] = kPages == kInFp8 ? raw[i] : transposed(raw[i]);
             used ^= x.x ^ x.w ^ y.x ^ y.w;
         }
         if (n > 0) release(taker, lane, used);
@@ -230,14 +238,14 @@ struct Positions {
 };
 
 // One warp over its groups of 16 positions, which come through its ring: keys, then values. The first ones have been taken.
-template <int kD, bool kIsFp8>
-__device__ __forceinline__ void attend_range(const Phase &p, const Span &span, int position, const uint8_t *area, Taker &taker, Positions<kD, kIsFp8> &group, HeadSums<kD> &h) {
-    using Group = Positions<kD, kIsFp8>;
-    using As = Kept<kIsFp8>;
+template <int kD, Pages kPages>
+__device__ __forceinline__ void attend_range(const Phase &p, const Span &span, int position, const uint8_t *area, Taker &taker, Positions<kD, kPages> &group, HeadSums<kD> &h) {
+    using Group = Positions<kD, kPages>;
+    using As = Kept<kPages>;
     constexpr bool kIsAhead = Group::kIsAhead;
     const Attend &t = p.attend;
     const int lane = thread_here() & 31, warp = thread_here() >> 5, r = lane >> 2, c = lane & 3, n_pieces = group_pieces(taker.slot_bytes, Group::kRow / 2), least = t.window > 0 ? position - t.window + 1 : 0;
-    const uint8_t *q = area + r * head_bytes(kD) + (kIsFp8 ? 32 : 16) * c;
+    const uint8_t *q = area + r * head_bytes(kD) + (kPages == kInFp8 ? 32 : 16) * c;
     const bool is_capped = t.softcap > 0.0f;
     const float factor = logit_factor(t);
 #pragma unroll
@@ -254,7 +262,7 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
         for (int j = 0; j < Group::kLoads; ++j) {
             const uint4 k = kIsAhead ? group.keys[kIsAhead ? j : 0][0] : *reinterpret_cast<const uint4 *>(rows[0] + 64 * j);
             const uint4 l = kIsAhead ? group.keys[kIsAhead ? j : 0][1] : *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
-            if constexpr (kIsFp8) {
+            if constexpr (kPages == kInFp8) {
                 const uint4 x = *reinterpret_cast<const uint4 *>(q + 128 * j), y = *reinterpret_cast<const uint4 *>(q + 128 * j + 16);
                 As::multiply(s, widened(k.x, 0), widened(l.x, 0), widened(k.x, 1), widened(l.x, 1), x.x, x.y);
                 As::multiply(other, widened(k.y, 0), widened(l.y, 0), widened(k.y, 1), widened(l.y, 1), x.z, x.w);
@@ -313,7 +321,7 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
         if constexpr (kIsAhead) {
 #pragma unroll
             for (int i = 0; i < kD / 16; ++i) {
-                if constexpr (kIsFp8) {
+                if constexpr (kPages == kInFp8) {
                     const uint32_t(&v)[8] = group.values[i / 4];
                     add_wide(i, v[i % 4 / 2 * 4 + i % 2], v[i % 4 / 2 * 4 + i % 2 + 2]);
                 } else {
@@ -329,7 +337,7 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
 #pragma unroll
             for (int j = 0; j < Group::kLoads; ++j) {
                 const uint4 x = *reinterpret_cast<const uint4 *>(rows[0] + 64 * j), y = *reinterpret_cast<const uint4 *>(rows[1] + 64 * j);
-                if constexpr (kIsFp8) {
+                if constexpr (kPages == kInFp8) {
                     add_wide(4 * j, x.x, y.x);
                     add_wide(4 * j + 1, x.y, y.y);
                     add_wide(4 * j + 2, x.z, y.z);
@@ -353,7 +361,7 @@ __device__ __forceinline__ void attend_range(const Phase &p, const Span &span, i
 }
 
 // The new token's logit for a head a warp; warps that may have no positions first.
-template <int kD, bool kIsFp8>
+template <int kD, Pages kPages>
 __device__ __forceinline__ void meet_new(const Attend &t, uint8_t *area) {
     const int lane = thread_here() & 31, head = kWarps - 1 - (thread_here() >> 5);
     if (head >= t.n_heads / t.n_kv_heads) return;
@@ -362,7 +370,7 @@ __device__ __forceinline__ void meet_new(const Attend &t, uint8_t *area) {
 #pragma unroll
         for (int k = 0; k < Turn<kD>::kParts; ++k) {
             const uint2 q = *reinterpret_cast<const uint2 *>(area + head * head_bytes(kD) + 256 * k + 8 * lane), n = *reinterpret_cast<const uint2 *>(area + new_at(kD) + 256 * k + 8 * lane);
-            const float2 a = Kept<kIsFp8>::unpack(q.x), b = Kept<kIsFp8>::unpack(n.x), c = Kept<kIsFp8>::unpack(q.y), d = Kept<kIsFp8>::unpack(n.y);
+            const float2 a = Kept<kPages>::unpack(q.x), b = Kept<kPages>::unpack(n.x), c = Kept<kPages>::unpack(q.y), d = Kept<kPages>::unpack(n.y);
             sum = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(c.x, d.x, fmaf(c.y, d.y, sum))));
         }
     sum = warp_sum(sum);
@@ -384,7 +392,7 @@ __device__ __forceinline__ void write_heads(const Phase &p, int64_t at, float2 o
 
 // Two neighbours of a head: what all positions gave, divided by the sum of weights, the head's sink among them; then gated. at: of the first one
 // in the row; gate: what was there of their packet; gated: that packet's epoch.
-template <bool kIsFp8>
+template <Pages kPages>
 __device__ __forceinline__ void put_outputs(const Phase &p, int head, int64_t at, float2 o, float sum, float top, uint32_t epoch, uint2 gate, uint32_t gated) {
     const Attend &t = p.attend;
     if (t.sinks != nullptr) {
@@ -394,7 +402,7 @@ __device__ __forceinline__ void put_outputs(const Phase &p, int head, int64_t at
         sum = sum * fade + power2(sink - joint);
     }
     float share = __fdividef(1.0f, sum);
-    if (kIsFp8 && t.out_gains != nullptr) share *= __ldg(t.out_gains + head);
+    if (kPages == kInFp8 && t.out_gains != nullptr) share *= __ldg(t.out_gains + head);
     o.x *= share;
     o.y *= share;
     if (const uint8_t *from = gate_at(p, at); from != nullptr) {
@@ -407,7 +415,7 @@ __device__ __forceinline__ void put_outputs(const Phase &p, int head, int64_t at
 }
 
 // Joins the warps, which leave their sums as they are; then writes the heads, or leaves them for the blocks that share them, each of which joins a part.
-template <int kD, bool kIsFp8>
+template <int kD, Pages kPages>
 __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch, uint32_t gated, int phase, Taker &taker) {
     constexpr int kOnce = heads_once(kD), kHead = head_floats(kD);
     const int tid = thread_here(), lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3, group = p.attend.n_heads / p.attend.n_kv_heads;
@@ -456,9 +464,9 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
         for (int w = 0; w < kWarps; ++w) most = fmaxf(most, top[w]);
         const uint32_t value = *reinterpret_cast<const uint32_t *>(area + new_at(kD) + 2 * kD + 2 * d);
         float sum = power2(fresh - most);
-        const float2 last = Kept<kIsFp8>::unpack(value);
+        const float2 last = Kept<kPages>::unpack(value);
         float2 o = fresh > -INFINITY ? make_float2(sum * last.x, sum * last.y) : make_float2(0.0f, 0.0f);
-        const float *from = scratch + in * kHead + d % 8 / 2 + (kIsFp8 ? 36 * (d / 64 * 2 + d % 16 / 8) + d % 64 / 16 * 8 : 36 * (d / 32) + d % 32 / 8 * 8);
+        const float *from = scratch + in * kHead + d % 8 / 2 + (kPages == kInFp8 ? 36 * (d / 64 * 2 + d % 16 / 8) + d % 64 / 16 * 8 : 36 * (d / 32) + d % 32 / 8 * 8);
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
             const float factor = power2(top[w] - most);
@@ -475,12 +483,12 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
                 barrier_wait(barrier, taker.pair_parity >> pass & 1);
                 const float2 other = load_shared2(there), fact = load_shared2(facts_there);
                 const float joint = fmaxf(most, fact.x), here = power2(most - joint), beyond = power2(fact.x - joint);
-                put_outputs<kIsFp8>(p, span.head * group + head, at, make_float2(fmaf(other.x, beyond, o.x * here), fmaf(other.y, beyond, o.y * here)), fmaf(fact.y, beyond, sum * here), joint, epoch, gate, gated);
+                put_outputs<kPages>(p, span.head * group + head, at, make_float2(fmaf(other.x, beyond, o.x * here), fmaf(other.y, beyond, o.y * here)), fmaf(fact.y, beyond, sum * here), joint, epoch, gate, gated);
             }
             continue;
         }
         if (span.n_splits == 1) {
-            put_outputs<kIsFp8>(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
+            put_outputs<kPages>(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
             continue;
         }
         uint8_t *to = ranges + static_cast<int64_t>(span.split) * kRange * 8;
@@ -534,12 +542,12 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
                 o.y = fmaf(__uint_as_float(v[k].z), factor, o.y);
             }
         }
-        put_outputs<kIsFp8>(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
+        put_outputs<kPages>(p, span.head * group + head, at, o, sum, most, epoch, gate, gated);
     }
 }
 
 // area: attend_bytes of shared memory. base: phases before this launch; at: this phase.
-template <int kD, bool kIsFp8>
+template <int kD, Pages kPages>
 __device__ __forceinline__ void attend_as(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
     const Attend &t = p.attend;
     const Span span = span_of(t, facts.position, a.paired);
@@ -552,30 +560,31 @@ __device__ __forceinline__ void attend_as(const Phase &p, const Arguments &a, co
         return;
     }
     // All that does not depend on the query before it comes.
-    Positions<kD, kIsFp8> group;
-    Arrival<kD, kIsFp8> arrival;
+    Positions<kD, kPages> group;
+    Arrival<kD, kPages> arrival;
     const int lane = thread_here() & 31, warp = thread_here() >> 5, mine = span.first + warp * 16;
     arrival.prepare(p, span, facts.position, min(warp, t.n_heads / t.n_kv_heads + 1), lane);
-    if constexpr (Positions<kD, kIsFp8>::kIsAhead)
+    if constexpr (Positions<kD, kPages>::kIsAhead)
         group.take(taker, span.last - mine, lane);
     mark(a, at, 7);
     join_consumers(kConsumers);  // nobody multiplies any more with what lies here
     mark(a, at, 3);
-    place_new<kD, kIsFp8>(p, a, span, facts, area, base + p.x.source + 1, arrival);
+    place_new<kD, kPages>(p, a, span, facts, area, base + p.x.source + 1, arrival);
     mark(a, at, 1);
     join_consumers(kConsumers);
     HeadSums<kD> sums;
-    if (span.split + 1 == span.n_splits) meet_new<kD, kIsFp8>(t, area);
-    attend_range<kD, kIsFp8>(p, span, facts.position, area, taker, group, sums);
+    if (span.split + 1 == span.n_splits) meet_new<kD, kPages>(t, area);
+    attend_range<kD, kPages>(p, span, facts.position, area, taker, group, sums);
     mark(a, at, 4);
-    join_warps<kD, kIsFp8>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1, at, taker);
+    join_warps<kD, kPages>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1, at, taker);
     mark(a, at, 5);
 }
 
-template <int kD>
+template <int kD, bool kHalf>
 __device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
-    if (p.attend.is_fp8) attend_as<kD, true>(p, a, facts, area, taker, base, at);
-    else attend_as<kD, false>(p, a, facts, area, taker, base, at);
+    if constexpr (kHalf) attend_as<kD, kInF16>(p, a, facts, area, taker, base, at);
+    else if (p.attend.is_fp8) attend_as<kD, kInFp8>(p, a, facts, area, taker, base, at);
+    else attend_as<kD, kInBf16>(p, a, facts, area, taker, base, at);
 }
 
 }  // namespace pk::persist

@@ -1,25 +1,21 @@
-// Keys and values as pages of the one-row launch keep them, and as its products take them: BF16, or FP8 (e4m3) that becomes f16 in registers.
+// Keys and values as pages of the one-row launch keep them, and as its products take them: BF16, F16, or FP8 (e4m3) that becomes f16 in registers.
 #pragma once
 #include "../attention.cuh"
+#include "../half.cuh"
 
 namespace pk::persist {
 
-template <bool kIsFp8>
+enum Pages { kInBf16, kInFp8, kInF16 };
+
+template <Pages kPages>
 struct Kept {
-    static __device__ __forceinline__ uint32_t pack(float x, float y) {
-        if constexpr (kIsFp8) {
-            const __half2 v = __floats2half2_rn(x, y);
-            return *reinterpret_cast<const uint32_t *>(&v);
-        } else {
-            return pack_bf16(x, y);
-        }
-    }
-    static __device__ __forceinline__ float2 unpack(uint32_t v) {
-        if constexpr (kIsFp8) return __half22float2(*reinterpret_cast<const __half2 *>(&v));
-        else return make_float2(low_f32(v), high_f32(v));
-    }
+    static constexpr bool kIsF16 = kPages != kInBf16;
+    static __device__ __forceinline__ uint32_t pack(float x, float y) { return kIsF16 ? pair_f16(x, y) : pack_bf16(x, y); }
+    // Of what may lie beyond the range. FP8's scales see to it that nothing does.
+    static __device__ __forceinline__ uint32_t keep(float x, float y) { return kPages == kInF16 ? pack_f16(x, y) : pack(x, y); }
+    static __device__ __forceinline__ float2 unpack(uint32_t v) { return kIsF16 ? unpack_f16(v) : make_float2(low_f32(v), high_f32(v)); }
     static __device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-        if constexpr (kIsFp8) mma_f16(d, a0, a1, a2, a3, b0, b1);
+        if constexpr (kIsF16) mma_f16(d, a0, a1, a2, a3, b0, b1);
         else mma_bf16(d, a0, a1, a2, a3, b0, b1);
     }
 };

@@ -63,6 +63,7 @@ struct Attend {
     int64_t k_offset, v_offset;
     int32_t n_heads, n_kv_heads, head_width, rope_width, rope_layout, window, is_fp8;
     float magnitude, eps, scale, softcap;
+    int32_t is_half;  // pages in F16
 };
 
 // A gated delta net's step of heads of 128 x 128 with four taps (delta.cuh). Beside the raw q, k, v and z it reads b and a.
@@ -178,9 +179,11 @@ __host__ __device__ inline int32_t staged_bytes(int32_t staging, int32_t k) {
     return x_row_bytes(staging, k) + (staging == kStageBf16 ? 0 : staging == kStageFp8 ? staged_elements(staging, k) / 256 * 4 : k / 32 * 16);
 }
 
-template <int kRows>
+// kHalf: keys and values of all its phases are F16.
+template <int kRows, bool kHalf>
 int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks);
 // Whether all blocks can be there at once as clusters of two.
+template <bool kHalf>
 bool fits_pairs(const Arguments &a, int n_blocks);
 
 }  // namespace pk::persist

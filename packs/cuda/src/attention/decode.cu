@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                 if (n < 0) {
                     wait_dependence();
                     release_dependents();
-                    ask_q<kD>(a, s, team, q_team, q_is_full);
+                    ask_q<kD, kKind>(a, s, team, q_team, q_is_full);
                     continue;
                 }
                 if (n == 0) {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                     if (has_next) {
                         w.see(next);
                         if constexpr (kHoldQ<kD>) team.meet();  // every warp has read its q
-                        ask_q<kD>(a, next, team, q_team + (turn + 1) % kQBuffers<kD> * kQBytes<kD>, q_is_full + (turn + 1) % kQBuffers<kD>);
+                        ask_q<kD, kKind>(a, next, team, q_team + (turn + 1) % kQBuffers<kD> * kQBytes<kD>, q_is_full + (turn + 1) % kQBuffers<kD>);
                     }
                 }
                 if (n == w.mine) break;

@@ -2,16 +2,33 @@
 //
 // An item is (row, KV head, tile of 128 (token, head) pairs): heads that share a KV head share its loads. Eight warps of 16
 // pairs, K and V tiles of kTile positions in two cp.async stages, S and O in mma registers. Items are found from the row
-// lengths in device memory; later tiles of a row first, since they see more positions. Grid: persistent. KV as in
-// decode.cu. Does not handle: rows that is_decode_row() gives to decode.
+// lengths in device memory; later tiles of a row first, since they see more positions. Grid: persistent. KV: BF16 and F16 are
+// copied and multiplied as they are, others become BF16. Does not handle: rows that is_decode_row() gives to decode.
 #include "../../include/attention_tiles.cuh"
+#include "../../include/half.cuh"
 
 namespace pk {
 namespace {
 
 constexpr int kThreads = 256, kPairs = 128, kStages = 2;
 
-template <int kD, bool kCopy>
+// Two neighbours of the q row of a pair, two weights, and a product, in F16 or in BF16.
+template <bool kHalf>
+__device__ __forceinline__ uint32_t pair_of_q(const AttentionArguments &a, const TileItem &item, int pair, int column) {
+    if constexpr (!kHalf) return pair_q(a, item, pair, column);
+    if (pair >= item.n_pairs || column >= a.head_width) return 0;
+    const int64_t at = place_q(a, item, pair, column);
+    return pair_f16(load_as_f32(a.q, at, a.q_format), load_as_f32(a.q, at + 1, a.q_format));
+}
+template <bool kHalf>
+__device__ __forceinline__ uint32_t pack_weights(float low, float high) { return kHalf ? pair_f16(low, high) : pack_bf16(low, high); }
+template <bool kHalf>
+__device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    if constexpr (kHalf) mma_f16(d, a0, a1, a2, a3, b0, b1);
+    else mma_bf16(d, a0, a1, a2, a3, b0, b1);
+}
+
+template <int kD, bool kCopy, bool kHalf>
 __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __grid_constant__ AttentionArguments a) {
     constexpr int kTile = kD <= 128 ? 64 : 32;
     constexpr bool kKeepQ = kD <= 128;
@@ -44,11 +61,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
 #pragma unroll
             for (int k = 0; k < kD / 16; ++k)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) q[k][e] = pair_q(a, item, pair[e & 1], 16 * k + 2 * (lane & 3) + 8 * (e >> 1));
+                for (int e = 0; e < 4; ++e) q[k][e] = pair_of_q<kHalf>(a, item, pair[e & 1], 16 * k + 2 * (lane & 3) + 8 * (e >> 1));
         } else {
             for (int i = tid; i < kPairs * kD / 2; i += kThreads) {
                 const int p = i / (kD / 2), column = i % (kD / 2) * 2;
-                *reinterpret_cast<uint32_t *>(shared + piece_offset<kD>(p, column / 8) + (column & 7) * 2) = pair_q(a, item, first_pair + p, column);
+                *reinterpret_cast<uint32_t *>(shared + piece_offset<kD>(p, column / 8) + (column & 7) * 2) = pair_of_q<kHalf>(a, item, first_pair + p, column);
             }
         }
         float o[kD / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
@@ -101,8 +118,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
                 for (int t = 0; t < kTile / 16; ++t) {
                     uint32_t b[4];
                     load_matrix4(b, k_at + piece_offset<kD>(t * 16 + (lane & 7) + ((lane >> 4) << 3), 2 * k + ((lane >> 3) & 1)));
-                    mma_bf16(s[2 * t], qk[0], qk[1], qk[2], qk[3], b[0], b[1]);
-                    mma_bf16(s[2 * t + 1], qk[0], qk[1], qk[2], qk[3], b[2], b[3]);
+                    multiply<kHalf>(s[2 * t], qk[0], qk[1], qk[2], qk[3], b[0], b[1]);
+                    multiply<kHalf>(s[2 * t + 1], qk[0], qk[1], qk[2], qk[3], b[2], b[3]);
                 }
             }
             const int first = kv_first + n * kTile;
@@ -149,14 +166,14 @@ __global__ void __launch_bounds__(kThreads, 1) attention_prefill_kernel(const __
             }
 #pragma unroll
             for (int t = 0; t < kTile / 16; ++t) {
-                const uint32_t p0 = pack_bf16(s[2 * t][0], s[2 * t][1]), p1 = pack_bf16(s[2 * t][2], s[2 * t][3]);
-                const uint32_t p2 = pack_bf16(s[2 * t + 1][0], s[2 * t + 1][1]), p3 = pack_bf16(s[2 * t + 1][2], s[2 * t + 1][3]);
+                const uint32_t p0 = pack_weights<kHalf>(s[2 * t][0], s[2 * t][1]), p1 = pack_weights<kHalf>(s[2 * t][2], s[2 * t][3]);
+                const uint32_t p2 = pack_weights<kHalf>(s[2 * t + 1][0], s[2 * t + 1][1]), p3 = pack_weights<kHalf>(s[2 * t + 1][2], s[2 * t + 1][3]);
 #pragma unroll
                 for (int d = 0; d < kD / 16; ++d) {
                     uint32_t b[4];
                     load_matrix4_transposed(b, v_at + piece_offset<kD>(t * 16 + (lane & 7) + ((lane >> 3) & 1) * 8, 2 * d + (lane >> 4)));
-                    mma_bf16(o[2 * d], p0, p1, p2, p3, b[0], b[1]);
-                    mma_bf16(o[2 * d + 1], p0, p1, p2, p3, b[2], b[3]);
+                    multiply<kHalf>(o[2 * d], p0, p1, p2, p3, b[0], b[1]);
+                    multiply<kHalf>(o[2 * d + 1], p0, p1, p2, p3, b[2], b[3]);
                 }
             }
             __syncthreads();
@@ -185,8 +202,8 @@ int32_t launch_width(const Launch &l, const AttentionArguments &a) {
     constexpr int kTile = kD <= 128 ? 64 : 32;
     const int64_t bytes = (kD <= 128 ? 0 : kPairs * kRowBytes<kD>) + kStages * 2 * kTile * kRowBytes<kD> + a.max_rows * 4;
     const dim3 grid(l.ctx->n_processors);
-    return a.kv_format == PK_BF16 ? launch(l, "attention prefill", attention_prefill_kernel<kD, true>, grid, dim3(kThreads), bytes, a)
-                                  : launch(l, "attention prefill", attention_prefill_kernel<kD, false>, grid, dim3(kThreads), bytes, a);
+    auto *const kernel = a.kv_format == PK_BF16 ? attention_prefill_kernel<kD, true, false> : a.kv_format == PK_F16 ? attention_prefill_kernel<kD, true, true> : attention_prefill_kernel<kD, false, false>;
+    return launch(l, "attention prefill", kernel, grid, dim3(kThreads), bytes, a);
 }
 
 }  // namespace

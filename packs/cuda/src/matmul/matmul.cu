@@ -484,10 +484,11 @@ bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads)
     const HalfKernel kernel = half_kernel(l, op);
     if (kernel == HalfKernel::kNone) return false;
     if (heads.parts != PK_PARTS_QKV || heads.head_width != 128 || heads.v_width != 128 || (heads.frequency.data && (heads.rope_width != 128 || heads.rope_layout != 0))) return false;
-    if ((heads.kv_format != PK_BF16 && heads.kv_format != PK_FP8_E4M3) || heads.q.format != PK_BF16 || ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 3)) return false;
+    const bool is_half = heads.kv_format == PK_F16;
+    if ((heads.kv_format != PK_BF16 && heads.kv_format != PK_FP8_E4M3 && !is_half) || heads.q.format != (is_half ? PK_F16 : PK_BF16) || ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 3)) return false;
     for (int i = 0; i < op.n_w; ++i)
         if (find_packed(l.ctx, op.w[i])->rows % 128) return false;
-    if (kernel == HalfKernel::kCluster) return op.x.cols >= 128;  // at least two steps of K
+    if (kernel == HalfKernel::kCluster) return !is_half && op.x.cols >= 128;  // at least two steps of K
     return flat_ends_heads(l, heads.n_heads + 2 * heads.n_kv_heads);
 }
 

@@ -8,7 +8,7 @@
 // needs beside its sums is there before them. Blocks hand activations on as packets (phase.h), to integer products as the codes that those take (fold.cuh):
 // there is no barrier of the grid.
 // A buffer of packets is written again four phases later at the earliest: every phase reads what the one before it wrote, so
-// nobody can be that far ahead of a reader. Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K.
+// nobody can be that far ahead of a reader. Pages: BF16, or F16 in a kernel of their own (half.cu). Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K.
 // No local memory: what 256 threads spill does not fit the L1 that the rings leave, and each reload waits behind the weights.
 // Assumes that all blocks are resident: launched cooperatively.
 #include "../../include/persist/phase.h"
@@ -256,6 +256,7 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
     return true;
 }
 
+template <bool kHalf>
 __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     Taker taker;
@@ -275,9 +276,9 @@ __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *
         if (phase.kind == kPublish) publish(phase, min(1, rows_in(phase, s)), s.base + p + 1);
         else if (phase.kind == kMatmul) has_part = matmul_phase(phase, a, s, shared, layout, taker, p);
         else if (phase.kind == kDelta) delta_step(phase, a, s.row, shared + layout.x, taker, s.base, p);
-        else if (phase.attend.head_width == 256) attend<256>(phase, a, s.row, shared + layout.x, taker, s.base, p);
-        else if (phase.attend.head_width == 128) attend<128>(phase, a, s.row, shared + layout.x, taker, s.base, p);
-        else attend<64>(phase, a, s.row, shared + layout.x, taker, s.base, p);
+        else if (phase.attend.head_width == 256) attend<256, kHalf>(phase, a, s.row, shared + layout.x, taker, s.base, p);
+        else if (phase.attend.head_width == 128) attend<128, kHalf>(phase, a, s.row, shared + layout.x, taker, s.base, p);
+        else attend<64, kHalf>(phase, a, s.row, shared + layout.x, taker, s.base, p);
         if (!has_part) {
             await_buffer(s, taker);
             hand_on(s, taker, lane);
@@ -359,6 +360,7 @@ __device__ __forceinline__ void read_step(const Arguments &a, Shared &s) {
     if (s.n_samples > 0 && a.sample_at != nullptr) s.gather = a.sample_at[0];
 }
 
+template <bool kHalf>
 __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Shared s;
@@ -395,7 +397,7 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
         produce(a, s, shared, layout);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-        consume(a, s, shared, layout);
+        consume<kHalf>(a, s, shared, layout);
     }
     __syncthreads();
     mark_start(a, 2);
@@ -427,36 +429,45 @@ struct Grid {
         config.numAttrs = a.paired ? 2 : 1;
     }
 };
-int32_t allow_shared(const Arguments &a) { return check(cudaFuncSetAttribute(persist_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout_of(a).end), "persist"); }
+template <bool kHalf>
+int32_t allow_shared(const Arguments &a) { return check(cudaFuncSetAttribute(persist_kernel<kHalf>, cudaFuncAttributeMaxDynamicSharedMemorySize, layout_of(a).end), "persist"); }
 
 }  // namespace
 
-template <int kRows>
+template <int kRows, bool kHalf>
 int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks) {
     static_assert(kRows == 1);
-    if (int32_t e = allow_shared(a)) return e;
+    if (int32_t e = allow_shared<kHalf>(a)) return e;
     const Grid grid(a, n_blocks, l.stream);
-    return check(cudaLaunchKernelEx(&grid.config, persist_kernel, a), "persist");
+    return check(cudaLaunchKernelEx(&grid.config, persist_kernel<kHalf>, a), "persist");
 }
 
+template <bool kHalf>
 bool fits_pairs(const Arguments &a, int n_blocks) {
     Arguments paired = a;
     paired.paired = 1;
     const Grid grid(paired, n_blocks, nullptr);
     int n = 0;
-    if (n_blocks % 2 || allow_shared(a)) return false;
-    return cudaOccupancyMaxActiveClusters(&n, persist_kernel, &grid.config) == cudaSuccess && n >= n_blocks / 2;
+    if (n_blocks % 2 || allow_shared<kHalf>(a)) return false;
+    return cudaOccupancyMaxActiveClusters(&n, persist_kernel<kHalf>, &grid.config) == cudaSuccess && n >= n_blocks / 2;
 }
 
 }  // namespace pk::persist
 #else
 namespace pk::persist {
-template <int kRows>
+template <int kRows, bool kHalf>
 int32_t launch_rows(const Launch &, const Arguments &, int) {
     return fail(PK_UNSUPPORTED, "persist: this architecture has no such kernel");
 }
-bool fits_pairs(const Arguments &, int) { return false; }
+template <bool kHalf>
+bool fits_pairs(const Arguments &, int) {
+    return false;
+}
 }  // namespace pk::persist
 #endif
 
-template int32_t pk::persist::launch_rows<PK_PERSIST_ROWS>(const pk::Launch &, const pk::persist::Arguments &, int);
+#ifndef PK_PERSIST_HALF
+#define PK_PERSIST_HALF false
+#endif
+template int32_t pk::persist::launch_rows<PK_PERSIST_ROWS, PK_PERSIST_HALF>(const pk::Launch &, const pk::persist::Arguments &, int);
+template bool pk::persist::fits_pairs<PK_PERSIST_HALF>(const pk::persist::Arguments &, int);

@@ -38,10 +38,11 @@ bool mentions(const Record &r, uint64_t address) {
         if (words[i] == address) return true;
     return false;
 }
-// Nobody reads what was at this address: the next record that names it writes a product there.
+// Nobody reads what was at this address: the next record that names it writes a product there, or queries.
 bool is_dead_after(const Records &records, int64_t from, uint64_t address) {
     for (int64_t i = from; i < records.n(); ++i) {
         if (!mentions(records[i], address)) continue;
+        if (records[i].op == PK_OP_QKV && records[i].as<pk_op_qkv>().qkv.data != address) return records[i].as<pk_op_qkv>().q.data == address;
         if (records[i].op != PK_OP_MATMUL) return false;
         const auto &op = records[i].as<pk_op_matmul>();
         return op.y.data == address && op.x.data != address && op.add.data != address;
@@ -128,8 +129,8 @@ bool read_matmul(const Launch &l, const pk_op_matmul &op, const pk_op_norm *norm
 bool read_attention(const Launch &l, const pk_op_qkv &in, const pk_op_attention &op, const Records &records, int64_t next, Draft *d) {
     const int32_t group = op.n_kv_heads > 0 ? op.n_heads / op.n_kv_heads : 0, width = op.head_width;
     if (in.parts != PK_PARTS_QKV || op.parts != PK_PARTS_QKV || op.is_bidirectional || in.v_norm.data || in.kv_format != op.kv_format) return false;
-    const bool is_fp8 = op.kv_format == PK_FP8_E4M3;
-    if (!is_fp8 && (op.kv_format != PK_BF16 || in.gains.data || op.gains.data)) return false;
+    const bool is_fp8 = op.kv_format == PK_FP8_E4M3, is_half = op.kv_format == PK_F16;
+    if (!is_fp8 && ((op.kv_format != PK_BF16 && !is_half) || in.gains.data || op.gains.data)) return false;
     if ((width != 64 && width != 128 && (width != 256 || in.rope_width > 128)) || op.v_width != width || in.head_width != width || in.v_width != width) return false;
     if (group < 1 || group > 8 || group * op.n_kv_heads != op.n_heads || in.n_heads != op.n_heads || in.n_kv_heads != op.n_kv_heads) return false;
     if (op.q.data != in.q.data || op.q.stride != in.q.stride || in.k_offset != op.k_offset || in.v_offset != op.v_offset) return false;
@@ -140,7 +141,8 @@ bool read_attention(const Launch &l, const pk_op_qkv &in, const pk_op_attention 
         d->add = gate->g;
         ++next;
     }
-    if (!is_activation(in.qkv) || in.qkv.format != PK_BF16 || !is_activation(op.out) || !is_dead_after(records, next, op.q.data)) return false;
+    if (!is_activation(in.qkv) || in.qkv.format != (is_half ? PK_F32 : PK_BF16) || !is_activation(op.out)) return false;
+    if (!is_dead_after(records, next, op.q.data) || !is_dead_after(records, next, in.qkv.data)) return false;
     // A group of 16 positions lies in one page; a block takes one KV head.
     if (l.state->page_tokens % 16 || l.state->kv % 16 || op.n_kv_heads > l.ctx->n_processors) return false;
     d->phase.kind = kAttend;
@@ -165,6 +167,7 @@ bool read_attention(const Launch &l, const pk_op_qkv &in, const pk_op_attention 
     a.eps = in.eps;
     a.scale = op.scale;
     a.softcap = op.softcap;
+    a.is_half = is_half;
     d->x = in.qkv;
     d->y = op.out;
     d->n_records = gate != nullptr ? 3 : 2;
@@ -257,6 +260,7 @@ struct Building {
     bool add(const Draft &d) {
         const int n = static_cast<int>(drafts.size());
         if (n > 0 && d.phase.kind == kMatmul && d.phase.norm == nullptr && d.x.data == drafts[n - 1].normed && d.x.data) return add_beside(d);
+        if (d.phase.kind == kAttend && std::any_of(drafts.begin(), drafts.end(), [&](const Draft &other) { return other.phase.kind == kAttend && other.phase.attend.is_half != d.phase.attend.is_half; })) return false;
         pk_tensor x = d.x;
         x.cols = x_cols(d);
         const int from = writer_of(drafts, n, x);
@@ -495,7 +499,8 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
             m.run.last = next;
             m.phases = number_phases(b, &m.packets, rows);
             if (share_memory(m.phases, l.ctx->n_processors, &m.run.arguments)) {
-                if (fits_pairs(m.run.arguments, l.ctx->n_processors)) m.run.arguments.paired = kPairedGroups;
+                m.run.is_half = std::any_of(m.phases.begin(), m.phases.end(), [](const Phase &p) { return p.kind == kAttend && p.attend.is_half; });
+                if (m.run.is_half ? fits_pairs<true>(m.run.arguments, l.ctx->n_processors) : fits_pairs<false>(m.run.arguments, l.ctx->n_processors)) m.run.arguments.paired = kPairedGroups;
                 made.push_back(m);
                 i = next;
                 continue;
@@ -587,6 +592,6 @@ const Run *find_run(const std::vector<Plan> &plans, const Launch &l, int64_t i) 
     return nullptr;
 }
 
-int32_t launch_run(const Launch &l, const Run &run) { return launch_rows<1>(l, run.arguments, l.ctx->n_processors); }
+int32_t launch_run(const Launch &l, const Run &run) { return run.is_half ? launch_rows<1, true>(l, run.arguments, l.ctx->n_processors) : launch_rows<1, false>(l, run.arguments, l.ctx->n_processors); }
 
 }  // namespace pk::persist
