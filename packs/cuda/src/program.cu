@@ -128,13 +128,13 @@ int64_t launch_together(const pk_program &p, const Launch &l, int64_t i, int64_t
     return i;
 }
 
-// Whether a record from `first` on reads the rows at t before a norm writes them anew; once the program is done nobody does.
+// Whether a record from `first` on reads the rows at t before a norm or a product writes them anew; once the program is done nobody does.
 bool is_read_again(const pk_program &p, int64_t first, const pk_tensor &t) {
     for (int64_t i = first; i < p.records.n(); ++i) {
         const Record &r = p.records[i];
         const uint64_t *words = reinterpret_cast<const uint64_t *>(&r);
         const auto n = std::count_if(words, words + r.size / 8, [&](uint64_t word) { return word >= t.data && word < t.data + t.stride; });
-        if (r.op == PK_OP_NORM && n == 1 && r.as<pk_op_norm>().out.data == t.data) return false;
+        if (n == 1 && (r.op == PK_OP_NORM ? r.as<pk_op_norm>().out.data : r.op == PK_OP_MATMUL ? r.as<pk_op_matmul>().y.data : 0) == t.data) return false;
         if (n > 0) return true;
     }
     return false;
