@@ -276,6 +276,41 @@ def test_tiles_that_do_not_fill_the_device_are_cut_along_k(bench, rng, name):
         ).all()
 
 
+@pytest.mark.parametrize("n", [129, 250, 400])
+def test_tall_tiles_cut_along_k_equal_numpy_and_themselves(bench, rng, n):
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, n, 8, 8, 5, 3))
+    weights = [random_weight("bf16", rows, 4104, rng, size=1 / 64) for rows in (2048, 64)]
+    w = [weight.upload(b) for weight in weights]
+    exact = np.concatenate([weight.values for weight in weights]).astype(np.float64)
+    bias = rng.standard_normal(2112).astype(np.float32)
+    biases = [b.upload(bias[:2048], abi.PK_F32), b.upload(bias[2048:], abi.PK_F32)]
+    x, x64 = b.activations(rng.standard_normal((n, 4104)), T)
+    start = rng.standard_normal((n, 2048)).astype(np.float32)
+    seen = []
+    for _ in range(2):
+        side, residual, program = b.output(n, 2112, T, 0, abi.PK_F32), b.upload(start, abi.PK_F32, T), Program()
+        program.matmul(x, w, side, biases)
+        program.matmul(x, [w[0]], residual, (), Epilogue(add=residual))
+        b.run(program, n)
+        seen.append((b.download(side, n), b.download(residual, n), product(b, x, w, n)))
+    for first, second in zip(*seen, strict=True):
+        np.testing.assert_array_equal(first, second)
+    check(b, seen[0][0].astype(np.float64) - bias, x64, exact, "bf16")
+    check(b, seen[0][1].astype(np.float64) - start, x64, exact[:2048], "bf16")
+    check(b, seen[0][2], x64, exact, "bf16")
+
+
+@pytest.mark.parametrize("act_name", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("n", [140, 330])
+def test_tall_tiles_of_gate_and_up_equal_numpy(bench, rng, n, act_name):
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, n, 8, 8, 5, 3))
+    gate, up = (random_weight("bf16", 4224, 1032, rng, size=1 / 32) for _ in range(2))
+    x, x64 = b.activations(rng.standard_normal((n, 1032)), T)
+    got = product(b, x, [gate.upload(b), up.upload(b)], n, (), Epilogue(act=act_name))
+    wanted = act(x64 @ gate.values.T.astype(np.float64), act_name) * (x64 @ up.values.T.astype(np.float64))
+    assert np.abs(got - wanted).max() < 2e-2 * np.abs(wanted).max()
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_many_rows_through_fp4_lose_no_more_than_through_fp8(bench, rng, name):
     b = bench()

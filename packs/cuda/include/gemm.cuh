@@ -51,6 +51,10 @@ bool has_wgmma(const pk_ctx *ctx);
 int32_t launch_gemm_wgmma(const Launch &l, GemmArguments arguments, int64_t max_rows);
 int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 int32_t launch_gemm_cluster(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
+// 129 to kClusterRows rows in BF16 by tall tiles, where they can do it and gain: no ladders, caps or scales of columns, whole boxes of columns, SiLU and tanh's
+// GELU, and not the smallest.
+bool is_tall(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
+int32_t launch_gemm_tall(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 bool leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);
 bool fp8_leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);
 

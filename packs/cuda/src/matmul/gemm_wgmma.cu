@@ -101,6 +101,7 @@ bool has_wgmma(const pk_ctx *ctx) {
 }
 
 int32_t launch_gemm_wgmma(const Launch &l, GemmArguments a, int64_t max_rows) {
+    if (is_tall(l, a, max_rows)) return launch_gemm_tall(l, a, max_rows);
     if (max_rows <= (a.x_scale ? kFp8ClusterRows : kClusterRows)) return launch_gemm_cluster(l, a, max_rows);
     if (a.x_scale) return launch_gemm_fp8(l, a, max_rows);
     GemmMaps maps;
