@@ -15,8 +15,8 @@ from paddock_runner.memory.state import StateSizes, device_arrays, pinned_arrays
 from paddock_runner.pack import abi
 from paddock_runner.pack.device import Device
 from paddock_runner.pack.library import Pack
-from paddock_runner.pack.program import Program
-from paddock_runner.pack.tensor import ELEMENT_BYTES, Tensor
+from paddock_runner.pack.program import Heads, Program
+from paddock_runner.pack.tensor import ELEMENT_BYTES, T, Tensor
 
 POISON = 0xFF
 """Every byte of an output before the op runs: NaN in all float formats."""
@@ -117,6 +117,12 @@ class Bench:
         address = self.device.alloc(n * stride + 64, "output")
         self.device.fill(address, POISON, n * stride + 64)
         return Tensor(address, n if rows is None else rows, cols, format, stride)
+
+    def projections(self, n: int, heads: Heads) -> tuple[Tensor, Tensor]:
+        """Where a product leaves queries, keys and values, and where queries lie once they are rotated, as the decoder has them beside such keys."""
+        width, is_half = heads.n_heads * heads.head_width, heads.kv_format == abi.PK_F16 and self.activation == abi.PK_BF16
+        qkv = self.output(n, width + heads.n_kv_heads * (heads.head_width + heads.v_width), T, format=abi.PK_F32 if is_half else None)
+        return qkv, self.output(n, width, T, format=abi.PK_F16) if is_half else qkv.columns(0, width)
 
     def download(self, tensor: Tensor, n: int) -> np.ndarray:
         """The first n rows of a tensor; checks that the gaps are still poisoned."""

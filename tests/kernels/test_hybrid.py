@@ -80,8 +80,7 @@ class Hybrid:
     def attention(self):
         """Appends attention with a gate; what it leaves."""
         b, add, width = self.b, self.records.append, N_HEADS * WIDE
-        qkv, gate, out = b.output(2, width + 2 * WIDE, T), b.output(2, width, T), b.output(2, width, T)
-        q = qkv.columns(0, width)
+        (qkv, q), gate, out = b.projections(2, self.heads), b.output(2, width, T), b.output(2, width, T)
         rope = Rotation(f32_tensor(b.device, [1e4 ** (-2 * i / TURNED) for i in range(TURNED // 2)], "vectors"), TURNED, "neox", 1.0)
         parts, gates, norms = [self.weight(n, WIDTH) for n in (width, WIDE, WIDE)], self.weight(width, WIDTH), (self.vector(WIDE), self.vector(WIDE))
         add(lambda p: p.matmul(self.normed, parts, qkv))
@@ -107,7 +106,7 @@ class Hybrid:
         return np.array(found), np.frombuffer(raw, np.float32)[None].copy()
 
 
-@pytest.mark.parametrize("kv", [abi.PK_BF16, abi.PK_FP8_E4M3], ids=["kept", "kept8"])
+@pytest.mark.parametrize("kv", [abi.PK_BF16, abi.PK_FP8_E4M3, abi.PK_F16], ids=["kept", "kept8", "kept16"])
 @pytest.mark.parametrize("position", [0, 7, 300], ids=["first", "later", "long"])
 @pytest.mark.parametrize(("name", "heads"), [("bf16", (2, 6, False)), ("fp8_e4m3", (2, 4, True)), ("q8_0", (4, 4, False)), ("q4_k", (2, 6, False))], ids=["bf16", "fp8", "q8_0", "q4_k"])
 def test_layers_of_a_lone_row_equal_those_beside_another(bench, rng, level, name, heads, position, kv):

@@ -53,20 +53,17 @@ class Layers:
 
         self.residual = b.output(rows, WIDTH, T, format=abi.PK_F32)
         normed, hidden = b.output(rows, WIDTH, T), b.output(rows, HIDDEN, T)
-        is_half = kv == abi.PK_F16
-        qkv = b.output(rows, (n_heads + 2 * n_kv) * width, T, format=abi.PK_F32 if is_half else None)
-        out = b.output(rows, n_heads * width, T)
+        (qkv, q), out = b.projections(rows, self.heads), b.output(rows, n_heads * width, T)
         last, last_normed = b.output(rows, WIDTH, S, format=abi.PK_F32), b.output(rows, WIDTH, S)
         self.logits = b.output(rows, VOCABULARY, S, format=abi.PK_F32)
         rope = Rotation(f32_tensor(b.device, [1e4 ** (-2 * i / width) for i in range(width // 2)], "vectors"), width, "neox", 1.0)
-        q = b.output(rows, n_heads * width, T, format=abi.PK_F16) if is_half and b.activation == abi.PK_BF16 else qkv.columns(0, n_heads * width)
         self.records = []
         add = self.records.append
         for _ in range(2):
             norm = vector(WIDTH)
             add(lambda p, w=norm: p.norm(self.residual, w, normed, EPS))
             parts = [weight(plain, n_heads * width, WIDTH), weight(plain, n_kv * width, WIDTH), weight(tail if name == "q4_k" else plain, n_kv * width, WIDTH)]
-            biases = [f32_tensor(b.device, (3 * rng.standard_normal(w.rows)).tolist(), "vectors") if is_half else None for w in parts]
+            biases = [f32_tensor(b.device, (3 * rng.standard_normal(w.rows)).tolist(), "vectors") if kv == abi.PK_F16 else None for w in parts]
             add(lambda p, w=parts, c=biases: p.matmul(normed, w, qkv, c))
             norms = (vector(width), vector(width))
             add(lambda p, w=norms: p.qkv(qkv, q, self.heads, w, rope, EPS))
@@ -178,12 +175,13 @@ def test_layers_with_keys_and_values_in_fp8_equal_their_ops_one_by_one(bench, rn
 @pytest.mark.parametrize(("position", "window"), [(0, 0), (15, 0), (40, 0), (150, 0), (200, 70), (639, 0)])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("shape", [(4, 2), (8, 1), (3, 3)], ids=str)
-def test_a_row_with_keys_and_values_in_fp8_equals_its_ops_one_by_one(bench, rng, level, shape, width, position, window):
+@pytest.mark.parametrize("kv", [abi.PK_FP8_E4M3, abi.PK_F16], ids=["kept8", "kept16"])
+def test_a_row_with_keys_and_values_in_another_format_equals_its_ops_one_by_one(bench, rng, level, kv, shape, width, position, window):
     """Numbers near the middle between two codes as above."""
     if level > 1:
         pytest.skip("levels differ in products, which have tests of their own")
-    b = bench(sizes=SIZES, page_bytes=256 + 2 * shape[1] * 16 * width)
-    layers = Layers(b, rng, "bf16", (*shape, width), window, kv=abi.PK_FP8_E4M3)
+    b = bench(sizes=SIZES, page_bytes=256 + 2 * shape[1] * 16 * width * ELEMENT_BYTES[kv])
+    layers = Layers(b, rng, "bf16", (*shape, width), window, kv=kv)
     n = b.set_rows([(3, position, 1)])
     start = rng.standard_normal((n, WIDTH))
     wanted, again = layers.run(start, n, 1, False), layers.run(start, n, 1, True)

@@ -28,7 +28,7 @@ class Attending:
         heads = Heads(2, 1, D, D, 0, 16 * D * element, kv)
         if kv == abi.PK_FP8_E4M3:
             heads = replace(heads, gains=(b.upload(np.array([[0.25, 0.25, 4, 32]]), abi.PK_F32), b.upload(np.array([[2 / 32, 1 / 32]]), abi.PK_F32)))
-        hidden, q, out, gathered, logits = (b.output(320, 4 * D, T), b.output(320, V, T), b.output(320, V, T), b.output(4, V, S), b.output(4, V, S, 0, abi.PK_F32))
+        (hidden, q), out, gathered, logits = b.projections(320, heads), b.output(320, V, T), b.output(4, V, S), b.output(4, V, S, 0, abi.PK_F32)
         program = Program()
         program.prepare()
         program.embed(b.upload(rng.normal(size=(V, 4 * D)), abi.PK_F32), hidden)
@@ -65,7 +65,7 @@ class Attending:
         return self.step(**fields, rows=[(slot, len(prompt) - known, 1)])
 
 
-@pytest.mark.parametrize("kv", [abi.PK_BF16, abi.PK_FP8_E4M3], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("kv", [abi.PK_BF16, abi.PK_F16, abi.PK_FP8_E4M3], ids=["bf16", "f16", "fp8"])
 def test_rows_that_share_pages_say_what_rows_with_their_own_say(bench, rng, kv):
     m = Attending(bench, rng, kv=kv)
     common = rng.integers(0, V, COMMON).tolist()
