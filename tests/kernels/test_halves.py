@@ -10,7 +10,10 @@ from paddock_runner.pack.tensor import T
 from test_ops import act
 from weights import random_weight, scaled_fp8
 
-WIDTH, INNER, HIDDEN = 512, 256, 144
+SMALL, TALL = (512, 256, 144), (2048, 4104, 4224)
+"""Of the residual, of what comes before it, and behind: TALL's products are large enough for tall tiles."""
+FORMATS, ROWS = ("bf16", "fp8_e4m3", "q4_k", "q5_k", "q8_0"), (2, 3, 16, 21, 40, 64, 70)
+CASES = [(name, n, SMALL) for n in ROWS for name in FORMATS] + [("bf16", n, TALL) for n in (150, 250)]
 
 
 def made(name, rows, cols, rng):
@@ -18,21 +21,20 @@ def made(name, rows, cols, rng):
     return scaled_fp8(name, rows, cols, "block", rng) if name == "fp8_e4m3" else random_weight(name, rows, cols, rng, negative=0.5, size=1 / 64)
 
 
-@pytest.mark.parametrize("n", [2, 3, 16, 21, 40, 64, 70])
-@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q4_k", "q5_k", "q8_0"])
-def test_norm_between_products_equals_numpy(bench, rng, name, n):
-    b = bench()
+@pytest.mark.parametrize("name, n, shape", CASES, ids=str)
+def test_norm_between_products_equals_numpy(bench, rng, name, n, shape):
+    b, (width, inner, hidden) = bench(), shape
     if name not in b.pack.description["formats"]:
         pytest.skip(f"this pack has no {name}")
-    front, gate, up = made(name, WIDTH, INNER, rng), made(name, HIDDEN, WIDTH, rng), made(name, HIDDEN, WIDTH, rng)
-    start = (rng.standard_normal((n, WIDTH)) * 4 ** rng.standard_normal((n, 1))).astype(np.float32)
-    gain = (1 + 0.3 * rng.standard_normal(WIDTH)).astype(np.float32)
-    x, x64 = b.activations(rng.standard_normal((n, INNER)), T)
+    front, gate, up = made(name, width, inner, rng), made(name, hidden, width, rng), made(name, hidden, width, rng)
+    start = (rng.standard_normal((n, width)) * 4 ** rng.standard_normal((n, 1))).astype(np.float32)
+    gain = (1 + 0.3 * rng.standard_normal(width)).astype(np.float32)
+    x, x64 = b.activations(rng.standard_normal((n, inner)), T)
     w = [weight.upload(b) for weight in (front, gate, up)]
     gains = b.upload(gain, abi.PK_F32)
     found = []
     for together in (False, True, True):
-        residual, normed, y = b.upload(start, abi.PK_F32, T), b.output(n, WIDTH, T), b.output(n, HIDDEN, T)
+        residual, normed, y = b.upload(start, abi.PK_F32, T), b.output(n, width, T), b.output(n, hidden, T)
         programs = [Program() for _ in range(3)]
         programs[0].matmul(x, [w[0]], residual, (), Epilogue(add=residual))
         programs[0 if together else 1].norm(residual, gains, normed, 1e-6)

@@ -54,6 +54,7 @@ int32_t launch_gemm_cluster(const Launch &l, const GemmArguments &arguments, int
 // 129 to kClusterRows rows in BF16 by tall tiles, where they can do it and gain: no ladders, caps or scales of columns, whole boxes of columns, SiLU and tanh's
 // GELU, and not the smallest.
 bool is_tall(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
+bool tall_is_cut(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 int32_t launch_gemm_tall(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 bool leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);
 bool fp8_leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);

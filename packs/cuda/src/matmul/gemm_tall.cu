@@ -460,10 +460,17 @@ bool is_tall(const Launch &l, const GemmArguments &a, int64_t max_rows) {
     return true;
 }
 
-int32_t launch_gemm_tall(const Launch &l, const GemmArguments &a, int64_t max_rows) {
+static Plan plan_of(const Launch &l, const GemmArguments &a, int64_t max_rows) {
     Plan best;
     consider<192>(l, a, max_rows, &best);
     consider<128>(l, a, max_rows, &best);
+    return best;
+}
+
+bool tall_is_cut(const Launch &l, const GemmArguments &a, int64_t max_rows) { return plan_of(l, a, max_rows).n_parts > 1; }
+
+int32_t launch_gemm_tall(const Launch &l, const GemmArguments &a, int64_t max_rows) {
+    const Plan best = plan_of(l, a, max_rows);
     return best.width == 192 ? launch_width<192>(l, a, max_rows, best.n_parts) : launch_width<128>(l, a, max_rows, best.n_parts);
 }
 

@@ -449,7 +449,29 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
 }
 
 // The kernel that runs a product in steps of l's bounds and can multiply by what a norm left.
-enum class HalfKernel { kNone, kFlat, kCluster };
+enum class HalfKernel { kNone, kFlat, kCluster, kTall };
+// What a tall product is asked, as far as that decides whether it is one.
+static GemmArguments tall_arguments(const pk_op_matmul &op) {
+    GemmArguments a = {};
+    int64_t column = 0;
+    for (int i = 0; i < op.n_w; ++i) {
+        a.w[i].rows = static_cast<int32_t>(op.w[i].rows);
+        a.w[i].first_column = static_cast<int32_t>(column);
+        a.w[i].bias = reinterpret_cast<const float *>(op.bias[i].data);
+        column += op.act == PK_ACT_NONE ? op.w[i].rows : 0;
+    }
+    a.y = reinterpret_cast<void *>(op.y.data);
+    a.add = reinterpret_cast<const void *>(op.add.data);
+    a.y_stride = add_stride(op.y);
+    a.add_stride = add_stride(op.add);
+    a.y_format = op.y.format;
+    a.add_format = op.add.format;
+    a.n_w = op.n_w;
+    a.k = static_cast<int32_t>(op.x.cols);
+    a.act = op.act;
+    a.softcap = op.softcap;
+    return a;
+}
 static HalfKernel half_kernel(const Launch &l, const pk_op_matmul &op) {
     const int64_t rows = bound(l, PK_ROWS_T);
     if (!has_wgmma(l.ctx) || is_invariant(l.ctx) || rows <= kDotRows || op.x.rows != PK_ROWS_T || op.x.format != PK_BF16 || !is_wide(op.x)) return HalfKernel::kNone;
@@ -463,7 +485,8 @@ static HalfKernel half_kernel(const Launch &l, const pk_op_matmul &op) {
         if (op.act != PK_ACT_NONE && format != find_packed(l.ctx, op.w[0])->format) return HalfKernel::kNone;
     }
     if (n_clustered == 0) return HalfKernel::kFlat;
-    return n_clustered == op.n_w && rows > 64 && rows <= 128 ? HalfKernel::kCluster : HalfKernel::kNone;  // a tile of 128 rows of x
+    if (n_clustered < op.n_w || rows <= 64) return HalfKernel::kNone;
+    return rows <= 128 ? HalfKernel::kCluster /* a tile of 128 rows of x */ : is_tall(l, tall_arguments(op), rows) ? HalfKernel::kTall : HalfKernel::kNone;
 }
 
 static bool is_same(const pk_tensor &a, const pk_tensor &b) { return a.data == b.data && a.rows == b.rows && a.cols == b.cols && a.stride == b.stride; }
@@ -474,6 +497,8 @@ bool halves_norm(const Launch &l, const pk_op_matmul &front, const pk_op_norm &n
     if (!is_same(front.y, norm.x) || norm.x.cols != front.w[0].rows || !is_same(norm.out, back.x)) return false;
     const HalfKernel kernel = half_kernel(l, front);
     if (kernel == HalfKernel::kNone || kernel != half_kernel(l, back)) return false;
+    // Tall tiles make their half where they add up parts; with more than one tile of rows they gain nothing by it (LOG.md, M36).
+    if (kernel == HalfKernel::kTall && (bound(l, PK_ROWS_T) > 256 || !tall_is_cut(l, tall_arguments(front), bound(l, PK_ROWS_T)))) return false;
     // Tiles store pairs of columns straight from registers.
     auto is_even = [](const pk_tensor &t) { return t.data % 8 == 0 && t.stride % 8 == 0; };
     return kernel == HalfKernel::kFlat || (front.w[0].rows % 64 == 0 && !front.bias[0].data && front.softcap <= 0.0f && front.add.format == PK_F32 && is_same(front.add, front.y) && is_even(front.y) && is_even(norm.out) && norm.w.data % 8 == 0);
@@ -482,7 +507,7 @@ bool halves_norm(const Launch &l, const pk_op_matmul &front, const pk_op_norm &n
 bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads) {
     if (op.act != PK_ACT_NONE || op.softcap > 0.0f || op.add.data || !is_same(op.y, heads.qkv)) return false;
     const HalfKernel kernel = half_kernel(l, op);
-    if (kernel == HalfKernel::kNone) return false;
+    if (kernel == HalfKernel::kNone || kernel == HalfKernel::kTall) return false;
     if (heads.parts != PK_PARTS_QKV || heads.head_width != 128 || heads.v_width != 128 || (heads.frequency.data && (heads.rope_width != 128 || heads.rope_layout != 0))) return false;
     const bool is_half = heads.kv_format == PK_F16;
     if ((heads.kv_format != PK_BF16 && heads.kv_format != PK_FP8_E4M3 && !is_half) || heads.q.format != (is_half ? PK_F16 : PK_BF16) || ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 3)) return false;
