@@ -17,10 +17,13 @@ struct FlatMaps {
     CUtensorMap w[4], x;
 };
 
-// How a launch is dealt out: tiles a pass of a block at most, stages of the ring, stages of weights under way.
-struct FlatDeal {
-    int32_t n_tiles, n_passes, pass_tiles, base_tiles, n_stages, under_way, steps;  // steps: stages of K of a block
-    FlatPackets packets;
+// How a launch is dealt out: tiles of every block, blocks with one more, tiles a pass of a block at most, stages of the ring, stages of weights under way, the second and the
+// third weight's first tiles. scale: of all weights together, where an end is plain (flat_launch.cuh).
+// One line of the constants' cache, in which a launch's arguments are never found: with another line for each, the first weights are asked for a microsecond later.
+struct alignas(64) FlatDeal {
+    int32_t each, more, n_passes, pass_tiles, base_tiles, n_stages, under_way, steps;  // steps: stages of K of a block
+    int32_t first_tile[2], may_be_idle, pass_share;  // pass_share: 2^16 / n_passes, rounded up
+    float scale;
 };
 
 // What is added: F32 or BF16.
@@ -33,8 +36,8 @@ static __device__ __noinline__ float unusual_output(float out, float old, int32_
     return act != PK_ACT_NONE ? out : out + old;
 }
 
-template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPair>
-__global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>::kThreads, 1) flat_kernel(const __grid_constant__ FlatMaps maps, const __grid_constant__ SkinnyArguments a, const __grid_constant__ FlatDeal deal) {
+template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPair, bool kPlain>
+__global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>::kThreads, 1) flat_kernel(const __grid_constant__ FlatDeal deal, const __grid_constant__ FlatMaps maps, const __grid_constant__ SkinnyArguments a, const __grid_constant__ FlatPackets packets) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using S = FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>;
     constexpr bool kGated = kSplit == kTileGated, kHeads = kSplit >= kTileHeads, kHalved = kSplit != kTileWhole;
@@ -42,39 +45,43 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
     __shared__ uint64_t w_full[kFlatStages], x_full[kFlatStages], x_raw[S::kHalfX ? kFlatStages : 1], empty[kFlatStages], is_summed, are_factored, has_received;
     alignas(16) __shared__ float factors[kNT], half_sums[2][kNT];
     const uint32_t ring = (shared_address(raw) + 1023) & ~1023u;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = kPair == 2 ? blockIdx.x & 1 : 0, n_blocks = gridDim.x / kPair, me = blockIdx.x / kPair;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = kPair == 2 ? blockIdx.x & 1 : 0, me = blockIdx.x / kPair;
     const int w_pitch = deal.pass_tiles * S::kTileBytes, n_stages = deal.n_stages;
     const uint32_t x_ring = ring + n_stages * w_pitch, received = x_ring + n_stages * S::kXBytes, x_factors = received + S::kReceived;
-    const int begin = static_cast<uint32_t>(deal.n_tiles) * me / n_blocks, end = static_cast<uint32_t>(deal.n_tiles) * (me + 1) / n_blocks, n_passes = min(deal.n_passes, end - begin);
-    if (threadIdx.x == 0) {
+    const int begin = me * deal.each + min(me, deal.more), end = begin + deal.each + (me < deal.more), n_passes = min(deal.n_passes, end - begin);
+    if (lane == 0) {
 #pragma unroll 1
-        for (int i = 0; i < n_stages; ++i) {
+        for (int i = warp; i < n_stages; i += S::kThreads / 32) {
             barrier_init(w_full + i, 1);
             barrier_init(x_full + i, S::kHalfX ? 4 : 1);
             if constexpr (S::kHalfX) barrier_init(x_raw + i, 1);
             barrier_init(empty + i, kFlatWarps);
         }
-        barrier_init(&is_summed, kFlatWarps);
-        barrier_init(&are_factored, 2);
-        barrier_init(&has_received, 1);
+        if (warp == 0) {
+            barrier_init(&is_summed, kFlatWarps);
+            barrier_init(&are_factored, 2);
+            barrier_init(&has_received, 1);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if constexpr (kPair == 2) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     release_dependents();
-    const bool may_be_idle = a.min_rows > 0 || a.first_row > 0;
+    const bool may_be_idle = deal.may_be_idle;
     auto rows_here = [&] {
         const int n = rows_of(a.info, a.rows_symbol);
         return n < a.min_rows || n > a.max_rows ? 0 : min(n - a.first_row, kNT);
     };
-    auto pass_begin = [&](int pass) { return begin + (end - begin) * pass / n_passes; };
+    auto pass_begin = [&](int pass) { return begin + ((end - begin) * pass * deal.pass_share >> 16); };
+    auto weight_of = [&](int tile) { return kGated ? 0 : tile >= deal.first_tile[1] ? 2 : tile >= deal.first_tile[0] ? 1 : 0; };
     // The tile's first row of weight i.
-    auto row_of = [&](int tile, int i) { return kGated ? tile * 8 : kHeads ? (tile - a.w[i].first_tile) / 8 * 128 + (tile - a.w[i].first_tile) % 8 * 8 : (tile - a.w[i].first_tile) * 16; };
-    auto weight_of = [&](int tile) { return kGated ? 0 : a.n_w > 2 && tile >= a.w[2].first_tile ? 2 : a.n_w > 1 && tile >= a.w[1].first_tile ? 1 : 0; };
+    auto row_of = [&](int tile, int i) {
+        const int t = tile - (i == 0 ? 0 : i == 1 ? deal.first_tile[0] : deal.first_tile[1]);
+        return kGated ? tile * 8 : kHeads ? t / 8 * 128 + t % 8 * 8 : t * 16;
+    };
 
     if (warp >= kFlatWarps) {
-        if (S::kHalfX && warp >= kFlatWarps + 4) fewer_registers<56>();
-        else fewer_registers<S::kHalfX ? 72 : 88>();
+        fewer_registers<S::kHalfX ? 56 : 88>();
         const int n_stage_steps = deal.steps, first_stage = rank * n_stage_steps;
         if (warp == kFlatWarps) {
             int stage = 0, landing = 0, sent = 0;
@@ -172,7 +179,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
         if (lane == 0) barrier_arrive(&are_factored);
         return;
     }
-    more_registers<S::kHalfX ? 192 : 208>();
+    more_registers<S::kHalfX ? 200 : 208>();
     const int wm = warp % kWM, wk = warp / kWM, r = lane >> 2, q = lane & 3;
     if (kPair == 2) {
         asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
@@ -183,6 +190,10 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
     int stage = 0;
     uint32_t phase = 0;
     float acc[kT][S::kN8][4];
+    auto head_of = [&](int tile) {
+        const int i = weight_of(tile);
+        return (a.w[i].first_column + row_of(tile, i)) >> 7;
+    };
     // What a fragment's outputs want beside its sums: old values, gains of the norm's half.
     auto load_beside = [&](int tile, int n8, float (&old)[4], float (&gain)[2]) {
         if constexpr (!kHalved) {
@@ -260,9 +271,6 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             }
         }
     };
-    // Arguments of the end are read now: they come through a cache of their own, one trip a line.
-    asm volatile("" ::"l"(a.y), "l"(a.y_stride), "l"(a.norm.out), "l"(a.norm.squares), "l"(a.norm.out_stride), "r"(a.y_format), "f"(a.scale), "f"(a.w[0].scale), "l"(a.w[0].bias), "f"(a.softcap));
-    if constexpr (kHeads) asm volatile("" ::"l"(a.heads.q), "l"(a.heads.frequency), "l"(a.heads.v_offset), "f"(a.heads.eps));
     // The end is rehearsed, for no rows, while the kernels ahead still run: its code would come from memory behind the weights.
 #pragma unroll 1
     for (int pass = n_passes > 0 ? -1 : 0; pass <= n_passes; ++pass) {
@@ -270,86 +278,78 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             wait_dependence();
             n_rows = rows_here();
             if (may_be_idle && n_rows <= 0) return;
-            now = kHeads ? __ldcg(deal.packets.numbers + blockIdx.x) + 1 : 0;
+            now = kHeads ? __ldcg(packets.numbers + blockIdx.x) + 1 : 0;
         }
         if (pass == n_passes) break;
         const bool is_real = pass >= 0;
         const int first = pass_begin(max(pass, 0)), n_here = pass_begin(max(pass, 0) + 1) - first;
         float old[4] = {}, gain[2] = {};
-        const int own = kPair == 2 ? 2 * warp + rank : warp, n_fragments = n_here * S::kN8;
+        HeadRows rows;  // the same for all of a warp's fragments
+        HeadTurn turned;
+        const int own = kPair == 2 ? 2 * warp + rank : warp;
+        const int n_fragments = n_here * S::kN8;
         if (is_real) {
             uint32_t at[kT], half[kT];
             // Of the blocks of scales that a warp's K lies in: the first, how many more. Gated tiles of a pass begin in 128 rows or the next: two scales of gate, two of up.
             const int n_blocks_k = (a.k + 127) / 128, first_block = min((rank * deal.steps * S::kStageK + wk * kSteps * S::kStep) / 128, n_blocks_k - 1), last_block = n_blocks_k - 1 - first_block;
-            const float *scales[kT], *twin_scales[2][2];
-            float unit_scales[kT], now_scales[2][2];
+            // A lane asks for a scale, which all get by a shuffle: of tile `lane`, or (gated) of gate in the first 128 rows and the next, then of up.
+            const float *own_scale = nullptr;
             uint32_t later = 0;
             if constexpr (S::kHalfX) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const SkinnyWeight &w = a.w[h];
-                        twin_scales[h][i] = w.block_scale ? w.block_scale + min((first * 8 >> 7) + i, (w.rows - 1) >> 7) * w.block_stride + first_block : nullptr;
-                        now_scales[h][i] = twin_scales[h][i] ? __ldg(twin_scales[h][i]) : 1.0f;
-                    }
+                const SkinnyWeight &w = a.w[lane >> 1 & 1];
+                if (w.block_scale) own_scale = w.block_scale + min((first * 8 >> 7) + (lane & 1), (w.rows - 1) >> 7) * w.block_stride + first_block;
 #pragma unroll
                 for (int t = 0; t < kT; ++t) later |= (((first + min(t * kWM + wm, n_here - 1)) * 8 >> 7) - (first * 8 >> 7)) << t;
+            } else if constexpr (S::kIsFp8) {
+                const int tile = first + min(min(lane, kT - 1) * kWM + wm, n_here - 1), i = weight_of(tile);
+                const SkinnyWeight &w = a.w[i];
+                if (w.block_scale) own_scale = w.block_scale + (min(row_of(tile, i), w.rows - 1) >> 7) * w.block_stride + first_block;
             }
+            float coming = own_scale ? __ldg(own_scale) : 1.0f;
 #pragma unroll
             for (int t = 0; t < kT; ++t) {
-                // A warp that has no tile left multiplies the first one in vain.
-                const int j = t * kWM + wm < n_here ? t * kWM + wm : 0, chunk = wk * kSteps / 4, base = deal.base_tiles;
+                // A warp that has no tile left multiplies the last one in vain.
+                const int j = min(t * kWM + wm, n_here - 1), chunk = wk * kSteps / 4, base = deal.base_tiles;
                 const bool is_more = kGated && j == base;
                 const int pitch = kGated && !is_more ? base : 1;
                 half[t] = kHalved ? S::kChunks * pitch * 1024 : 1024;
                 at[t] = (kGated ? (is_more ? base * S::kTileBytes : j * 1024) : j * S::kTileBytes) + chunk * (kHalved ? pitch * 1024 : 2048);
                 at[t] += S::kIsFp8 ? (lane >> 2) * 128 : (lane & 7) * 128 + (lane >> 3 & 1) * half[t];
-                if constexpr (S::kIsFp8 && !S::kHalfX) {
-                    const int i = weight_of(first + j);
-                    const SkinnyWeight &w = a.w[i];
-                    scales[t] = w.block_scale ? w.block_scale + (min(row_of(first + j, i), w.rows - 1) >> 7) * w.block_stride + first_block : nullptr;
-                    unit_scales[t] = scales[t] ? __ldg(scales[t]) : 1.0f;
-                }
 #pragma unroll
                 for (int n = 0; n < S::kN8; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) acc[t][n][e] = 0.0f;
             }
             if (own < n_fragments) load_beside(first + own / S::kN8, own % S::kN8 * 8, old, gain);
+            if constexpr (kHeads) {
+                rows = head_rows(a.heads, own % S::kN8 * 8, lane, n_rows);
+                if (own < n_fragments) turned = head_turn(a.heads, rows, head_of(first + own / S::kN8), first + own / S::kN8, lane);
+            }
 #pragma unroll 1
             for (int s = 0; s < deal.steps; ++s) {
-                float next_scales[kT], coming[2][2];
+                float unit_scales[kT], twin_scales[2][2];
                 if constexpr (S::kHalfX) {
 #pragma unroll
-                    for (int h = 0; h < 2; ++h)
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) coming[h][i] = twin_scales[h][i] && s + 1 < deal.steps ? __ldg(twin_scales[h][i] + min((s + 1) * (S::kStageK / 128), last_block)) : 1.0f;
+                    for (int i = 0; i < 4; ++i) twin_scales[i >> 1][i & 1] = __shfl_sync(~0u, coming, i);
                 } else if constexpr (S::kIsFp8) {
 #pragma unroll
-                    for (int t = 0; t < kT; ++t) next_scales[t] = scales[t] && s + 1 < deal.steps ? __ldg(scales[t] + min((s + 1) * (S::kStageK / 128), last_block)) : 1.0f;
+                    for (int t = 0; t < kT; ++t) unit_scales[t] = __shfl_sync(~0u, coming, t);
                 }
+                if constexpr (S::kIsFp8) coming = own_scale && s + 1 < deal.steps ? __ldg(own_scale + min((s + 1) * (S::kStageK / 128), last_block)) : 1.0f;
                 const uint32_t w_at = ring + stage * w_pitch, x_at = x_ring + stage * S::kXBytes;
                 barrier_wait(w_full + stage, phase);
                 barrier_wait(x_full + stage, phase);
                 uint32_t used = 0;
                 if constexpr (S::kHalfX) {
-                    auto scale = [&](int t, int h) { return later >> t & 1 ? now_scales[h][1] : now_scales[h][0]; };
-                    used = flat_steps_f16<S, kNT, kT, kSteps>(acc, scale, at, half, w_at, x_at, x_factors + stage * S::kFactorBytes, wk * kSteps, lane);
+                    auto scale = [&](int t, int h) { return later >> t & 1 ? twin_scales[h][1] : twin_scales[h][0]; };
+                    constexpr int kOnce = kT * kNT > 64 ? 2 : kSteps;  // registers
+#pragma unroll 1
+                    for (int k = 0; k < kSteps; k += kOnce) used ^= flat_steps_f16<S, kNT, kT, kOnce>(acc, scale, at, half, w_at, x_at, x_factors + stage * S::kFactorBytes, wk * kSteps + k, lane);
                 } else {
 #pragma unroll
                     for (int k = 0; k < kSteps; ++k) used ^= flat_step<S, kNT, kT>(acc, unit_scales, at, half, w_at, x_at, wk * kSteps + k, lane);
                 }
                 if (lane == 0) arrive_after(empty + stage, used);
-                if constexpr (S::kHalfX) {
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) now_scales[h][i] = coming[h][i];
-                } else if constexpr (S::kIsFp8) {
-#pragma unroll
-                    for (int t = 0; t < kT; ++t) unit_scales[t] = next_scales[t];
-                }
                 if (++stage == n_stages) {
                     stage = 0;
                     phase ^= 1;
@@ -385,15 +385,69 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
         if (pass == 0) barrier_wait(&are_factored, 0);
         if (kPair == 2 && is_real) barrier_wait(&has_received, 0);
         const int next = is_real ? kPair * kFlatWarps : n_fragments;
+        if constexpr (kPlain) {
+            // A warp's fragments have the same rows of x, their tiles are equally far apart.
+            const int n0 = own % S::kN8 * 8 + 2 * q;
+            const float by[2] = {is_real ? deal.scale * factors[n0] : 0.0f, is_real ? deal.scale * factors[n0 + 1] : 0.0f};
+            const bool is_row[2] = {n0 < n_rows, n0 + 1 < n_rows};
+            int tile = first + own / S::kN8;
 #pragma unroll 1
-        for (int f = own; f < n_fragments; f += next) {
+            for (int f = own; f < n_fragments; f += next, tile += kPair * kFlatWarps / S::kN8) {
+                float v[4];
+                sum_of(f, v);
+                if constexpr (kPair == 2) add(v, received + ((f >> 1) * 32 + lane) * 16);
+                if constexpr (kGated) {
+                    bf16 *y = static_cast<bf16 *>(a.y) + n0 * a.y_stride + a.w[0].first_column + tile * 8 + r;
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const float gate = v[e] * by[e];
+                        if (is_row[e]) y[e * a.y_stride] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * (v[2 + e] * by[e]) * a.scale);
+                    }
+                } else {
+                    if (f != own) load_beside(tile, n0 - 2 * q, old, gain);
+                    const int64_t column = a.w[0].first_column + tile * 16 + r, at = n0 * a.y_stride + column;
+                    float squares[2];
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) v[2 * h + e] = v[2 * h + e] * by[e] + old[2 * h + e];
+                        squares[e] = v[e] * v[e] + v[2 + e] * v[2 + e];
+                    }
+                    if (a.y_format == PK_F32) {
+                        float *y = static_cast<float *>(a.y) + at;
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            if (is_row[i & 1]) y[(i & 1) * a.y_stride + 8 * (i >> 1)] = v[i];
+                    } else {
+                        bf16 *y = static_cast<bf16 *>(a.y) + at;
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            if (is_row[i & 1]) y[(i & 1) * a.y_stride + 8 * (i >> 1)] = __float2bfloat16(v[i]);
+                    }
+                    if (a.norm.out != nullptr) {
+                        bf16 *out = static_cast<bf16 *>(a.norm.out) + n0 * a.norm.out_stride + column;
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            if (is_row[i & 1]) out[(i & 1) * a.norm.out_stride + 8 * (i >> 1)] = __float2bfloat16(v[i] * gain[i >> 1]);
+#pragma unroll
+                        for (int far = 4; far < 32; far *= 2) {
+                            squares[0] += __shfl_xor_sync(~0u, squares[0], far);
+                            squares[1] += __shfl_xor_sync(~0u, squares[1], far);
+                        }
+                        if (r == 0 && n_rows > 0) *reinterpret_cast<float2 *>(a.norm.squares + tile * a.norm.stride + n0) = make_float2(squares[0], squares[1]);
+                    }
+                }
+            }
+        }
+#pragma unroll 1
+        for (int f = own; !kPlain && f < n_fragments; f += next) {
             float v[4];
             sum_of(f, v);
             if constexpr (kPair == 2) add(v, received + ((f >> 1) * 32 + lane) * 16);
             const int tile = first + f / S::kN8, n8 = f % S::kN8 * 8;
             if constexpr (kHeads) {
                 const int i = weight_of(tile), row = row_of(tile, i);
-                begin_head(a, a.w[i], deal.packets, (a.w[i].first_column + row) >> 7, tile, row + r, n8 + 2 * q, lane, factors, now, is_real, v);
+                begin_head(a, a.w[i], packets, head_of(tile), tile, row + r, n8 + 2 * q, lane, factors, now, is_real, v);
                 if (is_real) shared_store4(ring + (f * 32 + lane) * 16, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
             } else {
                 if (f != own) load_beside(tile, n8, old, gain);
@@ -403,10 +457,11 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
         if constexpr (kHeads) {
 #pragma unroll 1
             for (int f = own; f < n_fragments; f += next) {
-                const int tile = first + f / S::kN8, i = weight_of(tile);
+                const int tile = first + f / S::kN8;
+                if (f != own) turned = head_turn(a.heads, rows, head_of(tile), tile, lane);
                 const uint4 u = shared_load4(ring + (f * 32 + lane) * 16);
                 float v[4] = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
-                end_head<kSplit == kTileHalfHeads>(a, deal.packets, (a.w[i].first_column + row_of(tile, i)) >> 7, tile, f % S::kN8 * 8, lane, n_rows, now, is_real, v);
+                end_head<kSplit == kTileHalfHeads>(a, packets, rows, turned, head_of(tile), tile, f % S::kN8 * 8, lane, n_rows, now, is_real, v);
             }
         }
         if (is_real && pass + 1 < n_passes) {
@@ -415,7 +470,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             if (lane == 0) barrier_arrive(&is_summed);
         }
     }
-    if (kHeads && threadIdx.x == 0) deal.packets.numbers[blockIdx.x] = now;
+    if (kHeads && threadIdx.x == 0) packets.numbers[blockIdx.x] = now;
 #endif
 }
 

@@ -33,29 +33,51 @@ __device__ __forceinline__ void begin_head(const SkinnyArguments &a, const Skinn
         asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1,%2};" ::"l"(packets.squares + tile * kFlatRows + n0), "l"(static_cast<unsigned long long>(now) << 32 | __float_as_uint(squares[0])), "l"(static_cast<unsigned long long>(now) << 32 | __float_as_uint(squares[1])) : "memory");
 }
 
-// The rest of it. A warp has eight rows of x, from n8 on. kHalf: all three are kept in F16.
-template <bool kHalf>
-__device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPackets &packets, int head, int tile, int n8, int lane, int n_rows, uint32_t now, bool is_real, float (&v)[4]) {
-    const HeadsEnd &e = a.heads;
-    const int low = (tile & 7) * 8 + (lane >> 2), n0 = n8 + 2 * (lane & 3);
-    const bool is_q = head < e.n_heads, is_v = head >= e.n_heads + e.n_kv_heads;
-    const float *norm = head_norm(e, head);
-    int position[2];
+// Where a lane's two rows of x are in their sequences, and the page of the one that it stores.
+struct HeadRows {
+    int position[2] = {}, page = 0;
+};
+__device__ __forceinline__ HeadRows head_rows(const HeadsEnd &e, int n8, int lane, int n_rows) {
+    HeadRows rows;
+    const int n0 = n8 + 2 * (lane & 3), n = n0 + (lane >> 2 & 1);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) position[i] = n0 + i < n_rows ? __ldg(e.position + n0 + i) : 0;
-    float sine[2] = {0.0f, 0.0f}, cosine[2] = {1.0f, 1.0f};
-    if (!is_v && e.frequency != nullptr) {
+    for (int i = 0; i < 2; ++i) rows.position[i] = n0 + i < n_rows ? __ldg(e.position + n0 + i) : 0;
+    rows.page = n < n_rows ? __ldg(e.page + n) : 0;
+    return rows;
+}
+
+// What a lane's two rows of W in a head are multiplied by, for its two rows of x.
+struct HeadTurn {
+    float sine[2] = {0.0f, 0.0f}, cosine[2] = {1.0f, 1.0f}, gain[2] = {1.0f, 1.0f}, own_gain = 1.0f;
+};
+__device__ __forceinline__ HeadTurn head_turn(const HeadsEnd &e, const HeadRows &rows, int head, int tile, int lane) {
+    HeadTurn t;
+    const int low = (tile & 7) * 8 + (lane >> 2);
+    const float *norm = head_norm(e, head);
+    if (head < e.n_heads + e.n_kv_heads && e.frequency != nullptr) {
         const float f = __ldg(e.frequency + low);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float s, c;
-            turn(static_cast<float>(i ? position[1] : position[0]) * f, &s, &c);
-            (i ? sine[1] : sine[0]) = s * e.magnitude;
-            (i ? cosine[1] : cosine[0]) = c * e.magnitude;
+            turn(static_cast<float>(rows.position[i]) * f, &s, &c);
+            t.sine[i] = s * e.magnitude;
+            t.cosine[i] = c * e.magnitude;
         }
     }
-    if (norm != nullptr) {
-        const float gain[2] = {__ldg(norm + low), __ldg(norm + low + 64)};
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+        if (norm != nullptr) t.gain[h] = __ldg(norm + low + 64 * h);
+    if (e.gains != nullptr) t.own_gain = __ldg(e.gains + head);
+    return t;
+}
+
+// The rest of it. A warp has eight rows of x, from n8 on. kHalf: all three are kept in F16.
+template <bool kHalf>
+__device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPackets &packets, const HeadRows &rows, const HeadTurn &t, int head, int tile, int n8, int lane, int n_rows, uint32_t now, bool is_real, float (&v)[4]) {
+    const HeadsEnd &e = a.heads;
+    const int low = (tile & 7) * 8 + (lane >> 2), n0 = n8 + 2 * (lane & 3);
+    const bool is_q = head < e.n_heads, is_v = head >= e.n_heads + e.n_kv_heads;
+    if (head_norm(e, head) != nullptr) {
         // Lane 4 t + q asks for tile t's two rows.
         const unsigned long long *from = packets.squares + ((tile & ~7) + (lane >> 2)) * kFlatRows + n0;
         unsigned long long p[2];
@@ -68,31 +90,35 @@ __device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPac
 #pragma unroll
             for (int far = 4; far < 32; far *= 2) squares += __shfl_xor_sync(~0u, squares, far);
             const float f = rsqrtf(squares / 128 + e.eps);
-            v[i] *= f * gain[0];
-            v[2 + i] *= f * gain[1];
+            v[i] *= f * t.gain[0];
+            v[2 + i] *= f * t.gain[1];
         }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float x = v[i], y = v[2 + i];
-        v[i] = x * cosine[i] - y * sine[i];
-        v[2 + i] = x * sine[i] + y * cosine[i];
+        v[i] = x * t.cosine[i] - y * t.sine[i];
+        v[2 + i] = x * t.sine[i] + y * t.cosine[i];
     }
-    const float own_gain = e.gains != nullptr ? __ldg(e.gains + head) : 1.0f;
     // Lanes four apart have neighbouring rows of W: the even one takes both of x's first row, the odd one both of the next.
     const bool odd = lane & 4;
-    const int n = n0 + odd, p = odd ? position[1] : position[0], kv_head = head - e.n_heads - (is_v ? e.n_kv_heads : 0), at = low & ~1;
+    const int n = n0 + odd, p = odd ? rows.position[1] : rows.position[0], kv_head = head - e.n_heads - (is_v ? e.n_kv_heads : 0), at = low & ~1;
     uint8_t *to;
     if (is_q) to = static_cast<uint8_t *>(e.q) + (n * e.q_stride + (static_cast<int64_t>(head) << 7)) * 2;
-    else to = e.kv + (n < n_rows ? __ldg(e.page + n) : 0) * e.page_stride + (is_v ? e.v_offset : e.k_offset) + ((static_cast<int64_t>(kv_head) * e.page_tokens + p % e.page_tokens) << 7) * (kHalf || e.kv_format == PK_BF16 ? 2 : 1);
+    else to = e.kv + rows.page * e.page_stride + (is_v ? e.v_offset : e.k_offset) + ((static_cast<int64_t>(kv_head) * e.page_tokens + p % e.page_tokens) << 7) * (kHalf || e.kv_format == PK_BF16 ? 2 : 1);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const float other = __shfl_xor_sync(~0u, odd ? v[2 * h] : v[2 * h + 1], 4), first = own_gain * (odd ? other : v[2 * h]), second = own_gain * (odd ? v[2 * h + 1] : other);
+        const float other = __shfl_xor_sync(~0u, odd ? v[2 * h] : v[2 * h + 1], 4), first = t.own_gain * (odd ? other : v[2 * h]), second = t.own_gain * (odd ? v[2 * h + 1] : other);
         if (n >= n_rows) continue;
         if constexpr (kHalf) *reinterpret_cast<uint32_t *>(to + 2 * (at + 64 * h)) = pack_f16(first, second);
         else if (is_q || e.kv_format == PK_BF16) *reinterpret_cast<uint32_t *>(to + 2 * (at + 64 * h)) = pack_bf16(first, second);
         else *reinterpret_cast<uint16_t *>(to + at + 64 * h) = __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
     }
+}
+template <bool kHalf>
+__device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPackets &packets, int head, int tile, int n8, int lane, int n_rows, uint32_t now, bool is_real, float (&v)[4]) {
+    const HeadRows rows = head_rows(a.heads, n8, lane, n_rows);
+    end_head<kHalf>(a, packets, rows, head_turn(a.heads, rows, head, tile, lane), head, tile, n8, lane, n_rows, now, is_real, v);
 }
 #endif
 

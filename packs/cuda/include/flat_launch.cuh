@@ -7,13 +7,24 @@ namespace pk {
 // Of shared memory, the rings; of them, weights under way: with more, x would queue behind them.
 constexpr int kFlatRingBytes = 200 << 10, kFlatUnderWay = 64 << 10;
 
-template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPair>
+// Whether an end has nothing but a scale (of all weights together), what is added and a norm's half, or is SiLU of gate times up in bf16, and no tile goes past its weight.
+inline bool is_plain(const SkinnyArguments &a, bool gated) {
+    if (a.softcap > 0.0f || (gated ? a.act != PK_ACT_SILU || a.add || a.y_format != PK_BF16 : a.act != PK_ACT_NONE)) return false;
+    int column = a.w[0].first_column;
+    for (int i = 0; i < a.n_w; ++i) {
+        const SkinnyWeight &w = a.w[i];
+        if (w.row_scale || w.bias || w.scale != a.w[0].scale || w.rows % (gated ? 8 : 16) || (!gated && w.first_column != column)) return false;
+        column += w.rows;
+    }
+    return true;
+}
+
+template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPair, bool kPlain>
 int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *const *packed, const FlatPackets &packets) {
     using S = FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>;
     constexpr bool kGated = kSplit == kTileGated;
     FlatMaps maps = {};
     FlatDeal deal = {};
-    deal.packets = packets;
     const cuuint32_t step[3] = {1, 1, 1};
     {
         const cuuint64_t size[2] = {static_cast<cuuint64_t>(a.k), static_cast<cuuint64_t>(a.max_rows - a.first_row)}, stride[1] = {static_cast<cuuint64_t>(a.x_stride * 2)};
@@ -22,13 +33,20 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
                                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of x, %d rows of %d: CUDA driver error %d", a.max_rows - a.first_row, a.k, static_cast<int>(e));
     }
+    int n_tiles = 0;
     for (int i = 0; i < a.n_w; ++i) {
         SkinnyWeight &w = a.w[i];
-        w.first_tile = kGated ? 0 : deal.n_tiles;
-        if (!kGated || i == 0) deal.n_tiles += kGated ? (w.rows + 7) / 8 : (w.rows + 15) / 16;
+        w.first_tile = kGated ? 0 : n_tiles;
+        if (!kGated || i == 0) n_tiles += kGated ? (w.rows + 7) / 8 : (w.rows + 15) / 16;
     }
-    const int blocks = l.ctx->n_processors / kPair, most = (deal.n_tiles + blocks - 1) / blocks, passes = (most + kWM * kT - 1) / (kWM * kT), least = deal.n_tiles / blocks / passes;
+    for (int i = 0; i < 2; ++i) deal.first_tile[i] = !kGated && i + 1 < a.n_w ? a.w[i + 1].first_tile : INT32_MAX;
+    deal.may_be_idle = a.min_rows > 0 || a.first_row > 0;
+    deal.scale = a.w[0].scale * (kGated ? 1.0f : a.scale);
+    const int blocks = l.ctx->n_processors / kPair, most = (n_tiles + blocks - 1) / blocks, passes = (most + kWM * kT - 1) / (kWM * kT), least = n_tiles / blocks / passes;
+    deal.each = n_tiles / blocks;
+    deal.more = n_tiles % blocks;
     deal.n_passes = passes;
+    deal.pass_share = (65536 + passes - 1) / passes;
     if ((kPair == 2 || kSplit >= kTileHeads) && passes > 1) return fail(PK_UNSUPPORTED, "matmul: a block has %d tiles, %d at once; the CUDA pack wants them in one pass", most, kWM * kT);
     deal.pass_tiles = (most + passes - 1) / passes;
     deal.base_tiles = least > 0 ? least : 1;
@@ -51,7 +69,7 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
     deal.steps = (units + kPair - 1) / kPair;
     const int sums = kFlatWarps / kWM * deal.pass_tiles * S::kN8 * 512, ring = deal.n_stages * stage_bytes + S::kReceived;
     const int bytes = (ring > sums ? ring : sums) + 1024;
-    auto kernel = flat_kernel<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>;
+    auto kernel = flat_kernel<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair, kPlain>;
     if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return check(e, "flat");
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks * kPair);
@@ -66,32 +84,35 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
     attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     config.attrs = attributes;
     config.numAttrs = kPair == 2 ? 2 : 1;
-    return check(cudaLaunchKernelEx(&config, kernel, maps, a, deal), "flat");
+    return check(cudaLaunchKernelEx(&config, kernel, deal, maps, a, packets), "flat");
 }
 
 template <int kFormat, int kNT, int kSplit>
 int32_t launch_flat_heads(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets, int64_t most) {
-    if (most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kSplit, 1>(l, a, packed, packets);
-    return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kSplit, 1>(l, a, packed, packets);
+    if (most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kSplit, 1, false>(l, a, packed, packets);
+    return launch_flat_shape<kFormat, kNT, 2, kFlatMostTiles / 2, 4, kSplit, 1, false>(l, a, packed, packets);
 }
 
 template <int kFormat, int kNT>
 int32_t launch_flat_width(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets) {
-    if (a.act != PK_ACT_NONE && a.n_w == 2) return launch_flat_shape<kFormat, kNT, 2, 6, 2, kTileGated, 1>(l, a, packed, packets);
+    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2, plain = is_plain(a, gated);
+    if (gated) return plain ? launch_flat_shape<kFormat, kNT, 4, 3, 4, kTileGated, 1, true>(l, a, packed, packets) : launch_flat_shape<kFormat, kNT, 4, 3, 4, kTileGated, 1, false>(l, a, packed, packets);
     int64_t tiles = 0;
     for (int i = 0; i < a.n_w; ++i) tiles += (a.w[i].rows + 15) / 16;
     const int64_t most = (tiles + l.ctx->n_processors - 1) / l.ctx->n_processors;
     if (a.heads.q && a.heads.kv_format == PK_F16) return launch_flat_heads<kFormat, kNT, kTileHalfHeads>(l, a, packed, packets, most);
     if (a.heads.q) return launch_flat_heads<kFormat, kNT, kTileHeads>(l, a, packed, packets, most);
+    if (!plain) return launch_flat_shape<kFormat, kNT, 2, kFlatMostTiles / 2, 4, kTileWhole, 1, false>(l, a, packed, packets);
     // Pairs of blocks halve what each reads of x. For weights of two bytes what they send each other takes as long.
     if constexpr (kFormat == PK_FP8_E4M3) {
         const int64_t pairs = l.ctx->n_processors / 2, most_of_pair = (tiles + pairs - 1) / pairs;
-        if (most_of_pair <= 4) return launch_flat_shape<kFormat, kNT, 1, 4, 2, kTileWhole, 2>(l, a, packed, packets);
-        if (most_of_pair <= kFlatMostTiles) return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kTileWhole, 2>(l, a, packed, packets);
+        if (most_of_pair <= 4) return launch_flat_shape<kFormat, kNT, 2, 2, 4, kTileWhole, 2, true>(l, a, packed, packets);
+        if constexpr (kNT <= 16)
+            if (most_of_pair <= kFlatMostTiles) return launch_flat_shape<kFormat, kNT, 2, kFlatMostTiles / 2, 4, kTileWhole, 2, true>(l, a, packed, packets);
     }
-    if (most <= 2) return launch_flat_shape<kFormat, kNT, 1, 2, 2, kTileWhole, 1>(l, a, packed, packets);
-    if (most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kTileWhole, 1>(l, a, packed, packets);
-    return launch_flat_shape<kFormat, kNT, 1, kFlatMostTiles, 2, kTileWhole, 1>(l, a, packed, packets);
+    if (most <= 2) return launch_flat_shape<kFormat, kNT, 2, 1, 4, kTileWhole, 1, true>(l, a, packed, packets);
+    if (most <= 3) return launch_flat_shape<kFormat, kNT, 1, 3, 2, kTileWhole, 1, true>(l, a, packed, packets);
+    return launch_flat_shape<kFormat, kNT, 2, kFlatMostTiles / 2, 4, kTileWhole, 1, true>(l, a, packed, packets);
 }
 
 template <int kFormat>

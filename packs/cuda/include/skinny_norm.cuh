@@ -12,6 +12,7 @@ __device__ __forceinline__ void row_factors(const HalfNorm &norm, int mine, int 
     asm volatile("" : "+r"(mine), "+r"(lane));  // nothing of what follows is made ahead
     lane &= 31;
     if (norm.row_squares == nullptr) {
+#pragma unroll 1
         for (int n = lane + 32 * mine; n < kNT; n += 64) factors[n] = 1.0f;
         __syncwarp();
         return;
@@ -21,7 +22,7 @@ __device__ __forceinline__ void row_factors(const HalfNorm &norm, int mine, int 
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (4 * quad < norm.stride) {
         const float *from = norm.row_squares + 4 * quad;
-#pragma unroll 4
+#pragma unroll 2
         for (int p = mine + 2 * (lane / kQuads); p < n_squares; p += 2 * kAtOnce) {
             const float4 v = __ldcg(reinterpret_cast<const float4 *>(from + p * norm.stride));
             sum.x += v.x; sum.y += v.y; sum.z += v.z; sum.w += v.w;
@@ -36,7 +37,8 @@ __device__ __forceinline__ void row_factors(const HalfNorm &norm, int mine, int 
     }
     if (lane < kQuads) *reinterpret_cast<float4 *>(&sums[mine][4 * quad]) = sum;
     asm volatile("bar.sync 2, 64;" ::: "memory");
-    for (int n = lane + 32 * mine; n < kNT; n += 64) factors[n] = rsqrtf((sums[0][n] + sums[1][n]) / norm.n_cols + norm.eps);
+#pragma unroll 1
+    for (int n = lane + 32 * mine; n < kNT; n += 64) factors[n] = rsqrtf(__fdividef(sums[0][n] + sums[1][n], static_cast<float>(norm.n_cols)) + norm.eps);
     __syncwarp();
 }
 #endif
