@@ -432,8 +432,9 @@ void consider(const Launch &l, const GemmArguments &a, int64_t max_rows, Plan *b
     for (int i = 0; i < (gated ? 1 : a.n_w); ++i) columns += a.w[i].rows;
     const int64_t wide = gated ? kWidth / 2 : kWidth, m_tiles = (max_rows + kTileRows - 1) / kTileRows, tiles = m_tiles * ((columns + wide - 1) / wide), n_steps = (a.k + 63) / 64;
     const int64_t units = ((max_rows + 63) / 64 + m_tiles - 1) / m_tiles;
+    const int64_t room = l.scratch_bytes - max_rows * a.k * 2 - (1 << 20);  // x narrowed, or squares, may lie in front of the parts
     for (int parts = 1; parts <= (gated ? 1 : kMostParts) && parts <= n_steps; ++parts) {
-        if (parts > 1 && (tiles * parts > l.ctx->n_processors || tiles * parts * TallShape<kWidth>::kPartBytes + (1 << 20) > l.scratch_bytes)) break;
+        if (parts > 1 && (tiles * parts > l.ctx->n_processors || tiles * parts * TallShape<kWidth>::kPartBytes > room)) break;
         auto step = [&](int64_t blocks) { return std::max({units * kWidth * 2 / 1450.0, blocks * (units * 64 + kWidth) * 128 / 10.5e6, blocks * kWidth * 128 / m_tiles / 4.0e6}); };
         const int64_t n = l.ctx->n_processors, full = tiles * parts / n, rest = tiles * parts % n;
         const double us = static_cast<double>((n_steps + parts - 1) / parts) * (full * step(n) + (rest > 0 ? step(rest) : 0.0)) + (parts > 1 ? 12.0 : 8.0) + 1.5 * static_cast<double>(full + (rest > 0) - 1);
