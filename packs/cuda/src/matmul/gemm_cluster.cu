@@ -1,4 +1,4 @@
-// Tiled matmul on Hopper for 33 to 512 rows (FP8: to 256): y[rows, N] = x[rows, K] W^T, at the speed of reading W where rows are few.
+// Tiled matmul on Hopper for up to 512 rows (FP8: to 256) where gemm_even.cu has no form: y[rows, N] = x[rows, K] W^T, at the speed of reading W where rows are few.
 //
 // As gemm_wgmma.cu (one producer thread, two consumer warpgroups, tensor copies, wgmma), but what few tiles there are is cut
 // along K among the blocks of a cluster: each multiplies its run of K, then the blocks lay their sums into each other's
@@ -10,8 +10,8 @@
 #include <atomic>
 #include <type_traits>
 
+#include "../../include/even_plan.h"
 #include "../../include/gemm_boxes.cuh"
-#include "../../include/gemm_heads.cuh"
 #include "../../include/gemm_store.cuh"
 #include "../../include/once.cuh"
 #include "../../include/ring_turn.cuh"
@@ -80,45 +80,6 @@ __device__ __forceinline__ void multiply_e4m3(float (&d)[kN / 2], uint64_t a, ui
 }
 #endif
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// The blocks of a cluster lay their sums of a head into each other's shared memory and deal its rows, 16 at a time; a warp takes eight.
-template <class Sums>
-__device__ __forceinline__ void share_heads(const GemmArguments &a, uint8_t *ring, int head, const GemmTile &t, int true_rows, const Sums &sums) {
-    constexpr int kBytes = 16 * 64 * 4;  // of 16 rows and 64 columns
-    const int n_parts = cluster_blocks(), rank = cluster_rank(), warp8 = (threadIdx.x >> 5) - 4, lane = threadIdx.x & 31;
-    cluster_meets();
-    if (t.m0 + 16 * warp8 < true_rows) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint32_t to = address_at(shared_address(ring) + ((warp8 / n_parts * 2 + half) * n_parts + rank) * kBytes + lane * 16, warp8 % n_parts);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) store_at(to + j * 512, sums[32 * half + 4 * j], sums[32 * half + 4 * j + 1], sums[32 * half + 4 * j + 2], sums[32 * half + 4 * j + 3]);
-        }
-    }
-    cluster_meets();
-    const GemmWeight &w = a.w[t.weight];
-    const float f = w.scale * a.scale;
-#pragma unroll 1
-    for (int i = warp8; i / 2 * n_parts + rank < 8; i += 8) {
-        const int first = t.m0 + 16 * (i / 2 * n_parts + rank);
-        if (first >= true_rows) break;
-        float v[16][2] = {};
-        for (int part = 0; part < n_parts; ++part)
-#pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                const float2 p = *reinterpret_cast<const float2 *>(ring + ((i / 2 * 2 + j / 8) * n_parts + part) * kBytes + (j % 8 * 32 + lane) * 16 + 8 * (i & 1));
-                v[j][0] += p.x;
-                v[j][1] += p.y;
-            }
-#pragma unroll
-        for (int j = 0; j < 16; ++j)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) v[j][e] = v[j][e] * f + (w.bias ? w.bias[t.n0 + 8 * j + 2 * (lane & 3) + e] * a.scale : 0.0f);
-        store_head(a, head, first + 8 * (i & 1) + (lane >> 2), lane & 3, true_rows, v);
-    }
-}
-#endif
-
 template <bool kIsFp8, int kM, int kWidth>
 __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -127,10 +88,6 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
     extern __shared__ uint8_t raw[];
     __shared__ uint64_t full[kRing], empty[kRing];
     __shared__ volatile int true_rows;
-    // bf16: what a norm left makes of the rows of the one tile of x.
-    constexpr bool kIsBeside = !kIsFp8 && kM == 128;  // norms and heads are this kernel's, too
-    alignas(16) __shared__ float factors[kIsBeside ? kM : 4], half_sums[2][kIsBeside ? kM : 4];
-    __shared__ uint64_t are_factored;
     uint8_t *ring = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     float *scale_ring = reinterpret_cast<float *>(ring + kRing * kBytes);
     float *out_tile = scale_ring + kRing * S::kScaleBytes / 4;
@@ -140,7 +97,6 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
     const int m_tiles = (a.most_rows + kM - 1) / kM, n_all = m_tiles * a.n_tiles, first = blockIdx.x / n_parts, stride = gridDim.x / n_parts;
     const bool may_be_idle = a.min_rows > 0, is_ahead = !may_be_idle && !a.are_unpacked;
     if (threadIdx.x == 0) {
-        barrier_init(&are_factored, 2);
         init_ring(full, empty, 2);
     }
     if (may_be_idle) {
@@ -154,13 +110,6 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
     RingTurn<kRing> in_ring;
     if (group == 0) {
         fewer_registers<kIsFp8 ? 40 : 56>();
-        if constexpr (kIsBeside) {
-            if (threadIdx.x >= 32 && threadIdx.x < 96 && a.norm.row_squares != nullptr) {
-                wait_dependence();
-                tile_factors(a.norm, (threadIdx.x >> 5) - 1, threadIdx.x & 31, half_sums, factors);
-                if ((threadIdx.x & 31) == 0) barrier_arrive(&are_factored);
-            }
-        }
         if (threadIdx.x != 0) return;
         const uint64_t policy = m_tiles == 1 ? kReadOnce : kReadOften;
         auto copy_weights = [&](const GemmTile &t, int k, int stage) {
@@ -367,39 +316,16 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
         }
         struct Flat {
             const float (&v)[kAtoms][kAtom / 2];
-            float factor[2];
-            __device__ __forceinline__ float operator[](int i) const { return v[i / (kAtom / 2)][i % (kAtom / 2)] * (kIsBeside ? factor[(i >> 1) & 1] : 1.0f); }
+            __device__ __forceinline__ float operator[](int i) const { return v[i / (kAtom / 2)][i % (kAtom / 2)]; }
         };
-        Flat sums = {acc, {1.0f, 1.0f}};
-        if constexpr (kIsBeside) {
-            if (is_real && a.norm.row_squares != nullptr) {
-                barrier_wait(&are_factored, 0);
-                const int row = 16 * warp8 + (lane >> 2);
-                sums.factor[0] = factors[row];
-                sums.factor[1] = factors[row + 8];
-            }
-        }
+        const Flat sums = {acc};
         // Of source warp w: its first row and column.
         auto row_of_warp = [&](int w) { return t.m0 + 16 * (kM == 64 ? w & 3 : w); };
         auto column_of_warp = [&](int w) { return kM == 64 ? t.n0 + (w >> 2) * (gated ? kColumns / 2 : kColumns) : t.n0; };
         if (n_parts == 1) {
-            if constexpr (kIsBeside) {
-                if (a.norm.out != nullptr) {
-                    store_front<kColumns>(a, column_of_warp(warp8), row_of_warp(warp8) + (lane >> 2), lane & 3, n_rows, sums);
-                    go_on();
-                    continue;
-                }
-            }
             store_sums<kColumns>(a, t.weight, gated, column_of_warp(warp8), row_of_warp(warp8), n_rows, sums, out_tile);
             go_on();
             continue;
-        }
-        if constexpr (kIsBeside && kWidth == 128) {
-            if (a.heads.q != nullptr) {
-                if (is_real) share_heads(a, ring, (a.w[t.weight].first_column + t.n0) >> 7, t, n_rows, sums);
-                go_on();
-                continue;
-            }
         }
         // Pieces of 16 rows and 64 columns (gated: 32 of gate and of up) are dealt out among the blocks; everybody lays down what it has
         // of them, in the ring when all are through with it.
@@ -433,12 +359,6 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
                 for (int j = 0; j < 8; ++j) {
                     const float4 v = from[j * 32];
                     sum[4 * j] += v.x; sum[4 * j + 1] += v.y; sum[4 * j + 2] += v.z; sum[4 * j + 3] += v.w;
-                }
-            }
-            if constexpr (kIsBeside) {
-                if (a.norm.out != nullptr) {
-                    store_front<64>(a, column_of_warp(from_warp) + in * 64, row_of_warp(from_warp) + (lane >> 2), lane & 3, n_rows, sum);
-                    continue;
                 }
             }
             store_sums<64>(a, t.weight, gated, column_of_warp(from_warp) + in * (gated ? 32 : 64), row_of_warp(from_warp), n_rows, sum, out_tile);
@@ -485,9 +405,9 @@ struct Cut {
     double us = 1e30;
 };
 
-// Considers tiles of kWidth, cut into `least` to kMostParts. The times were fitted to an 8B's products with 128 to 512 rows on an H200 (LOG.md, M20).
+// Considers tiles of kWidth. The times were fitted to an 8B's products with 128 to 512 rows on an H200 (LOG.md, M20).
 template <bool kIsFp8, int kM, int kWidth>
-int32_t consider(const Launch &l, const Task &task, Cut *best, int least = 1) {
+int32_t consider(const Launch &l, const Task &task, Cut *best) {
     if (kM == 64 && kWidth == 128 && task.gated) return PK_OK;
     constexpr int kBoxK = ClusterShape<kIsFp8, kM, kWidth>::kBoxK;
     constexpr double kW = kWidth * 128.0, kX = kM * 128.0;
@@ -495,7 +415,7 @@ int32_t consider(const Launch &l, const Task &task, Cut *best, int least = 1) {
     const int64_t wide = task.gated ? kWidth / 2 : kWidth, n_steps = (task.k + kBoxK - 1) / kBoxK;
     int64_t all = 0;
     for (int i = 0; i < task.n_w; ++i) all += (task.rows[i] + wide - 1) / wide * task.m_tiles;
-    for (int parts = least; parts <= kMostParts && parts <= n_steps; ++parts) {
+    for (int parts = 1; parts <= kMostParts && parts <= n_steps; ++parts) {
         int clusters = 0;
         if (int32_t e = most_clusters<kIsFp8, kM, kWidth>(l, parts, &clusters)) return e;
         if (clusters == 0) continue;
@@ -554,8 +474,6 @@ int32_t launch_height(const Launch &l, const GemmArguments &a, int64_t max_rows)
     Cut best;
     if (a.narrowed.x) {
         best = {256, 1, 0.0};
-    } else if (a.heads.q) {
-        if (int32_t e = consider<kIsFp8, kM, 128>(l, task, &best, 2)) return e;  // a head is a tile, and meets in shared memory
     } else if (int32_t e = find_cut<kIsFp8, kM>(l, task, &best)) {
         return e;
     }
@@ -565,12 +483,15 @@ int32_t launch_height(const Launch &l, const GemmArguments &a, int64_t max_rows)
 }  // namespace
 
 bool leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k) {
+    if (even_leaves_narrowed(l, max_rows, n, k)) return true;
     if (max_rows > kFp8ClusterRows || max_rows <= 64) return max_rows > 64 && fp8_leaves_narrowed(l, max_rows, n, k);
     Cut best;
     return find_cut<true, 128>(l, {(max_rows + 127) / 128, {n}, 1, k, true}, &best) == PK_OK && best.width == 256 && best.n_parts == 1;
 }
 
 int32_t launch_gemm_cluster(const Launch &l, const GemmArguments &a, int64_t max_rows) {
+    if (is_even(l, a, max_rows)) return launch_gemm_even(l, a, max_rows);
+    if (a.norm.out != nullptr || a.norm.row_squares != nullptr || a.heads.q != nullptr) return fail(PK_UNSUPPORTED, "gemm_cluster: a product of %lld rows is to make norms or heads that only even ones make", static_cast<long long>(max_rows));
     if (max_rows <= 64) return a.x_scale ? launch_height<true, 64>(l, a, max_rows) : launch_height<false, 64>(l, a, max_rows);
     return a.x_scale ? launch_height<true, 128>(l, a, max_rows) : launch_height<false, 128>(l, a, max_rows);
 }

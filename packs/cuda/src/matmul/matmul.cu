@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../../include/even_plan.h"
 #include "../../include/flat_plan.h"
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
@@ -270,16 +271,56 @@ int64_t panel_rows(const Launch &l, const int64_t *rows, int n_w, int64_t most, 
     return best;
 }
 
-// given: x narrowed, for FP8 weights; left: where y goes narrowed, too.
-int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Narrowed &given = {}, const Narrowed &left = {}, const Beside &beside = {}) {
+// FP8 weights that tiles read as they are.
+bool reads_fp8(const Launch &l, int32_t format) { return format == PK_FP8_E4M3 && (has_wgmma(l.ctx) || has_fp8_mma() || has_tcgen05(l.ctx)); }
+
+// What a tiled product of x and weights as they lie is asked.
+GemmArguments gemm_arguments(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2;
     GemmArguments a = {};
-    uint8_t *scratch = l.scratch;
-    const int64_t padded = packed[g.first]->padded_cols;
     a.x = reinterpret_cast<const void *>(op.x.data);
     a.x_row_bytes = op.x.stride;
     a.k = static_cast<int32_t>(op.x.cols);
-    const bool is_fp8 = packed[g.first]->format == PK_FP8_E4M3 && (has_wgmma(l.ctx) || has_fp8_mma() || has_tcgen05(l.ctx));
+    a.y = reinterpret_cast<void *>(op.y.data);
+    a.add = reinterpret_cast<const void *>(op.add.data);
+    a.info = l.info;
+    a.y_stride = add_stride(op.y);
+    a.add_stride = add_stride(op.add);
+    a.rows_symbol = op.x.rows;
+    a.y_format = op.y.format;
+    a.add_format = op.add.format;
+    a.min_rows = min_rows;
+    a.act = op.act;
+    a.scale = op.scale;
+    a.softcap = op.softcap;
+    a.n_w = g.n;
+    int64_t column = g.first_column;
+    for (int i = 0; i < g.n; ++i) {
+        const Packed &p = *packed[g.first + i];
+        GemmWeight &w = a.w[i];
+        w.data = reinterpret_cast<const void *>(op.w[g.first + i].data);
+        w.row_bytes = p.row_bytes;
+        if (reads_fp8(l, p.format)) {
+            const float *scales = reinterpret_cast<const float *>(op.w[g.first + i].data + p.scales);
+            w.row_scale = p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
+            w.block_scale = p.scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
+            w.block_stride = p.scale_stride;
+        }
+        w.bias = reinterpret_cast<const float *>(op.bias[g.first + i].data);
+        w.rows = static_cast<int32_t>(p.rows);
+        w.first_column = static_cast<int32_t>(column);
+        w.scale = p.scale;
+        column += gated ? 0 : p.rows;
+    }
+    return a;
+}
+
+// given: x narrowed, for FP8 weights; left: where y goes narrowed, too.
+int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Narrowed &given = {}, const Narrowed &left = {}, const Beside &beside = {}) {
+    const bool gated = op.act != PK_ACT_NONE && g.n == 2, is_fp8 = reads_fp8(l, packed[g.first]->format);
+    GemmArguments a = gemm_arguments(l, op, g, packed, min_rows);
+    uint8_t *scratch = l.scratch;
+    const int64_t padded = packed[g.first]->padded_cols;
     if (is_fp4(packed[g.first]->format) && has_fp4_mma(l.ctx)) {
         a.fp4 = packed[g.first]->format;
         a.x_scale = reinterpret_cast<const float *>(scratch);
@@ -296,44 +337,10 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
         a.x_row_bytes = narrow.stride;
         scratch += align256(max_rows * narrow.stride);
     }
-    a.y = reinterpret_cast<void *>(op.y.data);
-    a.add = reinterpret_cast<const void *>(op.add.data);
-    a.info = l.info;
-    a.y_stride = add_stride(op.y);
-    a.add_stride = add_stride(op.add);
-    a.rows_symbol = op.x.rows;
-    a.y_format = op.y.format;
-    a.add_format = op.add.format;
-    a.min_rows = min_rows;
-    a.act = op.act;
-    a.scale = op.scale;
-    a.softcap = op.softcap;
     a.narrowed = left;
     if (beside.before || beside.after) a.norm = half_norm(beside, max_rows, reinterpret_cast<float *>(scratch));
     if (beside.heads) a.heads = heads_end(*l.state, *beside.heads);
-    // Weight i of the group as operand `side` of a launch.
-    auto weight = [&](int side, int i, int64_t first_row, int64_t n_rows, const void *data, int64_t row_bytes, int64_t column) {
-        const Packed &p = *packed[g.first + i];
-        GemmWeight &w = a.w[side];
-        w.data = data;
-        w.row_bytes = row_bytes;
-        const float *scales = reinterpret_cast<const float *>(op.w[g.first + i].data + p.scales);
-        w.row_scale = is_fp8 && p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
-        w.block_scale = is_fp8 && p.scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
-        w.block_stride = p.scale_stride;
-        w.bias = op.bias[g.first + i].data ? reinterpret_cast<const float *>(op.bias[g.first + i].data) + first_row : nullptr;
-        w.rows = static_cast<int32_t>(n_rows);
-        w.first_column = static_cast<int32_t>(column);
-        w.scale = p.format == PK_BF16 || is_fp8 || a.fp4 ? p.scale : 1.0f;
-    };
     if (packed[g.first]->format == PK_BF16 || is_fp8) {
-        int64_t column = g.first_column;
-        a.n_w = g.n;
-        for (int i = 0; i < g.n; ++i) {
-            const Packed &p = *packed[g.first + i];
-            weight(i, i, 0, p.rows, reinterpret_cast<const void *>(op.w[g.first + i].data), p.row_bytes, column);
-            column += gated ? 0 : p.rows;
-        }
         if (is_fp8)
             if (int32_t status = narrow_fp8(l, a, max_rows, op.x.format, given)) return status;
         return launch_gemm(l, a, max_rows);
@@ -361,7 +368,13 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
                 const Packed &q = *packed[g.first + i];
                 const uint64_t data = op.w[g.first + i].data;
                 if (int32_t status = a.fp4 ? launch_unpack_fp4(l, q, data, p.row, p.n, to, row_bytes) : launch_dequantize(l, q, data, p.row, p.n, to, row_bytes)) return status;
-                weight(a.n_w++, i, p.row, p.n, to, row_bytes, columns[p.weight] + p.row);
+                GemmWeight &w = a.w[a.n_w++];
+                w.data = to;
+                w.row_bytes = row_bytes;
+                w.bias = op.bias[g.first + i].data ? reinterpret_cast<const float *>(op.bias[g.first + i].data) + p.row : nullptr;
+                w.rows = static_cast<int32_t>(p.n);
+                w.first_column = static_cast<int32_t>(columns[p.weight] + p.row);
+                w.scale = a.fp4 ? q.scale : 1.0f;
                 to += align256(p.n * row_bytes);
             }
         if (int32_t status = launch_gemm(l, a, max_rows)) return status;
@@ -449,28 +462,12 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
 }
 
 // The kernel that runs a product in steps of l's bounds and can multiply by what a norm left.
-enum class HalfKernel { kNone, kFlat, kCluster, kTall };
-// What a tall product is asked, as far as that decides whether it is one.
-static GemmArguments tall_arguments(const pk_op_matmul &op) {
-    GemmArguments a = {};
-    int64_t column = 0;
-    for (int i = 0; i < op.n_w; ++i) {
-        a.w[i].rows = static_cast<int32_t>(op.w[i].rows);
-        a.w[i].first_column = static_cast<int32_t>(column);
-        a.w[i].bias = reinterpret_cast<const float *>(op.bias[i].data);
-        column += op.act == PK_ACT_NONE ? op.w[i].rows : 0;
-    }
-    a.y = reinterpret_cast<void *>(op.y.data);
-    a.add = reinterpret_cast<const void *>(op.add.data);
-    a.y_stride = add_stride(op.y);
-    a.add_stride = add_stride(op.add);
-    a.y_format = op.y.format;
-    a.add_format = op.add.format;
-    a.n_w = op.n_w;
-    a.k = static_cast<int32_t>(op.x.cols);
-    a.act = op.act;
-    a.softcap = op.softcap;
-    return a;
+enum class HalfKernel { kNone, kFlat, kEven, kTall };
+// What a tiled product is asked, of weights in one format.
+static GemmArguments arguments_of(const Launch &l, const pk_op_matmul &op) {
+    const Packed *packed[3] = {};
+    for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
+    return gemm_arguments(l, op, {0, op.n_w, 0}, packed, 0);
 }
 static HalfKernel half_kernel(const Launch &l, const pk_op_matmul &op) {
     const int64_t rows = bound(l, PK_ROWS_T);
@@ -485,8 +482,9 @@ static HalfKernel half_kernel(const Launch &l, const pk_op_matmul &op) {
         if (op.act != PK_ACT_NONE && format != find_packed(l.ctx, op.w[0])->format) return HalfKernel::kNone;
     }
     if (n_clustered == 0) return HalfKernel::kFlat;
-    if (n_clustered < op.n_w || rows <= 64) return HalfKernel::kNone;
-    return rows <= 128 ? HalfKernel::kCluster /* a tile of 128 rows of x */ : is_tall(l, tall_arguments(op), rows) ? HalfKernel::kTall : HalfKernel::kNone;
+    if (n_clustered < op.n_w) return HalfKernel::kNone;
+    if (rows <= 128) return is_even(l, arguments_of(l, op), rows) ? HalfKernel::kEven : HalfKernel::kNone;
+    return is_tall(l, arguments_of(l, op), rows) ? HalfKernel::kTall : HalfKernel::kNone;
 }
 
 static bool is_same(const pk_tensor &a, const pk_tensor &b) { return a.data == b.data && a.rows == b.rows && a.cols == b.cols && a.stride == b.stride; }
@@ -498,10 +496,11 @@ bool halves_norm(const Launch &l, const pk_op_matmul &front, const pk_op_norm &n
     const HalfKernel kernel = half_kernel(l, front);
     if (kernel == HalfKernel::kNone || kernel != half_kernel(l, back)) return false;
     // Tall tiles make their half where they add up parts; with more than one tile of rows they gain nothing by it (LOG.md, M36).
-    if (kernel == HalfKernel::kTall && (bound(l, PK_ROWS_T) > 256 || !tall_is_cut(l, tall_arguments(front), bound(l, PK_ROWS_T)))) return false;
+    if (kernel == HalfKernel::kTall && (bound(l, PK_ROWS_T) > 256 || !tall_is_cut(l, arguments_of(l, front), bound(l, PK_ROWS_T)))) return false;
+    if (kernel == HalfKernel::kEven) return !front.bias[0].data && (norm.out.data | norm.out.stride | norm.w.data) % 16 == 0;
     // Tiles store pairs of columns straight from registers.
-    auto is_even = [](const pk_tensor &t) { return t.data % 8 == 0 && t.stride % 8 == 0; };
-    return kernel == HalfKernel::kFlat || (front.w[0].rows % 64 == 0 && !front.bias[0].data && front.softcap <= 0.0f && front.add.format == PK_F32 && is_same(front.add, front.y) && is_even(front.y) && is_even(norm.out) && norm.w.data % 8 == 0);
+    auto has_pairs = [](const pk_tensor &t) { return t.data % 8 == 0 && t.stride % 8 == 0; };
+    return kernel == HalfKernel::kFlat || (front.w[0].rows % 64 == 0 && !front.bias[0].data && front.softcap <= 0.0f && front.add.format == PK_F32 && is_same(front.add, front.y) && has_pairs(front.y) && has_pairs(norm.out) && norm.w.data % 8 == 0);
 }
 
 bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads) {
@@ -513,7 +512,7 @@ bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads)
     if ((heads.kv_format != PK_BF16 && heads.kv_format != PK_FP8_E4M3 && !is_half) || heads.q.format != (is_half ? PK_F16 : PK_BF16) || ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 3)) return false;
     for (int i = 0; i < op.n_w; ++i)
         if (find_packed(l.ctx, op.w[i])->rows % 128) return false;
-    if (kernel == HalfKernel::kCluster) return !is_half && op.x.cols >= 128;  // at least two steps of K
+    if (kernel == HalfKernel::kEven) return !is_half && ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 15) == 0;
     return flat_ends_heads(l, heads.n_heads + 2 * heads.n_kv_heads);
 }
 

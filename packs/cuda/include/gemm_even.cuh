@@ -1,0 +1,230 @@
+// Even matmul on Hopper: y[rows, N] = x[rows, K] W^T in BF16 for 33 to 128 rows (FP8: gated, 65 to 128), at the speed of reading W.
+//
+// A tile is all rows of x and so many of W that the blocks' shares are even: gated ones are a block's own, others are cut along K among the blocks of a cluster,
+// which send their sums to each other's shared memory and deal the outputs. One producer thread copies W ahead of the kernels in front, x behind them; a
+// warpgroup multiplies 64 rows of x. One way to end a launch is one kernel (kEnd): what is not asked for is no code, which would come from memory behind the weights.
+// Does not handle: steps that may be idle, weights that the kernel in front leaves, softcaps, biases but in the plain form.
+#pragma once
+#include "even_ends.cuh"
+#include "once.cuh"
+#include "ring_turn.cuh"
+#include "wgmma_wide.cuh"
+
+namespace pk {
+
+template <bool kIsFp8, int kM, int kWidth, int kEnd>
+struct EvenShape {
+    static_assert(!kIsFp8 || (kM == 128 && kWidth == 256 && kEnd == kEndGated));
+    static constexpr int kBoxK = kIsFp8 ? 128 : 64, kScaleBytes = kIsFp8 ? kM * 4 : 0;
+    // Rows of W of one product: sums of FP8 are there twice.
+    static constexpr int kAtom = kIsFp8 ? kWidth / 2 : kWidth;
+    static constexpr int kWarps = kM / 16, kThreads = 128 + kM * 2, kStageBytes = (kM + kWidth) * 128, kSmallBytes = 256 + 4 * kM * 4 + (kEnd == kEndHeads ? 1792 : 0);
+    static constexpr int kFit = (232448 - kSmallBytes) / (kStageBytes + kScaleBytes), kRing = kFit > 12 ? 12 : kFit, kBytes = kRing * (kStageBytes + kScaleBytes) + kSmallBytes;
+    static_assert(kRing * kStageBytes >= (kWidth + 56) * kM * 4);  // sums of all blocks, and of turns that not all have
+};
+
+template <bool kIsFp8, int kM, int kWidth, int kEnd>
+__global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads, 1) gemm_even_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a, int n_squares) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using S = EvenShape<kIsFp8, kM, kWidth, kEnd>;
+    constexpr int kRing = S::kRing, kBytes = S::kStageBytes, kBoxK = S::kBoxK;
+    constexpr bool kGated = kEnd == kEndGated || kEnd == kEndGatedCut, kWhole = kEnd == kEndGated;
+    extern __shared__ __align__(1024) uint8_t ring[];
+    uint64_t *full = reinterpret_cast<uint64_t *>(ring + kRing * kBytes), *empty = full + kRing, *are_factored = empty + kRing, *received = are_factored + 1;
+    float *factors = reinterpret_cast<float *>(ring + kRing * kBytes + 256);
+    HeadBeside &head_beside = *reinterpret_cast<HeadBeside *>(factors + 4 * kM);
+    float *scale_ring = reinterpret_cast<float *>(ring + kRing * kBytes + S::kSmallBytes);
+    using D = Deal<kM, kWidth, kEnd>;
+    const int n_parts = kWhole ? 1 : cluster_blocks(), rank = kWhole ? 0 : cluster_rank(), n_steps = (a.k + kBoxK - 1) / kBoxK;
+    const int k0 = n_steps * rank / n_parts, last_k = n_steps * (rank + 1) / n_parts, first = blockIdx.x / n_parts, stride = gridDim.x / n_parts;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kRing; ++i) {
+            barrier_init(full + i, 1);
+            barrier_init(empty + i, kM / 64);
+        }
+        barrier_init(are_factored, 3);
+        barrier_init(received, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    release_dependents();
+    auto weight_of = [&](int tile) { return kGated ? 0 : a.n_w > 2 && tile >= a.w[2].first_tile ? 2 : a.n_w > 1 && tile >= a.w[1].first_tile ? 1 : 0; };
+    auto row_of = [&](int tile, int weight) { return (tile - a.w[weight].first_tile) * (kGated ? kWidth / 2 : kWidth); };
+    RingTurn<kRing> in_ring;
+    const int lane = threadIdx.x & 31;
+    if (threadIdx.x < 128) {
+        if constexpr (kIsFp8) fewer_registers<40>();
+        if (threadIdx.x >= 32) {
+            wait_dependence();
+            if constexpr (kEnd == kEndHeads) load_head(a.heads, (a.w[weight_of(first)].first_column + row_of(first, weight_of(first))) >> 7, threadIdx.x - 32, 96, rows_of(a.info, a.rows_symbol), head_beside);
+            even_factors<kM>(a.norm, n_squares, (threadIdx.x >> 5) - 1, lane, factors + kM, factors);
+            if (lane == 0) barrier_arrive(are_factored);
+            return;
+        }
+        if (threadIdx.x != 0) return;
+        auto copy_weights = [&](int tile, int k, int stage) {
+            barrier_expect(full + stage, kBytes + S::kScaleBytes);
+            const int weight = weight_of(tile), row = row_of(tile, weight);
+            const uint32_t to = shared_address(ring + stage * kBytes + kM * 128);
+            copy_box_once(to, maps.w + weight, k * kBoxK, row, full + stage);
+            if constexpr (kGated) copy_box_once(to + kWidth / 2 * 128, maps.w + 1, k * kBoxK, row, full + stage);
+        };
+        int n_ahead = min(kRing, last_k - k0);
+#pragma unroll 1
+        for (int i = 0; i < n_ahead; ++i) copy_weights(first, k0 + i, i);
+        wait_dependence();
+#pragma unroll 1
+        for (int tile = first; tile < a.n_tiles; tile += stride) {
+#pragma unroll 1
+            for (int k = k0; k < last_k; ++k) {
+                if (--n_ahead < 0) {
+                    barrier_wait(empty + in_ring.stage, in_ring.phase ^ 1);
+                    copy_weights(tile, k, in_ring.stage);
+                }
+                if constexpr (kIsFp8) copy_bytes(shared_address(scale_ring + in_ring.stage * kM), a.x_scale + k * a.x_scale_stride, S::kScaleBytes, full + in_ring.stage);
+                copy_box(ring + in_ring.stage * kBytes, &maps.x, k * kBoxK, 0, full + in_ring.stage);
+                in_ring.advance();
+            }
+        }
+        return;
+    }
+    if constexpr (kIsFp8) more_registers<232>();
+    const int warp = (threadIdx.x >> 5) - 4;
+    auto release = [&](int used) {
+        if ((threadIdx.x & 127) == 0) barrier_arrive(empty + used);
+    };
+    const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + kM * 128), x_first = matrix_descriptor_low(shared_address(ring) + (warp >> 2) * 64 * 128);
+    constexpr uint64_t kHigh = uint64_t{0x40000040} << 32;
+    int n_rows = 0;
+    // The end is rehearsed, for no rows, while the kernels ahead still run: its code would come from memory behind the weights.
+    bool is_real = false;
+#pragma unroll 1
+    for (int tile = first; tile < a.n_tiles;) {
+        const int k1 = is_real ? last_k : k0, weight = weight_of(tile), row = row_of(tile, weight);
+        float sums[kWidth / 2];
+#pragma unroll
+        for (int i = 0; i < kWidth / 2; ++i) sums[i] = 0.0f;
+        const int row_in = 16 * warp + (lane >> 2);
+        // The last step that is in what others send into.
+        const int region = (D::bytes(n_parts) + kBytes - 1) / kBytes, last_stage = (last_k - 1 - k0) % kRing, told_after = last_k - 1 - (kWhole || last_stage < region ? 0 : last_stage - region + 1);
+        if constexpr (kIsFp8) {
+            constexpr int kAtom = S::kAtom;
+            // Scales of gate's and of up's 128 rows. A lane keeps those of step 32 i + lane.
+            const float *scales[2];
+            float now[2] = {}, next[2];
+            auto scales_of = [&](const float *at, int k) { return at == nullptr ? 1.0f : k + lane < n_steps ? __ldg(at + k + lane) : 0.0f; };
+#pragma unroll
+            for (int q = 0; q < 2; ++q) {
+                const GemmWeight &w = a.w[q];
+                scales[q] = w.block_scale ? w.block_scale + (row >> 7) * w.block_stride : nullptr;
+                next[q] = scales_of(scales[q], k0);
+            }
+            const float *x_scales = scale_ring + row_in;
+            uint32_t x_low, w_low;
+            // Scales of a stage: those of W's two, of a lane's two rows of x.
+            struct Scales {
+                float w[2], x[2];
+            };
+            // Waits for stage k, and says where its operands are and their scales.
+            auto await = [&](int k) {
+                Scales s;
+                const int turn = (k - k0) & 31;
+                if (turn == 0) {
+#pragma unroll
+                    for (int q = 0; q < 2; ++q) {
+                        now[q] = next[q];
+                        next[q] = scales_of(scales[q], k + 32);
+                    }
+                }
+                s.w[0] = __shfl_sync(~0u, now[0], turn);
+                s.w[1] = __shfl_sync(~0u, now[1], turn);
+                barrier_wait(full + in_ring.stage, in_ring.phase);
+                x_low = __shfl_sync(~0u, x_first + in_ring.stage * (kBytes / 16), 0);
+                w_low = __shfl_sync(~0u, w_first + in_ring.stage * (kBytes / 16), 0);
+                s.x[0] = x_scales[in_ring.stage * kM];
+                s.x[1] = x_scales[in_ring.stage * kM + 8];
+                return s;
+            };
+            auto multiply = [&](float (&part)[kAtom / 2], int i) {
+                wgmma_fence();
+#pragma unroll
+                for (int s = 0; s < 4; ++s) WgmmaFp8<kAtom>::shared(part, kHigh | (x_low + 2 * s), kHigh | (w_low + i * kAtom * 8 + 2 * s), s > 0);
+                wgmma_commit();
+            };
+            // The compiler may not touch a part before it is complete.
+            auto hold = [&](float (&part)[kAtom / 2]) {
+#pragma unroll
+                for (int j = 0; j < kAtom / 2; ++j) asm volatile("" : "+f"(part[j])::"memory");
+            };
+            auto add = [&](const float (&part)[kAtom / 2], int i, const Scales &s) {
+#pragma unroll
+                for (int j = 0; j < kAtom / 8; ++j) {
+                    const float low = s.x[0] * s.w[i], high = s.x[1] * s.w[i];
+                    float *sum = sums + i * kAtom / 2 + 4 * j;
+                    sum[0] = fmaf(part[4 * j], low, sum[0]);
+                    sum[1] = fmaf(part[4 * j + 1], low, sum[1]);
+                    sum[2] = fmaf(part[4 * j + 2], high, sum[2]);
+                    sum[3] = fmaf(part[4 * j + 3], high, sum[3]);
+                }
+            };
+#pragma unroll 1
+            for (int k = k0; k < k1; ++k) {
+                float part[kAtom / 2];
+                const Scales s = await(k);
+                multiply(part, 0);
+                wgmma_wait<0>();
+                hold(part);
+                add(part, 0, s);
+                multiply(part, 1);
+                wgmma_wait<0>();
+                hold(part);
+                release(in_ring.stage);
+                in_ring.advance();
+                add(part, 1, s);
+            }
+        } else {
+            int previous = -1;
+#pragma unroll 1
+            for (int k = k0; k < k1; ++k) {
+                barrier_wait(full + in_ring.stage, in_ring.phase);
+                const uint32_t x_low = __shfl_sync(~0u, x_first + in_ring.stage * (kBytes / 16), 0), w_low = __shfl_sync(~0u, w_first + in_ring.stage * (kBytes / 16), 0);
+                wgmma_fence();
+#pragma unroll
+                for (int s = 0; s < 4; ++s) Wgmma<kWidth>::shared(sums, kHigh | (x_low + 2 * s), kHigh | (w_low + 2 * s), 1);
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (previous >= 0) release(previous);
+                if (!kWhole && k - 1 == told_after) tell_cluster();
+                previous = in_ring.stage;
+                in_ring.advance();
+            }
+            wgmma_wait<0>();
+            if (is_real) release(previous);
+            if (is_real && !kWhole && told_after == last_k - 1) tell_cluster();
+        }
+        // Asked for while the sums are under way: any sooner it would wait behind what the ring asks for, and the products with it.
+        EndBeside<D::kMostOwn> beside;
+        load_beside<D, kEnd>(a, a.w[weight], row, row_in, lane, n_parts, rank, n_rows, beside);
+        if (is_real) barrier_wait(are_factored, 0);
+        if constexpr (kWhole) {
+            const float f[2] = {factors[16 * warp + (lane >> 2)], factors[16 * warp + (lane >> 2) + 8]};
+            end_gated<kWidth>(a, row, 16 * warp, lane, n_rows, f, sums);
+        } else if constexpr (kEnd == kEndHeads) {
+            end_head(a, ring, received, a.w[weight], row, rank, warp, lane, n_rows, is_real, factors, head_beside, sums);
+        } else {
+            end_pieces<D, kWidth, kEnd>(a, ring, received, tile, a.w[weight], row, n_parts, rank, warp, lane, n_rows, is_real, factors, beside, sums);
+        }
+        if (is_real) {
+            tile += stride;
+        } else {
+            wait_dependence();
+            n_rows = rows_of(a.info, a.rows_symbol);
+            if constexpr (!kWhole)
+                if (threadIdx.x == 128) barrier_expect(received, D::received(n_parts, rank, n_rows));
+            is_real = true;
+        }
+    }
+#endif
+}
+
+}  // namespace pk
