@@ -100,52 +100,63 @@ __device__ __forceinline__ void end_gated(const GemmArguments &a, int n0, int m0
     }
 }
 
-// What is ended in pieces: groups of eight columns (gated: of gate and of up), dealt out in turn among the blocks of a cluster. A warp ends what its own rows have of them,
-// and others send it their sums into the ring's first stages: [warp][turn][block][lane], float4.
+// What is ended in pieces: groups of eight columns (gated: of gate and of up), dealt out among the blocks of a cluster. A warp ends what its own rows have of them,
+// and others send it their sums into the ring's first stages: [warp][group][block][lane], float4.
 template <int kM, int kWidth, int kEnd>
 struct Deal {
     static constexpr bool kGated = kEnd == kEndGatedCut;
-    static constexpr int kWarps = kM / 16, kItems = kEnd == kEndHeads || kEnd == kEndGated ? 0 : kGated ? kWidth / 16 : kWidth / 8, kFloats4 = kGated ? 2 : 1, kMostOwn = (kItems + 1) / 2;
-    // Of so many parts: turns, what a block receives, where a warp's sums begin.
-    __device__ __forceinline__ static int turns(int n_parts) { return static_cast<uint32_t>(kItems + n_parts - 1) / static_cast<uint32_t>(n_parts); }
-    __device__ __forceinline__ static int own(int n_parts, int rank) { return static_cast<uint32_t>(kItems + n_parts - 1 - rank) / static_cast<uint32_t>(n_parts); }
-    __device__ __forceinline__ static int bytes(int n_parts) { return kEnd == kEndHeads ? kWarps * 4096 : kWarps * turns(n_parts) * n_parts * kFloats4 * 512; }
-    __device__ __forceinline__ static int received(int n_parts, int rank, int n_rows) { return (n_rows + 15) / 16 * (kEnd == kEndHeads ? 4096 : own(n_parts, rank) * (n_parts - 1) * kFloats4 * 512); }
+    static constexpr int kWarps = kM / 16, kItems = kEnd == kEndHeads || kEnd == kEndGated ? 0 : kGated ? kWidth / 16 : kWidth / 8, kFloats4 = kGated ? 2 : 1, kMostOwn = (kItems + 1) / 2, kPairs = (kMostOwn + 1) / 2;
+    // Of so many parts: where a block's own groups begin, the most that one has, what a block receives.
+    __device__ __forceinline__ static int begin(int n_parts, int rank) { return static_cast<uint32_t>(kItems * rank) / static_cast<uint32_t>(n_parts); }
+    __device__ __forceinline__ static int most(int n_parts) { return static_cast<uint32_t>(kItems + n_parts - 1) / static_cast<uint32_t>(n_parts); }
+    __device__ __forceinline__ static int bytes(int n_parts) { return kEnd == kEndHeads ? kWarps * 4096 : kWarps * most(n_parts) * n_parts * kFloats4 * 512; }
+    __device__ __forceinline__ static int received(int n_parts, int rank, int n_rows) { return (n_rows + 15) / 16 * (kEnd == kEndHeads ? 4096 : (begin(n_parts, rank + 1) - begin(n_parts, rank)) * (n_parts - 1) * kFloats4 * 512); }
 };
 
-// What a block's outputs want beside their sums: old values; gains of the norm's half, or biases.
-template <int kOwn>
+// What a block's outputs want beside their sums, of pairs of groups, four columns a lane: old values; gains of the norm's half, or biases.
+template <int kPairs>
 struct EndBeside {
-    float2 old[kOwn > 0 ? kOwn : 1][2], gain[kOwn > 0 ? kOwn : 1];
+    float4 old[kPairs > 0 ? kPairs : 1][2], gain[kPairs > 0 ? kPairs : 1];
 };
+
+// A lane's first column of a pair, counted from the pair's: even lanes have the first group's.
+__device__ __forceinline__ int column_in_pair(int lane) { return 8 * (lane & 1) + 2 * (lane & 2); }
 
 template <class D, int kEnd>
-__device__ __forceinline__ void load_beside(const GemmArguments &a, const GemmWeight &w, int n0, int row, int lane, int n_parts, int rank, int n_rows, EndBeside<D::kMostOwn> &beside) {
+__device__ __forceinline__ void load_beside(const GemmArguments &a, const GemmWeight &w, int n0, int row, int lane, int n_parts, int rank, int n_rows, EndBeside<D::kPairs> &beside) {
     if constexpr (D::kMostOwn == 0 || kEnd == kEndGatedCut) return;
     const float *gains = kEnd == kEndFront ? a.norm.w : w.bias;
+    const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const int begin = D::begin(n_parts, rank), n_own = D::begin(n_parts, rank + 1) - begin;
 #pragma unroll
-    for (int i = 0; i < D::kMostOwn; ++i) {
-        const int item = i * n_parts + rank, column = n0 + 8 * item + 2 * (lane & 3);
-        const bool is_column = item < D::kItems && column < w.rows;
-        beside.gain[i] = gains != nullptr && is_column ? __ldg(reinterpret_cast<const float2 *>(gains + column)) : make_float2(0.0f, 0.0f);
+    for (int i = 0; i < D::kPairs; ++i) {
+        const int column = n0 + 8 * begin + 16 * i + column_in_pair(lane);
+        const bool is_column = 2 * i + (lane & 1) < n_own && column < w.rows;
+        beside.gain[i] = gains != nullptr && is_column ? __ldg(reinterpret_cast<const float4 *>(gains + column)) : none;
         if constexpr (kEnd == kEndFront) {
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                beside.old[i][h] = a.add != nullptr && is_column && row + 8 * h < n_rows ? __ldcg(reinterpret_cast<const float2 *>(static_cast<const float *>(a.add) + (row + 8 * h) * a.add_stride + column)) : make_float2(0.0f, 0.0f);
+                beside.old[i][h] = a.add != nullptr && is_column && row + 8 * h < n_rows ? __ldcg(reinterpret_cast<const float4 *>(static_cast<const float *>(a.add) + (row + 8 * h) * a.add_stride + column)) : none;
         }
     }
 }
 
 template <class D, int kWidth, int kEnd>
-__device__ __forceinline__ void end_pieces(const GemmArguments &a, uint8_t *ring, uint64_t *received, int tile, const GemmWeight &w, int n0, int n_parts, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const EndBeside<D::kMostOwn> &beside, const float (&sums)[kWidth / 2]) {
-    const int turns = D::turns(n_parts);
-    const uint32_t mine = shared_address(ring) + (warp * turns * n_parts * D::kFloats4 * 32 + lane) * 16;
+__device__ __forceinline__ void end_pieces(const GemmArguments &a, uint8_t *ring, uint64_t *received, int tile, const GemmWeight &w, int n0, int n_parts, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const EndBeside<D::kPairs> &beside, const float (&sums)[kWidth / 2]) {
+    constexpr int kBytes = D::kFloats4 * 512;
+    const int most = D::most(n_parts), begin = D::begin(n_parts, rank), n_own = D::begin(n_parts, rank + 1) - begin;
+    const uint32_t mine = shared_address(ring) + warp * most * n_parts * kBytes + lane * 16;
     if (is_real) await_cluster();
     if (!is_real || 16 * warp < n_rows) {
-        int to = 0;
-        uint32_t at = mine + rank * D::kFloats4 * 512;
+        int to = 0, next = D::begin(n_parts, 1);
+        uint32_t at = mine + rank * kBytes;
 #pragma unroll
         for (int i = 0; i < D::kItems; ++i) {
+            if (i == next) {
+                ++to;
+                next = to + 1 == n_parts ? D::kItems : D::begin(n_parts, to + 1);
+                at = mine + rank * kBytes;
+            }
             const uint32_t there = address_at(at, to), barrier = address_at(shared_address(received), to);
 #pragma unroll
             for (int j = 0; j < D::kFloats4; ++j) {
@@ -153,22 +164,19 @@ __device__ __forceinline__ void end_pieces(const GemmArguments &a, uint8_t *ring
                 if (to == rank) keep(at + j * 512, is_real, sums[v], sums[v + 1], sums[v + 2], sums[v + 3]);
                 else send(there + j * 512, barrier, is_real, sums[v], sums[v + 1], sums[v + 2], sums[v + 3]);
             }
-            if (++to == n_parts) {
-                to = 0;
-                at += n_parts * D::kFloats4 * 512;
-            }
+            at += n_parts * kBytes;
         }
     }
     if (is_real) barrier_wait(received, 0);
     const int row = 16 * warp + (lane >> 2);
-    const bool in[2] = {row < n_rows, row + 8 < n_rows};
-    float square[2] = {0.0f, 0.0f}, v[D::kMostOwn][4 * D::kFloats4] = {};
+    const bool odd = lane & 1;
+    float square[2] = {0.0f, 0.0f}, v[2 * D::kPairs][4 * D::kFloats4] = {};
 #pragma unroll 1
     for (int part = 0; part < n_parts; ++part) {
-        const float4 *from = reinterpret_cast<const float4 *>(ring) + ((warp * turns * n_parts + part) * D::kFloats4) * 32 + lane;
+        const float4 *from = reinterpret_cast<const float4 *>(ring + (warp * most * n_parts + part) * kBytes) + lane;
 #pragma unroll
         for (int i = 0; i < D::kMostOwn; ++i) {
-            if (i * n_parts + rank >= D::kItems) break;
+            if (i >= n_own) break;
 #pragma unroll
             for (int j = 0; j < D::kFloats4; ++j) {
                 const float4 u = from[(i * n_parts * D::kFloats4 + j) * 32];
@@ -177,28 +185,43 @@ __device__ __forceinline__ void end_pieces(const GemmArguments &a, uint8_t *ring
         }
     }
 #pragma unroll
-    for (int i = 0; i < D::kMostOwn; ++i) {
-        const int item = i * n_parts + rank, column = n0 + 8 * item + 2 * (lane & 3);
-        if (item >= D::kItems || column >= w.rows) break;
+    for (int i = 0; i < D::kPairs; ++i) {
+        const int column = n0 + 8 * begin + 16 * i + column_in_pair(lane);
+        if (2 * i >= n_own) break;
+        const bool is_column = 2 * i + odd < n_own && column < w.rows;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int at = row + 8 * h;
-            if constexpr (kEnd == kEndFront) {
-                const float f = w.scale * a.scale * factors[at], low = v[i][2 * h] * f + beside.old[i][h].x, high = v[i][2 * h + 1] * f + beside.old[i][h].y;
-                square[h] += low * low + high * high;
-                store_where(in[h], static_cast<float *>(a.y) + at * a.y_stride + column, low, high);
-                store_where(in[h] && a.norm.out != nullptr, static_cast<bf16 *>(a.norm.out) + at * a.norm.out_stride + column, pack_bf16(low * beside.gain[i].x, high * beside.gain[i].y));
-            } else {
-                uint32_t out;
-                if constexpr (kEnd == kEndGatedCut) {
-                    const float gate = w.scale * factors[at], up = a.w[1].scale * a.scale * factors[at];
-                    out = pack_bf16(gated(v[i][2 * h] * gate, v[i][4 + 2 * h] * up), gated(v[i][2 * h + 1] * gate, v[i][5 + 2 * h] * up));
-                } else {
-                    const float f = w.scale * a.scale * factors[at];
-                    out = pack_bf16(v[i][2 * h] * f + beside.gain[i].x * a.scale, v[i][2 * h + 1] * f + beside.gain[i].y * a.scale);
-                }
-                store_where(in[h], static_cast<bf16 *>(a.y) + at * a.y_stride + w.first_column + column, out);
+            const bool is_in = is_column && at < n_rows;
+            const float f = w.scale * a.scale * factors[at];
+            float first[2], second[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                auto output = [&](const float (&sum)[4 * D::kFloats4]) {
+                    if constexpr (kEnd == kEndGatedCut) return gated(sum[2 * h + e] * (w.scale * factors[at]), sum[4 + 2 * h + e] * (a.w[1].scale * a.scale * factors[at]));
+                    else return sum[2 * h + e] * f;
+                };
+                first[e] = output(v[2 * i]);
+                second[e] = output(v[2 * i + 1]);
             }
+            // Two lanes have two groups' neighbouring columns: each gets four of one.
+            const float p = __shfl_xor_sync(~0u, odd ? first[0] : second[0], 1), q = __shfl_xor_sync(~0u, odd ? first[1] : second[1], 1);
+            float4 o = odd ? make_float4(p, q, second[0], second[1]) : make_float4(first[0], first[1], p, q);
+            if constexpr (kEnd == kEndGatedCut) {
+                store_where(is_in, static_cast<bf16 *>(a.y) + at * a.y_stride + w.first_column + column, make_uint2(pack_bf16(o.x, o.y), pack_bf16(o.z, o.w)));
+                continue;
+            }
+            const float4 gain = beside.gain[i];
+            if constexpr (kEnd == kEndPlain) {
+                o = make_float4(o.x + gain.x * a.scale, o.y + gain.y * a.scale, o.z + gain.z * a.scale, o.w + gain.w * a.scale);
+                store_where(is_in, static_cast<bf16 *>(a.y) + at * a.y_stride + w.first_column + column, make_uint2(pack_bf16(o.x, o.y), pack_bf16(o.z, o.w)));
+                continue;
+            }
+            const float4 old = beside.old[i][h];
+            o = make_float4(o.x + old.x, o.y + old.y, o.z + old.z, o.w + old.w);
+            if (is_column) square[h] += o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w;
+            store_where(is_in, static_cast<float *>(a.y) + at * a.y_stride + column, o);
+            store_where(is_in && a.norm.out != nullptr, static_cast<bf16 *>(a.norm.out) + at * a.norm.out_stride + column, make_uint2(pack_bf16(o.x * gain.x, o.y * gain.y), pack_bf16(o.z * gain.z, o.w * gain.w)));
         }
     }
     if (kEnd == kEndFront && a.norm.out != nullptr) {
@@ -206,7 +229,7 @@ __device__ __forceinline__ void end_pieces(const GemmArguments &a, uint8_t *ring
         for (int h = 0; h < 2; ++h) {
             square[h] += __shfl_xor_sync(~0u, square[h], 1);
             square[h] += __shfl_xor_sync(~0u, square[h], 2);
-            if (in[h] && (lane & 3) == 0) a.norm.squares[(tile * n_parts + rank) * a.norm.stride + row + 8 * h] = square[h];
+            if ((lane & 3) == 0 && row + 8 * h < n_rows) a.norm.squares[(tile * n_parts + rank) * a.norm.stride + row + 8 * h] = square[h];
         }
     }
 }

@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
             if (is_real && !kWhole && told_after == last_k - 1) tell_cluster();
         }
         // Asked for while the sums are under way: any sooner it would wait behind what the ring asks for, and the products with it.
-        EndBeside<D::kMostOwn> beside;
+        EndBeside<D::kPairs> beside;
         load_beside<D, kEnd>(a, a.w[weight], row, row_in, lane, n_parts, rank, n_rows, beside);
         if (is_real) barrier_wait(are_factored, 0);
         if constexpr (kWhole) {
