@@ -4,12 +4,14 @@
 // or, where heads are few and long, as many blocks take each as there are. Else, and when rows are of very unlike lengths, every block takes
 // an equal run of groups of positions in the order row, head, tile (StreamK). Every lane works out what one of these takes.
 #pragma once
+#include "attention_beside.cuh"
 #include "attention_ring.cuh"
 
 namespace pk {
 namespace ring {
 
 constexpr int kLeast = 128;           // positions worth a block
+constexpr int kSums = 6;              // ints of a warp that EvenWork counts by
 // Times on an H200 in 10 ns: of a group that a warp goes through by itself, of one that a block gets while all read, of one more head of a
 // team, of a join of blocks. Of what the longest head takes beyond the mean, half is lost.
 constexpr int kGroupTime = 85, kShareTime = 49, kHeadTime = 200, kJoinTime = 250, kNever = 1 << 25;
@@ -18,6 +20,7 @@ template <int kSize>
 struct EvenWork {
     const AttentionArguments &a;
     int *ends;
+    bool is_beside = false;           // prefill runs at the same time
     int at = 0, until = 0, per = 0;   // heads, or (per > 0) groups
     int parts = 1, shift = 2;         // of a head; log2 of a team's warps
 
@@ -39,15 +42,19 @@ struct EvenWork {
         return row_work(*start, a.row_start[r + 1], *position, a.row_flags[r], a.share_rows != nullptr ? a.share_rows[r].tokens : 0);
     }
 
-    // Groups in all, those of the longest head, and the most (token, head) pairs that a row has for a KV head. `sums`: three ints a warp.
-    __device__ __forceinline__ int count(int *sums, int *longest, int *n_pairs) const {
+    // Groups in all, those of the longest head, and the most (token, head) pairs that a row has for a KV head; what is asked of prefill. `sums`: six ints a warp.
+    template <int kT>
+    __device__ __forceinline__ int count(int *sums, int *longest, int *n_pairs, BesideLoad *load) const {
         int total = 0, most = 0, pairs = 0;
+        *load = {};
         const int group = a.n_heads / a.n_kv_heads;
         for (int r = threadIdx.x; r < a.max_rows; r += kThreads) {  // loaded before the number of rows is known
             int start, position;
             const RowWork w = read_row(r, &start, &position);
             asm volatile("" ::"r"(a.row_slot[r]));  // next() will find it near
-            if (r >= a.info->n_rows || w.tiles == 0) continue;
+            if (r >= a.info->n_rows) continue;
+            if (is_beside) load->template add<kT>(a, w.end - position, position, a.row_flags[r], a.share_rows != nullptr ? a.share_rows[r].tokens : 0);
+            if (w.tiles == 0) continue;
             total += w.tiles * w.groups;
             most = max(most, w.groups);
             pairs = max(pairs, (w.end - position) * group);
@@ -55,19 +62,27 @@ struct EvenWork {
         total = __reduce_add_sync(~0u, total);
         most = __reduce_max_sync(~0u, most);
         pairs = __reduce_max_sync(~0u, pairs);
+        load->sum_warp();
         if ((threadIdx.x & 31) == 0) {
-            int *mine = sums + 3 * (threadIdx.x >> 5);
+            int *mine = sums + kSums * (threadIdx.x >> 5);
             mine[0] = total;
             mine[1] = most;
             mine[2] = pairs;
+            mine[3] = load->seen;
+            mine[4] = load->tiles;
+            mine[5] = load->steps;
         }
         __syncthreads();
         total = *longest = *n_pairs = 0;
+        *load = {};
 #pragma unroll
         for (int i = 0; i < kWarps; ++i) {
-            total += sums[3 * i];
-            *longest = max(*longest, sums[3 * i + 1]);
-            *n_pairs = max(*n_pairs, sums[3 * i + 2]);
+            total += sums[kSums * i];
+            *longest = max(*longest, sums[kSums * i + 1]);
+            *n_pairs = max(*n_pairs, sums[kSums * i + 2]);
+            load->seen += sums[kSums * i + 3];
+            load->tiles += sums[kSums * i + 4];
+            load->steps += sums[kSums * i + 5];
         }
         return total * a.n_kv_heads;
     }
@@ -91,11 +106,20 @@ struct EvenWork {
         }
     }
 
-    // All threads. least_shift: log2 of the fewest warps of a team. `sums`: three ints a warp.
-    __device__ __forceinline__ void begin(int *sums, int least_shift) {
+    // All threads. least_shift: log2 of the fewest warps of a team; shift: of an element's bytes. `sums`: six ints a warp.
+    template <int kD>
+    __device__ __forceinline__ void begin(int *sums, int least_shift, int element_shift) {
+        constexpr int kT = kD <= 128 ? 128 : 64;
         int longest, pairs;
-        const int total = count(sums, &longest, &pairs), n_heads = a.info->n_rows * a.n_kv_heads, n_blocks = gridDim.x, lane = threadIdx.x & 31;
+        BesideLoad load;
+        const int total = count<kT>(sums, &longest, &pairs, &load), n_heads = a.info->n_rows * a.n_kv_heads, lane = threadIdx.x & 31;
         if (total == 0) return;
+        constexpr int kAbreast = kD <= 128 ? 2 : 1;
+        int n_blocks = gridDim.x;
+        if (is_beside && load.tiles > 0) {
+            const int n = n_blocks / kAbreast, taken = load.prefill_blocks<kD, kT>(a, n, a.n_kv_heads * (a.head_width + a.v_width) << element_shift);
+            if (taken < n) n_blocks = (n - taken) * kAbreast;
+        }
         // Lanes 0 to 2: teams of four, two, one warps. 3: several blocks a head. 4: equal runs.
         const int warps = lane < 3 ? 4 >> lane : 4, n_takers = lane < 3 ? n_blocks << lane : n_blocks;
         const int each = lane < 3 ? quotient(n_heads - 1, n_takers) + 1 : 1;  // heads

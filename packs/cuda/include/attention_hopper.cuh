@@ -123,21 +123,24 @@ __device__ __forceinline__ TileItem find_shared(const AttentionArguments &a, con
 }
 
 // What all blocks do together: items of shared prefixes, tiles, or pieces of tiles (null: they are whole).
+struct Counts {
+    int n_items, n_blocks;  // of this block; at work
+};
 struct Work {
     const int *ends;
     int n_tiles;           // of all blocks
-    const int *n_items;    // of this one
+    const Counts *counts;
     const Pieces *pieces;
 };
 
-__device__ __forceinline__ int nth_of_whole(int n) { return n * gridDim.x + ((n & 1) ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+__device__ __forceinline__ int nth_of_whole(int n, int n_blocks) { return n * n_blocks + ((n & 1) ? n_blocks - 1 - blockIdx.x : blockIdx.x); }
 __device__ __forceinline__ int n_whole(const AttentionArguments &a, const Work &work) { return a.share_head != nullptr ? work.n_tiles : work.n_tiles * a.n_kv_heads; }
 
 // The n-th item of this block, which has so many.
 template <int kD>
 __device__ __forceinline__ TileItem find_item(const AttentionArguments &a, const Work &work, int n) {
     if (work.pieces != nullptr) return piece_at<kPairs, kTile<kD>>(a, *work.pieces, n);
-    const int index = nth_of_whole(n);
+    const int index = nth_of_whole(n, work.counts->n_blocks);
     return a.share_head != nullptr ? find_shared(a, work.ends, index) : find_tile<kPairs>(a, work.ends, work.n_tiles, index);
 }
 
@@ -308,7 +311,7 @@ __device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, 
     Turn<kQBuffers<kD>> q;
     Turn<kStages> k, v;
     const int tid = threadIdx.x;
-    for (int n = 0; n < *work.n_items; ++n) {
+    for (int n = 0; n < work.counts->n_items; ++n) {
         const TileItem &item = next_item<kD>(a, work, b, items, n);
         const int first = first_of_tiles<kD>(a, item), n_steps = (item.kv_end - first + kTile<kD> - 1) / kTile<kD>;
         barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
@@ -341,7 +344,7 @@ __device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, 
 template <int kD>
 __device__ void produce_widened(const AttentionArguments &a, const Maps &maps, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
     constexpr int kT = kTile<kD>, kWide = kD / 16, kLoads = kT * kWide / 128, kBatch = 2;
-    const int tid = threadIdx.x, rows = min(a.page_tokens, kT), n_boxes = kT / rows, n_items = *work.n_items;
+    const int tid = threadIdx.x, rows = min(a.page_tokens, kT), n_boxes = kT / rows, n_items = work.counts->n_items;
     uint8_t *stage = shared + kQBytes<kD>;
     auto operand = [](int index, int n_steps, int *step) {  // whether it is V, and of which tile
         const bool is_last = index == 2 * n_steps - 1;
@@ -517,7 +520,7 @@ __device__ void produce_copied(const AttentionArguments &a, const Maps &maps, ui
 template <int kD, bool kHalf>
 __device__ void produce_q(const AttentionArguments &a, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
     Turn<kQBuffers<kD>> q;
-    for (int n = 0; n < *work.n_items; ++n) {
+    for (int n = 0; n < work.counts->n_items; ++n) {
         const TileItem &item = next_item<kD>(a, work, b, items, n);
         barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
         load_q<kD, kHalf, 3, kHalf>(a, item, shared + q.at * kQBytes<kD>, (threadIdx.x >> 5) - 1);

@@ -7,6 +7,7 @@
 // order of the positions. So blocks wait for each other: there must be no more of them than fit onto the device at once.
 // Does not handle: windows, more than kPieceRows rows of many tokens (their tiles stay whole).
 #pragma once
+#include "attention_beside.cuh"
 #include "attention_tiles.cuh"
 
 namespace pk {
@@ -29,6 +30,7 @@ struct PiecePlace {
 
 struct Pieces {
     int n_rows, work, most, seen, best, unit, n_units, n_parts;
+    BesideLoad load;
     PieceRow rows[kPieceRows];
     PiecePlace places[kPieceRounds * kPieceRests];  // this block's items
 };
@@ -51,18 +53,31 @@ __device__ __forceinline__ int schedule_rows(const AttentionArguments &a, int *e
     uint32_t before = 0;  // tiles, and from bit 20 on rows that have some
     if (threadIdx.x == 0) {
         p.work = p.most = p.seen = 0;
+        p.load = {};
         p.best = INT_MAX;
     }
-    for (int base = 0; base < n_rows; base += kThreads) {
+    for (int base = 0; base == 0 || base < n_rows; base += kThreads) {
         const int r = base + threadIdx.x;
-        int tiles = 0, end_position = 0, position = 0;
-        if (r < n_rows) {
-            const int n = a.row_start[r + 1] - a.row_start[r];
+        int tiles = 0, n = 0, position = 0, flags = 0, shared = 0;
+        BesideLoad load;
+        if (r < a.max_rows) {  // loaded before the number of rows is known
+            n = a.row_start[r + 1] - a.row_start[r];
             position = a.row_position[r];
-            end_position = position + n;
-            tiles = is_decode_row(n, group) || (a.row_flags[r] & PK_ROW_DEAD) ? 0 : (n * group + kPairs - 1) / kPairs;
+            flags = a.row_flags[r];
+            if (a.share_rows != nullptr) shared = a.share_rows[r].tokens;
+        }
+        const int end_position = position + n;
+        if (r < n_rows) {
+            tiles = is_decode_row(n, group) || (flags & PK_ROW_DEAD) ? 0 : (n * group + kPairs - 1) / kPairs;
+            load.template add<kT>(a, n, position, flags, shared);
         }
         const uint32_t end = block_scan(tiles | (tiles > 0) << 20, warps) + before;
+        load.sum_warp();
+        if ((threadIdx.x & 31) == 0) {
+            if (load.seen) atomicAdd(&p.load.seen, load.seen);
+            if (load.tiles) atomicAdd(&p.load.tiles, load.tiles);
+            if (load.steps) atomicAdd(&p.load.steps, load.steps);
+        }
         const int at = static_cast<int>(end >> 20) - 1;
         if (r < n_rows) ends[r] = end & 0xfffff;
         if (tiles > 0 && at < kPieceRows) {
@@ -86,10 +101,10 @@ __device__ __forceinline__ int schedule_rows(const AttentionArguments &a, int *e
     return before & 0xfffff;
 }
 
-// Says how; false when tiles stay whole. max_parts: rows of partial sums that have a place. All threads.
+// Says how; false when tiles stay whole. max_parts: rows of partial sums that have a place. All threads, of n_blocks.
 template <int kThreads, int kPairs>
-__device__ __forceinline__ bool cut_tiles(const AttentionArguments &a, int n_tiles, int max_parts, Pieces &p) {
-    const int lane = threadIdx.x & 31, n_heads = a.n_kv_heads, n_blocks = gridDim.x, n_items = n_tiles * n_heads, n = p.n_rows;
+__device__ __forceinline__ bool cut_tiles(const AttentionArguments &a, int n_tiles, int n_blocks, int max_parts, Pieces &p) {
+    const int lane = threadIdx.x & 31, n_heads = a.n_kv_heads, n_items = n_tiles * n_heads, n = p.n_rows;
     if (a.window > 0 || n == 0 || n > kPieceRows || n_items > kPieceRounds * n_blocks || p.seen < kPieceLeast) return false;
     auto unit_of = [&](int candidate) {
         const int room = n_blocks * (1 + candidate % kPieceRounds), least = (p.work + room - 1) / room;
@@ -136,9 +151,9 @@ __device__ __forceinline__ bool cut_tiles(const AttentionArguments &a, int n_til
     return true;
 }
 
-// The n-th item of this block; false behind the last one.
-__device__ __forceinline__ bool find_place(const Pieces &p, int n_heads, int n, PiecePlace &place) {
-    for (int unit = blockIdx.x; unit < p.n_units; unit += gridDim.x) {
+// The n-th item of this block, of n_blocks; false behind the last one.
+__device__ __forceinline__ bool find_place(const Pieces &p, int n_heads, int n_blocks, int n, PiecePlace &place) {
+    for (int unit = blockIdx.x; unit < p.n_units; unit += n_blocks) {
         int at = 0;
         while (p.rows[at].end <= unit) ++at;
         const PieceRow &x = p.rows[at];
@@ -162,9 +177,9 @@ __device__ __forceinline__ bool find_place(const Pieces &p, int n_heads, int n, 
 }
 
 // Lists this block's items; their number. All threads, behind a barrier.
-__device__ __forceinline__ int list_places(Pieces &p, int n_heads) {
+__device__ __forceinline__ int list_places(Pieces &p, int n_heads, int n_blocks) {
     PiecePlace place;
-    const bool is_one = threadIdx.x < kPieceRounds * kPieceRests && find_place(p, n_heads, threadIdx.x, place);
+    const bool is_one = threadIdx.x < kPieceRounds * kPieceRests && find_place(p, n_heads, n_blocks, threadIdx.x, place);
     if (is_one) p.places[threadIdx.x] = place;
     return __syncthreads_count(is_one);
 }
@@ -183,15 +198,15 @@ __device__ __forceinline__ TileItem piece_at(const AttentionArguments &a, const 
     return item;
 }
 
-// All warps of all blocks, each when it has left its own partial sums: waits for the others', and adds up.
+// All warps of the blocks at work, each when it has left its own partial sums: waits for the others', and adds up. words: two, zero between launches.
 template <int kPairs, int kD, int kWarps>
-__device__ __forceinline__ void join_pieces(const AttentionArguments &a, const Pieces &p, int warp) {
-    const int lane = threadIdx.x & 31, group = a.n_heads / a.n_kv_heads, n_warps = gridDim.x * kWarps;
+__device__ __forceinline__ void join_pieces(const AttentionArguments &a, const Pieces &p, int32_t *words, int n_blocks, int warp) {
+    const int lane = threadIdx.x & 31, group = a.n_heads / a.n_kv_heads, n_warps = n_blocks * kWarps;
     __threadfence();
     __syncwarp();
     if (lane == 0) {
-        atomicAdd(a.counters, 1);
-        while (*static_cast<volatile int32_t *>(a.counters) < n_warps) __nanosleep(50);
+        atomicAdd(words, 1);
+        while (*static_cast<volatile int32_t *>(words) < n_warps) __nanosleep(50);
         __threadfence();
     }
     __syncwarp();
@@ -200,7 +215,7 @@ __device__ __forceinline__ void join_pieces(const AttentionArguments &a, const P
         if (x.n_pieces == 0) continue;
         const int n_tiles = x.tiles * a.n_kv_heads, start = a.row_start[x.row], n_pairs = (a.row_start[x.row + 1] - start) * group;
 #pragma unroll 1
-        for (int i = warp * gridDim.x + blockIdx.x; i < n_tiles * kPairs; i += n_warps) {
+        for (int i = warp * n_blocks + blockIdx.x; i < n_tiles * kPairs; i += n_warps) {
             const int tile = i / kPairs, head = tile / x.tiles, pair = i - head * x.tiles * kPairs;
             if (pair >= n_pairs) continue;
             const int q_head = head * group + pair % group;
@@ -227,7 +242,7 @@ __device__ __forceinline__ void join_pieces(const AttentionArguments &a, const P
         }
     }
     __syncwarp();
-    if (lane == 0 && atomicAdd(a.counters + 1, 1) == n_warps - 1) a.counters[0] = a.counters[1] = 0;
+    if (lane == 0 && atomicAdd(words + 1, 1) == n_warps - 1) words[0] = words[1] = 0;
 }
 
 }  // namespace hopper

@@ -1,6 +1,7 @@
 // The attention op: checks, scratch, and which kernels a launch needs.
 #include <algorithm>
 
+#include "../../include/attention_beside.cuh"
 #include "../../include/attention_share.cuh"
 #include "../../include/attention_wide.cuh"
 #include "../../include/invariant.h"
@@ -8,10 +9,10 @@
 namespace pk {
 
 template <int kD>
-int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, bool is_cut);
+int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut);
 int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a);
 template <int kD>
-int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a);
+int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a, const Beside &beside);
 bool has_wgmma(const pk_ctx *ctx);
 
 namespace {
@@ -25,20 +26,20 @@ int64_t padded_width(const pk_op_attention &op) {
 }
 
 // is_cut: all rows, each by itself.
-int32_t launch_few(const Launch &l, const pk_op_attention &op, const AttentionArguments &a, bool is_cut) {
+int32_t launch_few(const Launch &l, const pk_op_attention &op, const AttentionArguments &a, const Beside &beside, bool is_cut = false) {
     const int width = std::max(op.head_width, op.v_width);
-    if (width <= 64) return launch_attention_decode<64>(l, a, is_cut);
-    if (width <= 96) return launch_attention_decode<96>(l, a, is_cut);
-    if (width <= 128) return launch_attention_decode<128>(l, a, is_cut);
-    return width <= 192 ? launch_attention_decode<192>(l, a, is_cut) : launch_attention_decode<256>(l, a, is_cut);
+    if (width <= 64) return launch_attention_decode<64>(l, a, beside, is_cut);
+    if (width <= 96) return launch_attention_decode<96>(l, a, beside, is_cut);
+    if (width <= 128) return launch_attention_decode<128>(l, a, beside, is_cut);
+    return width <= 192 ? launch_attention_decode<192>(l, a, beside, is_cut) : launch_attention_decode<256>(l, a, beside, is_cut);
 }
 
-int32_t launch_many(const Launch &l, const pk_op_attention &op, const AttentionArguments &a) {
+int32_t launch_many(const Launch &l, const pk_op_attention &op, const AttentionArguments &a, const Beside &beside) {
     switch (padded_width(op)) {
-        case 64: return launch_attention_wgmma<64>(l, a);
-        case 128: return launch_attention_wgmma<128>(l, a);
-        case 192: return launch_attention_wgmma<192>(l, a);
-        default: return launch_attention_wgmma<256>(l, a);
+        case 64: return launch_attention_wgmma<64>(l, a, beside);
+        case 128: return launch_attention_wgmma<128>(l, a, beside);
+        case 192: return launch_attention_wgmma<192>(l, a, beside);
+        default: return launch_attention_wgmma<256>(l, a, beside);
     }
 }
 
@@ -68,7 +69,9 @@ int32_t check_attention(const pk_op_attention &op, int64_t at) {
 }
 
 // Rows of partial sums, at most, of shared prefixes (share.cu fills the device once) and of pieces of long contexts (attention_pieces.cuh).
-static int64_t shared_rows(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) { return max_rows * op.n_heads + 4ll * ctx->n_processors * 128; }
+static int64_t prefix_rows(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) { return max_rows * op.n_heads + ctx->n_processors * 128ll; }
+static int64_t piece_rows(const pk_ctx *ctx) { return 4ll * ctx->n_processors * 128; }
+static int64_t shared_rows(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) { return prefix_rows(ctx, op, max_rows) + piece_rows(ctx); }
 
 bool uses_share(const pk_ctx *ctx, const pk_op_attention &op) { return has_wgmma(ctx) && !is_invariant(ctx) && op.window == 0 && !is_other(op) && !needs_plain(op); }
 
@@ -141,7 +144,7 @@ int32_t launch_shared(const Launch &l, const pk_op_attention &op, bool is_ahead)
     place_shared(l, op, a);
     Launch own = l;
     own.overlap = is_ahead;
-    return launch_many(own, op, a);
+    return launch_many(own, op, a, {});
 }
 
 int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
@@ -152,19 +155,32 @@ int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     const bool is_invariant = pk::is_invariant(l.ctx);  // the wide kernel cuts by the number of tiles
     if (is_other(op)) return fits_wide(op, s.kv_page_stride) && !is_invariant ? launch_attention_wide(l, a, is_latent) : launch_attention_plain(l, a, is_latent);
     if (!has_whole_pieces(l, op)) return launch_attention_plain(l, a, false);
-    if (is_invariant) return launch_few(l, op, a, true);
+    if (is_invariant) return launch_few(l, op, a, {}, true);
     if (reads_share(l, op)) {
         place_shared(l, op, a);
         a.share_rows = share_of(s, l.share).rows;
         a.share_width = static_cast<int32_t>(padded_width(op));
     }
-    if (int32_t status = launch_few(l, op, a, false)) return status;
     // A bucket in which every row must be the decode kernel's needs no second launch.
-    if (l.decode_only || l.max_tokens * group <= 16 || l.max_tokens == 1) return PK_OK;
-    if (!has_wgmma(l.ctx)) return launch_attention_prefill(l, a);
+    if (l.decode_only || l.max_tokens * group <= 16 || l.max_tokens == 1) return launch_few(l, op, a, {});
+    if (!has_wgmma(l.ctx)) {
+        const int32_t status = launch_few(l, op, a, {});
+        return status ? status : launch_attention_prefill(l, a);
+    }
+    // Counters of decode's tiles, two a multiprocessor, lie in front.
+    Beside beside = {l.counters + 4 * l.ctx->n_processors, static_cast<int32_t>(reinterpret_cast<uintptr_t>(&op) >> 2 | 1), 0};
+    AttentionArguments many = a;
+    if (uses_share(l.ctx, op)) {
+        place_shared(l, op, many);
+        const int64_t first = prefix_rows(l.ctx, op, s.max_step_rows);
+        many.share_part += first * padded_width(op);
+        many.share_ml += first;
+        beside.max_parts = static_cast<int32_t>(piece_rows(l.ctx));
+    }
     Launch own = l;
     own.overlap = true;
-    return launch_many(own, op, a);
+    if (int32_t status = launch_many(own, op, many, beside)) return status;
+    return launch_few(own, op, a, beside);
 }
 
 }  // namespace pk

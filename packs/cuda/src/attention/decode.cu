@@ -8,7 +8,7 @@
 // partial sums; the last block to arrive joins them in order, and with them what the row shares with others (share.cu,
 // prefill_wgmma.cu): then only the positions after that are read here. Grid: persistent. KV: BF16, F16, FP8 (raw), F32 (converted).
 // Blocks begin while the kernels in front still run: rows, page tables and the keys and values of earlier steps are older than those, and
-// are read before the wait; q, and K and V of this step's tokens, after it.
+// are read before the wait; q, and K and V of this step's tokens, after it. Beside prefill (attention_beside.cuh) the wait is for what it tells.
 // Does not handle: rows that is_decode_row() leaves to prefill.
 // A second form (kCut) takes all rows, and its bits for a pair depend on the pair alone: segments are cut at fixed positions
 // (attention_cut.cuh), warps take groups by their place in the sequence, sums of segments are joined in order, wherever they are made.
@@ -129,25 +129,27 @@ __device__ void join_segments(const AttentionArguments &a, const Segment &s, con
 }
 
 template <int kD, int kKind, bool kTensor, bool kCut>
-__global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int n_parts) {
+__global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int n_parts, Beside beside) {
     extern __shared__ uint8_t raw[];
     uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     constexpr int kStages = kRingStages<kD, kKind>, kSize = kGroup<kD, kKind>;
     constexpr bool kTeams = !kCut && kHoldQ<kD>;
     __shared__ uint64_t full[kWarps][kStages];
-    __shared__ int warps[3 * kWarps];
+    __shared__ int warps[kSums * kWarps];
     __shared__ int is_last;
     __shared__ float merge_top[kWarps][16], merge_sum[kWarps][16];
     __shared__ float2 kept[2][kCut ? 16 : 1];  // largest logits and sums of the tile's segments so far; read and written in turns
-    __shared__ uint64_t q_full[kHoldQ<kD> ? kWarps : kQBuffers<kD>];
+    __shared__ uint64_t q_full[kHoldQ<kD> ? kWarps : kQBuffers<kD>], begun;
     uint8_t *q_at = shared + kWarps * kWarpBytes<kD, kKind>;
     float(*merge)[kMergeBytes<kD> / 4] = reinterpret_cast<float(*)[kMergeBytes<kD> / 4]>(q_at + kQBuffers<kD> * kQBytes<kD>);
     int *ends = reinterpret_cast<int *>(merge + kWarps);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = a.n_heads / a.n_kv_heads;
+    if (threadIdx.x == 0) ring_init(&begun, 1);
     if (threadIdx.x < kWarps * kStages) ring_init(&full[0][0] + threadIdx.x, kTensor ? 1 : 32);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if constexpr (kTensor) fence_async_proxy();
 #endif
+    const bool is_beside = !kCut && beside.words != nullptr;
     std::conditional_t<kCut, CutWork<kSize>, EvenWork<kSize>> work{a, ends};
     Segment s = {};
     CutPlace place = {}, next_place = {};
@@ -157,13 +159,29 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
         has_work = work.begin(warps, n_parts);
         if (has_work) work.next(s, place);
     } else {
-        work.begin(warps, kTeams ? 0 : 2);
+        work.is_beside = is_beside;
+        work.template begin<kD>(warps, kTeams ? 0 : 2, kKind == kF32 ? 2 : kShift<kKind>);
         if constexpr (kTeams) shift = work.shift;
         has_work = work.next(s);
     }
     const Team team(shift);
     if (threadIdx.x < kQBuffers<kD> << (2 - shift)) ring_init(&q_full[threadIdx.x], 32 << shift);
     __syncthreads();
+    int n_before = 0;  // blocks that knew before this one
+    auto wait_front = [&] {
+        if (is_beside) {
+            if (threadIdx.x == 0) {
+                wait_told(beside);
+                n_before = atomicAdd(beside.words + 1, 1);
+                ring_arrive(&begun);
+            }
+            while (!ring_ready(&begun, 0)) {}
+            fence_told();
+        } else {
+            wait_dependence();
+        }
+        release_dependents();
+    };
     if (has_work) {
         Warp<kD, kKind, kTensor> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, team};
         Segment next = s;
@@ -182,8 +200,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
             for (int n = turn == 0 ? -1 : 0;; ++n) {
                 w.fetch_until(s, next, n < 0 ? w.n_old(s) : n + kStages);
                 if (n < 0) {
-                    wait_dependence();
-                    release_dependents();
+                    wait_front();
                     ask_q<kD, kKind>(a, s, team, q_team, q_is_full);
                     continue;
                 }
@@ -273,10 +290,14 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
             place = next_place;
         }
     } else {
-        wait_dependence();
-        release_dependents();
+        wait_front();
     }
     clear_dead_rows(a);
+    // What comes next waits for this launch alone.
+    if (is_beside && threadIdx.x == 0 && n_before == static_cast<int>(gridDim.x) - 1) {
+        beside.words[0] = beside.words[1] = 0;
+        wait_dependence();
+    }
 }
 
 #if defined(PK_WGMMA)
@@ -299,7 +320,7 @@ bool make_maps(const Launch &l, const AttentionArguments &a, Maps *maps) {
 #endif
 
 template <int kD, int kKind>
-int32_t launch_kind(const Launch &l, const AttentionArguments &a, bool is_cut) {
+int32_t launch_kind(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut) {
     const dim3 grid(l.ctx->n_processors * (kD <= 128 ? 2 : 1)), block(kThreads);
     const int64_t bytes = 1024 + kWarps * kWarpBytes<kD, kKind> + kQBuffers<kD> * kQBytes<kD> + kWarps * kMergeBytes<kD> + a.max_rows * 4;
     // Segments of tiles that several blocks share have a place each, then every block has one.
@@ -312,22 +333,22 @@ int32_t launch_kind(const Launch &l, const AttentionArguments &a, bool is_cut) {
     own.overlap = true;  // blocks set themselves up while q, K and V are made
     if constexpr (kKind != kF32)
         if (make_maps<kD, kKind>(l, a, &maps))
-            return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, true> : attention_decode_kernel<kD, kKind, true, false>, grid, block, bytes, a, maps, n_parts);
+            return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, true> : attention_decode_kernel<kD, kKind, true, false>, grid, block, bytes, a, maps, n_parts, beside);
 #endif
-    return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, true> : attention_decode_kernel<kD, kKind, false, false>, grid, block, bytes, a, maps, n_parts);
+    return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, true> : attention_decode_kernel<kD, kKind, false, false>, grid, block, bytes, a, maps, n_parts, beside);
 }
 
 }  // namespace
 
 template <int kD>
-int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, bool is_cut) {
+int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut) {
     switch (a.kv_format) {
-        case PK_BF16: return launch_kind<kD, kBf16>(l, a, is_cut);
-        case PK_F16: return launch_kind<kD, kF16>(l, a, is_cut);
-        case PK_FP8_E4M3: return launch_kind<kD, kFp8>(l, a, is_cut);
-        default: return launch_kind<kD, kF32>(l, a, is_cut);
+        case PK_BF16: return launch_kind<kD, kBf16>(l, a, beside, is_cut);
+        case PK_F16: return launch_kind<kD, kF16>(l, a, beside, is_cut);
+        case PK_FP8_E4M3: return launch_kind<kD, kFp8>(l, a, beside, is_cut);
+        default: return launch_kind<kD, kF32>(l, a, beside, is_cut);
     }
 }
-template int32_t launch_attention_decode<PK_WIDTH>(const Launch &l, const AttentionArguments &a, bool is_cut);
+template int32_t launch_attention_decode<PK_WIDTH>(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut);
 
 }  // namespace pk

@@ -266,13 +266,14 @@ __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &
 
 // kStaged: FP8 whose bytes come into a stage first.
 template <int kD, bool kHalf, bool kCopy, bool kCap, bool kStaged>
-__device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &maps, int max_parts) {
+__device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &maps, const Beside &beside) {
     extern __shared__ uint8_t raw[];
     uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     __shared__ Barriers b;
     __shared__ TileItem items[kItems];
     __shared__ int warps[kThreads / 32];
-    __shared__ int total, n_items;
+    __shared__ int total;
+    __shared__ Counts counts;
     __shared__ Pieces pieces;
     int *ends = reinterpret_cast<int *>(shared + kEndsAt<kD>);
     if (threadIdx.x == 0) {
@@ -291,23 +292,32 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
         for (int i = 0; i < kItems; ++i) barrier_init(&b.item_full[i], 1);
         fence_async_proxy();
     }
-    wait_dependence();
-    release_dependents();
-    Work work = {ends, 0, &n_items, nullptr};
+    Work work = {ends, 0, &counts, nullptr};
+    int n_blocks = gridDim.x;
     if (a.share_head != nullptr) {
+        wait_dependence();
+        release_dependents();
         work.n_tiles = schedule_shared(a, ends, warps, &total);
     } else {
+        release_dependents();  // decode's blocks: they wait for what is in front as these do
         work.n_tiles = schedule_rows<kThreads, kPairs, kTile<kD>>(a, ends, warps, &total, pieces);
-        if (cut_tiles<kThreads, kPairs>(a, work.n_tiles, max_parts, pieces)) work.pieces = &pieces;
+        n_blocks = pieces.load.prefill_blocks<kD, kTile<kD>>(a, n_blocks, a.n_kv_heads * (a.head_width + a.v_width) * (a.kv_format == PK_F32 ? 4 : a.kv_format == PK_FP8_E4M3 ? 1 : 2));
+        if (cut_tiles<kThreads, kPairs>(a, work.n_tiles, n_blocks, beside.max_parts, pieces)) work.pieces = &pieces;
     }
     __syncthreads();
     int n_mine = 0;
-    if (work.pieces != nullptr)
-        n_mine = list_places(pieces, a.n_kv_heads);
-    else
-        while (nth_of_whole(n_mine) < n_whole(a, work)) ++n_mine;
+    const bool is_spare = static_cast<int>(blockIdx.x) >= n_blocks;
+    if (!is_spare && work.pieces != nullptr)
+        n_mine = list_places(pieces, a.n_kv_heads, n_blocks);
+    else if (!is_spare)
+        while (nth_of_whole(n_mine, n_blocks) < n_whole(a, work)) ++n_mine;
+    if (a.share_head == nullptr) {
+        if (is_spare || (n_mine == 0 && work.pieces == nullptr && blockIdx.x > 0)) return;  // its multiprocessor is decode's
+        wait_dependence();
+        if (blockIdx.x == 0 && threadIdx.x == 0) tell(beside);
+    }
     if (threadIdx.x == 0) {
-        n_items = n_mine;
+        counts = {n_mine, n_blocks};
         if (work.pieces == nullptr) pieces.n_parts = 0;
     }
     __syncthreads();
@@ -318,29 +328,29 @@ __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &
         else if constexpr (!kCopy)
             produce_converted<kD, kHalf>(a, shared, work, b, items);
         else if (threadIdx.x < 32)
-            produce_copied<kD>(a, maps, shared, b, items, n_items);
+            produce_copied<kD>(a, maps, shared, b, items, counts.n_items);
         else
             produce_q<kD, kHalf>(a, shared, work, b, items);
     } else {
         more_registers<kCopy ? 224 : 216>();
-        consume<kD, kHalf, kCap, kStaged ? 1 : kQBuffers<kD>>(a, shared, b, items, n_items);
-        if (pieces.n_parts > 0) join_pieces<kPairs, kD, 8>(a, pieces, (threadIdx.x >> 5) - 4);
+        consume<kD, kHalf, kCap, kStaged ? 1 : kQBuffers<kD>>(a, shared, b, items, counts.n_items);
+        if (pieces.n_parts > 0) join_pieces<kPairs, kD, 8>(a, pieces, beside.words + 2, counts.n_blocks, (threadIdx.x >> 5) - 4);
     }
 }
 
 #endif
 
 template <int kD, bool kHalf, bool kCap>
-__global__ void __launch_bounds__(kThreads, 1) attention_wgmma_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int max_parts) {
+__global__ void __launch_bounds__(kThreads, 1) attention_wgmma_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, Beside beside) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    attend<kD, kHalf, true, kCap, false>(a, maps, max_parts);
+    attend<kD, kHalf, true, kCap, false>(a, maps, beside);
 #endif
 }
 // For K and V that tensor copies cannot bring.
 template <int kD, bool kHalf, bool kStaged>
-__global__ void __launch_bounds__(kThreads, 1) attention_converting_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int max_parts) {
+__global__ void __launch_bounds__(kThreads, 1) attention_converting_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, Beside beside) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    attend<kD, kHalf, false, true, kStaged>(a, maps, max_parts);
+    attend<kD, kHalf, false, true, kStaged>(a, maps, beside);
 #endif
 }
 
@@ -369,27 +379,18 @@ bool make_maps(const Launch &l, const AttentionArguments &a, Maps *maps) {
 }  // namespace
 
 template <int kD>
-int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a) {
+int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a, const Beside &beside) {
     const int64_t bytes = 1024 + kEndsAt<kD> + a.max_rows * 4;
     const dim3 grid(l.ctx->n_processors), block(kThreads);
     const bool half = a.kv_format == PK_F16 || a.kv_format == PK_FP8_E4M3;
     const bool cap = a.softcap > 0.0f || a.scale <= 0.0f;
     Maps maps = {};
-    AttentionArguments own = a;
-    int max_parts = 0;
-    if (a.share_head == nullptr) {
-        // Pieces of tiles have what attention_scratch() asked for: nothing else is in it while they run.
-        const int64_t asked = 4ll * grid.x * (16 * 256 + 32) * 4 + 4ll * grid.x * kPairs * (kD + 2) * 4;
-        max_parts = static_cast<int>((asked < l.scratch_bytes ? asked : l.scratch_bytes) / ((kD + 2) * 4));
-        own.share_part = reinterpret_cast<float *>(l.scratch);
-        own.share_ml = reinterpret_cast<float2 *>(own.share_part + static_cast<int64_t>(max_parts) * kD);
-    }
-    auto start = [&](auto kernel) { return launch(l, "attention prefill", kernel, grid, block, bytes, own, maps, max_parts); };
+    auto start = [&](auto kernel) { return launch(l, "attention prefill", kernel, grid, block, bytes, a, maps, beside); };
     if (!make_maps<kD>(l, a, &maps)) return half ? start(attention_converting_kernel<kD, true, false>) : start(attention_converting_kernel<kD, false, false>);
     if (a.kv_format == PK_FP8_E4M3) return start(attention_converting_kernel<kD, true, kHasStage<kD>>);
     if (half) return cap ? start(attention_wgmma_kernel<kD, true, true>) : start(attention_wgmma_kernel<kD, true, false>);
     return cap ? start(attention_wgmma_kernel<kD, false, true>) : start(attention_wgmma_kernel<kD, false, false>);
 }
-template int32_t launch_attention_wgmma<PK_WIDTH>(const Launch &l, const AttentionArguments &a);
+template int32_t launch_attention_wgmma<PK_WIDTH>(const Launch &l, const AttentionArguments &a, const Beside &beside);
 
 }  // namespace pk
