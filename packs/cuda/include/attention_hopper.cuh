@@ -343,7 +343,7 @@ __device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, 
 // An item's operands are K of its first tile, then K of the next one and V of the one before in turn, and V of the last.
 template <int kD>
 __device__ void produce_widened(const AttentionArguments &a, const Maps &maps, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
-    constexpr int kT = kTile<kD>, kWide = kD / 16, kLoads = kT * kWide / 128, kBatch = 2;
+    constexpr int kT = kTile<kD>, kWide = kD / 16, kLoads = kT * kWide / 128;
     const int tid = threadIdx.x, rows = min(a.page_tokens, kT), n_boxes = kT / rows, n_items = work.counts->n_items;
     uint8_t *stage = shared + kQBytes<kD>;
     auto operand = [](int index, int n_steps, int *step) {  // whether it is V, and of which tile
@@ -415,20 +415,24 @@ __device__ void produce_widened(const AttentionArguments &a, const Maps &maps, u
             uint8_t *to = shared + kRingAt<kD> + ((is_v ? kStages : 0) + ring.at) * kPartBytes<kD>;
             // Unwritten values may be no numbers, which no weight of zero cancels: they become zeros.
             const bool is_edge = is_v && (at < item.row_first || at + kT > item.row_end);
-#pragma unroll 1
-            for (int j = 0; j < kLoads; j += kBatch) {
-                uint4 x[kBatch];
+            // Eight neighbouring threads have half a row and the other half of the next one: so all banks take part where they load and where they store.
+            const int in = tid % (2 * kWide), odd = in / (kWide / 2) & 1, row = tid / (2 * kWide) * 2 + odd, piece = in % (kWide / 2) + kWide / 2 * (odd ^ in / kWide);
+            constexpr int kRows = 128 / kWide;  // of a load of all threads: whole blocks of eight
+            static_assert(kRows % 8 == 0);
+            uint4 x[kLoads];
 #pragma unroll
-                for (int l = 0; l < kBatch; ++l) x[l] = *reinterpret_cast<const uint4 *>(from + ((j + l) * 128 + tid) * 16);
+            for (int j = 0; j < kLoads; ++j) x[j] = *reinterpret_cast<const uint4 *>(from + (row + j * kRows) * kD + 16 * piece);
+            if (is_edge) {
 #pragma unroll
-                for (int l = 0; l < kBatch; ++l) {
-                    const int i = (j + l) * 128 + tid, row = i / kWide, piece = i % kWide;
-                    uint4 w[2];
-                    widen(x[l], w);
-                    if (is_edge && (at + row < item.row_first || at + row >= item.row_end)) w[0] = w[1] = make_uint4(0, 0, 0, 0);
-                    *reinterpret_cast<uint4 *>(to + block_offset<kD>(row, 2 * piece)) = w[0];
-                    *reinterpret_cast<uint4 *>(to + block_offset<kD>(row, 2 * piece + 1)) = w[1];
-                }
+                for (int j = 0; j < kLoads; ++j)
+                    if (const int p = at + row + j * kRows; p < item.row_first || p >= item.row_end) x[j] = make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int j = 0; j < kLoads; ++j) {
+                uint4 w[2];
+                widen(x[j], w);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) *reinterpret_cast<uint4 *>(to + block_offset<kD>(row, 2 * piece + half) + j * kRows / 8 * (kD / 64 * 1024)) = w[half];
             }
             fence_async_proxy();
             barrier_arrive(is_v ? &b.v_full[ring.at] : &b.k_full[ring.at]);

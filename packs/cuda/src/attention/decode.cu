@@ -131,7 +131,7 @@ __device__ void join_segments(const AttentionArguments &a, const Segment &s, con
 template <int kD, int kKind, bool kTensor, bool kCut>
 __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int n_parts, Beside beside) {
     extern __shared__ uint8_t raw[];
-    uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+    uint8_t *shared = raw + (-shared_address(raw) & 1023);  // not by way of a number: the compiler would take it for any memory
     constexpr int kStages = kRingStages<kD, kKind>, kSize = kGroup<kD, kKind>;
     constexpr bool kTeams = !kCut && kHoldQ<kD>;
     __shared__ uint64_t full[kWarps][kStages];

@@ -268,7 +268,7 @@ __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &
 template <int kD, bool kHalf, bool kCopy, bool kCap, bool kStaged>
 __device__ __forceinline__ void attend(const AttentionArguments &a, const Maps &maps, const Beside &beside) {
     extern __shared__ uint8_t raw[];
-    uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+    uint8_t *shared = raw + (-shared_address(raw) & 1023);  // not by way of a number: the compiler would take it for any memory
     __shared__ Barriers b;
     __shared__ TileItem items[kItems];
     __shared__ int warps[kThreads / 32];
