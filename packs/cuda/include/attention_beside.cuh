@@ -51,20 +51,24 @@ struct BesideLoad {
         steps = __reduce_add_sync(~0u, steps);
     }
 
-    // Multiprocessors that prefill's blocks take, of n; all lanes of a warp. row_bytes: of a position's keys and values, all heads.
+    // Multiprocessors that prefill's blocks take, of n; all lanes of a warp, each tries a number. row_bytes: of a position's keys and values, all heads.
     template <int kD, int kT>
     __device__ __forceinline__ int prefill_blocks(const AttentionArguments &a, int n, int row_bytes) const {
         if (seen == 0 || tiles == 0) return n;
-        // Times on an H200 in ns: of a step, of an item beside its steps, until a kernel's blocks are at work; bytes that a multiprocessor reads in one.
-        constexpr float kStep = 1850.0f * kT * kD / (128 * 128), kItem = 6000.0f, kBegin = 4000.0f, kRate = 35.0f;
-        const float items = static_cast<float>(tiles * a.n_kv_heads), all_steps = static_cast<float>(steps) * a.n_kv_heads, mean = all_steps / items;
+        // On an H200, ns: a step; an item beside its steps; before prefill's first item, and what cut tiles take beside their steps; before decode's first keys.
+        const float step = (a.kv_format == PK_FP8_E4M3 ? 2700.0f : 1700.0f) * kT * kD / (128 * 128);
+        constexpr float kItem = 5200.0f, kBegin = 5500.0f, kPieces = 21000.0f, kDecode = 7500.0f, kOverlap = 2000.0f;
+        constexpr float kRate = 3000.0f, kRateOfOne = 42.0f;  // bytes a ns that decode reads at most, and a multiprocessor
+        constexpr float kLost = 0.4f;                         // of prefill's time while decode reads
+        const float items = static_cast<float>(tiles * a.n_kv_heads), all_steps = static_cast<float>(steps) * a.n_kv_heads, mean = all_steps / items, bytes = 16.0f * seen * row_bytes;
         auto prefill = [&](float blocks) {
-            const float whole = ceilf(items / blocks) * (kItem + mean * kStep);
-            return mean > 8.0f ? fminf(whole, 2.0f * kItem + all_steps / blocks * kStep) : whole;
+            const float whole = kBegin + ceilf(items / blocks) * (kItem + mean * step);
+            return mean > 8.0f ? fminf(whole, kPieces + all_steps / blocks * step) : whole;
         };
-        auto decode = [&](float blocks) { return kBegin + 16.0f * seen * row_bytes / (blocks * kRate); };
+        auto decode = [&](float blocks) { return kDecode + bytes / fminf(kRate, kRateOfOne * blocks); };
         const int mine = (threadIdx.x & 31) * 4 + 4;
-        const float after = prefill(n) + decode(n) - kBegin, beside = mine < n ? fmaxf(prefill(mine), decode(n - mine)) : after;
+        const float after = prefill(n) + decode(n) - kOverlap, alone = prefill(mine), together = alone + kLost * fminf(alone / (1.0f - kLost), bytes / kRate);
+        const float beside = mine < n ? fmaxf(together, decode(n - mine)) : after;
         const int best = __reduce_min_sync(~0u, (static_cast<int>(fminf(beside, 4e8f)) >> 3) << 5 | (threadIdx.x & 31));
         return (best >> 5) << 3 < static_cast<int>(fminf(after, 4e8f)) ? 4 * (best & 31) + 4 : n;
     }
