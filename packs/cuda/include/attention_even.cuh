@@ -16,11 +16,11 @@ constexpr int kSums = 6;              // ints of a warp that EvenWork counts by
 // team, of a join of blocks. Of what the longest head takes beyond the mean, half is lost.
 constexpr int kGroupTime = 85, kShareTime = 49, kHeadTime = 200, kJoinTime = 250, kNever = 1 << 25;
 
-template <int kSize>
+// kBeside: prefill may run at the same time.
+template <int kSize, bool kBeside>
 struct EvenWork {
     const AttentionArguments &a;
     int *ends;
-    bool is_beside = false;           // prefill runs at the same time
     int at = 0, until = 0, per = 0;   // heads, or (per > 0) groups
     int parts = 1, shift = 2;         // of a head; log2 of a team's warps
 
@@ -53,7 +53,7 @@ struct EvenWork {
             const RowWork w = read_row(r, &start, &position);
             asm volatile("" ::"r"(a.row_slot[r]));  // next() will find it near
             if (r >= a.info->n_rows) continue;
-            if (is_beside) load->template add<kT>(a, w.end - position, position, a.row_flags[r], a.share_rows != nullptr ? a.share_rows[r].tokens : 0);
+            if constexpr (kBeside) load->template add<kT>(a, w.end - position, position, a.row_flags[r], a.share_rows != nullptr ? a.share_rows[r].tokens : 0);
             if (w.tiles == 0) continue;
             total += w.tiles * w.groups;
             most = max(most, w.groups);
@@ -62,15 +62,17 @@ struct EvenWork {
         total = __reduce_add_sync(~0u, total);
         most = __reduce_max_sync(~0u, most);
         pairs = __reduce_max_sync(~0u, pairs);
-        load->sum_warp();
+        if constexpr (kBeside) load->sum_warp();
         if ((threadIdx.x & 31) == 0) {
             int *mine = sums + kSums * (threadIdx.x >> 5);
             mine[0] = total;
             mine[1] = most;
             mine[2] = pairs;
-            mine[3] = load->seen;
-            mine[4] = load->tiles;
-            mine[5] = load->steps;
+            if constexpr (kBeside) {
+                mine[3] = load->seen;
+                mine[4] = load->tiles;
+                mine[5] = load->steps;
+            }
         }
         __syncthreads();
         total = *longest = *n_pairs = 0;
@@ -80,9 +82,11 @@ struct EvenWork {
             total += sums[kSums * i];
             *longest = max(*longest, sums[kSums * i + 1]);
             *n_pairs = max(*n_pairs, sums[kSums * i + 2]);
-            load->seen += sums[kSums * i + 3];
-            load->tiles += sums[kSums * i + 4];
-            load->steps += sums[kSums * i + 5];
+            if constexpr (kBeside) {
+                load->seen += sums[kSums * i + 3];
+                load->tiles += sums[kSums * i + 4];
+                load->steps += sums[kSums * i + 5];
+            }
         }
         return total * a.n_kv_heads;
     }
@@ -116,7 +120,7 @@ struct EvenWork {
         if (total == 0) return;
         constexpr int kAbreast = kD <= 128 ? 2 : 1;
         int n_blocks = gridDim.x;
-        if (is_beside && load.tiles > 0) {
+        if (kBeside && load.tiles > 0) {
             const int n = n_blocks / kAbreast, taken = load.prefill_blocks<kD, kT>(a, n, a.n_kv_heads * (a.head_width + a.v_width) << element_shift);
             if (taken < n) n_blocks = (n - taken) * kAbreast;
         }

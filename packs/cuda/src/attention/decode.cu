@@ -128,11 +128,15 @@ __device__ void join_segments(const AttentionArguments &a, const Segment &s, con
     }
 }
 
-template <int kD, int kKind, bool kTensor, bool kCut>
+// How a launch takes its rows: alone, with prefill in front that lets it begin (attention_beside.cuh), or cut at fixed positions.
+enum Form { kIsAlone, kIsBeside, kIsCut };
+
+template <int kD, int kKind, bool kTensor, Form kForm>
 __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int n_parts, Beside beside) {
     extern __shared__ uint8_t raw[];
-    uint8_t *shared = raw + (-shared_address(raw) & 1023);  // not by way of a number: the compiler would take it for any memory
+    uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     constexpr int kStages = kRingStages<kD, kKind>, kSize = kGroup<kD, kKind>;
+    constexpr bool kCut = kForm == kIsCut, kBeside = kForm == kIsBeside;
     constexpr bool kTeams = !kCut && kHoldQ<kD>;
     __shared__ uint64_t full[kWarps][kStages];
     __shared__ int warps[kSums * kWarps];
@@ -144,13 +148,12 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     float(*merge)[kMergeBytes<kD> / 4] = reinterpret_cast<float(*)[kMergeBytes<kD> / 4]>(q_at + kQBuffers<kD> * kQBytes<kD>);
     int *ends = reinterpret_cast<int *>(merge + kWarps);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = a.n_heads / a.n_kv_heads;
-    if (threadIdx.x == 0) ring_init(&begun, 1);
+    if (kBeside && threadIdx.x == 0) ring_init(&begun, 1);
     if (threadIdx.x < kWarps * kStages) ring_init(&full[0][0] + threadIdx.x, kTensor ? 1 : 32);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     if constexpr (kTensor) fence_async_proxy();
 #endif
-    const bool is_beside = !kCut && beside.words != nullptr;
-    std::conditional_t<kCut, CutWork<kSize>, EvenWork<kSize>> work{a, ends};
+    std::conditional_t<kCut, CutWork<kSize>, EvenWork<kSize, kBeside>> work{a, ends};
     Segment s = {};
     CutPlace place = {}, next_place = {};
     bool has_work;
@@ -159,7 +162,6 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
         has_work = work.begin(warps, n_parts);
         if (has_work) work.next(s, place);
     } else {
-        work.is_beside = is_beside;
         work.template begin<kD>(warps, kTeams ? 0 : 2, kKind == kF32 ? 2 : kShift<kKind>);
         if constexpr (kTeams) shift = work.shift;
         has_work = work.next(s);
@@ -169,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     __syncthreads();
     int n_before = 0;  // blocks that knew before this one
     auto wait_front = [&] {
-        if (is_beside) {
+        if constexpr (kBeside) {
             if (threadIdx.x == 0) {
                 wait_told(beside);
                 n_before = atomicAdd(beside.words + 1, 1);
@@ -294,7 +296,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     }
     clear_dead_rows(a);
     // What comes next waits for this launch alone.
-    if (is_beside && threadIdx.x == 0 && n_before == static_cast<int>(gridDim.x) - 1) {
+    if (kBeside && threadIdx.x == 0 && n_before == static_cast<int>(gridDim.x) - 1) {
         beside.words[0] = beside.words[1] = 0;
         wait_dependence();
     }
@@ -333,9 +335,10 @@ int32_t launch_kind(const Launch &l, const AttentionArguments &a, const Beside &
     own.overlap = true;  // blocks set themselves up while q, K and V are made
     if constexpr (kKind != kF32)
         if (make_maps<kD, kKind>(l, a, &maps))
-            return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, true> : attention_decode_kernel<kD, kKind, true, false>, grid, block, bytes, a, maps, n_parts, beside);
+            return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, kIsCut> : beside.words != nullptr ? attention_decode_kernel<kD, kKind, true, kIsBeside> : attention_decode_kernel<kD, kKind, true, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside);
 #endif
-    return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, true> : attention_decode_kernel<kD, kKind, false, false>, grid, block, bytes, a, maps, n_parts, beside);
+    // Without boxes a launch is never beside: it waits for prefill, whose word nobody asks for then.
+    return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, kIsCut> : attention_decode_kernel<kD, kKind, false, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside);
 }
 
 }  // namespace
