@@ -19,24 +19,41 @@ __device__ __forceinline__ void load_beside(const SkinnyArguments &a, const Skin
 
 // v: sums of rows `row` and row + 8; tile: of 16 columns of y.
 __device__ __forceinline__ void end_tile(const SkinnyArguments &a, const SkinnyWeight &w, int tile, int row, int n0, int n_rows, int lane, const float *factors, const float (&v)[4], const float (&old)[4], const float (&gain)[2]) {
-    float squares[2] = {0.0f, 0.0f};
-    const bool is_usual = a.act == PK_ACT_NONE && a.softcap <= 0.0f;
+    float out[4], squares[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const bool is_here = row + 8 * h < w.rows;
+        const float f0 = w.scale * a.scale * (is_here && w.row_scale ? w.row_scale[row + 8 * h] : 1.0f), b0 = is_here && w.bias ? w.bias[row + 8 * h] * a.scale : 0.0f;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) out[2 * h + e] = v[2 * h + e] * (f0 * factors[n0 + e]) + b0;
+    }
+    if (a.act == PK_ACT_NONE && a.softcap <= 0.0f) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[i] += old[i];
+    } else {
+        // Once in the code, and no function: a call would hold the kernel to the registers that it is launched with.
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+            const float beside = i == 0 ? old[0] : i == 1 ? old[1] : i == 2 ? old[2] : old[3];
+            float u = a.act != PK_ACT_NONE ? out[0] * activate(beside, a.act) : out[0];
+            if (a.softcap > 0.0f) u = a.softcap * quick_tanh(u / a.softcap);
+            if (a.act == PK_ACT_NONE) u += beside;
+            out[0] = out[1]; out[1] = out[2]; out[2] = out[3]; out[3] = u;
+        }
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         if (row + 8 * h >= w.rows) continue;
-        const float f0 = w.scale * a.scale * (w.row_scale ? w.row_scale[row + 8 * h] : 1.0f), b0 = w.bias ? w.bias[row + 8 * h] * a.scale : 0.0f;
         const int64_t column = w.first_column + row + 8 * h;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int n = n0 + e;
             if (n >= n_rows) continue;
-            float out = v[2 * h + e] * (f0 * factors[n]) + b0;
-            if (is_usual) out += old[2 * h + e];
-            else out = unusual_output(out, old[2 * h + e], a.act, a.softcap);
-            squares[e] += out * out;
-            if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = out;
-            else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(out);
-            if (a.norm.out != nullptr) static_cast<bf16 *>(a.norm.out)[n * a.norm.out_stride + column] = __float2bfloat16(out * gain[h]);
+            const float u = out[2 * h + e];
+            squares[e] += u * u;
+            if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = u;
+            else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(u);
+            if (a.norm.out != nullptr) static_cast<bf16 *>(a.norm.out)[n * a.norm.out_stride + column] = __float2bfloat16(u * gain[h]);
         }
     }
     if (a.norm.out == nullptr) return;
@@ -44,7 +61,7 @@ __device__ __forceinline__ void end_tile(const SkinnyArguments &a, const SkinnyW
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
         for (int far = 4; far < 32; far *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], far);
-        if (lane < 4) a.norm.squares[tile * a.norm.stride + n0 + e] = squares[e];
+        if (lane < 4 && n_rows > 0) a.norm.squares[tile * a.norm.stride + n0 + e] = squares[e];
     }
 }
 

@@ -4,8 +4,8 @@
 
 namespace pk {
 
-// Rows of x, and with weights in block formats, whose skinny kernel is faster with more; heads of queries, keys and values that a product can end; tiles of 16 rows of W that a block multiplies at once.
-constexpr int64_t kFlatRows = 32, kFlatBlockRows = 16, kFlatHeads = 80;
+// Rows of x; heads of queries, keys and values that a product can end; tiles of 16 rows of W that a block multiplies at once.
+constexpr int64_t kFlatRows = 32, kFlatHeads = 80;
 constexpr int kFlatMostTiles = 6;
 
 // The launch numbers of blocks, and packets of sums of squares: [tile of a head][kFlatRows].

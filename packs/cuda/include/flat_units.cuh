@@ -1,112 +1,80 @@
-// Flat matmul of block formats on Hopper: y[rows, N] = x[rows, K] W^T for 3 to 16 rows, every weight decoded once.
+// Flat matmul of block formats on Hopper: y[rows, N] = x[rows, K] W^T for 3 to 32 rows, every weight decoded once.
 //
-// A cluster of blocks takes neighbouring pairs of tiles of 16 rows of W; each of its blocks a part of K, so that it reads that part of x only. A block's
-// warps lie kWM along the pairs and kWK along K. A warp copies its own units into its own ring, the first of them before the kernels ahead are done, and
-// needs nobody's leave for it; rows of x come in chunks of a unit's K that all warps share. Sums go straight to the block of the cluster, and the warp,
-// that ends them. Pairs are neighbours, gate and up, or 64 rows apart in a head. Does not handle: K that is no multiple of a unit's, more than 16 rows.
+// A cluster of two blocks takes neighbouring pairs of tiles of 16 rows of W; each of its blocks half of K, so that it reads that half of x only. Two pairs are a
+// quad: a warpgroup's, whose warps decode a tile each for wgmma, with x in its own order behind it (flat_part.cuh). Warpgroups lie along K or along quads. One warp
+// copies units of weights into a ring, the first of them before the kernels ahead are done, one x. Sums go straight to the block of the cluster, and the warp, that
+// ends them. Pairs are neighbours, gate and up, or 64 rows apart in a head. Does not handle: K that is no multiple of a unit's, more than 32 rows.
 #pragma once
 #include "flat_end.cuh"
+#include "flat_part.cuh"
+#include "wgmma_skinny.cuh"
 
 namespace pk {
 
+constexpr int kUnitGroups = 3, kUnitWarps = 4 * kUnitGroups, kUnitThreads = kUnitWarps * 32 + 128;
+constexpr int kUnitQuads = 2;  // of a warpgroup at once
+constexpr int kUnitXSlots = 16, kUnitWSlots = 16, kUnitLeastXSlots = kUnitGroups, kUnitLeastWSlots = kUnitGroups * kUnitQuads;  // least: a step that a group takes
+static_assert(4 * kUnitGroups * kUnitQuads <= 32 && kUnitThreads / 32 >= kUnitXSlots);  // a tile of a pass has a lane of the warp that copies it, a slot the warp that begins it
+
 struct UnitsDeal {
-    int32_t cluster_log, n_clusters;         // of one block or two
-    int32_t n_pairs, n_passes;
-    int32_t along_pairs, along_k;            // warps; as many pairs are a pass of a cluster
-    int32_t n_units;                         // along K, of a tile
-    int32_t x_slots, w_slots;                // of a block; of a warp
+    int32_t pairs_each, pairs_left;  // of a cluster, and of how many clusters one more
+    int32_t n_passes, pass_pairs;
+    int32_t along_k;           // warpgroups, or one; the others lie along quads
+    int32_t x_users;           // warps that multiply a unit of x
+    int32_t n_units;           // along K, of a tile
+    int32_t x_slots, w_slots;
     int32_t first_pair[3];
     FlatPackets packets;
 };
-
-constexpr int kUnitWarps = 12, kUnitThreads = kUnitWarps * 32 + 128, kUnitXSlots = 32, kUnitWSlots = 8;
 
 template <int kFormat, int kNT>
 struct UnitsShape {
     using U = Unit<kFormat>;
     static constexpr int kN8 = kNT / 8, kXBytes = kNT * U::kU * 2;  // [64 of K][row][128 bytes, swizzled]
+    static constexpr int kChunks = U::kU / 64, kWBytes = 4 * U::kBytes;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Column r of a product is row seen_row(r) of eight rows of x: what a half of a warp reads of them at once lies in different banks. Columns 2q and 2q + 1
-// are rows two apart.
-__device__ __forceinline__ int seen_row(int r) { return (r << 1 & 7) | r >> 2; }
 __device__ __forceinline__ void copy_box3(uint32_t to, const CUtensorMap *map, int x, int y, int z, uint64_t *barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to), "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z) : "memory");
 }
-// To the same place of block `rank` of a cluster of several, whose barrier counts the bytes.
-__device__ __forceinline__ void send_pair(uint32_t to, float v, float u, uint64_t *barrier, int rank) {
-    asm volatile(
-        "{\n.reg .b32 t, b;\nmapa.shared::cluster.u32 t, %0, %4;\nmapa.shared::cluster.u32 b, %3, %4;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [t], {%1,%2}, [b];\n}" ::"r"(to), "f"(v), "f"(u), "r"(shared_address(barrier)), "r"(rank)
-        : "memory");
+__device__ __forceinline__ void prefetch_map(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// Arguments come through a cache of their own, one trip a line: every warp asks for another line before anybody needs one, and lays down what it got, or the
+// compiler would not ask.
+__device__ __forceinline__ void ask_for_arguments(const SkinnyArguments &a, const UnitsDeal &deal, int warp, uint32_t to) {
+    auto ask = [&](const void *v) { asm volatile("st.shared.b64 [%0], %1;" ::"r"(to), "l"(v) : "memory"); };
+    auto ask_number = [&](int v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); };
+    if (warp == 0) ask(a.w[0].data);
+    if (warp == 1) ask_number(a.w[0].first_column);
+    if (warp == 2) ask(a.w[1].bias);
+    if (warp == 3) ask(a.w[2].bias);
+    if (warp == 4) ask(a.norm.out);
+    if (warp == 5) ask_number(a.norm.stride);
+    if (warp == 6) ask(a.heads.k_norm);
+    if (warp == 7) ask(a.heads.page);
+    if (warp == 8) ask_number(a.heads.kv_format);
+    if (warp == 9) ask(a.info);
+    if (warp == 10) ask_number(a.n_w);
+    if (warp == 11) ask_number(a.max_rows);
+    if (warp == 12) ask(deal.packets.squares);
 }
-
-__device__ __forceinline__ void shared_store2(uint32_t at, float v, float u) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(v), "f"(u) : "memory"); }
-
-// Puts what belongs to the 64 elements behind these where that of the first 64 was.
-template <int kFormat>
-__device__ __forceinline__ void next_64(Part<kFormat, true> &part) {
-    using U = Unit<kFormat>;
-    constexpr int kRowWords = U::kScaleWords / 2;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        uint32_t *w = part.u.scale + row * kRowWords;
-        if constexpr (U::kScale == Scale::kBytesMin) {
-            w[0] = __funnelshift_r(w[0], w[1], 16);
-            w[1] >>= 16;
-            w[2] = __funnelshift_r(w[2], w[3], 16);
-            w[3] >>= 16;
-        } else {
-            static_assert(64 / U::kGroup * (U::kScale == Scale::kHalf ? 2 : 1) == 4);  // bytes of a row's scales: a word
-#pragma unroll
-            for (int i = 0; i + 1 < kRowWords; ++i) w[i] = w[i + 1];
-        }
-#pragma unroll
-        for (int i = 0; i + 1 < U::kHighWords / 2; ++i) part.u.high[row * (U::kHighWords / 2) + i] = part.u.high[row * (U::kHighWords / 2) + i + 1];
+// A place in a ring whose length the launch knows.
+struct UnitsTurn {
+    int slot = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void advance(int by, int slots) {
+        for (slot += by; slot >= slots; slot -= slots) phase ^= 1;
     }
-}
-// A unit of each of two tiles by the chunk of x. at: where a lane's elements lie, by 16 of 64 of K. Returns what was read last.
-template <int kFormat, int kNT>
-__device__ __forceinline__ uint32_t multiply_units(float (&acc)[2][kNT / 8][4], uint32_t w0, uint32_t w1, uint32_t x, const uint32_t (&at)[4], const Opaque &constants, int lane) {
-    using S = UnitsShape<kFormat, kNT>;
-    using U = Unit<kFormat>;
-    Part<kFormat, true> part[2];
-    part[0].begin(w0, 0, lane);
-    part[1].begin(w1, 0, lane);
-    uint32_t used = 0;
-    // A rolled loop: 3 kB of code instead of 12.
-#pragma unroll 1
-    for (int c = 0; c < U::kU / 64; ++c) {
-        part[0].chunk(w0, 0, lane, 0);
-        part[1].chunk(w1, 0, lane, 0);
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-            uint2 v[S::kN8][2];
-#pragma unroll
-            for (int n = 0; n < S::kN8; ++n)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) v[n][h] = shared_load2(x + at[b * 2 + h] + n * 1024);
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                uint32_t lo[4], hi[4];
-                part[t].operands(b, constants, lo, hi);
-#pragma unroll
-                for (int n = 0; n < S::kN8; ++n)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) mma_bf16(acc[t][n], lo[2 * h], hi[2 * h], lo[2 * h + 1], hi[2 * h + 1], v[n][h].x, v[n][h].y);
-                used = lo[3] ^ hi[3] ^ v[S::kN8 - 1][1].y;
-            }
+    // By no more than the ring has.
+    __device__ __forceinline__ void step(int by, int slots) {
+        slot += by;
+        if (slot >= slots) {
+            slot -= slots;
+            phase ^= 1;
         }
-        next_64(part[0]);
-        next_64(part[1]);
-        w0 += 64 * U::kLow * 2;
-        w1 += 64 * U::kLow * 2;
-        x += kNT * 128;
     }
-    return used;
-}
+};
 
 #endif
 
@@ -118,71 +86,44 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     constexpr bool kGated = kSplit == kTileGated, kHeads = kSplit >= kTileHeads;
     constexpr int kHalves = kSplit == kTileWhole ? 1 : 2;  // tiles whose sums one lane ends together
     extern __shared__ uint8_t raw[];
-    __shared__ uint64_t w_full[kUnitWarps][kUnitWSlots], x_full[kUnitXSlots], x_empty[kUnitXSlots], are_factored, has_received;
+    __shared__ uint64_t w_full[kUnitWSlots], w_empty[kUnitWSlots], x_full[kUnitXSlots], x_empty[kUnitXSlots], are_factored, has_received, is_taken;
     alignas(16) __shared__ float factors[kNT], half_sums[2][kNT];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, cluster = 1 << deal.cluster_log, rank = blockIdx.x & (cluster - 1), me = blockIdx.x >> deal.cluster_log;
-    const uint32_t x_ring = (shared_address(raw) + 1023) & ~1023u, w_ring = x_ring + deal.x_slots * S::kXBytes;
-    // In one pass sums come where x was, once all blocks of the cluster have multiplied.
-    const uint32_t received = deal.n_passes == 1 ? x_ring : w_ring + deal.along_pairs * deal.along_k * deal.w_slots * U::kBytes;
-    const int begin = static_cast<uint32_t>(deal.n_pairs) * me / deal.n_clusters, end = static_cast<uint32_t>(deal.n_pairs) * (me + 1) / deal.n_clusters;
-    const int first_unit = deal.n_units * rank >> deal.cluster_log, n_units = (deal.n_units * (rank + 1) >> deal.cluster_log) - first_unit;
-    const int n_passes = deal.n_passes;
-    auto pairs_in = [&](int pass) { return max(0, min(deal.along_pairs, end - begin - pass * deal.along_pairs)); };
-    // Sums that this block ends in a pass: of eight rows of x and a tile, or both tiles.
-    auto n_own = [&](int pass) { return (pairs_in(pass) * (2 / kHalves) * S::kN8 + cluster - 1 - rank) >> deal.cluster_log; };
-    if (threadIdx.x < kUnitWarps * kUnitWSlots) barrier_init(&w_full[0][0] + threadIdx.x, 1);
-    if (threadIdx.x < deal.x_slots) {
-        barrier_init(x_full + threadIdx.x, 1);
-        barrier_init(x_empty + threadIdx.x, deal.along_pairs);
+    __shared__ uint64_t asked[kUnitThreads / 32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = blockIdx.x & 1, me = blockIdx.x >> 1;
+    if (lane == 0) {
+        ask_for_arguments(a, deal, warp, shared_address(asked + warp));
+        // Barriers one after the other take a thread as long as a trip to memory.
+        if (warp < kUnitXSlots) {
+            barrier_init(x_full + warp, 1);
+            barrier_init(x_empty + warp, deal.x_users);
+        }
+        if (warp < kUnitWSlots) {
+            barrier_init(w_full + warp, 1);
+            barrier_init(w_empty + warp, 4);
+        }
     }
+    const uint32_t x_ring = (shared_address(raw) + 1023) & ~1023u, w_ring = x_ring + deal.x_slots * S::kXBytes, received = w_ring + deal.w_slots * S::kWBytes;
+    const int begin = me * deal.pairs_each + min(me, deal.pairs_left), end = begin + deal.pairs_each + (me < deal.pairs_left);
+    const int first_unit = deal.n_units * rank >> 1, n_units = (deal.n_units * (rank + 1) >> 1) - first_unit;
+    const int n_passes = deal.n_passes, n_sums = 2 * deal.along_k;
+    auto pairs_in = [&](int pass) { return max(0, min(deal.pass_pairs, end - begin - pass * deal.pass_pairs)); };
+    // Sums that this block ends in a pass: of eight rows of x and a tile, or both tiles.
+    auto n_own = [&](int pass) { return (pairs_in(pass) * (2 / kHalves) * S::kN8 + 1 - rank) >> 1; };
     if (threadIdx.x == 0) {
         barrier_init(&are_factored, 2);
+        barrier_init(&is_taken, 2 * kUnitWarps);
         barrier_init(&has_received, 1);
-        if (cluster > 1) barrier_expect(&has_received, n_own(0) * cluster * deal.along_k * kHalves * 512);
+        barrier_expect(&has_received, n_own(0) * n_sums * kHalves * 512);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
-    if (n_passes > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     release_dependents();
     const bool may_be_idle = a.min_rows > 0;
     auto rows_here = [&] {
         const int n = rows_of(a.info, a.rows_symbol);
         return n < a.min_rows || n > a.max_rows ? 0 : min(n, kNT);
     };
-
-    if (warp >= kUnitWarps) {
-        fewer_registers<56>();
-        wait_dependence();
-        if (may_be_idle && rows_here() <= 0) return;
-        if (warp == kUnitWarps) {
-            int slot = 0;
-            uint32_t phase = 0;
-            for (int pass = 0; pass < n_passes; ++pass) {
-                if (pass > 0) asm volatile("barrier.cluster.wait.acquire.aligned;\nbarrier.cluster.arrive.release.aligned;" ::: "memory");
-#pragma unroll 1
-                for (int i = 0; i < n_units; ++i) {
-                    barrier_wait(x_empty + slot, phase ^ 1);
-                    if (lane == 0) {
-                        barrier_expect(x_full + slot, S::kXBytes);
-                        copy_box3(x_ring + slot * S::kXBytes, &x_map, 0, 0, (first_unit + i) * (U::kU / 64), x_full + slot);
-                    }
-                    __syncwarp();
-                    if (++slot == deal.x_slots) {
-                        slot = 0;
-                        phase ^= 1;
-                    }
-                }
-            }
-        } else if (warp <= kUnitWarps + 2) {
-            row_factors<kNT>(a.norm, warp - kUnitWarps - 1, lane, half_sums, factors);
-            if (lane == 0) barrier_arrive(&are_factored);
-        }
-        return;
-    }
-    more_registers<152>();
-    const int wm = warp % deal.along_pairs, wk = warp / deal.along_pairs, r = lane >> 2, q = lane & 3;
-    const bool works = wk < deal.along_k;
-    const uint32_t own_ring = w_ring + warp * deal.w_slots * U::kBytes;
     auto weight_of = [&](int pair) { return kGated ? 0 : a.n_w > 2 && pair >= deal.first_pair[2] ? 2 : a.n_w > 1 && pair >= deal.first_pair[1] ? 1 : 0; };
     // The first row of the pair's tile t in its weight, i.
     auto row_of = [&](int pair, int i, int t) {
@@ -190,125 +131,205 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
         const int own = pair - deal.first_pair[i];
         return kHeads ? (own >> 2) * 128 + (own & 3) * 16 + t * 64 : own * 32 + t * 16;
     };
-    auto pair_of = [&](int pass) {
-        return works && wm < pairs_in(pass) ? begin + pass * deal.along_pairs + wm : -1;
+
+    // Where the block's units begin of tile `at & 1` of pair `at >> 1` of a pass.
+    auto tile_at = [&](int pass, int at) {
+        const int pair = begin + pass * deal.pass_pairs + (at >> 1), i = weight_of(pair);
+        const SkinnyWeight &weight = a.w[kGated ? at & 1 : i];
+        return weight.data + (static_cast<int64_t>(min(row_of(pair, i, at & 1) >> 4, weight.n_tiles16 - 1)) * deal.n_units + first_unit) * U::kBytes;
     };
-    // What lane 0 asks for next: of two tiles in turn.
-    const int64_t ask_step = static_cast<int64_t>(deal.along_k) * U::kBytes;
-    const uint8_t *ask_from = nullptr, *ask_then = nullptr;
-    int ask_pass = -1, ask_left = 0, ask_slot = 0;
-    auto next_pass = [&] {
-        if (wk >= n_units) return;
-        int pair = -1;
-        while (++ask_pass < n_passes && (pair = pair_of(ask_pass)) < 0) {
+    // Weights do not depend on the kernels before: all warps that multiply ask for what the ring holds, a quad each, unless this launch may be idle.
+    const int first_quads = (pairs_in(0) + 1) >> 1, n_asked = may_be_idle ? 0 : min(min(deal.w_slots, kUnitWarps), first_quads * n_units);
+
+    if (warp >= kUnitWarps) {
+        fewer_registers<40>();
+        if (warp == kUnitWarps) {
+            if (may_be_idle) {
+                wait_dependence();
+                if (rows_here() <= 0) return;
+            }
+            UnitsTurn w;
+            w.advance(n_asked, deal.w_slots);
+            for (int pass = 0; pass < n_passes; ++pass) {
+                const int pairs = pairs_in(pass), quads = (pairs + 1) >> 1, skipped = pass == 0 ? n_asked : 0;
+                // A lane's tile is the same in every unit.
+                const bool has = lane < 2 * pairs;
+                const uint8_t *from = has ? tile_at(pass, lane) : nullptr;
+                int u = quads > 0 ? skipped / quads : n_units, quad = quads > 0 ? skipped % quads : 0;
+                from += u * U::kBytes;
+#pragma unroll 1
+                for (; u < n_units; ++u) {
+#pragma unroll 1
+                    for (; quad < quads; ++quad) {
+                        barrier_wait(w_empty + w.slot, w.phase ^ 1);
+                        if (lane == 0) barrier_expect(w_full + w.slot, 2 * min(2, pairs - 2 * quad) * U::kBytes);
+                        __syncwarp();
+                        if (has && lane >> 2 == quad) copy_bytes_once(w_ring + w.slot * S::kWBytes + (lane & 3) * U::kBytes, from, U::kBytes, w_full + w.slot);
+                        w.step(1, deal.w_slots);
+                    }
+                    quad = 0;
+                    from += U::kBytes;
+                }
+            }
+            return;
         }
-        if (pair < 0) return;
-        auto tile_at = [&](int t) {
-            const SkinnyWeight &w = a.w[kGated ? t : weight_of(pair)];
-            const int tile = min(row_of(pair, weight_of(pair), t) >> 4, w.n_tiles16 - 1);
-            return w.data + (static_cast<int64_t>(tile) * deal.n_units + first_unit + wk) * U::kBytes;
-        };
-        ask_from = tile_at(0);
-        ask_then = tile_at(1);
-        ask_left = 2 * ((n_units - wk + deal.along_k - 1) / deal.along_k);
-    };
-    auto ask = [&](uint32_t nothing) {
-        if (ask_left == 0) return;
-        barrier_expect(&w_full[warp][ask_slot], U::kBytes);
-        copy_bytes_once(own_ring + ask_slot * U::kBytes + nothing, ask_from, U::kBytes, &w_full[warp][ask_slot]);
-        const uint8_t *next = ask_from + ask_step;
-        ask_from = ask_then;
-        ask_then = next;
-        if (++ask_slot == deal.w_slots) ask_slot = 0;
-        if (--ask_left == 0) next_pass();
-    };
-    next_pass();
-    if (may_be_idle) {
+        if (warp == kUnitWarps + 1 && lane == 0) prefetch_map(&x_map);
+        __syncwarp();
         wait_dependence();
-        if (rows_here() <= 0) return;
+        if (may_be_idle && rows_here() <= 0) return;
+        if (warp == kUnitWarps + 1) {
+            UnitsTurn x;
+            for (int pass = 0; pass < n_passes && pairs_in(pass) > 0; ++pass)
+#pragma unroll 1
+                for (int i = 0; i < n_units; ++i) {
+                    barrier_wait(x_empty + x.slot, x.phase ^ 1);
+                    if (lane == 0) {
+                        barrier_expect(x_full + x.slot, S::kXBytes);
+                        copy_box3(x_ring + x.slot * S::kXBytes, &x_map, 0, 0, (first_unit + i) * S::kChunks, x_full + x.slot);
+                    }
+                    __syncwarp();
+                    x.step(1, deal.x_slots);
+                }
+        } else {
+            row_factors<kNT>(a.norm, warp - kUnitWarps - 2, lane, half_sums, factors);
+            if (lane == 0) barrier_arrive(&are_factored);
+        }
+        return;
     }
-    if (lane == 0)
-        for (int i = 0; i < deal.w_slots; ++i) ask(0);
-    __syncwarp();
+    if (warp < n_asked) {
+        const int quad = warp % first_quads, u = warp / first_quads, here = 2 * min(2, pairs_in(0) - 2 * quad);
+        if (lane == 0) barrier_expect(w_full + warp, here * U::kBytes);
+        __syncwarp();
+        if (lane < here) copy_bytes_once(w_ring + warp * S::kWBytes + lane * U::kBytes, tile_at(0, 4 * quad + lane) + u * U::kBytes, U::kBytes, w_full + warp);
+    }
+    more_registers<152>();
     wait_dependence();
     const int n_rows = rows_here();
+    if (may_be_idle && n_rows <= 0) return;
+    const int group = warp >> 2, r = lane >> 2, q = lane & 3;
+    // A warp's pair of a quad; groups differ, so that pairs that lack their second leave all schedulers as much.
+    const int half = (warp >> 1 & 1) ^ (group & 1), t = warp & 1;
+    const bool is_along_k = deal.along_k > 1;
     const uint32_t nothing = a.first_row, now = kHeads ? __ldcg(deal.packets.numbers + blockIdx.x) + 1 : 0;
     const Opaque constants = {0x43004300u + nothing, 0xc300c300u + nothing, 0x4b000000u + nothing, 0x00800080u + nothing};
     // Arguments of the end are read now: they come through a cache of their own, one trip a line.
     asm volatile("" ::"l"(a.y), "l"(a.y_stride), "l"(a.norm.out), "l"(a.norm.squares), "l"(a.norm.out_stride), "r"(a.y_format), "f"(a.scale), "f"(a.w[0].scale), "l"(a.w[0].bias), "f"(a.softcap));
     if constexpr (kHeads) asm volatile("" ::"l"(a.heads.q), "l"(a.heads.frequency), "l"(a.heads.v_offset), "f"(a.heads.eps));
-    uint32_t x_at[4];
+    float acc[kUnitQuads][kNT / 2];
+    auto hold = [&] {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) x_at[k] = seen_row(r) * 128 + ((q >> 1 ^ 2 * k ^ seen_row(r)) << 4) + (q & 1) * 8;
-    float acc[2][S::kN8][4];
-    int w_slot = 0;
-    uint32_t w_phase = 0;
+        for (int j = 0; j < kUnitQuads; ++j)
+#pragma unroll
+            for (int e = 0; e < kNT / 2; ++e) asm volatile("" : "+f"(acc[j][e])::"memory");
+    };
+    auto release = [&](uint64_t *barrier) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(barrier);
+    };
+    OrderedPart<kFormat> part;
+    part.prepare(lane);
+    // Weights of two steps: what a product under way reads stays as it is until the product is done.
+    constexpr int kSteps = 2;  // of 32 of K
+    uint32_t operands[2][kSteps][2][4];
+    auto keep = [&](int side) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) asm volatile("" ::"r"(operands[side][s][i / 4][i % 4]));
+    };
+    UnitsTurn w, x;
+    // Where this group's first unit and quad are; how far apart they are.
+    const int step = is_along_k ? kUnitGroups : 1, first_quad = is_along_k ? 0 : group, quad_step = is_along_k ? 1 : kUnitGroups;
 #pragma unroll 1
     for (int pass = 0; pass < n_passes; ++pass) {
-        const int first = begin + pass * deal.along_pairs, pair = pair_of(pass);
+        const int first = begin + pass * deal.pass_pairs, pairs = pairs_in(pass), quads = (pairs + 1) >> 1;
+        // Slots of this pass, from its first on: unit u has `quads` of weights.
+        UnitsTurn w_next = w, x_next = x;
+        w_next.advance(quads * n_units, deal.w_slots);
+        if (pairs > 0) x_next.advance(n_units, deal.x_slots);
 #pragma unroll
-        for (int t = 0; t < 2; ++t)
+        for (int j = 0; j < kUnitQuads; ++j)
 #pragma unroll
-            for (int n = 0; n < S::kN8; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) acc[t][n][e] = 0.0f;
-        if (works) {
-            int x_slot = pass * n_units + wk;
-            uint32_t x_phase = 0;
-            for (; x_slot >= deal.x_slots; x_slot -= deal.x_slots) x_phase ^= 1;
+            for (int e = 0; e < kNT / 2; ++e) acc[j][e] = 0.0f;
+        const int first_u = is_along_k ? group : 0;
+        w.advance(first_u * quads, deal.w_slots);
+        x.advance(first_u, deal.x_slots);
+        int held = -1;
 #pragma unroll 1
-            for (int i = wk; i < n_units; i += deal.along_k) {
-                barrier_wait(x_full + x_slot, x_phase);
-                uint32_t used = 0;
-                if (pair >= 0) {
-                    uint32_t at[2];
+        for (int u = first_u; u < n_units && pairs > 0; u += step) {
+            // The low words of descriptors: only they change. The same for all lanes, as the compiler is told.
+            const uint32_t x_low = __shfl_sync(~0u, (((x_ring + x.slot * S::kXBytes) & 0x3ffff) >> 4) | 0x10000, 0);
+            bool waits_for_x = true;
 #pragma unroll
-                    for (int t = 0; t < 2; ++t) {
-                        barrier_wait(&w_full[warp][w_slot], w_phase);
-                        at[t] = own_ring + w_slot * U::kBytes;
-                        if (++w_slot == deal.w_slots) {
-                            w_slot = 0;
-                            w_phase ^= 1;
-                        }
+            for (int j = 0; j < kUnitQuads; ++j) {
+                const int quad = first_quad + j * quad_step;
+                if (quad >= quads) continue;
+                UnitsTurn here = w;
+                here.step(quad, deal.w_slots);
+                barrier_wait(w_full + here.slot, here.phase);
+                const uint32_t at = w_ring + here.slot * S::kWBytes + (2 * half + t) * U::kBytes;
+                // A warp without a tile multiplies what its registers hold: rows of its own, which nobody reads.
+                const bool has = 2 * quad + half < pairs;
+                if (has) {
+                    part.load(at, 0);
+                    part.begin(at);
+                }
+#pragma unroll
+                for (int c = 0; c < S::kChunks; ++c) {
+                    auto &now_read = operands[c & 1];
+                    if (has) {
+                        part.scale(c, constants);
+#pragma unroll
+                        for (int s = 0; s < kSteps; ++s) part.operands(2 * c + s, constants, now_read[s][0], now_read[s][1]);
+                        if (c + 1 < S::kChunks) part.load(at, c + 1);
                     }
-                    used = multiply_units<kFormat, kNT>(acc, at[0], at[1], x_ring + x_slot * S::kXBytes, x_at, constants, lane);
-                    __syncwarp();
+                    if (c == 0 && waits_for_x) barrier_wait(x_full + x.slot, x.phase);
+                    wgmma_fence();
+#pragma unroll
+                    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h)
+                            Wgmma<kNT>::registers(acc[j], now_read[s][0][2 * h], now_read[s][1][2 * h], now_read[s][0][2 * h + 1], now_read[s][1][2 * h + 1], (uint64_t{0x40000040} << 32) | (x_low + c * (kNT * 8) + 4 * s + 2 * h));
+                    wgmma_commit();
+                    wgmma_wait<1>();
+                    keep((c & 1) ^ 1);
+                    if (c == 0 && waits_for_x && held >= 0) release(x_empty + held);
                 }
-                if (lane == 0) {
-                    arrive_after(x_empty + x_slot, used);
-#pragma unroll 1
-                    for (int t = 0; t < 2 && pair >= 0; ++t) ask(used & nothing);
-                }
-                __syncwarp();
-                for (x_slot += deal.along_k; x_slot >= deal.x_slots; x_slot -= deal.x_slots) x_phase ^= 1;
+                release(w_empty + here.slot);
+                waits_for_x = false;
+            }
+            held = x.slot;
+            if (waits_for_x) {  // no quad is this group's
+                barrier_wait(x_full + x.slot, x.phase);
+                release(x_empty + x.slot);
+                held = -1;
+            }
+            w.step(quads * step, deal.w_slots);
+            x.step(step, deal.x_slots);
+        }
+        wgmma_wait<0>();
+        hold();
+        keep(0);
+        keep(1);
+        if (held >= 0) release(x_empty + held);
+        w = w_next;
+        x = x_next;
+        if (pass == 0) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        else barrier_wait(&is_taken, (pass - 1) & 1);
+#pragma unroll
+        for (int j = 0; j < kUnitQuads; ++j) {
+            const int quad = first_quad + j * quad_step, pair = 2 * quad + half;
+            if (quad >= quads || pair >= pairs) continue;
+#pragma unroll
+            for (int n = 0; n < S::kN8; ++n) {
+                const int f = (kHalves == 2 ? pair : 2 * pair + t) * S::kN8 + n;
+                const uint32_t to = received + ((((f >> 1) * 2 + rank) * deal.along_k + (is_along_k ? group : 0)) * kHalves + (kHalves - 1) * t) * 512 + lane * 16;
+                send_sums(to, make_float4(acc[j][4 * n], acc[j][4 * n + 1], acc[j][4 * n + 2], acc[j][4 * n + 3]), &has_received, f & 1);
             }
         }
-        if (n_passes == 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-        if (pair >= 0) {
-#pragma unroll
-            for (int n = 0; n < S::kN8; ++n)
-#pragma unroll
-                for (int t = 0; t < 2; ++t) {
-                    const int f = (kHalves == 2 ? wm : 2 * wm + t) * S::kN8 + n, g = f >> deal.cluster_log;
-                    const uint32_t to = received + (((g * cluster + rank) * deal.along_k + wk) * kHalves + (kHalves - 1) * t) * 512 + r * 64 + seen_row(2 * q) * 8;
-                    if (cluster > 1) {
-                        send_pair(to, acc[t][n][0], acc[t][n][2], &has_received, f & (cluster - 1));
-                        send_pair(to + 16, acc[t][n][1], acc[t][n][3], &has_received, f & (cluster - 1));
-                    } else {
-                        shared_store2(to, acc[t][n][0], acc[t][n][2]);
-                        shared_store2(to + 16, acc[t][n][1], acc[t][n][3]);
-                    }
-                }
-        }
-        // One block needs no counting of bytes, and tools refuse its st.async.
-        auto wait_received = [&] {
-            if (cluster > 1) barrier_wait(&has_received, pass & 1);
-        };
-        if (cluster == 1) asm volatile("bar.sync 1, %0;" ::"n"(kUnitWarps * 32) : "memory");
-        const int own = n_own(pass), n_sums = cluster * deal.along_k;
+        const int own = n_own(pass);
         auto place = [&](int g, int &at_pair, int &t, int &n8) {
-            const int f = g * cluster + rank, tile = f / S::kN8;
+            const int f = 2 * g + rank, tile = f / S::kN8;
             n8 = f % S::kN8 * 8;
             at_pair = first + (kHalves == 2 ? tile : tile >> 1);
             t = kHalves == 2 ? 0 : tile & 1;
@@ -322,7 +343,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             const SkinnyWeight &w = a.w[i];
             float old[4], gain[2];
             if constexpr (kHalves == 1) load_beside(a, w, row, n0, n_rows, old, gain);
-            if (g == warp) wait_received();
+            if (g == warp) barrier_wait(&has_received, pass & 1);
             float v[kHalves][4] = {};
             const uint32_t from = received + g * n_sums * kHalves * 512 + lane * 16;
 #pragma unroll 2
@@ -330,7 +351,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
 #pragma unroll
                 for (int h = 0; h < kHalves; ++h) {
                     const uint4 u = shared_load4(from + (s * kHalves + h) * 512);
-                    v[h][0] += __uint_as_float(u.x); v[h][2] += __uint_as_float(u.y); v[h][1] += __uint_as_float(u.z); v[h][3] += __uint_as_float(u.w);
+                    v[h][0] += __uint_as_float(u.x); v[h][1] += __uint_as_float(u.y); v[h][2] += __uint_as_float(u.z); v[h][3] += __uint_as_float(u.w);
                 }
             if constexpr (kHalves == 1) {
                 if (row - r < w.rows) end_tile(a, w, (w.first_column + row - r) >> 4, row, n0, n_rows, lane, factors, v[0], old, gain);
@@ -363,10 +384,10 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             }
         }
         if (pass + 1 < n_passes) {
-            if (own <= warp) wait_received();
-            if (threadIdx.x == 0 && cluster > 1) barrier_expect(&has_received, n_own(pass + 1) * n_sums * kHalves * 512);
+            if (own <= warp) barrier_wait(&has_received, pass & 1);
+            if (threadIdx.x == 0) barrier_expect(&has_received, n_own(pass + 1) * n_sums * kHalves * 512);
             __syncwarp();
-            asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+            if (lane < 2) barrier_arrive_at(&is_taken, lane);
         }
     }
     if constexpr (kHeads) {

@@ -46,8 +46,21 @@ template <int kFormat> struct Part<kFormat, true> {
     // Codes of these formats stay small integers in the low bits of a bf16: n there is n * 2^-133 (a subnormal number, or one of the
     // next exponent, which goes on in the same steps), and one fused multiply-add with s * 2^113 makes w * 2^-20 of it.
     static constexpr bool kTiny = U::kCode == Code::kSigned8 || (U::kCode == Code::kUnsigned && U::kLow == 4 && (U::kScale == Scale::kBytesMin || U::kScale == Scale::kSigned16 || U::kScale == Scale::kHalf));
-    bf162 t[2][4];  // of kTiny, by row: factor and -128 times it, minus the factor of the minimum and -128 times it
+    bf162 t[2][2];  // of kTiny, by row: factor, minus the minimum's where there is one, and -128 times both (without a minimum -2 times)
     float d[2][4];  // of kBytesMin: factor and minus factor of the minimum, and -2^23 times each
+    // size: 2^113 and what codes are too large by.
+    __device__ __forceinline__ void make_factors(float size) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            if constexpr (U::kScale == Scale::kBytesMin) {
+                t[row][0] = __floats2bfloat162_rn(half_at(u.factor[row], 0) * size, half_at(u.factor[row], 1) * -0x1p-20f);
+                t[row][1] = __hmul2(t[row][0], __float2bfloat162_rn(-128.0f));
+            } else if constexpr (U::kScale == Scale::kSigned16) {
+                t[row][0] = __float2bfloat162_rn(half_at(u.factor[0], row) * (size * 64.0f));
+                t[row][1] = __hmul2(t[row][0], __float2bfloat162_rn(-2.0f));
+            }
+        }
+    }
     __device__ __forceinline__ void begin(uint32_t tile, int warp, int lane) {
         const uint32_t at = tile + warp * U::kBytes;
         if constexpr (U::kLow == 2) {
@@ -62,16 +75,8 @@ template <int kFormat> struct Part<kFormat, true> {
         }
         shared_words<U::kScaleWords>(u.scale, at + U::kScaleAt + 4 * U::kScaleWords * (lane >> 2));
         if constexpr (U::kFactorWords > 0) shared_words<U::kFactorWords>(u.factor, at + U::kFactorAt + 4 * U::kFactorWords * (lane >> 2));
-        if constexpr (kTiny && U::kScale != Scale::kHalf) {
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                t[row][0] = __float2bfloat162_rn(half_at(U::kScale == Scale::kBytesMin ? u.factor[row] : u.factor[0], U::kScale == Scale::kBytesMin ? 0 : row) * (U::kScale == Scale::kBytesMin ? 0x1p113f : 0x1p119f));
-                t[row][1] = __hmul2(t[row][0], __float2bfloat162_rn(U::kScale == Scale::kBytesMin ? -128.0f : -2.0f));
-                if constexpr (U::kScale == Scale::kBytesMin) {
-                    t[row][2] = __float2bfloat162_rn(half_at(u.factor[row], 1) * -0x1p-20f);
-                    t[row][3] = __hmul2(t[row][2], __float2bfloat162_rn(-128.0f));
-                }
-            }
+        if constexpr (kTiny) {
+            make_factors(0x1p113f);
         } else if constexpr (U::kScale == Scale::kBytesMin) {
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
@@ -82,13 +87,14 @@ template <int kFormat> struct Part<kFormat, true> {
             }
         }
     }
-    __device__ __forceinline__ void chunk(uint32_t tile, int warp, int lane, int i) {
+    __device__ __forceinline__ void chunk(uint32_t tile, int warp, int lane, int i, const Opaque &k) {
         const uint32_t at = tile + warp * U::kBytes + 16 * lane;
         if constexpr (U::kLow == 4) u.low[i] = shared_load4(at + 512 * i);
         if constexpr (U::kLow == 8) {
             u.low[2 * i] = shared_load4(at + 1024 * i);
             u.low[2 * i + 1] = shared_load4(at + 1024 * i + 512);
         }
+        if constexpr (kTiny) tiny_scales(i, k);
     }
     // Scale and negated minimum of group `group`, rows r and r + 8, as pairs.
     __device__ __forceinline__ void scales(int group, const Opaque &k, bf162 &s, bf162 &m) const {
@@ -164,25 +170,34 @@ template <int kFormat> struct Part<kFormat, true> {
             }
         }
     }
-    // Factor of a code and what is added, of one row's group, both as pairs of the same.
-    __device__ __forceinline__ void tiny_scales(int group, int row, bf162 &s, bf162 &c) const {
+    // Factors of codes and what is added, of chunk i, by row: two neighbouring groups in a pair each.
+    static constexpr int kPairs = 32 / U::kGroup;
+    bf162 factor[2][kPairs], odd[2][kPairs], added[2][kPairs];
+    __device__ __forceinline__ void tiny_scales(int i, const Opaque &k) {
         constexpr int kRowWords = U::kScaleWords / 2;
-        const uint32_t *w = u.scale + row * kRowWords;
-        if constexpr (U::kScale == Scale::kBytesMin) {
-            const uint32_t at = 0x4040u | (group & 3) * 0x0101u;
-            s = __hfma2(as_bf162(__byte_perm(w[group / 4], 0x43434343u, at)), t[row][0], t[row][1]);
-            c = __hfma2(as_bf162(__byte_perm(w[2 + group / 4], 0x43434343u, at)), t[row][2], t[row][3]);
-        } else {
-            if constexpr (U::kScale == Scale::kHalf) {
-                s = __float2bfloat162_rn(half_at(w[group / 2], group & 1) * 0x1p113f);
-            } else {
-                // A byte is its value * 2^-133, made 2^-6 by one product; t has 2^113 d.
-                const bf162 byte = __hmul2(as_bf162(__byte_perm(w[group / 4], 0, 0x4040u | (group & 3) * 0x0101u)), __float2bfloat162_rn(0x1p127f));
-                s = __hfma2(byte, t[row][0], t[row][1]);
+#pragma unroll
+        for (int row = 0; row < 2; ++row)
+#pragma unroll
+            for (int p = 0; p < kPairs; ++p) {
+                const uint32_t *w = u.scale + row * kRowWords;
+                const int pair = i * kPairs + p;
+                const uint32_t at = pair % 2 ? 0x5352u : 0x5150u;
+                if constexpr (U::kScale == Scale::kBytesMin) {
+                    factor[row][p] = __hfma2(as_bf162(__byte_perm(w[pair / 2], k.plus128, at)), __low2bfloat162(t[row][0]), __low2bfloat162(t[row][1]));
+                    added[row][p] = __hfma2(as_bf162(__byte_perm(w[2 + pair / 2], k.plus128, at)), __high2bfloat162(t[row][0]), __high2bfloat162(t[row][1]));
+                } else {
+                    if constexpr (U::kScale == Scale::kHalf) {
+                        factor[row][p] = __floats2bfloat162_rn(half_at(w[pair], 0) * 0x1p113f, half_at(w[pair], 1) * 0x1p113f);
+                    } else {
+                        // A byte is its value * 2^-133, made 2^-6 by one product; t has 2^113 d.
+                        const bf162 bytes = __hmul2(as_bf162(__byte_perm(w[pair / 2], 0u, at)), __float2bfloat162_rn(0x1p127f));
+                        factor[row][p] = __hfma2(bytes, t[row][0], t[row][1]);
+                    }
+                    constexpr float kZero = U::kCode == Code::kSigned8 ? 128.0f : static_cast<float>(U::kOwnZero);
+                    added[row][p] = __hmul2(factor[row][p], __float2bfloat162_rn(-kZero * 0x1p-133f));
+                }
+                if constexpr (kWide) odd[row][p] = __hmul2(factor[row][p], __float2bfloat162_rn(0.0625f));
             }
-            constexpr float kZero = U::kCode == Code::kSigned8 ? 128.0f : static_cast<float>(U::kOwnZero);
-            c = __hmul2(s, __float2bfloat162_rn(-kZero * 0x1p-133f));
-        }
     }
     // The A operands of two products: 32 of K.
     __device__ __forceinline__ void operands(int b, const Opaque &k, uint32_t (&lo)[4], uint32_t (&hi)[4]) const {
@@ -193,13 +208,11 @@ template <int kFormat> struct Part<kFormat, true> {
 #pragma unroll
             for (int row = 0; row < 2; ++row)
 #pragma unroll
-                for (int p = 0; p < kParts; ++p) {
+                for (int i = 0; i < 4; ++i) {
                     uint32_t(&out)[4] = row ? hi : lo;
-                    bf162 s, c, odd;
-                    tiny_scales(b * kParts + p, row, s, c);
-                    if constexpr (kWide) odd = __hmul2(s, __float2bfloat162_rn(0.0625f));
-#pragma unroll
-                    for (int i = p * (4 / kParts); i < (p + 1) * (4 / kParts); ++i) out[i] = bits(__hfma2(as_bf162(out[i]), kWide && (i & 1) ? odd : s, c));
+                    const int group = b % 2 * kParts + i * kParts / 4;
+                    auto of_group = [&](bf162 pair) { return group % 2 ? __high2bfloat162(pair) : __low2bfloat162(pair); };
+                    out[i] = bits(__hfma2(as_bf162(out[i]), of_group(kWide && (i & 1) ? odd[row][group / 2] : factor[row][group / 2]), of_group(added[row][group / 2])));
                 }
             return;
         }
@@ -234,7 +247,7 @@ template <int kFormat> struct Part<kFormat, false> {
 #pragma unroll
             for (int p = 0; p < 2; ++p) v[h][p] = shared_load4(tile + (16 * warp + r + 8 * h) * 128 + (((2 * c + p) ^ r) << 4));
     }
-    __device__ __forceinline__ void chunk(uint32_t, int, int, int) {}
+    __device__ __forceinline__ void chunk(uint32_t, int, int, int, const Opaque &) {}
     __device__ __forceinline__ void widen(uint32_t w, uint32_t &even, uint32_t &odd) const {
         constexpr int kShift = kFormat == PK_FP8_E4M3 ? 4 : 5;
         const bf162 k = as_bf162(kFormat == PK_FP8_E4M3 ? 0x7b807b80u : 0x77807780u);

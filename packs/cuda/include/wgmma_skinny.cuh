@@ -10,6 +10,12 @@ namespace pk {
 
 template <int kN> struct Wgmma;
 
+template <> struct Wgmma<8> {
+    // d[64, 8] += a[64, 16] b[8, 16]^T, a in registers.
+    __device__ __forceinline__ static void registers(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;\n" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+    }
+};
 template <> struct Wgmma<16> {
     // d[64, 16] (+)= a[64, 16] b[16, 16]^T, both in shared memory.
     __device__ __forceinline__ static void shared(float (&d)[8], uint64_t a, uint64_t b, int accumulate) {

@@ -23,7 +23,7 @@ int32_t launch_flat_format(const Launch &, const SkinnyArguments &, const Packed
 
 bool is_flat(const Launch &l, const Packed &weight, int64_t max_rows) {
     const bool is_plain = weight.format == PK_BF16 || weight.format == PK_FP8_E4M3, is_block = (weight.format == PK_Q8_0 || weight.format == PK_Q4_K || weight.format == PK_Q6_K) && weight.cols == weight.padded_cols;
-    return has_wgmma(l.ctx) && !is_invariant(l.ctx) && max_rows > 2 && max_rows <= (is_plain ? kFlatRows : is_block ? kFlatBlockRows : 0) && l.ctx->n_processors <= kMaxBlocks;
+    return has_wgmma(l.ctx) && !is_invariant(l.ctx) && max_rows > 2 && max_rows <= (is_plain || is_block ? kFlatRows : 0) && l.ctx->n_processors <= kMaxBlocks;
 }
 
 bool flat_ends_heads(const Launch &l, int64_t n_heads) { return n_heads <= kFlatHeads && 8 * n_heads <= kFlatMostTiles * l.ctx->n_processors; }

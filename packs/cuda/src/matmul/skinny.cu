@@ -414,7 +414,7 @@ __global__ void __launch_bounds__(kWg * 128 + 128, 1) skinny_kernel(const __grid
                     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
                         for (int t = 0; t < kT; ++t) {
-                            if ((first + s) % 2 == 0) part[t].chunk(w_at + t * kTile64, in, lane, (first + s) / 2);
+                            if ((first + s) % 2 == 0) part[t].chunk(w_at + t * kTile64, in, lane, (first + s) / 2, constants);
                             if constexpr (kBlock) part[t].operands(first + s, constants, lo[s][t][0], hi[s][t][0]);
                             else part[t].template operands<0>(first + s, lo[s][t][0], hi[s][t][0]);
                             if constexpr (kFine == 2) part[t].template operands<1>(first + s, lo[s][t][1], hi[s][t][1]);
