@@ -59,6 +59,12 @@ __device__ __forceinline__ void ask_for_arguments(const SkinnyArguments &a, cons
     if (warp == 11) ask_number(a.max_rows);
     if (warp == 12) ask(deal.packets.squares);
 }
+// One lane of the warp, which the compiler knows to be one: copies need no loop over lanes.
+__device__ __forceinline__ bool is_elected() {
+    uint32_t is;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(is));
+    return is;
+}
 // A place in a ring whose length the launch knows.
 struct UnitsTurn {
     int slot = 0;
@@ -89,6 +95,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     __shared__ uint64_t w_full[kUnitWSlots], w_empty[kUnitWSlots], x_full[kUnitXSlots], x_empty[kUnitXSlots], are_factored, has_received, is_taken;
     alignas(16) __shared__ float factors[kNT], half_sums[2][kNT];
     __shared__ uint64_t asked[kUnitThreads / 32];
+    __shared__ const uint8_t *tiles[32];  // of a pass: the block's first unit
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = blockIdx.x & 1, me = blockIdx.x >> 1;
     if (lane == 0) {
         ask_for_arguments(a, deal, warp, shared_address(asked + warp));
@@ -152,24 +159,34 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             w.advance(n_asked, deal.w_slots);
             for (int pass = 0; pass < n_passes; ++pass) {
                 const int pairs = pairs_in(pass), quads = (pairs + 1) >> 1, skipped = pass == 0 ? n_asked : 0;
-                // A lane's tile is the same in every unit.
-                const bool has = lane < 2 * pairs;
-                const uint8_t *from = has ? tile_at(pass, lane) : nullptr;
+                UnitsTurn w_next = w;
+                w_next.advance(quads * n_units - skipped, deal.w_slots);
+                if (lane < 2 * pairs) tiles[lane] = tile_at(pass, lane);
+                __syncwarp();
                 int u = quads > 0 ? skipped / quads : n_units, quad = quads > 0 ? skipped % quads : 0;
-                from += u * U::kBytes;
+                if (is_elected()) {
 #pragma unroll 1
-                for (; u < n_units; ++u) {
+                    for (int64_t at = u * U::kBytes; u < n_units; ++u, at += U::kBytes) {
 #pragma unroll 1
-                    for (; quad < quads; ++quad) {
-                        barrier_wait(w_empty + w.slot, w.phase ^ 1);
-                        if (lane == 0) barrier_expect(w_full + w.slot, 2 * min(2, pairs - 2 * quad) * U::kBytes);
-                        __syncwarp();
-                        if (has && lane >> 2 == quad) copy_bytes_once(w_ring + w.slot * S::kWBytes + (lane & 3) * U::kBytes, from, U::kBytes, w_full + w.slot);
-                        w.step(1, deal.w_slots);
+                        for (; quad < quads; ++quad) {
+                            const uint32_t to = w_ring + w.slot * S::kWBytes;
+                            const bool is_whole = 2 * quad + 1 < pairs;
+                            uint64_t *full = w_full + w.slot;
+                            barrier_wait(w_empty + w.slot, w.phase ^ 1);
+                            barrier_expect(full, (is_whole ? 4 : 2) * U::kBytes);
+                            copy_bytes_once(to, tiles[4 * quad] + at, U::kBytes, full);
+                            copy_bytes_once(to + U::kBytes, tiles[4 * quad + 1] + at, U::kBytes, full);
+                            if (is_whole) {
+                                copy_bytes_once(to + 2 * U::kBytes, tiles[4 * quad + 2] + at, U::kBytes, full);
+                                copy_bytes_once(to + 3 * U::kBytes, tiles[4 * quad + 3] + at, U::kBytes, full);
+                            }
+                            w.step(1, deal.w_slots);
+                        }
+                        quad = 0;
                     }
-                    quad = 0;
-                    from += U::kBytes;
                 }
+                __syncwarp();
+                w = w_next;
             }
             return;
         }
@@ -178,16 +195,14 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
         wait_dependence();
         if (may_be_idle && rows_here() <= 0) return;
         if (warp == kUnitWarps + 1) {
+            if (!is_elected()) return;
             UnitsTurn x;
             for (int pass = 0; pass < n_passes && pairs_in(pass) > 0; ++pass)
 #pragma unroll 1
                 for (int i = 0; i < n_units; ++i) {
                     barrier_wait(x_empty + x.slot, x.phase ^ 1);
-                    if (lane == 0) {
-                        barrier_expect(x_full + x.slot, S::kXBytes);
-                        copy_box3(x_ring + x.slot * S::kXBytes, &x_map, 0, 0, (first_unit + i) * S::kChunks, x_full + x.slot);
-                    }
-                    __syncwarp();
+                    barrier_expect(x_full + x.slot, S::kXBytes);
+                    copy_box3(x_ring + x.slot * S::kXBytes, &x_map, 0, 0, (first_unit + i) * S::kChunks, x_full + x.slot);
                     x.step(1, deal.x_slots);
                 }
         } else {
