@@ -13,16 +13,16 @@ namespace pk {
 
 constexpr int kUnitGroups = 3, kUnitWarps = 4 * kUnitGroups, kUnitThreads = kUnitWarps * 32 + 128;
 constexpr int kUnitQuads = 2;  // of a warpgroup at once
-constexpr int kUnitXSlots = 16, kUnitWSlots = 16, kUnitLeastXSlots = kUnitGroups, kUnitLeastWSlots = kUnitGroups * kUnitQuads;  // least: a step that a group takes
+constexpr int kUnitXSlots = 16, kUnitWSlots = 16;
 static_assert(4 * kUnitGroups * kUnitQuads <= 32 && kUnitThreads / 32 >= kUnitXSlots);  // a tile of a pass has a lane of the warp that copies it, a slot the warp that begins it
 
 struct UnitsDeal {
     int32_t pairs_each, pairs_left;  // of a cluster, and of how many clusters one more
-    int32_t n_passes, pass_pairs;
+    int32_t n_passes, pass_pairs, pass_quads;
     int32_t along_k;           // warpgroups, or one; the others lie along quads
     int32_t x_users;           // warps that multiply a unit of x
-    int32_t n_units;           // along K, of a tile
-    int32_t x_slots, w_slots;
+    int32_t n_units, units_ahead;  // along K, of a tile; of them in the ring of weights
+    int32_t x_slots, w_slots;  // multiples of a step of all groups: a slot is one group's, which so waits for each of its phases
     int32_t first_pair[3];
     FlatPackets packets;
 };
@@ -146,33 +146,41 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
         return weight.data + (static_cast<int64_t>(min(row_of(pair, i, at & 1) >> 4, weight.n_tiles16 - 1)) * deal.n_units + first_unit) * U::kBytes;
     };
     // Weights do not depend on the kernels before: all warps that multiply ask for what the ring holds, a quad each, unless this launch may be idle.
-    const int first_quads = (pairs_in(0) + 1) >> 1, n_asked = may_be_idle ? 0 : min(min(deal.w_slots, kUnitWarps), first_quads * n_units);
+    const int first_quads = (pairs_in(0) + 1) >> 1, n_asked = may_be_idle ? 0 : min(kUnitWarps, first_quads * min(n_units, deal.units_ahead));
+
+    // Nobody goes before all of the cluster have come.
+    auto leave = [] {
+        __syncwarp();
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    };
 
     if (warp >= kUnitWarps) {
         fewer_registers<40>();
         if (warp == kUnitWarps) {
             if (may_be_idle) {
                 wait_dependence();
-                if (rows_here() <= 0) return;
+                if (rows_here() <= 0) return leave();
             }
             UnitsTurn w;
-            w.advance(n_asked, deal.w_slots);
             for (int pass = 0; pass < n_passes; ++pass) {
                 const int pairs = pairs_in(pass), quads = (pairs + 1) >> 1, skipped = pass == 0 ? n_asked : 0;
                 UnitsTurn w_next = w;
-                w_next.advance(quads * n_units - skipped, deal.w_slots);
+                w_next.advance(deal.pass_quads * n_units, deal.w_slots);
                 if (lane < 2 * pairs) tiles[lane] = tile_at(pass, lane);
                 __syncwarp();
                 int u = quads > 0 ? skipped / quads : n_units, quad = quads > 0 ? skipped % quads : 0;
                 if (is_elected()) {
+                    w.advance(u * deal.pass_quads, deal.w_slots);
 #pragma unroll 1
                     for (int64_t at = u * U::kBytes; u < n_units; ++u, at += U::kBytes) {
 #pragma unroll 1
                         for (; quad < quads; ++quad) {
-                            const uint32_t to = w_ring + w.slot * S::kWBytes;
+                            UnitsTurn here = w;
+                            here.step(quad, deal.w_slots);
+                            const uint32_t to = w_ring + here.slot * S::kWBytes;
                             const bool is_whole = 2 * quad + 1 < pairs;
-                            uint64_t *full = w_full + w.slot;
-                            barrier_wait(w_empty + w.slot, w.phase ^ 1);
+                            uint64_t *full = w_full + here.slot;
+                            barrier_wait(w_empty + here.slot, here.phase ^ 1);
                             barrier_expect(full, (is_whole ? 4 : 2) * U::kBytes);
                             copy_bytes_once(to, tiles[4 * quad] + at, U::kBytes, full);
                             copy_bytes_once(to + U::kBytes, tiles[4 * quad + 1] + at, U::kBytes, full);
@@ -180,24 +188,24 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                                 copy_bytes_once(to + 2 * U::kBytes, tiles[4 * quad + 2] + at, U::kBytes, full);
                                 copy_bytes_once(to + 3 * U::kBytes, tiles[4 * quad + 3] + at, U::kBytes, full);
                             }
-                            w.step(1, deal.w_slots);
                         }
+                        w.step(deal.pass_quads, deal.w_slots);
                         quad = 0;
                     }
                 }
                 __syncwarp();
                 w = w_next;
             }
-            return;
+            return leave();
         }
         if (warp == kUnitWarps + 1 && lane == 0) prefetch_map(&x_map);
         __syncwarp();
         wait_dependence();
-        if (may_be_idle && rows_here() <= 0) return;
+        if (may_be_idle && rows_here() <= 0) return leave();
         if (warp == kUnitWarps + 1) {
-            if (!is_elected()) return;
             UnitsTurn x;
-            for (int pass = 0; pass < n_passes && pairs_in(pass) > 0; ++pass)
+            const bool copies = is_elected();
+            for (int pass = 0; copies && pass < n_passes && pairs_in(pass) > 0; ++pass)
 #pragma unroll 1
                 for (int i = 0; i < n_units; ++i) {
                     barrier_wait(x_empty + x.slot, x.phase ^ 1);
@@ -209,18 +217,18 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             row_factors<kNT>(a.norm, warp - kUnitWarps - 2, lane, half_sums, factors);
             if (lane == 0) barrier_arrive(&are_factored);
         }
-        return;
+        return leave();
     }
     if (warp < n_asked) {
-        const int quad = warp % first_quads, u = warp / first_quads, here = 2 * min(2, pairs_in(0) - 2 * quad);
-        if (lane == 0) barrier_expect(w_full + warp, here * U::kBytes);
+        const int quad = warp % first_quads, u = warp / first_quads, here = 2 * min(2, pairs_in(0) - 2 * quad), slot = u * deal.pass_quads + quad;
+        if (lane == 0) barrier_expect(w_full + slot, here * U::kBytes);
         __syncwarp();
-        if (lane < here) copy_bytes_once(w_ring + warp * S::kWBytes + lane * U::kBytes, tile_at(0, 4 * quad + lane) + u * U::kBytes, U::kBytes, w_full + warp);
+        if (lane < here) copy_bytes_once(w_ring + slot * S::kWBytes + lane * U::kBytes, tile_at(0, 4 * quad + lane) + u * U::kBytes, U::kBytes, w_full + slot);
     }
     more_registers<152>();
     wait_dependence();
     const int n_rows = rows_here();
-    if (may_be_idle && n_rows <= 0) return;
+    if (may_be_idle && n_rows <= 0) return leave();
     const int group = warp >> 2, r = lane >> 2, q = lane & 3;
     // A warp's pair of a quad; groups differ, so that pairs that lack their second leave all schedulers as much.
     const int half = (warp >> 1 & 1) ^ (group & 1), t = warp & 1;
@@ -258,16 +266,16 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
 #pragma unroll 1
     for (int pass = 0; pass < n_passes; ++pass) {
         const int first = begin + pass * deal.pass_pairs, pairs = pairs_in(pass), quads = (pairs + 1) >> 1;
-        // Slots of this pass, from its first on: unit u has `quads` of weights.
+        // Slots of this pass, from its first on: a unit has as many as a pass has quads.
         UnitsTurn w_next = w, x_next = x;
-        w_next.advance(quads * n_units, deal.w_slots);
+        w_next.advance(deal.pass_quads * n_units, deal.w_slots);
         if (pairs > 0) x_next.advance(n_units, deal.x_slots);
 #pragma unroll
         for (int j = 0; j < kUnitQuads; ++j)
 #pragma unroll
             for (int e = 0; e < kNT / 2; ++e) acc[j][e] = 0.0f;
         const int first_u = is_along_k ? group : 0;
-        w.advance(first_u * quads, deal.w_slots);
+        w.advance(first_u * deal.pass_quads, deal.w_slots);
         x.advance(first_u, deal.x_slots);
         int held = -1;
 #pragma unroll 1
@@ -319,7 +327,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                 release(x_empty + x.slot);
                 held = -1;
             }
-            w.step(quads * step, deal.w_slots);
+            w.step(deal.pass_quads * step, deal.w_slots);
             x.step(step, deal.x_slots);
         }
         wgmma_wait<0>();

@@ -11,7 +11,7 @@ constexpr float unit_factor() {
     return U::kCode == Code::kSigned8 || (U::kCode == Code::kUnsigned && U::kLow == 4 && (U::kScale == Scale::kBytesMin || U::kScale == Scale::kSigned16 || U::kScale == Scale::kHalf)) ? 0x1p20f : 1.0f;
 }
 
-constexpr int kUnitShared = 221 << 10;  // of rings; 1 kB aligns them
+constexpr int kUnitShared = 224 << 10;  // of rings; 1 kB aligns them
 
 template <int kFormat, int kNT, int kSplit>
 int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *const *packed, const FlatPackets &packets) {
@@ -35,19 +35,24 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
     deal.along_k = quads <= kUnitQuads ? kUnitGroups : 1;
     deal.x_users = 4 * kUnitGroups / deal.along_k;
     deal.n_passes = (quads + kMost - 1) / kMost;
-    const int pass_quads = (quads + deal.n_passes - 1) / deal.n_passes;
-    deal.pass_pairs = 2 * pass_quads;
+    deal.pass_quads = (quads + deal.n_passes - 1) / deal.n_passes;
+    deal.pass_pairs = 2 * deal.pass_quads;
     if (kSplit >= kTileHeads && deal.n_passes > 1) return fail(PK_UNSUPPORTED, "matmul: heads in %d pairs of tiles; the CUDA pack ends those of one pass", n_pairs);
     constexpr int halves = kSplit == kTileWhole ? 1 : 2;
     const int received = (deal.pass_pairs * (2 / halves) * S::kN8 + 1) / 2 * 2 * deal.along_k * halves * 512;
-    // Weights take what x leaves, and x what weights leave.
-    const int left = kUnitShared - received, w_all = units * pass_quads * deal.n_passes, x_all = units * deal.n_passes;
-    auto within = [](int slots, int least, int most) { return slots < least ? least : slots < most ? slots : most; };
-    const int x_most = within(x_all, kUnitLeastXSlots, kUnitXSlots), x_fit = (left - kUnitLeastWSlots * S::kWBytes) / S::kXBytes, x_few = deal.along_k > 1 ? 2 * kUnitGroups * 256 / U::kU : 4;
-    const int x_some = within(x_all, kUnitLeastXSlots, x_few < x_fit ? x_few : x_fit);
-    deal.w_slots = within((left - x_some * S::kXBytes) / S::kWBytes, 0, within(w_all, kUnitLeastWSlots, kUnitWSlots));
-    deal.x_slots = within((left - deal.w_slots * S::kWBytes) / S::kXBytes, 0, x_most);
-    if (deal.w_slots < kUnitLeastWSlots || deal.x_slots < kUnitLeastXSlots) return fail(PK_UNSUPPORTED, "matmul: %d pairs of tiles of %d units do not fit the CUDA pack's rings", n_pairs, deal.n_units);
+    // Whole steps: x of two (a group tells that it has multiplied one once it multiplies its next) or of three units, weights, then x again.
+    const int step = deal.along_k, left = kUnitShared - received;
+    auto least = [](int a, int b) { return a < b ? a : b; };
+    auto whole = [](int slots, int of) { return (slots + of - 1) / of * of; };
+    const int w_step = deal.pass_quads * step, w_most = least(kUnitWSlots / w_step * w_step, whole(units * deal.pass_quads * deal.n_passes, w_step));
+    const int x_step = step > 1 ? 2 * step : 1, x_most = least(kUnitXSlots / x_step * x_step, whole(units * deal.n_passes, x_step));
+    for (int some = least(x_most, step > 1 ? x_step * 256 / U::kU : 3); some >= x_step && deal.w_slots < w_step; some -= x_step) {
+        deal.x_slots = some;
+        deal.w_slots = least(w_most, (left - some * S::kXBytes) / S::kWBytes / w_step * w_step);
+    }
+    if (deal.w_slots < w_step) return fail(PK_UNSUPPORTED, "matmul: %d pairs of tiles of %d units do not fit the CUDA pack's rings", n_pairs, deal.n_units);
+    deal.units_ahead = deal.w_slots / deal.pass_quads;
+    while (deal.x_slots + x_step <= x_most && (deal.x_slots + x_step) * S::kXBytes + deal.w_slots * S::kWBytes <= left) deal.x_slots += x_step;
     const int bytes = 1024 + deal.x_slots * S::kXBytes + deal.w_slots * S::kWBytes + received;
     CUtensorMap x_map;
     {
