@@ -343,8 +343,8 @@ int main(int argc, char **argv) {
         Draft at;
         at.phase.kind = kAttend;
         at.phase.rows_symbol = PK_ROWS_T;
-        at.phase.attend = {head_norms, head_norms + 128, frequency, nullptr, 256, 256 + int64_t{kv_heads} * page * d * 2, heads, kv_heads, d, d, 0, 0, 1.0f,
-                           1e-6f,      1.0f / sqrtf(d),  0.0f};
+        at.phase.attend = {.q_norm = head_norms, .k_norm = head_norms + 128, .frequency = frequency, .k_offset = 256, .v_offset = 256 + int64_t{kv_heads} * page * d * 2, .n_heads = heads,
+                           .n_kv_heads = kv_heads, .head_width = d, .rope_width = d, .magnitude = 1.0f, .eps = 1e-6f, .scale = 1.0f / sqrtf(d)};
         at.x = qkv_t;
         at.y = a_t;
         put(at);
@@ -558,73 +558,72 @@ int main(int argc, char **argv) {
         printf("  %.1f us, %.2f us a layer (least %.2f), %.0f GB/s\n", t[t.size() / 2], t[t.size() / 2] / layers, t[0] / layers, bytes / t[t.size() / 2] / 1e3);
     }
 #ifdef PK_PERSIST_TRACE
-    const int64_t n_trace = int64_t{a.n_phases + 1} * n_blocks * 8;
+    const int64_t n_trace = int64_t{a.n_phases + 1} * n_blocks * kMarks;
     long long *trace = allocate<long long>(n_trace);
     OK(cudaMemset(trace, 0, n_trace * 8));
     a.trace = trace;
     run();
     OK(cudaDeviceSynchronize());
     auto tr = host(trace, n_trace);
-    // ns of clocks by the two globaltimer stamps of a block; mean over blocks of each mark relative to the phase's begin (mark 0) in ns.
+    auto of = [&](int phase, int block) { return &tr[(int64_t{phase} * n_blocks + block) * kMarks]; };
+    // ns of clocks by the two globaltimer stamps of a block; each mark of a phase relative to when the last block had written the phase before.
     const char *names[] = {"qkv", "attend", "o", "gate-up", "down"};
     std::vector<double> rate(n_blocks), off(n_blocks);
     for (int k = 0; k < n_blocks; ++k) {
-        auto m = &tr[(int64_t{a.n_phases} * n_blocks + k) * 8];
+        auto m = of(a.n_phases, k);
         rate[k] = double(m[3] - m[1]) / double(m[2] - m[0]);
         off[k] = m[1] - m[0] * rate[k];
     }
     const int shift = a.n_phases - 5 * layers - (with_head ? 1 : 0);
     printf("  ns a cycle %.4f; a phase's marks in ns since the last block had written the phase before: first/mean/last block\n", rate[0]);
-    const char *marks[] = {"begin", "seen", "waited", "staged", "product", "sums", "written", "last warp"};
+    const char *product_marks[] = {"begin", "seen", "waited", "staged", "product", "sums", "written", "last warp", "sending", "sent"};
+    const char *attend_marks[] = {"begin", "seen", "warps", "met", "range", "joined", "block", "taken", "sending", "sent"};
     double total = 0;
-    int n_total = 0;
-    for (int kind = 0; kind < 5; ++kind) {
-        double v[8][3] = {};
-        double length = 0;
-        int n = 0;
-        for (int lay = 2; lay < layers; ++lay) {
-            const int p = shift + lay * 5 + kind;
-            auto last_of = [&](int q) {
-                double last = 0;
-                const int m = (q - shift) % 5 == 1 ? 5 : 6;
-                for (int k = 0; k < n_blocks; ++k) {
-                    auto t = &tr[(int64_t{q} * n_blocks + k) * 8];
-                    if (t[m]) last = std::max(last, t[m] * rate[k] + off[k]);
+    // Where some layers have weights of another format, those and the others by themselves.
+    const int n_sorts = tail != format ? 2 : 1;
+    for (int sort = 0; sort < n_sorts; ++sort)
+        for (int kind = 0; kind < 5; ++kind) {
+            double v[kMarks][3] = {}, length = 0;
+            int n = 0;
+            for (int lay = 2; lay < layers; ++lay) {
+                if (lay % n_sorts != sort) continue;
+                const int p = shift + lay * 5 + kind;
+                auto last_of = [&](int q) {
+                    double last = 0;
+                    const int m = (q - shift) % 5 == 1 ? 5 : 6;
+                    for (int k = 0; k < n_blocks; ++k)
+                        if (of(q, k)[m]) last = std::max(last, of(q, k)[m] * rate[k] + off[k]);
+                    return last;
+                };
+                const double zero = last_of(p - 1);
+                length += last_of(p) - zero;
+                for (int j = 0; j < kMarks; ++j) {
+                    double lo = 1e300, hi = -1e300, mean = 0;
+                    int c = 0;
+                    for (int k = 0; k < n_blocks; ++k) {
+                        auto t = of(p, k);
+                        if (!t[j] || (j < 8 && !t[4])) continue;
+                        const double x = j == 2 && kind != 1 ? t[2] * rate[k] : t[j] * rate[k] + off[k] - zero;
+                        lo = std::min(lo, x);
+                        hi = std::max(hi, x);
+                        mean += x;
+                        ++c;
+                    }
+                    if (c) {
+                        v[j][0] += lo;
+                        v[j][1] += mean / c;
+                        v[j][2] += hi;
+                    }
                 }
-                return last;
-            };
-            const double zero = last_of(p - 1);
-            length += last_of(p) - zero;
-            for (int j = 0; j < 8; ++j) {
-                double lo = 1e300, hi = -1e300, mean = 0;
-                int c = 0;
-                for (int k = 0; k < n_blocks; ++k) {
-                    auto t = &tr[(int64_t{p} * n_blocks + k) * 8];
-                    if (!t[j] || !t[kind == 1 ? 4 : 4]) continue;
-                    const double x = j == 2 && kind != 1 ? t[2] * rate[k] : t[j] * rate[k] + off[k] - zero;
-                    lo = std::min(lo, x);
-                    hi = std::max(hi, x);
-                    mean += x;
-                    ++c;
-                }
-                if (c) {
-                    v[j][0] += lo;
-                    v[j][1] += mean / c;
-                    v[j][2] += hi;
-                }
+                ++n;
             }
-            ++n;
+            const int order[2][kMarks] = {{0, 1, 3, 4, 7, 2, 5, 6, 8, 9}, {0, 7, 3, 1, 4, 2, 6, 5, 8, 9}};
+            printf("  %-8s length %6.0f |", names[kind], length / n);
+            for (int j : order[kind == 1])
+                printf(" %s %.0f/%.0f/%.0f", (kind == 1 ? attend_marks : product_marks)[j], v[j][0] / n, v[j][1] / n, v[j][2] / n);
+            puts("");
+            total += length / n / n_sorts;
         }
-        printf("  %-8s length %6.0f |", names[kind], length / n);
-        if (kind == 1) {
-            for (int j : {0, 7, 3, 1, 4, 2, 6, 5})
-                printf(" %s %.0f/%.0f/%.0f", j == 5 ? "joined" : j == 7 ? "taken" : j == 3 ? "met" : j == 4 ? "range" : j == 2 ? "warps" : j == 6 ? "block" : marks[j], v[j][0] / n, v[j][1] / n, v[j][2] / n);
-        } else
-            for (int j : {0, 1, 3, 4, 7, 2, 5, 6})
-                printf(" %s %.0f/%.0f/%.0f", marks[j], v[j][0] / n, v[j][1] / n, v[j][2] / n);
-        puts("");
-        total += length / n;
-    }
     printf("  a layer %.0f ns\n", total);
 #endif
     return 0;

@@ -31,13 +31,15 @@ __device__ __forceinline__ void put_folded(uint8_t *record, const float (&v)[kPe
         most = fmaxf(most, fabsf(v[k]));
         sum += v[k];
     }
+    // Of all lanes by one instruction: what comes next waits for it.
+    if constexpr (kPer == 1) most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
 #pragma unroll
     for (int o = 1; o < kLanes / 2; o <<= 1) {
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
+        if constexpr (kPer > 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, o));
         sum += __shfl_xor_sync(~0u, sum, o);
         squares += __shfl_xor_sync(~0u, squares, o);
     }
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, kLanes / 2));
+    if constexpr (kPer > 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, kLanes / 2));
     squares += __shfl_xor_sync(~0u, squares, kLanes / 2);
     const float other = __shfl_xor_sync(~0u, sum, kLanes / 2), inverse = most > 1e-30f ? __fdividef(kMostInteger, most) : 0.0f;
     // With q the element over the scale, rounded, q + 128 stands in the mantissa after one addition: its second byte is the high byte of q, its first

@@ -12,7 +12,7 @@ constexpr int kConsumers = 32 * kWarps;
 constexpr int kProducers = 4;                   // warps that fill the rings, each of kWarps / kProducers of them
 constexpr int kWriters = 4;                     // warps that add up what the multiplying ones left, and hand it on
 constexpr int kThreads = kConsumers + 32 * (kProducers + kWriters);
-constexpr int kConsumerRegisters = 168, kOtherRegisters = 88;
+constexpr int kConsumerRegisters = 184, kOtherRegisters = 72;
 constexpr int kMaxRows = 8;
 constexpr int kMinSlots = 4, kMaxSlots = 12;  // of a ring: a delta head's state comes in four
 
@@ -89,7 +89,8 @@ struct alignas(16) Phase {
     uint64_t folded_x, folded_y;
     const float *folded_norm;
     int32_t is_paired, folded_staging;     // folded_staging: of whoever reads folded y
-    int32_t is_cut, reserved;              // blocks have halves of tiles: of the first one the second half of K, whose sums the block before adds to its own
+    int32_t apart, apart_each, apart_more; // so many blocks have the last weight by themselves, whose tiles take longer than the others': each and more are of the rest
+    int32_t is_cut;                        // blocks have halves of tiles: of the first one the second half of K, whose sums the block before adds to its own
     union {
         Weight w[3];
         Attend attend;
@@ -151,7 +152,9 @@ constexpr int kBuffers = 8;    // of packets
 constexpr int kHalfBytes = 2 * 16 * 8;
 constexpr int kPhases = 4;     // descriptions that multiplying and writing warps share: three phases ahead of the writers
 constexpr int kSquaresAt = 0;  // of a buffer of sums: sums of squares, a float a warp
-constexpr int kSumsAt = 128;   // [tiles][warps][rows of a tile]
+constexpr int kSumsAt = 128;   // [warps][tiles][rows of a tile]
+constexpr int kTilesOnce = 12;               // tiles of 16 rows that are added up at once
+constexpr int kWarpSums = kTilesOnce * 16;  // floats of a warp
 
 // A record of 32 folded elements.
 constexpr int kFoldedPackets = 7, kFoldedBytes = 16 * kFoldedPackets;

@@ -149,6 +149,19 @@ struct Taker {
     __device__ __forceinline__ int index(int ahead) const { return slot.at + ahead < n_slots ? slot.at + ahead : slot.at + ahead - n_slots; }
     __device__ __forceinline__ const uint8_t *slot_at(int ahead) const { return ring + index(ahead) * slot_bytes; }
     __device__ __forceinline__ void await(int ahead) const { barrier_wait(full + 8 * index(ahead), slot.at + ahead < n_slots ? slot.parity : slot.parity ^ 1); }
+    // By a whole warp: the next n slots, of which its lanes look at one each.
+    __device__ __forceinline__ void await_all(int n, int lane) const {
+        await(lane < n ? lane : 0);
+        __syncwarp();
+    }
+    // By a warp that has read the next slots and met after that.
+    __device__ __forceinline__ void release_all(int n, int lane, uint32_t used) {
+        if (lane < n) barrier_arrive_after(empty + 8 * index(lane), used);
+        if ((slot.at += n) >= n_slots) {
+            slot.at -= n_slots;
+            slot.parity ^= 1;
+        }
+    }
     // By a warp that has read the next slot and met after that; used: made from everything that was read.
     __device__ __forceinline__ void release(int lane, uint32_t used) {
         if (lane == 0) barrier_arrive_after(empty + 8 * slot.at, used);

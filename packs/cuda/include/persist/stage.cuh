@@ -8,10 +8,11 @@
 
 namespace pk::persist {
 
-// Times of a block's first thread that multiplies, or that writes, for the bench.
+// Times of a block's first thread that multiplies, or that writes, or sends, for the bench.
+constexpr int kMarks = 10;
 __device__ __forceinline__ void mark(const Arguments &a, int phase, int at, int thread = 0) {
 #ifdef PK_PERSIST_TRACE
-    if (a.trace && thread_here() == thread) a.trace[(phase * gridDim.x + blockIdx.x) * 8 + at] = clock64();
+    if (a.trace && thread_here() == thread) a.trace[(phase * gridDim.x + blockIdx.x) * kMarks + at] = clock64();
 #endif
 }
 
@@ -21,8 +22,8 @@ __device__ __forceinline__ void mark_start(const Arguments &a, int at) {
     if (!a.trace || threadIdx.x) return;
     long long now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    a.trace[(a.n_phases * gridDim.x + blockIdx.x) * 8 + at] = clock64();
-    a.trace[(a.n_phases * gridDim.x + blockIdx.x) * 8 + at + 1] = now;
+    a.trace[(a.n_phases * gridDim.x + blockIdx.x) * kMarks + at] = clock64();
+    a.trace[(a.n_phases * gridDim.x + blockIdx.x) * kMarks + at + 1] = now;
 #endif
 }
 

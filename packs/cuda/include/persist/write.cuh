@@ -11,6 +11,10 @@ struct Range {
 // The tiles of this block: the first `more` blocks of a phase have one more than the others.
 __device__ __forceinline__ Range range_of(const Phase &p) {
     const int n = gridDim.x, at = blockIdx.x + p.shift, b = at < n ? at : at - n, each = p.each, more = p.more;
+    if (const int i = b - (n - p.apart); i >= 0) {
+        const int begin = p.w[p.n_w - 1].first_tile + i * p.apart_each + min(i, p.apart_more);
+        return {begin, begin + p.apart_each + (i < p.apart_more)};
+    }
     const int begin = b * each + min(b, more);
     return {begin << p.is_paired, begin + each + (b < more) << p.is_paired};
 }
@@ -35,12 +39,12 @@ __device__ __forceinline__ Piece piece_of(const Phase &p, const Range &all, int 
     return {0, all.end >> 1, all.end + 1 >> 1, 0, half};
 }
 // Where the second half of a tile's sums go: by the place among the phase's blocks of the one that has it.
-__device__ __forceinline__ uint8_t *half_at(const Phase &p, const Arguments &a, int phase, int after) {
+__device__ __forceinline__ uint8_t *half_place(const Phase &p, const Arguments &a, int phase, int after) {
     const int n = gridDim.x, at = blockIdx.x + p.shift, b = (at < n ? at : at - n) + after;
     return a.halves + ((phase & (kBuffers - 1)) * n + b) * kHalfBytes;
 }
 // Tiles that are added up at once: by fours, so that those of a record of folded outputs stay together.
-__device__ __forceinline__ int tiles_once(const Arguments &a, const Phase &p) { return (a.part_bytes - kSumsAt) / (4 * kWarps << p.tile_shift) & ~3; }
+__device__ __forceinline__ int tiles_once(const Phase &p) { return kWarpSums >> p.tile_shift & ~3; }
 
 __device__ __forceinline__ float gate_of(float v, int32_t act) {
     return __builtin_expect(act == PK_ACT_SILU, 1) ? __fdividef(v, 1.0f + __expf(-v)) : activate(v, act);
@@ -56,6 +60,9 @@ struct NormFactor {
     }
 };
 
+// What becomes of outputs: the usual ways have code of their own in one row, as code that runs once a phase costs what it takes to fetch it.
+enum Way : int32_t { kAnyWay, kGatedFold, kAddedFold, kPairs };
+
 // One output of a thread. prepare: everything that does not need its sums, ahead of them.
 struct Output {
     const float *from;                // its sums, of every warp; of the other side behind them
@@ -68,8 +75,9 @@ struct Output {
     int32_t act;
     int shift;                        // rows of a tile, as a power of two
     bool is_valid, is_gated, is_f32, is_bytes, is_fours, adds_f32, is_odd;
+    Way way;
 
-    // row: of the weight; o: among the group's outputs; sums: [tiles][warps][rows of a tile]. base: phases before this launch.
+    // row: of the weight; o: among the group's outputs; sums: [warps][tiles][rows of a tile]. base: phases before this launch.
     __device__ __forceinline__ void prepare(const Phase &p, const Weight &w, const float *sums, int row, int o, bool is_one, uint32_t base) {
         is_gated = p.is_gated;
         is_f32 = p.y.format == PK_F32;
@@ -77,7 +85,7 @@ struct Output {
         act = p.act;
         softcap = p.softcap;
         shift = p.tile_shift;
-        from = sums + (((o >> shift << is_gated) * kWarps) << shift) + (o & ((1 << shift) - 1));
+        from = sums + (o >> shift << is_gated << shift) + (o & ((1 << shift) - 1));
         const int64_t at = w.first_column + row;
         is_odd = at & 1;
         data = is_valid && p.y.data ? reinterpret_cast<uint8_t *>(p.y.data) + at * (is_f32 ? 4 : 2) : nullptr;
@@ -93,6 +101,11 @@ struct Output {
         norm = is_valid && p.folded_norm != nullptr ? __ldg(p.folded_norm + at) : 1.0f;
         ask_side(w, row, is_valid, is_gated ? 1.0f : p.scale, scale[0], bias[0]);
         ask_side(p.w[1], row, is_valid && is_gated, p.scale, scale[1], bias[1]);
+        const bool has_data = p.y.data, has_packets = p.y.packets, is_folded = p.folded_y != 0 && !is_fours, is_plain = !has_data && softcap == 0.0f;
+        way = kAnyWay;
+        if (is_plain && is_folded && is_gated && act == PK_ACT_SILU && !has_packets && p.add.packets == 0) way = kGatedFold;
+        if (is_plain && is_folded && !is_gated && has_packets && is_f32 && p.add.packets != 0 && adds_f32) way = kAddedFold;
+        if (is_plain && p.folded_y == 0 && !is_gated && has_packets && !is_f32 && p.add.packets == 0) way = kPairs;
     }
     static __device__ __forceinline__ void ask_side(const Weight &w, int row, bool is_one, float times, float &scale, float &bias) {
         scale = w.scale * times;
@@ -102,6 +115,32 @@ struct Output {
     }
     // By whole warps, neighbours side by side. factor: the norm's; epoch: this phase's.
     __device__ __forceinline__ void write(float2 sums, float factor, uint32_t epoch) const {
+        if (way == kGatedFold) write_as<kGatedFold>(sums, factor, epoch);
+        else if (way == kAddedFold) write_as<kAddedFold>(sums, factor, epoch);
+        else if (way == kPairs) write_as<kPairs>(sums, factor, epoch);
+        else write_any(sums, factor, epoch);
+    }
+    // Folded outputs come by whole records, whose lanes are all valid or none.
+    template <Way kWay>
+    __device__ __forceinline__ void write_as(float2 sums, float factor, uint32_t epoch) const {
+        float out = fmaf(sums.x * factor, scale[0], bias[0]);
+        if constexpr (kWay == kGatedFold) out = gate_of(out, PK_ACT_SILU) * fmaf(sums.y * factor, scale[1], bias[1]);
+        if constexpr (kWay == kAddedFold) {
+            uint2 v = early;
+            while (is_valid && v.y != wanted) v = load_packet(added);
+            __syncwarp();
+            out += __uint_as_float(v.x);
+        }
+        if constexpr (kWay == kPairs) {
+            const float next = __shfl_down_sync(~0u, out, 1);
+            if (packet) store_packet(packet, pack_bf16(out, next), epoch);
+        } else {
+            const float scaled[1] = {out * norm};
+            if (is_valid) put_folded<1>(folded, scaled, out * out, epoch, is_bytes);
+            if (kWay == kAddedFold && is_valid) store_packet(packet, __float_as_uint(out), epoch);
+        }
+    }
+    __device__ __forceinline__ void write_any(float2 sums, float factor, uint32_t epoch) const {
         float out = 0.0f;
         if (is_valid) {
             out = fmaf(sums.x * factor, scale[0], bias[0]);
@@ -125,7 +164,7 @@ struct Output {
         else *reinterpret_cast<bf16 *>(data) = __float2bfloat16(out);
     }
     // What the warps have left, of both sides.
-    __device__ __forceinline__ float2 take() const { return make_float2(is_valid ? sum_of(from) : 0.0f, is_valid && is_gated ? sum_of(from + (kWarps << shift)) : 0.0f); }
+    __device__ __forceinline__ float2 take() const { return make_float2(sum_of(from), is_gated ? sum_of(from + (1 << shift)) : 0.0f); }
     // Sums of half a tile are sent to where the block before looks for them, or what the block behind has sent is added to this one's.
     __device__ __forceinline__ void join_half(float2 &sums, uint8_t *half, bool is_sent, uint32_t epoch) const {
         if (!is_valid) return;
@@ -140,7 +179,7 @@ struct Output {
     __device__ __forceinline__ float sum_of(const float *from) const {
         float v[kWarps];
 #pragma unroll
-        for (int k = 0; k < kWarps; ++k) v[k] = from[k << shift];
+        for (int k = 0; k < kWarps; ++k) v[k] = from[k * kWarpSums];
 #pragma unroll
         for (int n = kWarps / 2; n; n /= 2)
 #pragma unroll
@@ -149,9 +188,10 @@ struct Output {
     }
 };
 
-// By the writing threads of one block: the normed row, for whoever reads it after this launch.
+// By the writing threads of all blocks that have tiles: the normed row, for whoever reads it after this launch, each a share: an element is a trip to L2 behind the weights.
 __device__ __forceinline__ void write_normed(const Phase &p, int row, float factor, uint32_t base, int tid) {
-    for (int i = tid; i < p.k; i += 32 * kWriters) {
+    const int n = gridDim.x, at = blockIdx.x + p.shift, b = at < n ? at : at - n, n_busy = p.each ? n : p.more;
+    for (int i = b * 32 * kWriters + tid; i < p.k; i += n_busy * 32 * kWriters) {
         const uint2 v = await_packet(packet_at<true>(p.x.packets, row * p.x.stride + i), base + p.x.source + 1);
         reinterpret_cast<bf16 *>(p.normed.data)[i] = __float2bfloat16(__uint_as_float(v.x) * factor * __ldg(p.norm + i));
     }

@@ -10,14 +10,14 @@
 // A buffer of packets is written again four phases later at the earliest: every phase reads what the one before it wrote, so
 // nobody can be that far ahead of a reader. Pages: BF16, or F16 in a kernel of their own (half.cu). Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K.
 // No local memory: what 256 threads spill does not fit the L1 that the rings leave, and each reload waits behind the weights.
-// Assumes that all blocks are resident: launched cooperatively.
+// Assumes that all blocks are resident at some time: one a multiprocessor, and whatever else runs there ends by itself. A cooperative launch would say so, but would not begin early.
 #include "../../include/persist/phase.h"
 #ifdef PK_WGMMA
 #include "../../include/persist/attend.cuh"
 #include "../../include/persist/delta.cuh"
-#include "../../include/persist/multiply.cuh"
 #include "../../include/persist/produce.cuh"
 #include "../../include/persist/stage.cuh"
+#include "../../include/persist/tiles.cuh"
 #include "../../include/persist/write.cuh"
 
 namespace pk::persist {
@@ -25,7 +25,7 @@ namespace {
 
 struct Shared {
     uint64_t full[kWarps][kMaxSlots], empty[kWarps][kMaxSlots];
-    uint64_t described[kPhases], summed[2], written[2], paired[2];
+    uint64_t described[kPhases], summed[2], written[2], paired[2], known;
     float2 exchange[kPairedNumbers];
     RowFacts row;
     int gather;
@@ -65,6 +65,9 @@ __device__ __forceinline__ int rows_in(const Phase &p, const Shared &s) {
     return p.rows_symbol == PK_ROWS_T ? s.n_tokens : p.rows_symbol == PK_ROWS_S ? s.n_samples : static_cast<int>(p.rows_symbol);
 }
 
+// Until what the step left for this launch has been read.
+__device__ __forceinline__ void await_step(const Shared &s) { barrier_wait(shared_address(&s.known), 0); }
+
 __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout) {
     Producer producer;
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) % kProducers;
@@ -91,84 +94,17 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
         if (p + 1 < a.n_phases) coming.ask(a.phases + p + 1, lane);
         // The next phase's boxes, too, are on their way before they are wanted.
         if (const int i = thread_here() - kConsumers; i < 3 && a.boxes != nullptr && p + 1 < a.n_phases) prefetch_box(a.boxes + 3 * (p + 1) + i);
+        mark(a, p, 8, kConsumers);
+        // Weights do not depend on the kernels before this one; all else does.
+        if (phase.kind == kAttend || phase.kind == kDelta) await_step(s);
         if (phase.kind == kMatmul) producer.send_weights(phase, p, a.boxes + 3 * p);
         else if (phase.kind == kAttend) producer.send_positions(phase.attend, a, s.row);
         else if (phase.kind == kDelta) producer.send_state(phase, a, s.row);
         __syncwarp();
+        mark(a, p, 9, kConsumers);
         if (p + 1 < a.n_phases) coming.put(phases + ((p + 1) & 1) * kPhaseStride, lane);
         __syncwarp();
     }
-}
-
-// What a warp multiplies: tiles of one weight, gate and up by turns, that are added up together.
-struct Group {
-    int first, n;       // among the weight's tiles of this block
-    int chunks, from;   // of a tile, and the first one's number
-    int next;           // the next chunk of this warp, counted over all tiles
-    int x_row;
-    bool has_scales;
-    const uint8_t *xs;
-    float *sums;        // [tiles][warps][rows of a tile]
-#ifdef PK_PERSIST_TRACE
-    long long waited = 0;
-#endif
-};
-
-// This warp's chunks of the group. Block formats: of two tiles at once.
-template <int kFormat>
-__device__ __forceinline__ void multiply(Group &g, Taker &taker) {
-    constexpr int kStep = is_rows(kFormat) ? 1 : 2, kShift = tile_shift(kFormat);
-    const int lane = thread_here() & 31;
-    Product<kFormat> product;
-    float *to = g.sums + ((thread_here() >> 5) << kShift);
-    const bool is_parts = is_parted(kFormat, taker.slot_bytes);
-    int next = g.next;
-#pragma unroll 1
-    for (int t = g.first; t < g.first + g.n; t += kStep, to += kStep * kWarps << kShift) {
-        product.clear();
-        const int begin = t / kStep * g.chunks, end = begin + g.chunks;
-        const bool is_two = kStep == 2 && t + 1 < g.first + g.n;
-#pragma unroll 1
-        for (; next < end; next += kWarps) {
-#ifdef PK_PERSIST_TRACE
-            const long long began = clock64();
-#endif
-            taker.await(0);
-            if (is_two) taker.await(1);
-            if (is_parts) taker.await(1 + is_two);
-#ifdef PK_PERSIST_TRACE
-            g.waited += clock64() - began;
-#endif
-            const int chunk = next - begin + g.from;
-            if constexpr (kStep == 1) {
-                product.add(taker.slot_at(0), g.xs, g.x_row, chunk, g.has_scales, lane);
-                __syncwarp();
-                taker.release(lane, product.used());
-            } else if (is_two) {
-                const uint8_t *const slots[2] = {taker.slot_at(0), taker.slot_at(1)};
-                const uint8_t *const parts = taker.slot_at(2), *const rest[2] = {is_parts ? parts : slots[0] + kFirstBytes, is_parts ? parts + kRestBytes : slots[1] + kFirstBytes};
-                product.template add<2>(slots, rest, g.xs, g.x_row, chunk, lane);
-                __syncwarp();
-                const uint32_t used = product.used(0) ^ product.used(1);
-#pragma unroll 1
-                for (int n = 2 + is_parts; n > 0; --n) taker.release(lane, used);
-            } else {
-                const uint8_t *const slots[1] = {taker.slot_at(0)};
-                const uint8_t *const rest[1] = {is_parts ? taker.slot_at(1) : slots[0] + kFirstBytes};
-                product.template add<1>(slots, rest, g.xs, g.x_row, chunk, lane);
-                __syncwarp();
-                taker.release(lane, product.used(0));
-                if (is_parts) taker.release(lane, product.used(0));
-            }
-        }
-        if constexpr (kStep == 1) {
-            product.store(to, lane);
-        } else {
-            product.store(to, lane, 0);
-            if (is_two) product.store(to + (kWarps << kShift), lane, 1);
-        }
-    }
-    g.next = next;
 }
 
 // x of a phase; the sum of squares of what this warp staged.
@@ -193,7 +129,7 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
     uint8_t *xs = shared + layout.x;
     const Range all = range_of(phase);
     if (all.end <= all.begin) return false;
-    const int x_index = phase.is_gathered ? s.gather : 0, most = tiles_once(a, phase);
+    const int x_index = phase.is_gathered ? s.gather : 0, most = tiles_once(phase);
     bool has_norm = phase.norm != nullptr;
     const bool is_own = (phase.w[0].n_chunks >> phase.is_cut) % kWarps == 0;
     // The first group, so that nothing is left to do when x has come.
@@ -242,7 +178,7 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
         mark(a, at, 4);
         mark(a, at, 7, kConsumers - 32);
 #ifdef PK_PERSIST_TRACE
-        if (a.trace && thread_here() == 0) a.trace[(at * gridDim.x + blockIdx.x) * 8 + 2] = g.waited;
+        if (a.trace && thread_here() == 0) a.trace[(at * gridDim.x + blockIdx.x) * kMarks + 2] = g.waited;
 #endif
         if (has_norm && lane == 0) reinterpret_cast<float *>(buffer + kSquaresAt)[warp] = squares;
         has_norm = false;
@@ -256,6 +192,18 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
     return true;
 }
 
+// What the step left for this launch, which may have begun before the kernels in front of it have ended.
+__device__ __forceinline__ void read_step(const Arguments &a, Shared &s) {
+    if (threadIdx.x != 32) return;
+    wait_dependence();
+    s.n_tokens = __ldcg(&a.info->n_tokens);
+    s.n_samples = __ldcg(&a.info->n_samples);
+    s.base = __ldcg(a.epochs);
+    if (s.n_tokens > 0 && a.row_position != nullptr) s.row = {__ldcg(a.row_position), __ldcg(a.row_slot), __ldcg(a.token_page), __ldcg(a.row_flags) & PK_ROW_DEAD};
+    if (s.n_samples > 0 && a.sample_at != nullptr) s.gather = __ldcg(a.sample_at);
+    barrier_arrive(shared_address(&s.known));
+}
+
 template <bool kHalf>
 __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -267,6 +215,8 @@ __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *
     taker.empty = shared_address(s.empty[warp]);
     taker.paired = shared_address(s.paired);
     taker.exchange = shared_address(s.exchange);
+    read_step(a, s);
+    await_step(s);
 #pragma unroll 1
     for (int p = 0; p < a.n_phases; ++p) {
         mark(a, p, 0);
@@ -290,6 +240,7 @@ __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *
 __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout) {
     const int tid = threadIdx.x - (kThreads - 32 * kWriters);
     uint32_t n_groups = 0;
+    await_step(s);
     auto await_sums = [&] { barrier_wait(shared_address(&s.summed[n_groups & 1]), n_groups >> 1 & 1); };
     auto give_back = [&] {
         __syncwarp();
@@ -308,7 +259,7 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
         for (int i = 0; all.begin < all.end && i < n_pieces(phase); ++i) {
             const Piece tiles = piece_of(phase, all, i);
             const Weight &w = phase.w[tiles.weight];
-            const int n_tiles = max(0, tiles.end - tiles.begin) << phase.is_gated, most = tiles_once(a, phase);
+            const int n_tiles = max(0, tiles.end - tiles.begin) << phase.is_gated, most = tiles_once(phase);
 #pragma unroll 1
             for (int first = 0; first < n_tiles; first += most) {
                 const uint8_t *buffer = shared + layout.part + (n_groups & 1) * a.part_bytes;
@@ -320,13 +271,13 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
                 const bool has_norm = is_first && phase.norm != nullptr;
                 const NormFactor norm = {phase.inverse_k, phase.eps};
                 const uint32_t epoch = s.base + p + 1;
+                const bool is_half = phase.is_cut && i != 1, is_sent = phase.is_cut && i == 0;
                 await_sums();
                 mark(a, p, 5, kThreads - 32 * kWriters);
                 float2 taken = output.take();
                 if (has_norm) factor = norm.of(reinterpret_cast<const float *>(buffer + kSquaresAt));
                 // Of halved tiles the half in front belongs to the block before, the half behind to this one.
-                if (__builtin_expect(phase.is_cut && i != 1, 0) && tid < n_outputs) output.join_half(taken, half_at(phase, a, p, i == 0 ? 0 : 1) + 8 * tid, i == 0, epoch);
-                const bool is_sent = phase.is_cut && i == 0;
+                if (__builtin_expect(is_half, 0) && tid < n_outputs) output.join_half(taken, half_place(phase, a, p, i == 0 ? 0 : 1) + 8 * tid, i == 0, epoch);
 #pragma unroll 1
                 for (int o = tid; !is_sent && o - (tid & 31) < n_outputs;) {
                     output.write(taken, factor, epoch);
@@ -337,7 +288,7 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
                 }
                 mark(a, p, 6, kThreads - 32 * kWriters);
                 give_back();
-                if (is_first && phase.normed.data && is_there && blockIdx.x == 0) write_normed(phase, phase.is_gathered ? s.gather : 0, factor, s.base, tid);
+                if (is_first && phase.normed.data && is_there) write_normed(phase, phase.is_gathered ? s.gather : 0, factor, s.base, tid);
                 is_first = false;
             }
         }
@@ -348,16 +299,6 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
         join_writers(32 * kWriters);
         if (tid == 0 && p + kPhases < a.n_phases) ask_description(a, s.described, shared, layout, p + kPhases);
     }
-}
-
-// What the step left for this launch.
-__device__ __forceinline__ void read_step(const Arguments &a, Shared &s) {
-    if (threadIdx.x != 32) return;
-    s.n_tokens = a.info->n_tokens;
-    s.n_samples = a.info->n_samples;
-    s.base = __ldcg(a.epochs);
-    if (s.n_tokens > 0 && a.row_position != nullptr) s.row = {a.row_position[0], a.row_slot[0], a.token_page[0], a.row_flags[0] & PK_ROW_DEAD};
-    if (s.n_samples > 0 && a.sample_at != nullptr) s.gather = a.sample_at[0];
 }
 
 template <bool kHalf>
@@ -372,6 +313,7 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
                 barrier_init(shared_address(&s.empty[w][i]), 1);
             }
         for (int i = 0; i < kPhases; ++i) barrier_init(shared_address(&s.described[i]), 1);
+        barrier_init(shared_address(&s.known), 1);
         for (int i = 0; i < 2; ++i) {
             barrier_init(shared_address(&s.summed[i]), kWarps);
             barrier_init(shared_address(&s.written[i]), kWriters);
@@ -387,8 +329,6 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
     __syncthreads();
     if (a.paired) join_cluster();  // barriers are there before the other block sends to them
     mark_start(a, 0);
-    read_step(a, s);
-    __syncthreads();
     if (threadIdx.x >= kThreads - 32 * kWriters) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
         write(a, s, shared, layout);
@@ -412,7 +352,7 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
 
 namespace {
 
-// The launch of a run: all blocks at once, by twos where they share heads.
+// The launch of a run: all blocks at once, by twos where they share heads; its weights are asked for while the kernel before it ends.
 struct Grid {
     cudaLaunchConfig_t config = {};
     cudaLaunchAttribute attributes[2];
@@ -421,8 +361,8 @@ struct Grid {
         config.blockDim = dim3(kThreads);
         config.dynamicSmemBytes = layout_of(a).end;
         config.stream = stream;
-        attributes[0].id = cudaLaunchAttributeCooperative;
-        attributes[0].val.cooperative = 1;
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
         attributes[1].id = cudaLaunchAttributeClusterDimension;
         attributes[1].val.clusterDim = {2, 1, 1};
         config.attrs = attributes;

@@ -16,7 +16,6 @@ namespace {
 constexpr int64_t kSharedBytes = 227 * 1024 - 4096;  // static shared memory is the rest
 constexpr int kReach = 4;                            // how many phases back a phase may read
 constexpr int kPairedGroups = 16;                    // groups of 16 positions of a head up to which two blocks share it
-constexpr int kTilesOnce = 12;                       // tiles of 16 rows that are added up at once
 
 // A phase before it knows where packets lie.
 struct Draft {
@@ -426,6 +425,24 @@ int32_t make_boxes(decltype(&cuTensorMapEncodeTiled) encode, const std::vector<P
     return PK_OK;
 }
 
+// How many blocks have the last of several weights by themselves: where its tiles take longer, so that no block is busier than it must be.
+int32_t blocks_apart(const Phase &p, int32_t n_blocks) {
+    constexpr double kLonger = 1.8;  // a tile of Q6_K than one of Q4_K
+    const Weight &last = p.w[p.n_w - 1];
+    if (p.n_w < 2 || p.is_gated || p.is_paired || last.format != PK_Q6_K || p.w[0].format != PK_Q4_K || p.n_tiles <= n_blocks) return 0;
+    int32_t best = 0;
+    double least = kLonger * ((p.n_tiles + n_blocks - 1) / n_blocks);
+    for (int32_t i = 1; i < n_blocks; ++i) {
+        const int32_t rest = n_blocks - i, light = (p.n_tiles - last.n_tiles + rest - 1) / rest, heavy = (last.n_tiles + i - 1) / i;
+        const double longest = std::max<double>(light, kLonger * heavy);
+        if (longest < least) {
+            least = longest;
+            best = i;
+        }
+    }
+    return best;
+}
+
 // How shared memory is divided. False: something does not fit.
 bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
     int32_t slot = 128, x = 0;
@@ -451,8 +468,12 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
         const bool can_cut = !p.is_paired && !is_rows(p.w[0].format) && (p.is_gated || p.n_w == 1) && p.w[0].n_chunks % 2 == 0;
         p.is_cut = can_cut && p.n_tiles > n_blocks && (2 * p.n_tiles + n_blocks - 1) / n_blocks < 2 * ((p.n_tiles + n_blocks - 1) / n_blocks);
         const int32_t n_shares = p.n_tiles >> p.is_paired << p.is_cut;
-        p.each = n_shares / n_blocks;
-        p.more = n_shares % n_blocks;
+        p.apart = blocks_apart(p, n_blocks);
+        const int32_t n_apart = p.apart ? p.w[p.n_w - 1].n_tiles : 0, n_others = n_blocks - p.apart;
+        p.each = (n_shares - n_apart) / n_others;
+        p.more = (n_shares - n_apart) % n_others;
+        p.apart_each = p.apart ? n_apart / p.apart : 0;
+        p.apart_more = p.apart ? n_apart % p.apart : 0;
         x = std::max(x, staged_bytes(p.staging, p.k));
     }
     // What few blocks do is done by those that have a tile less to do behind it.
@@ -461,7 +482,7 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
         if (few && phases[i + 1].kind == kMatmul) phases[i].shift = phases[i + 1].shift + few;
     }
     a->slot_bytes = slot;
-    a->part_bytes = kSumsAt + kTilesOnce * 4 * kWarps * 16;
+    a->part_bytes = kSumsAt + 4 * kWarps * kWarpSums;
     a->x_bytes = (x + 127) / 128 * 128;
     a->n_slots = 0;
     a->n_slots = std::min<int32_t>(kMaxSlots, (static_cast<int32_t>(kSharedBytes) - layout_of(*a).end) / (kWarps * slot));
