@@ -99,8 +99,8 @@ __device__ __forceinline__ float addend(const EmbedArguments &a, int t, int k) {
 
 // A block per token; row-major tables of any plain format.
 __global__ void __launch_bounds__(256) embed_rows_kernel(const __grid_constant__ EmbedArguments a) {
+    release_dependents();  // whoever waits for this kernel waits for those before it
     wait_dependence();
-    release_dependents();
     const int t = blockIdx.x;
     if (t >= rows_of(a.info, a.rows_symbol)) return;
     int id = token_of(a, t);
@@ -140,8 +140,8 @@ template <int kFormat, bool kFew>
 __global__ void __launch_bounds__(128) embed_block_kernel(const __grid_constant__ EmbedArguments a) {
     using U = Unit<kFormat>;
     constexpr int kBlocks = U::kU / 32, n_blocks = kFew ? 1 : kBlocks;
+    release_dependents();  // whoever waits for this kernel waits for those before it
     wait_dependence();
-    release_dependents();
     const int t = blockIdx.x, lane = threadIdx.x & 31, first = (blockIdx.y * 4 + (threadIdx.x >> 5)) * n_blocks, unit = first / kBlocks;
     if (t >= rows_of(a.info, a.rows_symbol) || unit >= a.n_units) return;
     int id = token_of(a, t);

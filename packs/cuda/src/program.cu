@@ -7,6 +7,7 @@
 #include "../include/cold.cuh"
 #include "../include/copies.h"
 #include "../include/invariant.h"
+#include "../include/lone_draw.cuh"
 #include "../include/narrow.cuh"
 #include "../include/skinny.cuh"
 
@@ -95,6 +96,13 @@ int32_t launch_next(pk_program &p, Launch &l, int64_t i, std::vector<cudaGraphNo
     if (record.op != PK_OP_POOL) return launch_record(l, record);
     l.state = record.as<pk_op_pool>().kv ? &p.pooled : &p.state;
     return PK_OK;
+}
+
+// The record behind a commit that follows the draw of record i, in a step of one row; i: there is none. guess: records that such steps leave out.
+int64_t end_of_draw(const pk_program &p, const Launch &l, int64_t i, const GuessPart &guess) {
+    if (!l.decode_only || l.max_tokens != 1 || p.records[i].op != PK_OP_SAMPLE) return i;
+    const int64_t next = i + 1 >= guess.first && i + 1 < guess.end ? guess.end : i + 1;
+    return next < p.records.n() && p.records[next].op == PK_OP_COMMIT ? next + 1 : i;
 }
 
 // In a step of one token or a few: what is launched together that begins with record i and ends before `end`. The record behind it; i when there is nothing.
@@ -186,7 +194,12 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
             i = next - 1;
         } else if (const int64_t next = launch_narrowing(p.records, at, i, end, &status); next > i) {
             i = next - 1;
+        } else if (const int64_t next = with_ends ? end_of_draw(p, l, i, guess) : i; next > i) {
+            status = launch_lone_draw(l, p.records[i].as<pk_op_sample>());
+            i = next - 1;
         } else if (with_ends || !is_end(p.records[i])) {
+            // Of one row a launch's head start counts.
+            at.overlap = l.overlap || (p.records[i].op == PK_OP_EMBED && l.decode_only && l.max_tokens == 1);
             status = launch_next(p, at, i, passes);
         }
     }

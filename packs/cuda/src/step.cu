@@ -2,11 +2,13 @@
 // tokens; commit advances the rows and publishes results to pinned memory. One block each.
 #include <climits>
 
-#include "../include/device.cuh"
+#include "../include/commit.cuh"
 #include "program.h"
 
 namespace pk {
 namespace {
+
+using namespace step;
 
 constexpr int kThreads = 1024;
 
@@ -32,31 +34,24 @@ __device__ __forceinline__ int block_scan(int v, int *shared) {
     return v + (warp ? shared[warp - 1] : 0);
 }
 
-__device__ __forceinline__ uint64_t now_ns() {
-    uint64_t t;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-    return t;
-}
-
-template <class T>
-__device__ __forceinline__ T *at(uint64_t address) {
-    return reinterpret_cast<T *>(address);
-}
-
-// Tokens that a row draws: after its last token, or after each.
-__device__ __forceinline__ int draws_of(int flags, int n_tokens) { return flags & PK_ROW_DRAFT ? n_tokens : flags & PK_ROW_SAMPLE ? 1 : 0; }
-
-__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ pk_state s, StepInfo *info, const uint8_t *ring, int64_t ring_bytes, int n_ring, volatile StepReport *report,
+__global__ void __launch_bounds__(kThreads, 1) prepare_kernel(const __grid_constant__ pk_state s, StepInfo *info, const uint8_t *ring, int64_t ring_bytes, int n_ring, volatile StepReport *report,
                                                            const __grid_constant__ pk_op_pool pool) {
     __shared__ int scan[32];
     __shared__ int carried[2], past;
+    constexpr int kShort = 1024;
+    __shared__ __align__(16) uint2 begin[kShort / 8];
     wait_dependence();
     release_dependents();
     const int tid = threadIdx.x;
     const int turn = info->ring;
     const uint64_t begun = now_ns();
     const uint8_t *input = ring + (turn % n_ring) * ring_bytes;
-    const pk_step_head head = *reinterpret_cast<const pk_step_head *>(input);
+    // The host's memory is a microsecond away: short inputs, which most are, come in one trip.
+    if (tid < kShort / 8) begin[tid] = reinterpret_cast<const uint2 *>(input)[tid];
+    __syncthreads();
+    const pk_step_head head = *reinterpret_cast<const pk_step_head *>(begin);
+    if (head.n_new == 0 && head.n_texts == 0 && head.n_masks == 0 && sizeof(pk_step_head) + head.n_rows * sizeof(pk_row) + head.n_pages * sizeof(pk_page_write) <= kShort)
+        input = reinterpret_cast<const uint8_t *>(begin);
     const pk_new_slot *news = reinterpret_cast<const pk_new_slot *>(input + sizeof(pk_step_head));
     const pk_row *rows = reinterpret_cast<const pk_row *>(news + head.n_new);
     const pk_page_write *pages = reinterpret_cast<const pk_page_write *>(rows + head.n_rows);
@@ -160,8 +155,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
             report->end = static_cast<int64_t>(at<int32_t>(s.length)[rows[past].slot]) + rows[past].n_tokens;
             __threadfence_system();
             report->past_seq = head.seq;
+            __threadfence_system();
         }
-        __threadfence_system();
         report->consumed = static_cast<uint64_t>(turn) + 1;
     }
 }
@@ -213,31 +208,13 @@ __global__ void __launch_bounds__(kThreads) masks_kernel(const __grid_constant__
     for (int j = tid; j < n * words; j += kThreads) to[j] = from[j];
 }
 
-// The token of draw `i` goes into the slot, which has `length` tokens before it.
-__device__ __forceinline__ pk_result take_draw(const pk_state &s, int slot, int length, int i, bool is_scored = false) {
-    const int drawn = at<int32_t>(s.sample_flags)[i], token = at<int32_t>(s.sample_token)[i];
-    pk_result out = {slot, -1, PK_ROW_NAN, length, 0.0f, 0};
-    if (is_scored && !(drawn & PK_ROW_NAN)) return {slot, token, PK_ROW_SCORE, length + 1, at<float>(s.sample_logprob)[i], drawn >> 16};
-    if (!(drawn & PK_ROW_NAN)) {
-        at<int32_t>(s.tokens)[slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1) + length] = token;
-        const pk_sampling &p = at<pk_sampling>(s.sampling)[slot];
-        out = {slot, token, 0, length + 1, at<float>(s.sample_logprob)[i], drawn >> 16};
-        for (int k = 0; k < p.n_stop; ++k)
-            if (p.stop[k] == token) out.flags |= PK_ROW_STOP;
-        if (length + 1 >= p.max_length || length + 1 > s.max_ctx_tokens) out.flags |= PK_ROW_LENGTH;
-    }
-    if (out.flags) at<int32_t>(s.alive)[slot] = 0;
-    return out;
-}
-
 __global__ void __launch_bounds__(kThreads) commit_kernel(const __grid_constant__ pk_state s, const StepInfo *info, uint64_t *times) {
     __shared__ int scan[32];
     __shared__ int carried[2];
     wait_dependence();
     release_dependents();
     const int tid = threadIdx.x, n_rows = info->n_rows;
-    const uint64_t seq = info->seq;
-    pk_result *results = at<pk_result>(s.results) + static_cast<int64_t>(seq % s.n_results) * s.max_step_rows;
+    pk_result *results = results_of(s, info);
     if (tid < 2) carried[tid] = 0;
     __syncthreads();
     for (int first = 0; first < n_rows; first += kThreads) {
@@ -246,33 +223,7 @@ __global__ void __launch_bounds__(kThreads) commit_kernel(const __grid_constant_
         const int n = r < n_rows ? at<int32_t>(s.row_start)[r + 1] - at<int32_t>(s.row_start)[r] : 0;
         const int n_draws = draws_of(flags, n), n_results = flags & PK_ROW_DRAFT ? n : r < n_rows ? 1 : 0;
         const int end = block_scan(n_draws, scan) + carried[0], result = block_scan(n_results, scan) + carried[1];
-        if (r < n_rows) {
-            const int slot = at<int32_t>(s.row_slot)[r];
-            const bool is_dead = flags & PK_ROW_DEAD;
-            int length = at<int32_t>(s.length)[slot];
-            pk_result *out = results + result - n_results;
-            if (flags & PK_ROW_DRAFT) {
-                // One result per token, until what is drawn is not what was guessed, or there is no mask to draw under; in a score row all are taken.
-                const int32_t *tokens = at<int32_t>(s.tokens) + slot * (static_cast<int64_t>(s.max_ctx_tokens) + 1);
-                const bool is_scored = flags & PK_ROW_SCORE;
-                const int most = flags & PK_ROW_HELD ? flags >> kMaskedAt : n;
-                bool goes_on = !is_dead;
-                for (int i = 0; i < n; ++i) {
-                    pk_result one = {slot, -1, is_dead ? PK_ROW_DEAD : 0, length, 0.0f, 0};
-                    if (goes_on && i < most) {
-                        const int guess = i + 1 < n ? tokens[length + 1] : -1;
-                        one = take_draw(s, slot, ++length, end - n + i, is_scored);
-                        if (!is_scored) one.n_top = 0;
-                        goes_on = is_scored ? !(one.flags & PK_ROW_NAN) : !one.flags && one.token == guess;
-                    }
-                    out[i] = one;
-                }
-            } else {
-                if (!is_dead) length += n;
-                *out = n_draws && !is_dead ? take_draw(s, slot, length, end - 1) : pk_result{slot, -1, is_dead ? PK_ROW_DEAD : 0, length, 0.0f, 0};
-            }
-            if (!is_dead) at<int32_t>(s.length)[slot] = length;
-        }
+        if (r < n_rows) commit_row(s, results, r, end, result);
         __syncthreads();
         if (tid == kThreads - 1) {
             carried[0] = end;
@@ -282,13 +233,7 @@ __global__ void __launch_bounds__(kThreads) commit_kernel(const __grid_constant_
     }
     __threadfence_system();
     __syncthreads();
-    if (tid == 0) {
-        uint64_t *mine = times + 2 * ((info->ring - 1) % PK_TIMES);
-        mine[0] = info->begun_ns;
-        mine[1] = now_ns();
-        __threadfence_system();
-        *reinterpret_cast<volatile uint64_t *>(s.done) = seq;
-    }
+    if (tid == 0) tell_done(s, info, times);
 }
 
 }  // namespace
