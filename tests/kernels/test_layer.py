@@ -32,8 +32,9 @@ ROWS = {
 class Layers:
     """Two layers and a head on a bench: `records` are functions that append one record each. Beside keys in F16 the projections have biases, and are F32 until they are rotated."""
 
-    def __init__(self, b: Bench, rng: np.random.Generator, name: str, shape: tuple[int, int, int], window: int = 0, rows: int = 8, kv: int = abi.PK_BF16) -> None:
+    def __init__(self, b: Bench, rng: np.random.Generator, name: str, shape: tuple[int, int, int], window: int = 0, rows: int = 8, kv: int = abi.PK_BF16, sides: tuple[int, int] = (WIDTH, HIDDEN)) -> None:
         n_heads, n_kv, width = shape
+        side, n_hidden = sides
         plain, tail = FORMATS[name]
         size = ELEMENT_BYTES[kv]
         self.b, self.kv, self.heads = b, kv, Heads(n_heads, n_kv, width, width, 256, 256 + n_kv * 16 * width * size, kv)
@@ -51,32 +52,32 @@ class Layers:
         def vector(n):
             return f32_tensor(b.device, (1 + 0.2 * rng.standard_normal(n)).astype(np.float32).tolist(), "vectors")
 
-        self.residual = b.output(rows, WIDTH, T, format=abi.PK_F32)
-        normed, hidden = b.output(rows, WIDTH, T), b.output(rows, HIDDEN, T)
+        self.residual = b.output(rows, side, T, format=abi.PK_F32)
+        normed, hidden = b.output(rows, side, T), b.output(rows, n_hidden, T)
         (qkv, q), out = b.projections(rows, self.heads), b.output(rows, n_heads * width, T)
-        last, last_normed = b.output(rows, WIDTH, S, format=abi.PK_F32), b.output(rows, WIDTH, S)
+        last, last_normed = b.output(rows, side, S, format=abi.PK_F32), b.output(rows, side, S)
         self.logits = b.output(rows, VOCABULARY, S, format=abi.PK_F32)
         rope = Rotation(f32_tensor(b.device, [1e4 ** (-2 * i / width) for i in range(width // 2)], "vectors"), width, "neox", 1.0)
         self.records = []
         add = self.records.append
         for _ in range(2):
-            norm = vector(WIDTH)
+            norm = vector(side)
             add(lambda p, w=norm: p.norm(self.residual, w, normed, EPS))
-            parts = [weight(plain, n_heads * width, WIDTH), weight(plain, n_kv * width, WIDTH), weight(tail if name == "q4_k" else plain, n_kv * width, WIDTH)]
+            parts = [weight(plain, n_heads * width, side), weight(plain, n_kv * width, side), weight(tail if name == "q4_k" else plain, n_kv * width, side)]
             biases = [f32_tensor(b.device, (3 * rng.standard_normal(w.rows)).tolist(), "vectors") if kv == abi.PK_F16 else None for w in parts]
             add(lambda p, w=parts, c=biases: p.matmul(normed, w, qkv, c))
             norms = (vector(width), vector(width))
             add(lambda p, w=norms: p.qkv(qkv, q, self.heads, w, rope, EPS))
             add(lambda p: p.attention(q, out, self.heads, width**-0.5, View(window)))
-            o, bias = weight(plain, WIDTH, n_heads * width), vector(WIDTH)
+            o, bias = weight(plain, side, n_heads * width), vector(side)
             add(lambda p, w=o, c=bias: p.matmul(out, [w], self.residual, [c], Epilogue(add=self.residual, scale=0.25)))
-            norm = vector(WIDTH)
+            norm = vector(side)
             add(lambda p, w=norm: p.norm(self.residual, w, normed, EPS))
-            both = [weight(plain, HIDDEN, WIDTH), weight(plain, HIDDEN, WIDTH)]
+            both = [weight(plain, n_hidden, side), weight(plain, n_hidden, side)]
             add(lambda p, w=both: p.matmul(normed, w, hidden, after=Epilogue(act="silu")))
-            down = weight(tail if name == "q4_k" else plain, WIDTH, HIDDEN)
+            down = weight(tail if name == "q4_k" else plain, side, n_hidden)
             add(lambda p, w=down: p.matmul(hidden, [w], self.residual, after=Epilogue(add=self.residual, scale=0.25)))
-        norm, head = vector(WIDTH), weight(tail, VOCABULARY, WIDTH)
+        norm, head = vector(side), weight(tail, VOCABULARY, side)
         add(lambda p: p.gather(self.residual, last))
         add(lambda p: p.norm(last, norm, last_normed, EPS))
         add(lambda p: p.matmul(last_normed, [head], self.logits, after=Epilogue(softcap=30.0)))
@@ -129,6 +130,27 @@ def test_layers_in_one_program_equal_their_ops_one_by_one(bench, rng, level, nam
     check(again[2], wanted[2], 1e-2)
     for _ in range(3):
         for got, other in zip(layers.run(start, n, len(rows[::2]), True), again, strict=True):
+            np.testing.assert_array_equal(got, other)
+
+
+@pytest.mark.parametrize("sides", [(4352, 512), (512, 4352)], ids=["wide", "hidden"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_k"])
+def test_layers_whose_tiles_are_halved_equal_their_ops_one_by_one(bench, rng, level, name, sides):
+    """272 tiles of 16 rows are two to three for each of 132 multiprocessors: the CUDA pack deals out halves of them, of o and down or of gate and up."""
+    if level > 1:
+        pytest.skip("levels differ in products, which have tests of their own")
+    b = bench(sizes=SIZES, page_bytes=256 + 2 * 2 * 16 * 128 * 2)
+    if name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {name}")
+    layers = Layers(b, rng, name, (4, 2, 128), rows=1, sides=sides)
+    n = b.set_rows([(3, 311, 1)])
+    start = rng.standard_normal((n, sides[0]))
+    wanted, again = layers.run(start, n, 1, False), layers.run(start, n, 1, True)
+    for got, other in zip(again[:2], wanted[:2], strict=True):
+        check(got, other, 6e-2)
+    check(again[2], wanted[2], 1e-2)
+    for _ in range(3):
+        for got, other in zip(layers.run(start, n, 1, True), again, strict=True):
             np.testing.assert_array_equal(got, other)
 
 
