@@ -10,6 +10,7 @@
 
 #include "../../include/gemm_boxes.cuh"
 #include "../../include/gemm_store.cuh"
+#include "../../include/once.cuh"
 #include "../../include/wgmma.cuh"
 
 namespace pk {
@@ -83,8 +84,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
                 barrier_wait(empty + stage, phase ^ 1);
                 barrier_expect(full + stage, S::kBoxBytes + scale_bytes);
                 uint8_t *to = ring + stage * S::kBoxBytes;
-                copy_box(to + kRows * 128, first, k * 128, t.n0, full + stage);
-                copy_box(to + (kRows + kHalf) * 128, second, k * 128, gated ? t.n0 : t.n0 + kHalf, full + stage);
+                copy_box_once(shared_address(to) + kRows * 128, first, k * 128, t.n0, full + stage);
+                copy_box_once(shared_address(to) + (kRows + kHalf) * 128, second, k * 128, gated ? t.n0 : t.n0 + kHalf, full + stage);
                 copy_bytes(shared_address(scale_ring + stage * kRows), a.x_scale + k * a.x_scale_stride + t.m0, scale_bytes, full + stage);
                 copy_box(to, &maps.x, k * 128, t.m0, full + stage);
                 advance();

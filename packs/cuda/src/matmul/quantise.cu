@@ -9,6 +9,22 @@ namespace {
 
 constexpr int kEach = 8;  // rows that a warp has under way
 
+// The largest of eight numbers of each of kLanes lanes; lanes halve what they hold and what they stand for. Lane i of them ends up with number i * 8 / kLanes.
+template <int kLanes>
+__device__ __forceinline__ float largest_of_eight(float (&most)[kEach], int lane) {
+#pragma unroll
+    for (int n = kEach / 2, far = kLanes / 2; n; n /= 2, far /= 2)
+#pragma unroll
+        for (int r = 0; r < n; ++r) {
+            const bool upper = lane & far;
+            const float other = __shfl_xor_sync(~0u, upper ? most[r] : most[r + n], far);
+            most[r] = fmaxf(upper ? most[r + n] : most[r], other);
+        }
+#pragma unroll
+    for (int far = kLanes / 16; far; far /= 2) most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], far));
+    return most[0];
+}
+
 // A warp per group of 128 columns of eight rows. scales [K/128][rows]. Grid: groups of eight groups, groups of eight rows.
 __global__ void __launch_bounds__(256) quantise_kernel(const __grid_constant__ QuantiseArguments a) {
     wait_dependence();
@@ -17,18 +33,10 @@ __global__ void __launch_bounds__(256) quantise_kernel(const __grid_constant__ Q
     if (row0 >= n_rows || n_rows < a.min_rows || g * 128 >= a.out_stride) return;
     const int first = g * 128 + lane * 4;
     float v[kEach][4];
-    // One decision for all loads, so that they are under way together.
     auto at = [&](int r) { return min(row0 + r, n_rows - 1) * a.x_stride + first; };
     const bool is_in = first < a.k;
-    if (a.is_wide && a.x_format == PK_BF16) {
-        uint2 p[kEach];
-#pragma unroll
-        for (int r = 0; r < kEach; ++r) p[r] = is_in ? *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(a.x) + at(r)) : make_uint2(0, 0);
-#pragma unroll
-        for (int r = 0; r < kEach; ++r) {
-            v[r][0] = low_f32(p[r].x); v[r][1] = high_f32(p[r].x); v[r][2] = low_f32(p[r].y); v[r][3] = high_f32(p[r].y);
-        }
-    } else if (a.is_wide) {
+    // One decision for all loads, so that they are under way together.
+    if (a.is_wide) {
 #pragma unroll
         for (int r = 0; r < kEach; ++r) {
             const float4 p = is_in ? *reinterpret_cast<const float4 *>(static_cast<const float *>(a.x) + at(r)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -40,21 +48,10 @@ __global__ void __launch_bounds__(256) quantise_kernel(const __grid_constant__ Q
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[r][i] = first + i < a.k ? load_as_f32(a.x, at(r) + i, a.x_format) : 0.0f;
     }
-    // The largest of eight rows at once: lanes halve what they hold and what they stand for. Four lanes end up with a row each.
     float most[kEach];
 #pragma unroll
     for (int r = 0; r < kEach; ++r) most[r] = fmaxf(fmaxf(fabsf(v[r][0]), fabsf(v[r][1])), fmaxf(fabsf(v[r][2]), fabsf(v[r][3])));
-#pragma unroll
-    for (int n = kEach / 2, far = 16; n; n /= 2, far /= 2)
-#pragma unroll
-        for (int r = 0; r < n; ++r) {
-            const bool upper = lane & far;
-            const float other = __shfl_xor_sync(~0u, upper ? most[r] : most[r + n], far);
-            most[r] = fmaxf(upper ? most[r + n] : most[r], other);
-        }
-    most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 2));
-    most[0] = fmaxf(most[0], __shfl_xor_sync(~0u, most[0], 1));
-    const float scale = most[0] > 0.0f ? most[0] / 448.0f : 1.0f, inverse = 1.0f / scale;
+    const float own = largest_of_eight<32>(most, lane), scale = own > 0.0f ? own / 448.0f : 1.0f, inverse = 1.0f / scale;
 #pragma unroll
     for (int r = 0; r < kEach; ++r) {
         const float f = __shfl_sync(~0u, inverse, r * 4);
@@ -65,12 +62,43 @@ __global__ void __launch_bounds__(256) quantise_kernel(const __grid_constant__ Q
     if ((lane & 3) == 0 && row0 + lane / 4 < n_rows) a.scales[g * a.scale_stride + row0 + lane / 4] = scale;
 }
 
+// The same of x in bf16 whose rows can be read 16 bytes at a time: a warp per two groups. Grid: groups of eight pairs of groups, groups of eight rows.
+__global__ void __launch_bounds__(256, 4) quantise_pairs_kernel(const __grid_constant__ QuantiseArguments a) {
+    wait_dependence();
+    release_dependents();
+    const int row0 = blockIdx.y * kEach, lane = threadIdx.x & 31, pair = blockIdx.x * 8 + (threadIdx.x >> 5), g = pair * 2 + (lane >> 4), first = pair * 256 + lane * 8, n_rows = rows_of(a.info, a.rows_symbol);
+    if (row0 >= n_rows || n_rows < a.min_rows || pair * 256 >= a.out_stride) return;
+    const bf16 *from = static_cast<const bf16 *>(a.x) + first;
+    uint4 v[kEach];
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) v[r] = first < a.k ? *reinterpret_cast<const uint4 *>(from + min(row0 + r, n_rows - 1) * a.x_stride) : make_uint4(0, 0, 0, 0);
+    float most[kEach];
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) {
+        const bf162 m = __hmax2(__hmax2(__habs2(as_bf162(v[r].x)), __habs2(as_bf162(v[r].y))), __hmax2(__habs2(as_bf162(v[r].z)), __habs2(as_bf162(v[r].w))));
+        most[r] = fmaxf(low_f32(bits(m)), high_f32(bits(m)));
+    }
+    const float own = largest_of_eight<16>(most, lane), scale = own > 0.0f ? own / 448.0f : 1.0f, inverse = 1.0f / scale;
+    if (first >= a.out_stride) return;  // whole halves of a warp
+#pragma unroll
+    for (int r = 0; r < kEach; ++r) {
+        const float f = __shfl_sync(0xffffu << (lane & 16), inverse, (lane & 16) + r * 2);
+        auto codes = [&](uint32_t p) { return static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(low_f32(p) * f, high_f32(p) * f), __NV_SATFINITE, __NV_E4M3)); };
+        if (row0 + r < n_rows) *reinterpret_cast<uint2 *>(a.out + (row0 + r) * a.out_stride + first) = make_uint2(codes(v[r].x) | codes(v[r].y) << 16, codes(v[r].z) | codes(v[r].w) << 16);
+    }
+    if ((lane & 1) == 0 && row0 + (lane & 15) / 2 < n_rows) a.scales[g * a.scale_stride + row0 + (lane & 15) / 2] = scale;
+}
+
 }  // namespace
 
 int32_t launch_quantise(const Launch &l, QuantiseArguments a, int64_t max_rows) {
     a.info = l.info;
-    a.is_wide = ((a.x_stride | a.k) & 3) == 0 && (reinterpret_cast<uintptr_t>(a.x) & 15) == 0;
-    return launch(l, "quantise", quantise_kernel, dim3(static_cast<unsigned>((a.out_stride / 128 + 7) / 8), static_cast<unsigned>((max_rows + kEach - 1) / kEach)), dim3(256), 0, a);
+    const bool is_aligned = (reinterpret_cast<uintptr_t>(a.x) & 15) == 0;
+    const unsigned rows = static_cast<unsigned>((max_rows + kEach - 1) / kEach);
+    if (is_aligned && a.x_format == PK_BF16 && ((a.x_stride | a.k) & 7) == 0)
+        return launch(l, "quantise", quantise_pairs_kernel, dim3(static_cast<unsigned>((a.out_stride / 128 + 15) / 16), rows), dim3(256), 0, a);
+    a.is_wide = is_aligned && a.x_format == PK_F32 && ((a.x_stride | a.k) & 3) == 0;
+    return launch(l, "quantise", quantise_kernel, dim3(static_cast<unsigned>((a.out_stride / 128 + 7) / 8), rows), dim3(256), 0, a);
 }
 
 // Scales of one group of 128 columns: whole tiles of rows (at most 256), so that they can be copied a tile at a time.
