@@ -14,7 +14,7 @@ def test_float64_and_the_pack_agree_on_a_small_llama(tmp_path):
     path = tiny_gguf.write(tmp_path / "tiny.gguf")
     ids = [5, 40, 7, 90, 3, 60, 61, 8, 11, 2, 77, 30]
     model = Exact(path)
-    logits = model.hidden([ids])[0] @ model.head().T
+    logits = model.logits(model.hidden([ids])[0])
     exact = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     teacher = Teacher(open_device(path), 16)
     best = teacher.begin(ids[:6])
