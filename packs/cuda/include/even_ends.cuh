@@ -1,5 +1,6 @@
 // How an even matmul ends (gemm_even.cuh). A warp has sums of 16 rows of x as wgmma leaves them: 4 j + 2 h + e is row lane / 4 + 8 h, column 8 j + 2 (lane % 4) + e.
 #pragma once
+#include "cluster.cuh"
 #include "gemm_boxes.cuh"
 #include "gemm_heads.cuh"
 #include "gemm_store.cuh"
@@ -10,24 +11,9 @@ namespace pk {
 constexpr int kEndPlain = 0, kEndFront = 1, kEndGated = 2, kEndGatedCut = 3, kEndHeads = 4;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ __forceinline__ int cluster_rank() {
-    int v;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
-    return v;
-}
-__device__ __forceinline__ int cluster_blocks() {
-    int v;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(v));
-    return v;
-}
 // A block is through with what others send into; all are. Nothing is published by it (what comes is counted by the receiver's barrier): a release would wait for every load under way.
 __device__ __forceinline__ void tell_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-__device__ __forceinline__ uint32_t address_at(uint32_t shared, int rank) {
-    uint32_t v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(shared), "r"(rank));
-    return v;
-}
 // To shared memory. Not is_real: nothing, by the same code.
 __device__ __forceinline__ void keep(uint32_t to, bool is_real, float a, float b, float c, float d) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(static_cast<int>(is_real)) : "memory");

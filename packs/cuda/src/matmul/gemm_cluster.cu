@@ -10,6 +10,7 @@
 #include <atomic>
 #include <type_traits>
 
+#include "../../include/cluster.cuh"
 #include "../../include/even_plan.h"
 #include "../../include/gemm_boxes.cuh"
 #include "../../include/gemm_store.cuh"
@@ -34,21 +35,6 @@ struct ClusterShape {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ __forceinline__ int cluster_rank() {
-    int v;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
-    return v;
-}
-__device__ __forceinline__ int cluster_blocks() {
-    int v;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(v));
-    return v;
-}
-__device__ __forceinline__ uint32_t address_at(uint32_t shared, int rank) {
-    uint32_t v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(shared), "r"(rank));
-    return v;
-}
 __device__ __forceinline__ void store_at(uint32_t at, float a, float b, float c, float d) { asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory"); }
 __device__ __forceinline__ float shared_float(uint32_t at) {
     float v;
