@@ -11,7 +11,7 @@ from harness import decode, rounded
 from paddock_runner.pack import abi
 from paddock_runner.pack.program import Program, Rotation
 from paddock_runner.pack.tensor import T
-from test_layer import ROWS, SIZES, WIDTH, Layers, check
+from test_layer import ROWS, SIZES, WIDTH, Layers, compare
 from test_ops import attend, attention_bench, positions_of, rotate
 
 BIAS, QUERY = 200.0, 6.0
@@ -114,10 +114,4 @@ def test_layers_with_keys_in_f16_equal_their_ops_one_by_one(bench, rng, level, n
     rows = [(slot, position, 1) for slot, position in ROWS[n_tokens][:7]] if n_tokens <= 8 else [(3, 17, n_tokens - 1), (5, 200, 1)]
     n = b.set_rows(rows)
     start = rng.standard_normal((n, WIDTH))
-    wanted, again = layers.run(start, n, len(rows), False), layers.run(start, n, len(rows), True)
-    for got, other in zip(again[:2], wanted[:2], strict=True):
-        check(got, other, 6e-2)
-    check(again[2], wanted[2], 1e-2 if name != "fp8_e4m3" else 4e-2)
-    for _ in range(3):
-        for got, other in zip(layers.run(start, n, len(rows), True), again, strict=True):
-            np.testing.assert_array_equal(got, other)
+    compare(layers, start, n, len(rows), 1e-2 if name != "fp8_e4m3" else 4e-2, repeats=3)

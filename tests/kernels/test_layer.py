@@ -109,6 +109,17 @@ def check(got: np.ndarray, wanted: np.ndarray, allowed: float) -> None:
     assert error.max() <= allowed, f"relative errors {error}"
 
 
+def compare(layers: Layers, start: np.ndarray, n: int, n_samples: int, pages: float, limit: float = 6e-2, repeats: int = 1) -> None:
+    """All records in one program and one by one: the residual and logits by `limit`, pages by `pages`; in one program the same bits each time."""
+    wanted, again = layers.run(start, n, n_samples, False), layers.run(start, n, n_samples, True)
+    for got, other in zip(again[:2], wanted[:2], strict=True):
+        check(got, other, limit)
+    check(again[2], wanted[2], pages)
+    for _ in range(repeats):
+        for got, other in zip(layers.run(start, n, n_samples, True), again, strict=True):
+            np.testing.assert_array_equal(got, other)
+
+
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("bucket", list(ROWS))
 @pytest.mark.parametrize("name", list(FORMATS))
@@ -124,13 +135,7 @@ def test_layers_in_one_program_equal_their_ops_one_by_one(bench, rng, level, nam
     if bucket == 8:
         b.set("token_page", [0], at=1)
     start = rng.standard_normal((n, WIDTH))
-    wanted, again = layers.run(start, n, len(rows[::2]), False), layers.run(start, n, len(rows[::2]), True)
-    for got, other in zip(again[:2], wanted[:2], strict=True):
-        check(got, other, 6e-2)
-    check(again[2], wanted[2], 1e-2)
-    for _ in range(3):
-        for got, other in zip(layers.run(start, n, len(rows[::2]), True), again, strict=True):
-            np.testing.assert_array_equal(got, other)
+    compare(layers, start, n, len(rows[::2]), 1e-2, repeats=3)
 
 
 @pytest.mark.parametrize("sides", [(4352, 512), (512, 4352)], ids=["wide", "hidden"])
@@ -145,13 +150,7 @@ def test_layers_whose_tiles_are_halved_equal_their_ops_one_by_one(bench, rng, le
     layers = Layers(b, rng, name, (4, 2, 128), rows=1, sides=sides)
     n = b.set_rows([(3, 311, 1)])
     start = rng.standard_normal((n, sides[0]))
-    wanted, again = layers.run(start, n, 1, False), layers.run(start, n, 1, True)
-    for got, other in zip(again[:2], wanted[:2], strict=True):
-        check(got, other, 6e-2)
-    check(again[2], wanted[2], 1e-2)
-    for _ in range(3):
-        for got, other in zip(layers.run(start, n, 1, True), again, strict=True):
-            np.testing.assert_array_equal(got, other)
+    compare(layers, start, n, 1, 1e-2, repeats=3)
 
 
 @pytest.mark.parametrize("n_tokens", [20, 40, 70, 128])
@@ -165,12 +164,7 @@ def test_layers_of_a_prompt_in_one_program_equal_their_ops_one_by_one(bench, rng
     layers = Layers(b, rng, name, (4, 2, 128), rows=n_tokens)
     n = b.set_rows([(3, 17, n_tokens - 1), (5, 200, 1)])
     start = rng.standard_normal((n, WIDTH))
-    wanted, again = layers.run(start, n, 2, False), layers.run(start, n, 2, True)
-    for got, other in zip(again[:2], wanted[:2], strict=True):
-        check(got, other, 6e-2)
-    check(again[2], wanted[2], 1e-2 if name != "fp8_e4m3" else 4e-2)
-    for got, other in zip(layers.run(start, n, 2, True), again, strict=True):
-        np.testing.assert_array_equal(got, other)
+    compare(layers, start, n, 2, 1e-2 if name != "fp8_e4m3" else 4e-2)
 
 
 @pytest.mark.parametrize("n_tokens", [1, 8, 40, 128])
@@ -186,12 +180,7 @@ def test_layers_with_keys_and_values_in_fp8_equal_their_ops_one_by_one(bench, rn
     rows = [(slot, position, 1) for slot, position in ROWS[n_tokens][:7]] if n_tokens <= 8 else [(3, 17, n_tokens - 1), (5, 200, 1)]
     n = b.set_rows(rows)
     start = rng.standard_normal((n, WIDTH))
-    wanted, again = layers.run(start, n, len(rows), False), layers.run(start, n, len(rows), True)
-    for got, other in zip(again[:2], wanted[:2], strict=True):
-        check(got, other, 6e-2)
-    check(again[2], wanted[2], 2e-2 if name != "fp8_e4m3" else 5e-2)
-    for got, other in zip(layers.run(start, n, len(rows), True), again, strict=True):
-        np.testing.assert_array_equal(got, other)
+    compare(layers, start, n, len(rows), 2e-2 if name != "fp8_e4m3" else 5e-2)
 
 
 @pytest.mark.parametrize(("position", "window"), [(0, 0), (15, 0), (40, 0), (150, 0), (200, 70), (639, 0)])
@@ -206,10 +195,4 @@ def test_a_row_with_keys_and_values_in_another_format_equals_its_ops_one_by_one(
     layers = Layers(b, rng, "bf16", (*shape, width), window, kv=kv)
     n = b.set_rows([(3, position, 1)])
     start = rng.standard_normal((n, WIDTH))
-    wanted, again = layers.run(start, n, 1, False), layers.run(start, n, 1, True)
-    for got, other in zip(again[:2], wanted[:2], strict=True):
-        check(got, other, 3e-2)
-    check(again[2], wanted[2], 2e-2)
-    for _ in range(2):
-        for got, other in zip(layers.run(start, n, 1, True), again, strict=True):
-            np.testing.assert_array_equal(got, other)
+    compare(layers, start, n, 1, 2e-2, limit=3e-2, repeats=2)
