@@ -390,6 +390,8 @@ def main() -> int:
     parser.add_argument("--done", nargs="*", type=Path, default=[], help="boards whose rows are not measured again")
     parser.add_argument("--merge", nargs="*", type=Path, help="boards to make one of")
     arguments = parser.parse_args()
+    if arguments.merge and not arguments.out:
+        parser.error("--merge needs --out, the folder of the board that it writes")
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.merge:
