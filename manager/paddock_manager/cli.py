@@ -38,6 +38,13 @@ COMMANDS: dict[str, str] = {
     "version": "versions of Paddock and what it runs on",
     "completion": "print a shell completion script",
 }
+HABITS: dict[str, str] = {
+    "list": "ls", "models": "ls", "remove": "rm", "delete": "rm", "uninstall": "rm", "chat": "run", "generate": "run", "complete": "run",
+    "info": "show", "download": "pull", "get": "pull", "install": "pull", "import": "add", "create": "add", "kill": "stop", "unload": "stop",
+    "status": "ps", "start": "serve", "server": "serve", "load": "serve", "prune": "gc", "clean": "gc", "df": "du", "history": "fit --history",
+    "estimate": "fit", "plan": "fit", "benchmark": "bench", "env": "config", "settings": "config", "check": "doctor", "find": "search",
+}  # fmt: skip
+"""What people type who come from elsewhere -> the command here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,11 +68,13 @@ def _of_system(error: OSError) -> PaddockError:
     """What the system refused, where it names the file; else it is a bug of ours, and is raised again."""
     import errno
 
-    if error.filename is None:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if error.filename is None and not is_full:
         raise error
-    path, why = os.fsdecode(error.filename), error.strerror
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(f"{path}: {why}", "free some space, or set PADDOCK_HOME to a larger disk", path=path)
+    path, why = "" if error.filename is None else os.fsdecode(error.filename), error.strerror
+    if is_full:
+        said = f"{path}: {why}" if path else f"a file could not be written: {why}"
+        return DiskFull(said, "free some space, or set PADDOCK_HOME to a larger disk", path=path)
     return FileError(f"{path}: {why}", "`paddock doctor` says which folders can be used", path=path)
 
 
@@ -81,8 +90,9 @@ def dispatch(words: list[str], ui: Ui) -> int:
     if name not in COMMANDS:
         import difflib
 
-        near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
-        hint = f"did you mean `paddock {near[0]}`?" if near else "`paddock --help` lists the commands"
+        near = difflib.get_close_matches(name, [*COMMANDS, *HABITS, "help"], 1, 0.6)
+        meant = HABITS.get(near[0], near[0]) if near else ""
+        hint = f"did you mean `paddock {meant}`?" if near else "`paddock --help` lists the commands"
         raise UsageError(f"there is no command {name!r}", hint, command=name)
     module = importlib.import_module(f"paddock_manager.commands.{name}")
     command: options.Command = module.COMMAND

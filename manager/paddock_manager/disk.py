@@ -194,6 +194,9 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> None:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # what a descriptor refuses names no file
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

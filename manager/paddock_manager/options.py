@@ -32,7 +32,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A flag. kind: flag, text, int, float, size (bytes with k, M, GiB…), path."""
+    """A flag. kind: flag, text, int, float, size (bytes with k, M, GiB…), path. also: what other programs call it, taken for it."""
 
     name: str
     help: str
@@ -41,6 +41,7 @@ class Option:
     value: str = ""
     choices: tuple[str, ...] = ()
     many: bool = False
+    also: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -132,11 +133,11 @@ def parse(command: Command, words: list[str]) -> Values:
 def _take_option(command: Command, word: str, queue: list[str], values: Values) -> None:
     """Match one option word, taking its value from the word or from the queue."""
     name, equals, given = word.partition("=")
-    option = next((o for o in command.all_options if name in (o.name, o.short)), None)
+    option = next((o for o in command.all_options if name in (o.name, o.short, *o.also)), None)
     if option is None:
         import difflib
 
-        near = difflib.get_close_matches(name, [o.name for o in command.all_options], 1, 0.7)
+        near = difflib.get_close_matches(name, [n for o in command.all_options for n in (o.name, *o.also)], 1, 0.7)
         hint = f"did you mean {near[0]}?" if near else f"`paddock {command.name} --help` lists what there is"
         raise UsageError(f"`paddock {command.name}` has no option {name}", hint, option=name)
     if option.kind == "flag":

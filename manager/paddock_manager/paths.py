@@ -82,7 +82,7 @@ def places(environment: Mapping[str, str] | None = None) -> Places:
     env = os.environ if environment is None else environment
     told = env.get("PADDOCK_HOME", "").strip()
     if told:
-        home = Path(told).expanduser().absolute()
+        home = expanded(told).absolute()
     else:
         import platformdirs
 
@@ -90,6 +90,14 @@ def places(environment: Mapping[str, str] | None = None) -> Places:
     if home.exists() and not home.is_dir():
         raise UsageError(f"{home} is no folder", "set PADDOCK_HOME to one", path=str(home))
     return Places(home, _more_roots(home / "config.toml", env))
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with a leading ~ as the home folder; as it is where there is no such user, since words of a prompt may begin so, too."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def setting_variable(key: str, environment: Mapping[str, str] | None = None) -> tuple[str, str]:
@@ -120,7 +128,7 @@ def _more_roots(config: Path, env: Mapping[str, str]) -> tuple[Path, ...]:
 
 def _absolute(told: str) -> tuple[Path, ...]:
     """The absolute ones of paths that are joined as PATH is."""
-    return tuple(Path(p).expanduser() for p in told.split(os.pathsep) if Path(p).expanduser().is_absolute())
+    return tuple(expanded(p) for p in told.split(os.pathsep) if expanded(p).is_absolute())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +141,11 @@ class HubSettings:
 
 
 def hub_settings(environment: Mapping[str, str] | None = None) -> HubSettings:
-    """Endpoint, token and offline switch, as the hub's own tools read them."""
+    """Endpoint, token and offline switch, as the hub's own tools read them. Raises: UsageError for an endpoint that is no address."""
     env = os.environ if environment is None else environment
     endpoint = hub_endpoint(env)
+    if not re.match(r"https?://[^/?#\s]", endpoint):
+        raise UsageError(f"HF_ENDPOINT is {endpoint!r}, which is no address", f"unset it, or set it to one such as {DEFAULT_HUB}")
     offline = env.get("HF_HUB_OFFLINE", "").strip().lower() in {"1", "true", "yes", "on"}
     return HubSettings(endpoint, _hub_token(env), offline)
 
@@ -157,12 +167,12 @@ def _hub_token(env: Mapping[str, str]) -> str:
         path = Path(env["HF_HOME"]) / "token"
     else:
         path = (
-            Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "~")).expanduser() / ".cache")
+            Path(env.get("XDG_CACHE_HOME") or expanded(env.get("HOME", "~")) / ".cache")
             / "huggingface"
             / "token"
         )
     try:
-        return path.expanduser().read_text(encoding="utf-8").strip()
+        return expanded(path).read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 
@@ -170,7 +180,7 @@ def _hub_token(env: Mapping[str, str]) -> str:
 def folders_of_others(environment: Mapping[str, str] | None = None) -> dict[str, Path]:
     """Where other programs keep checkpoints, by program: looked into when asked, never changed."""
     env = os.environ if environment is None else environment
-    home = Path(env.get("HOME", "~")).expanduser()
+    home = expanded(env.get("HOME", "~"))
     cache = Path(env.get("XDG_CACHE_HOME") or home / ".cache")
     hub = Path(env.get("HF_HUB_CACHE") or Path(env.get("HF_HOME") or cache / "huggingface") / "hub")
     return {

@@ -32,7 +32,7 @@ class Setting:
     def parse(self, word: object, where: str) -> int | str:
         """A value for it. where: "FILE: " or "VARIABLE: ", before the sentence. Raises: UsageError."""
         if self.kind == "paths":
-            bad = [p for p in str(word).split(os.pathsep) if p and not Path(p).expanduser().is_absolute()]
+            bad = [p for p in str(word).split(os.pathsep) if p and not paths.expanded(p).is_absolute()]
             if bad:
                 raise UsageError(f"{where}{self.key} takes absolute paths, not {bad[0]!r}")
             return str(word)

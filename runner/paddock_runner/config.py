@@ -215,7 +215,14 @@ class Knob:
             return tuple(w.strip() for w in words if w.strip())
         if not isinstance(value, str) or (self.kind == "Path" and not value):
             raise ValueError
-        return Path(value).expanduser() if self.kind == "Path" else value
+        return _path(value) if self.kind == "Path" else value
+
+
+def _path(word: str) -> Path:
+    try:
+        return Path(word).expanduser()
+    except RuntimeError:  # ~ of a user who is not here
+        return Path(word)
 
 
 def _boolean(word: str) -> bool:

@@ -53,7 +53,7 @@ def parse(text: str) -> Ref:
     if on_hub is None and word.startswith(("http://", "https://")):
         return Ref(text, url=word)
     if on_hub is None and _is_path(word):
-        return Ref(text, path=Path(word).expanduser())
+        return Ref(text, path=paths.expanded(word))
     if on_hub is not None:
         page = PAGE.fullmatch(on_hub)
         if page is not None:

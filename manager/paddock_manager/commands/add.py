@@ -30,7 +30,7 @@ COMMAND = Command(
 def run(values: Values, ui: Ui) -> int:
     """Read its header, remember it."""
     places = paths.places()
-    found = target.of_path(Path(values.text("path")).expanduser())
+    found = target.of_path(paths.expanded(values.text("path")))
     name = (values.text("name") or re.sub(r"[^A-Za-z0-9._-]+", "-", found.name)).strip("-.").lower()
     check_name(places, name, bool(values.text("name")))
     checkpoint = open_checkpoint(found.path)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paddock_runner.errors import PaddockError, UsageError
 
+from paddock_manager import paths
 from paddock_manager.commands import consent, files
 from paddock_manager.commands.consent import Tools
 from paddock_manager.commands.markdown import Markdown
+from paddock_manager.commands.sampling import KINDS, chosen
 from paddock_manager.fleet.client import Chat
 from paddock_manager.fleet.state import Server
 from paddock_manager.ui import Ui
@@ -33,7 +34,6 @@ HELP = '''/help            this list
 MAX_ROUNDS = 16
 """Answers with tool calls in one turn."""
 KEPT = ("role", "content", "tool_calls", "tool_call_id")
-KINDS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "seed": int, "max_tokens": int}
 
 
 @dataclass(slots=True)
@@ -84,9 +84,11 @@ def stats_line(usage: dict[str, Any], first_ms: float, total_ms: float) -> str:
 def repl(session: Session, ui: Ui) -> int:
     """Read, answer, repeat."""
     try:
-        import readline  # noqa: F401 - gives input() history and editing
+        import readline  # gives input() history and editing
     except ImportError:
         pass
+    else:
+        readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted text of several lines is one message
     ui.say(f"{session.model} on {session.server.device or 'its server'}. /help lists the commands, /bye ends.")
     while True:
         try:
@@ -97,6 +99,9 @@ def repl(session: Session, ui: Ui) -> int:
         except KeyboardInterrupt:
             ui.line()
             ui.say("(/bye or Ctrl-D ends)")
+            continue
+        except UsageError as error:
+            ui.fail(error)
             continue
         try:
             if text.startswith("/"):
@@ -111,15 +116,22 @@ def repl(session: Session, ui: Ui) -> int:
 
 
 def read_message() -> str:
-    """One message from the terminal; triple quotes span lines."""
-    line = input(">>> ")
+    """One message from the terminal; triple quotes span lines. Raises: UsageError for bytes that are no text."""
+    line = _line(">>> ")
     if not line.startswith('"""'):
         return line
     lines = [line[3:]]
     while not lines[-1].endswith('"""'):
-        lines.append(input("... "))
+        lines.append(_line("... "))
     lines[-1] = lines[-1][:-3]
     return "\n".join(lines)
+
+
+def _line(mark: str) -> str:
+    try:
+        return files.typed(input(mark), "the message")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the message is no text in {error.encoding}") from None
 
 
 def answer(session: Session, prompt: str, ui: Ui) -> None:
@@ -217,15 +229,15 @@ def _retry(session: Session, ui: Ui) -> None:
 
 
 def _set(session: Session, rest: str, ui: Ui) -> None:
-    name, _, value = rest.partition(" ")
+    name, _, value = rest.removeprefix("parameter ").partition(" ")
+    if name == "system":
+        session.system = value.strip().strip('"') or session.system
+        ui.say(f"system: {session.system or '(none)'}")
+        return
     if name:
-        kind = KINDS.get(name)
-        if kind is None:
-            raise UsageError(f"there is no setting {name}", "there are " + ", ".join(KINDS))
-        try:
-            session.settings[name] = kind(value)
-        except ValueError:
-            raise UsageError(f"{name} takes a number, not {value!r}") from None
+        if name not in KINDS:
+            raise UsageError(f"there is no setting {name}", f"there are {', '.join(KINDS)} and system")
+        session.settings[name] = chosen(name, value.strip())
     for key in KINDS:
         ui.say(f"  {key} = {session.settings.get(key, '(the model’s default)')}")
 
@@ -247,7 +259,7 @@ def _file(session: Session, word: str, rest: str, ui: Ui) -> None:
     """/save and /load."""
     if not rest:
         raise UsageError(f"{word} needs a file name")
-    path = Path(rest).expanduser()
+    path = paths.expanded(rest)
     try:
         if word == "/save":
             body = {
@@ -264,8 +276,10 @@ def _file(session: Session, word: str, rest: str, ui: Ui) -> None:
             {"role": str(m["role"]), **{key: m[key] for key in KEPT if key in m}, "content": str(m["content"])}
             for m in body["messages"]
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}", path=str(path)) from None
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{path} is no conversation that /save wrote", path=str(path)) from None
     session.messages, session.system = messages, str(body.get("system", ""))
     ui.say(f"{n_turns(messages)} turns from {path}")
 

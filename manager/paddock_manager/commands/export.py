@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from paddock_manager import paths
 from paddock_manager.catalog import names
 from paddock_manager.commands import target
@@ -28,7 +26,7 @@ def run(values: Values, ui: Ui) -> int:
     """Copy, say where."""
     model = index.find(paths.places(), names.parse(values.text("model")))
     target.of_model(model)
-    folder = Path(values.text("folder")).expanduser().absolute()
+    folder = paths.expanded(values.text("folder")).absolute()
     with ui.progress(model.name, model.size_bytes) as bar:
         how, found = export.export(model, folder, values.flag("link"), bar.move_by)
     rows = [

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from paddock_runner.errors import FileError, UnsupportedError, UsageError
+
+from paddock_manager import paths
 
 MARK = "@"
 HEAD_BYTES = 4096
@@ -38,7 +42,7 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
     files, rest = [], []
     for word in words:
         if word.startswith(MARK) and len(word) > 1 and " " not in word:
-            if not Path(word[1:]).expanduser().exists():
+            if not paths.expanded(word[1:]).exists():
                 raise UsageError(f"{word[1:]}: there is no such file", f"leave the {MARK} out if it is no file")
             files.append(word[1:])
         elif _is_file(word):
@@ -56,13 +60,17 @@ def missing(words: list[str]) -> list[str]:
 def mentioned(text: str) -> list[str]:
     """The files of a message: its words that begin with @ and are the path of a file here."""
     words = [w.removeprefix(MARK).rstrip(",;:!?") for w in text.split() if w.startswith(MARK)]
-    return list(dict.fromkeys(w for w in words if w and Path(w).expanduser().is_file()))
+    return list(dict.fromkeys(w for w in words if w and _is_there(w)))
 
 
 def _is_file(word: str) -> bool:
     """Does the word name a file here? A word without dot and slash is a word."""
+    return ("." in word or "/" in word) and "\n" not in word and _is_there(word)
+
+
+def _is_there(word: str) -> bool:
     try:
-        return ("." in word or "/" in word) and "\n" not in word and Path(word).expanduser().is_file()
+        return paths.expanded(word).is_file()
     except OSError:  # longer than a file's name may be
         return False
 
@@ -72,7 +80,7 @@ def attachment(name: str, model: str) -> str:
 
     Raises: UsageError (it cannot be read), UnsupportedError (the model cannot read what it is), FileError (a damaged PDF).
     """
-    path = Path(name).expanduser()
+    path = paths.expanded(name)
     try:
         with path.open("rb") as file:
             kind = kind_of(file.read(HEAD_BYTES))
@@ -92,6 +100,29 @@ def attachment(name: str, model: str) -> str:
     while fence in text:
         fence += "`"
     return f"{path.name}:\n{fence}\n{text.rstrip()}\n{fence}"
+
+
+def typed(text: str, what: str = "the prompt") -> str:
+    """Words of the command line as the text that they are, whatever the locale says of their bytes. Raises: UsageError."""
+    return text if text.isascii() else _decoded(os.fsencode(text), what, sys.getfilesystemencoding())
+
+
+def piped() -> str:
+    """All of standard input. Raises: UsageError when it is no text."""
+    raw = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if raw is None else _decoded(raw.read(), "standard input", sys.stdin.encoding)
+
+
+def _decoded(raw: bytes, what: str, encoding: str) -> str:
+    """Bytes in UTF-8, or in the locale's encoding where that is another one."""
+    is_other = encoding.lower().replace("_", "-") not in ("utf-8", "ascii", "us-ascii", "ansi-x3.4-1968")
+    try:
+        return raw.decode(encoding if is_other else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        name = encoding if is_other else "UTF-8"
+        raise UsageError(
+            f"{what} is no text in {name}: byte {error.start} is 0x{raw[error.start]:02x}", "`iconv -t utf-8` converts text"
+        ) from None
 
 
 def kind_of(head: bytes) -> str:

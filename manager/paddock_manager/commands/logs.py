@@ -18,7 +18,7 @@ COMMAND = Command(
     (Argument("name", "a server, by name or port", required=False, kind="running"),),
     (
         Option("--follow", "go on until Ctrl-C", short="-f"),
-        Option("--lines", "so many of the last lines (default 100)", "int", short="-n", value="N"),
+        Option("--lines", "so many of the last lines (default 100)", "int", short="-n", value="N", also=("--tail",)),
     ),
     "Without a name: the only server that runs.",
 )

@@ -26,7 +26,7 @@ COMMAND = Command(
     (Argument("ref", "org/repo[@revision][:quant], a short name of the catalog, or an address of the hub", required=False, kind="catalog"),),
     (
         Option("--quant", "which variant of a GGUF repository", "text", value="NAME"),
-        Option("--rev", "branch, tag or commit", "text"),
+        Option("--rev", "branch, tag or commit", "text", also=("--revision",)),
         Option("--file", "one GGUF file of the repository, by name", "text", value="NAME"),
         Option("--lock", f"write what the names stand for, with all hashes, to ./{lock.NAME}"),
         Option("--locked", f"fetch exactly what ./{lock.NAME} says, without names: all of it"),
@@ -97,7 +97,7 @@ def root_of(places: paths.Places, word: str) -> Path | None:
     """The root that was named. Raises: UsageError when it is none of the store's, or away."""
     if not word:
         return None
-    root = Path(word).expanduser().absolute()
+    root = paths.expanded(word).absolute()
     if root not in places.roots:
         known = os.pathsep.join(map(str, [*places.more_roots, root]))
         raise UsageError(f"{root} is no root of the store", f"`paddock config set store.roots {known}` makes it one")

@@ -39,13 +39,13 @@ COMMAND = Command(
         ),
     ),
     (
-        Option("--system", "system prompt", "text", value="TEXT"),
+        Option("--system", "system prompt", "text", value="TEXT", short="-s", also=("--system-prompt",)),
         Option("--file", "put a file before the prompt: text or PDF", "path", short="-f", value="FILE", many=True),
-        Option("--temperature", "0 is greedy (default, as for the next two: what its makers recommend)", "float", value="T"),
+        Option("--temperature", "0 is greedy (default, as for the next two: what its makers recommend)", "float", value="T", also=("--temp",)),
         Option("--top-p", "keep the likeliest tokens of this probability", "float", value="P"),
         Option("--top-k", "keep so many of the likeliest tokens", "int", value="K"),
         Option("--seed", "repeatable sampling", "int", value="N"),
-        Option("--max-tokens", "end the answer after so many tokens", "int", value="N"),
+        Option("--max-tokens", "end the answer after so many tokens", "int", value="N", short="-n", also=("--num-predict", "--n-predict", "--predict")),
         Option(
             "--mcp",
             "let the model call the tools of these MCP servers, with your consent: a JSON file with mcpServers, or a URL",
@@ -56,7 +56,7 @@ COMMAND = Command(
             "--mcp-allow", "tools that are called without asking: names with commas, * for all", "text", value="NAMES"
         ),
         Option("--keep", "leave the server running"),
-        Option("--stats", "print times and token counts after the answer"),
+        Option("--stats", "print times and token counts after the answer", also=("--verbose",)),
         *LOAD_OPTIONS,
     ),
     "Text piped in is put after the prompt. In a chat, Ctrl-C stops the answer, Ctrl-D or /bye ends; /help lists the commands.",
@@ -68,14 +68,14 @@ COMMAND = Command(
         "paddock run qwen3-8b --mcp tools.json",
     ),
 )
-SAMPLING = ("temperature", "top_p", "top_k", "seed", "max_tokens")
 
 
 def run(values: Values, ui: Ui) -> int:
     """One-shot or chat."""
     places = paths.places()
+    given = {name: sampling.chosen(name, values.found[name]) for name in sampling.KINDS if name in values.found}
     named, words = files.split(values.many("prompt"))
-    prompt = prompt_of(words)
+    prompt, system = prompt_of(words), files.typed(values.text("system"), "--system")
     if prompt is None and (ui.as_json or not sys.stdin.isatty()):
         raise UsageError("there is no prompt", "give one after the model, or pipe text in")
     attached = [files.attachment(name, values.text("model")) for name in (*values.many("file"), *named)]
@@ -84,10 +84,9 @@ def run(values: Values, ui: Ui) -> int:
     if named:
         ui.say(f"with the prompt: {', '.join(named)}")
     found = target.find_or_pull(places, values.text("model"), ui)
-    given = {k: values.found[k] for k in SAMPLING if k in values.found}
     settings: dict[str, Any] = {**sampling.recommended(found), **given}
     with tools_of(values) as tools, server_for(places, found, values, ui) as (server, key):
-        session = chat.Session(server, key, found.name, settings, values.text("system"), tools)
+        session = chat.Session(server, key, found.name, settings, system, tools)
         session.attached = attached
         if prompt is None:
             return chat.repl(session, ui)
@@ -159,13 +158,13 @@ def once(session: chat.Session, prompt: str, ui: Ui, with_stats: bool) -> int:
 
 
 def prompt_of(words: list[str]) -> str | None:
-    """The prompt from the words and from standard input; None for a chat."""
+    """The prompt from the words and from standard input; None for a chat. Raises: UsageError for bytes that are no text."""
     piped = ""
     if words == ["-"]:
-        return sys.stdin.read()
+        return files.piped()
     if _is_piped():
-        piped = sys.stdin.read().strip("\n")
-    parts = [p for p in (" ".join(words), piped) if p]
+        piped = files.piped().strip("\n")
+    parts = [p for p in (files.typed(" ".join(words)), piped) if p]
     return "\n\n".join(parts) if parts else None
 
 

@@ -1,4 +1,4 @@
-"""The sampling that a model's makers recommend: what `paddock run` asks for where nobody chose."""
+"""Sampling: what `paddock run` takes, and what a model's makers recommend, which it asks for where nobody chose."""
 
 from __future__ import annotations
 
@@ -7,13 +7,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paddock_runner.errors import PaddockError
+from paddock_runner.errors import PaddockError, UsageError
 
 from paddock_manager.catalog import catalog
 from paddock_manager.commands.target import Target
 
 NAMES: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int}
 GGUF_NAMES = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k"}
+KINDS: dict[str, type] = {**NAMES, "seed": int, "max_tokens": int}
+BOUNDS = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "seed": (-(2**63), 2**63 - 1), "max_tokens": (1, 2**31 - 1)}
+"""What the API takes."""
+
+
+def chosen(name: str, word: object) -> float | int:
+    """The value of a setting. Raises: UsageError with the value and what is possible."""
+    try:
+        value: float | int = KINDS[name](word)
+    except (ValueError, OverflowError):
+        raise UsageError(f"{name} takes a {'whole ' if KINDS[name] is int else ''}number, not {word!r}") from None
+    least, most = BOUNDS[name]
+    if not least <= value <= most or (name == "top_p" and value == 0):
+        are = f"at least {least} is needed" if value < least else f"{least} to {most} are possible"
+        raise UsageError(f"{name} is {value}, {'more than 0 and at most 1 is possible' if name == 'top_p' else are}", setting=name)
+    return value
 
 
 def recommended(found: Target) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import Any
 
 from paddock_runner.errors import UsageError
@@ -29,15 +28,19 @@ COMMAND = Command(
     (
         Option("--port", f"port (default {DEFAULT_PORT}; 0 takes a free one)", "int", value="PORT"),
         Option("--host", "address to listen on (default 127.0.0.1)", "text", value="ADDRESS"),
-        Option("--name", "the name that clients and `paddock ps` use", "text"),
+        Option("--name", "the name that clients and `paddock ps` use", "text", also=("--served-model-name", "--alias")),
         Option("--no-auth", "let clients in without a key; loopback only"),
-        Option("--tls-cert", "serve https with this certificate (PEM, with its chain)", "path", value="FILE"),
-        Option("--tls-key", "the key of --tls-cert", "path", value="FILE"),
+        Option("--tls-cert", "serve https with this certificate (PEM, with its chain)", "path", value="FILE", also=("--ssl-certfile", "--ssl-cert-file")),
+        Option("--tls-key", "the key of --tls-cert", "path", value="FILE", also=("--ssl-keyfile", "--ssl-key-file")),
         Option("--systemd", "print a systemd user unit that serves the model, and start nothing"),
         Option("--timeout", "how long to wait until it is ready (default 900 s)", "float", value="SECONDS"),
         Option("--budget", "several models: memory for all of them (default what is free)", "size", value="SIZE"),
         Option(
-            "--idle", "several models: unload one that is idle so long (default 600, 0 never)", "float", value="SECONDS"
+            "--idle",
+            "several models: unload one that is idle so long (default 600, 0 never)",
+            "float",
+            value="SECONDS",
+            also=("--ttl", "--keep-alive", "--keepalive"),
         ),
         Option("--on-demand", "one model, too: load it when it is asked for"),
         *LOAD_OPTIONS,
@@ -60,6 +63,9 @@ def run(values: Values, ui: Ui) -> int:
         raise UsageError(f"without a key a server listens on loopback only, not on {host}", "drop --no-auth or --host")
     found = [target.find_or_pull(places, word, ui) for word in dict.fromkeys(values.many("models"))]
     is_gateway = len(found) > 1 or values.flag("on_demand")
+    for key in ("budget", "idle"):
+        if key in values.found and not is_gateway:
+            raise UsageError(f"--{key} is for several models, and for one that --on-demand loads", f"add --on-demand, or leave --{key} out")
     name = values.text("name") or ("gateway" if is_gateway else found[0].name)
     port = settings.value(places.config_file, "serve.port", values.integer("port"))
     timeout_s = settings.value(places.config_file, "serve.timeout", values.number("timeout"))
@@ -94,7 +100,7 @@ def run(values: Values, ui: Ui) -> int:
 
 def tls_of(values: Values) -> tuple[str, ...]:
     """Certificate and key as absolute paths; () without. Raises: UsageError when only one is given, or one is not there."""
-    given = [Path(values.text(k)).expanduser().absolute() for k in ("tls_cert", "tls_key") if values.text(k)]
+    given = [paths.expanded(values.text(k)).absolute() for k in ("tls_cert", "tls_key") if values.text(k)]
     if len(given) == 1:
         raise UsageError("TLS needs both files", "--tls-cert FILE --tls-key FILE")
     for path in given:

@@ -17,14 +17,14 @@ from paddock_manager.ui import Ui
 
 KV_FORMATS = ("bf16", "f16", "f32", "fp8")
 LOAD_OPTIONS = (
-    Option("--ctx", "context per request, in tokens", "int", value="TOKENS"),
-    Option("--batch", "requests at a time", "int", value="N"),
-    Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=KV_FORMATS),
+    Option("--ctx", "context per request, in tokens", "int", value="TOKENS", also=("-c", "--ctx-size", "--max-ctx", "--max-model-len", "--context-length", "--num-ctx")),
+    Option("--batch", "requests at a time", "int", value="N", also=("--max-batch", "--parallel", "--max-num-seqs")),
+    Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=KV_FORMATS, also=("--kv-dtype", "--kv-cache-dtype")),
     Option("--window-kv", "format of the KV cache of layers with a sliding window, where it is another", "text", value="FORMAT", choices=KV_FORMATS),
     Option("--expert-vram-gib", "device memory for the experts of a mixture; the others stay in host memory", "float", value="GIB"),
     Option("--cold-experts", "who computes experts that a GPU lacks, in small steps: auto the GPU and the CPU, by measured rates", "text", choices=("auto", "copy", "cpu")),
     Option("--device", "where to run", "text", choices=("auto", "cpu", "cuda")),
-    Option("--threads", "CPU threads", "int", value="N"),
+    Option("--threads", "CPU threads", "int", value="N", also=("-t",)),
     Option("--kernel-pack", "another kernel pack", "path", value="FILE"),
 )
 RUNNER_FLAGS = {

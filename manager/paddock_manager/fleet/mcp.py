@@ -19,6 +19,8 @@ from typing import IO, Any
 
 from paddock_runner.errors import FileError, PaddockError, UnsupportedError, UsageError
 
+from paddock_manager import paths
+
 MAX_TOOLS = 128
 MAX_RESULT_CHARACTERS = 64 << 10
 START_S, CALL_S = 60.0, 300.0
@@ -51,7 +53,7 @@ def read_servers(told: str) -> list[ToolServer]:
     """
     if told.startswith(("http://", "https://")):
         return [ToolServer("mcp", url=told)]
-    path = Path(told).expanduser()
+    path = paths.expanded(told)
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

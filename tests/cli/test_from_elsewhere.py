@@ -1,0 +1,112 @@
+"""What people type who come from other programs, and words and disks that are not as one would like: one sentence each."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+
+import pytest
+from paddock_manager import cli, options, paths
+from paddock_manager.commands import chat
+from paddock_manager.commands.completion import all_commands
+
+pytestmark = pytest.mark.usefixtures("fake_runner")
+
+
+def test_words_of_other_programs_are_answered_with_ours(paddock):
+    for word, ours in cli.HABITS.items():
+        assert word not in cli.COMMANDS and ours.split()[0] in cli.COMMANDS
+        assert f"did you mean `paddock {ours}`?" in paddock(word).err
+    assert "did you mean `paddock help`?" in paddock("hlep").err
+
+
+def test_no_option_has_two_meanings_in_one_command():
+    for command in all_commands():
+        words = [w for o in command.all_options for w in (o.name, o.short, *o.also) if w]
+        assert len(words) == len(set(words)), command.name
+
+
+def test_options_of_other_programs_are_taken_for_ours():
+    command = next(c for c in all_commands() if c.name == "serve")
+    words = ["m", "--max-model-len", "4096", "--max-num-seqs=8", "--kv-cache-dtype", "fp8", "--served-model-name", "x"]
+    found = options.parse(command, words).found
+    assert found == {"models": ["m"], "ctx": 4096, "batch": 8, "kv": "fp8", "name": "x"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--temperature", "-1"), "temperature is -1.0, at least 0 is needed"),
+        (("--temp", "nan"), "temperature is nan, 0 to 100 are possible"),
+        (("--top-p", "0"), "top_p is 0.0, more than 0 and at most 1 is possible"),
+        (("--top-k", "-2"), "top_k is -2, at least -1 is needed"),
+        (("--max-tokens", "0"), "max_tokens is 0, at least 1 is needed"),
+    ],
+)
+def test_setting_that_cannot_be_is_refused_before_anything_is_loaded(paddock, model_file, words, said):
+    done = paddock("run", str(model_file), *words, "hi")
+    assert done.code == 2 and done.err == f"error: {said}\n"
+
+
+def test_words_with_a_tilde_that_names_nobody_are_words(paddock, model_file):
+    done = paddock("run", str(model_file), "~no.such.user/a.b what is this?")
+    assert done.code == 0 and done.out == "1: ~no.such.user/a.b what is this?\n"
+    assert paddock("show", "~no.such.user/x").err.startswith("error: ~no.such.user/x: there is no such file or folder\n")
+
+
+def test_bytes_that_are_no_text_are_counted(paddock, model_file, monkeypatch):
+    done = paddock("run", str(model_file), os.fsdecode(b"caf\xff"))
+    assert done.code == 2 and "error: the prompt is no text in UTF-8: byte 3 is 0xff\n" in done.err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é".encode() + b"\xfe"), "utf-8"))
+    done = paddock("run", str(model_file), "-")
+    assert done.code == 2 and "error: standard input is no text in UTF-8: byte 2 is 0xfe\n" in done.err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é".encode()), "ascii"))
+    assert paddock("run", str(model_file), "-").out == "1: é\n"
+
+
+def test_full_disk_names_the_file_and_leaves_nothing(paddock, model_file, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    home = paths.places().home
+    for words in (("key",), ("add", str(model_file)), ("config", "set", "serve.port", "1234")):
+        done = paddock(*words)
+        assert done.code == 8 and f"error: {home}" in done.err and ": No space left on device\n" in done.err
+    assert not [path for path in home.rglob("*") if path.is_file()]
+
+
+def test_endpoint_that_is_no_address_is_told(paddock, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "nonsense")
+    done = paddock("pull", "org/repo")
+    assert done.code == 2 and "error: HF_ENDPOINT is 'nonsense', which is no address\n" in done.err
+
+
+def test_options_of_several_models_are_no_silence_for_one(paddock, model_file):
+    for words in (("--idle", "5"), ("--budget", "1GiB")):
+        done = paddock("serve", str(model_file), "--port", "0", *words)
+        assert done.code == 2 and f"error: {words[0]} is for several models" in done.err
+
+
+def test_chat_takes_settings_as_others_write_them_and_says_what_is_wrong(paddock, model_file, tmp_path, monkeypatch):
+    said = []
+    (tmp_path / "no.json").write_text("{}")
+    lines = ["/set parameter top_k 5", "/set system be kind", "/set temperature 1000", f"/load {tmp_path}/no.json", f"/load {tmp_path}/none", "\udcff", "/system"]
+
+    def typed(mark: str) -> str:
+        if not lines:
+            raise EOFError
+        return lines.pop(0)
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(chat.Ui, "say", lambda self, text: said.append(text))
+    monkeypatch.setattr(chat.Ui, "fail", lambda self, error: said.append(error.message))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert paddock("run", str(model_file)).code == 0
+    assert "  top_k = 5" in said and said.count("system: be kind") == 2
+    assert "temperature is 1000.0, 0 to 100 are possible" in said
+    assert f"{tmp_path}/no.json is no conversation that /save wrote" in said
+    assert f"{tmp_path}/none: No such file or directory" in said
+    assert "the message is no text in UTF-8: byte 0 is 0xff" in said
