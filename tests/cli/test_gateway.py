@@ -17,6 +17,7 @@ from paddock_manager.paths import places
 from tests.cli.conftest import tiny_gguf
 
 pytestmark = pytest.mark.usefixtures("fake_runner")
+PLANNED = many._model
 
 
 @pytest.fixture
@@ -230,3 +231,65 @@ def test_client_that_hangs_up_while_its_model_loads_leaves_a_runner_that_the_nex
     assert call(server, "slowstart")[0] == 200
     assert [s.pid for s in state.servers(places()) if s.name == "slowstart"] == [pid]
     assert "Traceback" not in "\n".join(paddock("logs", server["name"], "--json").json["lines"])
+
+
+def ask(server: dict[str, Any], method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+    """(status, body, headers) of one request with the key."""
+    connection = http.client.HTTPConnection("127.0.0.1", server["port"], timeout=60)
+    sent = {"Authorization": f"Bearer {server['key']}"} | {k.replace("_", "-"): v for k, v in headers.items()}
+    connection.request(method, path, None if body is None else json.dumps(body), sent)
+    answer = connection.getresponse()
+    raw = answer.read().decode()
+    connection.close()
+    is_json = answer.headers.get("content-type") == "application/json"
+    return answer.status, json.loads(raw) if is_json and raw else raw, {k.lower(): v for k, v in answer.headers.items()}
+
+
+def test_models_are_listed_as_openai_and_ollama_do_without_loading_one(paddock, models_dir, models, monkeypatch):
+    monkeypatch.setattr(many, "_model", PLANNED)
+    path = str(models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    server = serve(paddock, [path], "--on-demand", "--name", "g", "--device", "cpu")
+    name = Path(path).stem
+    listed = ask(server, "GET", "/v1/models")[1]["data"]
+    assert [(m["id"], m["max_model_len"], m["family"], m["parameters"], m["state"]) for m in listed] == [(name, 8192, "llama", 134515008, "on demand")]
+    assert ask(server, "GET", f"/v1/models/{name}")[1] == listed[0]
+    tag = ask(server, "GET", "/api/tags")[1]["models"][0]
+    assert (tag["name"], tag["details"]["parameter_size"], tag["details"]["format"]) == (name, "134.52M", "gguf")
+    shown = ask(server, "POST", "/api/show", {"model": f"{name}:latest"})[1]
+    assert shown["capabilities"][0] == "completion" and shown["model_info"]["llama.context_length"] == 8192 and "im_start" in shown["template"]
+    assert ask(server, "GET", "/api/ps")[1] == {"models": []} and loaded() == set()
+
+
+def test_every_vendors_clients_read_their_own_errors(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    status, body, _ = ask(server, "POST", "/v1/chat/completions", {"model": "on", "messages": []})
+    assert status == 404 and body["error"] | {"message": ""} == {"message": "", "type": "not_found_error", "param": "model", "code": "model_not_found", "hint": "did you mean one?"}
+    status, body, _ = ask(server, "POST", "/v1/messages", {"model": "x"})
+    assert status == 404 and body["type"] == "error" and body["error"]["type"] == "not_found_error"
+    status, body, _ = ask(server, "POST", "/api/chat", {"model": "x"})
+    assert status == 404 and body["error"] == "no model 'x' is served here (there are one, two)"
+    assert [ask(server, "GET", path)[0] for path in ("/v1/chat/completions", "/v1/models/x", "/nothing", "/v1/nothing")] == [405, 404, 404, 404]
+    assert loaded() == set()
+
+
+def test_paths_that_are_looked_at_first_need_no_key(paddock, models):
+    server = {**serve(paddock, models[:2], "--budget", "200"), "key": ""}
+    assert ask(server, "GET", "/")[:2] == (200, "Paddock is running")
+    assert ask(server, "HEAD", "/")[:2] == (200, "")
+    assert "version" in ask(server, "GET", "/version")[1] and ask(server, "GET", "/api/version")[0] == ask(server, "GET", "/ping")[0] == 200
+    assert ask(server, "GET", "/v1/models")[0] == ask(server, "GET", "/api/tags")[0] == 401
+
+
+def test_page_of_this_machine_may_read_answers(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    page = "http://localhost:3000"
+    status, _, headers = ask(server, "OPTIONS", "/v1/chat/completions", Origin=page)
+    assert status == 204 and headers["access-control-allow-origin"] == page and "authorization" in headers["access-control-allow-headers"]
+    assert ask(server, "GET", "/v1/models", Origin=page)[2]["access-control-allow-origin"] == page
+    assert ask(server, "GET", "/v1/models/x", Origin=page)[2]["access-control-allow-origin"] == page
+    assert "access-control-allow-origin" not in ask(server, "GET", "/v1/models")[2]
+
+
+def test_only_model_needs_no_name(paddock, models):
+    server = serve(paddock, models[:1], "--on-demand", "--budget", "200")
+    assert call(server, "") == (200, "1: hi") and call(server, "one:latest") == (200, "1: hi")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paddock_runner.errors import UsageError, WontFit
-from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
 
 from paddock_manager.commands import target
 from paddock_manager.commands.target import Target
@@ -18,6 +18,7 @@ from paddock_manager.fleet import spawn
 from paddock_manager.fleet.spawn import Launch
 from paddock_manager.options import Values
 from paddock_manager.paths import Places
+from paddock_manager.store import headline
 from paddock_manager.ui import gib
 from paddock_manager.web.pool import Plan
 
@@ -84,7 +85,8 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
 def _model(found: Target, given: dict[str, str], where: fit.Where, budget_bytes: int, by: str) -> dict[str, Any]:
     """One model's launch and what its plan needs. The context and batch that are planned are those it is started with."""
     wish = fit.Wish(_number(given, "ctx"), _number(given, "batch"), given.get("kv"), DEFAULT_CTX_TOKENS, DEFAULT_BATCH, window_kv_format=given.get("window_kv"))
-    report = fit.report(found.name, open_checkpoint(found.path), where, wish)
+    checkpoint = open_checkpoint(found.path)
+    report = fit.report(found.name, checkpoint, where, wish)
     sizes, need = report.plan.sizes, report.plan.peak_bytes
     if need > budget_bytes:
         raise WontFit(
@@ -103,7 +105,16 @@ def _model(found: Target, given: dict[str, str], where: fit.Where, budget_bytes:
         "asked": {**given, "by": by},
         "need_bytes": need,
         "max_ctx_tokens": int(flags["ctx"]),
+        "facts": _facts(found, checkpoint),
     }
+
+
+def _facts(found: Target, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What lists of models say of it, by the names that its runner uses."""
+    told = headline.of(checkpoint)
+    kept = {name: told[name] for name in ("family", "task", "format")}
+    quant = (found.model.quant if found.model else "") or told["format"] or ""
+    return {**kept, "quant": quant, "parameters": told["n_params"], "files": checkpoint.kind}
 
 
 def _number(given: dict[str, str], key: str) -> int | None:

@@ -76,6 +76,14 @@ def template_of(checkpoint: Checkpoint) -> str | None:
         return None
 
 
+def template_at(path: Path) -> str:
+    """The chat template of the checkpoint there; "" when it has none or cannot be read."""
+    try:
+        return template_of(open_checkpoint(path)) or ""
+    except PaddockError:
+        return ""
+
+
 def pinned_template(path: Path, pinned_sha256: str) -> str:
     """The chat template of a stored model; "" when it has none.
 

@@ -46,6 +46,7 @@ def serve(plan: Plan, port: int, ready_file: Path) -> int:
             ),
             m["need_bytes"],
             m.get("max_ctx_tokens", 0),
+            m.get("facts", {}),
         )
         for m in plan.models
     ]

@@ -1,6 +1,6 @@
 """One port for several models: checks who calls, finds the runner of the request's model (starting it), and passes bytes through.
 
-An ASGI application. Management is not on this port: only /v1/* of the runners, the model list and health.
+An ASGI application. Management is not on this port: only what runners answer for a model, lists of models and health.
 """
 
 from __future__ import annotations
@@ -15,20 +15,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from paddock_runner.errors import (
-    Forbidden,
-    PaddockError,
-    ShuttingDown,
-    TooLarge,
-    Unauthorized,
-    UnknownModel,
-    UsageError,
-)
+from paddock_runner.errors import Forbidden, PaddockError, ShuttingDown, TooLarge, Unauthorized, UsageError
 
 from paddock_manager.fleet.client import Unreachable
 from paddock_manager.fleet.keys import Ring
-from paddock_manager.fleet.spawn import RunnerDied
 from paddock_manager.fleet.state import Server
+from paddock_manager.web import problem
+from paddock_manager.web.own import LISTS, OPEN, Own
 from paddock_manager.web.pool import Pool
 
 Scope = MutableMapping[str, Any]
@@ -47,6 +40,12 @@ HOP = {
     "host",
     "content-length",
 }
+PASSED = {
+    "/api/chat", "/api/generate", "/api/show", "/api/pull", "/api/embed", "/api/embeddings",
+    "/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score",
+}  # fmt: skip
+"""What runners answer beside /v1/*."""
+POSTED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/messages"}
 KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 
 
@@ -55,6 +54,7 @@ class Gateway:
 
     def __init__(self, pool: Pool, key: str, ring: Ring):
         self.pool, self._key, self._ring = pool, key, ring
+        self._own = Own(pool, int(time.time()))
         self._names = {"localhost", socket.gethostname().lower()}
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0),
@@ -72,56 +72,62 @@ class Gateway:
         if scope["type"] != "http":
             return
         started = False
+        origin = ""
 
         async def guarded(message: MutableMapping[str, Any]) -> None:
             nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], *_allowing(origin)]
+            if scope["method"] != "HEAD" or message["type"] != "http.response.body":
+                await send(message)
+            elif not message.get("more_body"):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
-            await self._route(scope, receive, guarded)
+            headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+            origin = self._check_origin(headers)
+            await self._route(scope, headers, receive, guarded)
         except PaddockError as error:
             if not started:
-                await _problem(send, error)
+                body = problem.body_of(error, str(scope["path"]))
+                await _answer(guarded, error.http_status, body, problem.headers_of(error))
 
-    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _route(self, scope: Scope, headers: dict[str, str], receive: Receive, send: Send) -> None:
         path, method = str(scope["path"]), str(scope["method"])
-        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        self._check_origin(headers)
-        if path in ("/health", "/health/live", "/health/ready") and method == "GET":
-            await _answer(send, 200, {"status": "ready", "models": len(self.pool.entries)})
+        if method == "OPTIONS":
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        is_read = method in ("GET", "HEAD")
+        if path in OPEN and is_read:
+            await _answer(send, 200, self._own.open(path))
             return
         self._check_key(headers)
-        if path == "/v1/models" and method == "GET":
-            await _answer(send, 200, {"object": "list", "data": self._models()})
-            return
-        if method != "POST" or not path.startswith("/v1/"):
-            raise UnknownModel(
-                f"there is no {method} {path} here", "POST /v1/chat/completions and its like, GET /v1/models"
-            )
-        body = await _read_body(receive, headers)
-        await self._forward(scope, headers, body, receive, send)
+        if path in LISTS and is_read:
+            await _answer(send, 200, self._own.listed(path))
+        elif path.startswith("/v1/models/") and is_read:
+            await _answer(send, 200, self._own.model(path))
+        elif method == "POST" and (path in PASSED or (path.startswith("/v1/") and not path.startswith("/v1/models"))):
+            body = await _read_body(receive, headers)
+            if path == "/api/show":
+                await _answer(send, 200, await asyncio.to_thread(self._own.show, self._model_of(body)))
+            else:
+                await self._forward(scope, headers, body, receive, send)
+        elif path in OPEN | LISTS | PASSED | POSTED:
+            raise problem.WrongMethod(f"{path[:200]} does not take {method[:20]}")
+        else:
+            raise problem.UnknownPath(f"there is nothing at {path[:200]}", "POST /v1/chat/completions and its like, GET /v1/models")
 
-    def _models(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": f["name"],
-                "object": "model",
-                "owned_by": "paddock",
-                "state": f["state"],
-                "context_length": f["max_ctx_tokens"],
-            }
-            for f in self.pool.facts()
-        ]
-
-    def _check_origin(self, headers: dict[str, str]) -> None:
-        """Host and Origin must be addresses or names of this machine: a web page elsewhere cannot be either. Raises: Forbidden."""
+    def _check_origin(self, headers: dict[str, str]) -> str:
+        """Host and Origin must be addresses or names of this machine: a web page elsewhere cannot be either. Returns Origin. Raises: Forbidden."""
         host = _host_of("//" + headers.get("host", ""))
         if not (host in self._names or _is_address(host)):
             raise Forbidden(f"the host {host[:80]!r} is not this machine", "use its address, or localhost")
         origin = headers.get("origin", "")
         if origin and not (_host_of(origin) in self._names or _is_loopback(_host_of(origin))):
             raise Forbidden(f"the origin {origin[:80]!r} may not call this server")
+        return origin
 
     def _check_key(self, headers: dict[str, str]) -> None:
         """Raises: Unauthorized."""
@@ -130,11 +136,26 @@ class Gateway:
         if not self._ring.lets_in([key for h in KEY_HEADERS if (key := _bare(headers.get(h, "").strip()))]):
             raise Unauthorized("no key, or a wrong one", "send `Authorization: Bearer KEY`; `paddock key` prints it")
 
+    def _model_of(self, body: bytes) -> str:
+        """The model that a request names; the only one where there is one and none is named. Raises: UsageError."""
+        try:
+            asked = json.loads(body)
+        except RecursionError:
+            raise UsageError("the body is nested too deeply") from None
+        except ValueError as error:
+            raise UsageError(f"the body is not JSON: {error}") from None
+        if not isinstance(asked, dict):
+            raise UsageError("the body is not a JSON object")
+        name = asked.get("model") or asked.get("name") or (next(iter(self.pool.entries)) if len(self.pool.entries) == 1 else "")
+        if not isinstance(name, str) or not name:
+            raise UsageError("the body names no model", 'send "model"; GET /v1/models lists them', param="model")
+        return name if name in self.pool.entries else name.removesuffix(":latest")  # Ollama's clients append it
+
     async def _forward(self, scope: Scope, headers: dict[str, str], body: bytes, receive: Receive, send: Send) -> None:
         """Find the runner, pass the request on, stream the answer; hang up on the runner when the client has gone."""
         if self.is_closing:
             raise ShuttingDown("this server is being stopped")
-        name = _model_of(body)
+        name = self._model_of(body)
         server = await _unless_gone(self.pool.acquire(name), receive)
         if server is None:
             return
@@ -246,38 +267,25 @@ async def _read_body(receive: Receive, headers: dict[str, str]) -> bytes:
             return bytes(out)
 
 
-def _model_of(body: bytes) -> str:
-    """The model that a request names. Raises: UsageError."""
-    try:
-        name = json.loads(body).get("model")
-    except (ValueError, AttributeError, RecursionError):
-        raise UsageError("the body is not a JSON object") from None
-    if not isinstance(name, str) or not name:
-        raise UsageError("the body names no model", 'send "model"; GET /v1/models lists them')
-    return name
-
-
-async def _answer(send: Send, status: int, body: dict[str, Any], extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-    raw = json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode()), *extra]
+async def _answer(send: Send, status: int, body: dict[str, Any] | str, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    raw = body.encode() if isinstance(body, str) else json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+    kind = b"text/plain; charset=utf-8" if isinstance(body, str) else b"application/json"
+    headers = [(b"content-type", kind), (b"content-length", str(len(raw)).encode()), *extra]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": raw, "more_body": False})
 
 
-async def _problem(send: Send, error: PaddockError) -> None:
-    """An error in the shape that OpenAI's clients read."""
-    kind = "invalid_request_error" if error.http_status < 500 else "server_error"
-    hint = (
-        "" if isinstance(error, RunnerDied) else error.hint
-    )  # it quotes the log, which is for the owner of this machine
-    wait = error.facts.get("retry_after_ms")
-    extra = ((b"retry-after", str(max(1, int(wait) // 1000)).encode()),) if wait else ()
-    await _answer(
-        send,
-        error.http_status,
-        {"error": {"message": error.message, "type": kind, "param": None, "code": error.code, "hint": hint}},
-        extra,
-    )
+def _allowing(origin: str) -> list[tuple[bytes, bytes]]:
+    """The headers that let a page of this machine read the answer."""
+    if not origin:
+        return []
+    return [
+        (b"access-control-allow-origin", origin.encode()),
+        (b"access-control-allow-headers", b"authorization, content-type, x-api-key, api-key, x-session-id, anthropic-version, anthropic-beta"),
+        (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+        (b"access-control-expose-headers", b"x-request-id, x-paddock-ignored-fields, x-paddock-cache, retry-after-ms"),
+        (b"vary", b"origin"),
+    ]
 
 
 def _bare(value: str) -> str:

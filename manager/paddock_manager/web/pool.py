@@ -8,6 +8,7 @@ that was just loaded serves those who waited for it before it can be evicted.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -26,11 +27,12 @@ MAX_BACKOFF_S = 60.0
 
 @dataclass(slots=True)
 class Entry:
-    """One model that may be served. need_bytes: what its plan says. max_ctx_tokens: what it will be started with."""
+    """One model that may be served. need_bytes: what its plan says. max_ctx_tokens: what it will be started with. facts: what its files say."""
 
     launch: Launch
     need_bytes: int
     max_ctx_tokens: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
     server: Server | None = None
     in_flight: int = 0
     last_used: float = 0.0
@@ -39,6 +41,16 @@ class Entry:
     failures: int = 0
     not_before: float = 0.0
     error: PaddockError | None = None
+
+    @property
+    def state(self) -> str:
+        """changing, loaded or on demand."""
+        return "changing" if self.is_changing else "loaded" if self.server is not None else "on demand"
+
+    @property
+    def ctx_tokens(self) -> int | None:
+        """The context of a request, as far as it is known."""
+        return self.server.max_ctx_tokens if self.server else self.max_ctx_tokens or None
 
     @property
     def holds_bytes(self) -> int:
@@ -63,19 +75,21 @@ class Pool:
             if entry is not None and server.path == str(entry.launch.path) and server.asked == entry.launch.asked:
                 entry.server, entry.last_used = server, time.monotonic()
 
+    def entry(self, name: str) -> Entry:
+        """The model of that name. Raises: UnknownModel."""
+        found = self.entries.get(name)
+        if found is None:
+            near = difflib.get_close_matches(name, self.entries, 1, 0.7)
+            hint = f"did you mean {near[0]}?" if near else "there are " + ", ".join(self.entries)
+            raise UnknownModel(f"no model {name[:200]!r} is served here", hint, name=name, known=list(self.entries), param="model")
+        return found
+
     async def acquire(self, name: str) -> Server:
         """A running server of a model, counted as in use until `release`.
 
         Raises: UnknownModel, Busy (it failed lately), what starting it raises.
         """
-        entry = self.entries.get(name)
-        if entry is None:
-            raise UnknownModel(
-                f"no model {name!r} is served here",
-                "there are " + ", ".join(self.entries),
-                name=name,
-                known=list(self.entries),
-            )
+        entry = self.entry(name)
         arrived = time.monotonic()
         while True:
             async with self._changed:
@@ -193,19 +207,6 @@ class Pool:
     async def stop_all(self) -> None:
         """Stop every runner, whatever it does."""
         await asyncio.gather(*(self._stop(e) for e in self.entries.values() if e.server is not None))
-
-    def facts(self) -> list[dict[str, Any]]:
-        """The models and how they are."""
-        return [
-            {
-                "name": name,
-                "state": "changing" if e.is_changing else "loaded" if e.server is not None else "on demand",
-                "in_flight": e.in_flight,
-                "need_bytes": e.need_bytes,
-                "max_ctx_tokens": e.server.max_ctx_tokens if e.server else e.max_ctx_tokens or None,
-            }
-            for name, e in self.entries.items()
-        ]
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
