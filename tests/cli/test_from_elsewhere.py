@@ -110,3 +110,10 @@ def test_chat_takes_settings_as_others_write_them_and_says_what_is_wrong(paddock
     assert f"{tmp_path}/no.json is no conversation that /save wrote" in said
     assert f"{tmp_path}/none: No such file or directory" in said
     assert "the message is no text in UTF-8: byte 0 is 0xff" in said
+
+
+def test_flags_of_the_runner_go_through_and_the_managers_own_do_not(paddock, model_file):
+    unit = paddock("serve", str(model_file), "--task", "embed", "--gpu", "1", "--runner", "host-cache-gib=8", "--runner", "deterministic", "--systemd").out
+    assert '"--gpu" "1"' in unit and '"--task" "embed" "--host-cache-gib" "8" "--deterministic"' in unit
+    for word, said in [("port=5", "the manager sets --port"), ("max-ctx=9", "that is --ctx here"), ("a b", "a flag is NAME or NAME=VALUE")]:
+        assert f"error: --runner {word}: {said}\n" in paddock("serve", str(model_file), "--port", "0", "--name", "x", "--runner", word).err

@@ -9,7 +9,7 @@ from paddock_runner.front.described import EXAMPLES
 
 from tests.conformance.live import KEY, Live
 
-NEEDS_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score")
+NEEDS_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/api/embed", "/api/embeddings")
 N_EXAMPLES, N_EXAMPLES_FULL = 2, 150
 
 

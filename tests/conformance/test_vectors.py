@@ -199,3 +199,26 @@ def test_mcp_clients_embed_and_rerank(embedder: Runner) -> None:
         assert box.call("generate", {"prompt": "Hi"})[1] and box.call("rerank", {"query": "x", "documents": []})[1]
     finally:
         box.close()
+
+
+def test_ollamas_clients_get_the_same_vectors_and_nothing_is_cut(embedder: Runner, client: openai.OpenAI) -> None:
+    import ollama
+
+    texts = ["the capital of france", "a dog"]
+    wanted = [d.embedding for d in client.embeddings.create(model="bert", input=texts, encoding_format="float").data]
+    with ollama.Client(embedder.url) as asked:
+        found = asked.embed("bert:latest", texts, truncate=True)
+        assert found["embeddings"] == wanted and found["prompt_eval_count"] > 4
+        assert asked.embeddings("bert", texts[1])["embedding"] == wanted[1]
+        assert asked.show("bert")["capabilities"] == ["embedding"]
+    status, body = post(embedder, "/api/embed", {"input": "dog " * 900, "truncate": True})
+    assert status == 400 and "input 0 has" in body["error"]
+    status, body = post(embedder, "/api/embed", {"input": 5})
+    assert status == 400 and body["error"] == "input is 5, and must be a text or a list"
+
+
+def test_paths_that_are_looked_at_first_need_no_key(embedder: Runner) -> None:
+    assert httpx.get(embedder.url + "/").text == "Paddock is running" and httpx.head(embedder.url + "/").status_code == 200
+    assert httpx.get(embedder.url + "/ping").json()["status"] == "ready"
+    assert httpx.get(embedder.url + "/version").json() == httpx.get(embedder.url + "/api/version").json() != {}
+    assert httpx.get(embedder.url + "/nothing").json()["error"]["code"] == "unknown_path"

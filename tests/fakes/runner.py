@@ -18,7 +18,7 @@ from pathlib import Path
 
 WITH_VALUE = {
     "--model", "--name", "--kernel-pack", "--device", "--host", "--port", "--max-batch", "--max-ctx", "--kv-dtype", "--window-kv-dtype", "--threads",
-    "--api-key-file", "--state-file", "--tls-cert", "--tls-key",
+    "--api-key-file", "--state-file", "--tls-cert", "--tls-key", "--gpu", "--task", "--host-cache-gib",
 }  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
         if names.count(name) > 1:
             raise UsageError(f"two models are called {name}", "`paddock add PATH --name` gives another name")
     given = target.asked(values)
-    where = fit.find_where(given.get("device", "auto"), None, "", values.integer("threads"))[0]
+    where = fit.find_where(given.get("gpu") or given.get("device", "auto"), None, "", values.integer("threads"))[0]
     budget = values.integer("budget") or where.facts.free_bytes
     models = [_model(f, given, where, budget, ask.name) for f in found]
     idle = values.number("idle")

@@ -43,6 +43,7 @@ COMMAND = Command(
             also=("--ttl", "--keep-alive", "--keepalive"),
         ),
         Option("--on-demand", "one model, too: load it when it is asked for"),
+        Option("--task", "what it is for (auto: as its files say)", "text", choices=("auto", "generate", "embed", "rank")),
         *LOAD_OPTIONS,
     ),
     "Several models share one port: the request's model decides, and models are loaded and unloaded as they are needed. "

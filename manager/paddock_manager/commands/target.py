@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddock_runner.errors import FileError, UnknownModel
+from paddock_runner.errors import FileError, UnknownModel, UsageError
 
 from paddock_manager import paths
 from paddock_manager.catalog import catalog, names
@@ -25,7 +26,9 @@ LOAD_OPTIONS = (
     Option("--cold-experts", "who computes experts that a GPU lacks, in small steps: auto the GPU and the CPU, by measured rates", "text", choices=("auto", "copy", "cpu")),
     Option("--device", "where to run", "text", choices=("auto", "cpu", "cuda")),
     Option("--threads", "CPU threads", "int", value="N", also=("-t",)),
+    Option("--gpu", "the GPU, by number or UUID", "text", value="GPU"),
     Option("--kernel-pack", "another kernel pack", "path", value="FILE"),
+    Option("--runner", "another flag of `paddock-runner --help`, as host-cache-gib=8 or deterministic", "text", value="FLAG", many=True),
 )
 RUNNER_FLAGS = {
     "ctx": "--max-ctx",
@@ -36,8 +39,12 @@ RUNNER_FLAGS = {
     "cold_experts": "--cold-experts",
     "device": "--device",
     "threads": "--threads",
+    "gpu": "--gpu",
     "kernel_pack": "--kernel-pack",
+    "task": "--task",
 }
+KEPT = {"--model", "--name", "--host", "--port", "--api-key-file", "--no-auth", "--state-file", "--tls-cert", "--tls-key", "--home"}
+"""Flags of the runner that the manager gives itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +129,22 @@ def find_or_pull(places: Places, text: str, ui: Ui) -> Target:
 
 
 def asked(values: Values) -> dict[str, str]:
-    """The load options that were given, by key."""
-    return {key: values.text(key) for key in RUNNER_FLAGS if key in values.found}
+    """The load options that were given, by key; flags of the runner by their names, with dashes."""
+    found = {key: values.text(key) for key in RUNNER_FLAGS if key in values.found}
+    for word in values.many("runner"):
+        name, _, value = word.partition("=")
+        flag = f"--{name.removeprefix('--')}"
+        if flag in RUNNER_FLAGS.values():
+            ours = next(key for key, known in RUNNER_FLAGS.items() if known == flag)
+            raise UsageError(f"--runner {word}: that is --{ours.replace('_', '-')} here", option="--runner")
+        if not re.fullmatch(r"--[a-z][a-z-]*", flag) or flag in KEPT:
+            raise UsageError(f"--runner {word}: {'the manager sets ' + flag if flag in KEPT else 'a flag is NAME or NAME=VALUE'}", option="--runner")
+        found[flag] = value
+    return found
 
 
 def runner_flags(given: dict[str, str], found: Target | None = None) -> tuple[str, ...]:
     """The same as the runner's own flags; with what the catalog recommends for that model."""
-    flags = tuple(word for key, value in given.items() for word in (RUNNER_FLAGS[key], value))
+    flags = tuple(word for key, value in given.items() for word in (RUNNER_FLAGS.get(key, key), value) if word)
     advice = catalog.sampling(found.model.alias) if found is not None and found.model is not None and found.model.alias else {}
     return (*flags, *(word for key, value in advice.items() for word in ("--recommended", f"{key}={value:g}")))

@@ -148,7 +148,7 @@ class Guard:
         host = exchange.header(b"host")
         if host and host not in self._known:
             if not self._is_known(host):
-                raise Forbidden(f"the host {host[:100]!r} is not allowed", "start the runner with --allow-host NAME")
+                raise Forbidden(f"the host {host[:100]!r} is not allowed", "start the runner with --allow-host NAME (`paddock serve --runner allow-host=NAME`)")
             if len(self._known) < MAX_KNOWN:
                 self._known.add(host)
         origin = exchange.header(b"origin").rstrip("/").lower()
@@ -156,7 +156,7 @@ class Guard:
             return ""
         if origin in self._origins or "*" in self._origins or origin.split("://")[-1] == host.lower():
             return origin
-        raise Forbidden(f"the origin {origin[:100]!r} is not allowed", "start the runner with --allow-origin ORIGIN")
+        raise Forbidden(f"the origin {origin[:100]!r} is not allowed", "start the runner with --allow-origin ORIGIN (`paddock serve --runner allow-origin=ORIGIN`)")
 
     def check_key(self, exchange: Exchange, scope: str = INFERENCE) -> int:
         """A number for this caller, for fairness: the same for the same key.

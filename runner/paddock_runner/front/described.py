@@ -69,6 +69,9 @@ ANSWERS: dict[tuple[str, str], Schema] = {
     ("GET", "/api/tags"): _object(models=_list(_object(name=TEXT, model=TEXT, size=COUNT, digest=TEXT, details={"type": "object"}))),
     ("GET", "/api/ps"): _object(models=_list(_object(name=TEXT, expires_at=TEXT))),
     ("GET", "/api/version"): _object(version=TEXT),
+    ("GET", "/version"): _object(version=TEXT),
+    ("POST", "/api/embed"): _object(model=TEXT, embeddings=_list(_list(NUMBER)), prompt_eval_count=COUNT),
+    ("POST", "/api/embeddings"): _object(embedding=_list(NUMBER)),
     ("POST", "/api/show"): _object(template=TEXT, details={"type": "object"}, model_info={"type": "object"}, capabilities=_list(TEXT)),
     ("POST", "/v1/messages"): MESSAGE,
     ("POST", "/v1/messages/count_tokens"): _object(input_tokens=COUNT),
@@ -115,6 +118,8 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     "/detokenize": {"three tokens": {"tokens": [1, 2, 3]}},
     "/api/chat": {"lines": {"messages": MESSAGES, "options": {"num_predict": 200}}, "one answer": {"messages": MESSAGES, "stream": False}},
     "/api/generate": {"JSON": {"prompt": "Name a city as JSON.", "format": "json", "stream": False}},
+    "/api/embed": {"two texts": {"input": ["The sky is blue.", "Water is wet."]}},
+    "/api/embeddings": {"a text": {"prompt": "The sky is blue."}},
     "/api/show": {"the served model": {"model": "default"}},
     "/mcp": {"the tools": {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}},
 }

@@ -1,11 +1,26 @@
-"""GET /health, /health/live, /health/ready and /v1/paddock/state: whether the runner lives, takes work, and what it holds."""
+"""GET /, /version, /ping, /health and its parts, and /v1/paddock/state: whether the runner is there, lives, takes work, and what it holds."""
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .http import Exchange
 from .service import Front
+
+
+async def get_root(front: Front, exchange: Exchange) -> None:
+    """GET /: says that a server is there, to browsers and to clients that look for one."""
+    await exchange.answer(200, b"Paddock is running", b"text/plain; charset=utf-8")
+
+
+async def get_version(front: Front, exchange: Exchange) -> None:
+    """GET /version, /api/version: the version of Paddock."""
+    try:
+        ours = version("paddock")
+    except PackageNotFoundError:
+        ours = "0"
+    await exchange.answer_json({"version": ours})
 
 
 async def get_live(front: Front, exchange: Exchange) -> None:
@@ -15,7 +30,7 @@ async def get_live(front: Front, exchange: Exchange) -> None:
 
 
 async def get_ready(front: Front, exchange: Exchange) -> None:
-    """GET /health, /health/ready: 200 when requests are taken, else 503 with the phase (loading, draining, failed)."""
+    """GET /health, /health/ready, /ping: 200 when requests are taken, else 503 with the phase (loading, draining, failed)."""
     await exchange.answer_json(
         {"status": front.phase, "model": front.served.name}, 200 if front.phase == "ready" else 503
     )

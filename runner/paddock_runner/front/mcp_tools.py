@@ -13,6 +13,7 @@ from ..turns.collect import Collector
 from ..turns.turn import Caller, Reading, Turn
 from ..turns.vectors import vectors
 from ..turns.wish import Wish
+from . import misfit
 from .held import Held, of_schema
 from .openai.embeddings import finished, prompts_of
 from .rerank import MAX_DOCUMENTS, scores_of
@@ -101,7 +102,7 @@ async def call(front: Front, name: str, arguments: Mapping[str, Any], whose: Cal
     try:
         given: Any = msgspec.convert(arguments, tool.kind)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{name}: {error}") from None
+        raise misfit.of(error, arguments, name) from None
     front.require_ready()
     if isinstance(given, Generate):
         front.require_text()

@@ -38,7 +38,7 @@ def description() -> bytes:
     by_path = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
-        path = route.path + "{name}" if route.path.endswith("/") else route.path
+        path = route.path + "{name}" if route.has_name else route.path
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_path.get((route.method, route.path)))
     try:
         ours = version("paddock")
@@ -72,7 +72,7 @@ def _operation(route: Route, schema: dict[str, Any] | None) -> dict[str, Any]:
     error = {"application/json": {"schema": {"anyOf": [shape, RPC_ERROR]} if route.path == "/mcp" else shape}}
     operation: dict[str, Any] = {
         "summary": text.split(": ", 1)[-1] if ": " in text else text,
-        "operationId": "_".join([route.method.lower(), *route.path.strip("/").replace(".", "_").split("/")]),
+        "operationId": "_".join([route.method.lower(), *(route.path.strip("/") or "root").replace(".", "_").split("/")]),
         "responses": {
             "200": {"description": "the answer", "headers": HEADERS, **_content(route)},
             "4XX": {"description": "the request is at fault; the body says how", "content": error},
@@ -81,7 +81,7 @@ def _operation(route: Route, schema: dict[str, Any] | None) -> dict[str, Any]:
     }
     if route.is_open:
         operation["security"] = []
-    if route.path.endswith("/"):
+    if route.has_name:
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if schema is not None:
         shown = {title: {"value": body} for title, body in EXAMPLES.get(route.path, {}).items()}

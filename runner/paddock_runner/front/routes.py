@@ -13,6 +13,7 @@ from .anthropic import count_tokens, messages
 from .auth import ADMIN, INFERENCE
 from .http import Exchange, Receive, Scope, Send
 from .ollama import chat as ollama_chat
+from .ollama import embed as ollama_embed
 from .ollama import models as ollama_models
 from .openai import chat, completions, embeddings, models, responses, tokens
 from .problem import ANTHROPIC, LEFT, OLLAMA, OPENAI, guarded
@@ -38,7 +39,7 @@ class WrongMethod(PaddockError):
 class Route:
     """One endpoint. vendor: whose error shape. scope: what a key must be good for. writes_text: needs a model that does.
 
-    A path that ends in / serves everything below it.
+    A path that ends in / serves everything below it; / itself only itself.
     """
 
     method: str
@@ -49,8 +50,16 @@ class Route:
     scope: str = INFERENCE
     writes_text: bool = False
 
+    @property
+    def has_name(self) -> bool:
+        """Does a name come behind the path?"""
+        return self.path != "/" and self.path.endswith("/")
+
 
 ROUTES = (
+    Route("GET", "/", health.get_root, is_open=True),
+    Route("GET", "/version", health.get_version, is_open=True),
+    Route("GET", "/ping", health.get_ready, is_open=True),
     Route("GET", "/health", health.get_ready, is_open=True),
     Route("GET", "/health/live", health.get_live, is_open=True),
     Route("GET", "/health/ready", health.get_ready, is_open=True),
@@ -77,16 +86,18 @@ ROUTES = (
     Route("DELETE", "/mcp", mcp.get_mcp),
     Route("GET", "/api/tags", ollama_models.get_tags, OLLAMA),
     Route("GET", "/api/ps", ollama_models.get_running, OLLAMA),
-    Route("GET", "/api/version", ollama_models.get_version, OLLAMA, is_open=True),
+    Route("GET", "/api/version", health.get_version, OLLAMA, is_open=True),
     Route("POST", "/api/show", ollama_models.post_show, OLLAMA),
     Route("POST", "/api/pull", ollama_models.post_pull, OLLAMA),
     Route("POST", "/api/chat", ollama_chat.post_chat, OLLAMA, writes_text=True),
     Route("POST", "/api/generate", ollama_chat.post_generate, OLLAMA, writes_text=True),
+    Route("POST", "/api/embed", ollama_embed.post_embed, OLLAMA),
+    Route("POST", "/api/embeddings", ollama_embed.post_embeddings, OLLAMA),
     Route("POST", "/v1/messages", messages.post_messages, ANTHROPIC, writes_text=True),
     Route("POST", "/v1/messages/count_tokens", count_tokens.post_count_tokens, ANTHROPIC),
 )
-_EXACT = {(r.method, r.path): r for r in ROUTES if not r.path.endswith("/")}
-_BELOW = [r for r in ROUTES if r.path.endswith("/")]
+_EXACT = {(r.method, r.path): r for r in ROUTES if not r.has_name}
+_BELOW = [r for r in ROUTES if r.has_name]
 _PATHS = {r.path for r in ROUTES}
 
 

@@ -18,6 +18,7 @@ from ..text.vectors import VectorForm
 from ..turns.desk import Desk
 from ..turns.served import Served
 from ..turns.turn import CacheNote, Caller, Turn
+from . import misfit
 from .auth import Guard
 from .http import Exchange
 from .metrics import Metrics
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 Body = TypeVar("Body")
 Result = TypeVar("Result")
-_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 MAX_IGNORED = 32
@@ -86,7 +86,7 @@ class Front:
         """What the model's vectors are. Raises: UsageError when it generates text, or its vectors are for another task."""
         form = self.served.vectors
         if form is None:
-            raise UsageError(f"{self.served.name} generates text and gives no vectors", "start the runner with --task embed", param="model")
+            raise UsageError(f"{self.served.name} generates text and gives no vectors", "serve it with --task embed", param="model")
         if task and form.task != task:
             raise UsageError(f"{self.served.name} ranks documents and gives no embeddings", "use /v1/rerank or /v1/score", param="model")
         return form
@@ -138,15 +138,19 @@ class Shape(Generic[Body]):
         try:
             return self._decoder.decode(raw)
         except msgspec.ValidationError as error:
-            text = str(error)
-            found = _PATH.search(text)
-            param = found.group(1) if found else None
-            what = text.split(" - at `")[0]
-            raise UsageError(f"{param}: {what}" if param else what, param=param) from None
+            raise misfit.of(error, _decoded(raw)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"the body is not JSON: {error}") from None
         except RecursionError:
             raise UsageError("the body is nested too deeply") from None
+
+
+def _decoded(raw: bytes) -> Any:
+    """The body without its types; None where it is deeper than that can be told."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def caller(exchange: Exchange, key: int, salt: str | None = None) -> Caller:

@@ -61,7 +61,7 @@ def test_errors_have_type_code_and_retry_headers(error: UsageError, kind: str, h
 def test_openapi_document_covers_every_route_and_its_references_resolve() -> None:
     document = json.loads(openapi.description())
     for route in ROUTES:
-        path = route.path + "{name}" if route.path.endswith("/") else route.path
+        path = route.path + "{name}" if route.has_name else route.path
         operation = document["paths"][path][route.method.lower()]
         assert operation["summary"] and ("requestBody" in operation) == (route.method == "POST")
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from ...text import grammar
 from ...turns.wish import Wish
+from .. import misfit
 from ..held import Make, of_schema
 from ..openai.fields import Tool, refuse
 
@@ -79,7 +80,7 @@ class Generation(msgspec.Struct, kw_only=True):
         try:
             options = msgspec.convert(given, Options)
         except msgspec.ValidationError as error:
-            raise refuse("options", f"options: {error}") from None
+            raise misfit.of(error, given, "options") from None
         known = {f.encode_name for f in msgspec.structs.fields(Options)}
         names = [name for name in given if name not in known]
         return options, [f"options.{name}" if name in IGNORED else "options.?" for name in names]

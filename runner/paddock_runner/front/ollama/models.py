@@ -1,10 +1,9 @@
-"""GET /api/tags, /api/ps, /api/version and POST /api/show: the one served model, as Ollama's clients look for it."""
+"""GET /api/tags, /api/ps and POST /api/show: the one served model, as Ollama's clients look for it."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ..http import Exchange
@@ -27,25 +26,17 @@ async def get_running(front: Front, exchange: Exchange) -> None:
     await exchange.answer_json({"models": [{**_entry(front), **more}]})
 
 
-async def get_version(front: Front, exchange: Exchange) -> None:
-    """GET /api/version"""
-    try:
-        ours = version("paddock")
-    except PackageNotFoundError:
-        ours = "0"
-    await exchange.answer_json({"version": ours})
-
-
 async def post_show(front: Front, exchange: Exchange) -> None:
     """POST /api/show: the model's template, family and abilities."""
     body = await SHOW.read(front, exchange)
     front.require_model(plain_name(body.model or body.name))
     served, entry = front.served, _entry(front)
     family = entry["details"]["family"]
-    abilities = ["completion"]
-    abilities += ["tools"] if served.format.takes_tools else []
-    abilities += ["insert"] if served.tokenizer.fill_ids is not None else []
-    abilities += ["thinking"] if served.format.marks is not None or served.format.messages is not None else []
+    writes = served.vectors is None
+    abilities = ["completion"] if writes else ["embedding"] if served.vectors is not None and served.vectors.task == "embed" else []
+    abilities += ["tools"] if writes and served.format.takes_tools else []
+    abilities += ["insert"] if writes and served.tokenizer.fill_ids is not None else []
+    abilities += ["thinking"] if writes and (served.format.marks is not None or served.format.messages is not None) else []
     await exchange.answer_json(
         {
             "modelfile": f"FROM {served.name}\n", "parameters": "", "template": served.template.source, "details": entry["details"],

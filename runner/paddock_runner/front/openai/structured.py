@@ -10,6 +10,7 @@ import msgspec
 from ...errors import UsageError
 from ...text import grammar
 from ...text.tools import Schemas
+from .. import misfit
 from ..held import Held, Make, callable_schemas, of_schema
 from .fields import ChatRequest, Generation, ResponseFormat, Tool, refuse
 
@@ -113,7 +114,7 @@ def _guided(body: Generation) -> list[tuple[str, Make]]:
         try:
             more = msgspec.convert(told, StructuredOutputs)
         except msgspec.ValidationError as error:
-            raise refuse("structured_outputs", f"structured_outputs: {error}") from None
+            raise misfit.of(error, told, "structured_outputs") from None
         sources.append(("structured_outputs.", more.json, more.regex, more.choice, more.grammar))
         if more.json_object:
             found.append(("structured_outputs.json_object", grammar.json_object))
