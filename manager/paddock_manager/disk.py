@@ -173,7 +173,7 @@ def tail(log: Path, n_lines: int) -> list[str]:
     try:
         with log.open("rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - 64 * 1024 - 400 * n_lines))
-            return f.read().decode("utf-8", "replace").splitlines()[-n_lines:]
+            return f.read().decode("utf-8", "replace").splitlines()[-n_lines:] if n_lines else []
     except OSError:
         return []
 

@@ -5,6 +5,7 @@ Importing an option framework costs more than `paddock ls` may take in all; this
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A flag. kind: flag, text, int, float, size (bytes with k, M, GiB…), path. also: what other programs call it, taken for it."""
+    """A flag. kind: flag, text, int, float, size (bytes with k, M, GiB…), path. also: what other programs call it, taken for it. least, most: of numbers."""
 
     name: str
     help: str
@@ -42,6 +43,8 @@ class Option:
     choices: tuple[str, ...] = ()
     many: bool = False
     also: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
 
     @property
     def key(self) -> str:
@@ -173,23 +176,32 @@ def _place(command: Command, plain: list[str], values: Values) -> None:
 
 
 def convert(option: Option, word: str) -> str | int | float:
-    """One option's word as its kind.
+    """One option's word as its kind, within its bounds.
 
     Raises: UsageError with the word and what was expected.
     """
     if option.choices and word not in option.choices:
         raise UsageError(f"{option.name} is one of {', '.join(option.choices)}, not {word!r}", option=option.name)
     try:
-        if option.kind == "int":
-            return int(word.replace("_", ""))
-        if option.kind == "float":
-            return float(word)
+        if option.kind in ("int", "float"):
+            number = int(word.replace("_", "")) if option.kind == "int" else float(word)
+            if not math.isfinite(number):
+                raise ValueError(word)
+            return _bounded(option, number)
         if option.kind == "size":
             return parse_size(word)
-    except ValueError:
+    except (ValueError, OverflowError):
         shape = {"int": "a whole number", "float": "a number", "size": "a size such as 20M or 24GiB"}[option.kind]
         raise UsageError(f"{option.name} takes {shape}, not {word!r}", option=option.name) from None
     return word
+
+
+def _bounded(option: Option, number: float) -> int | float:
+    if option.least is not None and number < option.least:
+        raise UsageError(f"{option.name} is {number}, at least {option.least:g} is needed", option=option.name)
+    if option.most is not None and number > option.most:
+        raise UsageError(f"{option.name} is {number}, at most {option.most:g} is possible", option=option.name)
+    return number
 
 
 def parse_size(word: str) -> int:

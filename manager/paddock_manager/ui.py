@@ -5,6 +5,7 @@ With --json, standard output holds exactly one JSON document, errors included; w
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -154,8 +155,18 @@ class Progress:
         share = self.done_bytes / self.total_bytes if self.total_bytes else 1.0
         bar = ("█" * int(share * 24)).ljust(24, "░")
         left = (self.total_bytes - self.done_bytes) / rate if rate > 0 else 0
-        text = f"\r{self.label}  {bar} {share:4.0%}  {size(self.done_bytes)} of {size(self.total_bytes)}"
-        self.ui._write(self.ui.err, f"{text}  {size(rate)}/s  {span(left)} left\x1b[K")
+        text = f"{share:4.0%}  {size(self.done_bytes)} of {size(self.total_bytes)}"
+        speed = f"  {size(rate)}/s  {span(left)} left"
+        forms = (f"{self.label}  {bar} {text}{speed}", f"{self.label}  {text}{speed}", f"{self.label}  {text}", text, f"{share:4.0%}")
+        width = self._width()  # a line that wraps cannot be drawn over
+        shown = next((form for form in forms if len(form) < width), forms[-1])
+        self.ui._write(self.ui.err, f"\r{shown}\x1b[K")
+
+    def _width(self) -> int:
+        try:
+            return os.get_terminal_size(self.ui.err.fileno()).columns or 80
+        except (OSError, ValueError):
+            return 80
 
 
 def size(n_bytes: float) -> str:

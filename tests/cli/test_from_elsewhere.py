@@ -8,9 +8,13 @@ import os
 import sys
 
 import pytest
-from paddock_manager import cli, options, paths
+from paddock_manager import cli, options, paths, ui
 from paddock_manager.commands import chat
 from paddock_manager.commands.completion import all_commands
+from paddock_manager.fleet import state
+from paddock_manager.store import pull
+
+from tests.cli.conftest import tiny_gguf
 
 pytestmark = pytest.mark.usefixtures("fake_runner")
 
@@ -39,7 +43,8 @@ def test_options_of_other_programs_are_taken_for_ours():
     ("words", "said"),
     [
         (("--temperature", "-1"), "temperature is -1.0, at least 0 is needed"),
-        (("--temp", "nan"), "temperature is nan, 0 to 100 are possible"),
+        (("--temp", "101"), "temperature is 101.0, 0 to 100 are possible"),
+        (("--temp", "nan"), "--temperature takes a number, not 'nan'"),
         (("--top-p", "0"), "top_p is 0.0, more than 0 and at most 1 is possible"),
         (("--top-k", "-2"), "top_k is -2, at least -1 is needed"),
         (("--max-tokens", "0"), "max_tokens is 0, at least 1 is needed"),
@@ -117,3 +122,57 @@ def test_flags_of_the_runner_go_through_and_the_managers_own_do_not(paddock, mod
     assert '"--gpu" "1"' in unit and '"--task" "embed" "--host-cache-gib" "8" "--deterministic"' in unit
     for word, said in [("port=5", "the manager sets --port"), ("max-ctx=9", "that is --ctx here"), ("a b", "a flag is NAME or NAME=VALUE")]:
         assert f"error: --runner {word}: {said}\n" in paddock("serve", str(model_file), "--port", "0", "--name", "x", "--runner", word).err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("gc", "--older-than", "-1"), "--older-than is -1.0, at least 0 is needed"),
+        (("stop", "x", "--timeout", "-5"), "--timeout is -5.0, at least 0 is needed"),
+        (("serve", "x", "--timeout", "nan"), "--timeout takes a number, not 'nan'"),
+        (("serve", "x", "--port", "65536"), "--port is 65536, at most 65535 is possible"),
+        (("serve", "x", "--ctx", "0"), "--ctx is 0, at least 1 is needed"),
+        (("serve", "x", "--threads", "99999"), "--threads is 99999, at most 1024 is possible"),
+        (("serve", "x", "y", "--idle", "-1"), "--idle is -1.0, at least 0 is needed"),
+        (("fit", "x", "--batch", "0"), "--batch is 0, at least 1 is needed"),
+        (("bench", "x", "--tokens", "0"), "--tokens is 0, at least 1 is needed"),
+        (("fit", "x", "--ctx", "1" * 5000), f"--ctx takes a whole number, not {'1' * 5000!r}"),
+    ],
+)
+def test_number_out_of_its_bounds_is_named(paddock, words, said):
+    done = paddock(*words)
+    assert done.code == 2 and done.err == f"error: {said}\n"
+
+
+def test_agent_that_is_not_installed_is_told_before_a_model_is_loaded(paddock, model_file, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = paddock("launch", "claude", str(model_file))
+    assert done.code == 2 and done.err.startswith("error: claude is not installed\n") and state.servers(paths.places()) == []
+
+
+def test_pull_that_is_stopped_says_how_it_goes_on(paddock, hub, monkeypatch):
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hub.add("org/tiny-GGUF", {"tiny.Q4_0.gguf": tiny_gguf()})
+    monkeypatch.setattr(pull.Shop, "execute", stopped)
+    done = paddock("pull", "org/tiny-GGUF")
+    assert done.code == 130 and done.err.endswith("error: the pull was stopped\nhint:  `paddock pull org/tiny-GGUF:Q4_0` continues it\n")
+
+
+@pytest.mark.parametrize("width", [200, 60, 30, 6])
+def test_bar_is_never_wider_than_the_terminal(monkeypatch, width):
+    monkeypatch.setattr(ui.Progress, "_width", lambda self: width)
+    drawn = ui.Ui()
+    drawn.err = io.StringIO()
+    drawn.progress_kind = "bar"
+    with drawn.progress("org/tiny", 1000 << 20) as bar:
+        bar.move_by(500 << 20)
+    last = drawn.err.getvalue().rstrip("\n").split("\r")[-1].removesuffix("\x1b[K")
+    assert len(last) < width and "50%" in last and ("█" in last) == (width == 200)
+
+
+def test_file_whose_name_begins_with_a_dash_is_no_option(paddock, tmp_path):
+    path = tmp_path / "-m.gguf"
+    path.write_bytes(tiny_gguf())
+    assert paddock("run", str(path), "hi").out == "1: hi\n"

@@ -28,9 +28,9 @@ COMMAND = Command(
     (Argument("model", "a model that is here; its server is used where one runs", kind="model"),),
     (
         Option("--streams", "numbers of streams (default 1,2,4,8)", "text", value="N,N…"),
-        Option("--prompt-tokens", "length of the prompt, about (default 256)", "int", value="N"),
-        Option("--tokens", "tokens to generate (default 64)", "int", value="N"),
-        Option("--rounds", "requests of each stream (default 2)", "int", value="N"),
+        Option("--prompt-tokens", "length of the prompt, about (default 256)", "int", value="N", least=1),
+        Option("--tokens", "tokens to generate (default 64)", "int", value="N", least=1),
+        Option("--rounds", "requests of each stream (default 2)", "int", value="N", least=1),
         Option(
             "--quality",
             "tell how well the model foretells a fixed text, beside a KV cache in bf16, instead of how fast it is",

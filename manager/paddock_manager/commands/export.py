@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from paddock_runner.errors import UsageError
+
 from paddock_manager import paths
 from paddock_manager.catalog import names
 from paddock_manager.commands import target
@@ -27,6 +29,8 @@ def run(values: Values, ui: Ui) -> int:
     model = index.find(paths.places(), names.parse(values.text("model")))
     target.of_model(model)
     folder = paths.expanded(values.text("folder")).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder", "name one; it is made when it is not there", path=str(folder))
     with ui.progress(model.name, model.size_bytes) as bar:
         how, found = export.export(model, folder, values.flag("link"), bar.move_by)
     rows = [

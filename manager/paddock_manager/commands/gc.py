@@ -22,7 +22,7 @@ COMMAND = Command(
     (),
     (
         Option("--partials", "also unfinished downloads that `paddock pull` could continue"),
-        Option("--older-than", "only what was not touched for so many days (default 0)", "float", value="DAYS"),
+        Option("--older-than", "only what was not touched for so many days (default 0)", "float", value="DAYS", least=0),
         Option("--dry-run", "say what would go"),
     ),
     "Finished models are never touched; `paddock rm` removes those.",

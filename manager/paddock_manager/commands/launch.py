@@ -85,6 +85,10 @@ def run(values: Values, ui: Ui) -> int:
     agent = AGENTS.get(values.text("agent"))
     if agent is None:
         raise UsageError(f"launch does not know {values.text('agent')!r}", "it knows " + ", ".join(AGENTS))
+    is_told = values.flag("print") or not agent.words or ui.as_json
+    if not is_told and shutil.which(agent.words[0]) is None:
+        shown = f"`paddock launch {values.text('agent')} {values.text('model')} --print` shows what it would get"
+        raise UsageError(f"{agent.words[0]} is not installed", shown)
     places = paths.places()
     server = _server(places, values.text("model"), ui)
     folder = places.fleet / f"launch-{values.text('agent')}"
@@ -95,7 +99,7 @@ def run(values: Values, ui: Ui) -> int:
         # Source: llm's documentation, "OpenAI-compatible models". JSON is YAML; the key comes from OPENAI_API_KEY.
         told = {"model_id": server.model, "model_name": server.model, "api_base": f"{server.url}/v1", "api_key_name": "openai"}
         write_json(folder / agent.models_file, [{**told, "supports_schema": True, "supports_tools": True}])
-    if values.flag("print") or not words or ui.as_json:
+    if is_told:
 
         def human(out: Ui) -> None:
             for name, value in env.items():
@@ -105,11 +109,6 @@ def run(values: Values, ui: Ui) -> int:
 
         ui.result("launch", {"env": env, "command": words, "server": serve.facts(server)}, human)
         return 0
-    if shutil.which(words[0]) is None:
-        raise UsageError(
-            f"{words[0]} is not installed",
-            f"`paddock launch {values.text('agent')} {server.name} --print` shows what it would get",
-        )
     ui.say(f"{words[0]} with {server.name} at {server.url}")
     return subprocess.run(words, env=paths.child_environment(env), check=False).returncode
 

@@ -18,7 +18,7 @@ COMMAND = Command(
     (Argument("name", "a server, by name or port", required=False, kind="running"),),
     (
         Option("--follow", "go on until Ctrl-C", short="-f"),
-        Option("--lines", "so many of the last lines (default 100)", "int", short="-n", value="N", also=("--tail",)),
+        Option("--lines", "so many of the last lines (default 100)", "int", short="-n", value="N", also=("--tail",), least=0),
     ),
     "Without a name: the only server that runs.",
 )
@@ -28,7 +28,7 @@ def run(values: Values, ui: Ui) -> int:
     """Print the tail, then follow."""
     name, path = find(values.text("name"))
     wanted = values.integer("lines")
-    lines = disk.tail(path, 100 if wanted is None else max(0, wanted))
+    lines = disk.tail(path, 100 if wanted is None else wanted)
     if ui.as_json and values.flag("follow"):
         raise UsageError("--follow and --json do not go together")
 

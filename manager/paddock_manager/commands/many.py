@@ -90,7 +90,7 @@ def _model(found: Target, given: dict[str, str], where: fit.Where, budget_bytes:
     sizes, need = report.plan.sizes, report.plan.peak_bytes
     if need > budget_bytes:
         raise WontFit(
-            f"{found.name} needs {gib(need)} GiB for {sizes.n_slots} contexts of {sizes.max_ctx_tokens} tokens, the budget is {gib(budget_bytes)}",
+            f"{found.name} needs {gib(need)} GiB for {sizes.n_slots} contexts of {sizes.max_ctx_tokens} tokens, the budget is {gib(budget_bytes)} GiB",
             "raise --budget, or lower --ctx or --batch",
             need_bytes=need,
             free_bytes=budget_bytes,

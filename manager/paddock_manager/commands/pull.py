@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paddock_runner.errors import HubError, PaddockError, UsageError
+from paddock_runner.errors import Cancelled, HubError, PaddockError, UsageError
 
 from paddock_manager import paths, settings
 from paddock_manager.catalog import catalog, names
@@ -130,6 +130,8 @@ def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
         try:
             with ui.progress(order.alias or order.ref, order.size_bytes) as bar:
                 model = shop.execute(order, bar.move_by)
+        except KeyboardInterrupt:
+            raise Cancelled("the pull was stopped", f"`paddock pull {order.alias or order.ref}` continues it") from None
         except HubError as error:
             trouble = trouble or error
             if order is not orders[-1]:

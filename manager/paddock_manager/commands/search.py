@@ -17,7 +17,7 @@ COMMAND = Command(
     (Argument("words", "what the name contains; nothing lists the catalog", required=False, many=True),),
     (
         Option("--local", "the catalog only, no network"),
-        Option("--limit", "so many of the hub (default 20)", "int", value="N"),
+        Option("--limit", "so many of the hub (default 20)", "int", value="N", least=1),
     ),
     "Repositories of the hub are those with GGUF files, the most downloaded first. A size that the catalog does not know is told by `paddock ls --remote NAME`.",
     ("paddock search qwen3", "paddock search --local"),

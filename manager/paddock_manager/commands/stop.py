@@ -15,7 +15,7 @@ COMMAND = Command(
     (Argument("names", "servers, by name or port", required=False, many=True, kind="running"),),
     (
         Option("--all", "every server"),
-        Option("--timeout", "seconds until a server is killed (default 15)", "float", value="SECONDS"),
+        Option("--timeout", "seconds until a server is killed (default 15)", "float", value="SECONDS", least=0),
     ),
     "Without a name: the only server that runs.",
 )

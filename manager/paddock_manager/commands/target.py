@@ -16,16 +16,17 @@ from paddock_manager.store import index
 from paddock_manager.store.record import Model
 from paddock_manager.ui import Ui
 
+MAX_THREADS = 1024
 KV_FORMATS = ("bf16", "f16", "f32", "fp8")
 LOAD_OPTIONS = (
-    Option("--ctx", "context per request, in tokens", "int", value="TOKENS", also=("-c", "--ctx-size", "--max-ctx", "--max-model-len", "--context-length", "--num-ctx")),
-    Option("--batch", "requests at a time", "int", value="N", also=("--max-batch", "--parallel", "--max-num-seqs")),
+    Option("--ctx", "context per request, in tokens", "int", value="TOKENS", also=("-c", "--ctx-size", "--max-ctx", "--max-model-len", "--context-length", "--num-ctx"), least=1),
+    Option("--batch", "requests at a time", "int", value="N", also=("--max-batch", "--parallel", "--max-num-seqs"), least=1),
     Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=KV_FORMATS, also=("--kv-dtype", "--kv-cache-dtype")),
     Option("--window-kv", "format of the KV cache of layers with a sliding window, where it is another", "text", value="FORMAT", choices=KV_FORMATS),
-    Option("--expert-vram-gib", "device memory for the experts of a mixture; the others stay in host memory", "float", value="GIB"),
+    Option("--expert-vram-gib", "device memory for the experts of a mixture; the others stay in host memory", "float", value="GIB", least=-1),
     Option("--cold-experts", "who computes experts that a GPU lacks, in small steps: auto the GPU and the CPU, by measured rates", "text", choices=("auto", "copy", "cpu")),
     Option("--device", "where to run", "text", choices=("auto", "cpu", "cuda")),
-    Option("--threads", "CPU threads", "int", value="N", also=("-t",)),
+    Option("--threads", "CPU threads", "int", value="N", also=("-t",), least=0, most=MAX_THREADS),
     Option("--gpu", "the GPU, by number or UUID", "text", value="GPU"),
     Option("--kernel-pack", "another kernel pack", "path", value="FILE"),
     Option("--runner", "another flag of `paddock-runner --help`, as host-cache-gib=8 or deterministic", "text", value="FLAG", many=True),
@@ -78,7 +79,8 @@ def of_path(path: Path) -> Target:
     if not path.exists():
         raise UnknownModel(f"{path}: there is no such file or folder", name=str(path))
     absolute = path.absolute()
-    return Target(absolute.stem if absolute.is_file() else absolute.name, str(absolute), absolute)
+    name = absolute.stem if absolute.is_file() else absolute.name
+    return Target(name.lstrip("-") or "model", str(absolute), absolute)  # a name that begins with a dash reads as an option
 
 
 def of_model(model: Model) -> Target:
