@@ -143,11 +143,16 @@ def boards() -> str:
     out = ["# Boards\n\nWritten by `bench/`, never by hand. `of limit`: share of the roofline measured in the same run; `vs peer`: ratio to the peer in the same run.\n"]
     for path in sorted((ROOT / "bench/results").glob("*/*.json"), reverse=True):
         board = json.loads(path.read_text())
-        context = ", ".join(f"{k} {v}" for k, v in board["context"].items())
+        context = ", ".join(f"{k} {shown(v)}" for k, v in board["context"].items())
         out.append(f"\n## {path.parent.name}: {path.stem}\n\n`{board['command']}` at {board['commit']} ({context})\n\n")
-        rows = [[r["id"], r["value"], r["unit"], r.get("of_limit", ""), r.get("vs_peer", ""), r.get("peer", ""), r.get("spread", "")] for r in board["rows"]]
+        rows = [[r["id"], shown(r["value"]), r["unit"], *(shown(r.get(name, "")) for name in ("of_limit", "vs_peer", "peer", "spread"))] for r in board["rows"]]
         out.append(table(["id", "value", "unit", "of limit", "vs peer", "peer", "spread"], rows))
     return "".join(out)
+
+
+def shown(value: object) -> object:
+    """A measured number without digits that mean nothing; everything else as it is."""
+    return value if not isinstance(value, float) else f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 PAGES: dict[str, Callable[[], str]] = {"errors": errors, "formats": formats, "models": models, "config": config, "api": api, "cli": cli, "json": documents, "boards": boards}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from paddock_manager import cli, options, paths, ui
@@ -176,3 +179,18 @@ def test_file_whose_name_begins_with_a_dash_is_no_option(paddock, tmp_path):
     path = tmp_path / "-m.gguf"
     path.write_bytes(tiny_gguf())
     assert paddock("run", str(path), "hi").out == "1: hi\n"
+
+
+def test_page_for_those_who_come_from_elsewhere_says_what_is_so(paddock):
+    text = (Path(__file__).parents[2] / "docs/howto/come-from-elsewhere.md").read_text()
+    commands = {c.name: c for c in all_commands()}
+    for words in re.findall(r"`paddock ([^`]+)`", text):
+        name, *rest = shlex.split(words)
+        if rest:
+            options.parse(commands[name], rest)
+        assert name in commands
+    for line in re.findall(r"^\| (`-.*) \| (`--.*) \|$", text, re.MULTILINE):
+        theirs, ours = (re.findall(r"`(-[a-z-]+)`", cell) for cell in line)
+        known = [(o.name, (o.name, o.short, *o.also)) for o in commands["serve"].all_options]
+        for word in theirs:
+            assert next(name for name, names in known if word in names) in ours, word
