@@ -65,7 +65,7 @@ class Exact:
         self.plan, self.x, (self.read, self.raw, self.kept) = read_blueprint(self.file), tensors_by_name(self.file, read_blueprint(self.file)), ROUNDED[rounded]
         for layer in self.plan.layers:
             a = layer.attention
-            if layer.kind != "attention" or layer.experts is not None or a.latent is not None or a.index is not None or a.sinks or a.out_gate or not layer.feed_forward.is_gated:
+            if layer.kind != "attention" or layer.experts is not None or not a.is_plain or a.sinks or a.out_gate or not layer.feed_forward.is_gated:
                 raise SystemExit(f"{path}: {self.plan.family} is more than a dense model with plain attention")
         if (self.plan.norm, self.plan.n_streams) != ("rms", 1):
             raise SystemExit(f"{path}: {self.plan.family} has norms or streams that are not known here")

@@ -92,6 +92,11 @@ class Attention:
     index: Index | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every query sees the keys themselves, and all that its window leaves: no latent, no index."""
+        return self.latent is None and self.index is None
+
+    @property
     def values_width(self) -> int:
         """Width of a value head as the cache has it."""
         return self.v_width or self.head_width

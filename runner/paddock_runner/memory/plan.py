@@ -79,7 +79,7 @@ AWAY_STEP_TOKENS = 8192
 def chosen_format(blueprint: Blueprint, kind: str) -> tuple[str, str]:
     """The KV cache's format where nobody chose one, and why it is not what a device of that kind usually has ("": it is)."""
     attentions = [x.attention for x in blueprint.all_layers if x.kind == "attention"]
-    is_biased = kind == "cuda" and any(a.qkv_bias and a.causal and a.latent is None and a.index is None for a in attentions)
+    is_biased = kind == "cuda" and any(a.qkv_bias and a.causal and a.is_plain for a in attentions)
     return BIASED_KEYS if is_biased else (KV_FORMAT[kind], "")
 
 

@@ -155,7 +155,7 @@ def layer_formats(blueprint: Blueprint, kv_format: str) -> tuple[str, ...]:
 def has_half_keys(blueprint: Blueprint, kv_format: str) -> bool:
     """Whether some layer of plain attention keeps keys in F16: activations of 16 bits would round them before they are rotated, so its projections are F32."""
     layers = zip(blueprint.all_layers, layer_formats(blueprint, kv_format), strict=True)
-    return any(f == "f16" and x.kind == "attention" and x.attention.latent is None and x.attention.index is None for x, f in layers)
+    return any(f == "f16" and x.kind == "attention" and x.attention.is_plain for x, f in layers)
 
 
 def scale_bytes(blueprint: Blueprint, kv_format: str) -> int:
