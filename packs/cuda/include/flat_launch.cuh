@@ -1,5 +1,6 @@
 // Launches of the flat kernel (flat.cuh): how it is dealt out, its maps of weights and x.
 #pragma once
+#include "cluster_launch.h"
 #include "flat.cuh"
 
 namespace pk {
@@ -69,22 +70,7 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
     deal.steps = (units + kPair - 1) / kPair;
     const int sums = kFlatWarps / kWM * deal.pass_tiles * S::kN8 * 512, ring = deal.n_stages * stage_bytes + S::kReceived;
     const int bytes = (ring > sums ? ring : sums) + 1024;
-    auto kernel = flat_kernel<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair, kPlain>;
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return check(e, "flat");
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks * kPair);
-    config.blockDim = dim3(S::kThreads);
-    config.dynamicSmemBytes = bytes;
-    config.stream = l.stream;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = kPair;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    config.attrs = attributes;
-    config.numAttrs = kPair == 2 ? 2 : 1;
-    return check(cudaLaunchKernelEx(&config, kernel, deal, maps, a, packets), "flat");
+    return launch_clusters(l, "flat", flat_kernel<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair, kPlain>, blocks * kPair, S::kThreads, bytes, kPair == 2 ? 2 : 0, deal, maps, a, packets);
 }
 
 template <int kFormat, int kNT, int kSplit>
@@ -117,9 +103,7 @@ int32_t launch_flat_width(const Launch &l, const SkinnyArguments &a, const Packe
 
 template <int kFormat>
 int32_t launch_flat_format(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets) {
-    if (a.max_rows <= 8) return launch_flat_width<kFormat, 8>(l, a, packed, packets);
-    if (a.max_rows <= 16) return launch_flat_width<kFormat, 16>(l, a, packed, packets);
-    return launch_flat_width<kFormat, 32>(l, a, packed, packets);
+    return for_flat_width(a.max_rows, [&](auto width) { return launch_flat_width<kFormat, width()>(l, a, packed, packets); });
 }
 
 }  // namespace pk

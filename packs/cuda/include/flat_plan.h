@@ -1,5 +1,7 @@
 // Flat products (src/matmul/flat.cu): what the matmul op asks before it launches one.
 #pragma once
+#include <type_traits>
+
 #include "skinny.cuh"
 
 namespace pk {
@@ -14,12 +16,22 @@ struct FlatPackets {
     unsigned long long *squares;
 };
 constexpr int64_t kFlatPacketBytes = kMaxBlocks * 4 + kFlatHeads * 8 * kFlatRows * 8;
+// Of the workspace's counters, those that are zero between launches; behind them lie these numbers and packets, then skinny products' flags.
+constexpr int64_t kZeroCounterBytes = kCounterBytes - kSkinnyFlagBytes - kFlatPacketBytes;
 
 // Whether products of such a weight by at most max_rows rows are flat ones on this device.
 bool is_flat(const Launch &l, const Packed &weight, int64_t max_rows);
 // Whether a flat product can end so many heads.
 bool flat_ends_heads(const Launch &l, int64_t n_heads);
 int32_t launch_flat(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets);
+
+// launch(width): with the least of the widths that kernels are compiled for, as a constant, that takes so many rows of x.
+template <class F>
+int32_t for_flat_width(int32_t max_rows, const F &launch) {
+    if (max_rows <= 8) return launch(std::integral_constant<int, 8>());
+    if (max_rows <= 16) return launch(std::integral_constant<int, 16>());
+    return launch(std::integral_constant<int, kFlatRows>());
+}
 
 template <int kFormat>
 int32_t launch_flat_format(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets);

@@ -1,5 +1,6 @@
 // Launches of the flat kernel for block formats (flat_units.cuh): how its warps are dealt out.
 #pragma once
+#include "cluster_launch.h"
 #include "flat_units.cuh"
 
 namespace pk {
@@ -62,22 +63,7 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
                                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of x, %d rows of %d: CUDA driver error %d", a.max_rows, a.k, static_cast<int>(e));
     }
-    auto kernel = flat_units_kernel<kFormat, kNT, kSplit>;
-    if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); e != cudaSuccess) return check(e, "flat");
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(2 * n_clusters);
-    config.blockDim = dim3(kUnitThreads);
-    config.dynamicSmemBytes = bytes;
-    config.stream = l.stream;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = 2;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    return check(cudaLaunchKernelEx(&config, kernel, x_map, a, deal), "flat");
+    return launch_clusters(l, "flat", flat_units_kernel<kFormat, kNT, kSplit>, 2 * n_clusters, kUnitThreads, bytes, 2, x_map, a, deal);
 }
 
 template <int kFormat, int kNT>
@@ -89,9 +75,7 @@ int32_t launch_flat_units_width(const Launch &l, const SkinnyArguments &a, const
 
 template <int kFormat>
 int32_t launch_flat_blocks(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets) {
-    if (a.max_rows <= 8) return launch_flat_units_width<kFormat, 8>(l, a, packed, packets);
-    if (a.max_rows <= 16) return launch_flat_units_width<kFormat, 16>(l, a, packed, packets);
-    return launch_flat_units_width<kFormat, 32>(l, a, packed, packets);
+    return for_flat_width(a.max_rows, [&](auto width) { return launch_flat_units_width<kFormat, width()>(l, a, packed, packets); });
 }
 
 }  // namespace pk

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "../../include/cluster.cuh"
+#include "../../include/cluster_launch.h"
 #include "../../include/even_plan.h"
 #include "../../include/gemm_boxes.cuh"
 #include "../../include/gemm_store.cuh"
@@ -364,18 +365,7 @@ int32_t most_clusters(const Launch &l, int blocks, int *n) {
     }
     *n = known[blocks];
     if (*n > 0) return PK_OK;
-    auto kernel = gemm_cluster_kernel<kIsFp8, kM, kWidth>;
-    if (int32_t e = check(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, ClusterShape<kIsFp8, kM, kWidth>::kBytes), "gemm_cluster")) return e;
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute cluster[1];
-    cluster[0].id = cudaLaunchAttributeClusterDimension;
-    cluster[0].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-    config.gridDim = dim3(blocks * 64);
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = ClusterShape<kIsFp8, kM, kWidth>::kBytes;
-    config.attrs = cluster;
-    config.numAttrs = 1;
-    if (int32_t e = check(cudaOccupancyMaxActiveClusters(n, kernel, &config), "gemm_cluster")) return e;
+    if (int32_t e = clusters_at_once("gemm_cluster", gemm_cluster_kernel<kIsFp8, kM, kWidth>, blocks * 64, kThreads, ClusterShape<kIsFp8, kM, kWidth>::kBytes, blocks, n)) return e;
     known[blocks] = *n;
     return PK_OK;
 }
@@ -429,21 +419,7 @@ int32_t launch_cut(const Launch &l, GemmArguments a, int64_t max_rows, int n_par
     if (int32_t e = gemm_maps<kM, kWidth>(l, &maps, a, max_rows, kIsFp8 ? (a.k + 127) / 128 * 128 : a.k, kIsFp8)) return e;
     a.most_rows = static_cast<int32_t>(max_rows);
     const int64_t all = (max_rows + kM - 1) / kM * a.n_tiles, blocks = n_parts == 1 ? std::min<int64_t>(all, l.ctx->n_processors) : all * n_parts;
-    auto kernel = gemm_cluster_kernel<kIsFp8, kM, kWidth>;
-    if (int32_t e = check(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes), "gemm_cluster")) return e;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {static_cast<unsigned>(n_parts), 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = S::kBytes;
-    config.stream = l.stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    return check(cudaLaunchKernelEx(&config, kernel, maps, a), "gemm_cluster");
+    return launch_clusters(l, "gemm_cluster", gemm_cluster_kernel<kIsFp8, kM, kWidth>, blocks, kThreads, S::kBytes, n_parts, maps, a);
 }
 
 template <bool kIsFp8, int kM>

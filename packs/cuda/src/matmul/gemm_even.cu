@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "../../include/cluster_launch.h"
 #include "../../include/even_plan.h"
 #include "../../include/gemm_even.cuh"
 
@@ -46,21 +47,7 @@ int32_t launch_even(const Launch &l, GemmArguments a, int64_t max_rows, int n_pa
         if (!kGated || i == 0) a.n_tiles += (w.rows + kWide - 1) / kWide;
     }
     const int blocks = kEnd == kEndGated ? std::min(a.n_tiles, l.ctx->n_processors) : a.n_tiles * n_parts;
-    auto kernel = gemm_even_kernel<kIsFp8, kM, kWidth, kEnd>;
-    if (int32_t e = check(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes), "gemm_even")) return e;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {static_cast<unsigned>(n_parts), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
-    config.blockDim = dim3(S::kThreads);
-    config.dynamicSmemBytes = S::kBytes;
-    config.stream = l.stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    return check(cudaLaunchKernelEx(&config, kernel, maps, a, n_squares), "gemm_even");
+    return launch_clusters(l, "gemm_even", gemm_even_kernel<kIsFp8, kM, kWidth, kEnd>, blocks, S::kThreads, S::kBytes, n_parts, maps, a, n_squares);
 }
 
 // Clusters of so many blocks that run at once, of a kernel with as much shared memory as any of these.
@@ -69,18 +56,7 @@ int32_t most_clusters(const Launch &l, int n_parts, int *n) {
     *n = n_parts == 1 ? l.ctx->n_processors : known[n_parts].load();
     if (*n > 0) return PK_OK;
     using S = EvenShape<false, 128, 96, kEndFront>;
-    auto kernel = gemm_even_kernel<false, 128, 96, kEndFront>;
-    if (int32_t e = check(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes), "gemm_even")) return e;
-    cudaLaunchAttribute cluster[1];
-    cluster[0].id = cudaLaunchAttributeClusterDimension;
-    cluster[0].val.clusterDim = {static_cast<unsigned>(n_parts), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(n_parts * 64);
-    config.blockDim = dim3(S::kThreads);
-    config.dynamicSmemBytes = S::kBytes;
-    config.attrs = cluster;
-    config.numAttrs = 1;
-    if (int32_t e = check(cudaOccupancyMaxActiveClusters(n, kernel, &config), "gemm_even")) return e;
+    if (int32_t e = clusters_at_once("gemm_even", gemm_even_kernel<false, 128, 96, kEndFront>, n_parts * 64, S::kThreads, S::kBytes, n_parts, n)) return e;
     known[n_parts] = *n;
     return PK_OK;
 }

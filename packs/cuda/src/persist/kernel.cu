@@ -7,12 +7,13 @@
 // multiplies the part of x that it staged itself, so that they do not meet. Four more warps add up and write; whatever an output
 // needs beside its sums is there before them. Blocks hand activations on as packets (phase.h), to integer products as the codes that those take (fold.cuh):
 // there is no barrier of the grid.
-// A buffer of packets is written again four phases later at the earliest: every phase reads what the one before it wrote, so
-// nobody can be that far ahead of a reader. Pages: BF16, or F16 in a kernel of their own (half.cu). Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K.
+// A buffer of packets is written again eight phases later and read up to four phases later: every phase reads what the one before it
+// wrote, so nobody can be that far ahead of a reader. Pages: BF16, or F16 in a kernel of their own (half.cu). Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K.
 // No local memory: what 256 threads spill does not fit the L1 that the rings leave, and each reload waits behind the weights.
 // Assumes that all blocks are resident at some time: one a multiprocessor, and whatever else runs there ends by itself. A cooperative launch would say so, but would not begin early.
 #include "../../include/persist/phase.h"
 #ifdef PK_WGMMA
+#include "../../include/cluster_launch.h"
 #include "../../include/persist/attend.cuh"
 #include "../../include/persist/delta.cuh"
 #include "../../include/persist/produce.cuh"
@@ -350,46 +351,19 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
 
 }  // namespace
 
-namespace {
-
-// The launch of a run: all blocks at once, by twos where they share heads; its weights are asked for while the kernel before it ends.
-struct Grid {
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute attributes[2];
-    Grid(const Arguments &a, int n_blocks, cudaStream_t stream) {
-        config.gridDim = dim3(n_blocks);
-        config.blockDim = dim3(kThreads);
-        config.dynamicSmemBytes = layout_of(a).end;
-        config.stream = stream;
-        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[0].val.programmaticStreamSerializationAllowed = 1;
-        attributes[1].id = cudaLaunchAttributeClusterDimension;
-        attributes[1].val.clusterDim = {2, 1, 1};
-        config.attrs = attributes;
-        config.numAttrs = a.paired ? 2 : 1;
-    }
-};
-template <bool kHalf>
-int32_t allow_shared(const Arguments &a) { return check(cudaFuncSetAttribute(persist_kernel<kHalf>, cudaFuncAttributeMaxDynamicSharedMemorySize, layout_of(a).end), "persist"); }
-
-}  // namespace
-
+// All blocks at once, by twos where they share heads; weights are asked for while the kernel before ends.
 template <int kRows, bool kHalf>
 int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks) {
     static_assert(kRows == 1);
-    if (int32_t e = allow_shared<kHalf>(a)) return e;
-    const Grid grid(a, n_blocks, l.stream);
-    return check(cudaLaunchKernelEx(&grid.config, persist_kernel<kHalf>, a), "persist");
+    return launch_clusters(l, "persist", persist_kernel<kHalf>, n_blocks, kThreads, layout_of(a).end, a.paired ? 2 : 0, a);
 }
 
 template <bool kHalf>
 bool fits_pairs(const Arguments &a, int n_blocks) {
     Arguments paired = a;
     paired.paired = 1;
-    const Grid grid(paired, n_blocks, nullptr);
     int n = 0;
-    if (n_blocks % 2 || allow_shared<kHalf>(a)) return false;
-    return cudaOccupancyMaxActiveClusters(&n, persist_kernel<kHalf>, &grid.config) == cudaSuccess && n >= n_blocks / 2;
+    return n_blocks % 2 == 0 && clusters_at_once("persist", persist_kernel<kHalf>, n_blocks, kThreads, layout_of(paired).end, 2, &n) == PK_OK && n >= n_blocks / 2;
 }
 
 }  // namespace pk::persist
