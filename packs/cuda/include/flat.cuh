@@ -6,9 +6,7 @@
 // memory. A pair of blocks halves K, and with it what each reads of x, and sends sums to each other. Gated tiles are eight rows of
 // gate and eight of up, so that a lane has both. Does not handle: more than 32 rows, block formats.
 #pragma once
-#include "flat_heads.cuh"
-#include "flat_step.cuh"
-#include "skinny_norm.cuh"
+#include "flat_end.cuh"
 
 namespace pk {
 
@@ -25,9 +23,6 @@ struct alignas(64) FlatDeal {
     int32_t first_tile[2], may_be_idle, pass_share;  // pass_share: 2^16 / n_passes, rounded up
     float scale;
 };
-
-// What is added: F32 or BF16.
-__device__ __forceinline__ float load_added(const void *from, int64_t at, int32_t format) { return format == PK_F32 ? static_cast<const float *>(from)[at] : __bfloat162float(static_cast<const bf16 *>(from)[at]); }
 
 // What is done with a sum that is neither stored as it is nor added to: rare, so that its code lies elsewhere.
 static __device__ __noinline__ float unusual_output(float out, float old, int32_t act, float softcap) {
@@ -195,51 +190,14 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
         return (a.w[i].first_column + row_of(tile, i)) >> 7;
     };
     // What a fragment's outputs want beside its sums: old values, gains of the norm's half.
-    auto load_beside = [&](int tile, int n8, float (&old)[4], float (&gain)[2]) {
-        if constexpr (!kHalved) {
-            const SkinnyWeight &w = a.w[weight_of(tile)];
-            const int row = row_of(tile, weight_of(tile)) + r;
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int64_t column = w.first_column + row + 8 * h;
-                gain[h] = a.norm.out != nullptr && row + 8 * h < w.rows ? __ldg(a.norm.w + column) : 0.0f;
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int n = n8 + 2 * q + e;
-                    old[2 * h + e] = a.add != nullptr && n < n_rows && row + 8 * h < w.rows ? load_added(a.add, n * a.add_stride + column, a.add_format) : 0.0f;
-                }
-            }
-        }
+    auto ask_beside = [&](int tile, int n8, float (&old)[4], float (&gain)[2]) {
+        if constexpr (!kHalved) load_beside(a, a.w[weight_of(tile)], row_of(tile, weight_of(tile)) + r, [&](int e) { return n8 + 2 * q + e; }, n_rows, old, gain);
     };
     auto finish = [&](int tile, int n8, const float (&v)[4], const float (&old)[4], const float (&gain)[2]) {
         const int i = weight_of(tile), row = row_of(tile, i) + r;
         const SkinnyWeight &w = a.w[i];
         if constexpr (kGated) {
-            if (row >= w.rows) return;
-            const SkinnyWeight &u = a.w[1];
-            const float f0 = w.scale * (w.row_scale ? w.row_scale[row] : 1.0f), b0 = w.bias ? w.bias[row] : 0.0f, f1 = u.scale * (u.row_scale ? u.row_scale[row] : 1.0f), b1 = u.bias ? u.bias[row] : 0.0f;
-            const bool is_usual = a.act == PK_ACT_SILU && a.softcap <= 0.0f && a.add == nullptr && a.y_format == PK_BF16;
-            const int64_t column = w.first_column + row;
-            if (is_usual) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int n = n8 + 2 * q + e;
-                    const float gate = v[e] * (f0 * factors[n]) + b0, up = v[2 + e] * (f1 * factors[n]) + b1;
-                    if (n < n_rows) static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * up * a.scale);
-                }
-                return;
-            }
-#pragma unroll 1
-            for (int e = 0; e < 2; ++e) {
-                const int n = n8 + 2 * q + e;
-                if (n >= n_rows) continue;
-                const float gate = (e ? v[1] : v[0]) * (f0 * factors[n]) + b0, up = (e ? v[3] : v[2]) * (f1 * factors[n]) + b1;
-                float out = activate(gate, a.act) * up * a.scale;
-                if (a.softcap > 0.0f) out = a.softcap * quick_tanh(out / a.softcap);
-                if (a.add != nullptr) out += load_added(a.add, n * a.add_stride + column, a.add_format);
-                if (a.y_format == PK_F32) static_cast<float *>(a.y)[n * a.y_stride + column] = out;
-                else static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(out);
-            }
+            end_gated(a, row, [&](int e) { return n8 + 2 * q + e; }, n_rows, factors, v);
         } else {
             float squares[2] = {0.0f, 0.0f};
             const bool is_usual = a.act == PK_ACT_NONE && a.softcap <= 0.0f;
@@ -320,7 +278,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
 #pragma unroll
                     for (int e = 0; e < 4; ++e) acc[t][n][e] = 0.0f;
             }
-            if (own < n_fragments) load_beside(first + own / S::kN8, own % S::kN8 * 8, old, gain);
+            if (own < n_fragments) ask_beside(first + own / S::kN8, own % S::kN8 * 8, old, gain);
             if constexpr (kHeads) {
                 rows = head_rows(a.heads, own % S::kN8 * 8, lane, n_rows);
                 if (own < n_fragments) turned = head_turn(a.heads, rows, head_of(first + own / S::kN8), first + own / S::kN8, lane);
@@ -404,7 +362,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                         if (is_row[e]) y[e * a.y_stride] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * (v[2 + e] * by[e]) * a.scale);
                     }
                 } else {
-                    if (f != own) load_beside(tile, n0 - 2 * q, old, gain);
+                    if (f != own) ask_beside(tile, n0 - 2 * q, old, gain);
                     const int64_t column = a.w[0].first_column + tile * 16 + r, at = n0 * a.y_stride + column;
                     float squares[2];
 #pragma unroll
@@ -450,7 +408,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                 begin_head(a, a.w[i], packets, head_of(tile), tile, row + r, n8 + 2 * q, lane, factors, now, is_real, v);
                 if (is_real) shared_store4(ring + (f * 32 + lane) * 16, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
             } else {
-                if (f != own) load_beside(tile, n8, old, gain);
+                if (f != own) ask_beside(tile, n8, old, gain);
                 finish(tile, n8, v, old, gain);
             }
         }

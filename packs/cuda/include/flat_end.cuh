@@ -1,19 +1,28 @@
-// Where products of few rows end that have a tile's sums whole (flat_units.cuh): lane (r, q) of a warp has rows r and r + 8 of W and rows n8 + 2q and n8 + 2q + 1 of x.
+// Where products of few rows end that have a tile's sums whole (flat.cuh, flat_units.cuh): lane (r, q) of a warp has rows r and r + 8 of W and rows n8 + 2q and n8 + 2q + 1 of x.
 #pragma once
-#include "flat.cuh"
+#include "flat_heads.cuh"
+#include "flat_step.cuh"
+#include "skinny_norm.cuh"
 
 namespace pk {
 
+// What is added: F32 or BF16.
+__device__ __forceinline__ float load_added(const void *from, int64_t at, int32_t format) { return format == PK_F32 ? static_cast<const float *>(from)[at] : __bfloat162float(static_cast<const bf16 *>(from)[at]); }
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// What outputs want beside their sums: old values, gains of the norm's half. row: a lane's first one.
-__device__ __forceinline__ void load_beside(const SkinnyArguments &a, const SkinnyWeight &w, int row, int n0, int n_rows, float (&old)[4], float (&gain)[2]) {
+// What outputs want beside their sums: old values, gains of the norm's half. row: a lane's first one; x_row: of x, of either of a lane's two.
+template <class Row>
+__device__ __forceinline__ void load_beside(const SkinnyArguments &a, const SkinnyWeight &w, int row, const Row &x_row, int n_rows, float (&old)[4], float (&gain)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int64_t column = w.first_column + row + 8 * h;
         gain[h] = a.norm.out != nullptr && row + 8 * h < w.rows ? __ldg(a.norm.w + column) : 0.0f;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) old[2 * h + e] = a.add != nullptr && n0 + e < n_rows && row + 8 * h < w.rows ? load_added(a.add, (n0 + e) * a.add_stride + column, a.add_format) : 0.0f;
+        for (int e = 0; e < 2; ++e) {
+            const int n = x_row(e);
+            old[2 * h + e] = a.add != nullptr && n < n_rows && row + 8 * h < w.rows ? load_added(a.add, n * a.add_stride + column, a.add_format) : 0.0f;
+        }
     }
 }
 
@@ -65,8 +74,9 @@ __device__ __forceinline__ void end_tile(const SkinnyArguments &a, const SkinnyW
     }
 }
 
-// v: sums of row `row` of gate, then of up.
-__device__ __forceinline__ void end_gated(const SkinnyArguments &a, int row, int n0, int n_rows, const float *factors, const float (&v)[4]) {
+// v: sums of row `row` of gate, then of up; x_row: of x, of either of a lane's two.
+template <class Row>
+__device__ __forceinline__ void end_gated(const SkinnyArguments &a, int row, const Row &x_row, int n_rows, const float *factors, const float (&v)[4]) {
     const SkinnyWeight &w = a.w[0], &u = a.w[1];
     if (row >= w.rows) return;
     const float f0 = w.scale * (w.row_scale ? w.row_scale[row] : 1.0f), b0 = w.bias ? w.bias[row] : 0.0f, f1 = u.scale * (u.row_scale ? u.row_scale[row] : 1.0f), b1 = u.bias ? u.bias[row] : 0.0f;
@@ -75,7 +85,7 @@ __device__ __forceinline__ void end_gated(const SkinnyArguments &a, int row, int
     if (is_usual) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const int n = n0 + e;
+            const int n = x_row(e);
             const float gate = v[e] * (f0 * factors[n]) + b0, up = v[2 + e] * (f1 * factors[n]) + b1;
             if (n < n_rows) static_cast<bf16 *>(a.y)[n * a.y_stride + column] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * up * a.scale);
         }
@@ -83,7 +93,7 @@ __device__ __forceinline__ void end_gated(const SkinnyArguments &a, int row, int
     }
 #pragma unroll 1
     for (int e = 0; e < 2; ++e) {
-        const int n = n0 + e;
+        const int n = x_row(e);
         if (n >= n_rows) continue;
         const float gate = (e ? v[1] : v[0]) * (f0 * factors[n]) + b0, up = (e ? v[3] : v[2]) * (f1 * factors[n]) + b1;
         float out = activate(gate, a.act) * up * a.scale;

@@ -19,6 +19,7 @@ struct FlatShape {
     static constexpr bool kHalfX = kIsFp8 && kSplit == kTileGated;
     static constexpr int kFactorBytes = kHalfX ? kNT * 4 : 0, kThreads = kFlatThreads + (kHalfX ? 128 : 0);
     static_assert((!kHalfX || kStageK == 256) && kStageK * kElement % 128 == 0 && kStageK % 64 == 0);
+    static_assert(4 % kSteps == 0);  // a warp's steps lie in the same 128 bytes of W
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

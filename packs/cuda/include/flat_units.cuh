@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             const int i = weight_of(p), row = row_of(p, i, t) + r, n0 = n8 + 2 * q;
             const SkinnyWeight &w = a.w[i];
             float old[4], gain[2];
-            if constexpr (kHalves == 1) load_beside(a, w, row, n0, n_rows, old, gain);
+            if constexpr (kHalves == 1) load_beside(a, w, row, [&](int e) { return n0 + e; }, n_rows, old, gain);
             if (g == warp) barrier_wait(&has_received, pass & 1);
             float v[kHalves][4] = {};
             const uint32_t from = received + g * n_sums * kHalves * 512 + lane * 16;
@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                 for (int h = 0; h < 2; ++h) {
                     float both[4] = {h ? v[0][2] : v[0][0], h ? v[0][3] : v[0][1], h ? v[1][2] : v[1][0], h ? v[1][3] : v[1][1]};
                     if constexpr (kGated) {
-                        end_gated(a, row + 8 * h, n0, n_rows, factors, both);
+                        end_gated(a, row + 8 * h, [&](int e) { return n0 + e; }, n_rows, factors, both);
                     } else {
                         const int head = (w.first_column + row - r) >> 7, tile = head * 8 + 2 * ((p - deal.first_pair[i]) & 3) + h;
                         begin_head(a, w, deal.packets, head, tile, row + 8 * h, n0, lane, factors, now, true, both);
