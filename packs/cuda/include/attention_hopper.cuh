@@ -7,6 +7,7 @@
 #include "attention_pieces.cuh"
 #include "attention_share.cuh"
 #include "attention_tiles.cuh"
+#include "ring_turn.cuh"
 #include "wgmma_attention.cuh"
 
 namespace pk {
@@ -45,19 +46,6 @@ constexpr int kEndsAt = kStageAt<kD> + 8 * 2048;
 
 struct Barriers {
     uint64_t q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], raw[2], edge, item_full[kItems];
-};
-
-// A position in a ring of n buffers: which one, and the parity of its use.
-template <int kN>
-struct Turn {
-    int at = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++at == kN) {
-            at = 0;
-            parity ^= 1;
-        }
-    }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -308,32 +296,32 @@ __device__ void load_tile(const AttentionArguments &a, const TileItem &item, int
 
 template <int kD, bool kHalf>
 __device__ void produce_converted(const AttentionArguments &a, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
-    Turn<kQBuffers<kD>> q;
-    Turn<kStages> k, v;
+    RingTurn<kQBuffers<kD>> q;
+    RingTurn<kStages> k, v;
     const int tid = threadIdx.x;
     for (int n = 0; n < work.counts->n_items; ++n) {
         const TileItem &item = next_item<kD>(a, work, b, items, n);
         const int first = first_of_tiles<kD>(a, item), n_steps = (item.kv_end - first + kTile<kD> - 1) / kTile<kD>;
-        barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
-        if (kHalf && a.kv_format == PK_F16) load_q<kD, kHalf, 4, true>(a, item, shared + q.at * kQBytes<kD>, tid >> 5);
-        else load_q<kD, kHalf, 4, false>(a, item, shared + q.at * kQBytes<kD>, tid >> 5);
+        barrier_wait(&b.q_empty[q.stage], q.phase ^ 1);
+        if (kHalf && a.kv_format == PK_F16) load_q<kD, kHalf, 4, true>(a, item, shared + q.stage * kQBytes<kD>, tid >> 5);
+        else load_q<kD, kHalf, 4, false>(a, item, shared + q.stage * kQBytes<kD>, tid >> 5);
         fence_async_proxy();
-        barrier_arrive(&b.q_full[q.at]);
-        q.next();
+        barrier_arrive(&b.q_full[q.stage]);
+        q.advance();
         for (int step = 0; step <= n_steps; ++step) {
             if (step < n_steps) {
-                barrier_wait(&b.k_empty[k.at], k.parity ^ 1);
-                load_tile<kD, kHalf>(a, item, first + (n_steps - 1 - step) * kTile<kD>, false, shared + kRingAt<kD> + k.at * kPartBytes<kD>, tid);
+                barrier_wait(&b.k_empty[k.stage], k.phase ^ 1);
+                load_tile<kD, kHalf>(a, item, first + (n_steps - 1 - step) * kTile<kD>, false, shared + kRingAt<kD> + k.stage * kPartBytes<kD>, tid);
                 fence_async_proxy();
-                barrier_arrive(&b.k_full[k.at]);
-                k.next();
+                barrier_arrive(&b.k_full[k.stage]);
+                k.advance();
             }
             if (step > 0) {
-                barrier_wait(&b.v_empty[v.at], v.parity ^ 1);
-                load_tile<kD, kHalf>(a, item, first + (n_steps - step) * kTile<kD>, true, shared + kRingAt<kD> + (kStages + v.at) * kPartBytes<kD>, tid);
+                barrier_wait(&b.v_empty[v.stage], v.phase ^ 1);
+                load_tile<kD, kHalf>(a, item, first + (n_steps - step) * kTile<kD>, true, shared + kRingAt<kD> + (kStages + v.stage) * kPartBytes<kD>, tid);
                 fence_async_proxy();
-                barrier_arrive(&b.v_full[v.at]);
-                v.next();
+                barrier_arrive(&b.v_full[v.stage]);
+                v.advance();
             }
         }
     }
@@ -388,9 +376,9 @@ __device__ void produce_widened(const AttentionArguments &a, const Maps &maps, u
         look();
         ask(0);
     }
-    Turn<1> q;
-    Turn<2> raw;
-    Turn<kStages> k, v;
+    RingTurn<1> q;
+    RingTurn<2> raw;
+    RingTurn<kStages> k, v;
 #pragma unroll 1
     for (int n = 0; n < n_items; ++n) {
         if (tid == 32 && n + 1 < n_items) publish(n + 1);
@@ -398,21 +386,21 @@ __device__ void produce_widened(const AttentionArguments &a, const Maps &maps, u
         barrier_wait(&b.item_full[n % kItems], (n / kItems) & 1);
         const TileItem &item = items[n % kItems];
         const int first = first_of_tiles<kD>(a, item), n_steps = steps_of(item);
-        barrier_wait(&b.q_empty[0], q.parity ^ 1);
+        barrier_wait(&b.q_empty[0], q.phase ^ 1);
         load_q<kD, true, 4, false>(a, item, shared, tid >> 5);
         fence_async_proxy();
         barrier_arrive(&b.q_full[0]);
-        q.next();
+        q.advance();
 #pragma unroll 1
         for (int index = 0; index < 2 * n_steps; ++index) {
             int step;
             const bool is_v = operand(index, n_steps, &step);
             const int at = first + (n_steps - 1 - step) * kT;
-            const Turn<kStages> ring = is_v ? v : k;
-            barrier_wait(&b.raw[raw.at], raw.parity);
-            barrier_wait(is_v ? &b.v_empty[ring.at] : &b.k_empty[ring.at], ring.parity ^ 1);
-            const uint8_t *from = stage + raw.at * kT * kD;
-            uint8_t *to = shared + kRingAt<kD> + ((is_v ? kStages : 0) + ring.at) * kPartBytes<kD>;
+            const RingTurn<kStages> ring = is_v ? v : k;
+            barrier_wait(&b.raw[raw.stage], raw.phase);
+            barrier_wait(is_v ? &b.v_empty[ring.stage] : &b.k_empty[ring.stage], ring.phase ^ 1);
+            const uint8_t *from = stage + raw.stage * kT * kD;
+            uint8_t *to = shared + kRingAt<kD> + ((is_v ? kStages : 0) + ring.stage) * kPartBytes<kD>;
             // Unwritten values may be no numbers, which no weight of zero cancels: they become zeros.
             const bool is_edge = is_v && (at < item.row_first || at + kT > item.row_end);
             // Eight neighbouring threads have half a row and the other half of the next one: so all banks take part where they load and where they store.
@@ -435,11 +423,11 @@ __device__ void produce_widened(const AttentionArguments &a, const Maps &maps, u
                 for (int half = 0; half < 2; ++half) *reinterpret_cast<uint4 *>(to + block_offset<kD>(row, 2 * piece + half) + j * kRows / 8 * (kD / 64 * 1024)) = w[half];
             }
             fence_async_proxy();
-            barrier_arrive(is_v ? &b.v_full[ring.at] : &b.k_full[ring.at]);
-            if (is_v) v.next(); else k.next();
+            barrier_arrive(is_v ? &b.v_full[ring.stage] : &b.k_full[ring.stage]);
+            if (is_v) v.advance(); else k.advance();
             named_wait<128>(4);  // everybody has read the stage
-            if (tid < 32) ask(raw.at);
-            raw.next();
+            if (tid < 32) ask(raw.stage);
+            raw.advance();
         }
     }
 }
@@ -449,7 +437,7 @@ __device__ void produce_widened(const AttentionArguments &a, const Maps &maps, u
 template <int kD>
 __device__ void produce_copied(const AttentionArguments &a, const Maps &maps, uint8_t *shared, Barriers &b, const TileItem *items, int n_items) {
     constexpr int kT = kTile<kD>;
-    Turn<kStages> k, v;
+    RingTurn<kStages> k, v;
     uint32_t edge = 0;
     const int lane = threadIdx.x, rows = min(a.page_tokens, kT), n_boxes = kT / rows;
     const uint32_t ring = shared_address(shared) + kRingAt<kD>;
@@ -479,16 +467,16 @@ __device__ void produce_copied(const AttentionArguments &a, const Maps &maps, ui
         const bool more = n < n_items;
         const int tile = first + (n_steps - 1 - step) * kT;
         if (more) {
-            barrier_wait(&b.k_empty[k.at], k.parity ^ 1);
-            box(tile, head, page, &maps.k, ring + k.at * kPartBytes<kD>, &b.k_full[k.at]);
-            k.next();
+            barrier_wait(&b.k_empty[k.stage], k.phase ^ 1);
+            box(tile, head, page, &maps.k, ring + k.stage * kPartBytes<kD>, &b.k_full[k.stage]);
+            k.advance();
         }
         if (tile_before >= 0) {
             // Unwritten values may be no numbers, which no weight of zero cancels: they become zeros.
             const bool is_edge = tile_before < low_before || tile_before + kT > high_before;
-            uint64_t *barrier = is_edge ? &b.edge : &b.v_full[v.at];
-            const int v_at = (kStages + v.at) * kPartBytes<kD>;
-            barrier_wait(&b.v_empty[v.at], v.parity ^ 1);
+            uint64_t *barrier = is_edge ? &b.edge : &b.v_full[v.stage];
+            const int v_at = (kStages + v.stage) * kPartBytes<kD>;
+            barrier_wait(&b.v_empty[v.stage], v.phase ^ 1);
             box(tile_before, head_before, page_before, &maps.v, ring + v_at, barrier);
             if (is_edge) {
                 barrier_wait(barrier, edge);
@@ -500,9 +488,9 @@ __device__ void produce_copied(const AttentionArguments &a, const Maps &maps, ui
                 }
                 fence_async_proxy();
                 __syncwarp();
-                if (lane == 0) barrier_arrive(&b.v_full[v.at]);
+                if (lane == 0) barrier_arrive(&b.v_full[v.stage]);
             }
-            v.next();
+            v.advance();
         }
         if (!more) return;
         const TileItem &item = items[n % kItems];
@@ -523,14 +511,14 @@ __device__ void produce_copied(const AttentionArguments &a, const Maps &maps, ui
 // Warps 1 to 3 beside produce_copied.
 template <int kD, bool kHalf>
 __device__ void produce_q(const AttentionArguments &a, uint8_t *shared, const Work &work, Barriers &b, TileItem *items) {
-    Turn<kQBuffers<kD>> q;
+    RingTurn<kQBuffers<kD>> q;
     for (int n = 0; n < work.counts->n_items; ++n) {
         const TileItem &item = next_item<kD>(a, work, b, items, n);
-        barrier_wait(&b.q_empty[q.at], q.parity ^ 1);
-        load_q<kD, kHalf, 3, kHalf>(a, item, shared + q.at * kQBytes<kD>, (threadIdx.x >> 5) - 1);
+        barrier_wait(&b.q_empty[q.stage], q.phase ^ 1);
+        load_q<kD, kHalf, 3, kHalf>(a, item, shared + q.stage * kQBytes<kD>, (threadIdx.x >> 5) - 1);
         fence_async_proxy();
-        barrier_arrive(&b.q_full[q.at]);
-        q.next();
+        barrier_arrive(&b.q_full[q.stage]);
+        q.advance();
     }
 }
 

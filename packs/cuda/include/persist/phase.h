@@ -1,5 +1,5 @@
 // What the persistent decode kernel is told: a list of phases in device memory, each one step of a layer that every block
-// takes part in, with a barrier of the whole grid behind it.
+// takes part in. Blocks hand what a phase makes on to the next as packets (Place): no barrier of the grid lies between.
 #pragma once
 #include <cstdint>
 
@@ -107,7 +107,6 @@ struct Arguments {
     int32_t paired;     // groups of 16 positions of a head up to which two blocks of a cluster share it; 0: blocks have no clusters
 #ifdef PK_PERSIST_TRACE
     long long *trace;
-    int32_t trace_block;
 #endif
     const StepInfo *info;
     const int32_t *sample_at;

@@ -128,6 +128,21 @@ __device__ __forceinline__ void put_f16(uint8_t *row, float *factors, const floa
     *reinterpret_cast<uint4 *>(row + run * 128 + ((in ^ run) & 1) * 64 + (in >> 1) * 16) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
 
+// Packets of three words and an epoch: all of a warp's, those at at(j, s), asked for again and again while any has not come.
+template <int kKept, class At>
+__device__ __forceinline__ void await_quads(uint4 (&raw)[kKept][2], uint32_t epoch, const At &at) {
+    bool is_there;
+    do {
+#pragma unroll
+        for (int j = 0; j < kKept; ++j)
+#pragma unroll
+            for (int s = 0; s < 2; ++s) load_quad_again(raw[j][s], at(j, s), epoch);
+        is_there = true;
+#pragma unroll
+        for (int j = 0; j < kKept; ++j) is_there &= raw[j][0].w == epoch && raw[j][1].w == epoch;
+    } while (!__all_sync(~0u, is_there));
+}
+
 // Copies what this warp multiplies first of folded x: of each of its chunks eight records, two packets a lane. Returns this lane's sum of squares. before: see stage.
 __device__ __forceinline__ float take_folded(const Phase &p, const Arguments &a, int at, uint8_t *xs, uint32_t base, const Met &before) {
     constexpr int kKept = 6, kRecords = 8, kCodesStep = 64 * kRecords, kScalesStep = 16 * kRecords;
@@ -159,17 +174,7 @@ __device__ __forceinline__ float take_folded(const Phase &p, const Arguments &a,
         // A few lanes ask for one packet each until the first has come; see stage.
         const uint8_t *last = from + (min(kKept, (n_chunks - first + kWarps - 1) / kWarps) - 1) * kApart;
         await_any(last + 12, epoch, lane);
-        bool is_there;
-        do {
-#pragma unroll
-            for (int j = 0; j < kKept; ++j)
-#pragma unroll
-                for (int s = 0; s < 2; ++s)
-                    load_quad_again(raw[j][s], from + j * kApart + 512 * s, epoch);
-            is_there = true;
-#pragma unroll
-            for (int j = 0; j < kKept; ++j) is_there &= raw[j][0].w == epoch && raw[j][1].w == epoch;
-        } while (!__all_sync(~0u, is_there));
+        await_quads(raw, epoch, [from](int j, int s) { return from + j * kApart + 512 * s; });
         mark(a, at, 1);
         before.await();
 #pragma unroll
@@ -211,16 +216,7 @@ __device__ __forceinline__ float take_fours(const Phase &p, const Arguments &a, 
             raw[j][0] = raw[j][1] = make_uint4(0, 0, 0, is_one ? ~epoch : epoch);
         }
         await_any(from[0] + 28, epoch, lane);
-        bool is_there;
-        do {
-            is_there = true;
-#pragma unroll
-            for (int j = 0; j < kKept; ++j)
-#pragma unroll
-                for (int s = 0; s < 2; ++s) load_quad_again(raw[j][s], from[j] + 16 * s, epoch);
-#pragma unroll
-            for (int j = 0; j < kKept; ++j) is_there &= raw[j][0].w == epoch && raw[j][1].w == epoch;
-        } while (!__all_sync(~0u, is_there));
+        await_quads(raw, epoch, [&](int j, int s) { return from[j] + 16 * s; });
         mark(a, at, 1);
         before.await();
 #pragma unroll

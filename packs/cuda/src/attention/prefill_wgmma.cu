@@ -176,8 +176,8 @@ __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &
     const uint32_t q_ring = shared_address(shared) + team * 64 * kD * 2, k_ring = shared_address(shared) + kRingAt<kD>, v_ring = k_ring + kStages * kPartBytes<kD>;
     uint8_t *stage = shared + kStageAt<kD> + warp * 2048;
     const bool is_first = (threadIdx.x & 127) == 0;
-    Turn<kQ> q;
-    Turn<kStages> k, v;
+    RingTurn<kQ> q;
+    RingTurn<kStages> k, v;
     float o[kD / 2], s[kT / 2];
     uint32_t p[kT / 16][4];
     Softmax m;
@@ -197,10 +197,10 @@ __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &
     auto scored = [&](int step) {
         settle(s);
         if (is_first) {
-            barrier_arrive(&b.k_empty[k.at]);
-            if (step == view.n_steps - 1) barrier_arrive(&b.q_empty[q.at]);
+            barrier_arrive(&b.k_empty[k.stage]);
+            if (step == view.n_steps - 1) barrier_arrive(&b.q_empty[q.stage]);
         }
-        k.next();
+        k.advance();
     };
     if (n_items == 0) return;
     if (team == 1) named_arrive<256>(2);
@@ -221,19 +221,19 @@ __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &
         ++step;
         if (ends) {
             if (++n == n_items) break;
-            q.next();
-            barrier_wait(&b.q_full[q.at], q.parity);
+            q.advance();
+            barrier_wait(&b.q_full[q.stage], q.phase);
             view.open<kD>(a, items[n % kItems], warp);
             m = Softmax();
             step = 0;
         }
-        barrier_wait(&b.k_full[k.at], k.parity);
+        barrier_wait(&b.k_full[k.stage], k.phase);
         named_wait<256>(2 + team);
         wgmma_fence();
-        scores<kD, kHalf>(s, q_ring + q.at * kQBytes<kD>, k_ring + k.at * kPartBytes<kD>);
-        barrier_wait(&b.v_full[v.at], v.parity);
+        scores<kD, kHalf>(s, q_ring + q.stage * kQBytes<kD>, k_ring + k.stage * kPartBytes<kD>);
+        barrier_wait(&b.v_full[v.stage], v.phase);
         wgmma_fence();
-        values<kD, kHalf>(o, p, v_ring + v.at * kPartBytes<kD>, accumulate);
+        values<kD, kHalf>(o, p, v_ring + v.stage * kPartBytes<kD>, accumulate);
         named_arrive<256>(3 - team);
         wgmma_wait<1>();
         scored(step);
@@ -242,8 +242,8 @@ __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &
         if (m.sum[0] + m.sum[1] < 0.0f) asm volatile("trap;");
         wgmma_wait<0>();
         settle(o);
-        if (is_first) barrier_arrive(&b.v_empty[v.at]);
-        v.next();
+        if (is_first) barrier_arrive(&b.v_empty[v.stage]);
+        v.advance();
         if (ends) {
             store_tile<kD>(a, items[(n - 1) % kItems], warp, top, sum, o, stage);
         } else {
@@ -252,9 +252,9 @@ __device__ void consume(const AttentionArguments &a, uint8_t *shared, Barriers &
         accumulate = !ends;
         pack();
     }
-    barrier_wait(&b.v_full[v.at], v.parity);
+    barrier_wait(&b.v_full[v.stage], v.phase);
     wgmma_fence();
-    values<kD, kHalf>(o, p, v_ring + v.at * kPartBytes<kD>, accumulate);
+    values<kD, kHalf>(o, p, v_ring + v.stage * kPartBytes<kD>, accumulate);
     wgmma_wait<0>();
     settle(o);
     store_tile<kD>(a, items[(n - 1) % kItems], warp, m.top, m.sum, o, stage);

@@ -2,13 +2,14 @@
 //
 // x lies by positions, so that a tile is a box. A block: one producer thread, two consumer warpgroups that share x and have 128 rows
 // of W each (with two stacks 64 of the gate and the same 64 of `up`), 64 pairs at a time; a tile of at most 64 pairs does half the work. e4m3: what 128 of K
-// add up to is added with its scales, the warpgroups taking turns as in src/matmul/gemm_wgmma.cu, and the hidden values are narrowed in the
+// add up to is added with its scales, the warpgroups taking turns at the tensor cores, and the hidden values are narrowed in the
 // epilogue: the two warpgroups tell each other the largest of a row. Assumes K padded with zeros to whole boxes, rows of hidden values in multiples of 128 (e4m3).
 #include <cuda.h>
 
 #include "../../include/device.cuh"
+#include "../../include/gemm_store.cuh"
 #include "../../include/grouped.cuh"
-#include "../../include/wgmma.cuh"
+#include "../../include/ring_turn.cuh"
 
 namespace pk {
 namespace {
@@ -29,15 +30,6 @@ __device__ __forceinline__ void copy_expert_box(uint8_t *shared, const CUtensorM
                  : "memory");
 }
 
-// Word i of lane c of four neighbours; lane c gets word c of lanes 0 to 3.
-__device__ __forceinline__ uint4 transpose4(uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3, int c) {
-    const bool odd = c & 1, high = c & 2;
-    const uint32_t a = __shfl_xor_sync(~0u, odd ? v0 : v1, 1), b = __shfl_xor_sync(~0u, odd ? v2 : v3, 1);
-    const uint32_t w0 = odd ? a : v0, w1 = odd ? v1 : a, w2 = odd ? b : v2, w3 = odd ? v3 : b;
-    const uint32_t d = __shfl_xor_sync(~0u, high ? w0 : w2, 2), e = __shfl_xor_sync(~0u, high ? w1 : w3, 2);
-    return high ? make_uint4(d, e, w2, w3) : make_uint4(w0, w1, d, e);
-}
-
 __device__ __forceinline__ float activated(float v, int32_t act) {
     return act == PK_ACT_SILU ? __fdividef(v, 1.0f + __expf(-v)) : 0.5f * v * (1.0f + quick_tanh(0.7978845608028654f * (v + 0.044715f * v * v * v)));
 }
@@ -53,11 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
     uint8_t *ring = raw + (-shared_address(raw) & 1023);
     float *scale_ring = reinterpret_cast<float *>(ring + kRing * kStageBytes);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kRing; ++i) {
-            barrier_init(full + i, 1);
-            barrier_init(empty + i, 2);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        init_ring(full, empty, 2);
     }
     __syncthreads();
     wait_dependence();
@@ -263,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
                                 codes[i] = low | high << 16;
                             }
                             // Lane c: columns 16 c to 16 c + 15, two groups of eight.
-                            const uint4 t = transpose4(codes[0], codes[1], codes[2], codes[3], c);
+                            const uint4 t = gather_columns(codes[0], codes[1], codes[2], codes[3], c);
                             if (pair >= item.z) continue;
                             const uint4 v = make_uint4(__byte_perm(t.x, t.y, 0x5410), __byte_perm(t.z, t.w, 0x5410), __byte_perm(t.x, t.y, 0x7632), __byte_perm(t.z, t.w, 0x7632));
                             *reinterpret_cast<uint4 *>(p.out + (item.y + pair) * p.out_stride + column + 16 * c) = v;
@@ -279,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
 #pragma unroll
                             for (int j = 0; j < 8; j += 4) {
                                 const float *v = acc[half] + 4 * j + 2 * h;
-                                const uint4 t = transpose4(pack_bf16(v[0], v[1]), pack_bf16(v[4], v[5]), pack_bf16(v[8], v[9]), pack_bf16(v[12], v[13]), c);
+                                const uint4 t = gather_columns(pack_bf16(v[0], v[1]), pack_bf16(v[4], v[5]), pack_bf16(v[8], v[9]), pack_bf16(v[12], v[13]), c);
                                 if (pair < item.z && column + 8 * (j + c) < p.n_rows) *reinterpret_cast<uint4 *>(out + 8 * j) = t;
                             }
                         }
@@ -304,7 +292,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_grouped_kernel(const __gri
 #pragma unroll
                         for (int j = 0; j < 16; j += 4) {
                             const float *v = acc[half] + 4 * j + 2 * h;
-                            const uint4 t = transpose4(pack_bf16(v[0], v[1]), pack_bf16(v[4], v[5]), pack_bf16(v[8], v[9]), pack_bf16(v[12], v[13]), c);
+                            const uint4 t = gather_columns(pack_bf16(v[0], v[1]), pack_bf16(v[4], v[5]), pack_bf16(v[8], v[9]), pack_bf16(v[12], v[13]), c);
                             if (pair < item.z && column + 8 * (j + c) < p.n_rows) *reinterpret_cast<uint4 *>(out + 8 * j) = t;
                         }
                     }

@@ -11,6 +11,7 @@
 #include "../../include/gemm_boxes.cuh"
 #include "../../include/gemm_store.cuh"
 #include "../../include/once.cuh"
+#include "../../include/ring_turn.cuh"
 #include "../../include/wgmma.cuh"
 
 namespace pk {
@@ -50,13 +51,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
     const int n_steps = (a.k + 127) / 128;
     // What is needed once a tile stays in shared memory: registers are for sums.
     __shared__ volatile int true_rows;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kRing; ++i) {
-            barrier_init(full + i, 1);
-            barrier_init(empty + i, S::kGroups);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    if (threadIdx.x == 0) init_ring(full, empty, S::kGroups);
     wait_dependence();
     if (threadIdx.x == 0) true_rows = rows_of(a.info, a.rows_symbol);
     __syncthreads();
