@@ -45,8 +45,8 @@ int32_t launch_record(const Launch &l, const Record &record) {
     }
 }
 
-// `shares`: rows may begin with the same pages.
-Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool decode_only, bool overlap, bool shares) {
+// `shares`: rows may begin with the same pages. Launches follow each other; kernels that gain by a head start ask for it themselves (LOG.md, entry 6, N19).
+Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool decode_only, bool shares) {
     Launch l;
     l.ctx = p.ctx;
     l.stream = p.ctx->stream;
@@ -59,7 +59,6 @@ Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool de
     l.max_tokens = max_tokens;
     l.max_samples = max_samples;
     l.decode_only = decode_only;
-    l.overlap = overlap;
     l.counters = reinterpret_cast<int32_t *>(p.state.workspace);
     l.scratch = reinterpret_cast<uint8_t *>(p.state.workspace + kCounterBytes + share_bytes(p.state));
     l.scratch_bytes = p.state.workspace_bytes - kCounterBytes - share_bytes(p.state);
@@ -199,7 +198,7 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
             i = next - 1;
         } else if (with_ends || !is_end(p.records[i])) {
             // Of one row a launch's head start counts.
-            at.overlap = l.overlap || (p.records[i].op == PK_OP_EMBED && l.decode_only && l.max_tokens == 1);
+            at.overlap = p.records[i].op == PK_OP_EMBED && l.decode_only && l.max_tokens == 1;
             status = launch_next(p, at, i, passes);
         }
     }
@@ -373,8 +372,6 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     if (int32_t e = prepare_cold(&ctx)) return e;
     const int64_t ring_bytes = kRing * p.ring_bytes + (kRing + 1) * p.mask_bytes;
     while (p.tail_at < p.records.n() && p.records[p.tail_at].op != PK_OP_SAMPLE) ++p.tail_at;
-    // Overlapping launches cost time in whole models as these kernels stand (LOG.md, entry 6).
-    p.overlap = false;
     void *ring = nullptr, *consumed = nullptr;
     if (int32_t e = check(cudaMalloc(reinterpret_cast<void **>(&p.info), sizeof(StepInfo)), "load")) return e;
     if (int32_t e = check(cudaMemset(p.info, 0, sizeof(StepInfo)), "load")) return e;
@@ -396,7 +393,7 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     const bool is_step = has_op(p, PK_OP_PREPARE);
     p.guesses = has_op(p, PK_OP_GUESS);
     // A single product in a step is as fast on its own; programs that are run piece by piece may consist of one.
-    const Launch lone = launch_of(p, 1, 1, true, false, false);
+    const Launch lone = launch_of(p, 1, 1, true, false);
     // None of them where a row's numbers must not depend on its being alone.
     if (!is_invariant(&ctx)) {
         p.mixtures = find_mixtures(lone, p.records);
@@ -417,9 +414,9 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
         bucket.n_tokens = n;
         const int32_t samples = std::min(n, p.state.max_step_rows);
         if (is_step) {
-            int32_t e = capture(p, launch_of(p, n, samples, false, p.overlap, n > 2), true, &bucket.mixed);
-            if (!e && n <= p.state.n_slots) e = capture(p, launch_of(p, n, samples, true, p.overlap, false), true, &bucket.decode);
-            if (!e && n <= p.state.n_slots && n >= 2 && p.shared_rows.record() >= 0) e = capture(p, launch_of(p, n, samples, true, p.overlap, true), true, &bucket.shared);
+            int32_t e = capture(p, launch_of(p, n, samples, false, n > 2), true, &bucket.mixed);
+            if (!e && n <= p.state.n_slots) e = capture(p, launch_of(p, n, samples, true, false), true, &bucket.decode);
+            if (!e && n <= p.state.n_slots && n >= 2 && p.shared_rows.record() >= 0) e = capture(p, launch_of(p, n, samples, true, true), true, &bucket.shared);
             if (e) {
                 p.buckets.push_back(bucket);
                 return e;
@@ -499,7 +496,7 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
     copies_of(p.ctx).step_given();
     if (step.n_held) {
         const int32_t n = bucket->n_tokens;
-        p.open = {input->seq, input->n_rows, launch_of(p, n, std::min(n, p.state.max_step_rows), decode, p.overlap, shared || (!decode && n > 2))};
+        p.open = {input->seq, input->n_rows, launch_of(p, n, std::min(n, p.state.max_step_rows), decode, shared || (!decode && n > 2))};
     }
     if (p.n_begun++ == 0) p.first_seq = input->seq;
     p.ctx->n_steps += 1;
@@ -590,14 +587,14 @@ int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t 
     if (int32_t e = p.shared_rows.any_on_device(s, n_rows, &shares)) return e;
     if (us == nullptr) {
         pk_program::Graph graph;
-        if (int32_t e = capture(p, launch_of(p, max_tokens, max_samples, decode_only, p.overlap, shares), false, &graph)) return e;
+        if (int32_t e = capture(p, launch_of(p, max_tokens, max_samples, decode_only, shares), false, &graph)) return e;
         int32_t status = PK_OK;
         for (int32_t i = 0; i < n_repeats && !status; ++i) status = check(cudaGraphLaunch(graph.exec, stream), "run");
         const int32_t ended = check(cudaStreamSynchronize(stream), "run");
         drop(graph);
         return status ? status : ended ? ended : check_cold(p.ctx);
     }
-    const Launch l = launch_of(p, max_tokens, max_samples, decode_only, false, shares);
+    const Launch l = launch_of(p, max_tokens, max_samples, decode_only, shares);
     if (l.share)
         if (int32_t e = launch_share(l, p.records[p.shared_rows.record()].as<pk_op_attention>())) return e;
     const int64_t n = p.records.n();

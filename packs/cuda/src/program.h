@@ -52,7 +52,6 @@ struct pk_program {
     Open open;
     uint64_t n_begun = 0;
     uint64_t first_seq = 0;
-    bool overlap = false;
     bool guesses = false;           // steps with draft rows run records that others leave out
     pk::SharedRows shared_rows;
     std::vector<int32_t> owner;          // of a page: the slot whose table got it last

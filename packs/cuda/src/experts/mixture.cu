@@ -502,7 +502,7 @@ int32_t launch_mixture(const Launch &l, const Mixture &mixture) {
     a.switched = reinterpret_cast<float *>(l.scratch + ((int64_t{a.n_used} * a.f + a.f_shared) * 2 + 255) / 256 * 256);
     const dim3 blocks(l.ctx->n_processors), threads(kLoneThreads);
     Launch own = l;
-    own.overlap = l.overlap || kOverlaps;  // weights are asked for while the kernel before ends
+    own.overlap = kOverlaps;  // weights are asked for while the kernel before ends
     auto run = [&](auto kernel) { return launch(own, "mixture", kernel, blocks, threads, shared_bytes(a), a); };
     constexpr int kFew = kMostPerLane / 2;
     if (a.n_experts <= 32 * kFew) return mixture.format == PK_BF16 ? run(mixture_kernel<PK_BF16, kFew>) : run(mixture_kernel<PK_FP8_E4M3, kFew>);

@@ -164,7 +164,7 @@ int32_t launch_abreast(const Launch &l, const Abreast &abreast) {
     AbreastArguments a = abreast.arguments;
     a.info = l.info;
     Launch own = l;
-    own.overlap = l.overlap || kOverlaps;
+    own.overlap = kOverlaps;
     const dim3 blocks(l.ctx->n_processors), threads(kLoneThreads);
     return abreast.format == PK_BF16 ? launch(own, "abreast", abreast_kernel<PK_BF16>, blocks, threads, kRingBytes + 2 * a.m, a) : launch(own, "abreast", abreast_kernel<PK_FP8_E4M3>, blocks, threads, kRingBytes + 4 * a.m, a);
 }
