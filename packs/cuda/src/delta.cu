@@ -7,7 +7,9 @@
 
 #include "../include/delta.cuh"
 #include "../include/delta_head.cuh"
+#include "../include/flat_plan.h"
 #include "../include/invariant.h"
+#include "../include/operand.h"
 #include "../include/wgmma.cuh"
 
 namespace pk {
@@ -273,8 +275,8 @@ __global__ void __launch_bounds__(kThreads, kHeld ? 3 : 2) delta_decode_kernel(c
 
 int32_t check_delta(const pk_op_delta &op, const pk_state &state, int64_t at) {
     if (op.k_width > 256 || op.v_width > 256) return fail(PK_UNSUPPORTED, "op %lld (delta): heads of %d and %d; the CUDA pack takes up to 256", (long long)at, op.k_width, op.v_width);
-    if (static_cast<int64_t>(state.max_step_rows) * op.n_k_heads * 4 > kCounterBytes)
-        return fail(PK_UNSUPPORTED, "op %lld (delta): %d rows of %d key heads; the CUDA pack counts up to %lld", (long long)at, state.max_step_rows, op.n_k_heads, (long long)(kCounterBytes / 4));
+    if (static_cast<int64_t>(state.max_step_rows) * op.n_k_heads * 4 > kZeroCounterBytes)
+        return fail(PK_UNSUPPORTED, "op %lld (delta): %d rows of %d key heads; the CUDA pack counts up to %lld", (long long)at, state.max_step_rows, op.n_k_heads, (long long)(kZeroCounterBytes / 4));
     return PK_OK;
 }
 
@@ -282,7 +284,6 @@ int64_t delta_scratch(const pk_ctx *ctx, const pk_op_delta &op, int64_t max_toke
 
 int32_t launch_delta(const Launch &l, const pk_op_delta &op) {
     DeltaArguments a = {};
-    auto elements = [](const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); };
     auto floats = [](const pk_tensor &t) { return reinterpret_cast<const float *>(t.data); };
     a.state = recurrent_state(*l.state);
     a.info = l.info;
@@ -295,10 +296,10 @@ int32_t launch_delta(const Launch &l, const pk_op_delta &op) {
     a.scale = floats(op.scale);
     a.out = reinterpret_cast<void *>(op.out.data);
     a.counters = l.counters;
-    a.z_stride = elements(op.z);
-    a.b_stride = elements(op.b);
-    a.a_stride = elements(op.a);
-    a.out_stride = elements(op.out);
+    a.z_stride = elements_apart(op.z);
+    a.b_stride = elements_apart(op.b);
+    a.a_stride = elements_apart(op.a);
+    a.out_stride = elements_apart(op.out);
     a.state_offset = op.state_offset;
     a.z_format = op.z.format;
     a.out_format = op.out.format;

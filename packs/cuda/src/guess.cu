@@ -6,6 +6,7 @@
 #include <climits>
 
 #include "../include/delta.cuh"
+#include "../include/operand.h"
 #include "../include/rare.cuh"
 
 namespace pk {
@@ -281,8 +282,6 @@ __global__ void __launch_bounds__(1024) guess_kernel(const __grid_constant__ Tex
     if (lane == 0) a.tokens[slot * a.context + length + 1] = place == INT_MAX ? 0 : place;
 }
 
-int64_t elements(const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); }
-
 // Rows of guesses of a launch are worked off by so many blocks at most.
 unsigned row_blocks(const Launch &l) { return static_cast<unsigned>(std::min(max_rows_of(l), kRowBlocks)); }
 
@@ -308,7 +307,7 @@ int32_t launch_keep(const Launch &l, const pk_op_keep &op) {
     const pk_tensor *inputs[3] = {&op.x, &op.b, &op.a};
     for (int k = 0; k < 3; ++k) {
         a.x[k] = reinterpret_cast<const void *>(inputs[k]->data);
-        a.stride[k] = elements(*inputs[k]);
+        a.stride[k] = elements_apart(*inputs[k]);
         a.format[k] = inputs[k]->format;
         a.cols[k] = static_cast<int32_t>(inputs[k]->cols);
     }

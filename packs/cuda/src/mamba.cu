@@ -5,6 +5,7 @@
 // between the tokens of a batch. All arithmetic is f32. Does not handle: heads with more than 32768 numbers of state.
 #include <algorithm>
 
+#include "../include/operand.h"
 #include "../include/recurrent.cuh"
 
 namespace pk {
@@ -120,7 +121,6 @@ int32_t check_mamba(const pk_op_mamba &op, int64_t at) {
 int64_t mamba_scratch(const pk_op_mamba &op, int64_t max_tokens) { return max_tokens * op.out.cols * 4; }
 
 int32_t launch_mamba(const Launch &l, const pk_op_mamba &op) {
-    auto elements = [](const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); };
     auto floats = [](const pk_tensor &t) { return reinterpret_cast<const float *>(t.data); };
     MambaArguments a = {};
     a.state = recurrent_state(*l.state);
@@ -135,9 +135,9 @@ int32_t launch_mamba(const Launch &l, const pk_op_mamba &op) {
     a.scale = floats(op.scale);
     a.token_row = reinterpret_cast<const int32_t *>(l.state->token_row);
     a.raw = reinterpret_cast<float *>(l.scratch);
-    a.dt_stride = elements(op.dt);
-    a.z_stride = elements(op.z);
-    a.out_stride = elements(op.out);
+    a.dt_stride = elements_apart(op.dt);
+    a.z_stride = elements_apart(op.z);
+    a.out_stride = elements_apart(op.out);
     a.state_offset = op.state_offset;
     a.z_format = op.z.format;
     a.out_format = op.out.format;

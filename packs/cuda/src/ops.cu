@@ -4,19 +4,10 @@
 #include "../include/device.cuh"
 #include "../include/invariant.h"
 #include "../include/narrow.cuh"
+#include "../include/operand.h"
 
 namespace pk {
 namespace {
-
-struct Operand {
-    void *p;
-    int64_t stride;  // elements
-    int32_t format;
-};
-Operand operand(const pk_tensor &t) {
-    const int64_t bytes = t.format == PK_F32 || t.format == PK_I32 ? 4 : t.format == PK_F16 || t.format == PK_BF16 ? 2 : 1;
-    return {reinterpret_cast<void *>(t.data), t.stride / bytes, t.format};
-}
 
 constexpr int kNarrowingMost = 8192;  // elements of a row whose norm leaves them narrowed, too
 

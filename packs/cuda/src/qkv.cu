@@ -3,19 +3,10 @@
 
 #include "../include/device.cuh"
 #include "../include/half.cuh"
+#include "../include/operand.h"
 
 namespace pk {
 namespace {
-
-struct Operand {
-    void *p;
-    int64_t stride;  // elements
-    int32_t format;
-};
-Operand operand(const pk_tensor &t) {
-    const int64_t bytes = t.format == PK_F32 || t.format == PK_I32 ? 4 : t.format == PK_F16 || t.format == PK_BF16 ? 2 : 1;
-    return {reinterpret_cast<void *>(t.data), t.stride / bytes, t.format};
-}
 
 struct QkvArguments {
     Operand qkv, q;

@@ -4,13 +4,12 @@
 #include <algorithm>
 
 #include "../include/experts.cuh"
+#include "../include/operand.h"
 #include "../include/recurrent.cuh"
 #include "program.h"
 
 namespace pk {
 namespace {
-
-int64_t elements(const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); }
 
 struct SoftplusArguments {
     const void *x, *g;
@@ -38,9 +37,9 @@ int32_t launch_softplus(const Launch &l, const pk_op_softplus &op) {
     a.g = reinterpret_cast<const void *>(op.g.data);
     a.out = reinterpret_cast<void *>(op.out.data);
     a.info = l.info;
-    a.x_stride = elements(op.x);
-    a.g_stride = elements(op.g);
-    a.out_stride = elements(op.out);
+    a.x_stride = elements_apart(op.x);
+    a.g_stride = elements_apart(op.g);
+    a.out_stride = elements_apart(op.out);
     a.rows_symbol = op.x.rows;
     a.x_format = op.x.format;
     a.g_format = op.g.format;
@@ -175,7 +174,7 @@ __global__ void __launch_bounds__(128) streams_kernel(const __grid_constant__ St
 
 int32_t launch_streams(const Launch &l, const pk_op_streams &op) {
     StreamsArguments a = {reinterpret_cast<const void *>(op.q.data), reinterpret_cast<const void *>(op.k.data), reinterpret_cast<const void *>(op.v.data), reinterpret_cast<void *>(op.out.data), l.info,
-                          elements(op.q), elements(op.k), elements(op.v), elements(op.out), op.q.rows, op.q.format, op.k.format, op.v.format, op.out.format,
+                          elements_apart(op.q), elements_apart(op.k), elements_apart(op.v), elements_apart(op.out), op.q.rows, op.q.format, op.k.format, op.v.format, op.out.format,
                           static_cast<int32_t>(op.v.cols), static_cast<int32_t>(op.q.cols / op.v.cols)};
     return launch(l, "streams", streams_kernel, dim3(static_cast<unsigned>(bound(l, op.q.rows))), dim3(128), 0, a);
 }
@@ -224,8 +223,8 @@ int32_t launch_dilated(const Launch &l, const pk_op_dilated &op) {
     a.token_row = reinterpret_cast<const int32_t *>(l.state->token_row);
     a.add = reinterpret_cast<const void *>(op.add.data);
     a.out = reinterpret_cast<void *>(op.out.data);
-    a.add_stride = elements(op.add);
-    a.out_stride = elements(op.out);
+    a.add_stride = elements_apart(op.add);
+    a.out_stride = elements_apart(op.out);
     a.add_format = op.add.format;
     a.out_format = op.out.format;
     a.width = op.conv_width;

@@ -1,6 +1,7 @@
 // The attention op: checks, scratch, and which kernels a launch needs.
 #include <algorithm>
 
+#include "../../include/attention_arguments.h"
 #include "../../include/attention_beside.cuh"
 #include "../../include/attention_share.cuh"
 #include "../../include/attention_wide.cuh"
@@ -83,39 +84,13 @@ int64_t attention_scratch(const pk_ctx *ctx, const pk_op_attention &op, int64_t 
 
 static AttentionArguments arguments_of(const Launch &l, const pk_op_attention &op) {
     const pk_state &s = *l.state;
-    AttentionArguments a = {};
-    a.q = reinterpret_cast<const void *>(op.q.data);
-    a.out = reinterpret_cast<void *>(op.out.data);
+    AttentionArguments a = attention_arguments(l, op);
     a.sinks = reinterpret_cast<const float *>(op.sinks.data);
-    a.gains = reinterpret_cast<const float *>(op.gains.data);
-    a.info = l.info;
-    a.row_slot = reinterpret_cast<const int32_t *>(s.row_slot);
-    a.row_start = reinterpret_cast<const int32_t *>(s.row_start);
-    a.row_position = reinterpret_cast<const int32_t *>(s.row_position);
-    a.row_flags = reinterpret_cast<const int32_t *>(s.row_flags);
-    a.token_row = reinterpret_cast<const int32_t *>(s.token_row);
-    a.page_table = reinterpret_cast<const int32_t *>(s.page_table);
-    a.kv = reinterpret_cast<const uint8_t *>(s.kv);
     a.partial = reinterpret_cast<float *>(l.scratch);
     a.counters = l.counters;
-    a.q_stride = op.q.stride / (op.q.format == PK_F32 ? 4 : 2);
-    a.out_stride = op.out.stride / (op.out.format == PK_F32 ? 4 : 2);
-    a.page_stride = s.kv_page_stride;
-    a.k_offset = op.k_offset;
-    a.v_offset = op.v_offset;
-    a.q_format = op.q.format;
-    a.out_format = op.out.format;
-    a.kv_format = op.kv_format;
-    a.n_heads = op.n_heads;
-    a.n_kv_heads = op.n_kv_heads;
-    a.head_width = op.head_width;
-    a.v_width = op.v_width;
     a.window = op.window;
-    a.page_tokens = s.page_tokens;
-    a.slot_pages = s.slot_pages;
     a.page_shift = (s.page_tokens & (s.page_tokens - 1)) == 0 ? __builtin_ctz(s.page_tokens) : -1;
     a.max_rows = s.max_step_rows;
-    a.scale = op.scale;
     a.softcap = op.softcap;
     a.is_bidirectional = op.is_bidirectional;
     if (op.parts == PK_PARTS_LATENT) a.v_offset = op.k_offset;

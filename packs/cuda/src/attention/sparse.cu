@@ -2,7 +2,7 @@
 // with more complete blocks than an index keeps are then done again over those it chooses. Written to be right, not fast.
 #include <algorithm>
 
-#include "../../include/attention.cuh"
+#include "../../include/attention_arguments.h"
 #include "../../include/rare.cuh"
 #include "../../include/share.h"
 
@@ -213,41 +213,13 @@ int32_t launch_sparse(const Launch &l, const pk_op_sparse &op) {
     if (int32_t e = launch_attention(l, dense)) return e;
     const pk_state &state = *l.state;
     SparseArguments s = {};
-    AttentionArguments &a = s.a;
-    auto ints = [](uint64_t address) { return reinterpret_cast<const int32_t *>(address); };
-    auto elements = [](const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); };
-    a.q = reinterpret_cast<const void *>(op.q.data);
-    a.out = reinterpret_cast<void *>(op.out.data);
-    a.gains = reinterpret_cast<const float *>(op.gains.data);
-    a.info = l.info;
-    a.row_slot = ints(state.row_slot);
-    a.row_start = ints(state.row_start);
-    a.row_position = ints(state.row_position);
-    a.row_flags = ints(state.row_flags);
-    a.token_row = ints(state.token_row);
-    a.page_table = ints(state.page_table);
-    a.kv = reinterpret_cast<const uint8_t *>(state.kv);
-    a.q_stride = elements(op.q);
-    a.out_stride = elements(op.out);
-    a.page_stride = state.kv_page_stride;
-    a.k_offset = op.k_offset;
-    a.v_offset = op.v_offset;
-    a.q_format = op.q.format;
-    a.out_format = op.out.format;
-    a.kv_format = op.kv_format;
-    a.n_heads = op.n_heads;
-    a.n_kv_heads = op.n_kv_heads;
-    a.head_width = op.head_width;
-    a.v_width = op.v_width;
-    a.page_tokens = state.page_tokens;
-    a.slot_pages = state.slot_pages;
-    a.scale = op.scale;
+    s.a = attention_arguments(l, op);
     s.index_q = reinterpret_cast<const void *>(op.index_q.data);
     s.norm = reinterpret_cast<const float *>(op.index_norm.data);
     s.frequency = reinterpret_cast<const float *>(op.frequency.data);
     s.keys = reinterpret_cast<float *>(l.scratch);
     s.scores = reinterpret_cast<uint32_t *>(reinterpret_cast<uint8_t *>(l.scratch) + key_bytes(op, state));
-    s.index_stride = elements(op.index_q);
+    s.index_stride = elements_apart(op.index_q);
     s.i_offset = op.i_offset;
     s.index_format = op.index_q.format;
     s.index_heads = op.index_heads;

@@ -14,6 +14,7 @@
 #include "../../include/gemm.cuh"
 #include "../../include/grouped.cuh"
 #include "../../include/invariant.h"
+#include "../../include/operand.h"
 #include "../../include/repack.cuh"
 
 namespace pk {
@@ -464,7 +465,6 @@ int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan, 
 }
 
 int32_t launch_combine(const Launch &l, const pk_op_experts &op, const Plan &plan, int64_t first, int64_t n) {
-    auto elements = [](const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); };
     CombineArguments a = {};
     a.ids = reinterpret_cast<const int32_t *>(op.ids.data);
     a.rank = plan.is_lone ? nullptr : reinterpret_cast<const int32_t *>(l.scratch + plan.rank);
@@ -476,8 +476,8 @@ int32_t launch_combine(const Launch &l, const pk_op_experts &op, const Plan &pla
     a.ids_stride = op.ids.stride / 4;
     a.weights_stride = op.weights.stride / 4;
     a.out_stride = plan.panel;
-    a.add_stride = elements(op.add);
-    a.y_stride = elements(op.y);
+    a.add_stride = elements_apart(op.add);
+    a.y_stride = elements_apart(op.y);
     a.rows_symbol = op.x.rows;
     a.out_format = plan.out_format;
     a.add_format = op.add.format;
@@ -503,7 +503,7 @@ int32_t run_grouped(const Launch &l, const pk_op_experts &op, const Plan &plan, 
     s.out = l.scratch + plan.x;
     s.scales = floats(plan.x_scales);
     s.rank = reinterpret_cast<const int32_t *>(l.scratch + plan.rank);
-    s.x_stride = op.x.stride / (op.x.format == PK_F32 ? 4 : 2);
+    s.x_stride = elements_apart(op.x);
     s.out_stride = plan.x_cols;
     s.scale_stride = plan.scale_stride;
     s.rows_symbol = op.x.rows;
@@ -605,7 +605,7 @@ static int32_t run_experts(const Launch &l, const pk_op_experts &op, const Exper
     p.n_w = is_one ? 2 : 1;
     p.act = op.act;
     p.x = reinterpret_cast<const void *>(x.data);
-    p.x_stride = x.stride / (x.format == PK_F32 ? 4 : 2);
+    p.x_stride = elements_apart(x);
     p.x_format = x.format;
     p.is_wide = is_wide(x);
     p.k = static_cast<int32_t>(x.cols);

@@ -10,6 +10,7 @@
 #include "../../include/fp4.cuh"
 #include "../../include/gemm.cuh"
 #include "../../include/invariant.h"
+#include "../../include/operand.h"
 #include "../../include/quantise.cuh"
 #include "../../include/skinny.cuh"
 #include "../../include/stream.cuh"
@@ -18,14 +19,12 @@
 namespace pk {
 namespace {
 
-// A record with an activation and one weight (made here from one with two formats): y = act(add) * (x W^T).
-constexpr int64_t kPanelBytes = 64 << 20;
+constexpr int64_t kPanelBytes = 64 << 20;  // of weights that are unpacked at a time
 constexpr int64_t kStreamRows = 64;   // the streaming kernel takes so many rows where there is no wgmma,
 constexpr int64_t kDotRows = 2;       // so many where there is,
 constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here,
 constexpr int64_t kPlainRows = 64;    // or to here, where tiles read the weights as they are;
 constexpr int64_t kClusterLeast = 32; // of BF16 and FP8 clusters of blocks take more than these.
-constexpr int64_t kStreamCounterBytes = kCounterBytes - kSkinnyFlagBytes - kFlatPacketBytes;
 
 int64_t align256(int64_t n) { return (n + 255) & ~int64_t{255}; }
 
@@ -63,8 +62,6 @@ struct Group {
 // Rows of x can be read 16 bytes at a time.
 bool is_wide(const pk_tensor &x) { return x.cols % 8 == 0 && x.stride % 16 == 0 && x.data % 16 == 0; }
 
-int64_t add_stride(const pk_tensor &t) { return t.stride / (t.format == PK_F32 ? 4 : 2); }
-
 int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int32_t max_rows) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2;
     const int32_t format = packed[g.first]->format;
@@ -93,17 +90,17 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     }
     StreamShape s = stream_shape(l.ctx->n_processors, max_rows, tiles * (tile_rows / 32), n_units, facts.unit, facts.group, gated);
     const int64_t partial = s.n_slices > 1 ? static_cast<int64_t>(s.n_slices) * s.n_tiles * tile_rows * 8 * s.n_tokens8 * 4 : 0;
-    if (partial > l.scratch_bytes || s.n_tiles * 4ll > kStreamCounterBytes)
-        return fail(PK_BAD_ARG, "matmul: partial sums take %lld bytes and %d counters, the workspace has %lld and %lld", (long long)partial, s.n_tiles, (long long)l.scratch_bytes, (long long)(kStreamCounterBytes / 4));
+    if (partial > l.scratch_bytes || s.n_tiles * 4ll > kZeroCounterBytes)
+        return fail(PK_BAD_ARG, "matmul: partial sums take %lld bytes and %d counters, the workspace has %lld and %lld", (long long)partial, s.n_tiles, (long long)l.scratch_bytes, (long long)(kZeroCounterBytes / 4));
     a.x = reinterpret_cast<const void *>(op.x.data);
     a.y = reinterpret_cast<void *>(op.y.data);
     a.add = reinterpret_cast<const void *>(op.add.data);
     a.info = l.info;
     a.counters = l.counters;
     a.partial = reinterpret_cast<float *>(l.scratch);
-    a.x_stride = add_stride(op.x);
-    a.y_stride = add_stride(op.y);
-    a.add_stride = add_stride(op.add);
+    a.x_stride = elements_apart(op.x);
+    a.y_stride = elements_apart(op.y);
+    a.add_stride = elements_apart(op.add);
     a.rows_symbol = op.x.rows;
     a.x_format = op.x.format;
     a.y_format = op.y.format;
@@ -201,9 +198,9 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     a.info = l.info;
     a.partial = reinterpret_cast<float *>(l.scratch);
     a.flags = l.counters + (kCounterBytes - kSkinnyFlagBytes) / 4;
-    a.x_stride = add_stride(x);
-    a.y_stride = add_stride(op.y);
-    a.add_stride = add_stride(op.add);
+    a.x_stride = elements_apart(x);
+    a.y_stride = elements_apart(op.y);
+    a.add_stride = elements_apart(op.add);
     a.rows_symbol = op.x.rows;
     a.y_format = op.y.format;
     a.add_format = op.add.format;
@@ -218,7 +215,7 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const Group &g, cons
     a.norm = half_norm(beside, max_rows, reinterpret_cast<float *>(l.scratch + partial));  // where x would be narrowed to, which takes more
     if (beside.heads) a.heads = heads_end(*l.state, *beside.heads);
     if (op.x.rows == PK_ROWS_T && is_flat(l, *packed[g.first], max_rows)) {
-        int32_t *numbers = l.counters + kStreamCounterBytes / 4;
+        int32_t *numbers = l.counters + kZeroCounterBytes / 4;
         return launch_flat(l, a, packed + g.first, {numbers, reinterpret_cast<unsigned long long *>(numbers + kMaxBlocks)});
     }
     return with_format(packed[g.first]->format, [&](auto f) { return launch_skinny<decltype(f)::value>(l, a, packed + g.first, max_rows); });
@@ -284,8 +281,8 @@ GemmArguments gemm_arguments(const Launch &l, const pk_op_matmul &op, const Grou
     a.y = reinterpret_cast<void *>(op.y.data);
     a.add = reinterpret_cast<const void *>(op.add.data);
     a.info = l.info;
-    a.y_stride = add_stride(op.y);
-    a.add_stride = add_stride(op.add);
+    a.y_stride = elements_apart(op.y);
+    a.add_stride = elements_apart(op.add);
     a.rows_symbol = op.x.rows;
     a.y_format = op.y.format;
     a.add_format = op.add.format;
@@ -324,7 +321,7 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     if (is_fp4(packed[g.first]->format) && has_fp4_mma(l.ctx)) {
         a.fp4 = packed[g.first]->format;
         a.x_scale = reinterpret_cast<const float *>(scratch);
-        NarrowFp4 narrow = {a.x, scratch + align256(max_rows * 4), reinterpret_cast<float *>(scratch), nullptr, add_stride(op.x), fp4_row_bytes(a.fp4, padded, kTerms), op.x.rows, op.x.format, a.k, min_rows, 0, 1};
+        NarrowFp4 narrow = {a.x, scratch + align256(max_rows * 4), reinterpret_cast<float *>(scratch), nullptr, elements_apart(op.x), fp4_row_bytes(a.fp4, padded, kTerms), op.x.rows, op.x.format, a.k, min_rows, 0, 1};
         if (int32_t status = launch_narrow_fp4(l, a.fp4, narrow, max_rows)) return status;
         a.x = narrow.out;
         a.x_row_bytes = narrow.row_bytes;
@@ -447,7 +444,7 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
     Group groups[3];
     const int n = n_groups(op, packed, groups);
     if (op.act != PK_ACT_NONE && n == 2) {
-        // Gate and up in two formats: gate into y, then up times its activation.
+        // Gate and up in two formats: gate into y, then up times its activation, as a record with one weight says it: y = act(add) * (x W^T).
         pk_op_matmul gate = op, up = op;
         gate.act = PK_ACT_NONE;
         gate.scale = 1.0f;
