@@ -188,3 +188,25 @@ def test_a_history_of_ten_thousand_messages_is_answered() -> None:
         answer = server.post("/v1/messages", {"model": MODEL, "max_tokens": 5, "messages": history}, timeout=60)
         assert answer.status_code == 200 and answer.json()["usage"]["input_tokens"] > 40_000, answer.text[:300]
         assert time.monotonic() - begun < 20
+
+
+def test_models_are_listed_as_anthropics_client_reads_them(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.type, model.display_name) == (MODEL, "model", MODEL) and model.created_at.year > 2000
+    assert client.models.retrieve(MODEL).created_at == model.created_at
+
+
+def test_documents_of_text_are_read_and_others_are_refused_by_their_type(server: Live, client: anthropic.Anthropic) -> None:
+    def ask(*blocks: dict) -> str:
+        client.messages.create(model=MODEL, max_tokens=5, messages=[{"role": "user", "content": [*blocks]}])
+        return server.tokenizer.decode(memoryview(server.engine.asked[-1].prompt).cast("i").tolist(), skip_special=False)
+
+    plain = {"type": "text", "media_type": "text/plain", "data": "The sky is green."}
+    assert "Sky\n\nThe sky is green.\n\nWhy?" in ask({"type": "document", "title": "Sky", "source": plain}, {"type": "text", "text": "Why?"})
+    parts = {"type": "content", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+    assert "one\n\ntwo" in ask({"type": "document", "source": parts})
+    for source, kind in (({"type": "base64", "media_type": "application/pdf", "data": "xx"}, "base64"), ({"type": "content", "content": [{"type": "image"}]}, "content"), ({"type": "content", "content": 5}, "content")):
+        with pytest.raises(anthropic.BadRequestError, match=f"this model takes documents of text, not of type '{kind}'"):
+            ask({"type": "document", "source": source})
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0 has no text"):
+        ask({"type": "text"})

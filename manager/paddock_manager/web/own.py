@@ -35,7 +35,8 @@ class Own:
         """The answer at a path of LISTS."""
         entries = self._pool.entries.values()
         if path == "/v1/models":
-            return {"object": "list", "data": [self._openai(e) for e in entries]}
+            data = [self._model(e) for e in entries]
+            return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
         if path == "/api/tags":
             return {"models": [self._ollama(e) for e in entries]}
         held = {"expires_at": "2318-01-01T00:00:00Z"}
@@ -49,7 +50,7 @@ class Own:
 
     def model(self, path: str) -> dict[str, Any]:
         """The answer at /v1/models/NAME. Raises: UnknownModel."""
-        return self._openai(self._pool.entry(unquote(path.removeprefix("/v1/models/"))))
+        return self._model(self._pool.entry(unquote(path.removeprefix("/v1/models/"))))
 
     def show(self, name: str) -> dict[str, Any]:
         """The answer to Ollama's /api/show; the model is not loaded for it. Raises: UnknownModel."""
@@ -71,18 +72,23 @@ class Own:
             "model_info": info, "capabilities": abilities, "modified_at": body["modified_at"],
         }  # fmt: skip
 
-    def _openai(self, entry: Entry) -> dict[str, Any]:
+    def _model(self, entry: Entry) -> dict[str, Any]:
+        """With the fields of OpenAI's clients and of Anthropic's."""
         context = entry.ctx_tokens
         return {
             "id": entry.launch.name, "object": "model", "created": self._created_s, "owned_by": "paddock", "state": entry.state,
+            "type": "model", "display_name": entry.launch.name, "created_at": self._since(),
             "max_model_len": context, "context_length": context, **entry.facts, "memory_bytes": entry.need_bytes,
         }  # fmt: skip
+
+    def _since(self) -> str:
+        return datetime.fromtimestamp(self._created_s, UTC).isoformat().replace("+00:00", "Z")
 
     def _ollama(self, entry: Entry) -> dict[str, Any]:
         name, facts = entry.launch.name, entry.facts
         family = str(facts.get("family") or "unknown")
         return {
-            "name": name, "model": name, "modified_at": datetime.fromtimestamp(self._created_s, UTC).isoformat(),
+            "name": name, "model": name, "modified_at": self._since(),
             "size": entry.need_bytes, "digest": sha256(name.encode()).hexdigest(),
             "details": {
                 "parent_model": "", "format": str(facts.get("files", "gguf")), "family": family, "families": [family],

@@ -27,7 +27,7 @@ SERVER_TOOLS = (
 
 
 class Block(msgspec.Struct, kw_only=True):
-    """A block of content: text, thinking, tool_use or tool_result. cache_control may be anywhere and is only a hint."""
+    """A block of content: text, thinking, tool_use, tool_result, or a document of text. cache_control may be anywhere and is only a hint."""
 
     type: str
     text: str | None = None
@@ -40,6 +40,9 @@ class Block(msgspec.Struct, kw_only=True):
     tool_use_id: str | None = None
     content: str | list[dict[str, Any]] | None = None
     is_error: bool | None = None
+    source: dict[str, Any] | None = None
+    title: str | None = None
+    context: str | None = None
     cache_control: dict[str, Any] | None = None
 
 
@@ -164,9 +167,28 @@ def _assistant(i: int, blocks: Sequence[Block]) -> list[dict[str, Any]]:
 
 
 def _text(i: int, j: int, block: Block) -> str:
-    if block.type != "text" or block.text is None:
-        raise refuse(f"messages.{i}.content.{j}", f"this model takes text, not a block of type {block.type[:40]!r}")
+    where = f"messages.{i}.content.{j}"
+    if block.type == "document":
+        return _document(where, block)
+    if block.type != "text":
+        raise refuse(where, f"this model takes text, not a block of type {block.type[:40]!r}")
+    if block.text is None:
+        raise refuse(f"{where}.text", f"{where} has no text")
     return block.text
+
+
+def _document(where: str, block: Block) -> str:
+    """A document's title, context and text. Raises: UsageError for one that is not text."""
+    source = block.source or {}
+    kind, text = source.get("type"), source.get("data")
+    if kind == "content":
+        parts = source.get("content")
+        found = [p.get("text") if isinstance(p, dict) else None for p in parts] if isinstance(parts, list) else [parts]
+        texts = [part for part in found if isinstance(part, str)]
+        text = "\n\n".join(texts) if texts and len(texts) == len(found) else None
+    if kind not in ("text", "content") or not isinstance(text, str):
+        raise refuse(f"{where}.source", f"this model takes documents of text, not of type {str(kind)[:40]!r}")
+    return "\n\n".join(part for part in (block.title, block.context, text) if part)
 
 
 def _result_text(i: int, j: int, block: Block) -> str:

@@ -23,6 +23,8 @@ SHAPE = Shape(ChatRequest)
 SHAPES = {"post_chat": ChatRequest}
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+SPEAKERS = frozenset({"system", "developer", "user"})
+"""Roles whose messages are nothing without content."""
 
 
 async def post_chat(front: Front, exchange: Exchange) -> None:
@@ -74,9 +76,13 @@ def _check(body: ChatRequest) -> None:
             raise refuse(
                 f"messages[{i}].role", f"the role {message.role[:40]!r} is not one of {', '.join(sorted(ROLES))}"
             )
+        if message.content is None and message.role in SPEAKERS:
+            raise refuse(f"messages[{i}].content", f"messages[{i}] is a message of role {message.role} without content")
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if part.type not in TEXT_PARTS or part.text is None:
+            if part.type not in TEXT_PARTS:
                 raise refuse(f"messages[{i}].content[{j}]", f"this model takes text, not {part.type[:40]!r}")
+            if part.text is None:
+                raise refuse(f"messages[{i}].content[{j}].text", f"messages[{i}].content[{j}] has no text")
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs", "top_logprobs needs logprobs to be true")
     for i, tool in enumerate(body.tools or ()):
