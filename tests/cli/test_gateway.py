@@ -293,3 +293,26 @@ def test_page_of_this_machine_may_read_answers(paddock, models):
 def test_only_model_needs_no_name(paddock, models):
     server = serve(paddock, models[:1], "--on-demand", "--budget", "200")
     assert call(server, "") == (200, "1: hi") and call(server, "one:latest") == (200, "1: hi")
+
+
+def test_name_of_a_server_is_taken_once_whoever_serves_it(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    alone = paddock("serve", models[0], "--port", "0")
+    assert alone.code == 2 and f"error: one is already served at http://127.0.0.1:{server['port']}, by gateway\n" in alone.err
+    assert call(server, "one")[0] == 200
+    assert "error: one is already served" in paddock("serve", models[0], "--port", "0").err
+    assert paddock("serve", models[0], "--port", "0", "--name", "other").code == 0
+    second = paddock("serve", *models[1:3], "--port", "0", "--name", "more", "--budget", "200")
+    assert second.code == 2 and "error: two is already served" in second.err
+    kept = paddock("run", models[0], "hi", "--keep", "--ctx", "64")
+    assert kept.code == 2 and "error: one is already served" in kept.err
+    assert paddock("stop", "--all").code == 0 and state.servers(places()) == []
+
+
+def test_gateway_whose_port_is_taken_says_so(paddock, models):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = paddock("serve", *models[:2], "--port", str(port), "--budget", "200")
+    assert done.code == 2 and f"error: gateway cannot be served: cannot listen on 127.0.0.1 port {port}: it is in use (--port 0 takes a free one)\n" in done.err

@@ -72,7 +72,7 @@ def run(values: Values, ui: Ui) -> int:
     port = settings.value(places.config_file, "serve.port", values.integer("port"))
     timeout_s = settings.value(places.config_file, "serve.timeout", values.number("timeout"))
     if not values.flag("systemd"):
-        refuse_taken(places, name, port)
+        refuse_taken(places, name, [f.name for f in found] if is_gateway else [], port)
     tls = tls_of(values)
     if not is_loopback(host) and not tls:
         ui.warn(f"listening on {host}: anybody who reaches it and has the key can use it; the traffic is not encrypted")
@@ -132,12 +132,13 @@ def unit(places: paths.Places, launch: Launch) -> str:
     ])  # fmt: skip
 
 
-def refuse_taken(places: paths.Places, name: str, port: int) -> None:
-    """Raises: UsageError when a server of ours has the name or the port."""
-    for other in state.servers(places):
-        if other.name == name:
-            hint = f"`paddock stop {name}` first, or give another --name"
-            raise UsageError(f"{name} is already served at {other.url}", hint, url=other.url)
+def refuse_taken(places: paths.Places, name: str, models: list[str], port: int) -> None:
+    """models: of a gateway of that name. Raises: UsageError when a server of ours has one of the names, or the port."""
+    alive = state.servers(places)
+    state.refuse_taken(alive, name)
+    for model in models:
+        state.refuse_taken(alive, model, by=name)
+    for other in alive:
         if port and other.port == port:
             hint = "`--port 0` takes a free one"
             raise UsageError(f"port {port} is taken by the server of {other.name}", hint, port=port)

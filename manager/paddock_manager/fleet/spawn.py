@@ -114,8 +114,9 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
     """Start a runner in its own session and wait until it is ready.
 
     waiting(s): called while it loads, with the seconds so far.
-    Raises: RunnerDied, with the last lines of its log; Cancelled (the runner is stopped first).
+    Raises: RunnerDied, with the last lines of its log; Cancelled (the runner is stopped first); UsageError when its name is taken.
     """
+    state.refuse_taken(state.servers(places), launch.name, str(launch.asked.get("by", "")))
     places.fleet.mkdir(parents=True, exist_ok=True)
     places.logs.mkdir(parents=True, exist_ok=True)
     ready_file = new_ready_file(places)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paddock_runner.errors import AmbiguousModel, UnknownModel
+from paddock_runner.errors import AmbiguousModel, UnknownModel, UsageError
 
 from paddock_manager.disk import is_same_process, write_json
 from paddock_manager.paths import Places
@@ -80,10 +80,24 @@ def servers(places: Places) -> list[Server]:
 
 
 def remember(places: Places, server: Server) -> None:
-    """Add a runner; dead ones and one of the same name go."""
+    """Add a runner; dead ones go. Raises: UsageError when another one of its name lives."""
     with _locked(places):
-        kept = [s for s in _load(places) if s.is_alive and s.name != server.name]
+        kept = [s for s in _load(places) if s.is_alive and s.pid != server.pid]
+        refuse_taken(kept, server.name, str(server.asked.get("by", "")))
         _store(places, [*kept, server])
+
+
+def refuse_taken(alive: list[Server], name: str, by: str = "") -> None:
+    """Raises: UsageError when a server, or a model of a gateway, has that name already: names are what servers are stopped by.
+
+    by: the gateway whose runner it is to be: what this one left behind is its own.
+    """
+    for other in alive:
+        if by and by in (other.name, other.asked.get("by")):
+            continue
+        if name == other.name or name in other.asked.get("models", ()):
+            what = f"{name} is already served at {other.url}" + ("" if name == other.name else f", by {other.name}")
+            raise UsageError(what, f"`paddock stop {other.name}` first, or give another --name", url=other.url)
 
 
 def forget(places: Places, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -25,7 +26,7 @@ def main(words: list[str]) -> int:
         plan, _, port, _, ready_file = words
         return serve(Plan(**json.loads(Path(plan).read_bytes())), int(port), Path(ready_file))
     except PaddockError as error:
-        sys.stderr.write(f"paddock gateway: error: {error}\n")
+        sys.stderr.write(f"error: {error}\n")
         return error.exit_code
 
 
@@ -87,9 +88,9 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise UsageError(
-            f"cannot listen on {host} port {port}: {error.strerror}", "--port 0 takes a free one", port=port
-        ) from None
+        reason = "it is in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error)).partition(" (while")[0]
+        hint = "--port 0 takes a free one" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "check --host"
+        raise UsageError(f"cannot listen on {host} port {port}: {reason}", hint, port=port) from None
     return listener
 
 
