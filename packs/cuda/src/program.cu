@@ -342,6 +342,7 @@ static const char *varying_layer(int32_t op) {
 }
 
 int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state) {
+    if (state.max_step_tokens > kMostGridRows) return fail(PK_UNSUPPORTED, "load: steps of %d tokens; the CUDA pack's grids take up to %d rows", state.max_step_tokens, kMostGridRows);
     for (int64_t i = 0; i < records.n(); ++i) {
         const Record &r = records[i];
         int32_t status = PK_OK;

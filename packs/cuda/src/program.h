@@ -60,6 +60,7 @@ struct pk_program {
 
 namespace pk {
 
+constexpr int32_t kMostGridRows = 65535;  // of a grid's second side, along which many kernels have rows of tokens
 constexpr int32_t kRing = 4;
 constexpr int64_t kRingBytes = 4 << 20;
 

@@ -19,7 +19,7 @@
 namespace pk {
 namespace {
 
-constexpr int64_t kPanelBytes = 64 << 20;  // of weights that are unpacked at a time
+constexpr int64_t kPanelBytes = 64 << 20, kPanelRows = 65535 / 128 * 128;  // of weights that are unpacked at a time; a grid has no more rows
 constexpr int64_t kStreamRows = 64;   // the streaming kernel takes so many rows where there is no wgmma,
 constexpr int64_t kDotRows = 2;       // so many where there is,
 constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here,
@@ -351,7 +351,7 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
         columns[i] = i == 0 ? g.first_column : columns[i - 1] + rows[i - 1];
         tallest = std::max(tallest, padded_to_tiles(rows[i]));
     }
-    const int64_t fit = std::min(kPanelBytes, 2 * tallest * row_bytes) / (row_bytes * sides) / kTileRows * kTileRows;
+    const int64_t fit = std::min(std::min(kPanelBytes, 2 * tallest * row_bytes) / (row_bytes * sides) / kTileRows * kTileRows, kPanelRows);
     const int64_t most = panel_rows(l, rows, n_w, std::max(kTileRows, fit), max_rows, kTileColumns / sides);
     a.are_unpacked = true;
     a.n_w = 0;
