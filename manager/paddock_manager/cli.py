@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from paddock_runner.errors import Cancelled, DiskFull, FileError, PaddockError, UsageError
@@ -50,6 +52,7 @@ HABITS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _end_in_order()
     ui = Ui(as_json="--json" in words, quiet="--quiet" in words or "-q" in words, may_color=paths.may_color())
     try:
         return dispatch(words, ui)
@@ -62,6 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         return ui.fail(_of_system(error))
+
+
+def _end_in_order() -> None:
+    """SIGTERM, and a terminal that is closed, end us as an error would: what was started for this command is stopped with it."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, end)
 
 
 def _of_system(error: OSError) -> PaddockError:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -313,3 +314,25 @@ def test_watch_costs_little_memory(paddock, model_file):
 
     pid = paddock("serve", str(model_file), "--port", "0", "--json").json["server"]["pid"]
     assert psutil.Process(pid).memory_info().rss < 40 << 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_runner_of_a_command_that_is_ended_from_outside_ends_with_it(paddock, tmp_path, number):
+    path = tmp_path / "endless.gguf"
+    path.write_bytes(tiny_gguf())
+
+    def end() -> None:
+        until(lambda: any("POST" in log.read_text() for log in places().logs.glob("endless*")))
+        os.kill(os.getpid(), number)
+
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    thread = threading.Thread(target=end)
+    try:
+        thread.start()
+        with pytest.raises(SystemExit) as ended:
+            paddock("run", str(path), "go on")
+    finally:
+        thread.join()
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert ended.value.code == 128 + number and state.servers(places()) == []

@@ -165,13 +165,14 @@ def _show_answer(session: Session, request: Chat, begun: float, ui: Ui) -> bool:
                 ui.line("[thinking]" if in_reasoning else "\n[answer]")
             ui.piece(text if in_reasoning or style is None else style.feed(text))
     except KeyboardInterrupt:
-        request.close()
         ui.line("")
         ui.say("(stopped)")
         is_whole = False
     else:
         if request.answer.text or request.answer.reasoning or not request.answer.calls:
             ui.line()
+    finally:
+        request.close()
     if style is not None:
         ui.piece(style.end())
     ended = time.monotonic()

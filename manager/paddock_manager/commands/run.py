@@ -123,10 +123,11 @@ def once(session: chat.Session, prompt: str, ui: Ui, with_stats: bool) -> int:
                 if not ui.as_json and kind == "text":
                     ui.piece(style.feed(text) if style else text)
         except KeyboardInterrupt:
-            request.close()
             if not ui.as_json:
                 ui.line()
             raise Cancelled("stopped") from None
+        finally:
+            request.close()
         if not session.take(request) or session.tools is None:
             break
         session.messages += [consent.call(session.tools, call, ui) for call in request.answer.calls]

@@ -104,6 +104,9 @@ class Chat:
                 f"`paddock logs {server.name}` shows why",
                 url=server.url,
             ) from None
+        except BaseException:
+            self._connection.close()
+            raise
         if self._response.status != 200:
             trouble = error_of(self._response.status, self._response.read(1 << 20))
             self._connection.close()
