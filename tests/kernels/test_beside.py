@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from cases import Attention
 from harness import encode, rounded
-from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
-from paddock_runner.pack.program import Heads, Program
-from paddock_runner.pack.tensor import ELEMENT_BYTES, T
-from test_ops import attend, close, store
-from test_pieces import numbers
+from paddock_runner.pack.program import Program
+from paddock_runner.pack.tensor import T
+from test_ops import attend, close, store_from_first
+from test_pieces import long_bench, numbers
 
 SHORT = tuple((slot, 60 + slot * 7, 1) for slot in range(40))
 MANY = Attention(8, 2, 128, 128, (*SHORT, (40, 0, 128), (41, 0, 61)), kv_format=abi.PK_BF16)
@@ -32,20 +31,11 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_of_one_token_beside_prompts(bench, rng, case, level):
-    element, pages = ELEMENT_BYTES[case.kv_format], 1312 // case.page_tokens
-    half = case.n_kv_heads * case.page_tokens * max(case.width, case.v_width) * element
-    sizes = StateSizes(42, pages * case.page_tokens, case.page_tokens, 42 * pages + 1, 100, 512, 64, 8, 5, 3)
-    b = bench(sizes=sizes, page_bytes=2 * half)
-    if case.kv_format == abi.PK_FP8_E4M3 and "fp8_e4m3" not in b.pack.description["kv_formats"]:
-        pytest.skip("this pack has no keys in fp8_e4m3")
+    b, heads = long_bench(bench, case, rng, 42, 1312, 64)
     H, K, D, Dv = case.n_heads, case.n_kv_heads, case.width, case.v_width
-    heads = Heads(H, K, D, Dv, 0, half, case.kv_format)
-    b.scatter_pages(rng)
     old = [tuple(numbers(rng, (p, K, w), b.activation, case.kv_format) for w in (D, Dv)) for _, p, _ in case.rows]
-    for (slot, p, _), (k, v) in zip(case.rows, old, strict=True):
-        for at in range(0, p, 512):
-            end = min(p, at + 512)
-            store(b, heads, [(slot, at, end - at)], k[at:end], v[at:end], rng)
+    for (slot, _, _), (k, v) in zip(case.rows, old, strict=True):
+        store_from_first(b, heads, slot, k, v, rng, 512)
     n_tokens = b.set_rows(list(case.rows))
     x, q = b.output(n_tokens, H * D + K * (D + Dv), T), b.output(n_tokens, H * D, T)
     out = b.output(n_tokens, H * Dv, T, 5)

@@ -273,6 +273,13 @@ def store(b, heads, rows, k, v, rng):
     b.run(program, n)
 
 
+def store_from_first(b, heads, slot, k, v, rng, at_once):
+    """The same of a slot from its first token on, so many tokens a step."""
+    for at in range(0, len(k), at_once):
+        piece = slice(at, min(len(k), at + at_once))
+        store(b, heads, [(slot, at, piece.stop - at)], k[piece], v[piece], rng)
+
+
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_attention_equals_numpy(bench, rng, case, level):
     """AMX sums products of numbers split into two bf16 parts, 2^-16 each; scores of ten turn that into 2^-13 of a weight."""
@@ -280,10 +287,8 @@ def test_attention_equals_numpy(bench, rng, case, level):
     b.scatter_pages(rng)
     H, K, D, Dv = case.n_heads, case.n_kv_heads, case.width, case.v_width
     k, v = ([rounded(rounded(rng.normal(size=(p + n, K, w)), b.activation), case.kv_format) for _, p, n in case.rows] for w in (D, Dv))
-    for i, (slot, p, n) in enumerate(case.rows):
-        for at in range(0, p + n, 256):
-            piece = slice(at, min(p + n, at + 256))
-            store(b, heads, [(slot, at, piece.stop - at)], k[i][piece], v[i][piece], rng)
+    for i, (slot, _, _) in enumerate(case.rows):
+        store_from_first(b, heads, slot, k[i], v[i], rng, 256)
     n_tokens = b.set_rows(list(case.rows))
     q, q64 = b.activations(rng.normal(size=(n_tokens, H * D)) * 2, T, 3)
     out = b.output(n_tokens, H * Dv, T, 5)

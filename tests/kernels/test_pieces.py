@@ -11,7 +11,7 @@ from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
 from paddock_runner.pack.program import Heads, Program
 from paddock_runner.pack.tensor import ELEMENT_BYTES, T
-from test_ops import attend, close, store
+from test_ops import attend, close, store_from_first
 
 ALONE = ((0, 5000, 40),)
 AMONG = ((0, 3333, 37), (1, 0, 90), (2, 2777, 1), (3, 2047, 130), (4, 4800, 5), (5, 6, 3))
@@ -43,22 +43,24 @@ def numbers(rng, shape, activation, kv_format):
     return dequantize_fp8_e4m3(raw.astype(np.uint8)).reshape(shape).astype(np.float64)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_few_tokens_behind_a_long_context(bench, rng, case, level):
-    element, pages = ELEMENT_BYTES[case.kv_format], 5312 // case.page_tokens
+def long_bench(bench, case, rng, n_slots, n_tokens, max_rows):
+    """A bench whose slots have room for so many tokens on scattered pages, and the op's description of one layer."""
+    element, pages = ELEMENT_BYTES[case.kv_format], n_tokens // case.page_tokens
     half = case.n_kv_heads * case.page_tokens * max(case.width, case.v_width) * element
-    sizes = StateSizes(6, pages * case.page_tokens, case.page_tokens, 6 * pages + 1, 100, 512, 8, 8, 5, 3)
-    b = bench(sizes=sizes, page_bytes=2 * half)
+    b = bench(sizes=StateSizes(n_slots, pages * case.page_tokens, case.page_tokens, n_slots * pages + 1, 100, 512, max_rows, 8, 5, 3), page_bytes=2 * half)
     if case.kv_format == abi.PK_FP8_E4M3 and "fp8_e4m3" not in b.pack.description["kv_formats"]:
         pytest.skip("this pack has no keys in fp8_e4m3")
-    heads = Heads(case.n_heads, case.n_kv_heads, case.width, case.v_width, 0, half, case.kv_format)
     b.scatter_pages(rng)
+    return b, Heads(case.n_heads, case.n_kv_heads, case.width, case.v_width, 0, half, case.kv_format)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_few_tokens_behind_a_long_context(bench, rng, case, level):
+    b, heads = long_bench(bench, case, rng, 6, 5312, 8)
     H, K, D, Dv = case.n_heads, case.n_kv_heads, case.width, case.v_width
     k, v = ([numbers(rng, (p + n, K, w), b.activation, case.kv_format) for _, p, n in case.rows] for w in (D, Dv))
-    for i, (slot, p, n) in enumerate(case.rows):
-        for at in range(0, p + n, 512):
-            piece = slice(at, min(p + n, at + 512))
-            store(b, heads, [(slot, at, piece.stop - at)], k[i][piece], v[i][piece], rng)
+    for i, (slot, _, _) in enumerate(case.rows):
+        store_from_first(b, heads, slot, k[i], v[i], rng, 512)
     n_tokens = b.set_rows(list(case.rows))
     q, q64 = b.activations(rng.normal(size=(n_tokens, H * D)) * 2, T, 3)
     out = b.output(n_tokens, H * Dv, T, 5)
