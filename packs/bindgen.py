@@ -1,4 +1,4 @@
-"""Turn pack.h, rare.h, copies.h and cold.h (a restricted C subset) into abi.py: ctypes structs, enums, prototypes and a digest; and into docs/reference/pack.md.
+"""Turn pack.h, rare.h, copies.h, cold.h and beside.h (a restricted C subset) into abi.py: ctypes structs, enums, prototypes and a digest; and into docs/reference/pack.md.
 
 The subset: #define PK_NAME int, typedef enum, typedef struct (opaque or with fields), PK_API prototypes.
 Anything else in the header is an error that quotes it, so the header stays readable by people and by this file.
@@ -13,7 +13,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-HEADERS = (ROOT / "packs/pack.h", ROOT / "packs/rare.h", ROOT / "packs/copies.h", ROOT / "packs/cold.h")
+HEADERS = (ROOT / "packs/pack.h", ROOT / "packs/rare.h", ROOT / "packs/copies.h", ROOT / "packs/cold.h", ROOT / "packs/beside.h")
 OUTPUTS = {
     "abi": ROOT / "runner/paddock_runner/pack/abi.py",
     "digest": ROOT / "packs/pack_digest.h",
@@ -35,7 +35,7 @@ DECL = re.compile(
 
 def normal_form(text: str) -> str:
     """The header without comments, guards and spacing: what the digest is taken over."""
-    guard = re.compile(r"\s*#(?!define PK_(?!PACK_H|RARE_H|COPIES_H|COLD_H|API))|\s*extern \"C\"|\s*\}\s*$")
+    guard = re.compile(r"\s*#(?!define PK_(?!PACK_H|RARE_H|COPIES_H|COLD_H|BESIDE_H|API))|\s*extern \"C\"|\s*\}\s*$")
     lines = [line for line in COMMENT.sub(" ", text).splitlines() if not guard.match(line)]
     return re.sub(r"\s+", " ", " ".join(lines)).strip()
 
@@ -74,7 +74,7 @@ def generate(text: str) -> tuple[str, str]:
     norm = normal_form(text)
     digest = hashlib.sha256(norm.encode()).hexdigest()[:16]
     out = [
-        '"""Generated from packs/pack.h, packs/rare.h, packs/copies.h and packs/cold.h by packs/bindgen.py. Do not edit."""',
+        '"""Generated from packs/pack.h, packs/rare.h, packs/copies.h, packs/cold.h and packs/beside.h by packs/bindgen.py. Do not edit."""',
         "# mypy: ignore-errors",
         "from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401",
         "",
@@ -107,7 +107,7 @@ def generate(text: str) -> tuple[str, str]:
 def document(text: str, digest: str) -> str:
     """docs/reference/pack.md: the header itself, since its comments are the reference."""
     return (
-        "# The kernel pack ABI\n\nGenerated from `packs/pack.h`, `packs/rare.h`, `packs/copies.h` and `packs/cold.h` by `packs/bindgen.py`. The contract in prose is `packs/README.md`.\n\n"
+        "# The kernel pack ABI\n\nGenerated from `packs/pack.h`, `packs/rare.h`, `packs/copies.h`, `packs/cold.h` and `packs/beside.h` by `packs/bindgen.py`. The contract in prose is `packs/README.md`.\n\n"
         f"Digest: `{digest}`\n\n```c\n{text.strip()}\n```\n"
     )
 

@@ -1,1 +1,1 @@
-#define PK_ABI_DIGEST "0d3293924a429a34"
+#define PK_ABI_DIGEST "436c974a195bde58"

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../../beside.h"
 #include "../../cold.h"
 #include "../../copies.h"
 #include "../../host/format.h"
@@ -37,6 +38,8 @@ struct pk_program {
     bool leaves_guess = false;  // the step runs without the records of guesses; its second half does not know its rows
     pk_op_pool pool = {};    // of layers with a window
     pk_state pooled = {};    // the state as they see it
+    std::vector<uint64_t> given;  // of a part: the input of the step that its thread runs
+    uint64_t given_seq = 0;       // and that step
 };
 
 namespace {
@@ -198,6 +201,47 @@ void count_step(pk_program *program, uint64_t begun_ns) {
     program->context->n_steps += 1;
 }
 
+// A whole step, or its first half where rows are held.
+int32_t run_step(pk_program *program, const pk_step_head *input) {
+    Step step;
+    if (int32_t status = read_step(input, program->state, &step)) return status;
+    std::lock_guard guard(program->context->busy);
+    if (program->open.seq) return fail(PK_BAD_ARG, "step %llu: step %llu is not finished", (unsigned long long)input->seq, (unsigned long long)program->open.seq);
+    const int64_t n = program->records.n();
+    if (step.n_held && program->sample_at == n) return fail(PK_BAD_ARG, "step %llu: %d rows wait for a mask, the program draws nothing", (unsigned long long)input->seq, step.n_held);
+    program->leaves_guess = !runs_guess(step);
+    Run run = run_of(program, &step, input->n_tokens, input->n_samples, input->n_rows);
+    const uint64_t begun = now_ns();
+    if (int32_t status = walk(program, run, 0, step.n_held ? program->sample_at : n, nullptr)) return status;
+    if (step.n_held) {
+        program->open = *input;
+        program->open_ns = begun;
+    } else {
+        count_step(program, begun);
+    }
+    return PK_OK;
+}
+
+// The same on the thread of a part.
+int32_t give_step(pk_program *program, const pk_step_head *input) {
+    Part &part = *program->context->part;
+    Step step;
+    if (int32_t status = read_step(input, program->state, &step)) return status;
+    if (step.n_held) return fail(PK_BAD_ARG, "step %llu: rows of a part wait for no masks", (unsigned long long)input->seq);
+    const auto refuse = [&] { return fail(PK_BAD_ARG, "step %llu: another is on its way in this part", (unsigned long long)input->seq); };
+    // A step is done a moment before its thread is.
+    if (program->given_seq && std::atomic_ref<uint64_t>(*numbers<uint64_t>(program->state.done)).load(std::memory_order_acquire) >= program->given_seq) part.settle();
+    if (part.is_busy()) return refuse();
+    const int64_t n_bytes = step_bytes(*input);
+    program->given.resize((n_bytes + 7) / 8);
+    std::memcpy(program->given.data(), input, n_bytes);
+    program->given_seq = input->seq;
+    const bool is_given = part.give([program] {
+        return guarded("step", [&] { return run_step(program, reinterpret_cast<const pk_step_head *>(program->given.data())); });
+    });
+    return is_given ? PK_OK : refuse();
+}
+
 // True when a run without step input must find rows in the state: some op reads them and no prepare builds them.
 bool finds_rows(const pk_program *program) {
     bool reads = false;
@@ -265,7 +309,10 @@ int32_t pk_open(const pk_open_config *config, pk_ctx **out) {
     });
 }
 
-void pk_close(pk_ctx *ctx) { delete ctx; }
+void pk_close(pk_ctx *ctx) {
+    if (ctx && ctx->part) ctx->part->settle();
+    delete ctx;
+}
 
 int32_t pk_get_facts(pk_ctx *ctx, pk_facts *out) {
     return guarded("facts", [&]() -> int32_t {
@@ -428,28 +475,42 @@ int32_t pk_load(pk_ctx *ctx, const pk_state *state, const void *records, int64_t
     });
 }
 
-void pk_unload(pk_program *program) { delete program; }
+void pk_unload(pk_program *program) {
+    if (program && program->context->part) program->context->part->settle();
+    delete program;
+}
+
+int32_t pk_part(pk_ctx *ctx, int32_t n_processors, pk_ctx **out) {
+    return guarded("part", [&]() -> int32_t {
+        if (!ctx || !out) return absent("part", !ctx ? "context" : "out");
+        *out = nullptr;
+        const int32_t n = ctx->pool.n_threads();
+        if (ctx->part || ctx->n_parted) return fail(PK_BAD_ARG, "part: this context %s", ctx->part ? "is a part itself" : "was parted before");
+        if (ctx->is_invariant) return fail(PK_UNSUPPORTED, "part: numbers must not depend on how many threads compute them in this context");
+        if (n < 2) return fail(PK_UNSUPPORTED, "part: one thread cannot be parted");
+        if (n_processors < 1 || n_processors >= n) return fail(PK_BAD_ARG, "part: n_processors is %d, it must be 1 to %d", n_processors, n - 1);
+        auto part = std::make_unique<pk_ctx>(n_processors);
+        part->isa = ctx->isa;
+        part->part = std::make_unique<Part>();
+        ctx->n_parted = part->pool.n_threads();
+        *out = part.release();
+        return PK_OK;
+    });
+}
+
+int32_t pk_give_way(pk_ctx *ctx, int32_t is_on) {
+    if (!ctx) return absent("give_way", "context");
+    if (!ctx->n_parted) return fail(PK_BAD_ARG, "give_way: this context was not parted");
+    if (is_on != 0 && is_on != 1) return fail(PK_BAD_ARG, "give_way: is_on is %d, it must be 0 or 1", is_on);
+    std::lock_guard guard(ctx->busy);
+    ctx->pool.limit(is_on ? std::max(1, ctx->pool.n_all() - ctx->n_parted) : 0);
+    return PK_OK;
+}
 
 int32_t pk_step(pk_program *program, const pk_step_head *input) {
     return guarded("step", [&]() -> int32_t {
         if (!program) return absent("step", "program");
-        Step step;
-        if (int32_t status = read_step(input, program->state, &step)) return status;
-        std::lock_guard guard(program->context->busy);
-        if (program->open.seq) return fail(PK_BAD_ARG, "step %llu: step %llu is not finished", (unsigned long long)input->seq, (unsigned long long)program->open.seq);
-        const int64_t n = program->records.n();
-        if (step.n_held && program->sample_at == n) return fail(PK_BAD_ARG, "step %llu: %d rows wait for a mask, the program draws nothing", (unsigned long long)input->seq, step.n_held);
-        program->leaves_guess = !runs_guess(step);
-        Run run = run_of(program, &step, input->n_tokens, input->n_samples, input->n_rows);
-        const uint64_t begun = now_ns();
-        if (int32_t status = walk(program, run, 0, step.n_held ? program->sample_at : n, nullptr)) return status;
-        if (step.n_held) {
-            program->open = *input;
-            program->open_ns = begun;
-        } else {
-            count_step(program, begun);
-        }
-        return PK_OK;
+        return program->context->part ? give_step(program, input) : run_step(program, input);
     });
 }
 
@@ -479,6 +540,8 @@ int32_t pk_wait(pk_program *program, uint64_t seq, int64_t timeout_us) {
     for (;;) {
         uint64_t last = done.load(std::memory_order_acquire);
         if (last >= seq) return PK_OK;
+        if (Part *part = program->context->part.get())
+            if (int32_t status = part->take_failure()) return status;
         if (Clock::now() >= end) return fail(PK_TIMEOUT, "wait: step %llu is done, %llu is not", (unsigned long long)last, (unsigned long long)seq);
         usleep(20);
     }

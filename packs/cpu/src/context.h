@@ -2,10 +2,12 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 
 #include "../../host/error.h"
 #include "../../pack.h"
+#include "part.h"
 #include "pool.h"
 
 namespace pk {
@@ -27,6 +29,8 @@ struct pk_ctx {
     pk::Pool pool;
     pk::Isa isa = pk::Isa::kAvx2;
     bool is_invariant = false;  // a row's numbers depend on the row alone
+    int32_t n_parted = 0;             // threads that pk_part took
+    std::unique_ptr<pk::Part> part;  // of a context that pk_part made: who runs its steps
     std::mutex busy;  // one step, repack or run at a time
     std::atomic<int64_t> n_allocations{0}, allocated_bytes{0}, n_steps{0}, n_repacked_bytes{0}, n_copies{0};
 };

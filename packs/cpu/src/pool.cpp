@@ -39,7 +39,7 @@ int32_t allowed_processors() {
 
 Pool::Pool(int32_t n_threads) {
     int32_t allowed = allowed_processors();
-    n_threads_ = n_threads > 0 ? n_threads : allowed;
+    n_active_ = n_threads_ = n_threads > 0 ? n_threads : allowed;
     spin_ticks_ = n_threads_ <= allowed ? kSpinTicks : kCrowdedSpinTicks;
     // Signals belong to the threads of the program that loaded the pack.
     sigset_t all, before;
@@ -49,7 +49,7 @@ Pool::Pool(int32_t n_threads) {
     try {
         for (int32_t i = 1; i < n_threads_; ++i) threads_.emplace_back([this, i] { worker(i); });
     } catch (...) {
-        n_threads_ = static_cast<int32_t>(threads_.size()) + 1;
+        n_active_ = n_threads_ = static_cast<int32_t>(threads_.size()) + 1;
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
@@ -58,12 +58,21 @@ Pool::~Pool() {
     stop_.store(true);
     signal_.fetch_add(1);
     futex_wake(&signal_);
+    limits_.fetch_add(1);
+    futex_wake(&limits_);
     for (auto &thread : threads_) thread.join();
+}
+
+void Pool::limit(int32_t n_threads) {
+    n_active_ = n_threads > 0 && n_threads < n_threads_ ? n_threads : n_threads_;
+    limits_.fetch_add(1);
+    futex_wake(&limits_);
 }
 
 bool Pool::work_once(int32_t thread) {
     uint64_t seen = ticket_.load(std::memory_order_acquire);
     while (static_cast<uint32_t>(seen) != 0) {
+        if (thread >= n_threads()) return false;  // left out before this job began
         if (!ticket_.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
         uint32_t n_pieces = n_pieces_;
         int64_t begin = (n_pieces - static_cast<uint32_t>(seen)) * grain_;
@@ -119,6 +128,11 @@ void Pool::wait_done(uint32_t n_pieces) {
 
 void Pool::worker(int32_t thread) {
     while (!stop_.load(std::memory_order_relaxed)) {
+        const uint32_t limits = limits_.load();
+        if (thread >= n_active_.load() && !stop_.load()) {
+            futex_wait(&limits_, limits);
+            continue;
+        }
         if (work_once(thread)) continue;
         int64_t start = static_cast<int64_t>(__rdtsc());
         bool found = false;

@@ -18,7 +18,13 @@ class Pool {
     Pool(const Pool &) = delete;
     Pool &operator=(const Pool &) = delete;
 
-    int32_t n_threads() const { return n_threads_; }
+    // Those that work: all but what `limit` has left out.
+    int32_t n_threads() const { return n_active_.load(std::memory_order_relaxed); }
+
+    int32_t n_all() const { return n_threads_; }
+
+    // From the next job on only so many threads work, or all (0). Not while a job runs.
+    void limit(int32_t n_threads);
 
     // body(begin, end, thread) over [0, n_items), in pieces of at most `grain` items; thread in [0, n_threads).
     // Returns when every piece is done (what the pieces wrote is visible). Not reentrant: one caller at a time.
@@ -26,7 +32,7 @@ class Pool {
     void parallel_for(int64_t n_items, int64_t grain, const Body &body) {
         if (n_items <= 0) return;
         if (grain < 1) grain = 1;
-        if (n_threads_ == 1 || n_items <= grain) {
+        if (n_threads() == 1 || n_items <= grain) {
             body(int64_t{0}, n_items, 0);
             return;
         }
@@ -38,7 +44,7 @@ class Pool {
 
     // Items per piece so that each thread gets about `pieces` pieces.
     int64_t grain(int64_t n_items, int64_t pieces = 4) const {
-        int64_t n = n_threads_ * pieces;
+        int64_t n = n_threads() * pieces;
         return (n_items + n - 1) / n;
     }
 
@@ -57,6 +63,7 @@ class Pool {
     std::atomic<uint32_t> caller_waits_{0};
     alignas(64) std::atomic<uint32_t> signal_{0};  // futex word of parked workers
     std::atomic<int32_t> n_parked_{0};
+    alignas(64) std::atomic<uint32_t> limits_{0};  // futex word of workers that are left out: how often that has changed
     std::atomic<bool> stop_{false};
     alignas(64) Call call_ = nullptr;
     const void *context_ = nullptr;
@@ -64,6 +71,7 @@ class Pool {
     uint32_t n_pieces_ = 0;
 
     int32_t n_threads_ = 1;
+    std::atomic<int32_t> n_active_{1};
     int64_t spin_ticks_ = 0;
     std::vector<std::thread> threads_;
 };

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../../beside.h"
 #include "../../copies.h"
 #include "../../host/format.h"
 #include "../../pack_digest.h"
@@ -298,6 +299,14 @@ int32_t pk_copied(pk_ctx *ctx, uint64_t *given, uint64_t *done) {
     if (!given || !done) return absent("copied", !given ? "given" : "done");
     return on(ctx, "copied", [&](FullContext &c) { return c.copies.count(given, done); });
 }
+
+int32_t pk_part(pk_ctx *ctx, int32_t, pk_ctx **out) {
+    if (!ctx || !out) return absent("part", !ctx ? "context" : "out");
+    *out = nullptr;
+    return fail(PK_UNSUPPORTED, "part: this pack runs every step on the whole GPU");
+}
+
+int32_t pk_give_way(pk_ctx *ctx, int32_t) { return ctx ? fail(PK_BAD_ARG, "give_way: this context was not parted") : absent("give_way", "context"); }
 
 int32_t pk_packed_bytes(pk_ctx *ctx, const pk_source *source, int64_t *out) {
     if (!ctx || !source || !out) return absent("packed_bytes", "an argument");

@@ -1,8 +1,8 @@
-"""Generated from packs/pack.h, packs/rare.h, packs/copies.h and packs/cold.h by packs/bindgen.py. Do not edit."""
+"""Generated from packs/pack.h, packs/rare.h, packs/copies.h, packs/cold.h and packs/beside.h by packs/bindgen.py. Do not edit."""
 # mypy: ignore-errors
 from ctypes import Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p  # noqa: F401
 
-DIGEST = "0d3293924a429a34"
+DIGEST = "436c974a195bde58"
 PK_ABI = 1
 PK_TIMES = 1024
 
@@ -898,4 +898,6 @@ PROTOTYPES = {
     "pk_copied": (c_int32, [c_void_p, c_void_p, c_void_p]),
     "pk_cold_open": (c_int32, [c_void_p, c_void_p]),
     "pk_cold_facts": (c_int32, [c_void_p, c_void_p]),
+    "pk_part": (c_int32, [c_void_p, c_int32, c_void_p]),
+    "pk_give_way": (c_int32, [c_void_p, c_int32]),
 }

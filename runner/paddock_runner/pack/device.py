@@ -37,17 +37,21 @@ class Facts:
 
 
 class Device:
-    """An open context. Everything allocated through it is freed by close(). max_isa, is_invariant: as in pk_open_config."""
+    """An open context. Everything allocated through it is freed by close(). max_isa, is_invariant: as in pk_open_config. ctx: one that is open."""
 
-    def __init__(self, pack: Pack, ordinal: int = 0, n_threads: int = 0, max_isa: int = 0, is_invariant: bool = False) -> None:
+    def __init__(
+        self, pack: Pack, ordinal: int = 0, n_threads: int = 0, max_isa: int = 0, is_invariant: bool = False, ctx: ctypes.c_void_p | None = None
+    ) -> None:
         self.pack = pack
-        self._ctx = ctypes.c_void_p()
+        self._ctx = ctx or ctypes.c_void_p()
         config = abi.pk_open_config(ordinal, n_threads, max_isa, int(is_invariant))
-        pack.call("pk_open", ctypes.byref(config), ctypes.byref(self._ctx))
+        if ctx is None:
+            pack.call("pk_open", ctypes.byref(config), ctypes.byref(self._ctx))
         self._n_threads, self.is_invariant = n_threads, is_invariant
         self._owned: list[tuple[int, int]] = []
         self._reserved: list[int] = []
         self._program: Any = None
+        self.state: Any = abi.pk_state()
         self._step = pack.function("pk_step")
         self._finish = pack.function("pk_finish")
         self._wait = pack.function("pk_wait")
@@ -62,6 +66,8 @@ class Device:
         self.allocated: dict[str, int] = {}
         self.kv_bytes = self.kv_page_bytes = 0
         self.kv_address = self._attached_bytes = 0
+        self.aside: Device | None = None
+        """The part of it that reads long prompts beside its steps."""
         self.windows: Pages | None = None
         """Pages of layers with a window, where these have their own."""
         self._host_windows = 0
@@ -308,20 +314,20 @@ class Device:
 
     # ---- state and program ----
 
-    def set_state(self, fields: Mapping[str, int], device_arrays: Mapping[str, int], pinned_arrays: Mapping[str, int]) -> None:
-        """Allocates the arrays of pk_state (name -> bytes) and fills in its scalar fields; `kv` must have been reserved."""
-        state = abi.pk_state()
+    def set_state(
+        self, fields: Mapping[str, int], device_arrays: Mapping[str, int], pinned_arrays: Mapping[str, int], whole: Device | None = None
+    ) -> None:
+        """Allocates the arrays of pk_state (name -> bytes) and fills in its scalar fields; `kv` must have been reserved. whole: whose part this is, and whose arrays it shares but for these."""
+        owner = whole or self
+        state = abi.pk_state() if whole is None else abi.pk_state.from_buffer_copy(whole.state)
         for name, value in fields.items():
             setattr(state, name, value)
-        state.kv = self.kv_address
-        base = self.alloc(sum(aligned(n) for n in device_arrays.values()), "state")
-        for name, n_bytes in device_arrays.items():
-            setattr(state, name, base)
-            base += aligned(n_bytes)
-        base = self.alloc(sum(aligned(n) for n in pinned_arrays.values()), "pinned", is_pinned=True)
-        for name, n_bytes in pinned_arrays.items():
-            setattr(state, name, base)
-            base += aligned(n_bytes)
+        state.kv = owner.kv_address
+        for arrays, group in ((device_arrays, "state"), (pinned_arrays, "pinned")):
+            base = owner.alloc(sum(aligned(n) for n in arrays.values()), group, group == "pinned")
+            for name, n_bytes in arrays.items():
+                setattr(state, name, base)
+                base += aligned(n_bytes)
         self.state = state
         self.results = _host_view(state.results, pinned_arrays["results"])
         self.top = _host_view(state.top, pinned_arrays["top"])
@@ -357,6 +363,17 @@ class Device:
         status = self._step(self._program, input_address)
         if status:
             raise self.pack.failure("pk_step", status)
+
+    def part(self, n_processors: int) -> Device:
+        """Parts it: so many of its processors, as nearly as can be, run steps of their own from now on. Closed with it. Raises: UnsupportedError, PackError."""
+        ctx = ctypes.c_void_p()
+        self.pack.call("pk_part", self._ctx, n_processors, ctypes.byref(ctx))
+        self.aside = Device(self.pack, ctx=ctx)
+        return self.aside
+
+    def give_way(self, is_on: bool) -> None:
+        """From the next step on steps run on what the part leaves, or on all processors again. Raises: PackError."""
+        self.pack.call("pk_give_way", self._ctx, int(is_on))
 
     def finish(self, input_address: int) -> None:
         """Runs (or enqueues) the second half of a step with held rows. Raises: PackError."""
@@ -401,6 +418,8 @@ class Device:
         """Frees everything. Safe to call twice."""
         if not self._ctx:
             return
+        if self.aside is not None:
+            self.aside.close()
         self.unload()
         for memory, address in self._owned:
             self.pack.function("pk_free")(self._ctx, memory, address)

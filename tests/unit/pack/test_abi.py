@@ -14,7 +14,7 @@ from paddock_runner.formats.table import FORMATS
 from paddock_runner.pack import abi
 
 ROOT = Path(__file__).resolve().parents[3]
-HEADER = "\n".join((ROOT / "packs" / name).read_text() for name in ("pack.h", "rare.h", "copies.h", "cold.h"))
+HEADER = "\n".join((ROOT / "packs" / name).read_text() for name in ("pack.h", "rare.h", "copies.h", "cold.h", "beside.h"))
 
 
 @pytest.fixture(scope="module")
