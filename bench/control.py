@@ -57,7 +57,7 @@ class IdleDevice:
     """The pack that does nothing, bound as pack/device.py binds a real one."""
 
     def __init__(self, sizes: StateSizes, library: ctypes.CDLL) -> None:
-        self.facts = Facts()
+        self.facts, self.aside = Facts(), None
         self._arrays = [(ctypes.c_int32 * sizes.n_slots)() for _ in range(3)]
         self._results = (ctypes.c_uint8 * (24 * sizes.n_results * sizes.max_step_rows))()
         self._done = (ctypes.c_uint64 * 1)()
@@ -81,6 +81,9 @@ class IdleDevice:
         """The pack's own time."""
         now: int = self.now[0]
         return now
+
+    def give_way(self, is_on: bool) -> None:
+        """There is no part."""
 
     def wait(self, seq: int, timeout_us: int) -> bool:
         """Every step is done when `step` returns."""

@@ -1,10 +1,11 @@
 """Streams that decode while a long prompt arrives: gaps between their tokens before and meanwhile, and the prompt's time to first token.
 
 Usage: python -m bench.longprefill MODEL [--pack PACK] [--streams 16] [--prompt 4000] [--rounds 3] [--threads N] [--machine NAME]
-       [--policy long_delay=1.2 long_delay=2,deep_chunk_tokens=128 ...] [--guests 128 2048]
+       [--policy long_delay=1.2 long_delay=2,deep_chunk_tokens=128 ...] [--guests 128 2048] [--share 0 0.5]
 The engine runs in this process, without a front: gaps are times between steps that gave every stream a token. Each round measures the prompt
 alone, the streams alone, and both, so that what else the machine does falls on all three. Goals: gap p50 at most 1.25 and p99 at most 1.5 times
 of before, time to first token at most 1.4 times alone. The last two cannot both be had where decoding leaves no arithmetic unused (a CPU).
+With --share the prompt is read aside by that part of the device's processors (0: steps take turns), one after the other.
 With --policy each of these changes to the scheduler's policy is measured, one after the other on one device: the price of one goal in the other's coin.
 With --guests, for each length: a client with one prompt of so many tokens comes at random while another has 64 of them; its time to first token, against alone.
 """
@@ -30,6 +31,7 @@ from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.process import Runner
 from paddock_runner.engine.rehearsal import rehearse
 from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.memory.part import SHARE, parted
 from paddock_runner.memory.plan import PlanRequest, cpu_facts, cuda_facts, state_sizes
 from paddock_runner.pack.library import find_pack
 from paddock_runner.wire.channel import Channel
@@ -39,19 +41,20 @@ from paddock_runner.wire.port import EnginePort, FrontPort
 from bench import board
 
 STREAM_TOKENS = 4096
+RATIOS = ("itl_p50", "itl_p99", "ttft")
 
 
 class Scene:
     """One engine on one device, turned by hand."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, part: float) -> None:
         checkpoint = open_checkpoint(Path(options.model))
         blueprint = read_blueprint(checkpoint)
         pack = Path(options.pack) if options.pack else find_pack("cpu")
-        facts = cuda_facts(132) if "cuda" in pack.name else cpu_facts(os.cpu_count() or 1)
+        facts = cuda_facts(132) if "cuda" in pack.name else cpu_facts(options.threads or os.cpu_count() or 1)
         ctx = min(blueprint.max_ctx_tokens, options.prompt + 64)
         request = PlanRequest(ctx, options.streams + 1, facts, n_pages=ctx // 32 + options.streams * (min(ctx, STREAM_TOKENS) // 32) + 2)
-        sizes = state_sizes(blueprint, request)
+        sizes = parted(blueprint, state_sizes(blueprint, request), facts.kind, facts.n_processors, part, False)
         self.device = build_device(Assembly(pack, sizes, request.kv_format, n_threads=options.threads), blueprint, tensors_by_name(checkpoint, blueprint))
         self.n_vocab, self.sizes = blueprint.n_vocab, sizes
         self.random = random.Random(1)
@@ -80,8 +83,11 @@ class Scene:
 
     def turn(self) -> set[int]:
         """One turn; who got a token."""
-        if not self.runner.turn() and self.engine.in_flight:
-            self.engine.wait()
+        if not self.runner.turn():
+            if self.engine.in_flight:
+                self.engine.wait()
+            elif self.engine.aside.in_flight:
+                self.engine.aside.wait()
         got: set[int] = set()
         for event in self.front.poll():
             if isinstance(event, StepResult):
@@ -99,7 +105,7 @@ class Scene:
         for ask_id in range(1, self.n_asked + 1):
             if ask_id not in self.ended:
                 self.front.abort(ask_id)
-        while self.engine.n_open or self.engine.in_flight:
+        while self.engine.n_open or self.engine.in_flight or self.engine.aside.in_flight:
             self.turn()
 
     def first_token_s(self, n_prompt: int, client: int = 0) -> float:
@@ -202,6 +208,15 @@ def measure(scene: Scene, options: argparse.Namespace) -> tuple[float, float, fl
     return p50, p99, ttft
 
 
+def measure_apart(options: argparse.Namespace, part: float) -> tuple[float, float, float]:
+    """The same on a device of its own, with that part of it for the prompt."""
+    scene = Scene(options, part)
+    sys.stdout.write(f"{part:g} aside: ")
+    found = measure(scene, options)
+    scene.device.close()
+    return found
+
+
 def main() -> None:
     """Measures and prints; with --machine writes the board."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,12 +226,16 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4000)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, nargs="*", default=[], metavar="PART")
     parser.add_argument("--machine", default="")
     parser.add_argument("--commit", default="", help="of this tree, where it is no git checkout")
     parser.add_argument("--policy", nargs="*", default=[], metavar="CHANGES")
     parser.add_argument("--guests", type=int, nargs="*", default=[], metavar="TOKENS")
     options = parser.parse_args()
-    scene = Scene(options)
+    kind = "cuda" if "cuda" in Path(options.pack).name else "cpu"
+    *others, part = options.share or [SHARE[kind]]
+    found = [(f".aside_{other:g}", measure_apart(options, other)) for other in others]
+    scene = Scene(options, part)
     freeze()
     for changes in options.policy:
         scene.begin(policy_of(changes))
@@ -228,10 +247,11 @@ def main() -> None:
         guests(scene, n_prompt, 4 * options.rounds)
     if options.policy or options.guests:
         return
-    p50, p99, ttft = measure(scene, options)
+    sys.stdout.write(f"{part:g} aside: ")
+    found.append(("", measure(scene, options)))
     if options.machine:
         names = (f"{options.machine}.longprefill", f"{options.machine}.longprefill.{Path(options.model).stem}.{options.streams}x{options.prompt}")
-        rows = [board.row(f"{name}.{k}", [v], "x", "lower") for name in names for k, v in (("itl_p50", p50), ("itl_p99", p99), ("ttft", ttft))]
+        rows = [board.row(f"{name}{how}.{k}", [v], "x", "lower") for name in names for how, ratios in found for k, v in zip(RATIOS, ratios, strict=True)]
         board.write(options.machine, "longprefill", rows, options.commit, load_average=round(os.getloadavg()[0], 2), model=Path(options.model).name)
     scene.device.close()
 

@@ -101,6 +101,7 @@ class ModelledDevice:
 
     def __init__(self, sizes: StateSizes, cost: Cost, run_ahead: int = 2) -> None:
         self.sizes, self.cost, self.facts = sizes, cost, Facts(run_ahead)
+        self.aside = None
         self.now_ns = self._free_ns = 1_000_000_000
         self._length, self._max, self._alive = [0] * sizes.n_slots, [0] * sizes.n_slots, [False] * sizes.n_slots
         self.results = memoryview(bytearray(24 * sizes.n_results * sizes.max_step_rows))
@@ -158,6 +159,9 @@ class ModelledDevice:
                     out, self._alive[slot] = PK_ROW_LENGTH, False
             RESULT.pack_into(self.results, at + 24 * i, slot, token, out, self._length[slot] + (token >= 0), 0.0, 0)
         self.done[0] = seq
+
+    def give_way(self, is_on: bool) -> None:
+        """There is no part."""
 
     def wait(self, seq: int, timeout_us: int) -> bool:
         """Time passes until the step is done, or the time is up."""

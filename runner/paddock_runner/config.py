@@ -104,6 +104,9 @@ class Config:
     long_prompt_delay: float = knob(
         1.4, "how many times as long as alone a long prompt may take beside streams on a GPU: less makes their longest gaps longer", low=1.05
     )
+    prefill_share: float = knob(
+        -1.0, "part of the device's processors that read a long prompt while others answer, up to 0.9; 0: steps of prompts and of answers take turns (default, -1: what was measured to suit the device)", low=-1
+    )
     max_queue: int = knob(1024, "requests that may wait; more get a 429", unit="requests", low=1)
     api_key_file: Path | None = knob(
         None, "file with the keys that clients may send, a line each: KEY or sha256:HEX, and admin or inference (default: made once)"

@@ -13,6 +13,7 @@ from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.memory.part import parted
 from paddock_runner.memory.state import StateSizes, largest_window, state_layout, window_pages
 from paddock_runner.pack.device import Device
 from paddock_runner.pack.library import find_pack, load_pack
@@ -25,9 +26,9 @@ N_PAGES = 34
 
 
 class Place:
-    """A device with a tiny model. is_invariant: the same whatever else is in the batch. Layers with a window have as few pages of their own as can be."""
+    """A device with a tiny model, whose numbers are the same whatever else is in the batch; with a part of one thread they are not. Layers with a window have as few pages of their own as can be."""
 
-    def __init__(self, name: str, n_slots: int = 6, max_guesses: int = 0, has_windows: bool = True) -> None:
+    def __init__(self, name: str, n_slots: int = 6, max_guesses: int = 0, has_windows: bool = True, has_part: bool = False) -> None:
         checkpoint = open_checkpoint(TINY / name)
         blueprint = read_blueprint(checkpoint)
         blueprint = replace(blueprint, max_guesses=max_guesses if blueprint.has_states else 0)
@@ -35,7 +36,9 @@ class Place:
         self.sizes = StateSizes(n_slots, 64, 4, N_PAGES if n_slots == 6 else 17 * n_slots, blueprint.n_vocab, max(24, 2 * n_slots), n_slots, 4, 3, 6, states, 9 if states else 0, blueprint.lookback_tokens, blueprint.max_guesses)
         if has_windows and (window := largest_window(blueprint)):
             self.sizes = replace(self.sizes, window_tokens=window, n_window_pages=window_pages(window, n_slots, self.sizes.slot_pages, 4, self.sizes.max_step_tokens) + 6)
-        self.device = build_device(Assembly(find_pack("cpu"), self.sizes, "f32", is_invariant=True), blueprint, tensors_by_name(checkpoint, blueprint))
+        if has_part:
+            self.sizes = replace(parted(blueprint, self.sizes, "cpu", 2, 0.5, False), n_pages=17 * n_slots)
+        self.device = build_device(Assembly(find_pack("cpu"), self.sizes, "f32", n_threads=2, is_invariant=not has_part), blueprint, tensors_by_name(checkpoint, blueprint))
 
     def conversation(self, prompt: list[int], more: list[list[int]], n_tokens: int) -> list[tuple[int, list[int], int, list[int]]]:
         """Turns of one chat: prompt tokens, prompt, how many were cached, answer."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import random
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import Struct
 
 from paddock_runner.errors import PackError
@@ -95,6 +95,8 @@ class FakeDevice:
         self.state: list[tuple[int, int]] = [(0, 0)] * n
         """Of each slot: tokens so far, and their hash."""
         self.saved: dict[int, tuple[int, int]] = {}
+        self.gives_way = self.is_part = False
+        self.aside: FakeDevice | None = None
         self.log: list[tuple[int, int, int, int]] = []
         """(seq, T, R, dead rows) of every step."""
         self.rows: list[list[tuple[int, int, int]]] = []
@@ -102,13 +104,27 @@ class FakeDevice:
     def times(self, n: int) -> list[tuple[int, int]]:
         return []
 
+    def give_way(self, is_on: bool) -> None:
+        assert is_on != self.gives_way, "told twice"
+        self.gives_way = is_on
+
+    def part(self, n_tokens: int) -> FakeDevice:
+        """A device beside it over the same slots and pages, with steps of one row."""
+        part = FakeDevice(replace(self.sizes, max_step_tokens=n_tokens, max_step_rows=1), min(1, self.facts.run_ahead), self.rng.randrange(1 << 30), self.n_attached)
+        part.is_part = True
+        for name in ("tokens", "length", "alive", "table", "sampling", "kv", "window_table", "window_kv", "state"):
+            setattr(part, name, getattr(self, name))
+        self.aside = part
+        return part
+
     def grow_pages(self, n_pages: int) -> int:
         self.n_attached = min(self.sizes.n_pages, max(self.n_attached, n_pages))
         return self.n_attached
 
     def shrink_pages(self, n_pages: int) -> int:
         self.n_attached = min(self.n_attached, -(-n_pages // GRANULE_PAGES) * GRANULE_PAGES)
-        self.kv = {at: value for at, value in self.kv.items() if at[0] < self.n_attached}
+        for at in [at for at in self.kv if at[0] >= self.n_attached]:
+            del self.kv[at]
         return self.n_attached
 
     def text_token(self, slot: int, position: int) -> int:
@@ -247,7 +263,7 @@ class FakeDevice:
 
     def go_on(self) -> None:
         """Runs what has been given: all of it, or some of it."""
-        while self.can_run and (not self.facts.run_ahead or self.rng.random() < 0.4):
+        while self.can_run and ((not self.facts.run_ahead and not self.is_part) or self.rng.random() < 0.4):
             self.run_one()
 
     @property

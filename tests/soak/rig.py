@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic_ns
 from typing import Any
 
@@ -50,9 +50,12 @@ class Answer:
 
 
 class Rig:
-    def __init__(self, sizes: StateSizes = SIZES, run_ahead: int = 0, policy: Policy | None = None, seed: int = 0, n_fronts: int = 1, device: Any = None, read_vectors: Any = None) -> None:
+    def __init__(self, sizes: StateSizes = SIZES, run_ahead: int = 0, policy: Policy | None = None, seed: int = 0, n_fronts: int = 1, device: Any = None, read_vectors: Any = None, part_tokens: int = 0) -> None:
+        if part_tokens:
+            sizes = replace(sizes, part_processors=1, part_tokens=part_tokens)
         self.device: Any = device or FakeDevice(sizes, run_ahead, seed)
         self.sizes = sizes
+        self.part = self.device.part(part_tokens) if part_tokens else None
         self.channels = [Channel.create(1 << 20, 1 << 20) for _ in range(n_fronts)]
         self.fronts = [FrontPort(c, True) for c in self.channels]
         self.engine = Engine(sizes, self.device, [EnginePort(c, True) for c in self.channels], policy or AT_ONCE, getattr(self.device, "clock", monotonic_ns), read_vectors)
@@ -85,6 +88,9 @@ class Rig:
                 self.device.now_ns = max(self.device.now_ns, self.engine.masking.until_ns)
         elif not moved and self.engine.in_flight:
             self.engine.wait()
+            moved = True
+        elif not moved and self.engine.aside.in_flight:
+            self.engine.aside.wait()
             moved = True
         elif not moved and self.engine.hold_until_ns:
             self.device.now_ns = max(self.device.now_ns, self.engine.hold_until_ns)
@@ -142,7 +148,7 @@ class Rig:
         assert windows is None or windows.n_free + windows.n_kept == windows.n_pages - 1
         assert states is None or states.n_free + states.n_kept == states.n_places
         assert tree.n_evictable == tree.n_pages and pool.n_free + tree.n_pages == pool.n_attached - 1
-        assert not engine.scheduler.has_prefill and not engine.masked and not engine.slots.decode
+        assert not engine.scheduler.has_prefill and not engine.scheduler.aside and not engine.aside.in_flight and not engine.masked and not engine.slots.decode
         assert all(c.n_open == c.n_waiting == 0 for c in engine.scheduler.queue.clients.values())
         engine.check()
 

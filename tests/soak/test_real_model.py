@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -12,13 +12,14 @@ import pytest
 from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
+from paddock_runner.engine.policy import Policy
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.manifest import pack_folders
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.text.load import load_tokenizer
 from paddock_runner.wire.messages import Done, Reason
 
-from tests.soak.rig import Answer, Rig
+from tests.soak.rig import AT_ONCE, Answer, Rig
 
 PACKS = [folder / "libpaddock_cpu.so" for folder in pack_folders()]
 pytestmark = [pytest.mark.models, pytest.mark.skipif(not any(p.exists() for p in PACKS), reason="the CPU pack is not built")]
@@ -32,16 +33,17 @@ ASKS = ("Tell me about {}.", "What is {} good for?", "Write three lines on {} fo
 class Place:
     """The device and the tokenizer of one model."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sizes: StateSizes = SIZES) -> None:
         checkpoint = open_checkpoint(path)
         blueprint = read_blueprint(checkpoint)
         pack = next(p for p in PACKS if p.exists())
-        self.device = build_device(Assembly(pack, SIZES, kv_format="f32", n_threads=2), blueprint, tensors_by_name(checkpoint, blueprint))
+        self.sizes = sizes
+        self.device = build_device(Assembly(pack, sizes, kv_format="f32", n_threads=2), blueprint, tensors_by_name(checkpoint, blueprint))
         self.tokenizer = load_tokenizer(checkpoint)
 
-    def rig(self) -> Rig:
+    def rig(self, policy: Policy | None = None) -> Rig:
         """A fresh engine on this device, with nothing in its cache."""
-        rig = Rig(SIZES, device=self.device)
+        rig = Rig(self.sizes, policy=policy, device=self.device)
         rig.engine.launched_seq = rig.engine.read_seq = rig.engine.slots.seq = int(self.device.done[0])
         return rig
 
@@ -109,6 +111,26 @@ def judge(place: Place, chats: list[Chat]) -> None:
         rig.run(check=False)
         rig.close()
         assert tokens == alone.tokens[: len(tokens)]
+
+
+def test_a_long_chat_that_is_read_aside_answers_what_it_answers_alone_and_streams_go_on(models_dir: Path) -> None:
+    place = Place(models_dir / MODEL, replace(SIZES, part_processors=1, part_tokens=64))
+    rig, rng = place.rig(replace(AT_ONCE, burst_ms=0.1)), random.Random(4)
+    chats = [Chat(p, 60, rig.ask(p, 60, temperature=0.0)) for p in place.prompts(3, rng)]
+    while any(len(c.answer.tokens) < 2 for c in chats):
+        rig.turn()
+    long = [int(t) for t in place.tokenizer.encode(SYSTEM * 3)][:400]
+    n_before = [len(c.answer.tokens) for c in chats]
+    chats.append(Chat(long, 8, rig.ask(long, 8, temperature=0.0)))
+    while not chats[-1].answer.tokens:
+        rig.turn()
+    assert rig.engine.aside.n_tokens == len(long) - 1
+    assert all(len(c.answer.tokens) > n for c, n in zip(chats, n_before, strict=False))
+    rig.run(check=False)
+    rig.assert_empty()
+    rig.close()
+    judge(place, chats)
+    place.device.close()
 
 
 def test_twenty_chats_at_once_answer_what_they_answer_alone(place: Place) -> None:

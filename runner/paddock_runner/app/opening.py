@@ -11,13 +11,14 @@ from ..blueprint.guessing import with_guesses
 from ..blueprint.names import tensors_by_name
 from ..blueprint.read import read_blueprint
 from ..config import Config
-from ..errors import PackError, UnknownModel, WontFit
+from ..errors import PackError, UnknownModel, UsageError, WontFit
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.view import TensorView
 from ..manifest import read_manifest, wheel_name
 from ..memory import calibration
 from ..memory.calibration import applied
 from ..memory.kinds import joined_format
+from ..memory.part import MOST_SHARE
 from ..memory.plan import DeviceFacts, MemoryPlan, PlanRequest, chosen_format, cpu_facts, cuda_facts, with_pages
 from ..memory.solve import Solver, require_fit, solver
 from ..pack.library import find_pack
@@ -126,6 +127,7 @@ def plan_model(config: Config, path: Path, place: Place) -> Opened:
     request = PlanRequest(
         ctx, config.max_batch, place.facts, kv_format, config.max_step_tokens, state_cache_bytes=_bytes(config.state_cache_gib),
         expert_bytes=_bytes(config.expert_vram_gib), is_invariant=config.deterministic,
+        prefill_share=_share(config),
     )  # fmt: skip
     answer = solver(blueprint, views, place.facts.free_bytes, place.facts.kind)
     found = _plan(answer, request)
@@ -137,6 +139,13 @@ def plan_model(config: Config, path: Path, place: Place) -> Opened:
             plan=found.as_json(), need_bytes=found.host_bytes, free_bytes=host,
         )  # fmt: skip
     return Opened(checkpoint, blueprint, views, found, place)
+
+
+def _share(config: Config) -> float | None:
+    """The part of the processors that reads long prompts aside; None when nobody said. Raises: UsageError."""
+    if config.prefill_share > MOST_SHARE:
+        raise UsageError(f"{config.origin.get('prefill_share', '--prefill-share')}: {config.prefill_share:g} is above {MOST_SHARE}", "who answers needs some processors, too", field="prefill_share")
+    return None if config.prefill_share < 0 else config.prefill_share
 
 
 def _bytes(gib: float) -> int | None:

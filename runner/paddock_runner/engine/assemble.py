@@ -17,6 +17,7 @@ from ..blueprint.kv_scales import Pair
 from ..errors import PackError
 from ..files.view import TensorView
 from ..memory.arena import Arena, Buffer, arena, pack_scratch_bytes
+from ..memory.part import part_arrays, part_sizes, part_windows
 from ..memory.state import (
     StateSizes,
     aligned,
@@ -116,12 +117,17 @@ def load_program(
 ) -> None:  # fmt: skip
     """All that is there beside weights. end: is told of every stage that is over. Raises: as fill_device."""
     site = _site(device, sizes, kept.format, blueprint, weights, caches)
+    part = device.part(sizes.part_processors) if sizes.part_tokens else None
     end("state")
     scratch = _scratch(device, sizes, blueprint)
     if "fp8" in layer_formats(blueprint, kept.format):
         site = _scaled(device, sizes, kept, blueprint, site, scratch)
         end("kv scales")
-    _load(device, sizes, trace(blueprint, site), scratch)
+    _load(device, trace(blueprint, site), sizes.max_step_tokens, scratch)
+    # Attaching memory takes a GPU's driver a moment: the first prompts of every slot find it there.
+    device.grow_pages(1 if device.facts.is_host else min(sizes.n_pages, 1 + sizes.n_slots * START_TOKENS // sizes.page_tokens))
+    if part is not None:
+        _load_part(device, part, sizes, kept.format, blueprint, site)
     end("program")
 
 
@@ -202,6 +208,19 @@ def element_format(buffer: Buffer, activation: int) -> int:
     return abi.PK_I32 if buffer.is_i32 else abi.PK_F32 if buffer.is_f32 else abi.PK_F16 if buffer.is_f16 else activation
 
 
+def _load_part(device: Device, part: Device, sizes: StateSizes, kv_format: str, blueprint: Blueprint, site: Site) -> None:
+    """The same program for the part that reads long prompts, with rows and activations of its own; run once, so that the first prompt finds all in place."""
+    own = part_sizes(sizes)
+    arrays, pinned = part_arrays(sizes)
+    part.set_state(_scalars(own, device.kv_page_bytes), arrays, pinned, device)
+    plan = arena(blueprint, own.max_step_tokens, own.max_step_rows, ELEMENT_BYTES[device.facts.activation], kv_format)
+    site = replace(site, buffers=place(device, plan, own))
+    if site.windows is not None:
+        site = replace(site, windows=replace(site.windows, token_page=device.alloc(aligned(part_windows(sizes)), "windows")))
+    _load(part, trace(blueprint, site), own.max_step_tokens, _scratch(device, own, blueprint))
+    part.run(own.max_step_tokens, 1)
+
+
 def _scratch(device: Device, sizes: StateSizes, blueprint: Blueprint) -> tuple[int, int]:
     """Address and bytes of the packs' scratch, as planned."""
     n_processors = device.facts.n_processors
@@ -211,18 +230,14 @@ def _scratch(device: Device, sizes: StateSizes, blueprint: Blueprint) -> tuple[i
     return device.alloc(planned, "scratch"), planned
 
 
-def _load(device: Device, sizes: StateSizes, program: Program, scratch: tuple[int, int]) -> None:
+def _load(device: Device, program: Program, max_step_tokens: int, scratch: tuple[int, int]) -> None:
     need, planned = device.workspace_bytes(program), scratch[1]
     if need > planned:
         raise PackError(
             f"kernel pack {device.pack.path.name} wants {need} bytes of scratch, the plan has {planned}",
             "report this: the plan's formula is wrong",
         )
-    device.load(program, token_buckets(sizes.max_step_tokens), scratch)
-    # Attaching memory takes a GPU's driver a moment: the first prompts of every slot find it there.
-    device.grow_pages(
-        1 if device.facts.is_host else min(sizes.n_pages, 1 + sizes.n_slots * START_TOKENS // sizes.page_tokens)
-    )
+    device.load(program, token_buckets(max_step_tokens), scratch)
 
 
 def _scalars(sizes: StateSizes, page_bytes: int) -> dict[str, int]:

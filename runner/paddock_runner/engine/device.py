@@ -19,6 +19,25 @@ class DeviceFacts(Protocol):
         ...
 
 
+class PartDevice(Protocol):
+    """A part of a device, whose steps run beside the device's own. They read prompts and draw nothing."""
+
+    done: memoryview
+    """u64 [1]: number of its last finished step."""
+
+    @property
+    def facts(self) -> DeviceFacts:
+        """run_ahead: how many steps may be in flight beside the first."""
+        ...
+
+    def step(self, input_address: int) -> None:
+        """Enqueues one step; the input has been read when this returns. Raises: PackError."""
+
+    def wait(self, seq: int, timeout_us: int) -> bool:
+        """Waits until step `seq` is done; False when the time is up. Raises: PackError, also of a step that failed."""
+        ...
+
+
 class StepDevice(Protocol):
     """A device with a loaded program. Steps run in the order in which they were given."""
 
@@ -36,8 +55,16 @@ class StepDevice(Protocol):
         """What the pack says of itself."""
         ...
 
+    @property
+    def aside(self) -> PartDevice | None:
+        """The part of it that reads long prompts beside its steps."""
+        ...
+
     def step(self, input_address: int) -> None:
         """Runs or enqueues one step; the input has been read when this returns. Raises: PackError."""
+
+    def give_way(self, is_on: bool) -> None:
+        """From the next step on steps run on what a part leaves, or on the whole device again. Raises: PackError."""
 
     def finish(self, input_address: int) -> None:
         """Runs or enqueues the second half of a step with held rows. Raises: PackError."""

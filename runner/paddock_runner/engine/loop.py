@@ -20,10 +20,12 @@ from ..pack.abi import PK_ROW_LENGTH, PK_ROW_NAN, PK_ROW_SCORE, PK_ROW_STOP
 from ..wire.messages import BIND, Done, ErrorCode, Kind, Reason, Refused, RefusedCode, Started
 from ..wire.port import EnginePort
 from .accounts import GROW_PAGES, open_ledger
+from .aside import Aside
 from .cost import CostModel, chunk_work
 from .counters import Counters
 from .device import StepDevice
 from .drafts import Drafter
+from .learning import learn
 from .masks import Masking
 from .policy import Policy
 from .report import miss_of
@@ -38,9 +40,6 @@ from .vectors import ReadVectors, send_vectors
 WAIT_US = 50
 """After so long a wait makes way, for a moment, for whoever was woken on this processor."""
 LIFE_CHECK_NS = 100_000_000
-SEE_EVERY, SEE_PREFILL_EVERY, SEE_FIRST = 16, 4, 64
-SEE_LONG_US = 10_000
-"""Which steps the cost model learns from: the first ones, then a sample, and those that hold up streams for long."""
 CONSIDER_EVERY = 4
 """Steps between two looks at whether guessing tokens would pay."""
 RESULT_BYTES = 24
@@ -81,6 +80,8 @@ class Engine:
             self.slots.border_tokens = sizes.page_tokens
         tile = self.policy.tile_tokens if self.run_ahead else 1
         self.scheduler = Scheduler(self.policy, self.ledger, self.slots, self._started, tile, cost)
+        self.scheduler.aside_tokens = sizes.part_tokens if device.aside is not None else 0
+        self.aside = Aside(self, device.aside)
         self.counters = Counters()
         self.requests: list[dict[int, Request]] = [{} for _ in ports]
         """Open requests by ask id, one dictionary per port."""
@@ -105,7 +106,7 @@ class Engine:
         self.last_done_ns = self.last_took_ns = 0
         self.hold_until_ns = 0
         """When the next step may be launched; 0: at once."""
-        self._must_drain = False
+        self.must_drain = False
         self._ahead = self.run_ahead
         self.low_pages = min(2 * sizes.n_slots, sizes.n_pages // 16)
 
@@ -175,18 +176,8 @@ class Engine:
                 request.first_ns = request.first_ns or now
             step.firsts = None
         self.last_took_ns = now - max(step.launched_ns, self.last_done_ns) - step.waited_ns
-        if step.n_brought and self.ledger.tree.tiers is not None:
-            self.ledger.tree.tiers.see(step.n_brought, self.last_took_ns / 1000 - step.price_us)
-        elif step.drafts and not step.n_prefill:
-            self.drafter.worth.see(step.n_decode, step.n_more, step.period_us(now, self.last_done_ns))
-        elif step.n_more and not step.n_prefill:
-            self.masking.see(step, self.last_took_ns / 1000)
-        elif not (step.waited_ns and self.run_ahead) and (
-            seq < SEE_FIRST or seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or (step.n_decode and step.n_prefill and step.price_us > SEE_LONG_US)
-        ):
-            self.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, self.last_took_ns / 1000)
-        if self.drafter.is_on and is_alone and step.is_plain and not step.n_prefill and not step.n_brought:
-            self.drafter.worth.see_plain(seq, step.n_decode, step.period_us(now, self.last_done_ns))
+        if not step.is_beside:
+            learn(self, step, now, is_alone)
         self.last_done_ns = now
         if is_eventful:
             for i in np.flatnonzero(block[:, 2]).tolist():
@@ -232,9 +223,8 @@ class Engine:
         if slot >= 0:
             self._unlist(request)
             self.slots.leave(slot)
-            self.retiring.append((self.launched_seq, request))
-            if self.launched_seq <= self.read_seq:
-                self._retire()
+            if not self.aside.holds(request):
+                self.retire(request)
 
     def given_tokens(self, request: Request) -> int:
         """Tokens of the answer that have been read so far.
@@ -266,6 +256,12 @@ class Engine:
 
     def _say(self, request: Request, kind: Kind, payload: bytes) -> None:
         self.ports[request.port].send(kind, payload)
+
+    def retire(self, request: Request) -> None:
+        """An ended request leaves as soon as the steps in flight are read."""
+        self.retiring.append((self.launched_seq, request))
+        if self.launched_seq <= self.read_seq:
+            self._retire()
 
     def _retire(self) -> None:
         """Frees slots and pages of ended requests that no step in flight can touch; what they computed stays known."""
@@ -305,28 +301,28 @@ class Engine:
                 return True
         n_in_flight = len(self.in_flight)
         has_prefill = scheduler.has_prefill
-        drafter = self.drafter
-        if drafter.is_on and not has_prefill and (self.launched_seq % CONSIDER_EVERY == 0 or drafter.requests):
+        drafter, is_reading = self.drafter, has_prefill or self.aside.is_on
+        if drafter.is_on and not is_reading and (self.launched_seq % CONSIDER_EVERY == 0 or drafter.requests):
             drafter.consider()
         self._ahead = (
             0 if drafter.requests else min(1, self.run_ahead) if has_prefill or self.masked else self.run_ahead
         )
-        if n_in_flight > self._ahead or ((self._must_drain or masking.late) and n_in_flight):
+        if n_in_flight > self._ahead or ((self.must_drain or masking.late) and n_in_flight):
             return False
-        self._must_drain = False
+        self.must_drain = False
         scheduler.pass_windows()
         if masking.late:
             for request in masking.restarts():
                 self._preempt(request)
         if scheduler.queue.n and (victim := scheduler.yielder()) is not None:
             if n_in_flight:
-                self._must_drain = True
+                self.must_drain = True
                 return False
             self._preempt(victim)
         if not self._make_way():
-            self._must_drain = True
+            self.must_drain = True
             return False
-        drafts = drafter.rows(has_prefill) if drafter.requests else ()
+        drafts = drafter.rows(is_reading) if drafter.requests else ()
         n_decode, n_guesses = len(slots.decode) + len(drafts), sum([n - 1 for _, n in drafts])
         held = masking.rows(n_decode, n_guesses, has_prefill) if self.masked else ()
         n_decode += len(held)
@@ -353,6 +349,7 @@ class Engine:
         step.has_top = slots.n_top > 0
         step.has_singles = bool(held or drafts)
         step.done_ns = step.half_ns = step.waited_ns = 0
+        step.is_beside = self.aside.is_on
         step.work = 0.0
         step.n_brought, scheduler.n_brought = scheduler.n_brought, 0
         step.price_us = (scheduler.cost.decode_us if chunks else scheduler.cost.quiet_us)(n_decode) + (scheduler.cost.chunk_us(n_more, 0) if n_more else 0.0)
@@ -413,7 +410,7 @@ class Engine:
             n_pages = min(slots.pages_ahead, self.ledger.pages_for(request.max_length - 1) - len(request.holding.pages))
             n_new = self.ledger.add_pages(request.holding, n_pages)
             while not n_new:
-                if self.in_flight:
+                if self.in_flight or self.aside.in_flight:
                     return False
                 victim = self.scheduler.victim()
                 if victim is None:

@@ -126,9 +126,10 @@ class Runner:
         self.intake.read()
         if self.keeper is not None:
             self.keeper.turn()
+        has_landed = engine.aside.turn()
         has_launched = engine.launch()
         engine.publish()
-        return has_read or has_launched
+        return has_read or has_landed or has_launched
 
     def run(self) -> None:
         """Returns when drained or when no front is left. Raises: PaddockError (every request has been told)."""
@@ -140,6 +141,9 @@ class Runner:
                     engine.wait()
                     continue
                 if has_moved:
+                    continue
+                if engine.aside.in_flight:
+                    engine.aside.wait()
                     continue
                 if engine.hold_until_ns:
                     time.sleep(GATHER_S)

@@ -46,6 +46,7 @@ def report(engine: Engine) -> dict[str, Any]:
             "prompt_tokens": counters.prompt_tokens,
             "cached_tokens": counters.cached_tokens,
             "prefill_tokens": counters.prefill_tokens,
+            "aside_tokens": engine.aside.n_tokens,
             "output_tokens": counters.output_tokens,
             "preempted": counters.preempted,
             "late_masks": counters.late_masks,
@@ -67,6 +68,7 @@ def report(engine: Engine) -> dict[str, Any]:
             "free": slots.n_free,
             "prefill": sum(r.phase == Phase.PREFILL for r in running),
             "decode": sum(r.phase == Phase.DECODE for r in running),
+            "aside": len(scheduler.aside),
         },
         "pages": {
             "all": pool.n_usable,

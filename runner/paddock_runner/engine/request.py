@@ -47,6 +47,7 @@ class Request:
 
     __slots__ = (
         "arrival_ns",
+        "aside_seq",
         "ask_id",
         "bias",
         "cached_tokens",
@@ -147,6 +148,8 @@ class Request:
         """The prompt's tokens are rated while it is computed, which has still to be done."""
         self.phase = Phase.WAITING
         self.slot = -1
+        self.aside_seq = 0
+        """Read aside: the step that the device must have done before."""
         self.first_seq = NEVER
         """The step that draws its first token in its slot: earlier results of that slot are another's."""
         self.holding: Holding | None = None

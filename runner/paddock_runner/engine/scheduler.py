@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable
 
 from ..cache.ledger import Ledger
-from ..cache.prefix import Node, first_difference
+from ..cache.prefix import Node
 from .cost import CostModel
 from .pace import Pace
 from .policy import Policy
 from .queue import WaitQueue
 from .request import Phase, Request
+from .sharing import common_tokens, must_wait
 from .slots import Chunk, SlotTable
 
 MAX_FETCH_NS = 2_000_000_000
@@ -39,6 +40,8 @@ class Scheduler:
         "_policy",
         "_read_seq",
         "_slots",
+        "aside",
+        "aside_tokens",
         "begun_tokens",
         "cost",
         "held",
@@ -62,6 +65,10 @@ class Scheduler:
         self.cost = cost or CostModel()
         self.pace = Pace(policy, self.cost, quantum)
         self.prefilling: list[Request] = []
+        self.aside: list[Request] = []
+        """Prompts that a part of the device reads beside the steps."""
+        self.aside_tokens = 0
+        """Tokens of its steps; 0: there is no such part. The loop sets it."""
         self.held: list[Request] = []
         """Taken from the queue, waiting until another has computed what they share."""
         self.preempted: list[Request] = []
@@ -131,6 +138,11 @@ class Scheduler:
             if request is None:
                 break
             skipped.add(request.slot)
+            if self._goes_aside(request, n_rows):
+                self.prefilling.remove(request)
+                request.aside_seq = self._slots.seq + 1
+                self.aside.append(request)
+                continue
             if request.holding is not None and request.holding.arrives >= 0:
                 us_left -= self._bring(request, us_left)
                 if request.holding.arrives >= 0:
@@ -146,13 +158,25 @@ class Scheduler:
             self._read_seq = self._slots.seq + 1
             tokens_left -= n
             rows_left -= n if unscored else 1
-            chunks.append((request, n, self._advance(request, n)))
+            chunks.append((request, n, self.book(request, n)))
             part -= n
             if part <= 0:
                 break
         if us_all != math.inf:
             self.pace.spent(us_all - us_left)
         return chunks
+
+    def _goes_aside(self, request: Request, n_rows: int) -> bool:
+        """Beside streams, a prompt that would hold them up for longer than they put up with at once is read by the device's part."""
+        if not self.aside_tokens or not n_rows or request.unscored_tokens or request.is_coming:
+            return False
+        return self.cost.chunk_us(request.remaining_tokens, request.done_tokens) > self._policy.burst_ms * 1000
+
+    def take_back(self, request: Request) -> None:
+        """What is left of a prompt that was read aside is read as others are."""
+        self.aside.remove(request)
+        self.prefilling.append(request)
+        self.freed()
 
     def _bring(self, request: Request, us_left: float) -> float:
         """Brings pages of a request from host memory so that those who decode are not held up: as many as there is time for, or beside the steps; what it takes of this one."""
@@ -189,7 +213,7 @@ class Scheduler:
             n = to_border if to_border > 0 else n
         return n
 
-    def _advance(self, request: Request, n: int) -> bool:
+    def book(self, request: Request, n: int) -> bool:
         """Books a chunk. True when it is the last, which draws a token."""
         request.done_tokens += n
         if self._ledger.windows is not None and request.holding is not None:
@@ -250,7 +274,7 @@ class Scheduler:
         best, best_order = None, None
         for request in self.prefilling:
             if request.slot not in skipped:
-                order = self._order(request)
+                order = self.order(request)
                 if best_order is None or order < best_order:
                     best, best_order = request, order
         while not self._is_stuck and self._slots.n_free:
@@ -261,9 +285,9 @@ class Scheduler:
                     break
                 self.preempted.pop(0)
                 return request
-            if head is None or (best_order is not None and best_order <= self._order(head)):
+            if head is None or (best_order is not None and best_order <= self.order(head)):
                 break
-            if self._must_hold(head) or self._fetches(head, now_ns):
+            if self._must_wait(head) or self._fetches(head, now_ns):
                 self.queue.drop(head)
                 self.held.append(head)
                 continue
@@ -274,7 +298,8 @@ class Scheduler:
             return head
         return best
 
-    def _order(self, request: Request) -> tuple[float, float]:
+    def order(self, request: Request) -> tuple[float, float]:
+        """Who comes first: smaller ones."""
         age = request.arrival_ns / 1e6 * self._policy.ageing_tokens_per_ms
         key = request.key if request.phase == Phase.WAITING else request.remaining_tokens + age
         return self.queue.rank(request), key
@@ -306,33 +331,10 @@ class Scheduler:
         self._slots.start(request)
         return True
 
-    # ---- shared, not yet computed prefixes ----
+    # ---- what others compute, or the disk has ----
 
-    def _must_hold(self, request: Request) -> bool:
-        """Another prefill is about to compute a good part of what this one needs: it waits for that."""
-        if not (self.prefilling or self.saves) or not self._ledger.is_shared:
-            return False
-        page_tokens, share = self._ledger.page_tokens, self._policy.share_tokens
-        known = self._ledger.cached(request.tokens, request.salt)
-        last = (request.n_tokens - 1) // page_tokens * page_tokens
-        for other in self.prefilling:
-            if other.salt != request.salt or min(last, other.n_tokens) - known < share:
-                continue
-            n = min(last, common_tokens(request, other) // page_tokens * page_tokens)
-            if n - known < share:
-                continue
-            if (self._ledger.states is not None or self._ledger.windows is not None) and other.done_tokens >= n:
-                continue
-            if self._ledger.states is not None:
-                other.marks = sorted({*other.marks, n})
-            request.wait_for, request.wait_tokens = other, n
-            return True
-        for other, _, _ in self.saves:
-            at = other.done_tokens
-            if other.salt == request.salt and known + share <= at <= last and common_tokens(request, other) >= at:
-                request.wait_for, request.wait_tokens = other, at
-                return True
-        return False
+    def _must_wait(self, request: Request) -> bool:
+        return must_wait(request, [*self.prefilling, *self.aside], self.saves, self._ledger, self._policy.share_tokens)
 
     def _fetches(self, request: Request, now_ns: int) -> bool:
         """Pages of its prompt are on disk and worth waiting for, once."""
@@ -396,9 +398,9 @@ class Scheduler:
 
     def _light(self) -> int:
         """Tokens left of the prompt of a client with few requests beside one with many, if it is its turn; 0: none."""
-        first: Request | None = min(self.prefilling, key=self._order, default=None)
+        first: Request | None = min(self.prefilling, key=self.order, default=None)
         head = self.queue.head()
-        if head is not None and (first is None or self._order(head) < self._order(first)):
+        if head is not None and (first is None or self.order(head) < self.order(first)):
             return head.uncached_tokens if self.queue.is_light(head.client) else 0
         return first.remaining_tokens if first is not None and self.queue.is_light(first.client) else 0
 
@@ -444,7 +446,7 @@ class Scheduler:
         for request in self._slots.request_of:
             if request is not None and request.phase == Phase.DECODE:
                 running.setdefault(request.client, []).append(request)
-        if head is None or head.client in running or any(r.client == head.client for r in (*self.prefilling, *self.preempted)):
+        if head is None or head.client in running or any(r.client == head.client for r in (*self.prefilling, *self.aside, *self.preempted)):
             return None
         most = max(running.values(), key=len, default=[])
         if len(most) < LEAST_SLOTS:
@@ -468,7 +470,7 @@ class Scheduler:
             kept = [(at // page_tokens, place) for at, place in request.kept]
             request.kept.clear()
         else:
-            self.prefilling.remove(request)
+            (self.aside if request in self.aside else self.prefilling).remove(request)
         slots.leave(slot)
         slots.give(slot)
         self._ledger.close(holding, computed, kept)
@@ -486,12 +488,7 @@ class Scheduler:
         self.queue.drop(request)
         if request is self._guest:
             self._guest = None
-        for group in (self.held, self.preempted, self.prefilling):
+        for group in (self.held, self.preempted, self.prefilling, self.aside):
             if request in group:
                 group.remove(request)
         self.freed()
-
-
-def common_tokens(a: Request, b: Request) -> int:
-    """Tokens with which both begin."""
-    return first_difference(a.tokens, b.tokens, 0, 4 * min(a.n_tokens, b.n_tokens)) // 4

@@ -25,6 +25,7 @@ class Step:
         "has_singles",
         "has_top",
         "held",
+        "is_beside",
         "is_plain",
         "launched_ns",
         "n_brought",
@@ -46,7 +47,7 @@ class Step:
         self.launched_ns = self.done_ns = 0
         self.half_ns = self.waited_ns = 0
         """When its first half was done, where that is known; how long the second then waited for masks."""
-        self.has_top = self.has_singles = False
+        self.has_top = self.has_singles = self.is_beside = False
         self.is_plain = True
         self.drafts: Sequence[tuple[int, int]] = ()
         self.held: Sequence[Request] = ()

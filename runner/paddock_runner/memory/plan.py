@@ -18,6 +18,7 @@ from ..formats.table import packed_bytes
 from .arena import arena, pack_scratch_bytes
 from .experts import MATRIX, ExpertLayers, expert_layers
 from .kinds import kv_token_bytes, latent_token_bytes, split_format, stored_bytes
+from .part import SHARE, part_arrays, part_sizes, part_windows, parted
 from .state import (
     KV_BYTES,
     StateSizes,
@@ -55,6 +56,8 @@ GRAPH_BYTES_PER_PANEL_LAUNCH, PANEL_TOKENS = 2355, 256
 """What a launch of a product with unpacked weights adds, in graphs of more tokens. Measured: 1.6 to 2.9 KB (8B and 32B in Q4_K_M, a 36B in Q8_0)."""
 INVARIANT_ROWS, PRODUCTS_PER_LAYER = 128, 6
 """Rows of a launch of a product where a row's numbers depend on the row alone; products that a layer has at most, but for those of heads and experts."""
+BESIDE_TOKENS = 512
+"""Steps of more tokens never run beside a prompt that is read aside."""
 GRAPH_BYTES_PER_STREAM = 35 * 1024
 """What each stream of the residual adds: ten launches. From GRAPH_BYTES_PER_LAYER's dozen of launches, not measured."""
 GRAPH_BYTES_PER_LATENT_HEAD = 11 * 1024
@@ -120,6 +123,7 @@ class PlanRequest:
     expert_bytes: of the device for experts, the others lie in host memory; None: all lie on the device.
     has_windows: layers with a window have pages of their own, which are given back behind it, where that takes less.
     is_invariant: as in pk_open_config; a product of many rows is several launches then.
+    prefill_share: of the processors, for the part that reads long prompts beside the steps; None: what suits the device.
     state_cache_bytes: for snapshots of recurrent states; None: two per slot and eight more, at most a tenth of the free memory. An empty kv_format and a max_step_tokens of 0 become what suits the device.
     """
 
@@ -134,10 +138,12 @@ class PlanRequest:
     expert_bytes: int | None = None
     has_windows: bool = True
     is_invariant: bool = False
+    prefill_share: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", self.kv_format or KV_FORMAT[self.device.kind])
         is_away = self.expert_bytes is not None and self.device.kind == "cuda"
+        object.__setattr__(self, "prefill_share", SHARE[self.device.kind] if self.prefill_share is None else self.prefill_share)
         object.__setattr__(self, "max_step_tokens", self.max_step_tokens or (AWAY_STEP_TOKENS if is_away else STEP_TOKENS[self.device.kind]))
 
 
@@ -353,6 +359,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
     """The plan once the weights are summed: solve.py calls this many times. Raises: UsageError."""
     n_slots = weights.n_expert_slots(request.expert_bytes)
     sizes, device = replace(state_sizes(blueprint, request), n_expert_slots=n_slots), request.device
+    sizes = parted(blueprint, sizes, device.kind, device.n_processors, request.prefill_share or 0.0, request.is_invariant)
     layout = page_layout(blueprint, request.kv_format, sizes.page_tokens, sizes.n_window_pages > 0)
     windows = aligned(sizes.n_window_pages * layout.window_page_bytes) + sum(aligned(n) for n in window_arrays(sizes).values())
     pool = -(-sizes.n_pages * layout.page_bytes // device.granule_bytes) * device.granule_bytes
@@ -383,6 +390,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
         PlanLine("activations", activations.n_bytes - logits, "planner", "activations"),
         PlanLine("vectors" if blueprint.pooling else "logits", logits, "planner", "activations"),
         PlanLine("kernel scratch", scratch, "planner", "scratch"),
+        *_part_lines(blueprint, sizes, request),
         *([] if is_host else [PlanLine("launch graphs", graph_bytes(blueprint, sizes, weights.panel_launches, request.is_invariant), "table", "graphs")]),
         *([PlanLine("tables of experts in host memory", host_bytes // HOST_BYTES_PER_MAPPED_BYTE, "table", "graphs")] if host_bytes else []),
         PlanLine("process" if is_host else "CUDA context", device.process_bytes, device.process_source, "process"),
@@ -403,12 +411,27 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
     return MemoryPlan(lines, sizes, request.kv_format, token_bytes, layout.page_bytes, load_bytes if is_host else 0, host_bytes)
 
 
+def _part_lines(blueprint: Blueprint, sizes: StateSizes, request: PlanRequest) -> tuple[PlanLine, ...]:
+    """What the part that reads long prompts takes beside its launch graphs."""
+    if not sizes.part_tokens:
+        return ()
+    device, own, is_host = request.device, part_sizes(sizes), request.device.kind == "cpu"
+    arrays, pinned = part_arrays(sizes)
+    activations = arena(blueprint, own.max_step_tokens, own.max_step_rows, device.activation_bytes, request.kv_format).n_bytes
+    scratch = pack_scratch_bytes(blueprint, own.max_step_tokens, own.max_step_rows, device.n_processors, own.max_ctx_tokens, is_host)
+    lines = (("activations", activations), ("scratch", scratch), ("state", sum(map(aligned, arrays.values()))), *([("windows", aligned(part_windows(sizes)))] if sizes.n_window_pages else []), *([("pinned", sum(map(aligned, pinned.values())))] if is_host else []))
+    return tuple(PlanLine(f"{group} of long prompts aside", n, "planner", group) for group, n in lines)
+
+
 def graph_bytes(blueprint: Blueprint, sizes: StateSizes, panel_launches: float = 0, is_invariant: bool = False) -> int:
     """What the driver takes for the launch graphs of a GPU: one of mixed steps for every bucket, one of decode where all rows fit, and one of
     decode with shared prefixes where there are two rows to share. A layer with experts in host memory has a dozen launches more. Steps of many
-    tokens unpack weights, panel by panel; with is_invariant they have a launch for every 128 rows of a product instead."""
+    tokens unpack weights, panel by panel; where long prompts are read aside, that part has graphs of its own, and steps of at most BESIDE_TOKENS have them twice; with is_invariant they have a launch for every 128 rows of a product instead."""
     buckets = token_buckets(sizes.max_step_tokens)
-    n_graphs = len(buckets) + sum((n <= sizes.n_slots) + (2 <= n <= sizes.n_slots) for n in buckets)
+    beside = [n for n in buckets if n <= BESIDE_TOKENS] if sizes.part_tokens else []
+    n_graphs = sum(1 + (n <= sizes.n_slots) + (2 <= n <= sizes.n_slots) for n in buckets + beside)
+    if sizes.part_tokens:
+        n_graphs += len(token_buckets(sizes.part_tokens))
     away = len(blueprint.layers) if sizes.n_expert_slots else 0
     launches = sum(n > PANEL_TOKENS for n in buckets) * panel_launches
     if is_invariant:

@@ -47,6 +47,8 @@ class StateSizes:
     n_expert_slots: int = 0  # places of every layer for experts, which lie in host memory; 0: all lie on the device
     window_tokens: int = 0  # tokens that layers with a window see, where their keys and values have pages of their own
     n_window_pages: int = 0  # those pages, scratch page 0 included
+    part_processors: int = 0  # of the device, which read long prompts beside the steps; 0: none, and all run every step
+    part_tokens: int = 0  # of their steps, at most
 
     @property
     def slot_pages(self) -> int:

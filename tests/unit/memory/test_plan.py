@@ -56,7 +56,7 @@ def test_page_holds_all_layers_and_the_pool_is_whole_granules(kv_format, model):
 
 def test_state_activations_and_scratch_are_the_allocators_own_sums(model):
     blueprint, tensors = model
-    request = PlanRequest(512, 4, CPU, max_step_tokens=64)
+    request = PlanRequest(512, 4, CPU, max_step_tokens=64, prefill_share=0.0)
     found, sizes = plan(blueprint, tensors, request), state_sizes(blueprint, request)
     assert found.sizes == sizes == StateSizes(4, 512, 32, 65, 40, 64, 64)
     assert found.group_bytes("state") == sum(aligned(n) for n in device_arrays(sizes).values())

@@ -1,0 +1,54 @@
+"""The part of a device that reads long prompts beside the steps: which models can have one, how large its steps are, and what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..blueprint.blueprint import Blueprint
+from .state import StateSizes, device_arrays, pinned_arrays, window_arrays
+
+SHARE = {"cpu": 0.5, "cuda": 0.0}
+"""Of a device's processors, where nobody chose. Kernel packs of GPUs cannot part them yet."""
+MOST_SHARE = 0.9
+PART_TOKENS = {"cpu": 128, "cuda": 1024}
+"""Tokens of a part's step: enough to keep its processors busy, few enough for a prompt to come back soon."""
+STEPS = 2
+"""Of a part that may be on their way."""
+OWN = (
+    "row_slot", "row_start", "row_position", "row_flags", "token_id", "token_position", "token_row", "token_page",
+    "sample_row", "sample_at", "sample_token", "sample_flags", "sample_logprob",
+)  # fmt: skip
+"""Arrays of the state that a step lays out: a part has its own, all others belong to slots."""
+
+
+def can_part(blueprint: Blueprint, sizes: StateSizes, is_invariant: bool) -> bool:
+    """Whether prompts of this model can be read aside: what a chunk leaves belongs to its slot, and no number depends on how many processors compute it."""
+    is_plain = blueprint.pooling is None and blueprint.draft is None and not blueprint.needs_whole_prompts
+    return is_plain and not sizes.n_expert_slots and not is_invariant
+
+
+def parted(blueprint: Blueprint, sizes: StateSizes, kind: str, n_processors: int, share: float, is_invariant: bool) -> StateSizes:
+    """The sizes with a part, where one can be had. share: of the processors."""
+    n = min(n_processors - 1, round(share * n_processors))
+    if n < 1 or not can_part(blueprint, sizes, is_invariant):
+        return sizes
+    tokens = min(PART_TOKENS[kind], sizes.max_step_tokens)
+    # Windows of a prompt that is read aside reach as far as its steps on the way do.
+    windows = sizes.n_window_pages + STEPS * -(-tokens // sizes.page_tokens) if sizes.n_window_pages else 0
+    return replace(sizes, part_processors=n, part_tokens=tokens, n_window_pages=windows)
+
+
+def part_sizes(sizes: StateSizes) -> StateSizes:
+    """Those of the part's own steps: one row that draws nothing."""
+    return replace(sizes, max_step_tokens=sizes.part_tokens, max_step_rows=1, n_results=2)
+
+
+def part_windows(sizes: StateSizes) -> int:
+    """Bytes of its own array of the pages of layers with a window; 0: they have none of their own."""
+    return window_arrays(part_sizes(sizes)).get("token_page", 0)
+
+
+def part_arrays(sizes: StateSizes) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of its own arrays in device and pinned memory, by field name."""
+    arrays = device_arrays(part_sizes(sizes))
+    return {name: arrays[name] for name in OWN}, pinned_arrays(part_sizes(sizes))

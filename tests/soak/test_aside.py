@@ -1,0 +1,174 @@
+"""Long prompts that a part of the device reads beside the steps: answers are those of each request alone, nothing is lost, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.soak.rig import AT_ONCE, SIZES, Rig, ended_well, every_run_ahead, right, turns
+
+__all__ = ["every_run_ahead"]
+
+LONG = replace(SIZES, max_ctx_tokens=256, n_pages=257)
+SOON = replace(AT_ONCE, burst_ms=2.0)
+"""What takes longer than two milliseconds is read aside."""
+
+
+def prompt(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(1000) for _ in range(n)]
+
+
+def beside_streams(rig: Rig, rng: random.Random, n_streams: int = 2) -> list:
+    """Streams that decode."""
+    streams = [rig.ask(prompt(rng, 5), max_tokens=200) for _ in range(n_streams)]
+    for _ in range(500):
+        if all(len(a.tokens) > 3 for a in streams):
+            return streams
+        rig.turn()
+    raise AssertionError("they do not decode")
+
+
+def until(rig: Rig, holds, max_turns: int = 5000) -> None:
+    for _ in range(max_turns):
+        if holds():
+            return
+        rig.turn()
+        rig.engine.check()
+    raise AssertionError("it does not happen")
+
+
+def test_a_long_prompt_beside_streams_is_read_aside_and_answers_as_alone(run_ahead: int) -> None:
+    rig, rng = Rig(LONG, run_ahead, SOON, part_tokens=16), random.Random(1)
+    streams = beside_streams(rig, rng)
+    long = rig.ask(prompt(rng, 150), max_tokens=6)
+    until(rig, lambda: rig.engine.aside.in_flight)
+    n_before = [len(a.tokens) for a in streams]
+    assert rig.device.gives_way
+    until(rig, lambda: long.tokens)
+    assert all(len(a.tokens) > n for a, n in zip(streams, n_before, strict=True)), "streams went on"
+    assert rig.engine.aside.n_tokens == 149
+    rig.run()
+    assert all(right(a, LONG) and ended_well(a) for a in (long, *streams))
+    assert not rig.device.gives_way
+    rig.assert_empty()
+    rig.close()
+
+
+def test_steps_beside_it_hold_decode_rows_alone(run_ahead: int) -> None:
+    rig, rng = Rig(LONG, run_ahead, SOON, part_tokens=16), random.Random(2)
+    beside_streams(rig, rng)
+    first = len(rig.device.rows)
+    long = rig.ask(prompt(rng, 100), max_tokens=2)
+    until(rig, lambda: long.end)
+    with_prefill = [rows for rows in rig.device.rows[first:] if any(n > 1 for _, n, _ in rows)]
+    assert not with_prefill, "a chunk of the prompt held up the streams"
+    rig.run()
+    rig.close()
+
+
+def test_without_streams_nothing_is_read_aside(run_ahead: int) -> None:
+    rig, rng = Rig(LONG, run_ahead, SOON, part_tokens=16), random.Random(3)
+    long = rig.ask(prompt(rng, 150), max_tokens=4)
+    rig.run()
+    assert right(long, LONG) and rig.engine.aside.n_tokens == 0
+    rig.close()
+
+
+def test_a_short_prompt_is_not_read_aside(run_ahead: int) -> None:
+    rig, rng = Rig(LONG, run_ahead, replace(AT_ONCE, burst_ms=1e6), part_tokens=16), random.Random(4)
+    beside_streams(rig, rng)
+    other = rig.ask(prompt(rng, 150), max_tokens=4)
+    rig.run()
+    assert right(other, LONG) and rig.engine.aside.n_tokens == 0
+    rig.close()
+
+
+def test_it_comes_back_when_the_streams_have_ended(run_ahead: int) -> None:
+    rig, rng = Rig(LONG, run_ahead, SOON, part_tokens=8), random.Random(5)
+    streams = beside_streams(rig, rng)
+    long = rig.ask(prompt(rng, 240), max_tokens=4)
+    until(rig, lambda: rig.engine.aside.in_flight)
+    for stream in streams:
+        rig.abort(stream)
+    until(rig, lambda: long.end)
+    assert 0 < rig.engine.aside.n_tokens < 239
+    assert right(long, LONG)
+    rig.run()
+    rig.assert_empty()
+    rig.close()
+
+
+def test_aborted_while_it_is_read_its_pages_stay_until_the_step_is_done(run_ahead: int) -> None:
+    rig, rng = Rig(LONG, run_ahead, SOON, part_tokens=32), random.Random(6)
+    streams = beside_streams(rig, rng)
+    long = rig.ask(prompt(rng, 200), max_tokens=4)
+    until(rig, lambda: rig.engine.aside.in_flight)
+    request = rig.engine.aside.in_flight[0].request
+    rig.part.facts = replace(rig.part.facts, run_ahead=1)
+    rig.abort(long)
+    until(rig, lambda: long.end)
+    assert request.holding is not None or not rig.engine.aside.holds(request)
+    rig.run()
+    assert request.holding is None and all(right(a, LONG) for a in streams)
+    rig.assert_empty()
+    rig.close()
+
+
+def test_what_it_shares_is_computed_once(run_ahead: int) -> None:
+    rig, rng = Rig(LONG, run_ahead, SOON, part_tokens=16), random.Random(7)
+    beside_streams(rig, rng)
+    same = prompt(rng, 160)
+    first, second = rig.ask(same, max_tokens=3), rig.ask([*same[:150], *prompt(rng, 4)], max_tokens=3)
+    rig.run(check=True)
+    assert right(first, LONG) and right(second, LONG)
+    assert sorted(a.started.cached_tokens for a in (first, second)) == [0, 148], "the other waited, though the first was read aside"
+    rig.close()
+
+
+def test_a_part_that_fails_ends_every_request_once(run_ahead: int) -> None:
+    from paddock_runner.errors import PackError
+
+    rig, rng = Rig(LONG, run_ahead, SOON, part_tokens=16), random.Random(8)
+    streams = beside_streams(rig, rng)
+    rig.part.fails_at = 2
+    long = rig.ask(prompt(rng, 200), max_tokens=4)
+    with pytest.raises(PackError):
+        for _ in range(5000):
+            rig.turn()
+    rig.engine.fail()
+    for front in rig.fronts:
+        rig.listen(front)
+    assert all(a.end is not None for a in (long, *streams))
+    rig.close()
+
+
+KINDS = {
+    "plain": {},
+    "windows": {"window_tokens": 24, "n_window_pages": 170},
+    "recurrent": {"recurrent_bytes": 16, "n_snapshots": 12},
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("seed", range(8))
+def test_storm(run_ahead: int, seed: int, kind: str) -> None:
+    """Random prompts, aborts, shared beginnings and few pages: every answer is that of its prompt alone."""
+    rng = random.Random(100 * run_ahead + seed)
+    sizes = replace(LONG, n_pages=rng.choice([90, 130, 257]), n_slots=rng.choice([2, 4, 6]), **KINDS[kind])
+    rig = Rig(sizes, run_ahead, replace(SOON, burst_ms=rng.choice([0.5, 2.0, 5.0])), seed, part_tokens=rng.choice([4, 8, 24]))
+    common, asked = prompt(rng, 120), []
+    for _ in range(rng.randrange(20, 40)):
+        n = rng.choice([3, 10, 40, 130, 200])
+        begin = common[: rng.randrange(0, min(n, 120))] if rng.random() < 0.4 else []
+        asked.append(rig.ask([*begin, *prompt(rng, n - len(begin))], max_tokens=rng.randrange(1, 50), client=rng.randrange(3)))
+        turns(rig, rng.randrange(0, 12))
+        rig.engine.check()
+        if rng.random() < 0.15:
+            rig.abort(rng.choice(asked))
+    rig.run()
+    for answer in asked:
+        assert right(answer, sizes) or not ended_well(answer)
+    rig.assert_empty()
+    rig.close()
