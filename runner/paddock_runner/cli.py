@@ -21,9 +21,21 @@ COMMANDS = {
 }
 
 
+ELSEWHERE = {
+    "--ctx": "--max-ctx", "-c": "--max-ctx", "--ctx-size": "--max-ctx", "--max-model-len": "--max-ctx", "--context-length": "--max-ctx",
+    "--batch": "--max-batch", "--parallel": "--max-batch", "--max-num-seqs": "--max-batch", "--kv": "--kv-dtype", "--kv-cache-dtype": "--kv-dtype",
+    "--served-model-name": "--name", "--alias": "--name", "--ssl-certfile": "--tls-cert", "--ssl-keyfile": "--tls-key", "--api-key": "--api-key-file",
+}  # fmt: skip
+"""What other programs, and `paddock serve`, call an option -> what it is called here."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, "paddock-runner --help lists the options")
+        import difflib
+
+        word = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+        near = ELSEWHERE.get(word) or next(iter(difflib.get_close_matches(word, [k.flag for k in knobs()], 1, 0.7)), "")
+        raise UsageError(message, f"did you mean {near}?" if near else "paddock-runner --help lists the options")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,6 +16,8 @@ from paddock_manager.commands import chat
 from paddock_manager.commands.completion import all_commands
 from paddock_manager.fleet import state
 from paddock_manager.store import pull
+from paddock_runner import cli as runner
+from paddock_runner.config import knobs
 
 from tests.cli.conftest import tiny_gguf
 
@@ -194,3 +196,19 @@ def test_page_for_those_who_come_from_elsewhere_says_what_is_so(paddock):
         known = [(o.name, (o.name, o.short, *o.also)) for o in commands["serve"].all_options]
         for word in theirs:
             assert next(name for name, names in known if word in names) in ours, word
+
+
+def test_name_file_and_host_that_are_not_there_are_told_with_what_is(paddock, hub, monkeypatch):
+    hub.add("Org/Tiny-GGUF", {"tiny.Q4_0.gguf": tiny_gguf(), "tiny.Q8_0.gguf": tiny_gguf()})
+    assert "hint:  it has tiny.Q4_0.gguf, tiny.Q8_0.gguf\n" in paddock("pull", "Org/Tiny-GGUF", "--file", "tiny.Q40.gguf").err
+    assert paddock("pull", "Org/Tiny-GGUF:Q4_0").code == 0
+    assert "hint:  did you mean Org/Tiny-GGUF:Q4_0?\n" in paddock("show", "Org/Tiny-GGUF:Q8_0").err
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert "error: 127.0.0.1:9 cannot be reached: Connection refused\n" in paddock("pull", "org/other").err
+
+
+def test_runner_says_what_an_option_of_elsewhere_is_called_there(capsys):
+    for word, ours in (("--max-model-len=8", "--max-ctx"), ("--prot", "--port")):
+        assert runner.main(["--model", "x", word]) == 2
+        assert f"(did you mean {ours}?)" in capsys.readouterr().err
+    assert set(runner.ELSEWHERE.values()) <= {knob.flag for knob in knobs()}

@@ -49,6 +49,7 @@ def run(values: Values, ui: Ui) -> int:
         folder,
         files,
         source=f"added from {found.path}",
+        licence=headline.licence(checkpoint) or "",
         pulled_at=index.now(),
         is_folder=is_folder,
         is_added=True,

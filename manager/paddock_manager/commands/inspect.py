@@ -58,7 +58,7 @@ def facts(checkpoint: Checkpoint, head: dict[str, Any]) -> dict[str, Any]:
         "tensor_bytes": checkpoint.n_bytes,
         "formats": formats(checkpoint),
         "tokenizer": tokenizer(checkpoint),
-        "licence": licence(checkpoint),
+        "licence": headline.licence(checkpoint),
         "unsupported_tensors": [{"name": v.name, "format": v.format} for v in unsupported],
         "metadata": {str(k): shown(v) for k, v in _items(checkpoint)},
         "tensors": [
@@ -92,21 +92,6 @@ def _whole(value: Any) -> int | None:
     """A number, or the first of several; None for anything else."""
     first = value[0] if isinstance(value, list) and value else value
     return first if isinstance(first, int) and not isinstance(first, bool) else None
-
-
-def licence(checkpoint: Checkpoint) -> str | None:
-    """As the header says, or the model card beside it."""
-    said = checkpoint.metadata.get("general.license")
-    if isinstance(said, str):
-        return said[:MAX_VALUE]
-    card = checkpoint.path / "README.md" if checkpoint.path.is_dir() else None
-    try:
-        head = card.read_bytes()[: 1 << 16].decode("utf-8", "replace") if card is not None else ""
-    except OSError:
-        return None
-    front = head.split("---")[1] if head.startswith("---") else ""
-    lines = (line.partition(":")[2].strip() for line in front.splitlines() if line.startswith("license:"))
-    return next(lines, None)
 
 
 def formats(checkpoint: Checkpoint) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -67,7 +68,9 @@ def choose(repo: str, files: list[tuple[str, int]], quant: str, file: str = "") 
     """
     if file:
         if file not in {n for n, _ in files}:
-            raise UnknownModel(f"{repo} has no file {file}", name=file, known=[n for n, _ in files][:50])
+            named = [n for n, _ in files if n.endswith(".gguf")] or [n for n, _ in files]
+            near = difflib.get_close_matches(file, named, 3, 0.3) or named[:3]
+            raise UnknownModel(f"{repo} has no file {file}", f"it has {', '.join(near)}", name=file, known=[n for n, _ in files][:50])
         return Choice(quant or quant_of(file), (file,), False)
     variants = gguf_variants(files)
     weights = [n for n, _ in files if n.endswith(".safetensors")]

@@ -11,6 +11,8 @@ from paddock_runner.errors import FileError, PaddockError
 from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
 from paddock_runner.files.sentence import purpose
 
+MAX_LICENCE = 64
+
 
 def read(path: Path) -> dict[str, Any]:
     """Open a checkpoint's header.
@@ -44,6 +46,21 @@ def task(checkpoint: Checkpoint) -> str:
         return purpose(checkpoint) or "generate"
     except PaddockError:
         return "generate"
+
+
+def licence(checkpoint: Checkpoint) -> str | None:
+    """As the header says, or the model card beside it."""
+    said = checkpoint.metadata.get("general.license")
+    if isinstance(said, str):
+        return said[:MAX_LICENCE]
+    card = checkpoint.path / "README.md" if checkpoint.path.is_dir() else None
+    try:
+        head = card.read_bytes()[: 1 << 16].decode("utf-8", "replace") if card is not None else ""
+    except OSError:
+        return None
+    front = head.split("---")[1] if head.startswith("---") else ""
+    lines = (line.partition(":")[2].strip() for line in front.splitlines() if line.startswith("license:"))
+    return next(lines, None)
 
 
 def family(checkpoint: Checkpoint) -> str | None:

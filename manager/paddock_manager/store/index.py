@@ -224,9 +224,10 @@ def unknown(places: Places, ref: names.Ref) -> UnknownModel:
 def _hint(ref: names.Ref, everything: list[Model]) -> str:
     import difflib
 
-    near = difflib.get_close_matches(ref.text.lower(), [m.name.lower() for m in everything], 1, 0.6)
+    spelt = {m.name.lower(): m.name for m in everything}
+    near = difflib.get_close_matches(ref.text.lower(), spelt, 1, 0.6)
     if near:
-        return f"did you mean {near[0]}?"
+        return f"did you mean {spelt[near[0]]}?"
     if ref.repo or (ref.short and catalog.find(ref.short)):
         return f"`paddock pull {ref.text}` fetches it"
     alike = catalog.near(ref.short) if ref.short else []

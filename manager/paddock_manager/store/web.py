@@ -6,6 +6,7 @@ A request may be redirected to another host for the data; the token never goes a
 from __future__ import annotations
 
 import functools
+import re
 import ssl
 import threading
 import urllib.request
@@ -131,9 +132,9 @@ class Web:
             httpx.ConnectError: "cannot be reached",
         }
         kind = kinds.get(type(error), "broke off the transfer")
-        return Transient(
-            f"{host} {kind}", "`paddock doctor --net` tests every host", host=host, reason=str(error)[:200]
-        )
+        reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error))[:200]
+        said = f"{host} {kind}: {reason}" if reason and isinstance(error, httpx.ConnectError | httpx.ProxyError) else f"{host} {kind}"
+        return Transient(said, "`paddock doctor --net` tests every host", host=host, reason=reason)
 
     def status_error(self, response: httpx.Response, what: str) -> HubError:
         """A refusing status, as one sentence with what to do.
