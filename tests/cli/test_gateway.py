@@ -316,3 +316,14 @@ def test_gateway_whose_port_is_taken_says_so(paddock, models):
         port = taken.getsockname()[1]
         done = paddock("serve", *models[:2], "--port", str(port), "--budget", "200")
     assert done.code == 2 and f"error: gateway cannot be served: cannot listen on 127.0.0.1 port {port}: it is in use (--port 0 takes a free one)\n" in done.err
+
+
+def test_further_hosts_and_origins_are_let_in_as_told(paddock, models):
+    page, more = "https://chat.example", ("--runner", "allow-host=models.example", "--runner", "allow-host=two.example", "--runner", "allow-origin=https://chat.example")
+    server = serve(paddock, models[:2], "--budget", "200", *more)
+    for host in ("models.example", "two.example:1", "host.docker.internal", "localhost"):
+        assert ask(server, "GET", "/v1/models", Host=host)[0] == 200
+    assert ask(server, "GET", "/v1/models", Origin=page)[2]["access-control-allow-origin"] == page
+    status, body, _ = ask(server, "GET", "/v1/models", Host="evil.example")
+    assert status == 403 and "--runner allow-host=NAME" in body["error"]["hint"]
+    assert ask(server, "GET", "/v1/models", Origin="https://evil.example")[0] == 403

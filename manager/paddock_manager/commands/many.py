@@ -54,6 +54,7 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
     budget = values.integer("budget") or where.facts.free_bytes
     models = [_model(f, given, where, budget, ask.name) for f in found]
     idle = values.number("idle")
+    hosts, origins = (given[flag].split("\n") if flag in given else [] for flag in ("--allow-host", "--allow-origin"))
     plan = Plan(
         ask.host,
         str(ask.key_file) if ask.key_file else "",
@@ -63,6 +64,8 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
         list(spawn.RUNNER),
         models,
         list(ask.tls),
+        hosts,
+        origins,
     )
     path = places.fleet / f"{spawn.log_path(places, ask.name).stem}.plan.json"
     write_json(path, asdict(plan), 0o600)

@@ -131,7 +131,7 @@ def find_or_pull(places: Places, text: str, ui: Ui) -> Target:
 
 
 def asked(values: Values) -> dict[str, str]:
-    """The load options that were given, by key; flags of the runner by their names, with dashes."""
+    """The load options that were given, by key; flags of the runner by their names, with dashes: repeated ones are lines of one value."""
     found = {key: values.text(key) for key in RUNNER_FLAGS if key in values.found}
     for word in values.many("runner"):
         name, _, value = word.partition("=")
@@ -141,12 +141,12 @@ def asked(values: Values) -> dict[str, str]:
             raise UsageError(f"--runner {word}: that is --{ours.replace('_', '-')} here", option="--runner")
         if not re.fullmatch(r"--[a-z][a-z-]*", flag) or flag in KEPT:
             raise UsageError(f"--runner {word}: {'the manager sets ' + flag if flag in KEPT else 'a flag is NAME or NAME=VALUE'}", option="--runner")
-        found[flag] = value
+        found[flag] = f"{found[flag]}\n{value}" if flag in found else value
     return found
 
 
 def runner_flags(given: dict[str, str], found: Target | None = None) -> tuple[str, ...]:
     """The same as the runner's own flags; with what the catalog recommends for that model."""
-    flags = tuple(word for key, value in given.items() for word in (RUNNER_FLAGS.get(key, key), value) if word)
+    flags = tuple(word for key, lines in given.items() for value in lines.split("\n") for word in (RUNNER_FLAGS.get(key, key), value) if word)
     advice = catalog.sampling(found.model.alias) if found is not None and found.model is not None and found.model.alias else {}
     return (*flags, *(word for key, value in advice.items() for word in ("--recommended", f"{key}={value:g}")))

@@ -56,7 +56,7 @@ def serve(plan: Plan, port: int, ready_file: Path) -> int:
     pool.adopt()
     listener = _listen(plan.host, port)
     port = listener.getsockname()[1]
-    gateway = Gateway(pool, keys.key(places) if key_file else "", keys.Ring(keys.entries(places)))
+    gateway = Gateway(pool, keys.key(places) if key_file else "", keys.Ring(keys.entries(places)), plan.hosts, plan.origins)
     tls: dict[str, Any] = {"ssl_certfile": plan.tls[0], "ssl_keyfile": plan.tls[1]} if plan.tls else {}
     config = uvicorn.Config(
         gateway, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=10, **tls

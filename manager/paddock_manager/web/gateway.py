@@ -10,7 +10,7 @@ import ipaddress
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,16 +46,21 @@ PASSED = {
 }  # fmt: skip
 """What runners answer beside /v1/*."""
 POSTED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/messages"}
+LOCAL_NAMES = ("localhost", "ip6-localhost", "host.docker.internal")
 KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 
 
 class Gateway:
-    """The application. key: what runners are asked with; "": everybody who reaches the port may use it. ring: whose keys are let in."""
+    """The application. key: what runners are asked with; "": everybody who reaches the port may use it. ring: whose keys are let in.
 
-    def __init__(self, pool: Pool, key: str, ring: Ring):
+    hosts, origins: further ones that requests may name.
+    """
+
+    def __init__(self, pool: Pool, key: str, ring: Ring, hosts: Iterable[str] = (), origins: Iterable[str] = ()):
         self.pool, self._key, self._ring = pool, key, ring
         self._own = Own(pool, int(time.time()))
-        self._names = {"localhost", socket.gethostname().lower()}
+        self._names = {*LOCAL_NAMES, socket.gethostname().lower(), *(name.lower() for name in hosts)}
+        self._origins = {origin.rstrip("/").lower() for origin in origins}
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0),
             trust_env=False,
@@ -123,10 +128,12 @@ class Gateway:
         """Host and Origin must be addresses or names of this machine: a web page elsewhere cannot be either. Returns Origin. Raises: Forbidden."""
         host = _host_of("//" + headers.get("host", ""))
         if not (host in self._names or _is_address(host)):
-            raise Forbidden(f"the host {host[:80]!r} is not this machine", "use its address, or localhost")
+            hint = "use its address, or localhost; `paddock serve --runner allow-host=NAME` allows another name"
+            raise Forbidden(f"the host {host[:80]!r} is not this machine", hint)
         origin = headers.get("origin", "")
-        if origin and not (_host_of(origin) in self._names or _is_loopback(_host_of(origin))):
-            raise Forbidden(f"the origin {origin[:80]!r} may not call this server")
+        is_ours = _host_of(origin) in self._names or _is_loopback(_host_of(origin)) or origin.rstrip("/").lower() in self._origins
+        if origin and not is_ours:
+            raise Forbidden(f"the origin {origin[:80]!r} may not call this server", "`paddock serve --runner allow-origin=ORIGIN` lets it")
         return origin
 
     def _check_key(self, headers: dict[str, str]) -> None:

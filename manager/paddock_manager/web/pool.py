@@ -218,7 +218,7 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
 
 @dataclass(slots=True)
 class Plan:
-    """What a gateway process is told, as the JSON file that `paddock serve` writes for it."""
+    """What a gateway process is told, as the JSON file that `paddock serve` writes for it. hosts, origins: further ones that requests may name."""
 
     host: str
     key_file: str
@@ -228,3 +228,5 @@ class Plan:
     runner: list[str]
     models: list[dict[str, Any]] = field(default_factory=list)
     tls: list[str] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
