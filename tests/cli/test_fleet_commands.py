@@ -336,3 +336,32 @@ def test_runner_of_a_command_that_is_ended_from_outside_ends_with_it(paddock, tm
         for n, handler in before.items():
             signal.signal(n, handler)
     assert ended.value.code == 128 + number and state.servers(places()) == []
+
+
+def meanwhile(act) -> threading.Thread:
+    """Once a server is there, this is done to it, in a thread."""
+
+    def run() -> None:
+        until(lambda: state.servers(places()))
+        act(state.servers(places())[0])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_server_in_the_foreground_ends_with_ctrl_c(paddock, model_file):
+    thread = meanwhile(lambda server: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        done = paddock("serve", str(model_file), "--port", "0", "--foreground")
+    finally:
+        thread.join()
+    assert done.code in (0, 130) and state.servers(places()) == []
+
+
+def test_server_in_the_foreground_that_ends_is_an_error(paddock, model_file):
+    thread = meanwhile(lambda server: os.kill(server.pid, signal.SIGKILL))
+    done = paddock("serve", str(model_file), "--port", "0", "--foreground")
+    thread.join()
+    assert done.code == 11 and "mine.Q4_0 is served at " in done.out and "error: mine.Q4_0 has ended\n" in done.err
+    assert "do not go together" in paddock("serve", str(model_file), "--foreground", "--json").err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from paddock_runner.errors import UnknownModel, UsageError
@@ -38,7 +39,7 @@ def run(values: Values, ui: Ui) -> int:
 
     ui.result("logs", {"name": name, "path": str(path), "lines": lines}, human)
     if values.flag("follow"):
-        follow(path, ui)
+        follow(path, ui, lambda: True)
     return 0
 
 
@@ -68,8 +69,8 @@ def find(word: str) -> tuple[str, Path]:
     return word, path
 
 
-def follow(path: Path, ui: Ui) -> None:
-    """Print what is appended, until Ctrl-C."""
+def follow(path: Path, ui: Ui, is_on: Callable[[], bool]) -> None:
+    """Print what is appended, until Ctrl-C, or nothing more comes and it is not on any more."""
     try:
         with path.open("r", encoding="utf-8", errors="replace") as f:
             f.seek(0, 2)
@@ -77,6 +78,8 @@ def follow(path: Path, ui: Ui) -> None:
                 text = f.read()
                 if text:
                     ui.piece(plain(text, keep="\n\t"))
+                elif not is_on():
+                    return
                 else:
                     time.sleep(0.2)
     except KeyboardInterrupt:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Any
 
 from paddock_runner.errors import UsageError
 
 from paddock_manager import paths, settings
-from paddock_manager.commands import target
+from paddock_manager.commands import logs, stop, target
 from paddock_manager.commands.target import LOAD_OPTIONS
 from paddock_manager.fit import history
 from paddock_manager.fit.history import Run
 from paddock_manager.fleet import keys, spawn, state
+from paddock_manager.fleet.client import Unreachable
 from paddock_manager.fleet.spawn import Launch
 from paddock_manager.fleet.state import Server
 from paddock_manager.options import Argument, Command, Option, Values
@@ -32,6 +34,7 @@ COMMAND = Command(
         Option("--no-auth", "let clients in without a key; loopback only"),
         Option("--tls-cert", "serve https with this certificate (PEM, with its chain)", "path", value="FILE", also=("--ssl-certfile", "--ssl-cert-file")),
         Option("--tls-key", "the key of --tls-cert", "path", value="FILE", also=("--ssl-keyfile", "--ssl-key-file")),
+        Option("--foreground", "stay, show what it says, and stop it at Ctrl-C or SIGTERM, as containers want it"),
         Option("--systemd", "print a systemd user unit that serves the model, and start nothing"),
         Option("--timeout", "how long to wait until it is ready (default 900 s)", "float", value="SECONDS", least=0),
         Option("--budget", "several models: memory for all of them (default what is free)", "size", value="SIZE"),
@@ -60,6 +63,8 @@ COMMAND = Command(
 def run(values: Values, ui: Ui) -> int:
     """Start, wait, say where it is."""
     places = paths.places()
+    if values.flag("foreground") and (ui.as_json or values.flag("systemd")):
+        raise UsageError(f"--foreground and {'--json' if ui.as_json else '--systemd'} do not go together")
     host = values.text("host", "127.0.0.1")
     if values.flag("no_auth") and not is_loopback(host):
         raise UsageError(f"without a key a server listens on loopback only, not on {host}", "drop --no-auth or --host")
@@ -97,6 +102,20 @@ def run(values: Values, ui: Ui) -> int:
     server = started(places, launch, ui, timeout_s)
     body = {"server": facts(server), "auth": key_file is not None}
     ui.result("serve", body, lambda u: u.line(f"{server.name} is served at {server.url}/v1 ({describe(server)})"))
+    return stay(places, server, ui) if values.flag("foreground") else 0
+
+
+def stay(places: paths.Places, server: Server, ui: Ui) -> int:
+    """Show what the server says until we are told to end, which ends it, or it has ended. Raises: Unreachable."""
+    is_alive = True
+    try:
+        logs.follow(Path(server.log), ui, lambda: server.is_alive)
+        is_alive = server.is_alive
+    finally:
+        stop.end(places, server)
+    if not is_alive:
+        raise Unreachable(f"{server.name} has ended", f"`paddock logs {server.name}` shows why", url=server.url)
+    ui.say(f"stopped {server.name}")
     return 0
 
 

@@ -32,10 +32,7 @@ def run(values: Values, ui: Ui) -> int:
     found = running if values.flag("all") or not words else [state.find(places, w) for w in dict.fromkeys(words)]
     done = []
     for server in found:
-        patience_s = 45.0 if server.asked.get("models") else 15.0  # a gateway stops its runners first
-        gently = spawn.stop(places, server, values.number("timeout") or patience_s)
-        for left in [s for s in state.servers(places) if s.asked.get("by") == server.name]:
-            spawn.stop(places, left)
+        gently = end(places, server, values.number("timeout"))
         done.append({"name": server.name, "pid": server.pid, "killed": not gently})
         if not gently:
             ui.warn(f"{server.name} did not end in time and was killed")
@@ -48,3 +45,12 @@ def run(values: Values, ui: Ui) -> int:
 
     ui.result("stop", {"stopped": done}, human)
     return 0
+
+
+def end(places: paths.Places, server: state.Server, timeout_s: float | None = None) -> bool:
+    """Stop a server, and the runners that a gateway left. Returns False when it had to be killed."""
+    patience_s = 45.0 if server.asked.get("models") else 15.0  # a gateway stops its runners first
+    gently = spawn.stop(places, server, patience_s if timeout_s is None else timeout_s)
+    for left in [s for s in state.servers(places) if s.asked.get("by") == server.name]:
+        spawn.stop(places, left)
+    return gently
