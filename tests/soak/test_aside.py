@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from paddock_runner.engine.tiering import TierConfig
 
 from tests.soak.rig import AT_ONCE, SIZES, Rig, ended_well, every_run_ahead, right, turns
 
@@ -146,18 +148,20 @@ def test_a_part_that_fails_ends_every_request_once(run_ahead: int) -> None:
 
 KINDS = {
     "plain": {},
-    "windows": {"window_tokens": 24, "n_window_pages": 170},
+    "windows": {"window_tokens": 24, "n_window_pages": 130},
     "recurrent": {"recurrent_bytes": 16, "n_snapshots": 12},
 }
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("seed", range(8))
-def test_storm(run_ahead: int, seed: int, kind: str) -> None:
-    """Random prompts, aborts, shared beginnings and few pages: every answer is that of its prompt alone."""
+def test_storm(run_ahead: int, seed: int, kind: str, tmp_path: Path) -> None:
+    """Random prompts, aborts, shared beginnings, few pages, and in half of them host memory for what is forgotten: every answer is that of its prompt alone."""
     rng = random.Random(100 * run_ahead + seed)
     sizes = replace(LONG, n_pages=rng.choice([90, 130, 257]), n_slots=rng.choice([2, 4, 6]), **KINDS[kind])
     rig = Rig(sizes, run_ahead, replace(SOON, burst_ms=rng.choice([0.5, 2.0, 5.0])), seed, part_tokens=rng.choice([4, 8, 24]))
+    if seed % 2:
+        rig.runner.use_tiers(rig.device, TierConfig(60 * rig.device.page_bytes, 0, tmp_path, ("storm",)))
     common, asked = prompt(rng, 120), []
     for _ in range(rng.randrange(20, 40)):
         n = rng.choice([3, 10, 40, 130, 200])

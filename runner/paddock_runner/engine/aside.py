@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..errors import PackError
-from ..pack.abi import PK_PAGE_OF_POOL
 from .device import PartDevice
 from .request import Phase, Request
 from .slots import HEAD, ROW
@@ -46,8 +45,7 @@ class Aside:
         self._gives_way = False
         # What saves a slot's states on the way must be done before the part goes on: then one step at a time.
         self._depth = 0 if part is None else 1 if engine.sizes.recurrent_bytes else 1 + part.facts.run_ahead
-        n_writes = 2 + engine.sizes.part_tokens // engine.sizes.page_tokens if engine.sizes.n_window_pages else 0
-        self._block = np.zeros((HEAD.size + ROW.size * (1 + n_writes)) // 8 + 1, np.uint64)
+        self._block = np.zeros((HEAD.size + ROW.size) // 8 + 1, np.uint64)
 
     @property
     def is_on(self) -> bool:
@@ -112,22 +110,38 @@ class Aside:
         assert self._part is not None
         engine, scheduler = self._engine, self._engine.scheduler
         ready = [r for r in scheduler.aside if r.aside_seq <= engine.read_seq and self._left(r) > 0]
-        request = min(ready, key=scheduler.order, default=None)
+        request = min(ready, key=self._order, default=None)
         if request is None:
             return False
         n = min(scheduler.aside_tokens, self._left(request))
         if request.marks:
             n = min(n, request.marks[0] - request.done_tokens)
+        if engine.ledger.windows is not None and self._waits_for_windows(request, n):
+            return False
         self._seq += 1
-        slot, holding, data = request.slot, request.holding, self._block.data.cast("B")
-        assert holding is not None
-        n_new = engine.ledger.reach(holding, request.n_tokens - 1 - self._left(request) + n)
-        HEAD.pack_into(data, 0, self._seq, n, 1, 0, 0, n_new, 0, 0, 0)
-        ROW.pack_into(data, HEAD.size, slot, n, 0, 0)
-        for i, at in enumerate(range(len(holding.windows) - n_new, len(holding.windows)), 1):
-            ROW.pack_into(data, HEAD.size + i * ROW.size, slot, at, holding.windows[at], PK_PAGE_OF_POOL)
+        data = self._block.data.cast("B")
+        HEAD.pack_into(data, 0, self._seq, n, 1, 0, 0, 0, 0, 0, 0)
+        ROW.pack_into(data, HEAD.size, request.slot, n, 0, 0)
         self.in_flight.append(Reading(self._seq, request, n, engine.clock()))
         self._part.step(int(self._block.ctypes.data))
+        return True
+
+    def _order(self, request: Request) -> tuple[bool, tuple[float, float]]:
+        """Who comes first: as everywhere, but for prompts that have pages of windows ahead of them, which are few."""
+        assert request.holding is not None
+        is_ahead = len(request.holding.windows) * self._engine.sizes.page_tokens > request.done_tokens
+        return not is_ahead, self._engine.scheduler.order(request)
+
+    def _waits_for_windows(self, request: Request, n: int) -> bool:
+        """Pages of layers with a window for the next n tokens, and as many more, are brought by a step of the loop: what was on them may still be read, or copied, by steps before that one."""
+        engine, holding = self._engine, request.holding
+        assert holding is not None
+        end = request.n_tokens - 1 - self._left(request) + n
+        if len(holding.windows) * engine.sizes.page_tokens >= end:
+            return False
+        n_new = engine.ledger.reach(holding, min(request.n_tokens - 1, end + engine.scheduler.aside_tokens))
+        engine.slots.write_windows(request, n_new)
+        request.aside_seq = engine.launched_seq + 1
         return True
 
     def _left(self, request: Request) -> int:

@@ -12,8 +12,8 @@ SHARE = {"cpu": 0.5, "cuda": 0.0}
 MOST_SHARE = 0.9
 PART_TOKENS = {"cpu": 128, "cuda": 1024}
 """Tokens of a part's step: enough to keep its processors busy, few enough for a prompt to come back soon."""
-STEPS = 2
-"""Of a part that may be on their way."""
+AHEAD = 3
+"""So many steps of a part may be on their way, or have pages of windows."""
 OWN = (
     "row_slot", "row_start", "row_position", "row_flags", "token_id", "token_position", "token_row", "token_page",
     "sample_row", "sample_at", "sample_token", "sample_flags", "sample_logprob",
@@ -33,8 +33,7 @@ def parted(blueprint: Blueprint, sizes: StateSizes, kind: str, n_processors: int
     if n < 1 or not can_part(blueprint, sizes, is_invariant):
         return sizes
     tokens = min(PART_TOKENS[kind], sizes.max_step_tokens)
-    # Windows of a prompt that is read aside reach as far as its steps on the way do.
-    windows = sizes.n_window_pages + STEPS * -(-tokens // sizes.page_tokens) if sizes.n_window_pages else 0
+    windows = sizes.n_window_pages + AHEAD * -(-tokens // sizes.page_tokens) if sizes.n_window_pages else 0
     return replace(sizes, part_processors=n, part_tokens=tokens, n_window_pages=windows)
 
 
