@@ -171,3 +171,17 @@ def test_gguf_may_say_how_it_is_sampled(tmp_path):
     assert asked(tmp_path / "m.gguf") == {"temperature": 0.5, "top_k": 7}
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert asked(tmp_path / "m.gguf") == {}
+
+
+def test_answer_may_be_held_to_a_shape_and_what_has_no_effect_is_said(paddock, model_file, tmp_path):
+    shape = tmp_path / "shape.json"
+    shape.write_text('{"type": "object"}')
+    asked = sampling.given({"format": str(shape), "think": "low", "temperature": 0.5})
+    assert asked["response_format"]["json_schema"]["schema"] == {"type": "object"} and asked["reasoning_effort"] == "low"
+    assert sampling.given({"format": "json"}) == {"response_format": {"type": "json_object"}}
+    done = paddock("run", str(model_file), "hi", "--think", "none")
+    assert done.out == "1: hi\n" and "warning: without effect on this model: reasoning_effort\n" in done.err
+    shape.write_text("[" * 100_000)
+    for word, said in ((str(shape), f"{shape} is no JSON: "), (f"{tmp_path}/none", f"{tmp_path}/none: No such file or directory")):
+        done = paddock("run", str(model_file), "hi", "--format", word)
+        assert done.code == 7 and f"error: {said}" in done.err and "--format takes json, or a file" in done.err

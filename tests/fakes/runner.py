@@ -97,6 +97,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
+        if "reasoning_effort" in asked:
+            self.send_header("x-paddock-ignored-fields", "reasoning_effort")
         self.send_header("Connection", "close")
         self.end_headers()
         if "endless" in Path(self.flags["--model"]).name:

@@ -156,6 +156,7 @@ def _show_answer(session: Session, request: Chat, begun: float, ui: Ui) -> bool:
     """Prints an answer as it comes. begun: when it was asked for. False when Ctrl-C stopped it."""
     first: float | None = None
     in_reasoning, is_whole = False, True
+    tell_ignored(request, ui)
     style = Markdown() if ui.out_color else None
     try:
         for kind, text in request.pieces():
@@ -180,6 +181,12 @@ def _show_answer(session: Session, request: Chat, begun: float, ui: Ui) -> bool:
         ui.say("(cut off: the token limit was reached)")
     session.last_stats = stats_line(request.answer.usage, 1000 * ((first or ended) - begun), 1000 * (ended - begun))
     return is_whole
+
+
+def tell_ignored(request: Chat, ui: Ui) -> None:
+    """Says what of the request the model has no use for."""
+    if request.answer.ignored:
+        ui.warn(f"without effect on this model: {request.answer.ignored}")
 
 
 def command(session: Session, text: str, ui: Ui) -> bool:

@@ -46,6 +46,8 @@ COMMAND = Command(
         Option("--top-k", "keep so many of the likeliest tokens", "int", value="K"),
         Option("--seed", "repeatable sampling", "int", value="N"),
         Option("--max-tokens", "end the answer after so many tokens", "int", value="N", short="-n", also=("--num-predict", "--n-predict", "--predict")),
+        Option("--format", "hold the answer to JSON: json, or a file with a JSON schema", "text", value="SHAPE", also=("--schema",)),
+        Option("--think", "how much to reason first, where the model can be told", "text", choices=("none", "low", "medium", "high")),
         Option(
             "--mcp",
             "let the model call the tools of these MCP servers, with your consent: a JSON file with mcpServers, or a URL",
@@ -73,7 +75,7 @@ COMMAND = Command(
 def run(values: Values, ui: Ui) -> int:
     """One-shot or chat."""
     places = paths.places()
-    given = {name: sampling.chosen(name, values.found[name]) for name in sampling.KINDS if name in values.found}
+    given = sampling.given(values.found)
     named, words = files.split(values.many("prompt"))
     prompt, system = prompt_of(words), files.typed(values.text("system"), "--system")
     if prompt is None and (ui.as_json or not sys.stdin.isatty()):
@@ -117,6 +119,7 @@ def once(session: chat.Session, prompt: str, ui: Ui, with_stats: bool) -> int:
     style = Markdown() if ui.out_color else None
     for _ in range(chat.MAX_ROUNDS):
         request = Chat(session.server, session.key, session.body())
+        chat.tell_ignored(request, ui)
         try:
             for kind, text in request.pieces():
                 first = first or time.monotonic()

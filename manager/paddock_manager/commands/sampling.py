@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paddock_runner.errors import PaddockError, UsageError
+from paddock_runner.errors import FileError, PaddockError, UsageError
 
+from paddock_manager import paths
 from paddock_manager.catalog import catalog
 from paddock_manager.commands.target import Target
 
@@ -30,6 +31,30 @@ def chosen(name: str, word: object) -> float | int:
         are = f"at least {least} is needed" if value < least else f"{least} to {most} are possible"
         raise UsageError(f"{name} is {value}, {'more than 0 and at most 1 is possible' if name == 'top_p' else are}", setting=name)
     return value
+
+
+def given(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the options of a command line ask for, as fields of a request. Raises: UsageError, FileError."""
+    fields: dict[str, Any] = {name: chosen(name, found[name]) for name in KINDS if name in found}
+    if "think" in found:
+        fields["reasoning_effort"] = found["think"]
+    if "format" in found:
+        fields["response_format"] = _shape(str(found["format"]))
+    return fields
+
+
+def _shape(word: str) -> dict[str, Any]:
+    """json, or the JSON schema in a file. Raises: FileError."""
+    if word == "json":
+        return {"type": "json_object"}
+    path = paths.expanded(word)
+    try:
+        schema = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror or error}", "--format takes json, or a file with a JSON schema", path=str(path)) from None
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} is no JSON: {error}", "--format takes json, or a file with a JSON schema", path=str(path)) from None
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
 def recommended(found: Target) -> dict[str, Any]:

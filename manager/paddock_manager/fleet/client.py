@@ -34,6 +34,8 @@ class Answer:
     usage: dict[str, Any] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
     """Tool calls in OpenAI's shape."""
+    ignored: str = ""
+    """Fields of the request that had no effect, with commas."""
 
 
 def connect(host: str, port: int, timeout_s: float | None, tls_cert: str = "") -> http.client.HTTPConnection:
@@ -111,6 +113,7 @@ class Chat:
             trouble = error_of(self._response.status, self._response.read(1 << 20))
             self._connection.close()
             raise trouble
+        self.answer.ignored = self._response.getheader("x-paddock-ignored-fields", "")
 
     def pieces(self) -> Iterator[tuple[str, str]]:
         """(kind, text) as they come; kind: text or reasoning.
