@@ -22,9 +22,9 @@ OWN = (
 
 
 def can_part(blueprint: Blueprint, sizes: StateSizes, is_invariant: bool) -> bool:
-    """Whether prompts of this model can be read aside: what a chunk leaves belongs to its slot, and no number depends on how many processors compute it."""
+    """Whether prompts can be read aside: somebody may decode meanwhile, what a chunk leaves belongs to its slot, and no number may depend on how many processors compute it."""
     is_plain = blueprint.pooling is None and blueprint.draft is None and not blueprint.needs_whole_prompts
-    return is_plain and not sizes.n_expert_slots and not is_invariant
+    return is_plain and sizes.n_slots > 1 and not sizes.n_expert_slots and not is_invariant
 
 
 def parted(blueprint: Blueprint, sizes: StateSizes, kind: str, n_processors: int, share: float, is_invariant: bool) -> StateSizes:

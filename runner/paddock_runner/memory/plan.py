@@ -420,7 +420,7 @@ def _part_lines(blueprint: Blueprint, sizes: StateSizes, request: PlanRequest) -
     activations = arena(blueprint, own.max_step_tokens, own.max_step_rows, device.activation_bytes, request.kv_format).n_bytes
     scratch = pack_scratch_bytes(blueprint, own.max_step_tokens, own.max_step_rows, device.n_processors, own.max_ctx_tokens, is_host)
     lines = (("activations", activations), ("scratch", scratch), ("state", sum(map(aligned, arrays.values()))), *([("windows", aligned(part_windows(sizes)))] if sizes.n_window_pages else []), *([("pinned", sum(map(aligned, pinned.values())))] if is_host else []))
-    return tuple(PlanLine(f"{group} of long prompts aside", n, "planner", group) for group, n in lines)
+    return tuple(PlanLine(f"long prompts aside: {group}", n, "planner", group) for group, n in lines)
 
 
 def graph_bytes(blueprint: Blueprint, sizes: StateSizes, panel_launches: float = 0, is_invariant: bool = False) -> int:

@@ -54,6 +54,11 @@ def test_nobody_said():
     assert plan(blueprint, views, PlanRequest(128, 3, cuda_facts(132))).sizes.part_tokens == 0
 
 
+def test_one_request_at_a_time_has_nobody_beside_it():
+    blueprint, views = opened("llama")
+    assert plan(blueprint, views, PlanRequest(128, 1, cpu_facts(4))).sizes.part_tokens == 0
+
+
 def test_deterministic_answers_have_none():
     blueprint, views = opened("llama")
     assert plan(blueprint, views, PlanRequest(128, 3, cpu_facts(4), prefill_share=0.5, is_invariant=True)).sizes.part_tokens == 0
