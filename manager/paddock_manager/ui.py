@@ -5,6 +5,7 @@ With --json, standard output holds exactly one JSON document, errors included; w
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -27,8 +28,8 @@ class Ui:
     def __init__(self, as_json: bool = False, quiet: bool = False, may_color: bool = False):
         self.as_json = as_json
         self.quiet = quiet
-        self.out: TextIO = sys.stdout
-        self.err: TextIO = sys.stderr
+        self.out: TextIO = sys.stdout or io.StringIO()  # None where it was closed before we began
+        self.err: TextIO = sys.stderr or io.StringIO()
         self.out_color = may_color and self.out.isatty()
         self.err_color = may_color and self.err.isatty()
         self.progress_kind = "auto"
@@ -83,17 +84,23 @@ class Ui:
             self.line(f"{self._paint(name.ljust(width), '1', self.out_color)}  {value}".rstrip())
 
     def fail(self, error: PaddockError) -> int:
-        """Say what went wrong and return the exit code."""
+        """Say what went wrong, where it can be said, and return the exit code."""
+        try:
+            self._say_error(error)
+        except OSError:
+            pass  # what the words would go to is full or gone
+        return error.exit_code
+
+    def _say_error(self, error: PaddockError) -> None:
+        self._write(self.err, self._paint("error: ", "31", self.err_color) + plain(error.message, keep="\n") + "\n")
+        if error.hint:
+            self._write(self.err, self._paint("hint:  ", "36", self.err_color) + plain(error.hint, keep="\n") + "\n")
         if self.as_json:
             import json
 
             body = {"code": error.code, "exit_code": error.exit_code, "message": error.message, "hint": error.hint}
             document = {"schema": f"paddock.error/{SCHEMA_VERSION}", "error": {**body, "facts": error.facts}}
             self._write(self.out, json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
-        self._write(self.err, self._paint("error: ", "31", self.err_color) + plain(error.message, keep="\n") + "\n")
-        if error.hint:
-            self._write(self.err, self._paint("hint:  ", "36", self.err_color) + plain(error.hint, keep="\n") + "\n")
-        return error.exit_code
 
     def progress(self, label: str, total_bytes: int, done_bytes: int = 0) -> Progress:
         """One bar for the whole job, on a terminal; NDJSON lines when asked for; else nothing."""

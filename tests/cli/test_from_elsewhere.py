@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -212,3 +213,12 @@ def test_runner_says_what_an_option_of_elsewhere_is_called_there(capsys):
         assert runner.main(["--model", "x", word]) == 2
         assert f"(did you mean {ours}?)" in capsys.readouterr().err
     assert set(runner.ELSEWHERE.values()) <= {knob.flag for knob in knobs()}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [("version > /dev/full", 8, "No space left on device"), ("version --json > /dev/full", 8, "No space left on device"), ("version >&-", 0, ""), ("version > /dev/full 2> /dev/full", 8, "")],
+)
+def test_output_that_is_full_or_closed_is_no_traceback(words, code, said):
+    done = subprocess.run(["sh", "-c", f"'{sys.executable}' -m paddock_manager {words}"], capture_output=True, text=True)
+    assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr

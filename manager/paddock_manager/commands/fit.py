@@ -34,7 +34,7 @@ COMMAND = Command(
         Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=target.KV_FORMATS, also=("--kv-dtype", "--kv-cache-dtype")),
         Option("--window-kv", "format of the KV cache of layers with a sliding window, where it is another", "text", value="FORMAT", choices=target.KV_FORMATS),
         Option("--expert-vram-gib", "device memory for the experts of a mixture; the others stay in host memory", "float", value="GIB", least=-1),
-        Option("--device", "auto, cpu, cuda, or a GPU by number, UUID or name", "text", value="DEVICE"),
+        Option("--device", "auto, cpu, cuda, or a GPU by number, UUID or name", "text", value="DEVICE", also=("--gpu",)),
         Option("--threads", "CPU threads", "int", value="N", also=("-t",), least=0, most=target.MAX_THREADS),
         Option("--vram", "a device with so much memory that is not here, as 24GiB", "size", value="SIZE"),
         Option("--arch", "its architecture (default sm_90)", "text", value="sm_NN"),
