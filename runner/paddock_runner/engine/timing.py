@@ -26,7 +26,7 @@ def hold_until_ns(engine: Engine, now_ns: int) -> int:
         return 0
     until = 0
     if engine.in_flight:
-        until = _end_ns(engine) - _lead_ns(engine) if policy.lead_ms else 0
+        until = _end_ns(engine, now_ns) - _lead_ns(engine) if policy.lead_ms else 0
     elif not engine.slots.decode:
         until = _gather_until_ns(engine, now_ns)
     return until if until > now_ns else 0
@@ -57,7 +57,8 @@ def _lead_ns(engine: Engine) -> int:
     return int(1e6 * engine.policy.lead_ms + 1000 * FIT_ERROR * fitted_us)
 
 
-def _end_ns(engine: Engine) -> int:
-    """When the last step in flight will be done, by the cost model."""
-    first = engine.in_flight[0]
-    return max(first.launched_ns, engine.last_done_ns) + int(1000 * sum(step.price_us for step in engine.in_flight))
+def _end_ns(engine: Engine, now_ns: int) -> int:
+    """When the last step in flight will be done, by the cost model; those behind the first begin now at the earliest, however long it takes."""
+    first, *others = engine.in_flight
+    first_ns = max(first.launched_ns, engine.last_done_ns) + int(1000 * first.price_us)
+    return max(first_ns, now_ns) + int(1000 * sum([step.price_us for step in others])) if others else first_ns
