@@ -1,6 +1,14 @@
 """How long a step with prefill may take: what streams that decode put up with, against prompts that wait.
 
-Knows numbers, not requests: the scheduler says who waits, and asks.
+Knows numbers, not requests: the scheduler says who waits, and asks. The rules, from the first that fits on:
+
+1. Nobody decodes: as long as it takes.
+2. Two prompts or more wait, or a short one comes and there is credit: a few decode steps (burst_ratio), or 12 ms where that is more.
+3. One prompt is read: little more than a decode step (steady_ratio).
+4. What 2 or 3 leave does not buy a tile of the device: rounds of a step with a chunk and some without.
+
+Beside these, prompts that come together may be read in one long step (may_stall), in two parts where they do not fit into it (part), and a light client's prompt
+in a step without decode rows (leave_rows_out).
 """
 
 from __future__ import annotations
@@ -14,11 +22,8 @@ MAX_SAVED = 8
 """Steps in a row that may go without prefill, so that there is time for a chunk afterwards."""
 SPLIT = 1.8
 """Of prompts that come together and do not fit into one step, the first is full, and a later one ends where one part in so many of all tokens has been read: more than half of them start early."""
-LEAST_PART = 384
-"""A part is of so many tokens at least: with fewer, those in it gain less than the others lose by a step more."""
 STARTS_PER_GAP = 2
 """Streams that may be held up for each prompt that starts in a long step."""
-
 FEW_TILES = 4
 """Tiles of products: of fewer, the last one that is not full takes less than a step loses that ends before it."""
 
@@ -27,7 +32,7 @@ class Pace:
     """Budgets of steps, and what was spent beyond the steady pace. quantum: tokens of prefill below which a step gets no cheaper."""
 
     __slots__ = (
-        "_carry_us", "_cost", "_credit_ns", "_credit_us", "_gap_credit", "_gaps_seen", "_n_saved", "_policy", "_quantum", "_rest", "n_gaps",
+        "_carry_us", "_cost", "_credit_ns", "_credit_us", "_gap_credit", "_gaps_apart", "_gaps_seen", "_n_saved", "_policy", "_quantum", "_rest", "is_apart", "n_gaps",
     )  # fmt: skip
 
     def __init__(self, policy: Policy, cost: CostModel, quantum: int = 1) -> None:
@@ -39,6 +44,9 @@ class Pace:
         self._gaps_seen = 0
         self.n_gaps = 0
         """Decode rows launched so far: each ends a gap between two tokens of a stream."""
+        self._gaps_apart = -1
+        self.is_apart = False
+        """The planned step leaves decode rows out."""
         self._n_saved = 0
         self._carry_us = 0.0
         """Time for prefill that was too little for a chunk, and is added to the next step's."""
@@ -49,31 +57,40 @@ class Pace:
         is_burst: two prompts or more wait. short_tokens: the length of the shortest prompt. position: where the one that goes on stands.
         """
         policy = self._policy
+        self.is_apart = False
         if not n_rows:
             self._carry_us = 0.0
             return math.inf
         base = self._cost.decode_us(n_rows)
-        steady = policy.steady_ratio - 1
+        us = base * (policy.steady_ratio - 1)
+        self._refill(now_ns)
+        if is_burst or ((self._credit_us > 0 or self._buys_no_tile(us, position)) and self.is_short(short_tokens)):
+            us = max(us, policy.burst_ratio * self._cost.quiet_us(n_rows) - base, 1000 * policy.burst_step_ms - base)
+        if policy.long_delay > 1 and base > 0 and self._buys_no_tile(us, position):
+            return self._round_us(us, self._cost.quiet_us(n_rows) or base, position)
+        return us + self._carry_us
+
+    def _refill(self, now_ns: int) -> None:
+        """Burst credit comes back as streams decode at the steady pace."""
+        policy = self._policy
         elapsed_us = min(now_ns - self._credit_ns, 1_000_000_000) / 1000
         self._credit_ns = now_ns
-        self._credit_us = min(policy.burst_ms * 1000, self._credit_us + elapsed_us * steady / policy.steady_ratio)
-        us, quantum = base * steady, self._quantum
-        if is_burst or (
-            (self._credit_us > 0 or (quantum > 1 and self._cost.tokens_for(us, position) < quantum)) and self.is_short(short_tokens)
-        ):
-            us = max(base * (policy.burst_ratio - 1), 1000 * policy.burst_step_ms - base)
-        is_too_little = quantum > 1 and self._cost.tokens_for(us, position) < quantum
-        if is_too_little and base > 0 and policy.long_delay > 1:
-            # A round is one step with prefill and some without. Decode rows take (1 + rests) * base of it: so much may delay the prompt.
-            base = self._cost.quiet_us(n_rows) or base
-            if self._rest >= 1:
-                self._rest -= 1
-                return 0.0
-            least_us = self._cost.chunk_us(self.least_tokens(position) + 1, position)
-            us = max(us, least_us, (1 + policy.rest_steps) * base / (policy.long_delay - 1))
-            self._rest += max(policy.rest_steps, us * (policy.long_delay - 1) / base - 1)
-            return us
-        return us + self._carry_us
+        self._credit_us = min(policy.burst_ms * 1000, self._credit_us + elapsed_us * (1 - 1 / policy.steady_ratio))
+
+    def _buys_no_tile(self, us: float, position: int) -> bool:
+        """On devices whose products come in tiles: so much time is not worth a launch."""
+        return self._quantum > 1 and self._cost.tokens_for(us, position) < self._quantum
+
+    def _round_us(self, us: float, base: float, position: int) -> float:
+        """A round is one step with prefill and some without. Decode rows take (1 + rests) * base of it: so much may delay the prompt."""
+        policy = self._policy
+        if self._rest >= 1:
+            self._rest -= 1
+            return 0.0
+        least_us = self._cost.chunk_us(self.least_tokens(position) + 1, position)
+        us = max(us, least_us, (1 + policy.rest_steps) * base / (policy.long_delay - 1))
+        self._rest += max(policy.rest_steps, us * (policy.long_delay - 1) / base - 1)
+        return us
 
     def least_tokens(self, position: int) -> int:
         """The smallest chunk that is worth its time, `position` tokens into its prompt."""
@@ -120,9 +137,14 @@ class Pace:
         self._gap_credit -= n_rows
         return True
 
+    def leave_rows_out(self) -> None:
+        """The planned step reads one prompt by itself, where its tiles would be longer with decode rows. Not twice in a row: these lose a short step each time."""
+        if self._quantum > 1 and self.n_gaps > self._gaps_apart:
+            self.is_apart = True
+            self._gaps_apart = self.n_gaps
+
     def part(self, n_waiting: int, n_begun: int) -> int:
         """Tokens after which a step takes no more prompts: of those that come together, n_waiting tokens wait and n_begun were in steps before."""
         first = math.ceil((n_waiting + n_begun) / SPLIT)
-        if not n_begun or n_begun >= first or n_waiting < self._policy.split_tokens:
-            return n_waiting
-        return max(first - n_begun, LEAST_PART)
+        is_cut = 0 < n_begun < first and n_waiting >= self._policy.split_tokens
+        return first - n_begun if is_cut else n_waiting

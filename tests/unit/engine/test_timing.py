@@ -139,7 +139,7 @@ def test_more_than_half_of_a_burst_has_begun_after_its_first_step_or_else_after_
     assert pace.part(21 * 128, 0) == 21 * 128, "as many as fit"
     assert pace.part(16 * 128, 16 * 128) == 16 * 128 and pace.part(19 * 128, 13 * 128) == math.ceil(4096 / 1.8) - 13 * 128
     assert pace.part(44 * 128, 35 * 128) == math.ceil(79 * 128 / 1.8) - 35 * 128 and pace.part(38 * 128, 50 * 128) == 38 * 128
-    assert pace.part(30 * 128, 22 * 128) == max(384, math.ceil(52 * 128 / 1.8) - 22 * 128)
+    assert pace.part(30 * 128, 22 * 128) == math.ceil(52 * 128 / 1.8) - 22 * 128
 
 
 def test_prompts_that_come_after_a_step_without_prefill_are_a_burst_of_their_own() -> None:
