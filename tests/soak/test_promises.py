@@ -128,6 +128,37 @@ def test_every_ask_ends_with_what_it_answers_alone(on: Features, script: list[tu
     check_promises(on, script)
 
 
+def of_client(client: int, least: int) -> st.SearchStrategy[tuple]:
+    """An ask of that client, of some length and with an answer of at least so many tokens."""
+    return st.tuples(st.just("ask"), st.integers(0, 2), st.integers(0, 40), st.integers(2, 8), st.integers(least, 30), st.just(client), st.just(1), st.just(0))
+
+
+many = st.lists(of_client(1, 16), min_size=9, max_size=16)
+guests = st.lists(st.one_of(of_client(2, 1), st.tuples(st.just("turn"), st.integers(1, 12)), st.tuples(st.just("abort"), st.integers(0, 40))), min_size=6, max_size=40)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(features, many, guests)
+def test_prompts_of_a_light_client_change_nobodys_answer(on: Features, script: list[tuple], more: list[tuple]) -> None:
+    """They are read in steps without the decode rows of the others."""
+    check_promises(replace(on, run_ahead=max(1, on.run_ahead)), [*script, *more])
+
+
+def test_a_prompt_of_a_light_client_is_read_without_the_others_rows_and_never_twice_in_a_row() -> None:
+    rig = Rig(replace(SIZES, n_slots=12, n_pages=240), policy=POLICY, run_ahead=1)
+    rig.engine.drafter.is_on = False
+    answers = [rig.ask([(31 * k + i) % 480 for i in range(12)], 40, client=1) for k in range(9)]
+    while not all(len(a.tokens) > 2 for a in answers):
+        rig.turn()
+    answers += [rig.ask([(77 * k + i) % 480 for i in range(10)], 3, client=2 + k) for k in range(3)]
+    rig.run()
+    n_decode = [sum(n == 1 for _, n, _ in rows) for rows in rig.device.rows]
+    apart = [i for i, n in enumerate(n_decode) if not n and i > n_decode.index(9)]
+    assert apart and all(n_decode[i + 1] >= 9 for i in apart)
+    assert all(a.tokens == alone(list(memoryview(a.ask.prompt)), a.ask.max_tokens, 500, 64) for a in answers)
+    rig.close()
+
+
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1 << 20))
 def test_clients_that_always_want_more_are_served_by_their_weights(run_ahead: int, heavy: int, light: int, seed: int) -> None:

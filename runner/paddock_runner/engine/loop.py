@@ -33,7 +33,7 @@ from .request import Phase, Request
 from .scheduler import Scheduler
 from .slots import Chunk, SlotTable, draws_come_first
 from .states import StateKeeper
-from .step import Step, best_of
+from .step import Step, best_of, with_others
 from .timing import hold_until_ns, waits_for_company
 from .vectors import ReadVectors, send_vectors
 
@@ -165,7 +165,7 @@ class Engine:
         slots.history_flat[cell] = drawn[:, 1]
         if step.has_singles or self.masked or self.drafter.requests:
             slots.read_length[slot] = length
-        self._last_block = block
+        self._last_block = block if step.n_decode else with_others(self._last_block, block)
         if step.drafts:
             self.drafter.read(step)
         self.counters.output_tokens += len(slot)
@@ -336,15 +336,15 @@ class Engine:
         chunks = scheduler.plan(n_decode, now, n_more) if has_prefill else ()
         if not n_decode and not chunks:
             return False
+        is_apart = bool(chunks) and scheduler.pace.is_apart and not (held or drafts)
+        n_decode = 0 if is_apart else n_decode
         step = self._free_steps.pop()
         self.launched_seq += 1
         step.seq = self.launched_seq
-        n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, [(r.slot, n) for r, n in held], drafts)
+        n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, [(r.slot, n) for r, n in held], drafts, is_apart)
         step.n_decode, step.n_more, step.n_prefill = n_decode, n_more, n_tokens - n_decode - n_more
         scheduler.pace.n_gaps += n_decode
-        step.is_plain = (
-            step.n_samples <= n_decode + len(chunks) and not drafts and (len(chunks) < 2 or draws_come_first(chunks))
-        )
+        step.is_plain = step.n_samples <= n_decode + len(chunks) and not drafts and (len(chunks) < 2 or draws_come_first(chunks))
         step.drafts = drafts
         step.has_top = slots.n_top > 0
         step.has_singles = bool(held or drafts)

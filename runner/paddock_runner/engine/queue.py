@@ -47,7 +47,7 @@ class WaitQueue:
         "_deadlines",
         "_last_admit_ns",
         "_last_left_ns",
-        "_n_admitted",
+        "_n_after_oldest",
         "_n_at_work",
         "_n_away",
         "_n_pushed",
@@ -71,7 +71,7 @@ class WaitQueue:
         """Their tokens that were not cached when they came."""
         self._arrivals: deque[Request] = deque()
         self._deadlines: list[tuple[int, int, Request]] = []
-        self._n_pushed = self._n_admitted = 0
+        self._n_pushed = self._n_after_oldest = 0
         self._n_at_work = 0
         self._reached = 0.0
         """The counter of the last client that was at work, for when nobody is."""
@@ -165,14 +165,9 @@ class WaitQueue:
     # ---- going ----
 
     def head(self) -> Request | None:
-        """Who is next; stays in the queue until `take`."""
+        """Who is next; stays in the queue until `take`. The oldest's turn comes after that of a light client, whose prompt would wait for a whole one of the others' else."""
         if not self.n:
             return None
-        if self._n_admitted % self._policy.oldest_every == self._policy.oldest_every - 1:
-            arrivals = self._arrivals
-            while not arrivals[0].is_queued:
-                arrivals.popleft()
-            return arrivals[0]
         best: Request | None = None
         best_rank = 0.0
         bonus = self._policy.priority_tokens
@@ -185,12 +180,20 @@ class WaitQueue:
                 rank = client.served_tokens - request.priority * bonus
                 if best is None or rank < best_rank or (rank == best_rank and request.key < best.key):
                     best, best_rank = request, rank
-        return best
+        is_due = self._n_after_oldest >= self._policy.oldest_every - 1
+        return self._oldest() if is_due and best is not None and not self.is_light(best.client) else best
+
+    def _oldest(self) -> Request:
+        """The request that has waited longest. There is one."""
+        arrivals = self._arrivals
+        while not arrivals[0].is_queued:
+            arrivals.popleft()
+        return arrivals[0]
 
     def take(self, request: Request, now_ns: int) -> None:
         """The request leaves to be admitted."""
+        self._n_after_oldest = 0 if request is self._oldest() else self._n_after_oldest + 1
         self.drop(request)
-        self._n_admitted += 1
         if self._last_admit_ns and self.n:
             self._n_waits += 1
             self._admit_us += max(LATEST, 1 / self._n_waits) * ((now_ns - self._last_admit_ns) / 1000 - self._admit_us)

@@ -383,9 +383,12 @@ class Scheduler:
         position = running[0].done_tokens if running else 0
         us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest() if n_prompts < 2 else 0, position)
         if us != math.inf and queue.is_contested and (light := self._light()):
-            # It is read by itself: the others' prompts would make its step longer.
-            can_wait = self.cost.chunk_us(light, position) <= us or not self.pace.may_stall(n_rows, n_rows)
-            return us if can_wait else math.inf, light
+            # It is read by itself: the others' prompts and rows would make its step longer.
+            is_little = self.cost.chunk_us(light, position) <= us
+            if is_little or self.pace.may_stall(n_rows, n_rows):
+                self.pace.leave_rows_out()
+                return us if is_little else math.inf, light
+            return us, light
         if us != math.inf and n_prompts < 2:
             return us, tokens_left
         n_tokens = sum([r.remaining_tokens for r in running]) + queue.uncached_tokens

@@ -304,17 +304,19 @@ class SlotTable:
         return PK_ROW_DRAFT | (HELD if request is not None and request.use_mask else PK_ROW_SAMPLE)
 
     def compose(
-        self, seq: int, chunks: Sequence[Chunk], singles: Sequence[tuple[int, int]], drafts: Sequence[tuple[int, int]] = ()
+        self, seq: int, chunks: Sequence[Chunk], singles: Sequence[tuple[int, int]], drafts: Sequence[tuple[int, int]] = (), is_apart: bool = False
     ) -> tuple[int, int, int]:
         """Writes the input block: standing decode rows, then `singles` (slot, tokens), whose draws wait for masks, then prefill chunks, those that are rated last, then guesses,
         whose draws wait where their request does.
 
-        drafts: (slot, tokens). Returns tokens, results and draws of the step.
+        drafts: (slot, tokens). is_apart: standing rows are left out of this step. Returns tokens, results and draws of the step.
         """
-        decode = self.decode
+        decode = [] if is_apart else self.decode
         n_decode = len(decode)
         self.seq = seq
         self._calendar.pop(seq, None)
+        if is_apart:
+            self._postpone()
         has_diff = bool(self._n_new or self._page_writes or self._texts)
         if not (has_diff or chunks or singles or drafts or self._is_changed) and self._last_rows == n_decode:
             self._seq_word[0] = seq
@@ -349,12 +351,19 @@ class SlotTable:
             n_samples += n
             n_results += n
         self._write(seq, n_tokens, n_rows, n_samples, is_same=not self._is_changed and n_rows == n_decode)
-        self._is_changed = False
+        self._is_changed = is_apart
         self._n_written = n_decode
         self._last_rows = n_rows if n_rows == n_decode and not has_diff else -1
         if has_diff:
             self._clear()
         return n_tokens, n_results, n_samples
+
+    def _postpone(self) -> None:
+        """Everything that would happen to standing rows happens a step later."""
+        for slot in self.decode:
+            self._mark_seq[slot] += 1
+            self._due_at[slot] += 1
+        self._calendar = {due + 1: group for due, group in self._calendar.items()}
 
     def _write(self, seq: int, n_tokens: int, n_rows: int, n_samples: int, is_same: bool) -> None:
         """Head, then the arrays; standing rows that lie where they lay are left there (is_same)."""

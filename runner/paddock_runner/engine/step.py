@@ -61,6 +61,11 @@ class Step:
         begun_ns = self.launched_ns if self.launched_ns - last_done_ns > PAUSE_NS else last_done_ns
         return (now_ns - begun_ns) / 1000
 
+def with_others(before: NDArray[np.int32], block: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The rows of a step without decode rows, and of those before it the slots that it has not. i32 [rows, 6], pk_result."""
+    return np.concatenate([before[~np.isin(before[:, 0], block[:, 0])], block])
+
+
 def best_of(top: memoryview, block: NDArray[np.int32], first: int, max_top: int) -> bytes:
     """The best tokens of the rows of a step, pk_top after pk_top. block: i32 [rows, 6], pk_result; first: its place in the ring of rows."""
     parts = []

@@ -162,7 +162,7 @@ def test_a_storm_with_an_oracle_that_errs_answers_right(run_ahead: int, n_pages:
         oracle.learn(list(memoryview(answer.ask.prompt)), scene.expected[answer.ask.ask_id])
 
     scene.ask = learning  # type: ignore[method-assign]
-    scene.run(120)
+    scene.run(200)
     scene.judge()
     assert scene.rig.engine.drafter.drafted > 0 or n_pages < 100
     accepted = sum(a.end.accepted_tokens for a in scene.rig.answers.values() if isinstance(a.end, Done) and a.ask.use_mask)
