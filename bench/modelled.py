@@ -1,7 +1,8 @@
 """Load cells on a modelled device: the engine and scheduler as they are, steps priced by a table, virtual time. No GPU, seconds a cell.
 
 Usage: python -m bench.modelled [--cost 8b.fp8 8b.bf16] [--cells 128/128c32x128 ...] [--long 65000] [--pauses 0.08]
-A cell is PROMPT/ANSWERcSTREAMSxREQUESTS in a closed loop. What lies around the engine is a model, too: a client and a front that take a while for each
+A cell is PROMPT/ANSWERcSTREAMSxREQUESTS in a closed loop; those of one call go to one engine, one after the other, as they go to a server: what it has learned of
+prices in one decides how the next is read. What lies around the engine is a model, too: a client and a front that take a while for each
 request, one after the other (COMING_US, with --pauses of a few ms before that share of them), and FRONT_US each way. It answers how a policy behaves, not how fast a machine is.
 """
 
@@ -61,6 +62,11 @@ class Cost:
         work = sum(max(n, self.least_tokens if before else 0) * (before + n / 2) for n, before in rows if n > 1)
         return 1000 * (y0 + (y1 - y0) * (n_tokens - x0) / (x1 - x0)) + (context * self.row_ns + work * self.work_ns) / 1000
 
+    def times(self, factor: float) -> Cost:
+        """The same where everything takes so many times as long."""
+        decode, prompts, mixed = (tuple((n, factor * ms) for n, ms in points) for points in (self.decode, self.prompts, self.mixed))
+        return Cost(decode, prompts, mixed, factor * self.row_ns, factor * self.work_ns, self.least_tokens)
+
     def packed_ms(self, n_tokens: int) -> float:
         """A step of prompts of 128 tokens alone."""
         return self.step_us([(128, 0)] * (n_tokens // 128)) / 1000
@@ -68,11 +74,11 @@ class Cost:
 
 COSTS = {
     "8b.fp8": Cost(
-        ((1, 2.56), (2, 4.2), (8, 4.45), (16, 4.5), (32, 4.85), (48, 5.5), (64, 5.75), (96, 5.8), (128, 6.0)),
-        ((2, 4.5), (128, 5.4), (144, 6.7), (256, 6.7), (272, 9.3), (384, 9.4), (512, 10.4), (528, 14.0), (768, 15.4), (1024, 17.7), (1040, 22.5), (1536, 27.8), (2048, 34.2), (2064, 39.5),
-         (2176, 40.3), (2304, 42.7), (2560, 48.5)),
-        ((2, 5.5), (128, 6.2), (144, 7.2), (160, 7.3), (256, 8.9), (288, 10.1), (384, 11.4), (512, 11.9), (528, 14.0), (640, 15.5), (800, 17.6), (896, 18.8), (1024, 20.0), (1056, 23.2),
-         (1152, 24.4), (1568, 30.7), (1664, 31.3), (2048, 36.0), (2064, 40.5), (2176, 41.8), (2304, 43.4), (2336, 46.3), (2432, 47.7), (2560, 49.5)),
+        ((1, 2.22), (2, 3.94), (4, 2.75), (8, 2.74), (16, 2.86), (32, 3.45), (48, 4.3), (64, 4.42), (96, 5.09), (128, 5.3)),
+        ((2, 4.0), (128, 4.9), (144, 6.8), (256, 6.89), (272, 7.4), (384, 7.48), (512, 8.98), (528, 12.2), (768, 13.45), (1024, 16.15), (1040, 19.5), (1536, 23.24), (2048, 31.12), (2064, 34.5),
+         (2176, 35.74), (2304, 37.44), (2560, 42.39)),
+        ((2, 4.5), (128, 6.0), (144, 8.2), (160, 8.36), (256, 8.85), (288, 8.9), (384, 9.2), (416, 9.45), (512, 10.5), (544, 11.8), (640, 13.65), (800, 15.5), (896, 17.7), (1056, 19.16),
+         (1152, 21.4), (1568, 26.5), (1664, 28.6), (2080, 35.8), (2176, 38.2), (2208, 38.65), (2304, 39.9), (2336, 39.8), (2432, 40.7), (2560, 43.0)),
         34.0, 1.02, 32,
     ),
     "8b.bf16": Cost(
@@ -84,7 +90,7 @@ COSTS = {
         34.0, 1.02, 32,
     ),
 }  # fmt: skip
-"""An H200, Qwen3-8B's shape, by `python -m bench.gpu_steps --beside 32 128` on 2026-11-30 (BF16 at c7c889a, FP8 in the morning: LOG S21 has later ones, with which a long prompt waits longer than is promised), decode rows without their context. Products come in tiles of 128 tokens and in waves
+"""An H200, Qwen3-8B's shape, by `python -m bench.gpu_steps --beside 32 128` on 2026-11-30 at c7c889a, decode rows without their context. Products come in tiles of 128 tokens and in waves
 of the device, which the points show."""
 
 
@@ -339,12 +345,12 @@ def main() -> None:
     parser.add_argument("--pauses", type=float, default=0.0)
     options = parser.parse_args()
     for name in options.cost:
+        scene = Scene(COSTS[name], max_step_tokens=options.max_step_tokens, pauses=options.pauses)
+        run_cell(scene, 128, 2, 1, 1)
         for cell in options.cells:
             shape, requests = cell.split("x")
             n_in, rest = shape.split("/")
             n_out, streams = rest.split("c")
-            scene = Scene(COSTS[name], max_step_tokens=options.max_step_tokens, pauses=options.pauses)
-            run_cell(scene, int(n_in), 2, 1, 1)
             found = run_cell(scene, int(n_in), int(n_out), int(streams), int(requests))
             ratio = found["ttft_p99_ms"] / found["ttft_p50_ms"]
             sys.stdout.write(f"{name} {cell}: " + "  ".join(f"{k} {v:.2f}" for k, v in found.items()) + f"  p99/p50 {ratio:.2f}\n")

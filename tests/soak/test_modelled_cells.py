@@ -83,9 +83,16 @@ def test_a_prompt_that_comes_while_others_decode_waits_for_one_step_at_most() ->
         assert (scene.seen[late].times[0] - scene.seen[late].sent) / 1e6 <= 2 * step_ms + COSTS["8b.fp8"].step_us([(1, 230)] * 32 + [(128, 0)]) / 1000 - step_ms + 2.5
 
 
-def test_one_prompt_after_another_does_not_make_streams_stutter() -> None:
-    found, _ = cell("8b.fp8", 2048, 128, 32, 96)
-    assert found["itl_p99_ms"] <= 3 * found["itl_p50_ms"] and found["ttft_p50_ms"] <= 500
+@pytest.mark.parametrize("factor", [0.8, 1.0, 1.2])
+@pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
+def test_one_prompt_after_another_starts_soon_and_does_not_make_streams_stutter(cost: str, factor: float) -> None:
+    """Whatever prices the engine has learned before, from nobody or from 128 streams of short prompts."""
+    for is_fresh in (True, False):
+        scene = Scene(COSTS[cost].times(factor))
+        if not is_fresh:
+            run_cell(scene, 128, 128, 128, 128)
+        found = run_cell(scene, 2048, 128, 32, 96)
+        assert found["ttft_p50_ms"] <= 400 and found["itl_p99_ms"] <= 2 * found["itl_p50_ms"]
 
 
 def test_the_device_has_no_gaps_at_128_streams() -> None:
@@ -95,10 +102,11 @@ def test_the_device_has_no_gaps_at_128_streams() -> None:
     assert found["busy"] >= 0.99 and len(idle) <= 2
 
 
-@pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
-def test_a_long_prompt_beside_streams_takes_little_longer_than_alone_and_most_gaps_stay_as_they_were(cost: str) -> None:
+@pytest.mark.parametrize(("cost", "most"), [("8b.fp8", 1.7), ("8b.bf16", 1.45)])
+def test_a_long_prompt_beside_streams_takes_little_longer_than_alone_and_most_gaps_stay_as_they_were(cost: str, most: float) -> None:
+    """In FP8 a chunk with 129 to 256 rows takes twice what as many tokens of a full step do: 1.45 would take gaps of seven and a half times (decision 0021)."""
     found = run_long(COSTS[cost], 65000)
-    assert found["itl_p50"] <= 1.25 and found["ttft"] <= 1.45 and found["itl_p99"] <= 6.5
+    assert found["itl_p50"] <= 1.25 and found["ttft"] <= most and found["itl_p99"] <= 6.5
 
 
 def test_chunks_fill_the_tiles_of_the_device() -> None:
@@ -107,12 +115,14 @@ def test_chunks_fill_the_tiles_of_the_device() -> None:
     assert sum(n % 128 == 0 or n % 128 > 96 for n in cut) > 0.6 * len(cut), "page borders lie up to 31 tokens before"
 
 
-def test_a_client_with_one_request_waits_little_longer_than_alone_behind_one_with_64() -> None:
-    found = run_guest(COSTS["8b.fp8"], 2048, 32)
+@pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
+def test_a_client_with_one_request_waits_little_longer_than_alone_behind_one_with_64(cost: str) -> None:
+    found = run_guest(COSTS[cost], 2048, 32)
     assert found["p50"] <= 1.5 and found["most"] <= 2
 
 
-def test_a_client_gets_a_slot_of_one_that_has_them_all() -> None:
-    found = run_guest(COSTS["8b.fp8"], 128, 32)
-    assert found["most_ms"] <= 60, "not the time until an answer ends"
-    assert found["p50"] <= 1.7, "nor for steps that were enqueued though all slots were taken"
+@pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
+def test_a_client_gets_a_slot_of_one_that_has_them_all_and_its_prompt_a_step_of_its_own(cost: str) -> None:
+    found = run_guest(COSTS[cost], 128, 32)
+    assert found["most_ms"] <= 75, "the rest of the largest step, not the time until an answer ends"
+    assert found["p50"] <= 1.5, "nor for steps that were enqueued though all slots were taken"
