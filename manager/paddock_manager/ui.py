@@ -89,6 +89,11 @@ class Ui:
             self._say_error(error)
         except OSError:
             pass  # what the words would go to is full or gone
+        for stream in (self.out, self.err):
+            try:
+                stream.flush()
+            except OSError:  # what it still holds is dropped, or the interpreter's end would try again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return error.exit_code
 
     def _say_error(self, error: PaddockError) -> None:
