@@ -121,8 +121,8 @@ def test_a_client_with_one_request_waits_little_longer_than_alone_behind_one_wit
     assert found["p50"] <= 1.5 and found["most"] <= 2
 
 
-@pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
-def test_a_client_gets_a_slot_of_one_that_has_them_all_and_its_prompt_a_step_of_its_own(cost: str) -> None:
+@pytest.mark.parametrize(("cost", "most_ms"), [("8b.fp8", 45), ("8b.bf16", 60)])
+def test_a_client_gets_a_slot_of_one_that_has_them_all_and_its_prompt_a_step_of_its_own(cost: str, most_ms: float) -> None:
     found = run_guest(COSTS[cost], 128, 32)
-    assert found["most_ms"] <= 75, "the rest of the largest step, not the time until an answer ends"
+    assert found["most_ms"] <= most_ms, "the rest of the largest step, not the time until an answer ends"
     assert found["p50"] <= 1.5, "nor for steps that were enqueued though all slots were taken"

@@ -108,6 +108,25 @@ def test_every_so_often_the_oldest_goes_whatever_its_client_has_had() -> None:
     assert drain(queue).index(oldest) == 3
 
 
+def test_the_oldests_turn_comes_after_that_of_a_light_client() -> None:
+    queue = WaitQueue(Policy(oldest_every=4, head_start_tokens=0))
+    longest, *others = [request(900 if not i else 10, client=1, at_ms=0) for i in range(12)]
+    for r in (longest, *others):
+        push(queue, r)
+    for _ in range(3):
+        first = queue.head()
+        assert first is not None and first is not longest
+        queue.take(first, 0)
+    assert queue.head() is longest, "it is its turn"
+    queue.charge(1, 1000)
+    guest = request(20, client=2, at_ms=1)
+    push(queue, guest)
+    queue.clients[2].served_tokens = 0
+    assert queue.head() is guest
+    queue.take(guest, 0)
+    assert queue.head() is longest, "put off, not lost"
+
+
 def test_a_full_queue_refuses_the_newcomer_of_the_heaviest_client() -> None:
     queue = WaitQueue(Policy(max_queue=3))
     for _ in range(3):

@@ -203,3 +203,21 @@ def test_slots_are_handed_out_and_taken_back() -> None:
     for request in requests:
         slots.give(request.slot)
     assert slots.n_free == 4 and slots.n_top == 0 and slots.request_of == [None] * 4
+
+
+def test_a_step_without_standing_rows_moves_what_is_due_and_leaves_lengths() -> None:
+    slots = SlotTable(SIZES)
+    one = decoding(slots, 3, [1, 2])
+    two = decoding(slots, 4, [3, 4, 5])
+    guest = started(slots, [7, 8], [6])
+    before = [slots.launched(r.slot) for r in (one, two)]
+    assert slots.compose(slots.seq + 1, [(guest, 2, True)], (), is_apart=True) == (2, 1, 1)
+    slots.join(guest, 2)
+    assert Block(slots.address).rows == [(guest.slot, 2, abi.PK_ROW_SAMPLE)]
+    assert [slots.launched(r.slot) for r in (one, two)] == before
+    found = []
+    for _ in range(8):
+        found.append([(slot, slots.launched(slot)) for slot in slots.due()])
+        slots.compose(slots.seq + 1, (), ())
+        assert sorted(Block(slots.address).rows) == [(r.slot, 1, abi.PK_ROW_SAMPLE) for r in (one, two, guest)]
+    assert found[2] == [(guest.slot, 4)] and found[4] == [(one.slot, 8)], "their pages are full then"
