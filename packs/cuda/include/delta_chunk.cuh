@@ -103,7 +103,7 @@ __device__ __forceinline__ void copy_tile(uint8_t *tile, const uint8_t *from, in
     for (int i = 0; i < kBytes / (16 * kThreadsOf); ++i) copy16_async(to + i * 16 * kThreadsOf, from + i * 16 * kThreadsOf, true);
 }
 
-// ---- all chunks side by side: U, W, P and G. Grid: slots of the segment, value heads ----
+// ---- T of a chunk, and its decays ----
 
 constexpr int kMatrixStride = kChunk + 4;
 constexpr int kPrepareShared = 3 * kWideBytes + kChunk * kMatrixStride * 4 + 2 * kChunk * 4;

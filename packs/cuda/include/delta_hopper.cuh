@@ -6,7 +6,7 @@
 namespace pk {
 namespace {
 
-// ---- all chunks side by side, as delta_chunk_kernel. Grid: slots of the segment, value heads ----
+// ---- all chunks side by side, as delta_mma.cuh's. Grid: slots of the segment, value heads ----
 
 constexpr int kPrepareHopper = 3 * kWideBytes + kNarrowBytes + kChunk * kMatrixStride * 4 + 2 * kChunk * 4 + 16 + 1024;
 
@@ -429,6 +429,15 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kScanThreads, 1) del
     cluster_sync();
 #endif
 }
+
+// U, W, P and G of a segment's chunks, then the scan over them.
+int32_t launch_segment(const Launch &l, const ChunkArguments &a, unsigned heads, unsigned rows) {
+    if (int32_t e = launch(l, "delta_chunk", delta_chunk_hopper_kernel, dim3(a.n_slots, heads), dim3(kThreads), kPrepareHopper, a)) return e;
+    return launch(l, "delta_scan", delta_scan_hopper_kernel, dim3(2 * heads, rows), dim3(kScanThreads), kScanHopper, a);
+}
+
+// The scan has normed and gated what it wrote.
+int32_t launch_finish(const Launch &, const DeltaArguments &, unsigned, unsigned) { return PK_OK; }
 
 }  // namespace
 }  // namespace pk

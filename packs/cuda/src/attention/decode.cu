@@ -304,10 +304,14 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
 
 #if defined(PK_WGMMA)
 
+// Whether boxes of 128 bytes make up rows of keys.
+template <int kD, int kKind>
+constexpr bool kHasBoxes = kKind != kF32 && (kD << kShift<kKind>) % 128 == 0;
+
 template <int kD, int kKind>
 bool make_maps(const Launch &l, const AttentionArguments &a, Maps *maps) {
     constexpr int kRow = kD << kShift<kKind>;
-    if (kKind == kF32 || kRow % 128 || a.head_width != kD || a.v_width != kD || a.page_shift < 4) return false;
+    if (a.head_width != kD || a.v_width != kD || a.page_shift < 4) return false;
     const auto type = kKind == kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : kKind == kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const cuuint64_t size[5] = {128u >> kShift<kKind>, 8, kRow / 128, static_cast<cuuint64_t>(a.n_kv_heads) * a.page_tokens / 8, 1u << 30};
     const cuuint64_t stride[4] = {kRow, 128, 8 * kRow, static_cast<cuuint64_t>(a.page_stride)};
@@ -333,7 +337,7 @@ int32_t launch_kind(const Launch &l, const AttentionArguments &a, const Beside &
 #if defined(PK_WGMMA)
     Launch own = l;
     own.overlap = true;  // blocks set themselves up while q, K and V are made
-    if constexpr (kKind != kF32)
+    if constexpr (kHasBoxes<kD, kKind>)
         if (make_maps<kD, kKind>(l, a, &maps))
             return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, kIsCut> : beside.words != nullptr ? attention_decode_kernel<kD, kKind, true, kIsBeside> : attention_decode_kernel<kD, kKind, true, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside);
 #endif
