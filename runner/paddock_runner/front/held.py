@@ -52,7 +52,7 @@ class Held:
 
     async def reading(self, front: Front, exchange: Exchange, wish: Wish, prompt: str) -> Reading:
         """How the answers to a rendered prompt are read, and what they are held to. Raises: UsageError that names the field."""
-        reading = Reading.of(front.served, prompt, self.calls)
+        reading = Reading.of(front.served, prompt, self.calls, takes_loose=self.is_free)
         if self.is_free:
             return reading
         try:

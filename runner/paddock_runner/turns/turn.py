@@ -94,11 +94,11 @@ class Reading:
     guide: Guide | None = None
 
     @classmethod
-    def of(cls, served: Served, prompt: str, schemas: Schemas) -> Reading:
-        """For answers to a rendered prompt. schemas: parameters of the tools that may be called, by name."""
+    def of(cls, served: Served, prompt: str, schemas: Schemas, takes_loose: bool = False) -> Reading:
+        """For answers to a rendered prompt. schemas: parameters of the tools that may be called, by name. takes_loose: see AnswerFormat.parser."""
         if served.format.parser(prompt, schemas).is_plain:
             return PLAIN
-        return cls(lambda: served.format.parser(prompt, schemas), served.format.visible(bool(schemas)))
+        return cls(lambda: served.format.parser(prompt, schemas, takes_loose=takes_loose), served.format.visible(bool(schemas)))
 
 
 PLAIN = Reading()

@@ -130,6 +130,31 @@ def test_a_bare_object_is_a_call_only_for_a_tool_that_was_given() -> None:
         assert len(answer.calls) == n and (n > 0 or answer.text == text), text
 
 
+def _loose(text: str, cuts: list[int] | None = None) -> Answer:
+    return _gather(ToolParser(BY_NAME["hermes"], SCHEMAS, takes_loose=True), text, cuts)
+
+
+def test_a_bare_call_of_a_loose_dialect_is_one_where_nothing_holds_calls() -> None:
+    bare, marked = '{"name": "get_weather", "arguments": {"city": "Paris"}}', BY_NAME["hermes"].example
+    calls = [(bare, 1, ""), (f"\n{bare}\n{bare}\n", 2, ""), (marked, 1, ""), (f"{bare} and more", 1, "and more"), (f"{bare}\n{marked}", 2, "")]
+    texts = ['{"name": "martian", "arguments": {}}', '{"city": 1}', f"So: {bare}", bare[:-1], bare.replace(": {", " {"), '{"name": "python", "arguments": 5}', "{", ""]
+    for text, n, rest in [*calls, *((text, 0, text) for text in texts)]:
+        answer = _loose(text)
+        assert len(answer.calls) == n and answer.text == rest and all(call.is_complete for call in answer.calls), text
+        assert all(_loose(text, [i]) == answer for i in range(len(text))) and _loose(text, list(range(len(text)))) == answer, text
+    assert _read(BY_NAME["hermes"], bare) == Answer("", bare, [])
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_text_of_a_loose_dialect_gives_the_same_answer_at_every_split(data: st.DataObject) -> None:
+    pieces = [*_pieces(BY_NAME["hermes"]), '{"name": "get_weather", "arguments": {"city": "x"}}', '{"name": "get_weather", ']
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8)))
+    whole = _loose(text)
+    assert _loose(text, data.draw(st.lists(st.integers(0, 500), max_size=6))) == whole == _loose(text, list(range(len(text))))
+    assert whole.calls or whole.text == text
+
+
 def test_a_kimi_call_keeps_its_id() -> None:
     (call,) = _read(BY_NAME["kimi"], BY_NAME["kimi"].example).calls
     assert (call.name, call.id) == ("get_weather", "functions.get_weather:0")

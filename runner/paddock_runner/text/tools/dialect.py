@@ -22,6 +22,7 @@ class Dialect:
     read: generator that reads a block after its marker, from (feed, marker, schemas); it raises Malformed for what is none.
     fits: whether a chat template speaks this dialect. hidden: special tokens inside blocks that must reach the parser.
     example: a call of get_weather(city="Paris") as the model writes it. parameter: what stands around "Paris" in it, where that cannot be told.
+    is_loose: models also write a call of a tool that was given bare, as all they say: it is one where nothing holds their calls.
     force: rules of a forced call, from (its number, the tool's name, its schema, how literal text is spelled), where the example is no pattern.
     """
 
@@ -32,21 +33,23 @@ class Dialect:
     hidden: tuple[str, ...] = ()
     example: str = ""
     parameter: tuple[str, str] | None = None
+    is_loose: bool = False
     force: Callable[[int, str, Mapping[str, Any], Callable[[str], str]], list[str]] | None = None
 
 
 class ToolParser(FeedParser):
-    """Finds calls in the text of an answer, piece by piece."""
+    """Finds calls in the text of an answer, piece by piece. takes_loose: whether those are calls, too, that a loose dialect writes bare."""
 
-    def __init__(self, dialect: Dialect, schemas: Schemas) -> None:
+    def __init__(self, dialect: Dialect, schemas: Schemas, takes_loose: bool = False) -> None:
         feed = Feed()
-        super().__init__(feed, _read_answer(feed, dialect, schemas))
+        may_be_bare = "" in dialect.starts or (takes_loose and dialect.is_loose)
+        super().__init__(feed, _read_answer(feed, dialect, schemas, may_be_bare))
 
 
-def _read_answer(feed: Feed, dialect: Dialect, schemas: Schemas) -> Generator[None, None, None]:
+def _read_answer(feed: Feed, dialect: Dialect, schemas: Schemas, may_be_bare: bool) -> Generator[None, None, None]:
     markers = [m for m in dialect.starts if m]
     gap = ""
-    if "" in dialect.starts:
+    if may_be_bare:
         try:
             yield from feed.space()
         except Ended:

@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
-from ..feed import Feed, Wait
-from .bodies import json_calls
+import json
+from typing import Any
+
+from ..feed import Ended, Feed, Malformed, Wait
+from .bodies import ARGUMENTS, json_calls
 from .dialect import Dialect, Schemas
 
 _END = "</tool_call>"
 
 
 def _read(feed: Feed, marker: str, schemas: Schemas) -> Wait:
-    yield from json_calls(feed, (_END,))
+    if marker:
+        yield from json_calls(feed, (_END,))
+    else:
+        yield from _bare(feed, schemas)
+
+
+def _bare(feed: Feed, schemas: Schemas) -> Wait:
+    """Calls without markers, told when they are whole: nothing but valid JSON with the name of a tool says that they are calls."""
+    n_before = feed.n_calls
+    while True:
+        begin = feed.at
+        try:
+            if (yield from feed.space()) != "{":
+                raise Malformed
+            name, arguments = yield from _whole(feed, schemas)
+        except (Ended, Malformed):
+            if feed.n_calls == n_before:
+                raise
+            feed.at = begin
+            return
+        feed.call(name, arguments)
+
+
+def _whole(feed: Feed, schemas: Schemas) -> Wait:
+    """(name, arguments) of the object that begins here. Its name comes first, so that other JSON is told on at once."""
+    begin = feed.at
+    feed.at += 1
+    yield from feed.space()
+    if (yield from feed.string()) != "name":
+        raise Malformed
+    yield from feed.space()
+    yield from feed.expect(":")
+    yield from feed.space()
+    name = yield from feed.string()
+    if name not in schemas:
+        raise Malformed
+    feed.at = begin
+    parts: list[str] = []
+    yield from feed.value(parts.append)
+    try:
+        found = json.loads("".join(parts), strict=False)
+    except (ValueError, RecursionError):
+        raise Malformed from None
+    arguments: Any = next((found[key] for key in ARGUMENTS if key in found), {})
+    if not isinstance(arguments, dict):
+        raise Malformed
+    return name, json.dumps(arguments, ensure_ascii=False)
 
 
 def _fits(template: str) -> bool:
@@ -24,4 +73,5 @@ HERMES = Dialect(
     _fits,
     (_END,),
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+    is_loose=True,  # Qwen 2.5 Coder leaves the markers out
 )
