@@ -17,6 +17,8 @@ AWAITED_SHARE, AWAITED_QUIET = 0.5, 3.0
 """This part, and so many times as long after the last that came, while fewer have come than have ended lately: who was answered together asks again together."""
 FIT_ERROR = 0.15
 """Nine in ten steps with prefill take at least all of what the fit says but so much."""
+MAX_LATE_NS = 1_000_000_000
+"""A step that takes so much longer than it was priced has perhaps hung: nothing is held back for it any more, so that the loop comes to wait for it with its limit."""
 
 
 def hold_until_ns(engine: Engine, now_ns: int) -> int:
@@ -61,4 +63,5 @@ def _end_ns(engine: Engine, now_ns: int) -> int:
     """When the last step in flight will be done, by the cost model; those behind the first begin now at the earliest, however long it takes."""
     first, *others = engine.in_flight
     first_ns = max(first.launched_ns, engine.last_done_ns) + int(1000 * first.price_us)
-    return max(first_ns, now_ns) + int(1000 * sum([step.price_us for step in others])) if others else first_ns
+    begun_ns = max(first_ns, min(now_ns, first_ns + MAX_LATE_NS)) if others else first_ns
+    return begun_ns + int(1000 * sum([step.price_us for step in others]))

@@ -60,6 +60,25 @@ def test_behind_a_step_with_prefill_the_next_is_launched_earlier_by_what_the_fit
     rig.close()
 
 
+def test_behind_a_step_that_takes_longer_than_priced_one_step_is_enqueued_not_two_unless_it_hangs() -> None:
+    rig = steady_rig(PATIENT)
+    engine = rig.engine
+    for _ in range(100):  # nobody waits, so nothing runs
+        rig.runner.turn()
+        rig.device.now_ns += 100_000
+        if len(engine.in_flight) == 2:
+            break
+    begun = engine.launched_seq
+    for _ in range(100):
+        rig.runner.turn()
+        rig.device.now_ns += 300_000
+    assert engine.launched_seq == begun, "thirty milliseconds for two"
+    rig.device.now_ns += 1_100_000_000
+    rig.runner.turn()
+    assert engine.launched_seq == begun + 1 and engine.is_full, "whoever waits now, waits with a limit"
+    rig.close()
+
+
 def test_without_a_free_slot_steps_are_enqueued_ahead() -> None:
     rig = steady_rig(PATIENT, n=16)
     for _ in range(4):
