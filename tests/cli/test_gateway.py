@@ -327,3 +327,11 @@ def test_further_hosts_and_origins_are_let_in_as_told(paddock, models):
     status, body, _ = ask(server, "GET", "/v1/models", Host="evil.example")
     assert status == 403 and "--runner allow-host=NAME" in body["error"]["hint"]
     assert ask(server, "GET", "/v1/models", Origin="https://evil.example")[0] == 403
+
+
+def test_api_is_described_by_a_runner_that_is_loaded(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    status, body, _ = ask(server, "GET", "/openapi.json")
+    assert status == 404 and "no model is loaded" in body["error"]["message"]
+    assert call(server, "one")[0] == 200
+    assert ask(server, "GET", "/openapi.json")[0] == 200

@@ -47,6 +47,7 @@ PASSED = {
 """What runners answer beside /v1/*."""
 POSTED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/messages"}
 LOCAL_NAMES = ("localhost", "ip6-localhost", "host.docker.internal")
+DESCRIPTION = "/openapi.json"
 KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 
 
@@ -108,6 +109,9 @@ class Gateway:
         if path in OPEN and is_read:
             await _answer(send, 200, self._own.open(path))
             return
+        if path == DESCRIPTION and is_read:
+            await _answer(send, 200, await self._description())
+            return
         self._check_key(headers)
         if path in LISTS and is_read:
             await _answer(send, 200, self._own.listed(path))
@@ -123,6 +127,18 @@ class Gateway:
             raise problem.WrongMethod(f"{path[:200]} does not take {method[:20]}")
         else:
             raise problem.UnknownPath(f"there is nothing at {path[:200]}", "POST /v1/chat/completions and its like, GET /v1/models")
+
+    async def _description(self) -> dict[str, Any]:
+        """What a runner says of its API: all say the same. Raises: UnknownPath while none is loaded, Unreachable."""
+        server = next((e.server for e in self.pool.entries.values() if e.server is not None), None)
+        if server is None:
+            raise problem.UnknownPath("no model is loaded, and a loaded one describes the API", "ask one first: POST /v1/chat/completions")
+        try:
+            answer = await self._client.get(f"{server.url}{DESCRIPTION}", headers={"authorization": f"Bearer {self._key}"} if self._key else {})
+            body: dict[str, Any] = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise Unreachable(f"the runner of {server.name} does not answer: {error}", f"`paddock logs {server.name}` shows why") from None
+        return body
 
     def _check_origin(self, headers: dict[str, str]) -> str:
         """Host and Origin must be addresses or names of this machine: a web page elsewhere cannot be either. Returns Origin. Raises: Forbidden."""
