@@ -1,9 +1,10 @@
 """Load cells on a modelled device: the engine and scheduler as they are, steps priced by a table, virtual time. No GPU, seconds a cell.
 
-Usage: python -m bench.modelled [--cost 8b.fp8 8b.bf16] [--cells 128/128c32x128 ...] [--long 65000] [--pauses 0.08]
+Usage: python -m bench.modelled [--cost 8b.fp8 8b.bf16] [--cells 128/128c32x128 ...] [--long 65000] [--pauses 0.08] [--parted 1.35 1.5]
 A cell is PROMPT/ANSWERcSTREAMSxREQUESTS in a closed loop; those of one call go to one engine, one after the other, as they go to a server: what it has learned of
 prices in one decides how the next is read. What lies around the engine is a model, too: a client and a front that take a while for each
 request, one after the other (COMING_US, with --pauses of a few ms before that share of them), and FRONT_US each way. It answers how a policy behaves, not how fast a machine is.
+With --parted the long prompt is read by a part of the device: beside it a step of the rest takes the first number times as long as on the whole, and a step of the part the second.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from struct import Struct
 
 from paddock_runner.engine.loop import Engine
@@ -43,6 +44,7 @@ class Cost:
     """Prices of steps: (tokens of the step, ms), straight between them. decode: of steps of decode rows; prompts: of prompts alone; mixed: of those with decode rows beside them.
 
     row_ns: of a decode row per token before it. work_ns: of a prefill token per token before it, a chunk counting as least_tokens at least: attention's tiles.
+    parted: how many times as long steps take on what a part leaves, and on the part; None: the device has none.
     """
 
     decode: tuple[tuple[int, float], ...]
@@ -51,6 +53,7 @@ class Cost:
     row_ns: float
     work_ns: float
     least_tokens: int
+    parted: tuple[float, float] | None = None
 
     def step_us(self, rows: list[tuple[int, int]]) -> float:
         """What a step takes. rows: tokens, and tokens before them."""
@@ -107,7 +110,11 @@ class ModelledDevice:
 
     def __init__(self, sizes: StateSizes, cost: Cost, run_ahead: int = 2) -> None:
         self.sizes, self.cost, self.facts = sizes, cost, Facts(run_ahead)
-        self.aside = None
+        self.aside = ModelledPart(self, cost.times(cost.parted[1])) if cost.parted else None
+        self._rest = cost.times(cost.parted[0]) if cost.parted else cost
+        self._gives_way = False
+        self.whole_end_ns = 0
+        """When the last step ends that has the whole device."""
         self.now_ns = self._free_ns = 1_000_000_000
         self._length, self._max, self._alive = [0] * sizes.n_slots, [0] * sizes.n_slots, [False] * sizes.n_slots
         self.results = memoryview(bytearray(24 * sizes.n_results * sizes.max_step_rows))
@@ -128,11 +135,22 @@ class ModelledDevice:
         while self._pending and self._pending[0][0] <= self.now_ns:
             _, seq, rows, new = self._pending.popleft()
             self._run(seq, rows, new)
+        if self.aside is not None:
+            self.aside.land()
 
     @property
     def next_end_ns(self) -> int:
-        """When the running step ends; 0: none runs."""
-        return self._pending[0][0] if self._pending else 0
+        """When the next of the running steps ends; 0: none runs."""
+        ends = [queue[0][0] for queue in (self._pending, self.aside.pending if self.aside is not None else ()) if queue]
+        return min(ends, default=0)
+
+    def read(self, slot: int, n: int) -> None:
+        """The part has read n tokens of a slot's prompt."""
+        self._length[slot] += n
+
+    def length_of(self, slot: int) -> int:
+        """Tokens of a slot by the steps that are done."""
+        return self._length[slot]
 
     def step(self, input_address: int) -> None:
         """Enqueues a step."""
@@ -144,8 +162,10 @@ class ModelledDevice:
             length.update({slot: n for slot, n, *_ in (NEW.unpack_from(new_before, i) for i in range(0, len(new_before), NEW_BYTES))})
             for slot, n, *_ in rows_before:
                 length[slot] += n
-        begin = max(self.now_ns, self._free_ns)
-        self._free_ns = begin + int(1000 * self.cost.step_us([(n, length[slot]) for slot, n, *_ in rows]))
+        begin = max(self.now_ns, self._free_ns, 0 if self._gives_way or self.aside is None else self.aside.free_ns)
+        cost = self._rest if self._gives_way else self.cost
+        self._free_ns = begin + int(1000 * cost.step_us([(n, length[slot]) for slot, n, *_ in rows]))
+        self.whole_end_ns = self.whole_end_ns if self._gives_way else self._free_ns
         self._pending.append((self._free_ns, seq, rows, new))
         n_decode = sum(n == 1 for _, n, *_ in rows)
         self.steps.append((begin, self._free_ns, n_decode, n_tokens - n_decode))
@@ -167,7 +187,8 @@ class ModelledDevice:
         self.done[0] = seq
 
     def give_way(self, is_on: bool) -> None:
-        """There is no part."""
+        """Steps run on what the part leaves, or on all."""
+        self._gives_way = is_on
 
     def wait(self, seq: int, timeout_us: int) -> bool:
         """Time passes until the step is done, or the time is up."""
@@ -201,6 +222,36 @@ class ModelledDevice:
         return self.sizes.n_pages
 
 
+class ModelledPart:
+    """The part of a modelled device: its steps read one prompt each, one after the other, beside those of the rest. Steps of the whole device and these take turns."""
+
+    def __init__(self, whole: ModelledDevice, cost: Cost) -> None:
+        self._whole, self._cost, self.facts, self.free_ns = whole, cost, Facts(1), 0
+        self.done = memoryview(bytearray(8)).cast("Q")
+        self.pending: deque[tuple[int, int, int, int]] = deque()
+
+    def step(self, input_address: int) -> None:
+        """Enqueues a step."""
+        data = ctypes.string_at(input_address, HEAD.size + ROW.size)
+        slot, n, *_ = ROW.unpack_from(data, HEAD.size)
+        before = self._whole.length_of(slot) + sum(more for _, _, at, more in self.pending if at == slot)
+        self.free_ns = max(self._whole.now_ns, self.free_ns, self._whole.whole_end_ns) + int(1000 * self._cost.step_us([(n, before)]))
+        self.pending.append((self.free_ns, HEAD.unpack_from(data)[0], slot, n))
+
+    def land(self) -> None:
+        """Steps that have ended by now are done."""
+        while self.pending and self.pending[0][0] <= self._whole.now_ns:
+            _, seq, slot, n = self.pending.popleft()
+            self._whole.read(slot, n)
+            self.done[0] = seq
+
+    def wait(self, seq: int, timeout_us: int) -> bool:
+        """Time passes until the step is done, or the time is up."""
+        if timeout_us and self.done[0] < seq:
+            self._whole.advance(min(self.pending[0][0], self._whole.now_ns + 1000 * timeout_us))
+        return self.done[0] >= seq
+
+
 @dataclass
 class Seen:
     """What a client saw of one request, in ns."""
@@ -213,11 +264,12 @@ class Scene:
     """An engine on a modelled device, and what happens around it, by virtual time. pauses: the share of requests before which the client makes one; seed: which."""
 
     def __init__(self, cost: Cost, n_slots: int = 128, max_step_tokens: int = 0, policy: Policy | None = None, ctx: int = 8448, pauses: float = 0.0, seed: int = 1) -> None:
+        from paddock_runner.memory.part import PART_TOKENS
         from paddock_runner.memory.plan import STEP_TOKENS
 
         self.sizes = StateSizes(
             n_slots=n_slots, max_ctx_tokens=-(-ctx // 32) * 32, page_tokens=32, n_pages=n_slots * 300 + 1 + ctx // 32, n_vocab=32000,
-            max_step_tokens=max_step_tokens or STEP_TOKENS["cuda"], max_step_rows=n_slots, max_bias=4, max_top=1,
+            max_step_tokens=max_step_tokens or STEP_TOKENS["cuda"], max_step_rows=n_slots, max_bias=4, max_top=1, part_tokens=PART_TOKENS["cuda"] if cost.parted else 0,
         )  # fmt: skip
         self.device = ModelledDevice(self.sizes, cost)
         channel, known = Channel.create(), rehearse(self.sizes, self.device, policy or Policy(), self.device.clock)
@@ -257,6 +309,8 @@ class Scene:
             device.advance(device.now_ns + 1000 * TURN_US)
         if self.engine.in_flight and (self.engine.is_full or not has_moved):
             self.engine.wait()
+        elif self.engine.aside.in_flight and not has_moved:
+            self.engine.aside.wait()
         ended = self._listen()
         if not has_moved and device.now_ns == begun:
             events = [t for t in (device.next_end_ns, self._coming[0][0] if self._coming else 0, self.engine.hold_until_ns) if t > begun]
@@ -343,6 +397,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=65000)
     parser.add_argument("--max-step-tokens", type=int, default=0)
     parser.add_argument("--pauses", type=float, default=0.0)
+    parser.add_argument("--parted", type=float, nargs=2, metavar=("REST", "PART"))
     options = parser.parse_args()
     for name in options.cost:
         scene = Scene(COSTS[name], max_step_tokens=options.max_step_tokens, pauses=options.pauses)
@@ -355,7 +410,7 @@ def main() -> None:
             ratio = found["ttft_p99_ms"] / found["ttft_p50_ms"]
             sys.stdout.write(f"{name} {cell}: " + "  ".join(f"{k} {v:.2f}" for k, v in found.items()) + f"  p99/p50 {ratio:.2f}\n")
         if options.long:
-            sys.stdout.write(f"{name} long: " + "  ".join(f"{k} {v:.2f}" for k, v in run_long(COSTS[name], options.long).items()) + "\n")
+            sys.stdout.write(f"{name} long: " + "  ".join(f"{k} {v:.2f}" for k, v in run_long(replace(COSTS[name], parted=options.parted), options.long).items()) + "\n")
 
 
 if __name__ == "__main__":

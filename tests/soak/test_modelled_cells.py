@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -107,6 +108,12 @@ def test_a_long_prompt_beside_streams_takes_little_longer_than_alone_and_most_ga
     """In FP8 a chunk with 129 to 256 rows takes twice what as many tokens of a full step do: 1.45 would take gaps of seven and a half times (decision 0021)."""
     found = run_long(COSTS[cost], 65000)
     assert found["itl_p50"] <= 1.25 and found["ttft"] <= most and found["itl_p99"] <= 6.5
+
+
+@pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
+def test_a_long_prompt_that_is_read_aside_makes_gaps_as_long_as_the_rest_of_the_device_is_slower(cost: str) -> None:
+    found = run_long(replace(COSTS[cost], parted=(1.35, 1.5)), 65000)
+    assert found["itl_p99"] <= 1.6 and found["itl_p50"] <= 1.5 and found["ttft"] <= 1.6
 
 
 def test_chunks_fill_the_tiles_of_the_device() -> None:

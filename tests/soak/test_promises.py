@@ -37,6 +37,8 @@ class Features:
     guesses: bool
     is_patient: bool = False
     """Steps are launched late, and prompts wait for company."""
+    is_parted: bool = False
+    """Prompts of a few tokens are read by a part of the device."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Model:
 
 
 features = st.builds(
-    Features, st.integers(0, 3), st.sampled_from([24, 40, 60, 120]), st.sampled_from([0, 0, 2, 6, 20]), st.sampled_from(["", "host", "disk"]), st.booleans(), st.booleans()
+    Features, st.integers(0, 3), st.sampled_from([24, 40, 60, 120]), st.sampled_from([0, 0, 2, 6, 20]), st.sampled_from(["", "host", "disk"]), st.booleans(), st.booleans(), st.booleans()
 )
 asks = st.tuples(
     st.just("ask"), st.integers(0, 2), st.integers(0, 48), st.integers(1, 8), st.integers(1, 30), st.integers(0, 2), st.integers(1, 3), st.integers(-1, 1)
@@ -106,10 +108,13 @@ def finish(rig: Rig, folder: Path) -> None:
 
 def check_promises(on: Features, script: list[tuple]) -> None:
     model = Model()
-    sizes = replace(SIZES, n_pages=on.n_pages, n_snapshots=on.n_snapshots, recurrent_bytes=64 * (on.n_snapshots > 0))
+    sizes = replace(SIZES, n_pages=on.n_pages, n_snapshots=on.n_snapshots, recurrent_bytes=64 * (on.n_snapshots > 0), part_tokens=6 * on.is_parted)
+    policy = replace(POLICY, burst_ms=0.5 if on.is_parted else POLICY.burst_ms)
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(drafts, "look_up", model.oracle), mock.patch.object(loop, "CONSIDER_EVERY", 1):
         device = FakeDevice(sizes, on.run_ahead, seed=len(script), n_attached=10)
-        rig = Rig(sizes, policy=POLICY if on.is_patient else replace(POLICY, lead_ms=0.0, gather_ms=0.0), device=device)
+        if on.is_parted:
+            device.part(sizes.part_tokens)
+        rig = Rig(sizes, policy=policy if on.is_patient else replace(policy, lead_ms=0.0, gather_ms=0.0), device=device)
         rig.engine.drafter.is_on = on.guesses and not on.n_snapshots
         if on.tiers:
             disk = (1 << 15) * (on.tiers == "disk")
