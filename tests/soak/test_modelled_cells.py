@@ -113,7 +113,7 @@ def test_a_long_prompt_beside_streams_takes_little_longer_than_alone_and_most_ga
 @pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
 def test_a_long_prompt_that_is_read_aside_makes_gaps_as_long_as_the_rest_of_the_device_is_slower(cost: str) -> None:
     found = run_long(replace(COSTS[cost], parted=(1.35, 1.5)), 65000)
-    assert found["itl_p99"] <= 1.6 and found["itl_p50"] <= 1.5 and found["ttft"] <= 1.6
+    assert found["itl_p99"] <= 1.75 and found["itl_p50"] <= 1.6 and found["ttft"] <= 1.6
 
 
 def test_chunks_fill_the_tiles_of_the_device() -> None:
