@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,11 +17,16 @@ async def get_root(front: Front, exchange: Exchange) -> None:
 
 async def get_version(front: Front, exchange: Exchange) -> None:
     """GET /version, /api/version: the version of Paddock."""
+    await exchange.answer_json({"version": our_version()})
+
+
+@cache
+def our_version() -> str:
+    """The version of Paddock as it is installed; "0" where it is not."""
     try:
-        ours = version("paddock")
+        return version("paddock")
     except PackageNotFoundError:
-        ours = "0"
-    await exchange.answer_json({"version": ours})
+        return "0"
 
 
 async def get_live(front: Front, exchange: Exchange) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .described import ANSWERS, ERRORS, EXAMPLES, RPC_ERROR, STREAMS
+from .health import our_version
 from .http import ENCODER, Exchange
 
 if TYPE_CHECKING:
@@ -40,16 +40,12 @@ def description() -> bytes:
     for route in ROUTES:
         path = route.path + "{name}" if route.has_name else route.path
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, by_path.get((route.method, route.path)))
-    try:
-        ours = version("paddock")
-    except PackageNotFoundError:
-        ours = "0"
     errors = {ERROR_NAMES[vendor]: schema for vendor, schema in ERRORS.items()}
     document = {
         "openapi": "3.1.0",
         "info": {
             "title": "Paddock runner",
-            "version": ours,
+            "version": our_version(),
             "description": "OpenAI-, Anthropic- and Ollama-compatible APIs of one served model, and an MCP server.",
         },
         "security": [{"bearer": []}],

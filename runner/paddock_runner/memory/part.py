@@ -49,5 +49,6 @@ def part_windows(sizes: StateSizes) -> int:
 
 def part_arrays(sizes: StateSizes) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of its own arrays in device and pinned memory, by field name."""
-    arrays = device_arrays(part_sizes(sizes))
-    return {name: arrays[name] for name in OWN}, pinned_arrays(part_sizes(sizes))
+    own = part_sizes(sizes)
+    arrays = device_arrays(own)
+    return {name: arrays[name] for name in OWN}, pinned_arrays(own)
