@@ -105,10 +105,13 @@ class Intake:
         counters.prompt_tokens += ask.prompt_tokens
         request = Request(ask, index, engine.clock(), placed[1], placed[0])
         requests[ask.ask_id] = request
+        if queue.busy and request.client not in queue.busy:
+            engine.scheduler.charge_decoding()  # it starts by what the others have had
         queue.open(request.client, request.weight)
-        loser = queue.push(request, engine.ledger.cached(request.tokens, request.salt))
+        n_held = len(engine.scheduler.held)
+        loser = queue.push(request, engine.ledger.cached(request.tokens, request.salt), n_held)
         if loser is not None:
-            engine.refuse(loser, RefusedCode.QUEUE_FULL, queue.n, engine.policy.max_queue)
+            engine.refuse(loser, RefusedCode.QUEUE_FULL, queue.n + n_held, engine.policy.max_queue)
         engine.scheduler.freed()
 
     def _mask(self, payload: memoryview, index: int) -> None:

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from typing import TypeVar
 
 from .policy import Policy
 from .request import Request
 
 MIN_RETRY_MS, MAX_RETRY_MS = 100, 60_000
 KEPT_CLIENTS = 1024
+SPARE = 64
+"""Entries of who no longer waits that a list of the waiting may have beside four for each that does, before it is made anew."""
 AWAY_NS = 20_000_000
 """Who has not asked again so long after an answer does not do so at once."""
 LATEST = 0.1
 """Weight of the latest time between two admissions, once there were as many as that takes."""
 LIGHT = 8
 """A client is light beside one that has so many times its requests open."""
+
+
+T = TypeVar("T", bound=tuple[float, int, Request])
 
 
 class Client:
@@ -48,12 +54,12 @@ class WaitQueue:
         "_last_admit_ns",
         "_last_left_ns",
         "_n_after_oldest",
-        "_n_at_work",
         "_n_away",
         "_n_pushed",
         "_n_waits",
         "_policy",
         "_reached",
+        "busy",
         "clients",
         "last_arrival_ns",
         "n",
@@ -63,6 +69,8 @@ class WaitQueue:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.clients: dict[int, Client] = {}
+        self.busy: dict[int, Client] = {}
+        """Those of them that have something open: all others could be thousands, one for each session that ever was."""
         self.n = 0
         """Requests that wait here."""
         self.last_arrival_ns = 0
@@ -72,7 +80,6 @@ class WaitQueue:
         self._arrivals: deque[Request] = deque()
         self._deadlines: list[tuple[int, int, Request]] = []
         self._n_pushed = self._n_after_oldest = 0
-        self._n_at_work = 0
         self._reached = 0.0
         """The counter of the last client that was at work, for when nobody is."""
         self._admit_us = 1000.0
@@ -91,10 +98,9 @@ class WaitQueue:
             entry = self.clients[client] = Client()
         entry.weight = weight
         if not entry.n_open:
-            lowest = min((c.served_tokens for c in self.clients.values() if c.n_open), default=self._reached)
+            lowest = min((c.served_tokens for c in self.busy.values()), default=self._reached)
             entry.served_tokens = max(entry.served_tokens, lowest - self._policy.head_start_tokens)
-        if not entry.n_open:
-            self._n_at_work += 1
+            self.busy[client] = entry
         entry.n_open += 1
 
     def close(self, client: int) -> None:
@@ -102,8 +108,8 @@ class WaitQueue:
         entry = self.clients[client]
         entry.n_open -= 1
         if not entry.n_open:
-            self._n_at_work -= 1
-            if not self._n_at_work:
+            del self.busy[client]
+            if not self.busy:
                 self._reached = max(self._reached, entry.served_tokens)
 
     def left(self, now_ns: int) -> None:
@@ -115,10 +121,10 @@ class WaitQueue:
         """More answers have ended lately than requests have come since."""
         return self._n_away > 0 and now_ns - self._last_left_ns < AWAY_NS
 
-    def push(self, request: Request, cached_tokens: int) -> Request | None:
+    def push(self, request: Request, cached_tokens: int, n_beside: int = 0) -> Request | None:
         """Takes a request in. Returns the one that must be refused instead, if the queue is full: perhaps this one.
 
-        `open` was called for its client. The refused one is no longer in the queue, its client not yet closed.
+        `open` was called for its client. The refused one is no longer in the queue, its client not yet closed. n_beside: requests that wait elsewhere.
         """
         policy = self._policy
         request.uncached_tokens = request.n_tokens - cached_tokens
@@ -129,8 +135,8 @@ class WaitQueue:
         )
         client = self.clients[request.client]
         loser = None
-        if self.n >= policy.max_queue:
-            heaviest = max(self.clients.values(), key=lambda c: c.n_waiting)
+        if self.n + n_beside >= policy.max_queue:
+            heaviest = max(self.busy.values(), key=lambda c: c.n_waiting)
             if heaviest.n_waiting <= client.n_waiting + 1:
                 return request
             loser = max((entry for entry in heaviest.heap if entry[2].is_queued), key=lambda e: e[:2])[2]
@@ -165,13 +171,16 @@ class WaitQueue:
     # ---- going ----
 
     def head(self) -> Request | None:
-        """Who is next; stays in the queue until `take`. The oldest's turn comes after that of a light client, whose prompt would wait for a whole one of the others' else."""
+        """Who is next; stays in the queue until `take`.
+
+        The oldest's turn comes after that of a light client, whose prompt would wait for a whole one of the others' else; but there may always be another such client.
+        """
         if not self.n:
             return None
         best: Request | None = None
         best_rank = 0.0
         bonus = self._policy.priority_tokens
-        for client in self.clients.values():
+        for client in self.busy.values():
             if client.n_waiting:
                 heap = client.heap
                 while not heap[0][2].is_queued:
@@ -180,8 +189,9 @@ class WaitQueue:
                 rank = client.served_tokens - request.priority * bonus
                 if best is None or rank < best_rank or (rank == best_rank and request.key < best.key):
                     best, best_rank = request, rank
-        is_due = self._n_after_oldest >= self._policy.oldest_every - 1
-        return self._oldest() if is_due and best is not None and not self.is_light(best.client) else best
+        every, n_after = self._policy.oldest_every, self._n_after_oldest
+        is_due = n_after >= every - 1 and best is not None and (n_after >= 2 * every - 1 or not self.is_light(best.client))
+        return self._oldest() if is_due else best
 
     def _oldest(self) -> Request:
         """The request that has waited longest. There is one."""
@@ -202,14 +212,22 @@ class WaitQueue:
     def drop(self, request: Request) -> None:
         """The request leaves for whatever reason. Nothing happens when it is not in the queue."""
         if request.is_queued:
+            client = self.clients[request.client]
             request.is_queued = False
-            self.clients[request.client].n_waiting -= 1
+            client.n_waiting -= 1
             self.n -= 1
             self.uncached_tokens -= request.uncached_tokens
+            if not client.n_waiting:
+                client.heap.clear()
+            elif len(client.heap) > SPARE + 4 * client.n_waiting:
+                client.heap = _queued(client.heap)
             if not self.n:
                 self._arrivals.clear()
-            elif len(self._arrivals) > 64 + 4 * self.n:
+                self._deadlines.clear()
+            elif len(self._arrivals) > SPARE + 4 * self.n:
                 self._arrivals = deque(r for r in self._arrivals if r.is_queued)
+            if len(self._deadlines) > SPARE + 4 * self.n:
+                self._deadlines = _queued(self._deadlines)
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -240,11 +258,11 @@ class WaitQueue:
     @property
     def is_contested(self) -> bool:
         """More than one client has something open."""
-        return self._n_at_work > 1
+        return len(self.busy) > 1
 
     def is_light(self, client: int) -> bool:
         """This client has few requests open beside another that has many."""
-        return LIGHT * self.clients[client].n_open <= max(c.n_open for c in self.clients.values())
+        return LIGHT * self.clients[client].n_open <= max(c.n_open for c in self.busy.values())
 
     def retry_after_ms(self) -> int:
         """When a place is likely to be free again: the waiting ones times the time between admissions."""
@@ -255,5 +273,14 @@ class WaitQueue:
         return [r for r in dict.fromkeys(self._arrivals) if r.is_queued]
 
     def _forget_idle(self) -> None:
-        for key in [k for k, c in self.clients.items() if not c.n_open and c.served_tokens <= self._reached]:
+        """Of those without a request the half that was served least is forgotten: where they come back, they start little above who is new."""
+        idle = sorted((c.served_tokens, key) for key, c in self.clients.items() if not c.n_open)
+        for _, key in idle[: -(-len(idle) // 2)]:
             del self.clients[key]
+
+
+def _queued(heap: list[T]) -> list[T]:
+    """The entries of a heap whose request still waits, as a heap: the others would keep their prompts until they came to its top."""
+    kept = [entry for entry in heap if entry[2].is_queued]
+    heapq.heapify(kept)
+    return kept

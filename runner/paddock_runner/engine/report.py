@@ -61,7 +61,7 @@ def report(engine: Engine) -> dict[str, Any]:
             "waiting": scheduler.n_waiting,
             "preempted": len(scheduler.preempted),
             "limit": engine.policy.max_queue,
-            "clients": sum(c.n_open > 0 for c in scheduler.queue.clients.values()),
+            "clients": len(scheduler.queue.busy),
         },
         "slots": {
             "all": engine.sizes.n_slots,

@@ -33,6 +33,7 @@ class Scheduler:
 
     __slots__ = (
         "_advanced",
+        "_charged_seq",
         "_guest",
         "_is_stuck",
         "_ledger",
@@ -84,6 +85,7 @@ class Scheduler:
         """Whose prompts the last planned step has read further."""
         self._is_stuck = False
         self._guest: Request | None = None
+        self._charged_seq = 0
         self._n_started = 0
 
     @property
@@ -128,7 +130,7 @@ class Scheduler:
         us_all = us_left
         self._wake_held(now_ns)
         if self.queue.is_contested:
-            self._charge_decoding()
+            self.charge_decoding()
         chunks: list[Chunk] = []
         skipped: set[int] = set()
         while tokens_left > 0 and rows_left > 0:
@@ -413,9 +415,12 @@ class Scheduler:
         head = self.queue.head()
         return n if head is None else min(n, head.uncached_tokens)
 
-    def _charge_decoding(self) -> None:
+    def charge_decoding(self) -> None:
         """Charges clients for the answers that grew since the last look."""
         slots = self._slots
+        if self._charged_seq == slots.seq:
+            return
+        self._charged_seq = slots.seq
         for request in slots.request_of:
             if request is not None and request.phase == Phase.DECODE:
                 self._charge(request, slots.launched(request.slot))
@@ -438,7 +443,7 @@ class Scheduler:
     @property
     def could_yield(self) -> bool:
         """Whether a client that comes now could get a slot though all are taken: another has many of them."""
-        return max((c.n_open - c.n_waiting for c in self.queue.clients.values()), default=0) >= LEAST_SLOTS and not self._policy.whole_prompts
+        return max((c.n_open - c.n_waiting for c in self.queue.busy.values()), default=0) >= LEAST_SLOTS and not self._policy.whole_prompts
 
     def yielder(self) -> Request | None:
         """The newest request of the client that has most of the slots, when all are taken and the queue's head is of a client that has none."""

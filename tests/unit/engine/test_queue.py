@@ -127,6 +127,24 @@ def test_the_oldests_turn_comes_after_that_of_a_light_client() -> None:
     assert queue.head() is longest, "put off, not lost"
 
 
+def test_the_oldest_has_its_turn_though_there_is_always_another_light_client() -> None:
+    queue = WaitQueue(Policy(oldest_every=4))
+    many = [request(10, client=1, at_ms=0) for _ in range(40)]
+    for r in many:
+        push(queue, r)
+    queue.charge(1, 50_000)
+    taken = []
+    for k in range(40):
+        push(queue, request(10, client=2 + k, at_ms=1 + k))
+        queue.clients[2 + k].served_tokens = 0
+        head = queue.head()
+        assert head is not None
+        queue.take(head, 0)
+        queue.close(head.client)
+        taken.append(head.client)
+    assert taken.count(1) == 40 // 8, "every eighth, where it would be every fourth among equals"
+
+
 def test_a_full_queue_refuses_the_newcomer_of_the_heaviest_client() -> None:
     queue = WaitQueue(Policy(max_queue=3))
     for _ in range(3):
@@ -204,3 +222,31 @@ def test_idle_clients_are_forgotten_when_there_are_many() -> None:
         queue.open(client)
         queue.close(client)
     assert len(queue.clients) <= 1025
+
+
+def test_who_has_left_is_forgotten_while_others_are_always_at_work_the_least_served_first() -> None:
+    queue = WaitQueue(NEVER)
+    queue.open(-1)
+    for client in range(5000):
+        queue.open(client)
+        queue.charge(client, 100_000 if client == 7 else 10)
+        queue.close(client)
+    assert len(queue.clients) <= 1025 and list(queue.busy) == [-1]
+    queue.open(7)
+    assert queue.clients[7].served_tokens == 100_000, "who has had much is remembered"
+
+
+def test_no_prompt_is_kept_of_who_no_longer_waits() -> None:
+    queue = WaitQueue(NEVER)
+    for k in range(300):
+        push(queue, request(10, client=k % 3, at_ms=k, deadline_ns=10**18))
+        if k % 3:
+            queue.drop(queue.waiting()[-1])
+    assert queue.n == 100
+    assert [len(queue.clients[k].heap) for k in range(3)] == [100, 0, 0] and len(queue._deadlines) <= 64 + 4 * 100
+    last = queue.waiting()[-1]
+    for r in queue.waiting()[:-1]:
+        queue.drop(r)
+    assert len(queue.clients[0].heap) <= 68 and len(queue._deadlines) <= 68
+    queue.drop(last)
+    assert not queue.clients[0].heap and not queue._deadlines

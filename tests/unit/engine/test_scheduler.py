@@ -9,9 +9,10 @@ import statistics
 from dataclasses import replace
 
 from paddock_runner.engine.policy import Policy
+from paddock_runner.wire.messages import Refused, RefusedCode
 
 from tests.soak.fake_device import ROW_US, STEP_US, TOKEN_US, alone
-from tests.soak.rig import SIZES, Answer, Rig, ended_well
+from tests.soak.rig import AT_ONCE, SIZES, Answer, Rig, ended_well, turns
 
 WIDE = replace(SIZES, n_slots=16, max_ctx_tokens=2048, n_pages=8193, max_step_tokens=512, max_step_rows=32)
 
@@ -258,4 +259,39 @@ def test_a_client_that_has_a_slot_takes_none_from_another() -> None:
     second = rig.ask(list(range(600, 640)), 5, client=2)
     rig.run()
     assert sum(a.done.n_preempted for a in (*many, first, second)) <= 1, "one for the first, none for the second"
+    rig.close()
+
+
+def test_who_comes_late_has_no_more_of_a_head_start_than_what_is_given_though_others_answered_for_long_by_themselves() -> None:
+    rig = Rig(replace(WIDE, n_slots=8))
+    many = [rig.ask([k * 17 + i for i in range(40)], 400, client=1) for k in range(8)]
+    while not all(len(a.tokens) > 300 for a in many):
+        rig.turn()
+    guest = rig.ask(list(range(500, 540)), 5, client=2)
+    while guest.started is None:
+        rig.turn()
+    clients = rig.engine.scheduler.queue.clients
+    assert clients[1].served_tokens > 8 * 340
+    assert clients[2].served_tokens >= 8 * 340 - rig.engine.policy.head_start_tokens
+    one = clients[1].served_tokens
+    for _ in range(3):
+        rig.turn()
+    assert clients[1].served_tokens <= one + 8 * 10, "nothing of it is charged later"
+    for answer in rig.answers.values():
+        rig.abort(answer)
+    rig.run(check=False)
+    rig.close()
+
+
+def test_who_waits_for_anothers_prefix_takes_a_place_in_the_queue() -> None:
+    rig = Rig(replace(WIDE, max_step_tokens=64), policy=replace(AT_ONCE, max_queue=10))
+    common = [(7 * i) % 1000 for i in range(1500)]
+    asks = [rig.ask([*common, k], 2, client=k) for k in range(8)]
+    for k in range(8, 40):
+        turns(rig, 1)
+        asks.append(rig.ask([*common, k], 2, client=k))
+        assert rig.engine.scheduler.n_waiting <= 10
+    rig.run(check=False)
+    refused = [a for a in asks if isinstance(a.end, Refused)]
+    assert len(refused) > 10 and all(a.refused.code == RefusedCode.QUEUE_FULL and a.refused.need == 10 for a in refused)
     rig.close()
