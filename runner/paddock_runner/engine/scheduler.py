@@ -32,27 +32,8 @@ class Scheduler:
     """Decides one step at a time. `on_start` hears of every request that gets a slot, before its first chunk."""
 
     __slots__ = (
-        "_advanced",
-        "_charged_seq",
-        "_guest",
-        "_is_stuck",
-        "_ledger",
-        "_n_started",
-        "_policy",
-        "_read_seq",
-        "_slots",
-        "aside",
-        "aside_tokens",
-        "begun_tokens",
-        "cost",
-        "held",
-        "n_brought",
-        "on_start",
-        "pace",
-        "preempted",
-        "prefilling",
-        "queue",
-        "saves",
+        "_advanced", "_charged_seq", "_guest", "_is_stuck", "_ledger", "_n_started", "_policy", "_read_seq", "_slots", "aside",
+        "aside_tokens", "begun_tokens", "cost", "held", "n_brought", "on_start", "pace", "preempted", "prefilling", "queue", "saves",
     )  # fmt: skip
 
     def __init__(
