@@ -97,7 +97,9 @@ def _main(arguments: list[str]) -> int:
     found = vars(parser().parse_args(arguments))
     words, as_json = found.pop("words"), found.pop("json")
     if found.pop("version"):
-        print(_version())
+        from .version import our_version
+
+        print(f"paddock-runner {our_version()}")
         return 0
     command = words.pop(0) if words and words[0] in COMMANDS else "serve"
     if command in ("plan", "explain") and words:
@@ -121,15 +123,6 @@ def _main(arguments: list[str]) -> int:
 
     opened = open_model(config, config.model_path)
     return _print_plan(opened, as_json) if command == "plan" else _print_program(opened, config, as_json)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"paddock-runner {version('paddock')}"
-    except PackageNotFoundError:
-        return "paddock-runner (not installed)"
 
 
 def _print_config(config: Config, as_json: bool) -> int:

@@ -335,3 +335,48 @@ def test_api_is_described_by_a_runner_that_is_loaded(paddock, models):
     assert status == 404 and "no model is loaded" in body["error"]["message"]
     assert call(server, "one")[0] == 200
     assert ask(server, "GET", "/openapi.json")[0] == 200
+
+
+def test_numbers_of_the_gateway_and_of_its_runners_are_for_admins(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    assert call(server, "one")[0] == 200 and ask(server, "POST", "/v1/chat/completions", {"model": "x"})[0] == 404
+    status, text, headers = ask(server, "GET", "/metrics")
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert status == 200 and headers["content-type"].startswith("text/plain")
+    assert values['paddock_gateway_http_requests_total{route="/v1/chat/completions",status="200"}'] == "1"
+    assert values['paddock_gateway_http_requests_total{route="/v1/chat/completions",status="404"}'] == "1"
+    assert [values[f'paddock_gateway_model_loaded{{model="{m}"}}'] for m in ("one", "two")] == ["1", "0"]
+    assert values['paddock_gateway_model_starts_total{model="one"}'] == "1" and values["paddock_gateway_memory_held_bytes"] == "100"
+    assert values['paddock_http_requests_total{model="one",route="/v1/chat/completions",status="200"}'] == "1"
+    kinds = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(kinds) == len(set(kinds))
+    assert ask({**server, "key": ""}, "GET", "/metrics")[0] == 401
+
+
+def test_key_for_inference_is_passed_on_and_sees_no_numbers(paddock, models):
+    phone = paddock("key", "add", "phone", "--json").json["key"]
+    server = {**serve(paddock, models[:2], "--budget", "200"), "key": phone}
+    assert call(server, "one") == (200, "1: hi")
+    assert ask(server, "GET", "/metrics")[0] == 403
+
+
+def test_head_that_is_too_large_and_body_over_the_limit_that_was_set_are_refused(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200", "--runner", "max-body-mib=0.01")
+    status, body, headers = ask(server, "POST", "/v1/chat/completions", {"model": "one", "messages": [{"role": "user", "content": "x" * 20_000}]})
+    assert status == 413 and body["error"]["code"] == "request_too_large" and headers["connection"] == "close" and loaded() == set()
+    assert ask(server, "GET", "/health", None, X="y" * 70_000)[0] == 431
+    done = paddock("serve", *models[2:], "--port", "0", "--name", "other", "--runner", "max-body-mib=much")
+    assert done.code == 2 and "max-body-mib=much: 'much' is not a number" in done.err
+
+
+def test_answer_has_the_name_that_its_request_had(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    assert ask(server, "POST", "/v1/chat/completions", {"model": "x"}, x_request_id="mine-7")[2]["x-request-id"] == "mine-7"
+    assert ask(server, "GET", "/v1/models")[2]["x-request-id"].startswith("req_")
+
+
+def test_page_whose_sdk_sends_headers_of_its_own_may_call(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    wanted = "authorization,x-stainless-os,x-stainless-lang"
+    headers = ask(server, "OPTIONS", "/v1/chat/completions", Origin="http://localhost:5173", Access_Control_Request_Headers=wanted)[2]
+    assert headers["access-control-allow-headers"] == wanted and headers["access-control-allow-private-network"] == "true"

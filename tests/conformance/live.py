@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import uvloop
-from paddock_runner.front.auth import Guard
-from paddock_runner.front.listen import bind
+from paddock_runner.edge.auth import Guard
+from paddock_runner.edge.listen import bind
 from paddock_runner.front.server import Server
 from paddock_runner.front.service import Front
 from paddock_runner.text.answer import AnswerFormat

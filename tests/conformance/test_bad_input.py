@@ -118,13 +118,13 @@ def test_body_over_the_limit_is_a_413() -> None:
 
 
 def test_body_that_comes_too_slowly_is_a_408_and_one_that_comes_steadily_is_not(monkeypatch: pytest.MonkeyPatch, server: Live) -> None:
-    monkeypatch.setattr("paddock_runner.front.http.BODY_GRACE_S", 0.2)
+    monkeypatch.setattr("paddock_runner.edge.body.BODY_GRACE_S", 0.2)
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\ncontent-length: 90000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
         client.sendall(head.encode() + b"{")
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"request_timeout"' in answer and b"connection: close" in answer.lower()
-    monkeypatch.setattr("paddock_runner.front.http.MIN_BODY_BYTES_PER_S", 1 << 10)
+    monkeypatch.setattr("paddock_runner.edge.body.MIN_BODY_BYTES_PER_S", 1 << 10)
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "metadata": {"a": "x" * 3000}}).encode()
 
     def parts() -> Iterator[bytes]:
@@ -133,6 +133,13 @@ def test_body_that_comes_too_slowly_is_a_408_and_one_that_comes_steadily_is_not(
             threading.Event().wait(0.05)
 
     assert server.post(CHAT, content=parts()).status_code == 200
+
+
+def test_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.MonkeyPatch, server: Live) -> None:
+    monkeypatch.setattr("paddock_runner.edge.protocol.HEAD_TIMEOUT_S", 0.1)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: local")
+        assert client.recv(100) == b""
 
 
 def test_foreign_host_and_origin_are_refused_and_allowed_ones_get_their_headers() -> None:

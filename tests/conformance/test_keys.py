@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from paddock_runner.front.auth import key_of
+from paddock_runner.edge.auth import key_of
 
 from tests.conformance.live import CHATML, Live
 

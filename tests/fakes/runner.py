@@ -70,8 +70,20 @@ class Handler(BaseHTTPRequestHandler):
         elif self.is_allowed() and self.path == "/v1/paddock/state" and "busy" in Path(self.flags["--model"]).name:
             engine = {"slots": {"all": 8, "free": 5}, "queue": {"waiting": 2}, "counters": {"output_tokens": 77}}
             self.reply(200, {"engine": engine, "facts": {"kv_format": "fp8"}})
+        elif self.path == "/metrics" and self.is_allowed():
+            self.metrics()
         elif self.is_allowed():
             self.reply(200, {"object": "list", "data": [{"id": self.flags["--name"]}]})
+
+    def metrics(self) -> None:
+        """A counter and a gauge."""
+        lines = ["# TYPE paddock_http_requests_total counter", 'paddock_http_requests_total{route="/v1/chat/completions",status="200"} 1', "# TYPE paddock_engine_up gauge", "paddock_engine_up 1"]
+        raw = "\n".join(lines).encode() + b"\n"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
 
     def is_allowed(self) -> bool:
         """The key."""

@@ -16,20 +16,20 @@ PACKAGES = {"paddock_runner": ROOT / "runner/paddock_runner", "paddock_manager":
 # room -> rooms it may import. A name with a dot is a room of the other package. None: may import everything.
 MAY_IMPORT: dict[str, dict[str, set[str] | None]] = {
     "paddock_runner": {
-        "errors": set(), "config": set(), "log": {"config"}, "files": {"formats"}, "formats": set(),
+        "errors": set(), "version": set(), "config": set(), "log": {"config"}, "files": {"formats"}, "formats": set(),
         "blueprint": {"files", "formats"}, "memory": {"formats", "blueprint", "files"}, "pack": {"config", "formats", "manifest"},
         "model": {"files", "formats", "blueprint", "pack"}, "cache": {"pack"}, "wire": set(),
         "engine": {"config", "log", "files", "blueprint", "memory", "pack", "model", "cache", "wire"},
         "text": {"files", "blueprint", "config"}, "media": {"files", "blueprint", "config"},
-        "turns": {"log", "text", "media", "wire"}, "front": {"config", "log", "turns", "text", "media"},
+        "turns": {"log", "text", "media", "wire"}, "edge": set(), "front": {"config", "version", "log", "turns", "text", "media", "edge"},
         "app": None, "cli": None, "__main__": None,
     },
     "paddock_manager": {
         "ui": set(), "paths": set(), "options": set(), "disk": set(), "settings": {"disk", "options"}, "catalog": {"paths"},
         "store": {"paths", "disk", "catalog", "runner.files"}, "fleet": {"paths", "disk"},
         "fit": {"paths", "catalog", "store", "runner.hardware", "runner.manifest", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
-        "web": {"paths", "disk", "catalog", "store", "fleet", "fit"},
-        "commands": {"ui", "paths", "options", "disk", "settings", "catalog", "store", "fleet", "fit", "web", "runner.files"}, "cli": None, "__main__": None,
+        "web": {"paths", "disk", "catalog", "store", "fleet", "fit", "runner.edge", "runner.version"},
+        "commands": {"ui", "paths", "options", "disk", "settings", "catalog", "store", "fleet", "fit", "web", "runner.files", "runner.version"}, "cli": None, "__main__": None,
     },
 }  # fmt: skip
 EVERYWHERE = {"errors", "runner.errors"}

@@ -54,7 +54,7 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
     budget = values.integer("budget") or where.facts.free_bytes
     models = [_model(f, given, where, budget, ask.name) for f in found]
     idle = values.number("idle")
-    hosts, origins = (given[flag].split("\n") if flag in given else [] for flag in ("--allow-host", "--allow-origin"))
+    doors = _doors(given)
     plan = Plan(
         ask.host,
         str(ask.key_file) if ask.key_file else "",
@@ -64,8 +64,7 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
         list(spawn.RUNNER),
         models,
         list(ask.tls),
-        hosts,
-        origins,
+        **doors,
     )
     path = places.fleet / f"{spawn.log_path(places, ask.name).stem}.plan.json"
     write_json(path, asdict(plan), 0o600)
@@ -83,6 +82,27 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
         is_watched=ask.is_watched,
         tls=ask.tls,
     )
+
+
+def _doors(given: dict[str, str]) -> dict[str, Any]:
+    """The runner's flags that hold for the gateway's own port, too. Raises: UsageError."""
+
+    def number(flag: str, otherwise: float, least: float) -> float:
+        try:
+            found = float(given.get(flag, otherwise))
+        except ValueError:
+            raise UsageError(f"--runner {flag[2:]}={given[flag]}: {given[flag]!r} is not a number", option="--runner") from None
+        if not least <= found < 1 << 20:
+            raise UsageError(f"--runner {flag[2:]}={given[flag]}: that is from {least:g} to {1 << 20}", option="--runner")
+        return found
+
+    hosts, origins = (
+        [name for line in given.get(flag, "").split("\n") for part in line.split(",") if (name := part.strip())] for flag in ("--allow-host", "--allow-origin")
+    )
+    return {
+        "hosts": hosts, "origins": origins,
+        "max_body_bytes": int(number("--max-body-mib", 32, 0.001) * (1 << 20)), "keep_alive_s": number("--keep-alive-s", 75, 1),
+    }  # fmt: skip
 
 
 def _model(found: Target, given: dict[str, str], where: fit.Where, budget_bytes: int, by: str) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
+
+from paddock_runner.version import our_version, version_of
 
 from paddock_manager.options import Command, Values
 from paddock_manager.ui import Ui
@@ -17,22 +18,14 @@ def run(values: Values, ui: Ui) -> int:
     from paddock_runner import __file__ as runner
 
     body = {
-        "paddock": version_of("paddock"),
+        "paddock": our_version(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    parts = {name: version_of(name) for name in PARTS}
+    parts = {name: version_of(name) or "not installed" for name in PARTS}
     ui.result(
         "version",
         {**body, "packages": parts, "runner": str(runner)},
         lambda u: u.pairs([*body.items(), *parts.items()]),
     )
     return 0
-
-
-def version_of(name: str) -> str:
-    """An installed distribution's version."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -7,7 +7,6 @@ keys/server_keys    a line each: sha256:HEX SCOPE NAME, for the key above and fo
 from __future__ import annotations
 
 import hashlib
-import hmac
 import os
 import re
 import secrets
@@ -108,22 +107,6 @@ def remove(places: Places, name: str) -> None:
         known = [e.name for e in found if e.name != OWN]
         raise UnknownModel(f"there is no key {name!r}", "there are " + ", ".join(known) if known else "", name=name)
     _write(places, kept)
-
-
-class Ring:
-    """Checks keys against a list of hashes, in constant time."""
-
-    def __init__(self, found: list[Entry]):
-        self._digests = [bytes.fromhex(e.digest) for e in found]
-
-    def lets_in(self, given: list[str]) -> bool:
-        """Is any of these a key?"""
-        is_known = False
-        for text in given:
-            digest = hashlib.sha256(text.encode("latin-1", "replace")).digest()
-            for known in self._digests:
-                is_known |= hmac.compare_digest(digest, known)
-        return is_known
 
 
 def _list(places: Places) -> Path:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from paddock_runner.errors import FileError, PaddockError, UsageError
+from paddock_runner.edge.auth import Guard, read_keys
+from paddock_runner.edge.listen import BACKLOG, bind, check_tls
+from paddock_runner.edge.protocol import Protocol
+from paddock_runner.errors import PaddockError
 
 from paddock_manager import paths
 from paddock_manager.fleet import keys, spawn
@@ -54,17 +55,16 @@ def serve(plan: Plan, port: int, ready_file: Path) -> int:
     pool = Pool(places, entries, plan.budget_bytes, plan.idle_s, plan.start_s)
     pool.log = lambda text: _say(text)
     pool.adopt()
-    listener = _listen(plan.host, port)
+    tls = check_tls(Path(plan.tls[0]), Path(plan.tls[1])) if plan.tls else None
+    listener = bind(plan.host, port)
     port = listener.getsockname()[1]
-    gateway = Gateway(pool, keys.key(places) if key_file else "", keys.Ring(keys.entries(places)), plan.hosts, plan.origins)
-    tls: dict[str, Any] = {"ssl_certfile": plan.tls[0], "ssl_keyfile": plan.tls[1]} if plan.tls else {}
+    guard = Guard(read_keys(key_file) if key_file else (), (*plan.hosts, plan.host), plan.origins)
+    gateway = Gateway(pool, keys.key(places) if key_file else "", guard, plan.max_body_bytes)
+    settings: dict[str, Any] = {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]} if tls else {}
     config = uvicorn.Config(
-        gateway, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=10, **tls
-    )
-    try:
-        config.load()
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise FileError(f"{plan.tls[0]} and {plan.tls[1]} cannot be used for TLS: {error}", path=plan.tls[0]) from None
+        gateway, http=Protocol, log_level="warning", access_log=False, server_header=False, date_header=False, ws="none", proxy_headers=False, lifespan="on",
+        timeout_keep_alive=max(1, int(plan.keep_alive_s)), timeout_graceful_shutdown=10, backlog=BACKLOG, **settings,
+    )  # fmt: skip
     ready = {
         "pid": os.getpid(),
         "host": plan.host,
@@ -80,18 +80,6 @@ def serve(plan: Plan, port: int, ready_file: Path) -> int:
     _say(f"{len(entries)} models on port {port}")
     uvicorn.Server(config).run(sockets=[listener])
     return 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Raises: UsageError."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        reason = "it is in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error)).partition(" (while")[0]
-        hint = "--port 0 takes a free one" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "check --host"
-        raise UsageError(f"cannot listen on {host} port {port}: {reason}", hint, port=port) from None
-    return listener
 
 
 def _say(text: str) -> None:

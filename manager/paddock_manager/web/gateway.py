@@ -1,33 +1,32 @@
 """One port for several models: checks who calls, finds the runner of the request's model (starting it), and passes bytes through.
 
-An ASGI application. Management is not on this port: only what runners answer for a model, lists of models and health.
+An ASGI application. Management is not on this port: only what runners answer for a model, lists of models, health and metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
-import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
-from paddock_runner.errors import Forbidden, PaddockError, ShuttingDown, TooLarge, Unauthorized, UsageError
+from paddock_runner.edge import lists, problem
+from paddock_runner.edge.auth import ADMIN, INFERENCE, KEY_HEADERS, Caller, Guard, allowing
+from paddock_runner.edge.body import Receive, Scope, Send
+from paddock_runner.edge.counts import CONTENT_TYPE
+from paddock_runner.edge.ids import HEADER
+from paddock_runner.edge.problem import UnknownPath, WrongMethod
+from paddock_runner.errors import PaddockError, ShuttingDown, UsageError
 
 from paddock_manager.fleet.client import Unreachable
-from paddock_manager.fleet.keys import Ring
+from paddock_manager.fleet.spawn import RunnerDied
 from paddock_manager.fleet.state import Server
-from paddock_manager.web import problem
+from paddock_manager.web.call import LEFT, Call
+from paddock_manager.web.metrics import Metrics
 from paddock_manager.web.own import LISTS, OPEN, Own
 from paddock_manager.web.pool import Pool
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-MAX_BODY_BYTES = 32 << 20
 HOP = {
     "connection",
     "keep-alive",
@@ -45,23 +44,24 @@ PASSED = {
     "/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score",
 }  # fmt: skip
 """What runners answer beside /v1/*."""
-POSTED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/messages"}
-LOCAL_NAMES = ("localhost", "ip6-localhost", "host.docker.internal")
-DESCRIPTION = "/openapi.json"
-KEY_HEADERS = ("authorization", "x-api-key", "api-key")
+POSTED = {
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/messages", "/v1/messages/count_tokens",
+}  # fmt: skip
+DESCRIPTION, METRICS, MODEL = "/openapi.json", "/metrics", "/v1/models/"
+KNOWN = OPEN | LISTS | PASSED | POSTED | {DESCRIPTION, METRICS}
+OURS = HEADER.decode()
+"""The header that call and runner have alike."""
+STATE_S = 2.0
+"""Within this a runner tells its numbers, or they are left out."""
 
 
 class Gateway:
-    """The application. key: what runners are asked with; "": everybody who reaches the port may use it. ring: whose keys are let in.
+    """The application. key: what runners are asked with where the caller has none; "": everybody who reaches the port may use it."""
 
-    hosts, origins: further ones that requests may name.
-    """
-
-    def __init__(self, pool: Pool, key: str, ring: Ring, hosts: Iterable[str] = (), origins: Iterable[str] = ()):
-        self.pool, self._key, self._ring = pool, key, ring
+    def __init__(self, pool: Pool, key: str, guard: Guard, max_body_bytes: int):
+        self.pool, self._key, self._guard, self._max_body_bytes = pool, key, guard, max_body_bytes
         self._own = Own(pool, int(time.time()))
-        self._names = {*LOCAL_NAMES, socket.gethostname().lower(), *(name.lower() for name in hosts)}
-        self._origins = {origin.rstrip("/").lower() for origin in origins}
+        self._metrics = Metrics(pool)
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=5.0),
             trust_env=False,
@@ -77,92 +77,83 @@ class Gateway:
             return
         if scope["type"] != "http":
             return
-        started = False
-        origin = ""
-
-        async def guarded(message: MutableMapping[str, Any]) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                message["headers"] = [*message["headers"], *_allowing(origin)]
-            if scope["method"] != "HEAD" or message["type"] != "http.response.body":
-                await send(message)
-            elif not message.get("more_body"):
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-
+        call, begun = Call(scope, receive, send), time.monotonic()
+        self._metrics.in_flight += 1
         try:
-            headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-            origin = self._check_origin(headers)
-            await self._route(scope, headers, receive, guarded)
+            origin = self._guard.check_origin(call.all_of("host"), call.header("origin"))
+            call.extra += allowing(origin, call.header("access-control-request-headers"))
+            await self._route(call)
         except PaddockError as error:
-            if not started:
-                body = problem.body_of(error, str(scope["path"]))
-                await _answer(guarded, error.http_status, body, problem.headers_of(error))
+            if not call.status:
+                if isinstance(error, RunnerDied):
+                    error.hint = ""  # it quotes the log, which is for the owner of this machine
+                await call.answer(error.http_status, problem.body_of(error, problem.vendor_of(call.path)), headers=problem.headers_of(error))
+        finally:
+            self._metrics.in_flight -= 1
+            route = call.path if call.path in KNOWN else MODEL if call.path.startswith(MODEL) else "unknown"
+            self._metrics.on_request(route, call.status or LEFT, time.monotonic() - begun, call.has_left)
 
-    async def _route(self, scope: Scope, headers: dict[str, str], receive: Receive, send: Send) -> None:
-        path, method = str(scope["path"]), str(scope["method"])
-        if method == "OPTIONS":
-            await send({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            return
-        is_read = method in ("GET", "HEAD")
-        if path in OPEN and is_read:
-            await _answer(send, 200, self._own.open(path))
-            return
-        if path == DESCRIPTION and is_read:
-            await _answer(send, 200, await self._description())
-            return
-        self._check_key(headers)
-        if path in LISTS and is_read:
-            await _answer(send, 200, self._own.listed(path))
-        elif path.startswith("/v1/models/") and is_read:
-            await _answer(send, 200, self._own.model(path))
-        elif method == "POST" and (path in PASSED or (path.startswith("/v1/") and not path.startswith("/v1/models"))):
-            body = await _read_body(receive, headers)
-            if path == "/api/show":
-                await _answer(send, 200, await asyncio.to_thread(self._own.show, self._model_of(body)))
-            else:
-                await self._forward(scope, headers, body, receive, send)
-        elif path in OPEN | LISTS | PASSED | POSTED:
-            raise problem.WrongMethod(f"{path[:200]} does not take {method[:20]}")
+    async def _route(self, call: Call) -> None:
+        path = call.path
+        if call.method == "OPTIONS":
+            await call.answer(204, b"")
+        elif path in OPEN and call.is_read:
+            await call.answer(200, self._own.open(path))
+        elif path == DESCRIPTION and call.is_read:
+            await call.answer(200, await self._description())
         else:
-            raise problem.UnknownPath(f"there is nothing at {path[:200]}", "POST /v1/chat/completions and its like, GET /v1/models")
+            caller = self._guard.check_key([call.header(name) for name in KEY_HEADERS], ADMIN if path == METRICS else INFERENCE)
+            await self._route_known(call, caller)
+
+    async def _route_known(self, call: Call, caller: Caller) -> None:
+        """A request of somebody who may ask."""
+        path = call.path
+        if path in LISTS and call.is_read:
+            await call.answer(200, self._own.listed(path))
+        elif path.startswith(MODEL) and call.is_read:
+            await call.answer(200, self._own.model(path))
+        elif path == METRICS and call.is_read:
+            await call.answer(200, self._metrics.text(await self._runners_metrics()).encode(), CONTENT_TYPE)
+        elif call.method == "POST" and (path in PASSED or (path.startswith("/v1/") and not path.startswith("/v1/models"))):
+            raw = await call.body(self._max_body_bytes)
+            if path == "/api/show":
+                await call.answer(200, await asyncio.to_thread(self._own.show, self._model_of(raw)))
+            else:
+                await self._forward(call, caller, raw)
+        elif path in KNOWN:
+            raise WrongMethod(f"{path[:200]} does not take {call.method[:20]}")
+        else:
+            raise UnknownPath(f"there is nothing at {path[:200]}", "POST /v1/chat/completions and its like, GET /v1/models")
 
     async def _description(self) -> dict[str, Any]:
         """What a runner says of its API: all say the same. Raises: UnknownPath while none is loaded, Unreachable."""
         server = next((e.server for e in self.pool.entries.values() if e.server is not None), None)
         if server is None:
-            raise problem.UnknownPath("no model is loaded, and a loaded one describes the API", "ask one first: POST /v1/chat/completions")
+            raise UnknownPath("no model is loaded, and a loaded one describes the API", "ask one first: POST /v1/chat/completions")
         try:
-            answer = await self._client.get(f"{server.url}{DESCRIPTION}", headers={"authorization": f"Bearer {self._key}"} if self._key else {})
-            body: dict[str, Any] = answer.json()
+            answer = await self._client.get(f"{server.url}{DESCRIPTION}", headers=self._bearer(self._key))
+            told: dict[str, Any] = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise Unreachable(f"the runner of {server.name} does not answer: {error}", f"`paddock logs {server.name}` shows why") from None
-        return body
+        return told
 
-    def _check_origin(self, headers: dict[str, str]) -> str:
-        """Host and Origin must be addresses or names of this machine: a web page elsewhere cannot be either. Returns Origin. Raises: Forbidden."""
-        host = _host_of("//" + headers.get("host", ""))
-        if not (host in self._names or _is_address(host)):
-            hint = "use its address, or localhost; `paddock serve --runner allow-host=NAME` allows another name"
-            raise Forbidden(f"the host {host[:80]!r} is not this machine", hint)
-        origin = headers.get("origin", "")
-        is_ours = _host_of(origin) in self._names or _is_loopback(_host_of(origin)) or origin.rstrip("/").lower() in self._origins
-        if origin and not is_ours:
-            raise Forbidden(f"the origin {origin[:80]!r} may not call this server", "`paddock serve --runner allow-origin=ORIGIN` lets it")
-        return origin
+    async def _runners_metrics(self) -> dict[str, str]:
+        """What each loaded runner counts, by model; without those that do not say so in time."""
 
-    def _check_key(self, headers: dict[str, str]) -> None:
-        """Raises: Unauthorized."""
-        if not self._key:
-            return
-        if not self._ring.lets_in([key for h in KEY_HEADERS if (key := _bare(headers.get(h, "").strip()))]):
-            raise Unauthorized("no key, or a wrong one", "send `Authorization: Bearer KEY`; `paddock key` prints it")
+        async def of(server: Server) -> str:
+            try:
+                answer = await self._client.get(f"{server.url}{METRICS}", headers=self._bearer(self._key), timeout=STATE_S)
+            except httpx.HTTPError:
+                return ""
+            return answer.text if answer.status_code == 200 else ""
 
-    def _model_of(self, body: bytes) -> str:
+        servers = {e.launch.name: e.server for e in self.pool.entries.values() if e.server is not None and not e.is_changing}
+        return dict(zip(servers, await asyncio.gather(*map(of, servers.values())), strict=True))
+
+    def _model_of(self, raw: bytes) -> str:
         """The model that a request names; the only one where there is one and none is named. Raises: UsageError."""
         try:
-            asked = json.loads(body)
+            asked = json.loads(raw)
         except RecursionError:
             raise UsageError("the body is nested too deeply") from None
         except ValueError as error:
@@ -172,22 +163,24 @@ class Gateway:
         name = asked.get("model") or asked.get("name") or (next(iter(self.pool.entries)) if len(self.pool.entries) == 1 else "")
         if not isinstance(name, str) or not name:
             raise UsageError("the body names no model", 'send "model"; GET /v1/models lists them', param="model")
-        return name if name in self.pool.entries else name.removesuffix(":latest")  # Ollama's clients append it
+        return name if name in self.pool.entries else lists.plain_name(name)
 
-    async def _forward(self, scope: Scope, headers: dict[str, str], body: bytes, receive: Receive, send: Send) -> None:
+    async def _forward(self, call: Call, caller: Caller, raw: bytes) -> None:
         """Find the runner, pass the request on, stream the answer; hang up on the runner when the client has gone."""
         if self.is_closing:
             raise ShuttingDown("this server is being stopped")
-        name = self._model_of(body)
-        server = await _unless_gone(self.pool.acquire(name), receive)
+        name = self._model_of(raw)
+        server = await _unless_gone(self.pool.acquire(name), call)
         if server is None:
+            call.has_left = True
             return
         try:
-            work = asyncio.ensure_future(self._pass(server, scope, headers, body, send))
-            gone = asyncio.ensure_future(_until_gone(receive))
+            work = asyncio.ensure_future(self._pass(server, call, caller, raw))
+            gone = asyncio.ensure_future(call.until_gone())
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
             if not work.done():
+                call.has_left = True
                 work.cancel()
             try:
                 await work
@@ -197,32 +190,37 @@ class Gateway:
         finally:
             await self.pool.release(name)
 
-    async def _pass(self, server: Server, scope: Scope, headers: dict[str, str], body: bytes, send: Send) -> None:
-        """One exchange with a runner. Raises: Unreachable."""
-        kept = {k: v for k, v in headers.items() if k not in HOP and k not in (*KEY_HEADERS, "origin")}
-        if self._key:
-            kept["authorization"] = f"Bearer {self._key}"  # however the client spelt it
-        query = scope.get("query_string", b"").decode("latin-1")
-        url = f"{server.url}{scope['path']}" + (f"?{query}" if query else "")
+    async def _pass(self, server: Server, call: Call, caller: Caller, raw: bytes) -> None:
+        """One exchange with a runner. Raises: Unreachable.
+
+        The runner gets the caller's own key, as a bearer token however it was spelt: by it, it shares its time fairly.
+        """
+        kept = {k: v for k, v in call.headers.items() if k not in HOP and k not in (*KEY_HEADERS, "origin")}
+        kept |= self._bearer(caller.key or self._key) | {OURS: call.request_id}
+        url = f"{server.url}{call.path}" + (f"?{call.query}" if call.query else "")
         is_begun = False
         try:
-            async with self._client.stream("POST", url, headers=kept, content=body) as answer:
+            async with self._client.stream("POST", url, headers=kept, content=raw) as answer:
                 out = [
                     (k.lower().encode(), v.encode())
                     for k, v in answer.headers.multi_items()
-                    if k.lower() not in HOP or k.lower() == "content-length"
+                    if (k.lower() not in HOP or k.lower() == "content-length") and k.lower() != OURS
                 ]
-                await send({"type": "http.response.start", "status": answer.status_code, "headers": out})
+                await call.send({"type": "http.response.start", "status": answer.status_code, "headers": out})
                 is_begun = True
                 async for chunk in answer.aiter_raw():
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await call.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await call.send({"type": "http.response.body", "body": b"", "more_body": False})
         except httpx.HTTPError as error:
             if is_begun:
                 raise ConnectionResetError(f"{server.name} broke off its answer") from error
             raise Unreachable(
                 f"the runner of {server.name} does not answer: {error}", f"`paddock logs {server.name}` shows why"
             ) from None
+
+    @staticmethod
+    def _bearer(key: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {key}"} if key else {}
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -247,10 +245,10 @@ class Gateway:
             await self.pool.stop_idle()
 
 
-async def _unless_gone(wanted: Any, receive: Receive) -> Server | None:
+async def _unless_gone(wanted: Any, call: Call) -> Server | None:
     """A runner, or None when the client hung up while it was waited for (the runner is then not counted as used)."""
     work = asyncio.ensure_future(wanted)
-    gone = asyncio.ensure_future(_until_gone(receive))
+    gone = asyncio.ensure_future(call.until_gone())
     await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
     if work.done():
         gone.cancel()
@@ -262,78 +260,6 @@ async def _unless_gone(wanted: Any, receive: Receive) -> Server | None:
     except (asyncio.CancelledError, PaddockError):
         pass
     return None
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _read_body(receive: Receive, headers: dict[str, str]) -> bytes:
-    """The whole body. Raises: TooLarge, UsageError when the client hangs up."""
-    told = headers.get("content-length", "0")
-    if told.isdigit() and int(told) > MAX_BODY_BYTES:
-        raise TooLarge(
-            f"the body has {told} bytes, at most {MAX_BODY_BYTES} are taken",
-            size_bytes=int(told),
-            max_bytes=MAX_BODY_BYTES,
-        )
-    out = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise UsageError("the client hung up")
-        out += message.get("body", b"")
-        if len(out) > MAX_BODY_BYTES:
-            raise TooLarge(f"the body is over {MAX_BODY_BYTES} bytes", size_bytes=len(out), max_bytes=MAX_BODY_BYTES)
-        if not message.get("more_body"):
-            return bytes(out)
-
-
-async def _answer(send: Send, status: int, body: dict[str, Any] | str, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-    raw = body.encode() if isinstance(body, str) else json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-    kind = b"text/plain; charset=utf-8" if isinstance(body, str) else b"application/json"
-    headers = [(b"content-type", kind), (b"content-length", str(len(raw)).encode()), *extra]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": raw, "more_body": False})
-
-
-def _allowing(origin: str) -> list[tuple[bytes, bytes]]:
-    """The headers that let a page of this machine read the answer."""
-    if not origin:
-        return []
-    return [
-        (b"access-control-allow-origin", origin.encode()),
-        (b"access-control-allow-headers", b"authorization, content-type, x-api-key, api-key, x-session-id, anthropic-version, anthropic-beta"),
-        (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-        (b"access-control-expose-headers", b"x-request-id, x-paddock-ignored-fields, x-paddock-cache, retry-after-ms"),
-        (b"vary", b"origin"),
-    ]
-
-
-def _bare(value: str) -> str:
-    """A key without the word Bearer."""
-    scheme, _, key = value.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else value
-
-
-def _host_of(url: str) -> str:
-    try:
-        return (urlsplit(url).hostname or "").lower()
-    except ValueError:
-        return ""
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_loopback(host: str) -> bool:
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
 def stamp() -> str:

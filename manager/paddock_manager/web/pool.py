@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ MAX_BACKOFF_S = 60.0
 
 @dataclass(slots=True)
 class Entry:
-    """One model that may be served. need_bytes: what its plan says. max_ctx_tokens: what it will be started with. facts: what its files say."""
+    """One model that may be served. need_bytes: what its plan says. max_ctx_tokens: what it will be started with. facts: what its files say. counts: of what happened to it."""
 
     launch: Launch
     need_bytes: int
@@ -41,6 +42,8 @@ class Entry:
     failures: int = 0
     not_before: float = 0.0
     error: PaddockError | None = None
+    n_waiting: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def state(self) -> str:
@@ -90,7 +93,14 @@ class Pool:
         Raises: UnknownModel, Busy (it failed lately), what starting it raises.
         """
         entry = self.entry(name)
-        arrived = time.monotonic()
+        entry.n_waiting += 1
+        try:
+            return await self._acquire(entry)
+        finally:
+            entry.n_waiting -= 1
+
+    async def _acquire(self, entry: Entry) -> Server:
+        arrived, name = time.monotonic(), entry.launch.name
         while True:
             async with self._changed:
                 found = self._try(entry, arrived)
@@ -105,6 +115,7 @@ class Pool:
                 await _to_its_end(self._start(entry))
             else:
                 self.log(f"evicting {victim.launch.name} for {name}")
+                victim.counts["evictions"] += 1
                 await _to_its_end(self._stop(victim))
 
     def _try(self, entry: Entry, arrived: float) -> Server | None:
@@ -112,6 +123,7 @@ class Pool:
         name, now = entry.launch.name, time.monotonic()
         if entry.server is not None and not entry.is_changing and not entry.server.is_alive:
             self.log(f"{name} died; it is started again")
+            entry.counts["deaths"] += 1
             spawn.reap(entry.server)
             entry.server = None
         held_up = any(n != name and arrived - since > GRACE_S for n, since in self._waiting.items())
@@ -159,11 +171,13 @@ class Pool:
 
     async def _start(self, entry: Entry) -> None:
         server: Server | None = None
+        entry.counts["starts"] += 1
         try:
             server = await asyncio.to_thread(spawn.start, self.places, entry.launch, self.start_s)
             entry.failures, entry.error = 0, None
         except PaddockError as error:
             entry.failures += 1
+            entry.counts["failed_starts"] += 1
             entry.error = error
             entry.not_before = time.monotonic() + min(MAX_BACKOFF_S, 0.5 * 2**entry.failures)
             self.log(f"{entry.launch.name} did not start: {error.message}")
@@ -201,6 +215,7 @@ class Pool:
             for entry in old:
                 entry.is_changing = True
         for entry in old:
+            entry.counts["idle_stops"] += 1
             self.log(f"stopping {entry.launch.name}: idle for {self.idle_s:.0f} s")
             await self._stop(entry)
 
@@ -230,3 +245,5 @@ class Plan:
     tls: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
+    max_body_bytes: int = 32 << 20
+    keep_alive_s: float = 75.0

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from .. import log
 from ..config import Config
+from ..edge import auth
+from ..edge.listen import bind, check_tls
 from ..engine.order import Opening, Order, send
 from ..errors import UsageError
 from ..files.folder import require_tokenizer
-from ..front import auth
-from ..front.listen import bind, check_tls
 from ..wire.channel import Channel
 from .opening import Opened, choose_place, plan_model
 

@@ -18,9 +18,9 @@ import uvloop
 from .. import log
 from ..blueprint.blueprint import Blueprint
 from ..config import Config
+from ..edge import auth
 from ..errors import PackError, PaddockError, UsageError
 from ..files.quant import n_parameters, quant_name
-from ..front import auth
 from ..front.server import Server
 from ..front.service import Front
 from ..text.answer import AnswerFormat

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ..version import our_version
 from .http import Exchange
 from .service import Front
 
@@ -18,15 +17,6 @@ async def get_root(front: Front, exchange: Exchange) -> None:
 async def get_version(front: Front, exchange: Exchange) -> None:
     """GET /version, /api/version: the version of Paddock."""
     await exchange.answer_json({"version": our_version()})
-
-
-@cache
-def our_version() -> str:
-    """The version of Paddock as it is installed; "0" where it is not."""
-    try:
-        return version("paddock")
-    except PackageNotFoundError:
-        return "0"
 
 
 async def get_live(front: Front, exchange: Exchange) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..version import our_version
 from .described import ANSWERS, ERRORS, EXAMPLES, RPC_ERROR, STREAMS
-from .health import our_version
 from .http import ENCODER, Exchange
 
 if TYPE_CHECKING:

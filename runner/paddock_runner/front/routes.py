@@ -7,32 +7,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from .. import log
-from ..errors import PaddockError
+from ..edge.auth import ADMIN, INFERENCE, KEY_HEADERS, allowing
+from ..edge.body import Receive, Scope, Send
+from ..edge.problem import ANTHROPIC, OLLAMA, OPENAI, UnknownPath, WrongMethod, vendor_of
 from . import health, mcp, metrics, openapi, rerank
 from .anthropic import count_tokens, messages
-from .auth import ADMIN, INFERENCE
-from .http import Exchange, Receive, Scope, Send
+from .http import Exchange
 from .ollama import chat as ollama_chat
 from .ollama import embed as ollama_embed
 from .ollama import models as ollama_models
 from .openai import chat, completions, embeddings, models, responses, tokens
-from .problem import ANTHROPIC, LEFT, OLLAMA, OPENAI, guarded
+from .problem import LEFT, guarded
 from .service import Front
 
 Handler = Callable[[Front, Exchange], Awaitable[None]]
-METHODS = b"GET, POST, DELETE, OPTIONS"
-
-
-class UnknownPath(PaddockError):
-    """There is nothing at this path."""
-
-    http_status, code = 404, "unknown_path"
-
-
-class WrongMethod(PaddockError):
-    """The path is there, but not for this method."""
-
-    http_status, code = 405, "wrong_method"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +87,7 @@ ROUTES = (
 _EXACT = {(r.method, r.path): r for r in ROUTES if not r.has_name}
 _BELOW = [r for r in ROUTES if r.has_name]
 _PATHS = {r.path for r in ROUTES}
+_KEYS = tuple(name.encode() for name in KEY_HEADERS)
 
 
 def find(method: str, path: str) -> Route:
@@ -125,20 +114,23 @@ class Application:
         if scope["type"] != "http":
             return
         exchange = Exchange(scope, receive, send)
-        vendor = _vendor(exchange.path)
+        vendor = vendor_of(exchange.path)
         front, name = self._front, "unknown"
         exchange.outbox = front.outbox
         front.metrics.in_flight += 1
 
         async def work() -> None:
             nonlocal name
-            _allow_origin(exchange, front.guard.check_origin(exchange))
+            origin = front.guard.check_origin(exchange.all_of(b"host"), exchange.header(b"origin"))
+            exchange.extra += allowing(origin, exchange.header(b"access-control-request-headers"))
             if exchange.method == "OPTIONS":
                 await exchange.answer(204, b"")
                 return
             route = find(exchange.method, exchange.path)
             name = route.path
-            exchange.client = 0 if route.is_open else front.guard.check_key(exchange, route.scope)
+            if not route.is_open:
+                caller = front.guard.check_key([exchange.header(name) for name in _KEYS], route.scope)
+                exchange.client, exchange.weight = caller.number, caller.weight
             if route.writes_text:
                 front.require_text()
             await route.handler(front, exchange)
@@ -154,27 +146,3 @@ class Application:
                 "request", id=exchange.request_id, method=exchange.method, path=exchange.path, status=exchange.status or 499,
                 ms=round(took_s * 1e3, 3), **exchange.log,
             )  # fmt: skip
-
-
-def _vendor(path: str) -> str:
-    """Whose error shape a path wants."""
-    if path.startswith("/v1/messages"):
-        return ANTHROPIC
-    return OLLAMA if path.startswith("/api/") else OPENAI
-
-
-def _allow_origin(exchange: Exchange, origin: str) -> None:
-    if origin:
-        exchange.extra += [
-            (b"access-control-allow-origin", origin.encode()),
-            (
-                b"access-control-allow-headers",
-                b"authorization, content-type, x-api-key, api-key, x-session-id, anthropic-version, anthropic-beta",
-            ),
-            (b"access-control-allow-methods", METHODS),
-            (
-                b"access-control-expose-headers",
-                b"x-request-id, x-paddock-ignored-fields, x-paddock-cache, retry-after-ms",
-            ),
-            (b"vary", b"origin"),
-        ]

@@ -13,13 +13,14 @@ from urllib.parse import quote
 
 import msgspec
 
+from ..edge.auth import Guard
+from ..edge.lists import Listed, plain_name
 from ..errors import Cancelled, PaddockError, ShuttingDown, UnknownModel, UsageError
 from ..text.vectors import VectorForm
 from ..turns.desk import Desk
 from ..turns.served import Served
 from ..turns.turn import CacheNote, Caller, Turn
 from . import misfit
-from .auth import Guard
 from .http import Exchange
 from .metrics import Metrics
 from .outbox import Outbox
@@ -61,6 +62,12 @@ class Front:
         self.desk.together = self.outbox
         self.desk.on_taken = self.served.walker.push_step
 
+    @property
+    def listed(self) -> Listed:
+        """The served model, for lists."""
+        served = self.served
+        return Listed(served.name, served.created_s, served.max_ctx_tokens, served.facts.get("memory_bytes", 0), served.facts)
+
     def require_ready(self) -> None:
         """Raises: ShuttingDown while the model loads or the runner drains."""
         if self.phase == "loading":
@@ -70,7 +77,7 @@ class Front:
 
     def require_model(self, name: str) -> None:
         """Raises: UnknownModel when a client asks for another model than the one that is served."""
-        if name not in ("", "default", self.served.name):
+        if plain_name(name) not in ("", "default", self.served.name):
             raise UnknownModel(
                 f"the model {name[:200]!r} is not served here", f"this runner serves {self.served.name!r}",
                 name=name, known=[self.served.name], param="model",

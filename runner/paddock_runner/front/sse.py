@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from .http import SSE, Exchange, Headers, Rest, begin
+from ..edge.body import Rest, begin
+from .http import SSE, Exchange, Headers
 from .outbox import Pipe
 
 HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]

@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from paddock_runner.edge.auth import check_exposure, is_loopback, key_of, made_keys, read_keys
 from paddock_runner.errors import FileError, UsageError
-from paddock_runner.front.auth import check_exposure, is_loopback, key_of, made_keys, read_keys
 
 
 def test_keys_are_read_a_line_each_without_comments(tmp_path: Path) -> None:

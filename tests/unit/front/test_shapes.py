@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from paddock_runner.edge import problem
+from paddock_runner.edge.counts import Histogram
+from paddock_runner.edge.problem import ANTHROPIC, OPENAI, UnknownPath, WrongMethod
 from paddock_runner.errors import (
     Busy,
     ContextTooLong,
@@ -14,10 +17,10 @@ from paddock_runner.errors import (
     UnsupportedError,
     UsageError,
 )
-from paddock_runner.front import openapi, problem
-from paddock_runner.front.metrics import Histogram, Metrics
+from paddock_runner.front import openapi
+from paddock_runner.front.metrics import Metrics
 from paddock_runner.front.openai.chat import SHAPE
-from paddock_runner.front.routes import ROUTES, UnknownPath, WrongMethod, find
+from paddock_runner.front.routes import ROUTES, find
 from paddock_runner.turns.usage import Timing, Usage
 
 
@@ -35,9 +38,9 @@ def test_nested_type_error_names_its_path() -> None:
 
 def test_context_error_says_both_numbers_in_each_vendors_words() -> None:
     error = ContextTooLong("m", "h", prompt_tokens=90, max_ctx_tokens=100, max_tokens=20)
-    ours = problem.openai_body(error)["error"]
+    ours = problem.body_of(error, OPENAI)["error"]
     assert ours["code"] == "context_length_exceeded" and "maximum context length is 100 tokens" in ours["message"] and "110 tokens (90 in" in ours["message"]
-    assert "90 + 20 > 100" in problem.anthropic_body(error)["error"]["message"]
+    assert "90 + 20 > 100" in problem.body_of(error, ANTHROPIC)["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -52,10 +55,10 @@ def test_context_error_says_both_numbers_in_each_vendors_words() -> None:
     ],
 )
 def test_errors_have_type_code_and_retry_headers(error: UsageError, kind: str, headers: list[bytes]) -> None:
-    body = problem.openai_body(error)["error"]
+    body = problem.body_of(error, OPENAI)["error"]
     assert body["type"] == kind and body["code"] == error.code and body["message"] == "m"
-    assert [name for name, _ in problem.retry_headers(error)] == headers
-    assert dict(problem.retry_headers(Busy("m", "", 1500)))[b"retry-after"] == b"2"
+    assert [name for name, _ in problem.headers_of(error)] == headers
+    assert dict(problem.headers_of(Busy("m", "", 1500)))[b"retry-after"] == b"2"
 
 
 def test_openapi_document_covers_every_route_and_its_references_resolve() -> None:
@@ -107,4 +110,4 @@ def test_histogram_counts_are_cumulative() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
-    assert list(histogram.lines("h")) == ['h_bucket{le="1"} 2', 'h_bucket{le="2"} 3', 'h_bucket{le="+Inf"} 4', "h_sum 12", "h_count 4"]
+    assert list(histogram.lines("h")) == ["# TYPE h histogram", 'h_bucket{le="1"} 2', 'h_bucket{le="2"} 3', 'h_bucket{le="+Inf"} 4', "h_sum 12", "h_count 4"]

@@ -17,7 +17,7 @@ from ..openai.fill import Fill
 from ..service import Front, Shape
 from ..sse import EventStream
 from ..work import Work
-from .fields import Generation, OllamaChat, OllamaGenerate, messages_of, now, plain_name
+from .fields import Generation, OllamaChat, OllamaGenerate, messages_of, now
 from .lines import Lines, as_message, as_response, last, tool_calls
 from .lines import Shape as Part
 
@@ -76,7 +76,7 @@ async def post_generate(front: Front, exchange: Exchange) -> None:
 
 def _begin(front: Front, exchange: Exchange, body: Generation) -> Wish:
     front.require_ready()
-    front.require_model(plain_name(body.model))
+    front.require_model(body.model)
     options, ignored = body.sampling()
     exchange.ignored += ignored
     return options.wish()

@@ -11,7 +11,6 @@ from ...turns.vectors import Rows, vectors
 from ..http import Exchange
 from ..openai.embeddings import checked_width, finished, prompts_of
 from ..service import Front, Shape, caller, run_alone
-from .fields import plain_name
 
 
 class OllamaEmbed(msgspec.Struct, kw_only=True):
@@ -57,7 +56,7 @@ async def post_embeddings(front: Front, exchange: Exchange) -> None:
 async def _rows(front: Front, exchange: Exchange, model: str, given: str | list[str], dimensions: int | None) -> tuple[Rows, int]:
     """The vectors and how many tokens they took. Raises: UsageError."""
     front.require_ready()
-    front.require_model(plain_name(model))
+    front.require_model(model)
     form = front.require_vectors("embed")
     width = checked_width(form, dimensions)
     prompts = await prompts_of(front, form, [given] if isinstance(given, str) else list(given), None)

@@ -179,8 +179,3 @@ def messages_of(messages: Sequence[OllamaMessage]) -> list[Mapping[str, Any]]:
 def now() -> str:
     """The time, as Ollama writes it."""
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def plain_name(name: str) -> str:
-    """A model's name without the tag that Ollama's clients append."""
-    return name.removesuffix(":latest")

@@ -1,35 +1,48 @@
-"""Who may call: keys (also on loopback) with what they may do, and which Host and Origin a request may carry."""
+"""Who may call: keys (also on loopback) with what they may do, and which Host and Origin a request may carry.
+
+A runner's port and a gateway's ask the same.
+"""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
 import os
+import re
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ..errors import FileError, Forbidden, Unauthorized, UsageError
 
-if TYPE_CHECKING:
-    from .http import Exchange
-
 MAX_KEY_FILE_BYTES = 1 << 20
 LOCAL_NAMES = frozenset({"localhost", "ip6-localhost", "host.docker.internal"})
-KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
+KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 ADMIN, INFERENCE = "admin", "inference"
 HASHED = "sha256:"
 _ANYBODY = 1
 MAX_KNOWN = 64
-
-
 WEIGHT = "weight="
 MAX_WEIGHT = 1000
+
+
+USUAL_HEADERS = "authorization, content-type, x-api-key, api-key, x-session-id, anthropic-version, anthropic-beta"
+METHODS = "GET, POST, DELETE, OPTIONS"
+SHOWN_HEADERS = "x-request-id, x-paddock-ignored-fields, x-paddock-cache, retry-after-ms"
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9_\-, ]{1,2000}")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls: the same number for the same key, for fairness. key: what was sent. weight: see Key."""
+
+    number: int
+    key: str = ""
+    weight: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,63 +151,96 @@ class Guard:
         """Values of Host that were looked at and may come, a few of them."""
         self._origins = frozenset(o.rstrip("/").lower() for o in origins)
 
-    def check_origin(self, exchange: Exchange) -> str:
-        """The allowed Origin of a request from a browser, or "". Raises: Forbidden.
+    def check_origin(self, hosts: Sequence[str], origin: str) -> str:
+        """The allowed Origin of a request from a browser, or "". hosts: the values of its Host headers. Raises: Forbidden.
 
-        A Host that is neither an address, this machine's name nor allowed is refused: that is how DNS rebinding arrives.
+        A Host that is neither an address, this machine's name nor allowed is refused: that is how DNS rebinding arrives. Pages
+        of this machine may call; a page from elsewhere cannot have such an origin.
         """
-        if exchange.header_count(b"host") > 1:
+        if len(hosts) > 1:
             raise Forbidden("the request names more than one Host")
-        host = exchange.header(b"host")
+        host = hosts[0] if hosts else ""
         if host and host not in self._known:
-            if not self._is_known(host):
-                raise Forbidden(f"the host {host[:100]!r} is not allowed", "start the runner with --allow-host NAME (`paddock serve --runner allow-host=NAME`)")
+            if not self._is_known(f"//{host}"):
+                hint = "use its address, or localhost; `paddock serve --runner allow-host=NAME` (`paddock-runner --allow-host NAME`) allows another name"
+                raise Forbidden(f"the host {host[:100]!r} is not allowed", hint)
             if len(self._known) < MAX_KNOWN:
                 self._known.add(host)
-        origin = exchange.header(b"origin").rstrip("/").lower()
-        if not origin:
-            return ""
-        if origin in self._origins or "*" in self._origins or origin.split("://")[-1] == host.lower():
+        origin = origin.rstrip("/").lower()
+        if not origin or origin in self._origins or "*" in self._origins:
             return origin
-        raise Forbidden(f"the origin {origin[:100]!r} is not allowed", "start the runner with --allow-origin ORIGIN (`paddock serve --runner allow-origin=ORIGIN`)")
+        if origin.split("://")[-1] == host.lower() or self._is_here(origin):
+            return origin
+        hint = "`paddock serve --runner allow-origin=ORIGIN` (`paddock-runner --allow-origin ORIGIN`) lets it"
+        raise Forbidden(f"the origin {origin[:100]!r} is not allowed", hint)
 
-    def check_key(self, exchange: Exchange, scope: str = INFERENCE) -> int:
-        """A number for this caller, for fairness: the same for the same key.
+    def check_key(self, given: Sequence[str], scope: str = INFERENCE) -> Caller:
+        """Who this is. given: what was sent in the headers of KEY_HEADERS; each is looked at, in constant time.
 
-        scope: what the key must be good for. Every header that clients send keys in is looked at, in constant time.
-        Raises: Unauthorized; Forbidden for a key that may not do this.
+        scope: what the key must be good for. Raises: Unauthorized; Forbidden for a key that may not do this.
         """
-        given = [text for name in KEY_HEADERS if (text := _bare(exchange.header(name)))]
+        sent = [text for value in given if (text := _bare(value.strip()))]
         if not self._keys:
-            return _number(given[0]) if given else _ANYBODY
-        found, is_admin, caller = 0, 0, ""
-        for text in given:
+            return Caller(_number(sent[0]), sent[0]) if sent else Caller(_ANYBODY)
+        found, is_admin, caller, weight = 0, 0, "", 1
+        for text in sent:
             digest = sha256(text.encode("latin-1", "replace")).digest()
             for key in self._keys:
                 is_this = hmac.compare_digest(digest, key.digest)
                 found |= is_this
                 is_admin |= is_this and key.scope == ADMIN
                 caller = text if is_this else caller
-                exchange.weight = key.weight if is_this else exchange.weight
+                weight = key.weight if is_this else weight
         if not found:
-            what = "a wrong API key was sent" if given else "no API key was sent"
+            what = "a wrong API key was sent" if sent else "no API key was sent"
             raise Unauthorized(what, "send the header `Authorization: Bearer KEY`; `paddock key` shows the key")
         if scope == ADMIN and not is_admin:
             raise Forbidden("this key is for inference only", "take a key of the scope admin")
-        return _number(caller)
+        return Caller(_number(caller), caller, weight)
 
-    def _is_known(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        if name in self._hosts or name.endswith(".localhost") or "*" in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+    def _is_known(self, url: str) -> bool:
+        """A Host of this machine, or one that was allowed."""
+        name = _name_of(url)
+        return "*" in self._hosts or self._is_ours(name) or _address(name) is not None
+
+    def _is_here(self, origin: str) -> bool:
+        """A page that this machine serves."""
+        name = _name_of(origin)
+        address = _address(name)
+        return self._is_ours(name) or (address is not None and address.is_loopback)
+
+    def _is_ours(self, name: str) -> bool:
+        return name in self._hosts or name.endswith(".localhost")
+
+
+def allowing(origin: str, wanted: str = "") -> list[tuple[bytes, bytes]]:
+    """The headers that let a page with an allowed origin read the answer; none for "", which is no page.
+
+    wanted: headers that its browser asks for beforehand; SDKs send many of their own.
+    """
+    if not origin:
+        return []
+    headers = wanted if _HEADER_NAMES.fullmatch(wanted) else USUAL_HEADERS
+    told = {"origin": origin, "headers": headers, "methods": METHODS, "private-network": "true"}
+    return [
+        *((f"access-control-allow-{name}".encode(), value.encode()) for name, value in told.items()),
+        (b"access-control-expose-headers", SHOWN_HEADERS.encode()),
+        (b"vary", b"origin"),
+    ]
+
+
+def _name_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
 
 
 def _bare(value: str) -> str:

@@ -1,0 +1,89 @@
+"""Models as OpenAI's, Anthropic's and Ollama's clients list them: the served one of a runner, those of a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+
+FOR_EVER = "2318-01-01T00:00:00Z"
+"""Until when Ollama's clients are told that a model stays loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A model. created_s: since when it is served. ctx_tokens: of one request, None where it is not known. facts: family, quant and the like."""
+
+    name: str
+    created_s: int
+    ctx_tokens: int | None
+    memory_bytes: int
+    facts: Mapping[str, Any]
+
+    @property
+    def family(self) -> str:
+        """Whose architecture it has."""
+        return str(self.facts.get("family") or "unknown")
+
+    @property
+    def created(self) -> str:
+        """Since when it is served."""
+        return datetime.fromtimestamp(self.created_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def plain_name(name: str) -> str:
+    """A model's name without the tag that Ollama's clients append."""
+    return name.removesuffix(":latest")
+
+
+def openai_list(models: Sequence[Listed]) -> dict[str, Any]:
+    """The answer at /v1/models, with the fields of OpenAI's clients and of Anthropic's: neither minds the other's."""
+    data = [openai_entry(model) for model in models]
+    return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+
+
+def openai_entry(model: Listed) -> dict[str, Any]:
+    """The answer at /v1/models/NAME."""
+    return {
+        "id": model.name, "object": "model", "created": model.created_s, "owned_by": "paddock",
+        "type": "model", "display_name": model.name, "created_at": model.created,
+        "max_model_len": model.ctx_tokens, "context_length": model.ctx_tokens, **model.facts,
+    }  # fmt: skip
+
+
+def ollama_entry(model: Listed) -> dict[str, Any]:
+    """One of the list at /api/tags."""
+    facts = model.facts
+    return {
+        "name": model.name, "model": model.name, "modified_at": model.created,
+        "size": model.memory_bytes, "digest": sha256(model.name.encode()).hexdigest(),
+        "details": {
+            "parent_model": "", "format": str(facts.get("files", "gguf")), "family": model.family, "families": [model.family],
+            "parameter_size": _size(facts.get("parameters") or 0), "quantization_level": str(facts.get("quant") or ""),
+        },
+    }  # fmt: skip
+
+
+def ollama_loaded(model: Listed) -> dict[str, Any]:
+    """One of the list at /api/ps."""
+    return {**ollama_entry(model), "expires_at": FOR_EVER, "size_vram": model.memory_bytes, "context_length": model.ctx_tokens}
+
+
+def ollama_show(model: Listed, template: str, abilities: Sequence[str], more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The answer at /api/show. more: of its header."""
+    entry, family = ollama_entry(model), model.family
+    count = {"general.parameter_count": n} if (n := model.facts.get("parameters")) else {}
+    return {
+        "modelfile": f"FROM {model.name}\n", "parameters": "", "template": template, "details": entry["details"],
+        "model_info": {
+            "general.architecture": family, "general.basename": model.name, f"{family}.context_length": model.ctx_tokens, **count, **(more or {}),
+        },
+        "capabilities": list(abilities), "modified_at": entry["modified_at"],
+    }  # fmt: skip
+
+
+def _size(n: int) -> str:
+    """Parameters as Ollama writes them: "494.03M", "7.6B"; nothing where they are not known."""
+    return "" if not n else f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.2f}M"

@@ -1,0 +1,84 @@
+"""Any PaddockError as the clients of a path read it: OpenAI's, Anthropic's or Ollama's JSON, with the headers that say when to come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import Busy, ContextTooLong, PaddockError, ShuttingDown, Unauthorized, UnsupportedError
+
+OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {**_OPENAI_TYPES, 413: "request_too_large", 503: "overloaded_error", 529: "overloaded_error"}
+
+
+class UnknownPath(PaddockError):
+    """There is nothing at this path."""
+
+    http_status, code = 404, "unknown_path"
+
+
+class WrongMethod(PaddockError):
+    """The path is there, but not for this method."""
+
+    http_status, code = 405, "wrong_method"
+
+
+def vendor_of(path: str) -> str:
+    """Whose error shape a path wants."""
+    if path.startswith("/v1/messages"):
+        return ANTHROPIC
+    return OLLAMA if path.startswith("/api/") else OPENAI
+
+
+def body_of(error: PaddockError, vendor: str) -> dict[str, Any]:
+    """The vendor's error JSON."""
+    if vendor == OLLAMA:
+        return {"error": str(error)}
+    return _anthropic(error) if vendor == ANTHROPIC else _openai(error)
+
+
+def headers_of(error: PaddockError) -> list[tuple[bytes, bytes]]:
+    """When to come back, and whether at all."""
+    if isinstance(error, Busy):
+        ms = max(1, error.retry_after_ms)
+        return [(b"retry-after", str(-(-ms // 1000)).encode()), (b"retry-after-ms", str(ms).encode())]
+    if isinstance(error, ShuttingDown):
+        return [(b"retry-after", b"1"), (b"retry-after-ms", b"1000")]
+    if isinstance(error, Unauthorized):
+        return [(b"www-authenticate", b"Bearer")]
+    return [(b"x-should-retry", b"false")] if isinstance(error, UnsupportedError) else []
+
+
+def _openai(error: PaddockError) -> dict[str, Any]:
+    status = error.http_status
+    kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    body: dict[str, Any] = {
+        "message": _openai_message(error), "type": kind, "param": error.facts.get("param"), "code": error.code,
+    }  # fmt: skip
+    if error.hint:
+        body["hint"] = error.hint
+    return {"error": body}
+
+
+def _openai_message(error: PaddockError) -> str:
+    facts = error.facts
+    if not isinstance(error, ContextTooLong) or "max_ctx_tokens" not in facts:
+        return error.message
+    limit, prompt, answer = facts["max_ctx_tokens"], facts["prompt_tokens"], facts.get("max_tokens") or 0
+    asked = f"you requested {prompt + answer} tokens ({prompt} in the prompt, {answer} in the completion)"
+    return f"This model's maximum context length is {limit} tokens. However, {asked}."
+
+
+def _anthropic(error: PaddockError) -> dict[str, Any]:
+    status = error.http_status
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    facts, message = error.facts, error.message
+    if isinstance(error, ContextTooLong) and "max_ctx_tokens" in facts:
+        prompt, limit, answer = facts["prompt_tokens"], facts["max_ctx_tokens"], facts.get("max_tokens") or 0
+        message = f"prompt is too long: {prompt} tokens > {limit} maximum"
+        if prompt < limit:
+            message = f"input length and `max_tokens` exceed context limit: {prompt} + {answer} > {limit}, decrease input length or `max_tokens` and try again"
+    inner: dict[str, Any] = {"type": kind, "message": message}
+    if error.hint:
+        inner["hint"] = error.hint
+    return {"type": "error", "error": inner}
