@@ -150,6 +150,8 @@ class Rig:
         assert tree.n_evictable == tree.n_pages and pool.n_free + tree.n_pages == pool.n_attached - 1
         assert not engine.scheduler.has_prefill and not engine.scheduler.aside and not engine.aside.in_flight and not engine.masked and not engine.slots.decode
         assert all(c.n_open == c.n_waiting == 0 for c in engine.scheduler.queue.clients.values())
+        keeper = self.runner.keeper
+        assert keeper is None or not any(tiers is not None and tiers._pins for tiers in (keeper.tiers, keeper.others))
         engine.check()
 
     def close(self) -> None:

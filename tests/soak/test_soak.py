@@ -24,11 +24,13 @@ POLICY = Policy(max_queue=40, share_tokens=8, min_chunk_tokens=4, oldest_every=5
 class Storm:
     """One random run. Prompts are drawn from few families, so that prefixes are shared at every length."""
 
-    def __init__(self, seed: int, run_ahead: int, n_pages: int, n_fronts: int, n_snapshots: int = 0, window: int = 0, n_window_pages: int = 0) -> None:
+    def __init__(self, seed: int, run_ahead: int, n_pages: int, n_fronts: int, n_snapshots: int = 0, window: int = 0, n_window_pages: int = 0, part_tokens: int = 0) -> None:
         self.rng = rng = random.Random(seed)
-        sizes = replace(SIZES, n_pages=n_pages, n_snapshots=n_snapshots, recurrent_bytes=64 * (n_snapshots > 0), max_guesses=4 * (n_snapshots > 0), window_tokens=window, n_window_pages=n_window_pages)
+        sizes = replace(SIZES, n_pages=n_pages, n_snapshots=n_snapshots, recurrent_bytes=64 * (n_snapshots > 0), max_guesses=4 * (n_snapshots > 0), window_tokens=window, n_window_pages=n_window_pages, part_tokens=part_tokens)
         device = FakeDevice(sizes, run_ahead, seed, n_attached=rng.choice((0, 2, 30)), nan_token=NAN_TOKEN)
-        self.rig = Rig(sizes, policy=POLICY, n_fronts=n_fronts, device=device)
+        if part_tokens:
+            device.part(part_tokens)
+        self.rig = Rig(sizes, policy=replace(POLICY, burst_ms=rng.choice((0.5, 2.0))) if part_tokens else POLICY, n_fronts=n_fronts, device=device)
         self.families = [[rng.randrange(480) for _ in range(90)] for _ in range(4)]
         self.expected: dict[int, list[int]] = {}
         self.front_of: dict[int, int] = {}

@@ -83,11 +83,15 @@ class Ledger:
             self.windows.tiers = others
 
     @property
+    def beside_tiers(self) -> Tiers | None:
+        """Where states, or pages of layers with a window, go."""
+        beside = self.states if self.states is not None else self.windows
+        return beside.tiers if beside is not None else None
+
+    @property
     def tier_version(self) -> int:
         """Grows with what file threads have done, for pages and for what lies beside them."""
-        beside = self.states if self.states is not None else self.windows
-        others = beside.tiers if beside is not None else None
-        return sum(tiers.version for tiers in (self.tree.tiers, others) if tiers is not None)
+        return sum(tiers.version for tiers in (self.tree.tiers, self.beside_tiers) if tiers is not None)
 
     @property
     def n_available(self) -> int:
@@ -116,7 +120,7 @@ class Ledger:
             node, pages, windows, n_known = self.tree.match_window(tokens, salt, most)
         else:
             node, pages = self.tree.match(tokens, salt, most)
-        deeper = self._deeper(tokens, salt, len(pages), most) or self._deeper_window(tokens, salt, len(pages), most)
+        deeper = self.deeper(tokens, salt, len(pages), most) or self.deeper_window(tokens, salt, len(pages), most)
         if deeper:
             if self.windows is not None:
                 self.windows.let_go(filter(None, windows), True)
@@ -143,7 +147,7 @@ class Ledger:
 
     # ---- layers with a window ----
 
-    def _deeper_window(self, tokens: bytes, salt: int, n_have: int, most: int, is_disk: bool = False) -> list[bytes]:
+    def deeper_window(self, tokens: bytes, salt: int, n_have: int, most: int, is_disk: bool = False) -> list[bytes]:
         """Keys of the pages up to the deepest place, beyond n_have pages, where these and all that windows see from there are on the device or in host memory.
 
         is_disk: or on disk.
@@ -207,7 +211,7 @@ class Ledger:
             self.states.tiers.pin([key])
             holding.state_key = key
 
-    def _deeper(self, tokens: bytes, salt: int, n_have: int, most: int, is_disk: bool = False) -> list[bytes]:
+    def deeper(self, tokens: bytes, salt: int, n_have: int, most: int, is_disk: bool = False) -> list[bytes]:
         """Keys of the pages up to the deepest states, beyond n_have pages, that are in host memory with what of these pages is not on the device.
 
         is_disk: or on disk. For models with recurrent layers.
@@ -252,66 +256,6 @@ class Ledger:
         size = 4 * self.page_tokens
         keys = page_keys(self.tree.before(node), tokens[first * size : most * size], size)
         return keys[: tiers.find(keys)[0]]
-
-    def fetch(self, tokens: bytes, salt: int, us_of: Callable[[int, int], float]) -> bool:
-        """Asks for pages of this prompt that are on disk, when that is quicker than to compute them. True: they are on their way.
-
-        us_of: microseconds of computing n tokens from a position on.
-        """
-        tiers = self.tree.tiers
-        if tiers is None:
-            return False
-        if self.states is not None:
-            return self._fetch_states(tokens, salt, us_of)
-        if self.windows is not None:
-            return self._fetch_windows(tokens, salt, us_of)
-        most, size = (len(tokens) // 4 - 1) // self.page_tokens, 4 * self.page_tokens
-        node, pages = self.tree.match(tokens, salt, most)
-        before, first = self.tree.before(node), len(pages)
-        self.tree.unlock(node)
-        keys = page_keys(before, tokens[first * size : most * size], size)
-        n_host, n = tiers.find(keys)
-        n_tokens = (n - n_host) * self.page_tokens
-        if n == n_host or tiers.us("disk", n - n_host) > us_of(n_tokens, (first + n_host) * self.page_tokens):
-            return False
-        return tiers.fetch(keys[:n])
-
-    def _fetch_states(self, tokens: bytes, salt: int, us_of: Callable[[int, int], float]) -> bool:
-        """The same for a model with recurrent layers: states, and the pages up to them."""
-        tiers, states = self.tree.tiers, self.states.tiers if self.states is not None else None
-        most = (len(tokens) // 4 - 1) // self.page_tokens
-        n_have = self.tree.peek(tokens, salt, most)
-        keys = self._deeper(tokens, salt, n_have, most, is_disk=True)
-        if not keys or tiers is None or states is None:
-            return False
-        n_device = min(self.tree.peek(tokens, salt, most, False), len(keys))
-        key = state_key(keys[-1])
-        n_pages = len(keys) - n_device - tiers.find(keys[n_device:])[0]
-        n_states = 1 - states.find([key])[0]
-        n_tokens = (len(keys) - n_have) * self.page_tokens
-        us = tiers.us("disk", n_pages) + states.us("disk", n_states)
-        if not (n_pages or n_states) or us > us_of(n_tokens, n_have * self.page_tokens):
-            return False
-        is_coming = tiers.fetch(keys[n_device:])
-        return states.fetch([key]) or is_coming
-
-    def _fetch_windows(self, tokens: bytes, salt: int, us_of: Callable[[int, int], float]) -> bool:
-        """The same for a model with pages of windows: pages, and what windows see from their end."""
-        tiers, windows = self.tree.tiers, self.windows.tiers if self.windows is not None else None
-        most = (len(tokens) // 4 - 1) // self.page_tokens
-        n_have = self.tree.peek(tokens, salt, most)
-        keys = self._deeper_window(tokens, salt, n_have, most, is_disk=True)
-        if not keys or tiers is None or windows is None or self.windows is None:
-            return False
-        known = self.tree.known_windows(tokens, salt, len(keys))
-        seen = [keys[i] for i in range(max(0, len(keys) - self.windows.n_back), len(keys)) if i >= len(known) or not known[i]]
-        n_pages = len(keys) - len(known) - tiers.find(keys[len(known) :])[0]
-        n_windows = sum(not windows.find([key])[0] for key in seen)
-        us = tiers.us("disk", n_pages) + windows.us("disk", n_windows)
-        if not (n_pages or n_windows) or us > us_of((len(keys) - n_have) * self.page_tokens, n_have * self.page_tokens):
-            return False
-        is_coming = tiers.fetch(keys[len(known) :])
-        return windows.fetch(seen) or is_coming
 
     def settle(self, holding: Holding, tokens: bytes) -> None:
         """Shares what is computed: `tokens` are those of whole pages after the settled ones."""
@@ -424,6 +368,11 @@ class Ledger:
             if n_moved >= n_most:
                 break
         return n_moved
+
+    def take(self, n: int) -> list[int]:
+        """n pages. The caller has made sure that they are available."""
+        self._make_room(n)
+        return self.pool.take(n)
 
     def _make_room(self, n: int) -> bool:
         """Makes at least n pages free: by memory first, then by forgetting. False when that is not possible."""

@@ -29,6 +29,8 @@ LEAST_PAGES = 4
 """Pages that come from host memory with a step, however little time there is."""
 LINK_US, MOST_PAGES = 20_000.0, 256
 """Copying that is asked for ahead where it runs beside the steps: more than a step takes, so that the link is never idle, and so many pages at most."""
+PINNED_SHARE = 0.75
+"""Of the places, that may hold what is read for somebody: the others are for what is forgotten meanwhile."""
 MAX_WRITES = 64
 """Pages that may wait to be written; more are not kept on disk."""
 
@@ -114,7 +116,9 @@ class Tiers:
         self.n_out = self.n_in = self.n_read = self.n_written = self.n_lost = 0
         """Pages that went to host memory, came back, were read from disk, were written there, and were given up."""
         self._pins: dict[bytes, int] = {}
-        """Pages in host memory that requests are about to bring back: how many."""
+        """Pages in host memory that requests are about to bring back, or that are read for them: how many."""
+        self.n_reading = 0
+        """Pages that are to be read, or being read."""
         self.version = 0
         """Grows with what file threads have done."""
         queues = [self._writes, *([self._reads] * READERS)] if store is not None else []
@@ -219,27 +223,33 @@ class Tiers:
             n += 1
         return host, n
 
-    def fetch(self, keys: Sequence[bytes]) -> bool:
-        """Asks for pages on disk. True while some of them are not in host memory yet and still may come."""
-        is_waiting = is_settled = False
-        for key in keys:
-            if key in self._host:
-                self._host.move_to_end(key)
-            elif key in self._busy:
-                is_waiting = True
-            elif self._store is not None and key in self._store:
-                place = self._take()
-                if place < 0:
-                    break
-                if not is_settled and not self._look():
-                    self._device.settle()  # a copy out of this place may still be on its way
-                is_settled = True
-                self._busy[key] = place
-                self._reads.put(("read", key, self._device.host_page(place)))
-                is_waiting = True
-            else:
-                break
-        return is_waiting
+    def is_here(self, key: bytes) -> bool:
+        """The page is in host memory."""
+        return key in self._host
+
+    def is_reading(self, key: bytes) -> bool:
+        """The page is on its way from disk."""
+        return key in self._busy and key not in self._host
+
+    def ask(self, key: bytes) -> bool:
+        """Pins a page, and has it read from disk where it is not in host memory. False: there is no room for so many, or it is nowhere."""
+        if len(self._pins) + len(self._busy) - self.n_reading >= self.n_places * PINNED_SHARE:  # what is read is pinned as well
+            return False
+        place = -1
+        if key in self._host:
+            self._host.move_to_end(key)
+        elif key not in self._busy:
+            place = self._take() if self._store is not None and key in self._store else -1
+            if place < 0:
+                return False
+        self.pin([key])
+        if place >= 0:
+            if not self._look():
+                self._device.settle()  # a copy out of this place may still be on its way
+            self._busy[key] = place
+            self.n_reading += 1
+            self._reads.put(("read", key, self._device.host_page(place)))
+        return True
 
     def pin(self, keys: Sequence[bytes]) -> None:
         """Pages in host memory stay there until they are unpinned as often."""
@@ -249,9 +259,10 @@ class Tiers:
     def unpin(self, keys: Sequence[bytes]) -> None:
         """They may go again."""
         for key in keys:
-            n = self._pins.pop(key) - 1
-            if n:
-                self._pins[key] = n
+            if self._pins[key] > 1:
+                self._pins[key] -= 1
+            else:
+                del self._pins[key]
 
     def bring(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         """Copies pinned pages in host memory to pages of the device; they are no longer pinned."""
@@ -320,6 +331,7 @@ class Tiers:
             self.version += 1
             place = self._busy.pop(key)
             if kind == "read":
+                self.n_reading -= 1
                 if is_good:
                     self._host[key] = place
                     self.n_read += 1
@@ -345,7 +357,7 @@ class Tiers:
             begun = perf_counter_ns()
             try:
                 if kind == "read":
-                    is_good = self._store.read(key, view)
+                    is_good = key in self._pins and self._store.read(key, view)  # nobody may want it any more
                 else:
                     self._store.append(key, view)
                     is_good = True

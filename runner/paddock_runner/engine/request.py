@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from ..cache.fetching import Fetch
 from ..cache.ledger import Holding
 from ..errors import PaddockError
 from ..wire.messages import SAMPLING, AskView
@@ -57,6 +58,7 @@ class Request:
         "done_tokens",
         "draw_index",
         "end_length",
+        "fetch",
         "fetch_until_ns",
         "fetch_version",
         "first_ns",
@@ -175,6 +177,8 @@ class Request:
         """Number of its (first) admission: larger is newer."""
         self.wait_for: Request | None = None
         self.wait_tokens = 0
+        self.fetch: Fetch | None = None
+        """Its pages on disk that it waits for, or has waited for."""
         self.fetch_version = 0
         self.fetch_until_ns = 0
         """While it is held: when pages from disk are no longer waited for. -1: they were waited for once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from ..cache.fetching import fetch
 from ..cache.ledger import Ledger
 from ..cache.prefix import Node
 from .cost import CostModel
@@ -19,7 +20,7 @@ from .sharing import common_tokens, must_wait
 from .slots import Chunk, SlotTable
 
 MAX_FETCH_NS = 2_000_000_000
-"""How long pages from disk are waited for before the prompt is computed after all."""
+"""How much longer than expected pages from disk are waited for before the prompt is computed after all."""
 MAX_LONG_STEPS = 2
 """Prompts that could be read in so many of the largest steps may hold up those who decode: a longer queue takes a while anyway."""
 LEAST_SLOTS = 4
@@ -301,6 +302,9 @@ class Scheduler:
             self._is_stuck = True
             return False
         request.holding = holding
+        if request.fetch is not None:
+            holding.arrives = max(holding.arrives, request.fetch.given)
+            self._let_go(request)
         self._slots.take(request)
         request.move(Phase.PREFILL)
         if not request.order:
@@ -323,22 +327,33 @@ class Scheduler:
         """Pages of its prompt are on disk and worth waiting for, once."""
         if self._ledger.tree.tiers is None or request.fetch_until_ns:
             return False
-        if not self._ledger.fetch(request.tokens, request.salt, self.cost.reading_us):
+        request.fetch = fetch(self._ledger, request.tokens, request.salt, self.cost.reading_us)
+        if request.fetch is None:
             return False
-        request.fetch_until_ns = now_ns + MAX_FETCH_NS
+        request.fetch_until_ns = now_ns + MAX_FETCH_NS + int(1000 * request.fetch.left_us)
         return True
 
     def _is_fetching(self, request: Request, now_ns: int) -> bool:
-        if request.fetch_until_ns <= 0 or self._ledger.tree.tiers is None:
+        found, version = request.fetch, self._ledger.tier_version
+        if found is None or request.fetch_until_ns <= 0:
             return False
-        version = self._ledger.tier_version
         if now_ns < request.fetch_until_ns and version == request.fetch_version:
             return True
-        request.fetch_version = version
-        if now_ns < request.fetch_until_ns and self._ledger.fetch(request.tokens, request.salt, self.cost.reading_us):
+        n_there, request.fetch_version = found.n_there, version
+        if now_ns < request.fetch_until_ns and found.go_on(self.cost.reading_us):
+            if found.n_there > n_there:
+                request.fetch_until_ns = now_ns + MAX_FETCH_NS + int(1000 * found.left_us)
             return True
+        found.stop()
         request.fetch_until_ns = -1
         return False
+
+    @staticmethod
+    def _let_go(request: Request) -> None:
+        """What it has waited for is held otherwise, or of no use to it."""
+        if request.fetch is not None:
+            request.fetch.close()
+            request.fetch = None
 
     def _wake_held(self, now_ns: int) -> None:
         """Those whose shared prefix is there (or whose computer has left) go back to the queue, at their old place."""
@@ -475,6 +490,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Takes a request out of every list here. Its slot and pages are the caller's business."""
         self.queue.drop(request)
+        self._let_go(request)
         if request is self._guest:
             self._guest = None
         for group in (self.held, self.preempted, self.prefilling, self.aside):

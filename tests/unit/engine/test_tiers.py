@@ -20,6 +20,7 @@ from tests.soak.rig import SIZES, Answer, Rig
 from tests.soak.test_soak import Storm
 
 SMALL = replace(SIZES, n_slots=4, max_ctx_tokens=256, n_pages=80, max_step_tokens=64, max_step_rows=16)
+MOST_TOKENS = 1024
 HOST = 1 << 20
 
 
@@ -37,7 +38,7 @@ def rig_on(folder: Path, disk: bool, run_ahead: int = 0, host: int = HOST, sizes
 
 def right(answer: Answer) -> bool:
     ask = answer.ask
-    return answer.tokens == alone(list(memoryview(ask.prompt)), ask.max_tokens, SMALL.n_vocab, SMALL.max_ctx_tokens, ask.seed, ask.stop)
+    return answer.tokens == alone(list(memoryview(ask.prompt)), ask.max_tokens, SMALL.n_vocab, MOST_TOKENS, ask.seed, ask.stop)
 
 
 def finish(rig: Rig) -> None:
@@ -366,3 +367,76 @@ def test_a_storm_on_a_model_with_windows_answers_right_with_tiers(tmp_path: Path
     seen = scene.judge()
     assert seen["cached"] > 0 and scene.rig.runner.keeper.others.report()["restored"] > 0  # type: ignore[union-attr]
     scene.rig.close()
+
+
+LARGE = {"plain": {}, "recurrent": {"recurrent_bytes": 64, "n_snapshots": 10}, "windows": {"window_tokens": 10, "n_window_pages": 0}}
+
+
+def large(kind: str) -> StateSizes:
+    """A context of more pages than host memory has places for files to be read into."""
+    sizes = replace(SMALL, max_ctx_tokens=MOST_TOKENS, n_pages=640, **LARGE[kind])
+    return sizes if kind != "windows" else replace(sizes, n_window_pages=window_pages(10, 4, sizes.slot_pages, sizes.page_tokens, sizes.max_step_tokens) + 8)
+
+
+@pytest.mark.parametrize("kind", list(LARGE))
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_prompt_with_more_pages_than_host_memory_has_places_comes_from_disk_page_by_page_once(tmp_path: Path, run_ahead: int, kind: str) -> None:
+    rig = rig_on(tmp_path, True, run_ahead, host=0, sizes=large(kind))
+    ask(rig, 0, 1002)
+    rig.close()
+    warm = rig_on(tmp_path, True, run_ahead, host=0, sizes=large(kind))
+    streams = [warm.ask([k, k + 1, k + 2], 900) for k in range(2)]
+    while not all(len(a.tokens) > 3 for a in streams):
+        warm.turn()
+    again = warm.ask([i % 1000 for i in range(1002)], 3)
+    while again.end is None:
+        if not warm.turn():
+            time.sleep(0.0005)
+        warm.engine.check()
+    tiers = warm.runner.keeper.tiers  # type: ignore[union-attr]
+    assert warm.device.n_host_pages == 64 and again.done.cached_tokens == 1000 and right(again)
+    assert tiers.report()["read"] == 250, "each once"
+    for answer in streams:
+        warm.abort(answer)
+    warm.run()
+    warm.assert_empty()
+    warm.close()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_who_leaves_while_pages_come_from_disk_lets_go_of_them_and_the_rest_is_not_read(tmp_path: Path, run_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rig_on(tmp_path, True, run_ahead)
+    ask(rig, 0)
+    rig.close()
+    warm = rig_on(tmp_path, True, run_ahead)
+    tiers = warm.runner.keeper.tiers  # type: ignore[union-attr]
+    go, read = threading.Event(), PageStore.read
+    monkeypatch.setattr(PageStore, "read", lambda store, key, into: go.wait(30) and read(store, key, into))
+    waiting = warm.ask([i % 1000 for i in range(200)], 3)
+    warm.turn()
+    assert waiting.started is None and len(tiers._pins) == 49
+    warm.abort(waiting)
+    warm.turn()
+    assert waiting.end is not None and not tiers._pins
+    go.set()
+    while tiers.n_reading:
+        warm.turn()
+        time.sleep(0.0005)
+    assert tiers.n_read <= READERS, "those that were being read"
+    warm.assert_empty()
+    assert ask(warm, 0).done.cached_tokens == 196, "and another finds them"
+    warm.close()
+
+
+def test_two_that_wait_for_the_same_pages_read_them_once_and_one_may_leave(tmp_path: Path) -> None:
+    rig = rig_on(tmp_path, True)
+    ask(rig, 0)
+    rig.close()
+    warm = rig_on(tmp_path, True)
+    asked = [warm.ask([*(i % 1000 for i in range(200)), 7, k], 3, client=k) for k in range(3)]
+    warm.turn()
+    warm.abort(asked[1])
+    finish(warm)
+    assert all(a.done.cached_tokens >= 196 for a in asked[::2]) and warm.runner.keeper.tiers.report()["read"] == 50  # type: ignore[union-attr]
+    assert not warm.runner.keeper.tiers._pins  # type: ignore[union-attr]
+    warm.close()
