@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _end_in_order()
     ui = Ui(as_json="--json" in words, quiet="--quiet" in words or "-q" in words, may_color=paths.may_color())
     try:
+        for text in _strange_variables():
+            ui.warn(text)
         return dispatch(words, ui)
     except PaddockError as error:
         return ui.fail(error)
@@ -77,6 +79,23 @@ def _end_in_order() -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, end)
+
+
+def _strange_variables() -> list[str]:
+    """What is to be said of PADDOCK_* variables that nobody reads, or that a runner would read whom we tell otherwise."""
+    told = paths.own_variables()
+    if not told.keys() - {"PADDOCK_HOME"}:
+        return []
+    from paddock_runner.config import knobs, unknown_variables
+
+    from paddock_manager.commands.target import KEPT
+    from paddock_manager.settings import SETTINGS
+
+    ours = [paths.setting_variable(s.key)[0] for s in SETTINGS]
+    kept = {knob.variable for knob in knobs() if knob.flag in KEPT - {"--home"}}
+    out = [f"{name} is set, and there is no such setting{f'; {near} is one' if near else ''}" for name, near in unknown_variables(told, ours)]
+    other = {"PADDOCK_PORT": "; here it is PADDOCK_SERVE_PORT"}
+    return out + [f"{name} is for paddock-runner alone: `paddock` sets this itself{other.get(name, '')}" for name in sorted(kept & told.keys())]
 
 
 def _of_system(error: OSError) -> PaddockError:

@@ -106,6 +106,12 @@ def setting_variable(key: str, environment: Mapping[str, str] | None = None) -> 
     return name, (os.environ if environment is None else environment).get(name, "").strip()
 
 
+def own_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The PADDOCK_* variables that are set to something."""
+    env = os.environ if environment is None else environment
+    return {name: value.strip() for name, value in env.items() if name.startswith("PADDOCK_") and value.strip()}
+
+
 def _more_roots(config: Path, env: Mapping[str, str]) -> tuple[Path, ...]:
     """The setting store.roots; nothing where the file cannot be read, which `settings` reports."""
     told = setting_variable("store.roots", env)[1]

@@ -108,7 +108,7 @@ SHAPES: dict[str, Shape] = {
     },
     "launch": {"env": {}, "command": [str], "server": SERVER},
     "config": {"settings": [{"key": str, "value": (int, str), "origin": str, "default": (int, str), "about": str}], "file": str},
-    "key": {"path": str, "key?": str, "keys?": [{"name": str, "scope": str}]},
+    "key": {"path": str, "key?": str, "keys?": [{"name": str, "scope": str, "weight": int}]},
     "doctor": {"state": str, "findings": [{"check": str, "state": str, "says": str, "fix": str}]},
     "version": {"paddock": str, "python": str, "system": str, "packages": {}, "runner": str},
     "completion": {"shell": str, "script": str},

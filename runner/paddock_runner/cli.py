@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import Config, Knob, knobs, read_config
+from .config import Config, Knob, knobs, read_config, unknown_variables
 from .errors import PaddockError, UsageError
 
 COMMANDS = {
@@ -109,6 +109,8 @@ def _main(arguments: list[str]) -> int:
             f"{words[0]!r} is no command", "commands: " + ", ".join(COMMANDS) + "; to serve: --model FILE|DIR"
         )
     config = read_config(found)
+    for name, near in unknown_variables():
+        print(f"paddock-runner: warning: {name} is set, and there is no such setting{f'; {near} is one' if near else ''}", file=sys.stderr, flush=True)
     if command == "config":
         return _print_config(config, as_json)
     if command == "serve":

@@ -8,9 +8,10 @@ environment, ever; rooms receive the two or three fields that they need.
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from typing import Any
 from .errors import FileError, UsageError
 
 DEFAULT_PORT = 11660
+PREFIX = "PADDOCK_"
+MANAGERS = ("PADDOCK_PULL_", "PADDOCK_SERVE_", "PADDOCK_STORE_", "PADDOCK_FIT_")
+"""Variables of the manager's settings begin so; a runner that it starts has them, too."""
+TESTS = ("PADDOCK_TEST_", "PADDOCK_SHARED")
+"""Those of our tests."""
 
 
 def knob(
@@ -159,14 +165,17 @@ class Config:
     @property
     def model_name(self) -> str:
         """What clients call the model."""
-        if self.name:
-            return self.name
-        path = self.model_path.absolute()
-        return path.name if path.is_dir() else path.stem
+        return self.name or name_of(self.model_path)
 
     def is_default(self, name: str) -> bool:
         """Whether nobody set this field."""
         return self.origin.get(name, "default") == "default"
+
+
+def name_of(path: Path) -> str:
+    """What a checkpoint is called where nobody gave it a name: its folder, or its file without the extension."""
+    path = path.absolute()
+    return path.name if path.is_dir() else path.stem
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +254,7 @@ def knobs() -> list[Knob]:
         flag = f.metadata["flag"] or "--" + f.name.replace("_", "-")
         out.append(
             Knob(
-                f.name, kind, f.default, f.metadata["doc"], flag, "PADDOCK_" + f.name.upper(), f.metadata["unit"],
+                f.name, kind, f.default, f.metadata["doc"], flag, PREFIX + f.name.upper(), f.metadata["unit"],
                 f.metadata["choices"], f.metadata["low"],
             )
         )  # fmt: skip
@@ -272,6 +281,19 @@ def read_config(flags: Mapping[str, object], environment: Mapping[str, str] | No
     if path is not None:
         _from_file(path, table, values, origin)
     return Config(**values, origin=origin, visible_gpus=_visible_gpus(env))
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None, known: Collection[str] = ()) -> list[tuple[str, str]]:
+    """PADDOCK_* variables that no knob has, each with the name that is most like it ("": none is).
+
+    known: those of the manager; without them all that begin as its tables do are taken to be its own.
+    """
+    env = os.environ if environment is None else environment
+    by_flag = {PREFIX + k.flag.removeprefix("--").replace("-", "_").upper(): k.variable for k in knobs()}
+    names = {*known, *by_flag.values()}
+    theirs = (*TESTS, *(() if known else MANAGERS))
+    strange = [name for name in env if name.startswith(PREFIX) and name not in names and not name.startswith(theirs)]
+    return [(name, by_flag.get(name) or next(iter(difflib.get_close_matches(name, names, 1, 0.8)), "")) for name in sorted(strange)]
 
 
 def _visible_gpus(env: Mapping[str, str]) -> str:

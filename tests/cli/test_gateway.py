@@ -380,3 +380,22 @@ def test_page_whose_sdk_sends_headers_of_its_own_may_call(paddock, models):
     wanted = "authorization,x-stainless-os,x-stainless-lang"
     headers = ask(server, "OPTIONS", "/v1/chat/completions", Origin="http://localhost:5173", Access_Control_Request_Headers=wanted)[2]
     assert headers["access-control-allow-headers"] == wanted and headers["access-control-allow-private-network"] == "true"
+
+
+def test_runners_variables_hold_for_the_port_of_several_models(paddock, models, monkeypatch):
+    monkeypatch.setenv("PADDOCK_ALLOW_HOST", "models.example, two.example")
+    monkeypatch.setenv("PADDOCK_MAX_BODY_MIB", "0.01")
+    server = serve(paddock, models[:2], "--budget", "200")
+    assert ask(server, "GET", "/v1/models", Host="two.example")[0] == 200
+    assert ask(server, "POST", "/v1/chat/completions", {"model": "x" * 20_000})[0] == 413
+    monkeypatch.setenv("PADDOCK_MAX_BATCH", "many")
+    done = paddock("serve", models[2], "--on-demand", "--port", "0", "--name", "other")
+    assert done.code == 2 and "PADDOCK_MAX_BATCH: 'many' is not a whole number" in done.err
+
+
+def test_key_with_a_weight_is_listed_and_kept(paddock, models):
+    assert paddock("key", "add", "ci", "--weight", "3").code == 0
+    serve(paddock, models[:2], "--budget", "200")
+    rows = {r["name"]: (r["scope"], r["weight"]) for r in paddock("key", "ls", "--json").json["keys"]}
+    assert rows == {"this-machine": ("admin", 1), "ci": ("inference", 3)}
+    assert paddock("key", "--weight", "3").code == 2

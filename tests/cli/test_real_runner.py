@@ -54,13 +54,14 @@ def test_prompt_over_the_context_is_refused_with_both_numbers(paddock, model):
 
 def test_context_over_the_models_own_stops_the_start(paddock, model):
     done = paddock("serve", model, "--port", "0", "--ctx", "999999", "--device", "cpu", "--json")
-    assert done.code == 2 and "8192" in done.json["error"]["message"]
+    assert done.code == 2 and f"{Path(model).stem} was made for 8192" in done.json["error"]["message"]
 
 
 def test_model_that_does_not_fit_stops_the_start(paddock, model, monkeypatch):
     monkeypatch.setenv("PADDOCK_MEMORY_GIB", "0.2")
     done = paddock("serve", model, "--port", "0", "--ctx", "8192", "--batch", "1", "--device", "cpu", "--json")
     assert done.code == 9, done.err
+    assert Path(model).stem in done.json["error"]["message"]
 
 
 def test_port_in_use_is_one_sentence(paddock, model):

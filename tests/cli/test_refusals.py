@@ -110,6 +110,18 @@ def test_setting_comes_from_its_variable_and_says_so(paddock, monkeypatch, tmp_p
     assert "error: serve.port is from 0 to 65535, not 99999\n" in paddock("config", "set", "serve.port", "99999").err
 
 
+def test_variable_that_nobody_reads_is_named(paddock, monkeypatch):
+    monkeypatch.setenv("PADDOCK_MAX_CTX", "4096")
+    monkeypatch.setenv("PADDOCK_PORT", "8000")
+    monkeypatch.setenv("PADDOCK_SERVE_PORT", "8000")
+    done = paddock("ls", "--json")
+    assert done.code == 0 and done.json["models"] == []
+    assert done.err == (
+        "warning: PADDOCK_MAX_CTX is set, and there is no such setting; PADDOCK_MAX_CTX_TOKENS is one\n"
+        "warning: PADDOCK_PORT is for paddock-runner alone: `paddock` sets this itself; here it is PADDOCK_SERVE_PORT\n"
+    )
+
+
 def test_option_that_is_like_none_gets_no_far_fetched_advice(paddock):
     assert "`paddock pull --help` lists what there is" in paddock("pull", "--frob").err
     assert "did you mean --json?" in paddock("pull", "--jsn").err

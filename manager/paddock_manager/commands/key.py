@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paddock_runner.errors import UsageError
 
 from paddock_manager import paths
@@ -23,6 +25,7 @@ COMMAND = Command(
             "text",
             choices=keys.SCOPES,
         ),
+        Option("--weight", "how many times the share of another key it gets of a busy server (default 1)", "int", value="N", least=1, most=keys.MAX_WEIGHT),
         Option("--new", "make a new key for this machine"),
         Option("--path", "print where it is kept, not the key"),
     ),
@@ -41,12 +44,15 @@ def run(values: Values, ui: Ui) -> int:
     verb, name = values.text("verb"), values.text("name")
     if verb not in ("", "add", "rm", "ls"):
         raise UsageError(f"key does not know {verb!r}", "it knows add, rm and ls")
+    for option in ("scope", "weight"):
+        if option in values.found and verb != "add":
+            raise UsageError(f"--{option} is for a key that is added", "paddock key add NAME")
     if verb in ("add", "rm") and not name:
         raise UsageError(f"key {verb} needs NAME")
     if verb == "ls":
         return listed(places, ui)
     if verb == "add":
-        fresh = keys.add(places, name, values.text("scope", "inference"))
+        fresh = keys.add(places, name, values.text("scope", "inference"), values.integer("weight") or 1)
         _changed(places, ui)
         ui.result("key", {"path": str(keys.server_file(places)), "key": fresh}, lambda u: u.line(fresh))
         return 0
@@ -66,9 +72,9 @@ def run(values: Values, ui: Ui) -> int:
 def listed(places: paths.Places, ui: Ui) -> int:
     """Whose keys are let in."""
     path = keys.server_file(places)
-    rows = [{"name": e.name, "scope": e.scope} for e in keys.entries(places)]
+    rows: list[dict[str, Any]] = [{"name": e.name, "scope": e.scope, "weight": e.weight} for e in keys.entries(places)]
     body = {"path": str(path), "keys": rows}
-    ui.result("key", body, lambda u: u.table(("KEY", "SCOPE"), [(r["name"], r["scope"]) for r in rows]))
+    ui.result("key", body, lambda u: u.table(("KEY", "SCOPE", "WEIGHT"), [(r["name"], r["scope"], str(r["weight"])) for r in rows], right=(2,)))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from paddock_runner.errors import UsageError, WontFit
 from paddock_runner.files.checkpoint import Checkpoint, open_checkpoint
 
+from paddock_manager import paths
 from paddock_manager.commands import target
 from paddock_manager.commands.target import Target
 from paddock_manager.disk import write_json
@@ -49,7 +50,7 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"two models are called {name}", "`paddock add PATH --name` gives another name")
-    given = target.asked(values)
+    given = {**_told(), **target.asked(values)}
     where = fit.find_where(given.get("gpu") or given.get("device", "auto"), None, "", values.integer("threads"))[0]
     budget = values.integer("budget") or where.facts.free_bytes
     models = [_model(f, given, where, budget, ask.name) for f in found]
@@ -82,6 +83,18 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
         is_watched=ask.is_watched,
         tls=ask.tls,
     )
+
+
+def _told() -> dict[str, str]:
+    """What variables of the runner say that a plan or the gateway's own port must know, as target.asked has it. Raises: UsageError."""
+    fields = {"PADDOCK_MAX_CTX_TOKENS": "ctx", "PADDOCK_MAX_BATCH": "batch", "PADDOCK_KV_FORMAT": "kv", "PADDOCK_WINDOW_KV_FORMAT": "window_kv", "PADDOCK_DEVICE": "device", "PADDOCK_GPU": "gpu"}
+    lists = {"PADDOCK_ALLOW_HOST": "--allow-host", "PADDOCK_ALLOW_ORIGIN": "--allow-origin"}
+    others = {"PADDOCK_MAX_BODY_MIB": "--max-body-mib", "PADDOCK_KEEP_ALIVE_S": "--keep-alive-s"}
+    told = paths.own_variables()
+    for name in ("PADDOCK_MAX_CTX_TOKENS", "PADDOCK_MAX_BATCH"):
+        if not told.get(name, "1").isdecimal() or told.get(name) == "0":
+            raise UsageError(f"{name}: {told[name]!r} is not a whole number from 1 on", variable=name)
+    return {key: told[name] for name, key in {**fields, **lists, **others}.items() if name in told}
 
 
 def _doors(given: dict[str, str]) -> dict[str, Any]:

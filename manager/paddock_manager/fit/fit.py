@@ -129,7 +129,7 @@ def report(name: str, checkpoint: Checkpoint, where: Where, wish: Wish) -> Repor
 
     Raises: UnsupportedError, FileError (the model), UsageError (more context than it was made for).
     """
-    blueprint = read_blueprint(checkpoint)
+    blueprint = replace(read_blueprint(checkpoint), name=name)
     request = request_of(blueprint, where, wish)
     answer = solver(blueprint, tensors_by_name(checkpoint, blueprint), where.facts.free_bytes, where.facts.kind)
     plan, verdict = _verdict(answer, request)

@@ -1,7 +1,7 @@
 """Keys: this machine's own, made once and kept with mode 0600; and the list that its servers check, which holds hashes only.
 
 keys/api_key        the key that this machine's own commands send; it may do everything
-keys/server_keys    a line each: sha256:HEX SCOPE NAME, for the key above and for those given to others; read by runners and gateways
+keys/server_keys    a line each: sha256:HEX SCOPE NAME [weight=N], for the key above and for those given to others; read by runners and gateways
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from paddock_manager.paths import Places
 
 OWN = "this-machine"
 SCOPES = ("inference", "admin")
+WEIGHT, MAX_WEIGHT = "weight=", 1000
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key that is let in. digest: SHA-256 of it, in hex."""
+    """One key that is let in. digest: SHA-256 of it, in hex. weight: how many times the share of one with weight 1 it gets of a busy server."""
 
     digest: str
     scope: str
     name: str
+    weight: int = 1
 
 
 def key_file(places: Places) -> Path:
@@ -70,8 +72,9 @@ def make(places: Places) -> str:
 
 def server_file(places: Places) -> Path:
     """The list that servers check, with our own key in it. Raises: FileError."""
-    own = Entry(_hash(key(places)), "admin", OWN)
-    others = [e for e in entries(places) if e.name != OWN]
+    found = entries(places)
+    own = Entry(_hash(key(places)), "admin", OWN, next((e.weight for e in found if e.name == OWN), 1))
+    others = [e for e in found if e.name != OWN]
     _write(places, [own, *others])
     return _list(places)
 
@@ -87,7 +90,7 @@ def entries(places: Places) -> list[Entry]:
     return [_entry(places, line) for line in lines if line.strip() and not line.startswith("#")]
 
 
-def add(places: Places, name: str, scope: str) -> str:
+def add(places: Places, name: str, scope: str, weight: int = 1) -> str:
     """A new key for somebody else. It is returned, and kept nowhere but as its hash. Raises: UsageError."""
     if not NAME.fullmatch(name) or name == OWN:
         raise UsageError(f"{name!r} cannot be the name of a key", "letters, digits, dots, dashes and underscores")
@@ -95,7 +98,7 @@ def add(places: Places, name: str, scope: str) -> str:
     if name in {e.name for e in found}:
         raise UsageError(f"there is a key {name} already", f"`paddock key rm {name}` first", name=name)
     fresh = _fresh()
-    _write(places, [*found, Entry(_hash(fresh), scope, name)])
+    _write(places, [*found, Entry(_hash(fresh), scope, name, weight)])
     return fresh
 
 
@@ -114,7 +117,7 @@ def _list(places: Places) -> Path:
 
 
 def _write(places: Places, found: list[Entry]) -> None:
-    text = "".join(f"sha256:{e.digest} {e.scope} {e.name}\n" for e in found)
+    text = "".join(f"sha256:{e.digest} {e.scope} {e.name}{f' {WEIGHT}{e.weight}' if e.weight > 1 else ''}\n" for e in found)
     path = _list(places)
     path.parent.mkdir(parents=True, exist_ok=True)
     os.chmod(path.parent, 0o700)
@@ -123,10 +126,12 @@ def _write(places: Places, found: list[Entry]) -> None:
 
 def _entry(places: Places, line: str) -> Entry:
     words = line.split()
-    digest = words[0].removeprefix("sha256:")
-    if len(words) != 3 or not re.fullmatch(r"[0-9a-f]{64}", digest) or words[1] not in SCOPES:
-        raise FileError(f"{_list(places)}: a line is sha256:HEX SCOPE NAME", "remove the line", path=str(_list(places)))
-    return Entry(digest, words[1], words[2])
+    weight = words.pop().removeprefix(WEIGHT) if words[-1].startswith(WEIGHT) else "1"
+    digest = words[0].removeprefix("sha256:") if words else ""
+    is_known = len(words) == 3 and re.fullmatch(r"[0-9a-f]{64}", digest) and words[1] in SCOPES
+    if not is_known or not weight.isdecimal() or not 1 <= int(weight) <= MAX_WEIGHT:
+        raise FileError(f"{_list(places)}: a line is sha256:HEX SCOPE NAME [{WEIGHT}N]", "remove the line", path=str(_list(places)))
+    return Entry(digest, words[1], words[2], int(weight))
 
 
 def _fresh() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import hardware, log
@@ -10,7 +10,7 @@ from ..blueprint.blueprint import Blueprint
 from ..blueprint.guessing import with_guesses
 from ..blueprint.names import tensors_by_name
 from ..blueprint.read import read_blueprint
-from ..config import Config
+from ..config import Config, name_of
 from ..errors import PackError, UnknownModel, UsageError, WontFit
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.view import TensorView
@@ -116,6 +116,7 @@ def plan_model(config: Config, path: Path, place: Place) -> Opened:
     """A model's header, and what the model takes at this place. Raises: FileError, UnsupportedError, UsageError, WontFit."""
     checkpoint = open_checkpoint(path)
     blueprint = with_guesses(read_blueprint(checkpoint, config.task), checkpoint, config.guesses)
+    blueprint = replace(blueprint, name=config.name or name_of(path))  # what people call it, not what its header does
     views = tensors_by_name(checkpoint, blueprint)
     ctx = config.max_ctx_tokens
     if config.is_default("max_ctx_tokens"):

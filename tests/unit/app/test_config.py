@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from paddock_manager.paths import setting_variable
+from paddock_manager.settings import SETTINGS
 from paddock_runner.cli import parser
-from paddock_runner.config import Config, knobs, read_config
+from paddock_runner.config import MANAGERS, Config, knobs, read_config, unknown_variables
 from paddock_runner.errors import FileError, UsageError
 
 
@@ -25,6 +27,17 @@ def test_settings_may_stand_in_a_runner_table(tmp_path: Path) -> None:
     file.write_text('[runner]\nallow_origin = ["https://a.example", "https://b.example"]\nauth = false\n')
     config = read_config({"config": str(file)}, {})
     assert config.allow_origin == ("https://a.example", "https://b.example") and config.auth is False
+
+
+def test_variable_that_no_setting_has_is_found_with_the_one_that_is_meant() -> None:
+    env = {"PADDOCK_MAX_CTX": "1", "PADDOCK_NO_AUTH": "1", "PADDOCK_KV_DTYPE": "1", "PADDOCK_TREADS": "1", "PADDOCK_FOO_BAR": "1", "PADDOCK_THREADS": "1", "PADDOCK_SERVE_PROT": "1", "PADDOCK_TEST_PACK": "x", "HOME": "/"}
+    expected = [("PADDOCK_FOO_BAR", ""), ("PADDOCK_KV_DTYPE", "PADDOCK_KV_FORMAT"), ("PADDOCK_MAX_CTX", "PADDOCK_MAX_CTX_TOKENS"), ("PADDOCK_NO_AUTH", "PADDOCK_AUTH"), ("PADDOCK_TREADS", "PADDOCK_THREADS")]
+    assert unknown_variables(env) == expected
+    assert ("PADDOCK_SERVE_PROT", "PADDOCK_SERVE_PORT") in unknown_variables(env, ["PADDOCK_SERVE_PORT"])
+
+
+def test_variables_of_the_managers_settings_begin_as_the_runner_believes() -> None:
+    assert {setting_variable(s.key)[0].rsplit("_", s.key.count("_") + 1)[0] + "_" for s in SETTINGS} == set(MANAGERS)
 
 
 @pytest.mark.parametrize(
