@@ -1,4 +1,4 @@
-"""Rows of one token beside prompts, whose queries, keys and values an op in front has just written: against float64, again with other numbers."""
+"""Rows of one token beside prompts, and by themselves, whose queries, keys and values an op in front has just written: against float64, again with other numbers."""
 
 from dataclasses import replace
 
@@ -26,6 +26,11 @@ CASES = [
     Attention(12, 4, 64, 64, (*SHORT, (40, 0, 200)), kv_format=abi.PK_F16, softcap=20.0),
     Attention(6, 1, 256, 256, (*SHORT, (40, 0, 90)), kv_format=abi.PK_BF16),
     Attention(8, 4, 192, 128, (*SHORT[:25], (40, 0, 33)), kv_format=abi.PK_BF16),
+    replace(MANY, n_heads=32, n_kv_heads=8, rows=SHORT),
+    replace(MANY, n_heads=16, rows=SHORT[:31], has_sinks=True, softcap=20.0),
+    replace(MANY, n_heads=10, rows=(*SHORT[:7], (20, 1200, 1), (21, 0, 1), (22, 15, 1), (23, 16, 1))),
+    replace(MANY, n_heads=2, rows=((3, 1290, 1),), kv_format=abi.PK_F16),
+    replace(MANY, rows=(*SHORT, (40, 700, 1)), window=100, kv_format=abi.PK_F16),
 ]
 
 

@@ -14,6 +14,7 @@
 // (attention_cut.cuh), warps take groups by their place in the sequence, sums of segments are joined in order, wherever they are made.
 #include <type_traits>
 
+#include "../../include/attention_columns.cuh"
 #include "../../include/attention_cut.cuh"
 #include "../../include/attention_even.cuh"
 #include "../../include/attention_sums.cuh"
@@ -128,15 +129,18 @@ __device__ void join_segments(const AttentionArguments &a, const Segment &s, con
     }
 }
 
-// How a launch takes its rows: alone, with prefill in front that lets it begin (attention_beside.cuh), or cut at fixed positions.
-enum Form { kIsAlone, kIsBeside, kIsCut };
+// How a launch takes its rows: alone, alone and all of one token with few heads of queries (attention_columns.cuh), with prefill in front that lets it
+// begin (attention_beside.cuh), or cut at fixed positions.
+enum Form { kIsAlone, kIsSingle, kIsBeside, kIsCut };
+template <int kD, int kKind>
+constexpr bool kHasSingle = kD == 128 && (kKind == kBf16 || kKind == kF16);
 
 template <int kD, int kKind, bool kTensor, Form kForm>
 __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int n_parts, Beside beside) {
     extern __shared__ uint8_t raw[];
     uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     constexpr int kStages = kRingStages<kD, kKind>, kSize = kGroup<kD, kKind>;
-    constexpr bool kCut = kForm == kIsCut, kBeside = kForm == kIsBeside;
+    constexpr bool kCut = kForm == kIsCut, kBeside = kForm == kIsBeside, kSingle = kForm == kIsSingle;
     constexpr bool kTeams = !kCut && kHoldQ<kD>;
     __shared__ uint64_t full[kWarps][kStages];
     __shared__ int warps[kSums * kWarps];
@@ -195,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
         bool has_next = false;
         for (int turn = 0;; ++turn) {
             uint8_t *q_mine = q_team + turn % kQBuffers<kD> * kQBytes<kD>;
-            Sums<kD, kKind> sums;
+            std::conditional_t<kSingle, Columns<kD, kKind>, Sums<kD, kKind>> sums;
             sums.open(a, s);
             has_next = false;
 #pragma unroll 1
@@ -338,8 +342,12 @@ int32_t launch_kind(const Launch &l, const AttentionArguments &a, const Beside &
     Launch own = l;
     own.overlap = true;  // blocks set themselves up while q, K and V are made
     if constexpr (kHasBoxes<kD, kKind>)
-        if (make_maps<kD, kKind>(l, a, &maps))
+        if (make_maps<kD, kKind>(l, a, &maps)) {
+            if constexpr (kHasSingle<kD, kKind>)
+                if (l.decode_only && !is_cut && beside.words == nullptr && a.n_heads <= 8 * a.n_kv_heads)
+                    return launch(own, "attention decode", attention_decode_kernel<kD, kKind, true, kIsSingle>, grid, block, bytes, a, maps, n_parts, beside);
             return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, kIsCut> : beside.words != nullptr ? attention_decode_kernel<kD, kKind, true, kIsBeside> : attention_decode_kernel<kD, kKind, true, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside);
+        }
 #endif
     // Without boxes a launch is never beside: it waits for prefill, whose word nobody asks for then.
     return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, kIsCut> : attention_decode_kernel<kD, kKind, false, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside);
