@@ -276,9 +276,10 @@ def test_tiles_that_do_not_fill_the_device_are_cut_along_k(bench, rng, name):
         ).all()
 
 
-@pytest.mark.parametrize("n", [129, 250, 400])
-def test_tall_tiles_cut_along_k_equal_numpy_and_themselves(bench, rng, n):
-    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, n, 8, 8, 5, 3))
+@pytest.mark.parametrize(("n", "most"), [(129, 129), (250, 250), (400, 400), (513, 640), (640, 640), (705, 768), (1000, 1024), (1100, 1536)])
+def test_tall_tiles_cut_along_k_equal_numpy_and_themselves(bench, rng, n, most):
+    """Of launches made for `most` rows."""
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, most, 8, 8, 5, 3))
     weights = [random_weight("bf16", rows, 4104, rng, size=1 / 64) for rows in (2048, 64)]
     w = [weight.upload(b) for weight in weights]
     exact = np.concatenate([weight.values for weight in weights]).astype(np.float64)
@@ -301,9 +302,9 @@ def test_tall_tiles_cut_along_k_equal_numpy_and_themselves(bench, rng, n):
 
 
 @pytest.mark.parametrize("act_name", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("n", [140, 330])
-def test_tall_tiles_of_gate_and_up_equal_numpy(bench, rng, n, act_name):
-    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, n, 8, 8, 5, 3))
+@pytest.mark.parametrize(("n", "most"), [(140, 140), (330, 330), (580, 640), (900, 1024)])
+def test_tall_tiles_of_gate_and_up_equal_numpy(bench, rng, n, most, act_name):
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, most, 8, 8, 5, 3))
     gate, up = (random_weight("bf16", 4224, 1032, rng, size=1 / 32) for _ in range(2))
     x, x64 = b.activations(rng.standard_normal((n, 1032)), T)
     got = product(b, x, [gate.upload(b), up.upload(b)], n, (), Epilogue(act=act_name))

@@ -46,12 +46,12 @@ bool has_fp8_mma();
 int32_t launch_gemm_mma(const Launch &l, GemmArguments arguments, int64_t max_rows);
 // Hopper: TMA and wgmma; up to so many rows by clusters of blocks, more of FP8 by gemm_fp8. leaves_narrowed: whether a gated product of that shape has a row's 128
 // columns in one block.
-constexpr int64_t kClusterRows = 512, kFp8ClusterRows = 256;
+constexpr int64_t kClusterRows = 512, kFp8ClusterRows = 256, kTallRows = 1536;
 bool has_wgmma(const pk_ctx *ctx);
 int32_t launch_gemm_wgmma(const Launch &l, GemmArguments arguments, int64_t max_rows);
 int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 int32_t launch_gemm_cluster(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
-// 129 to kClusterRows rows in BF16 by tall tiles, where they can do it and gain: no ladders, caps or scales of columns, whole boxes of columns, SiLU and tanh's
+// 129 to kTallRows rows in BF16 by tall tiles, where they can do it and gain: no ladders, caps or scales of columns, whole boxes of columns, SiLU and tanh's
 // GELU, and not the smallest.
 bool is_tall(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 bool tall_is_cut(const Launch &l, const GemmArguments &arguments, int64_t max_rows);

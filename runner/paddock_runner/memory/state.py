@@ -126,12 +126,14 @@ class PageLayout:
 
 
 def token_buckets(max_step_tokens: int) -> list[int]:
-    """Token counts for which launches are prepared: powers of two up to 8, then steps of half an octave; whole tiles where there is more than one."""
+    """Token counts for which launches are prepared: powers of two up to 8, then steps of half an octave; whole tiles where there is more than one. Five
+    tiles, too: so many has a step of four short prompts beside 128 rows, and products of the next count's tiles would take a tenth longer."""
     buckets, n = [1, 2, 4, 8], 16
     while n < max_step_tokens:
         buckets += [n, n + n // 2]
         n *= 2
-    return [b for b in buckets if b < max_step_tokens and (b < TILE_TOKENS or b % TILE_TOKENS == 0)] + [max_step_tokens]
+    whole = [b for b in buckets if b < TILE_TOKENS or b % TILE_TOKENS == 0]
+    return [b for b in sorted([*whole, 5 * TILE_TOKENS]) if b < max_step_tokens] + [max_step_tokens]
 
 
 def windowed_layers(blueprint: Blueprint) -> tuple[bool, ...]:

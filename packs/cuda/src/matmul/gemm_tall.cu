@@ -1,7 +1,7 @@
-// Tiled matmul on Hopper for 129 to 512 rows in BF16: y[rows, N] = x[rows, K] W^T, with tiles that fill the device in one wave.
+// Tiled matmul on Hopper for 129 to 1,536 rows in BF16: y[rows, N] = x[rows, K] W^T, with tiles that fill the device in as few waves as can be.
 //
-// A tile is up to 256 rows of x by 192 or 128 rows of W, in units of 64 rows that two consumer warpgroups take by turns; one thread asks for
-// boxes. Units are dealt out among tiles alike, so that no more is multiplied than there is. Few tiles are cut along K among blocks: these lay
+// A tile is up to 256 rows of x by 192 or 128 rows of W, or 320 by 128, in units of 64 rows that two consumer warpgroups take by turns;
+// one thread asks for boxes. A step's units are dealt out among tiles alike, so that no more is multiplied than there is. Few tiles are cut along K among blocks: these lay
 // their sums into L2, in pieces of 64 rows by 32 columns, and every block adds and stores a share of the pieces, in one order. Blocks wait for
 // each other, so that a cut launch never has more blocks than processors. Weights of the first stages are asked for before the kernels ahead
 // are done. With an activation the first half of a tile is gate, the second up. Assumes swizzled 128-byte boxes (K padded to whole boxes).
@@ -17,7 +17,7 @@
 namespace pk {
 namespace {
 
-constexpr int kGroups = 2, kConsumers = 128 * kGroups, kThreads = kConsumers + 128, kUnits = 4, kTileRows = 64 * kUnits, kStages = 4, kPiece = 32, kMostParts = 8, kFactorWarps = 3;
+constexpr int kGroups = 2, kConsumers = 128 * kGroups, kThreads = kConsumers + 128, kStages = 4, kPiece = 32, kMostParts = 8, kFactorWarps = 3;
 constexpr int kPieceFloats = 64 * kPiece;
 constexpr int64_t kLeastWeights = 8 << 20;
 
@@ -28,17 +28,19 @@ struct TallBeside {
     volatile int32_t true_rows;
 };
 
-template <int kWidth>
+// kUnits: of a tile at most. A box of x has 256 rows at most.
+template <int kWidth, int kUnits>
 struct TallShape {
+    static constexpr int kTileRows = 64 * kUnits, kOfGroup = (kUnits + 1) / kGroups, kXBoxes = (kUnits + 3) / 4;
     static constexpr int kPieces = kWidth / kPiece, kStageBytes = (kTileRows + kWidth) * 128, kBytes = kStages * kStageBytes + sizeof(TallBeside);
     static constexpr int64_t kPartBytes = int64_t{kTileRows} * kWidth * 4;  // of one part of a tile
 };
 
-// How tiles are cut: parts of K, where their sums lie, and two counters a tile, zero between launches.
+// How rows are cut into tiles, and of how many units one is at most; and tiles along K: parts, where their sums lie, and two counters a tile, zero between launches.
 struct TallCut {
     float *parts;
     int32_t *counters;
-    int32_t n_parts;
+    int32_t n_parts, m_tiles, units;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -168,10 +170,10 @@ enum Way { kSilu, kGelu, kWhole, kCut, kFront };  // kFront: cut, and in front o
 // Rows of W in a box.
 constexpr int box_rows(int width, Way way) { return way == kSilu || way == kGelu ? width / 2 : 64; }
 
-template <int kWidth, Way kWay>
+template <int kWidth, int kUnits, Way kWay>
 __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a, const __grid_constant__ TallCut cut) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using S = TallShape<kWidth>;
+    using S = TallShape<kWidth, kUnits>;
     extern __shared__ __align__(1024) uint8_t ring[];
     TallBeside &beside = *reinterpret_cast<TallBeside *>(ring + kStages * S::kStageBytes);
     uint64_t(&full)[kStages] = beside.full, (&empty)[kStages] = beside.empty;
@@ -179,16 +181,15 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_con
     constexpr bool gated = kWay == kSilu || kWay == kGelu, is_cut = kWay == kCut || kWay == kFront;
     const int n_parts = is_cut ? cut.n_parts : 1, first = blockIdx.x / n_parts, part = blockIdx.x - first * n_parts, stride = gridDim.x / n_parts;
     const int n_steps = (a.k + 63) / 64, k0 = n_steps * part / n_parts, last_k = n_steps * (part + 1) / n_parts;
-    const int m_tiles = (a.most_rows + kTileRows - 1) / kTileRows, n_all = m_tiles * a.n_tiles;
+    const int m_tiles = cut.m_tiles, n_all = m_tiles * a.n_tiles;
     if (threadIdx.x == 0) {
         barrier_init(&beside.are_factored, kFactorWarps);
         init_ring(full, empty, kGroups);
     }
     __syncthreads();
     release_dependents();
-    // The first unit of a tile of rows.
-    const int all_units = (a.most_rows + 63) / 64;
-    auto unit_of = [&](int m) { return all_units * m / m_tiles; };
+    // The first unit of a tile of rows, of a step that has so many rows.
+    auto unit_of = [&](int m, int n_rows) { return (n_rows + 63) / 64 * m / m_tiles; };
     // The tile of rows of number `index`: of another height every time that a block comes to one.
     const bool turns = stride % m_tiles == 0;
     auto row_tile = [&](int index) { return (index + (turns ? index / stride : 0)) % m_tiles; };
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_con
         const uint64_t policy = m_tiles == 1 ? kReadOnce : kReadOften;
         auto copy_weights = [&](int tile, int k, int stage) {
             barrier_more(full + stage, kWidth * 128);
-            const uint32_t to = shared_address(ring + stage * S::kStageBytes + kTileRows * 128);
+            const uint32_t to = shared_address(ring + stage * S::kStageBytes + S::kTileRows * 128);
 #pragma unroll
             for (int b = 0; b < kWidth / kBox; ++b) {
                 const int n = tile * (gated ? kWidth / 2 : kWidth) + (gated ? 0 : b * kBox), i = gated ? b : weight_of(a, n);
@@ -219,17 +220,18 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_con
             prefetch_map(&maps.x);
         }
         wait_dependence();
-        const int x_bytes = (all_units + m_tiles - 1) / m_tiles * 64 * 128;
+        const int n_rows = rows_of(a.info, a.rows_symbol), box = cut.units * 64 / S::kXBoxes;
         for (int index = first; index < n_all; index += stride) {
-            const int tile = index / m_tiles, row = unit_of(row_tile(index)) * 64;
+            const int tile = index / m_tiles, m = row_tile(index), row = m == 0 ? 0 : unit_of(m, n_rows) * 64;
 #pragma unroll 1
             for (int k = k0; k < last_k; ++k) {
                 if (--n_ahead < 0) {
                     barrier_wait(empty + in_ring.stage, in_ring.phase ^ 1);
                     copy_weights(tile, k, in_ring.stage);
                 }
-                barrier_expect(full + in_ring.stage, x_bytes);
-                copy_box(ring + in_ring.stage * S::kStageBytes, &maps.x, k * 64, row, full + in_ring.stage);
+                barrier_expect(full + in_ring.stage, S::kXBoxes * box * 128);
+#pragma unroll
+                for (int b = 0; b < S::kXBoxes; ++b) copy_box(ring + in_ring.stage * S::kStageBytes + b * box * 128, &maps.x, k * 64, row + b * box, full + in_ring.stage);
                 in_ring.advance();
             }
         }
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_con
         if ((threadIdx.x & 127) == 0) barrier_arrive(empty + used);
     };
     constexpr uint64_t kHigh = uint64_t{0x40000040} << 32;
-    const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + kTileRows * 128), x_first = matrix_descriptor_low(shared_address(ring) + wg * 64 * 128);
+    const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + S::kTileRows * 128), x_first = matrix_descriptor_low(shared_address(ring) + wg * 64 * 128);
     wait_dependence();
     if (threadIdx.x == 0) beside.true_rows = rows_of(a.info, a.rows_symbol);
     consumers_meet();
@@ -251,12 +253,14 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_con
 #pragma unroll 1
     for (int index = first; index < n_all; index += stride) {
         const int tile = index / m_tiles, m = row_tile(index);
-        const int first_unit = unit_of(m), n_true = min(unit_of(m + 1), (n_rows + 63) / 64) - first_unit, n_units = max(1, n_true);
+        const int first_unit = unit_of(m, n_rows), n_true = unit_of(m + 1, n_rows) - first_unit, n_units = max(1, n_true);
         const int c = lane & 3, row_in_unit = 16 * ((threadIdx.x >> 5) & 3) + (lane >> 2), end = min(n_rows, (first_unit + n_true) * 64);
-        // Sums of units wg and wg + 2.
-        float acc[2][kWidth / 2];
+        // Sums of units wg, wg + 2 and so on.
+        float acc[S::kOfGroup][kWidth / 2];
 #pragma unroll
-        for (int i = 0; i < kWidth / 2; ++i) acc[0][i] = acc[1][i] = 0.0f;
+        for (int u = 0; u < S::kOfGroup; ++u)
+#pragma unroll
+            for (int i = 0; i < kWidth / 2; ++i) acc[u][i] = 0.0f;
         auto multiply = [&](auto n) {
             int previous = -1;
 #pragma unroll 1
@@ -277,9 +281,12 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_con
             wgmma_wait<0>();
             release(previous);
         };
-        if (wg + 2 < n_units) {
+        const int n_own = (n_units - wg + 1) / kGroups;
+        if (S::kOfGroup > 2 && n_own > 2) {
+            multiply(std::integral_constant<int, S::kOfGroup>());
+        } else if (n_own > 1) {
             multiply(std::integral_constant<int, 2>());
-        } else if (wg < n_units) {
+        } else if (n_own > 0) {
             multiply(std::integral_constant<int, 1>());
         } else {
 #pragma unroll 1
@@ -293,17 +300,17 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_con
         const int n_pieces = max(0, n_true) * S::kPieces, mine = (threadIdx.x & 127) * 4;
         float *own = reinterpret_cast<float *>(ring) + mine, *of_tile = cut.parts + static_cast<int64_t>(index) * n_parts * kUnits * S::kPieces * kPieceFloats + mine;
         if constexpr (is_cut) consumers_meet();
-#pragma unroll 1
-        for (int unit = wg; unit < n_units; unit += 2) {
+        // A unit is stored, or laid where whoever adds it up finds it.
+        auto leave = [&](int unit, const float (&own_sums)[kWidth / 2]) {
             const int row = (first_unit + unit) * 64 + row_in_unit;
             if constexpr (gated) {
-                store_gated<kWidth, kWay == kSilu ? PK_ACT_SILU : PK_ACT_GELU_TANH>(a, tile * (kWidth / 2), row, c, end, factor_of(row), factor_of(row + 8), acc[0]);
+                store_gated<kWidth, kWay == kSilu ? PK_ACT_SILU : PK_ACT_GELU_TANH>(a, tile * (kWidth / 2), row, c, end, factor_of(row), factor_of(row + 8), own_sums);
             } else if constexpr (kWay == kWhole) {
 #pragma unroll
                 for (int g = 0; g < S::kPieces; ++g) {
                     float sums[16];
 #pragma unroll
-                    for (int i = 0; i < 16; ++i) sums[i] = acc[0][16 * g + i];
+                    for (int i = 0; i < 16; ++i) sums[i] = own_sums[16 * g + i];
                     store_piece(a, tile * kWidth + g * kPiece, row, c, end, factor_of(row), factor_of(row + 8), sums);
                 }
             } else {
@@ -313,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_con
                 for (int g = 0; g < S::kPieces; ++g) {
                     float *to = owner == part ? own + (2 * turn + g % 2) * kPieceFloats : of_tile + (part * kUnits * S::kPieces + piece) * kPieceFloats;
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) store_if(piece < n_pieces, to + j * 512, acc[0][16 * g + 4 * j], acc[0][16 * g + 4 * j + 1], acc[0][16 * g + 4 * j + 2], acc[0][16 * g + 4 * j + 3]);
+                    for (int j = 0; j < 4; ++j) store_if(piece < n_pieces, to + j * 512, own_sums[16 * g + 4 * j], own_sums[16 * g + 4 * j + 1], own_sums[16 * g + 4 * j + 2], own_sums[16 * g + 4 * j + 3]);
                     ++piece;
                     if (g % 2 && ++owner == n_parts) {
                         owner = 0;
@@ -321,8 +328,19 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_con
                     }
                 }
             }
+        };
+        if constexpr (S::kOfGroup > 2) {
 #pragma unroll
-            for (int i = 0; i < kWidth / 2; ++i) acc[0][i] = acc[1][i];
+            for (int u = 0; u < S::kOfGroup; ++u)
+                if (u < n_own) leave(wg + 2 * u, acc[u]);
+        } else {
+            // One copy of the code for both.
+#pragma unroll 1
+            for (int unit = wg; unit < n_units; unit += 2) {
+                leave(unit, acc[0]);
+#pragma unroll
+                for (int i = 0; i < kWidth / 2; ++i) acc[0][i] = acc[1][i];
+            }
         }
         if constexpr (is_cut) {
             consumers_meet();
@@ -380,11 +398,16 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_tall_kernel(const __grid_con
 #endif
 }
 
+// How a launch goes: tiles of so many columns, of at most `most` units as their kernel takes them; of so many units here, and in so many parts of K.
+struct Plan {
+    int width = 0, most = 0, units = 0, m_tiles = 0, n_parts = 0;
+    double us = 1e30;
+};
+
 // Boxes of a tile's rows of x and of so many of every weight, and in the arguments where each weight's columns begin.
-int32_t tall_maps(const Launch &l, GemmMaps *maps, GemmArguments &a, int64_t max_rows, int width, int box) {
+int32_t tall_maps(const Launch &l, GemmMaps *maps, GemmArguments &a, int64_t max_rows, int width, int box, int x_box) {
     const bool gated = a.act != PK_ACT_NONE;
-    const int64_t m_tiles = (max_rows + kTileRows - 1) / kTileRows, units = ((max_rows + 63) / 64 + m_tiles - 1) / m_tiles;
-    if (int32_t e = make_map(l, &maps->x, a.x, false, max_rows, a.k, a.x_row_bytes, static_cast<int>(64 * units))) return e;
+    if (int32_t e = make_map(l, &maps->x, a.x, false, max_rows, a.k, a.x_row_bytes, x_box)) return e;
     int32_t columns = 0;
     for (int i = 0; i < 3; ++i) {
         const GemmWeight &w = a.w[i < a.n_w ? i : 0];
@@ -395,62 +418,77 @@ int32_t tall_maps(const Launch &l, GemmMaps *maps, GemmArguments &a, int64_t max
     }
     if (gated) width /= 2;
     a.n_tiles = (columns + width - 1) / width;
-    a.most_rows = static_cast<int32_t>(max_rows);
     return PK_OK;
 }
 
-template <int kWidth, Way kWay>
-int32_t launch_way(const Launch &l, GemmArguments a, int64_t max_rows, int n_parts) {
-    using S = TallShape<kWidth>;
+template <int kWidth, int kUnits, Way kWay>
+int32_t launch_way(const Launch &l, GemmArguments a, int64_t max_rows, const Plan &plan) {
+    using S = TallShape<kWidth, kUnits>;
     GemmMaps maps;
-    if (int32_t e = tall_maps(l, &maps, a, max_rows, kWidth, box_rows(kWidth, kWay))) return e;
-    const int64_t all = (max_rows + kTileRows - 1) / kTileRows * a.n_tiles, bytes = n_parts > 1 ? all * n_parts * S::kPartBytes : 0;
-    const TallCut cut = {reinterpret_cast<float *>(l.scratch + (l.scratch_bytes - bytes) / 256 * 256), l.counters, n_parts};
+    if (int32_t e = tall_maps(l, &maps, a, max_rows, kWidth, box_rows(kWidth, kWay), plan.units * 64 / S::kXBoxes)) return e;
+    const int64_t all = int64_t{plan.m_tiles} * a.n_tiles, bytes = plan.n_parts > 1 ? all * plan.n_parts * S::kPartBytes : 0;
+    const TallCut cut = {reinterpret_cast<float *>(l.scratch + (l.scratch_bytes - bytes) / 256 * 256), l.counters, plan.n_parts, plan.m_tiles, plan.units};
     Launch own = l;
     own.overlap = true;
-    return launch(own, "gemm_tall", gemm_tall_kernel<kWidth, kWay>, dim3(static_cast<unsigned>(n_parts > 1 ? all * n_parts : std::min<int64_t>(all, l.ctx->n_processors))), dim3(kThreads), S::kBytes, maps, a, cut);
+    return launch(own, "gemm_tall", gemm_tall_kernel<kWidth, kUnits, kWay>, dim3(static_cast<unsigned>(plan.n_parts > 1 ? all * plan.n_parts : std::min<int64_t>(all, l.ctx->n_processors))), dim3(kThreads), S::kBytes, maps, a, cut);
 }
 
 template <int kWidth>
-int32_t launch_width(const Launch &l, const GemmArguments &a, int64_t max_rows, int n_parts) {
-    if (a.act != PK_ACT_NONE) return a.act == PK_ACT_SILU ? launch_way<kWidth, kSilu>(l, a, max_rows, 1) : launch_way<kWidth, kGelu>(l, a, max_rows, 1);
-    if (a.norm.out != nullptr) return launch_way<kWidth, kFront>(l, a, max_rows, n_parts);
-    return n_parts == 1 ? launch_way<kWidth, kWhole>(l, a, max_rows, 1) : launch_way<kWidth, kCut>(l, a, max_rows, n_parts);
+int32_t launch_width(const Launch &l, const GemmArguments &a, int64_t max_rows, const Plan &plan) {
+    if (a.act != PK_ACT_NONE) return a.act == PK_ACT_SILU ? launch_way<kWidth, 4, kSilu>(l, a, max_rows, plan) : launch_way<kWidth, 4, kGelu>(l, a, max_rows, plan);
+    if (a.norm.out != nullptr) return launch_way<kWidth, 4, kFront>(l, a, max_rows, plan);
+    return plan.n_parts == 1 ? launch_way<kWidth, 4, kWhole>(l, a, max_rows, plan) : launch_way<kWidth, 4, kCut>(l, a, max_rows, plan);
 }
 
-struct Plan {
-    int width = 0, n_parts = 0;
-    double us = 1e30;
-};
+// What a launch takes with `rows` rows in m_tiles tiles of rows and tiles of so many columns, in us: by what steps of K take the tensor cores (at the clocks that they keep), the
+// second-level cache and memory. Fitted to an 8B's products with 160 to 512 rows on an H200 (LOG.md, M35).
+double estimate(const Launch &l, const GemmArguments &a, int64_t rows, int64_t width, int64_t m_tiles, int64_t parts) {
+    const bool gated = a.act != PK_ACT_NONE;
+    int64_t columns = 0;
+    for (int i = 0; i < (gated ? 1 : a.n_w); ++i) columns += a.w[i].rows;
+    const int64_t wide = gated ? width / 2 : width, blocks = m_tiles * ((columns + wide - 1) / wide) * parts, n_steps = (a.k + 63) / 64, all_units = (rows + 63) / 64, units = (all_units + m_tiles - 1) / m_tiles, n = l.ctx->n_processors;
+    const int64_t full = blocks / n, rest = blocks % n;
+    // Blocks that come to several tiles come to high and low ones.
+    const double height = blocks > n && n % m_tiles == 0 ? static_cast<double>(all_units) / static_cast<double>(m_tiles) : static_cast<double>(units);
+    auto step = [&](int64_t at_once) { return std::max({height * static_cast<double>(width) * 2 / 1450.0, static_cast<double>(at_once * (units * 64 + width) * 128) / 10.5e6, static_cast<double>(at_once * width * 128 / m_tiles) / 4.0e6}); };
+    return static_cast<double>((n_steps + parts - 1) / parts) * (static_cast<double>(full) * step(n) + (rest > 0 ? step(rest) : 0.0)) + (parts > 1 ? 12.0 : 8.0) + 1.5 * static_cast<double>(full + (rest > 0) - 1);
+}
 
-// Considers tiles of so many columns, by what steps of K take the tensor cores (at the clocks that they keep), the second-level cache and memory. Fitted to an 8B's
-// products with 160 to 512 rows on an H200 (LOG.md, M35).
-template <int kWidth>
+// Considers tiles of so many columns and of up to kUnits units.
+template <int kWidth, int kUnits>
 void consider(const Launch &l, const GemmArguments &a, int64_t max_rows, Plan *best) {
     const bool gated = a.act != PK_ACT_NONE;
     int64_t columns = 0;
     for (int i = 0; i < (gated ? 1 : a.n_w); ++i) columns += a.w[i].rows;
-    const int64_t wide = gated ? kWidth / 2 : kWidth, m_tiles = (max_rows + kTileRows - 1) / kTileRows, tiles = m_tiles * ((columns + wide - 1) / wide), n_steps = (a.k + 63) / 64;
-    const int64_t units = ((max_rows + 63) / 64 + m_tiles - 1) / m_tiles;
+    const int64_t wide = gated ? kWidth / 2 : kWidth, n_tiles = (columns + wide - 1) / wide, n_steps = (a.k + 63) / 64, all_units = (max_rows + 63) / 64;
     const int64_t room = l.scratch_bytes - max_rows * a.k * 2 - (1 << 20);  // x narrowed, or squares, may lie in front of the parts
-    for (int parts = 1; parts <= (gated ? 1 : kMostParts) && parts <= n_steps; ++parts) {
-        if (parts > 1 && (tiles * parts > l.ctx->n_processors || tiles * parts * TallShape<kWidth>::kPartBytes > room)) break;
-        auto step = [&](int64_t blocks) { return std::max({units * kWidth * 2 / 1450.0, blocks * (units * 64 + kWidth) * 128 / 10.5e6, blocks * kWidth * 128 / m_tiles / 4.0e6}); };
-        const int64_t n = l.ctx->n_processors, full = tiles * parts / n, rest = tiles * parts % n;
-        const double us = static_cast<double>((n_steps + parts - 1) / parts) * (full * step(n) + (rest > 0 ? step(rest) : 0.0)) + (parts > 1 ? 12.0 : 8.0) + 1.5 * static_cast<double>(full + (rest > 0) - 1);
-        if (us < best->us) *best = {kWidth, parts, us};
-    }
+    const int64_t fewest = (all_units + kUnits - 1) / kUnits, most = max_rows <= kClusterRows ? fewest : (all_units + 1) / 2;
+    for (int64_t m_tiles = fewest; m_tiles <= most; ++m_tiles)
+        for (int parts = kUnits > 4 ? 2 : 1; parts <= (gated ? 1 : kMostParts) && parts <= n_steps; ++parts) {
+            const int64_t tiles = m_tiles * n_tiles;
+            if (parts > 1 && (tiles * parts > l.ctx->n_processors || tiles * parts * TallShape<kWidth, kUnits>::kPartBytes > room)) break;
+            const double us = estimate(l, a, max_rows, kWidth, m_tiles, parts);
+            if (us < best->us) *best = {kWidth, kUnits, static_cast<int>((all_units + m_tiles - 1) / m_tiles), static_cast<int>(m_tiles), parts, us};
+        }
+}
+
+Plan plan_of(const Launch &l, const GemmArguments &a, int64_t max_rows) {
+    Plan best;
+    consider<192, 4>(l, a, max_rows, &best);
+    consider<128, 4>(l, a, max_rows, &best);
+    if (max_rows > kClusterRows && a.act == PK_ACT_NONE) consider<128, 5>(l, a, max_rows, &best);
+    return best;
 }
 
 }  // namespace
 
 bool is_tall(const Launch &l, const GemmArguments &a, int64_t max_rows) {
-    if (max_rows <= 128 || max_rows > kClusterRows || a.min_rows > 0 || a.are_unpacked || a.x_scale != nullptr || a.softcap > 0.0f) return false;
+    if (max_rows <= 128 || max_rows > kTallRows || a.min_rows > 0 || a.are_unpacked || a.x_scale != nullptr || a.softcap > 0.0f) return false;
     const bool gated = a.act != PK_ACT_NONE;
     // Small products lose more at a cut than tiles gain, and what is gated is not cut.
     int64_t n_weights = 0;
     for (int i = 0; i < a.n_w; ++i) n_weights += int64_t{a.w[i].rows} * a.k;
-    if (n_weights < kLeastWeights || (gated && (max_rows + kTileRows - 1) / kTileRows * a.w[0].rows < 64 * l.ctx->n_processors / 2)) return false;
+    if (n_weights < kLeastWeights || (gated && (max_rows + 255) / 256 * a.w[0].rows < 64 * l.ctx->n_processors / 2)) return false;
     if (gated && ((a.act != PK_ACT_SILU && a.act != PK_ACT_GELU_TANH) || a.n_w != 2 || a.add != nullptr || a.y_format != PK_BF16)) return false;
     if (a.add != nullptr && (a.add_format != PK_F32 || a.y_format != PK_F32)) return false;
     // 16 bytes a store.
@@ -458,21 +496,19 @@ bool is_tall(const Launch &l, const GemmArguments &a, int64_t max_rows) {
     if ((a.y_stride & apart) || (reinterpret_cast<uintptr_t>(a.y) & 15) || (a.add != nullptr && ((a.add_stride & 3) || (reinterpret_cast<uintptr_t>(a.add) & 15)))) return false;
     for (int i = 0; i < a.n_w; ++i)
         if (a.w[i].rows % (gated ? kPiece : 64) || a.w[i].row_scale != nullptr || (a.w[i].first_column & apart) || (gated && a.w[i].bias != nullptr)) return false;
-    return true;
-}
-
-static Plan plan_of(const Launch &l, const GemmArguments &a, int64_t max_rows) {
-    Plan best;
-    consider<192>(l, a, max_rows, &best);
-    consider<128>(l, a, max_rows, &best);
-    return best;
+    if (max_rows <= kClusterRows) return true;
+    // Else gemm_wgmma's tiles of 128 by 256, as many as a step has, where they are clearly quicker: by steps of fewer rows than they were launched for, as most are.
+    const Plan plan = plan_of(l, a, max_rows);
+    const int64_t rows = max_rows * 7 / 8;
+    return 0.95 * estimate(l, a, rows, plan.width, plan.m_tiles, plan.n_parts) < estimate(l, a, rows, 256, (rows + 127) / 128, 1);
 }
 
 bool tall_is_cut(const Launch &l, const GemmArguments &a, int64_t max_rows) { return plan_of(l, a, max_rows).n_parts > 1; }
 
 int32_t launch_gemm_tall(const Launch &l, const GemmArguments &a, int64_t max_rows) {
     const Plan best = plan_of(l, a, max_rows);
-    return best.width == 192 ? launch_width<192>(l, a, max_rows, best.n_parts) : launch_width<128>(l, a, max_rows, best.n_parts);
+    if (best.most == 5) return launch_way<128, 5, kCut>(l, a, max_rows, best);
+    return best.width == 192 ? launch_width<192>(l, a, max_rows, best) : launch_width<128>(l, a, max_rows, best);
 }
 
 }  // namespace pk

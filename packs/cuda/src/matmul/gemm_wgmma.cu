@@ -1,4 +1,4 @@
-// Tiled matmul on Hopper: y[rows, N] = x[rows, K] W^T in BF16 with TMA, an mbarrier ring and wgmma, for more than 512 rows.
+// Tiled matmul on Hopper: y[rows, N] = x[rows, K] W^T in BF16 with TMA, an mbarrier ring and wgmma, for more than 1,536 rows, and what tall tiles refuse of more than 512.
 //
 // Block: one producer thread that copies boxes, two consumer warpgroups; persistent over tiles of 128 x 256, grouped so that concurrent
 // blocks share boxes in L2; 64 of K a stage, 64 rows a warpgroup. With an activation the first half of a tile is gate, the second
