@@ -176,3 +176,19 @@ def test_storm(run_ahead: int, seed: int, kind: str, tmp_path: Path) -> None:
         assert right(answer, sizes) or not ended_well(answer)
     rig.assert_empty()
     rig.close()
+
+
+def test_long_prompts_do_not_take_all_slots_while_they_wait_for_the_part(run_ahead: int) -> None:
+    """One is read, another is ready: the rest waits without a slot, and a short prompt that comes later overtakes them."""
+    rig, rng = Rig(replace(LONG, n_slots=8, n_pages=600), run_ahead, SOON, part_tokens=8), random.Random(9)
+    streams = beside_streams(rig, rng)
+    longs = [rig.ask(prompt(rng, 220), max_tokens=2, client=1) for _ in range(7)]
+    until(rig, lambda: rig.engine.aside.in_flight)
+    for client in (1, 2):
+        short = rig.ask(prompt(rng, 4), max_tokens=2, client=client)
+        until(rig, lambda short=short: short.end)
+    assert sum(a.started is not None for a in longs) <= 3 and all(a.end is None for a in longs)
+    rig.run()
+    assert all(right(a, LONG) and ended_well(a) for a in (*longs, *streams))
+    rig.assert_empty()
+    rig.close()

@@ -8,21 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ..cache.fetching import fetch
 from ..cache.ledger import Ledger
 from ..cache.prefix import Node
 from .cost import CostModel
+from .fetches import begin_fetch, is_fetching, let_go
 from .pace import Pace
 from .policy import Policy
 from .queue import WaitQueue
-from .request import Phase, Request
+from .request import NEVER, Phase, Request
 from .sharing import common_tokens, must_wait
 from .slots import Chunk, SlotTable
 
-MAX_FETCH_NS = 2_000_000_000
-"""How much longer than expected pages from disk are waited for before the prompt is computed after all."""
 MAX_LONG_STEPS = 2
 """Prompts that could be read in so many of the largest steps may hold up those who decode: a longer queue takes a while anyway."""
+MAX_ASIDE = 2
+"""Prompts of a client, and a quarter of the slots in all, that are read aside or ready to be."""
 LEAST_SLOTS = 4
 """A client with fewer running requests does not make way for another's."""
 MAX_LOOKS = 16
@@ -118,7 +118,7 @@ class Scheduler:
         while tokens_left > 0 and rows_left > 0:
             if chunks and us_left != math.inf and self.cost.tokens_for(us_left, 0) < self._policy.min_chunk_tokens:
                 break
-            request = self._next(skipped, now_ns)
+            request = self._next(skipped, now_ns, n_rows)
             if request is None:
                 break
             skipped.add(request.slot)
@@ -154,7 +154,19 @@ class Scheduler:
         """Beside streams, a prompt that would hold them up for longer than they put up with at once is read by the device's part."""
         if not self.aside_tokens or not n_rows or request.unscored_tokens or request.is_coming:
             return False
-        return self.cost.chunk_us(request.remaining_tokens, request.done_tokens) > self._policy.burst_ms * 1000
+        n = request.uncached_tokens if request.phase == Phase.WAITING else request.remaining_tokens
+        return self.cost.chunk_us(n, request.n_tokens - n) > self._policy.burst_ms * 1000
+
+    def _waits_for_part(self, request: Request, n_rows: int) -> bool:
+        """Enough prompts have slots while the part reads one of them, of its client or in all: it waits for one of those, and others may overtake it."""
+        if len(self.aside) < MAX_ASIDE or not self._goes_aside(request, n_rows):
+            return False
+        own = [other for other in self.aside if other.client == request.client]
+        group = own if len(own) >= MAX_ASIDE else self.aside if len(self.aside) >= max(MAX_ASIDE, self._slots.sizes.n_slots // 4) else []
+        if not group:
+            return False
+        request.wait_for, request.wait_tokens = min(group, key=self.order), NEVER
+        return True
 
     def take_back(self, request: Request) -> None:
         """What is left of a prompt that was read aside is read as others are."""
@@ -253,7 +265,7 @@ class Scheduler:
 
     # ---- who is next ----
 
-    def _next(self, skipped: set[int], now_ns: int) -> Request | None:
+    def _next(self, skipped: set[int], now_ns: int, n_rows: int) -> Request | None:
         """The running prefill or new request that goes next in this step; a new one is started."""
         best, best_order = None, None
         for request in self.prefilling:
@@ -271,7 +283,7 @@ class Scheduler:
                 return request
             if head is None or (best_order is not None and best_order <= self.order(head)):
                 break
-            if self._must_wait(head) or self._fetches(head, now_ns):
+            if self._must_wait(head) or begin_fetch(head, self._ledger, self.cost.reading_us, now_ns) or self._waits_for_part(head, n_rows):
                 self.queue.drop(head)
                 self.held.append(head)
                 continue
@@ -304,7 +316,7 @@ class Scheduler:
         request.holding = holding
         if request.fetch is not None:
             holding.arrives = max(holding.arrives, request.fetch.given)
-            self._let_go(request)
+            let_go(request)
         self._slots.take(request)
         request.move(Phase.PREFILL)
         if not request.order:
@@ -318,42 +330,10 @@ class Scheduler:
         self._slots.start(request)
         return True
 
-    # ---- what others compute, or the disk has ----
+    # ---- what others compute ----
 
     def _must_wait(self, request: Request) -> bool:
         return must_wait(request, [*self.prefilling, *self.aside], self.saves, self._ledger, self._policy.share_tokens)
-
-    def _fetches(self, request: Request, now_ns: int) -> bool:
-        """Pages of its prompt are on disk and worth waiting for, once."""
-        if self._ledger.tree.tiers is None or request.fetch_until_ns:
-            return False
-        request.fetch = fetch(self._ledger, request.tokens, request.salt, self.cost.reading_us)
-        if request.fetch is None:
-            return False
-        request.fetch_until_ns = now_ns + MAX_FETCH_NS + int(1000 * request.fetch.left_us)
-        return True
-
-    def _is_fetching(self, request: Request, now_ns: int) -> bool:
-        found, version = request.fetch, self._ledger.tier_version
-        if found is None or request.fetch_until_ns <= 0:
-            return False
-        if now_ns < request.fetch_until_ns and version == request.fetch_version:
-            return True
-        n_there, request.fetch_version = found.n_there, version
-        if now_ns < request.fetch_until_ns and found.go_on(self.cost.reading_us):
-            if found.n_there > n_there:
-                request.fetch_until_ns = now_ns + MAX_FETCH_NS + int(1000 * found.left_us)
-            return True
-        found.stop()
-        request.fetch_until_ns = -1
-        return False
-
-    @staticmethod
-    def _let_go(request: Request) -> None:
-        """What it has waited for is held otherwise, or of no use to it."""
-        if request.fetch is not None:
-            request.fetch.close()
-            request.fetch = None
 
     def _wake_held(self, now_ns: int) -> None:
         """Those whose shared prefix is there (or whose computer has left) go back to the queue, at their old place."""
@@ -363,7 +343,7 @@ class Scheduler:
         self.held = []
         for request in held:
             other = request.wait_for
-            if self._is_fetching(request, now_ns) or (
+            if is_fetching(request, self._ledger, self.cost.reading_us, now_ns) or (
                 other is not None and other.phase == Phase.PREFILL and (other.done_tokens < request.wait_tokens or other.is_coming)
             ):
                 self.held.append(request)
@@ -490,7 +470,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Takes a request out of every list here. Its slot and pages are the caller's business."""
         self.queue.drop(request)
-        self._let_go(request)
+        let_go(request)
         if request is self._guest:
             self._guest = None
         for group in (self.held, self.preempted, self.prefilling, self.aside):

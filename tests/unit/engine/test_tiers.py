@@ -11,7 +11,7 @@ import pytest
 from paddock_runner.cache import tiers as tiers_module
 from paddock_runner.cache.store import PageStore
 from paddock_runner.cache.tiers import READERS
-from paddock_runner.engine.scheduler import MAX_FETCH_NS
+from paddock_runner.engine.fetches import MAX_FETCH_NS
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.memory.state import StateSizes, window_pages
 
