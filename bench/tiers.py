@@ -1,9 +1,9 @@
 """A session leaves the device and comes back: from host memory and from disk, beside what the link and the disk can do, and with the same answer.
 
-Usage: python -m bench.tiers MODEL [--pack PACK] [--tokens 32768] [--disk-tokens 2048] [--folder DIR] [--rounds 3] [--machine NAME]
+Usage: python -m bench.tiers MODEL [--pack PACK] [--tokens 32768] [--disk-tokens 2048] [--host-tokens 0] [--folder DIR] [--rounds 3] [--machine NAME]
 The engine runs in this process. A prompt is answered; its pages are evicted (to host memory, and written to disk); it is asked again. What coming back took is
 the time to its first token less that of the same prompt whose pages are on the device. The link's rate is that of one large copy; the disk's that of reading the store's files
-from the start to the end, the kernel having been told to forget them.
+from the start to the end, the kernel having been told to forget them. With --host-tokens host memory has room for so many tokens only (64 pages at least): only coming back from disk is measured then, piece by piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from time import perf_counter, sleep
 
 from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
-from paddock_runner.engine import scheduler
+from paddock_runner.engine import fetches
 from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.engine.loop import Engine, freeze
 from paddock_runner.engine.process import Runner
@@ -43,13 +43,13 @@ NAP_S = 0.0003
 class Session:
     """An engine with tiers on an open device, and one prompt that is asked again and again."""
 
-    def __init__(self, device: Device, sizes: StateSizes, folder: Path, disk_bytes: int, prompt: list[int]) -> None:
+    def __init__(self, device: Device, sizes: StateSizes, folder: Path, disk_bytes: int, prompt: list[int], host_tokens: int = 0) -> None:
         channel = Channel.create()
         self.front = FrontPort(channel, True)
         self.engine = Engine(sizes, device, [EnginePort(channel, True)])
         self.engine.launched_seq = self.engine.read_seq = self.engine.slots.seq = int(device.done[0])
         self.runner = Runner(self.engine)
-        host_bytes = (len(prompt) // self.engine.sizes.page_tokens + 8) * device.kv_page_bytes
+        host_bytes = ((host_tokens or len(prompt)) // self.engine.sizes.page_tokens + 8) * device.kv_page_bytes
         if not device.n_host_pages:
             self.runner.use_tiers(device, TierConfig(host_bytes, disk_bytes, folder, ("bench",)))
         else:
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--pack", type=Path)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--disk-tokens", type=int, default=2048)
+    parser.add_argument("--host-tokens", type=int, default=0)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv", default="")
@@ -156,9 +157,9 @@ def main() -> None:
     device.grow_pages(sizes.n_pages)
     prompt = [300 + (7919 * i) % (blueprint.n_vocab - 300) for i in range(a.tokens)]
     freeze()
-    rows = from_host(device, sizes, prompt, a.rounds)
+    rows = from_host(device, sizes, prompt, a.rounds) if not a.host_tokens else []
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
-        rows += from_disk(device, sizes, Path(folder), prompt[: a.disk_tokens])
+        rows += from_disk(device, sizes, Path(folder), prompt[: a.disk_tokens], a.host_tokens)
     if a.machine:
         rows = [row | {"id": f"{a.machine}.{row['id']}"} for row in rows]
         board.write(a.machine, "tiers", rows, a.commit, model=a.model.name, tokens=a.tokens, page_bytes=device.kv_page_bytes)
@@ -189,22 +190,22 @@ def from_host(device: Device, sizes: StateSizes, prompt: list[int], rounds: int)
     return [turn, board.row("tier.host.resume_gbs", back, "GB/s", limit=link[1]), board.row("tier.host.evict_gbs", out, "GB/s", limit=link[0])]
 
 
-def from_disk(device: Device, sizes: StateSizes, folder: Path, prompt: list[int]) -> list[dict[str, object]]:
-    """To disk, and back in another engine."""
-    session = Session(device, sizes, folder, 1 << 40, prompt)
+def from_disk(device: Device, sizes: StateSizes, folder: Path, prompt: list[int], host_tokens: int) -> list[dict[str, object]]:
+    """To disk, and back in another engine, which has forgotten everything."""
+    session = Session(device, sizes, folder, 1 << 40, prompt, host_tokens)
     _, answer, _ = session.ask()
     n_pages = (len(prompt) - 1) // sizes.page_tokens
     size = n_pages * device.kv_page_bytes
     warm = statistics.median(session.ask()[0] for _ in range(3))
     session.write()
     session.runner.close()
-    disk, restart = disk_gbs(folder), Session(device, sizes, folder, 1 << 40, prompt)
+    disk, restart = disk_gbs(folder), Session(device, sizes, folder, 1 << 40, prompt, host_tokens)
     restart.tiers.us = lambda tier, n_pages: 0.0  # type: ignore[method-assign]  # whether reading pays, and how long it is waited for, is not what is measured
-    scheduler.MAX_FETCH_NS = 60_000_000_000
+    fetches.MAX_FETCH_NS = 60_000_000_000
     drop_cache(folder)
     read = size / max(1e-9, came_back(restart, answer, n_pages) - warm) / 1e9
     restart.runner.close()
-    sys.stdout.write(f"{len(prompt)} tokens, {size / 1e9:.2f} GB: from disk {read:.2f} GB/s of {disk:.2f} ({read / disk:.2f}); answers equal\n")
+    sys.stdout.write(f"{len(prompt)} tokens, {size / 1e9:.2f} GB: from disk by {device.n_host_pages} pages in host memory {read:.2f} GB/s of {disk:.2f} ({read / disk:.2f}); answers equal\n")
     return [board.row("tier.disk.resume_gbs", [read], "GB/s", limit=disk)]
 
 
