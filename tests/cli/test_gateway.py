@@ -399,3 +399,14 @@ def test_key_with_a_weight_is_listed_and_kept(paddock, models):
     rows = {r["name"]: (r["scope"], r["weight"]) for r in paddock("key", "ls", "--json").json["keys"]}
     assert rows == {"this-machine": ("admin", 1), "ci": ("inference", 3)}
     assert paddock("key", "--weight", "3").code == 2
+
+
+def test_path_that_no_model_answers_is_unknown_before_a_model_is_asked_for(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    assert ask(server, "POST", "/v1/moderations", {"input": "x"})[0] == 404
+    status, body, _ = ask(server, "POST", "/v1/v1/messages", {"model": "one"})
+    assert status == 404 and "it is at /v1/messages" in body["error"]["message"]
+    status, body, headers = ask(server, "POST", "/v1/messages", {"model": "x"}, x_request_id="r-1")
+    assert status == 404 and body["request_id"] == headers["request-id"] == "r-1" and "there are one, two" in body["error"]["message"]
+    status, body, _ = ask(server, "GET", "/v1/responses/resp_1")
+    assert status == 404 and body["error"]["code"] == "response_not_found"

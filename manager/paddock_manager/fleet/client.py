@@ -197,6 +197,7 @@ def error_of(status: int, raw: bytes) -> PaddockError:
         body = json.loads(raw)["error"]
         message, code = str(body.get("message", "")), str(body.get("code", ""))
         hint = str(body.get("hint", ""))
+        message = message.removesuffix(f" ({hint})") if hint else message  # it stands in both, since most clients show one
     except (ValueError, KeyError, TypeError, AttributeError):
         message, code, hint = raw[:200].decode("utf-8", "replace"), "", ""
     kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, PaddockError)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from paddock_runner.edge import body
 from paddock_runner.edge.body import Receive, Scope, Send
-from paddock_runner.edge.ids import HEADER, request_id
+from paddock_runner.edge.ids import id_headers, request_id
 from paddock_runner.errors import SlowBody, TooLarge
 
 Headers = list[tuple[bytes, bytes]]
@@ -26,7 +26,7 @@ class Call:
         self.headers: dict[str, str] = dict(self._pairs)
         self.receive, self._send = receive, send
         self.request_id = request_id(self.header("x-request-id"))
-        self.extra: Headers = [(HEADER, self.request_id.encode())]
+        self.extra: Headers = id_headers(self.request_id, self.path)
         self.status = 0
         self.has_left = False
 

@@ -15,8 +15,8 @@ from paddock_runner.edge import lists, problem
 from paddock_runner.edge.auth import ADMIN, INFERENCE, KEY_HEADERS, Caller, Guard, allowing
 from paddock_runner.edge.body import Receive, Scope, Send
 from paddock_runner.edge.counts import CONTENT_TYPE
-from paddock_runner.edge.ids import HEADER
-from paddock_runner.edge.problem import UnknownPath, WrongMethod
+from paddock_runner.edge.ids import ANTHROPICS, HEADER
+from paddock_runner.edge.problem import UnknownPath, UnknownResponse, WrongMethod
 from paddock_runner.errors import PaddockError, ShuttingDown, UsageError
 
 from paddock_manager.fleet.client import Unreachable
@@ -47,10 +47,10 @@ PASSED = {
 POSTED = {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/messages", "/v1/messages/count_tokens",
 }  # fmt: skip
-DESCRIPTION, METRICS, MODEL = "/openapi.json", "/metrics", "/v1/models/"
+DESCRIPTION, METRICS, MODEL, RESPONSES = "/openapi.json", "/metrics", "/v1/models/", "/v1/responses/"
 KNOWN = OPEN | LISTS | PASSED | POSTED | {DESCRIPTION, METRICS}
-OURS = HEADER.decode()
-"""The header that call and runner have alike."""
+OURS = {HEADER.decode(), ANTHROPICS.decode()}
+"""Headers that call and runner have alike."""
 STATE_S = 2.0
 """Within this a runner tells its numbers, or they are left out."""
 
@@ -87,10 +87,10 @@ class Gateway:
             if not call.status:
                 if isinstance(error, RunnerDied):
                     error.hint = ""  # it quotes the log, which is for the owner of this machine
-                await call.answer(error.http_status, problem.body_of(error, problem.vendor_of(call.path)), headers=problem.headers_of(error))
+                await call.answer(error.http_status, problem.body_of(error, problem.vendor_of(call.path), call.request_id), headers=problem.headers_of(error))
         finally:
             self._metrics.in_flight -= 1
-            route = call.path if call.path in KNOWN else MODEL if call.path.startswith(MODEL) else "unknown"
+            route = call.path if call.path in KNOWN else next((r for r in (MODEL, RESPONSES) if call.path.startswith(r)), "unknown")
             self._metrics.on_request(route, call.status or LEFT, time.monotonic() - begun, call.has_left)
 
     async def _route(self, call: Call) -> None:
@@ -114,7 +114,9 @@ class Gateway:
             await call.answer(200, self._own.model(path))
         elif path == METRICS and call.is_read:
             await call.answer(200, self._metrics.text(await self._runners_metrics()).encode(), CONTENT_TYPE)
-        elif call.method == "POST" and (path in PASSED or (path.startswith("/v1/") and not path.startswith("/v1/models"))):
+        elif path.startswith(RESPONSES) and call.method in ("GET", "DELETE"):
+            await self._stored(call, caller)
+        elif call.method == "POST" and path in PASSED | POSTED:
             raw = await call.body(self._max_body_bytes)
             if path == "/api/show":
                 await call.answer(200, await asyncio.to_thread(self._own.show, self._model_of(raw)))
@@ -123,7 +125,7 @@ class Gateway:
         elif path in KNOWN:
             raise WrongMethod(f"{path[:200]} does not take {call.method[:20]}")
         else:
-            raise UnknownPath(f"there is nothing at {path[:200]}", "POST /v1/chat/completions and its like, GET /v1/models")
+            raise problem.unknown_path(path, KNOWN)
 
     async def _description(self) -> dict[str, Any]:
         """What a runner says of its API: all say the same. Raises: UnknownPath while none is loaded, Unreachable."""
@@ -149,6 +151,19 @@ class Gateway:
 
         servers = {e.launch.name: e.server for e in self.pool.entries.values() if e.server is not None and not e.is_changing}
         return dict(zip(servers, await asyncio.gather(*map(of, servers.values())), strict=True))
+
+    async def _stored(self, call: Call, caller: Caller) -> None:
+        """A stored response: asked of each loaded runner, since its id tells of no model. Raises: UnknownResponse."""
+        for server in [e.server for e in self.pool.entries.values() if e.server is not None and not e.is_changing]:
+            try:
+                headers = self._bearer(caller.key or self._key) | {HEADER.decode(): call.request_id}
+                answer = await self._client.request(call.method, server.url + call.path + (f"?{call.query}" if call.query else ""), headers=headers)
+            except httpx.HTTPError:
+                continue
+            if answer.status_code != 404:
+                await call.answer(answer.status_code, answer.content)
+                return
+        raise UnknownResponse(f"no loaded model has the response {call.path.removeprefix(RESPONSES)[:80]!r}", "responses are kept in memory, by the model that wrote them")
 
     def _model_of(self, raw: bytes) -> str:
         """The model that a request names; the only one where there is one and none is named. Raises: UsageError."""
@@ -196,7 +211,7 @@ class Gateway:
         The runner gets the caller's own key, as a bearer token however it was spelt: by it, it shares its time fairly.
         """
         kept = {k: v for k, v in call.headers.items() if k not in HOP and k not in (*KEY_HEADERS, "origin")}
-        kept |= self._bearer(caller.key or self._key) | {OURS: call.request_id}
+        kept |= self._bearer(caller.key or self._key) | {HEADER.decode(): call.request_id}
         url = f"{server.url}{call.path}" + (f"?{call.query}" if call.query else "")
         is_begun = False
         try:
@@ -204,7 +219,7 @@ class Gateway:
                 out = [
                     (k.lower().encode(), v.encode())
                     for k, v in answer.headers.multi_items()
-                    if (k.lower() not in HOP or k.lower() == "content-length") and k.lower() != OURS
+                    if (k.lower() not in HOP or k.lower() == "content-length") and k.lower() not in OURS
                 ]
                 await call.send({"type": "http.response.start", "status": answer.status_code, "headers": out})
                 is_begun = True

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import secrets
 
+from .problem import ANTHROPIC, vendor_of
+
 HEADER = b"x-request-id"
+ANTHROPICS = b"request-id"
+"""The same for Anthropic's clients."""
 _CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 
 
@@ -13,3 +17,9 @@ def request_id(given: str) -> str:
     if 0 < len(given) <= 128 and _CHARACTERS.issuperset(given):
         return given
     return "req_" + secrets.token_hex(12)
+
+
+def id_headers(name: str, path: str) -> list[tuple[bytes, bytes]]:
+    """The headers that tell a request's name to the clients of a path."""
+    headers = [(HEADER, name.encode())]
+    return [*headers, (ANTHROPICS, name.encode())] if vendor_of(path) == ANTHROPIC else headers

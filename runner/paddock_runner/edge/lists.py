@@ -49,7 +49,8 @@ def openai_entry(model: Listed) -> dict[str, Any]:
     return {
         "id": model.name, "object": "model", "created": model.created_s, "owned_by": "paddock",
         "type": "model", "display_name": model.name, "created_at": model.created,
-        "max_model_len": model.ctx_tokens, "context_length": model.ctx_tokens, **model.facts,
+        "lifecycle": "active",
+        "max_model_len": model.ctx_tokens, "context_length": model.ctx_tokens, "max_input_tokens": model.ctx_tokens, "max_tokens": model.ctx_tokens, **model.facts,
     }  # fmt: skip
 
 

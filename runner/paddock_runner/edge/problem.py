@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from typing import Any
 
-from ..errors import Busy, ContextTooLong, PaddockError, ShuttingDown, Unauthorized, UnsupportedError
+from ..errors import Busy, ContextTooLong, PaddockError, ShuttingDown, Unauthorized, UnknownModel, UnsupportedError
 
 OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -23,6 +25,12 @@ class WrongMethod(PaddockError):
     http_status, code = 405, "wrong_method"
 
 
+class UnknownResponse(UnknownModel):
+    """No stored response of that id."""
+
+    code = "response_not_found"
+
+
 def vendor_of(path: str) -> str:
     """Whose error shape a path wants."""
     if path.startswith("/v1/messages"):
@@ -30,11 +38,24 @@ def vendor_of(path: str) -> str:
     return OLLAMA if path.startswith("/api/") else OPENAI
 
 
-def body_of(error: PaddockError, vendor: str) -> dict[str, Any]:
-    """The vendor's error JSON."""
+def body_of(error: PaddockError, vendor: str, request_id: str = "") -> dict[str, Any]:
+    """The vendor's error JSON. Its message ends with the hint: most clients show nothing else."""
     if vendor == OLLAMA:
         return {"error": str(error)}
-    return _anthropic(error) if vendor == ANTHROPIC else _openai(error)
+    return _anthropic(error, request_id) if vendor == ANTHROPIC else _openai(error)
+
+
+def unknown_path(path: str, known: Collection[str]) -> UnknownPath:
+    """There is nothing at this path; what is meant, where that can be told."""
+    hint = "the API's paths are listed in /openapi.json"
+    shown = path[:200]
+    if f"/v1{path}" in known:
+        hint = f"it is at /v1{shown}: the client's base URL ends in /v1"
+    elif path.startswith(("/v1/v1/", "/v1/api/")) and path.removeprefix("/v1") in known:
+        hint = f"it is at {shown.removeprefix('/v1')}: this client's base URL does not end in /v1"
+    elif near := difflib.get_close_matches(path, known, 1, 0.85):
+        hint = f"did you mean {near[0]}?"
+    return UnknownPath(f"there is nothing at {shown}", hint)
 
 
 def headers_of(error: PaddockError) -> list[tuple[bytes, bytes]]:
@@ -63,16 +84,16 @@ def _openai(error: PaddockError) -> dict[str, Any]:
 def _openai_message(error: PaddockError) -> str:
     facts = error.facts
     if not isinstance(error, ContextTooLong) or "max_ctx_tokens" not in facts:
-        return error.message
+        return str(error)
     limit, prompt, answer = facts["max_ctx_tokens"], facts["prompt_tokens"], facts.get("max_tokens") or 0
     asked = f"you requested {prompt + answer} tokens ({prompt} in the prompt, {answer} in the completion)"
     return f"This model's maximum context length is {limit} tokens. However, {asked}."
 
 
-def _anthropic(error: PaddockError) -> dict[str, Any]:
+def _anthropic(error: PaddockError, request_id: str) -> dict[str, Any]:
     status = error.http_status
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    facts, message = error.facts, error.message
+    facts, message = error.facts, str(error)
     if isinstance(error, ContextTooLong) and "max_ctx_tokens" in facts:
         prompt, limit, answer = facts["prompt_tokens"], facts["max_ctx_tokens"], facts.get("max_tokens") or 0
         message = f"prompt is too long: {prompt} tokens > {limit} maximum"
@@ -81,4 +102,4 @@ def _anthropic(error: PaddockError) -> dict[str, Any]:
     inner: dict[str, Any] = {"type": kind, "message": message}
     if error.hint:
         inner["hint"] = error.hint
-    return {"type": "error", "error": inner}
+    return {"type": "error", "error": inner, **({"request_id": request_id} if request_id else {})}

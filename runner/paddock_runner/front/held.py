@@ -8,9 +8,10 @@ from typing import Any
 
 from ..errors import UnsupportedError, UsageError
 from ..text import grammar
+from ..text.fitting import Fitting
 from ..text.grammar import Constraint
 from ..text.prelude import guarded, held
-from ..text.tools import Schemas
+from ..text.tools import Schemas, Takes
 from ..turns.constrain import Guide
 from ..turns.turn import Reading
 from ..turns.wish import Wish
@@ -52,7 +53,7 @@ class Held:
 
     async def reading(self, front: Front, exchange: Exchange, wish: Wish, prompt: str) -> Reading:
         """How the answers to a rendered prompt are read, and what they are held to. Raises: UsageError that names the field."""
-        reading = Reading.of(front.served, prompt, self.calls, takes_loose=self.is_free)
+        reading = Reading.of(front.served, prompt, self.calls, takes=self._takes(front))
         if self.is_free:
             return reading
         try:
@@ -62,6 +63,12 @@ class Held:
                 raise UsageError(error.message, error.hint, **{"param": self.param, **error.facts}) from error
         exchange.ignored += ["tools.strict"] * self.is_strict + ["parallel_tool_calls"] * (not self.is_parallel)
         return reading
+
+    def _takes(self, front: Front) -> Callable[[], Takes] | None:
+        """Which calls without markers are calls: those that may be made, where the rest of the answer is free."""
+        if not self.is_free and not self._is_guarded:
+            return None
+        return lambda: Fitting(front.served.walker.grammars, self.calls if self.is_strict else {}, self.is_parallel)
 
     async def guide(self, front: Front, wish: Wish, prompt: str, n_prompts: int = 1) -> Guide | None:
         """The guide of a turn. prompt: the rendered prompt. Raises: UsageError that names the field, UnsupportedError."""

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from ..edge.body import Message, Receive, Scope, Send, whole
-from ..edge.ids import HEADER, request_id
+from ..edge.ids import HEADER, id_headers, request_id
 from ..errors import SlowBody, TooLarge
 from .outbox import Outbox, Pipe
 
@@ -62,7 +62,7 @@ class Exchange:
         self.path: str = scope["path"]
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = request_id(self._headers.get(HEADER, b"").decode("latin-1"))
-        self.extra: Headers = [(HEADER, self.request_id.encode())]
+        self.extra: Headers = id_headers(self.request_id, self.path)
         self.ignored: list[str] = []
         self.log: dict[str, Any] = {}
         self.client = 0

@@ -36,7 +36,7 @@ async def guarded(exchange: Exchange, vendor: str, work: Callable[[], Awaitable[
 
 
 async def _answer(exchange: Exchange, vendor: str, error: PaddockError) -> None:
-    body = ENCODER.encode(body_of(error, vendor))
+    body = ENCODER.encode(body_of(error, vendor, exchange.request_id))
     if not exchange.is_started:
         await exchange.answer(error.http_status, body, headers=headers_of(error))
     elif not exchange.is_complete:

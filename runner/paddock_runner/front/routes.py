@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .. import log
 from ..edge.auth import ADMIN, INFERENCE, KEY_HEADERS, allowing
 from ..edge.body import Receive, Scope, Send
-from ..edge.problem import ANTHROPIC, OLLAMA, OPENAI, UnknownPath, WrongMethod, vendor_of
+from ..edge.problem import ANTHROPIC, OLLAMA, OPENAI, WrongMethod, unknown_path, vendor_of
 from . import health, mcp, metrics, openapi, rerank
 from .anthropic import count_tokens, messages
 from .http import Exchange
@@ -100,7 +100,7 @@ def find(method: str, path: str) -> Route:
         return route
     if path in _PATHS:
         raise WrongMethod(f"{path} does not take {method[:20]}")
-    raise UnknownPath(f"there is nothing at {path[:200]}", "the API's paths are listed in /openapi.json")
+    raise unknown_path(path, _PATHS)
 
 
 class Application:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .events import Event, Text
 from .reasoning import MessageSplitter, ReasoningSplitter, marks_of, messages_of
 from .tokenizer import Tokenizer
-from .tools import Schemas, ToolParser, dialect_of
+from .tools import Schemas, Takes, ToolParser, dialect_of
 
 
 class AnswerFormat:
@@ -44,12 +44,12 @@ class AnswerFormat:
         return self._marked | self._called if has_tools else self._marked
 
     def parser(
-        self, prompt: str, schemas: Schemas | None = None, splits_reasoning: bool = True, takes_loose: bool = False
+        self, prompt: str, schemas: Schemas | None = None, splits_reasoning: bool = True, takes: Takes | None = None
     ) -> AnswerParser:
         """A parser for one answer. prompt: the rendered prompt (its end says whether reasoning is open).
 
         schemas: parameters of the tools by name; None or empty when there are none: then nothing is taken for a call.
-        takes_loose: calls may stand bare in dialects that are loose.
+        takes: whether a call that stands bare is one, in dialects that are loose.
         """
         splitter: ReasoningSplitter | None = None
         if self.messages is not None:
@@ -58,7 +58,7 @@ class AnswerFormat:
             tail = prompt[-256:].rstrip()
             is_closed = tail.endswith(self.marks.end)
             splitter = None if is_closed else ReasoningSplitter(self.marks, tail.endswith(self.marks.start))
-        tools = ToolParser(self.dialect, schemas, takes_loose) if schemas and self.dialect is not None else None
+        tools = ToolParser(self.dialect, schemas, takes) if schemas and self.dialect is not None else None
         return AnswerParser(splitter, tools)
 
     @staticmethod

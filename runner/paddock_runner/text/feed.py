@@ -43,6 +43,8 @@ class Feed:
         self.is_ended = False
         self.n_calls = 0
         self.is_call_open = False
+        self.takes: Callable[[str, str], bool] = lambda name, arguments: True
+        """Whether a call without markers is one."""
         self._events: list[Event] = []
         self._waits: tuple[Callable[[str], None], re.Pattern[str]] | None = None
 

@@ -226,6 +226,10 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return matcher
 
+    def tokens_of(self, text: str) -> list[int]:
+        """A text's tokens, as they could be generated."""
+        return list(self._tokenizer.encode(text))
+
     def accept(self, taken: Sequence[tuple[Matcher, int]]) -> list[bool]:
         """What `Matcher.accept` says of each matcher's token, for several at once. To be called from one thread only, the same as `masks`."""
         found: list[bool] = self._pool().consume_token_par([(matcher.native, token) for matcher, token in taken]) if taken else []

@@ -230,7 +230,7 @@ class Walker:
     """The grammars of one model, and the threads that walk through them."""
 
     def __init__(self, tokenizer: Tokenizer, n_rows: int) -> None:
-        self._grammars = Grammars(tokenizer, n_rows)
+        self.grammars = Grammars(tokenizer, n_rows)
         self._compiling = ThreadPoolExecutor(1, "grammar")
         self._jobs: SimpleQueue[list[Walk] | None] = SimpleQueue()
         self._slow_jobs: SimpleQueue[list[Walk] | None] = SimpleQueue()
@@ -257,7 +257,7 @@ class Walker:
         """
         self._loop = loop = asyncio.get_running_loop()
         if not self._threads:
-            follow = self._together if self._grammars.n_threads > 1 else self._one_by_one
+            follow = self._together if self.grammars.n_threads > 1 else self._one_by_one
             self._threads = [
                 threading.Thread(target=self._work, args=(jobs, how), daemon=True, name="masks")
                 for jobs, how in ((self._jobs, follow), (self._slow_jobs, self._one_by_one))
@@ -289,13 +289,13 @@ class Walker:
 
     def _warm(self) -> None:
         try:
-            self._grammars.matcher(json_object())
+            self.grammars.matcher(json_object())
         except PaddockError:
             return  # the first request that wants a grammar is told
 
     def _begin(self, make: Callable[[], Constraint], n: int) -> Guide:
         constraint = make()
-        return Guide([Walk(self, self._grammars.matcher(constraint)) for _ in range(n)])
+        return Guide([Walk(self, self.grammars.matcher(constraint)) for _ in range(n)])
 
     def _work(self, jobs: SimpleQueue[list[Walk] | None], follow: Follow) -> None:
         while (step := jobs.get()) is not None:
@@ -315,9 +315,9 @@ class Walker:
         begun = perf_counter()
         walked = _each(step, Walk.start, failed)
         moved = [walk for walk in walked if walk.tokens]
-        allowed = dict(zip(moved, self._grammars.accept([(walk.matcher, walk.tokens[0]) for walk in moved]), strict=True))
+        allowed = dict(zip(moved, self.grammars.accept([(walk.matcher, walk.tokens[0]) for walk in moved]), strict=True))
         moved = _each(moved, lambda walk: walk.follow(allowed[walk]), failed)
-        found = self._grammars.masks([walk.matcher for walk in moved])
+        found = self.grammars.masks([walk.matcher for walk in moved])
         is_slow = perf_counter() - begun > SLOW_S
         for walk, mask in zip(moved, found, strict=True):
             walk.is_slow = is_slow

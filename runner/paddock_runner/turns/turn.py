@@ -13,7 +13,7 @@ from typing import Protocol
 from ..errors import Cancelled, PaddockError
 from ..text.events import CallArguments, CallEnd, CallStart
 from ..text.stream import TextStream
-from ..text.tools import Schemas
+from ..text.tools import Schemas, Takes
 from ..wire.messages import Ask, Miss, Started
 from .choice import Choice, End, Prob, Reader
 from .constrain import Guide
@@ -94,11 +94,11 @@ class Reading:
     guide: Guide | None = None
 
     @classmethod
-    def of(cls, served: Served, prompt: str, schemas: Schemas, takes_loose: bool = False) -> Reading:
-        """For answers to a rendered prompt. schemas: parameters of the tools that may be called, by name. takes_loose: see AnswerFormat.parser."""
+    def of(cls, served: Served, prompt: str, schemas: Schemas, takes: Callable[[], Takes] | None = None) -> Reading:
+        """For answers to a rendered prompt. schemas: parameters of the tools that may be called, by name. takes: makes what AnswerFormat.parser is given of that name, for each answer."""
         if served.format.parser(prompt, schemas).is_plain:
             return PLAIN
-        return cls(lambda: served.format.parser(prompt, schemas, takes_loose=takes_loose), served.format.visible(bool(schemas)))
+        return cls(lambda: served.format.parser(prompt, schemas, takes=takes() if takes is not None else None), served.format.visible(bool(schemas)))
 
 
 PLAIN = Reading()

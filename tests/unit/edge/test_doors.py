@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from paddock_manager.fleet.client import error_of
 from paddock_manager.paths import Places
 from paddock_manager.web.gateway import Gateway
 from paddock_manager.web.pool import Pool
 from paddock_runner import version
-from paddock_runner.edge import body
+from paddock_runner.edge import body, problem
 from paddock_runner.edge.auth import Guard, allowing
 from paddock_runner.errors import Forbidden
 
@@ -74,3 +76,21 @@ def test_version_has_three_numbers_where_nothing_is_installed(monkeypatch: pytes
     version.our_version.cache_clear()
     assert version.our_version() == version.UNKNOWN and version.version_of("numpy") == ""
     version.our_version.cache_clear()
+
+
+def test_path_that_a_wrong_base_url_makes_is_told_right() -> None:
+    known = {"/v1/chat/completions", "/v1/models", "/api/chat"}
+    for path, hint in [
+        ("/chat/completions", "it is at /v1/chat/completions"), ("/v1/v1/models", "it is at /v1/models"), ("/v1/api/chat", "it is at /api/chat"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"), ("/nothing", "/openapi.json"),
+    ]:  # fmt: skip
+        assert hint in problem.unknown_path(path, known).hint
+
+
+def test_message_ends_with_the_hint_since_clients_show_nothing_else() -> None:
+    error = Forbidden("no", "do that")
+    assert problem.body_of(error, problem.OPENAI)["error"] | {"param": 0} == {"message": "no (do that)", "type": "permission_error", "param": 0, "code": "forbidden", "hint": "do that"}
+    told = problem.body_of(error, problem.ANTHROPIC, "req_1")
+    assert told["error"]["message"] == "no (do that)" and told["request_id"] == "req_1"
+    again = error_of(403, json.dumps(problem.body_of(error, problem.OPENAI)).encode())
+    assert (again.message, again.hint) == ("no", "do that")

@@ -12,6 +12,7 @@ import pytest
 from paddock_runner.errors import UsageError
 from paddock_runner.text import grammar
 from paddock_runner.text.events import gather
+from paddock_runner.text.fitting import Fitting
 from paddock_runner.text.gguf_tokenizer import tokenizer_from_gguf
 from paddock_runner.text.grammar import Constraint, Grammars
 from paddock_runner.text.reasoning import marks_of
@@ -238,3 +239,18 @@ def test_a_forced_call_leaves_open_reasoning_alone() -> None:
     matcher = GRAMMARS.matcher(forced_calls(hermes, SCHEMAS, SMALL, marks_of("<think>")))
     text = 'hm\n</think>\n\n<tool_call>\n{"name": "look", "arguments": {"at": "x", "n": 3}}\n</tool_call>'
     assert all(matcher.accept(i) for i in SMALL.encode(text, False)) and matcher.is_accepting
+
+
+def test_call_that_no_grammar_held_is_one_where_its_arguments_match_whatever_their_order() -> None:
+    point = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"], "additionalProperties": False}
+    schema = {
+        "type": "object", "properties": {"city": {"type": "string"}, "at": {"$ref": "#/$defs/P"}, "more": {"type": "array", "items": {"$ref": "#/$defs/P"}}},
+        "required": ["city", "at"], "additionalProperties": False, "$defs": {"P": point},
+    }  # fmt: skip
+    for arguments, fits in [
+        ({"city": "Paris", "at": {"x": 1, "y": 2}}, True), ({"at": {"y": 2, "x": 1}, "city": "P", "more": [{"y": 1, "x": 0}]}, True),
+        ({"city": "Paris"}, False), ({"city": 5, "at": {"x": 1, "y": 2}}, False), ({"city": "P", "at": {"x": 1, "y": 2}, "z": 1}, False),
+    ]:  # fmt: skip
+        assert Fitting(GRAMMARS, {"look": schema}, True)("look", json.dumps(arguments)) is fits, arguments
+    one, many = Fitting(GRAMMARS, {}, False), Fitting(GRAMMARS, {}, True)
+    assert [one("a", "{}"), one("a", "{}"), many("a", "{}"), many("b", "[]")] == [True, False, True, True]

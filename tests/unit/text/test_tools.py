@@ -131,7 +131,7 @@ def test_a_bare_object_is_a_call_only_for_a_tool_that_was_given() -> None:
 
 
 def _loose(text: str, cuts: list[int] | None = None) -> Answer:
-    return _gather(ToolParser(BY_NAME["hermes"], SCHEMAS, takes_loose=True), text, cuts)
+    return _gather(ToolParser(BY_NAME["hermes"], SCHEMAS, takes=lambda name, arguments: True), text, cuts)
 
 
 def test_a_bare_call_of_a_loose_dialect_is_one_where_nothing_holds_calls() -> None:
@@ -143,6 +143,7 @@ def test_a_bare_call_of_a_loose_dialect_is_one_where_nothing_holds_calls() -> No
         assert len(answer.calls) == n and answer.text == rest and all(call.is_complete for call in answer.calls), text
         assert all(_loose(text, [i]) == answer for i in range(len(text))) and _loose(text, list(range(len(text)))) == answer, text
     assert _read(BY_NAME["hermes"], bare) == Answer("", bare, [])
+    assert _gather(ToolParser(BY_NAME["hermes"], SCHEMAS, takes=lambda name, arguments: "Oslo" in arguments), bare) == Answer("", bare, [])
 
 
 @given(data=st.data())

@@ -88,6 +88,10 @@ def _check(body: ChatRequest) -> None:
     for i, tool in enumerate(body.tools or ()):
         if tool.type != "function":
             raise refuse(f"tools[{i}].type", f"tools of type {tool.type[:40]!r} are not supported; supported: function")
+    if body.functions or body.function_call not in (None, "none", "auto"):
+        raise refuse("functions" if body.functions else "function_call", "functions are called as tools here", "send `tools` and `tool_choice`")
+    if body.audio is not None or set(body.modalities or ()) - {"text"}:
+        raise refuse("audio" if body.audio is not None else "modalities", "this model answers with text alone")
     if body.store:
         raise refuse("store", "nothing is stored here", "leave `store` out or set it to false")
 

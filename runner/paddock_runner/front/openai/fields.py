@@ -165,6 +165,10 @@ class ChatRequest(Generation, kw_only=True):
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
     store: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 

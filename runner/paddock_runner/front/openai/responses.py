@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from ...errors import Busy, Cancelled, ContextTooLong, PaddockError, UnknownModel
+from ...edge.problem import UnknownResponse
+from ...errors import Busy, Cancelled, ContextTooLong, PaddockError
 from ...turns.turn import Reading, Turn
 from ...turns.usage import Usage
 from ...turns.wish import Wish
@@ -27,12 +28,6 @@ SHAPE = Shape(ResponsesRequest)
 SHAPES = {"post_responses": ResponsesRequest}
 BELOW = "/v1/responses/"
 Conversation = tuple[dict[str, Any], ...]
-
-
-class UnknownResponse(UnknownModel):
-    """No stored response of that id."""
-
-    code = "response_not_found"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .dialect import Dialect, Schemas, ToolParser
+from .dialect import Dialect, Schemas, Takes, ToolParser
 from .gemma import GEMMA4
 from .glm import GLM, HUNYUAN
 from .hermes import HERMES
@@ -51,4 +51,4 @@ def dialect_of(template: str) -> Dialect | None:
     return next((d for d in DIALECTS if d.fits(template)), None)
 
 
-__all__ = ["DIALECTS", "Dialect", "Schemas", "ToolParser", "dialect_of"]
+__all__ = ["DIALECTS", "Dialect", "Schemas", "Takes", "ToolParser", "dialect_of"]

@@ -12,6 +12,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """Parameters of the tools that may be called (JSON schema), by the tool's name."""
 
 Read = Callable[[Feed, str, Schemas], Wait]
+Takes = Callable[[str, str], bool]
+"""Whether a call without markers is one, from its tool and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,12 @@ class Dialect:
 
 
 class ToolParser(FeedParser):
-    """Finds calls in the text of an answer, piece by piece. takes_loose: whether those are calls, too, that a loose dialect writes bare."""
+    """Finds calls in the text of an answer, piece by piece. takes: whether that is a call, too, which a loose dialect writes bare (None: none is)."""
 
-    def __init__(self, dialect: Dialect, schemas: Schemas, takes_loose: bool = False) -> None:
+    def __init__(self, dialect: Dialect, schemas: Schemas, takes: Takes | None = None) -> None:
         feed = Feed()
-        may_be_bare = "" in dialect.starts or (takes_loose and dialect.is_loose)
+        feed.takes = takes or feed.takes
+        may_be_bare = "" in dialect.starts or (takes is not None and dialect.is_loose)
         super().__init__(feed, _read_answer(feed, dialect, schemas, may_be_bare))
 
 

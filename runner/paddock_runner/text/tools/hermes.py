@@ -59,7 +59,10 @@ def _whole(feed: Feed, schemas: Schemas) -> Wait:
     arguments: Any = next((found[key] for key in ARGUMENTS if key in found), {})
     if not isinstance(arguments, dict):
         raise Malformed
-    return name, json.dumps(arguments, ensure_ascii=False)
+    text = json.dumps(arguments, ensure_ascii=False)
+    if not feed.takes(name, text):
+        raise Malformed
+    return name, text
 
 
 def _fits(template: str) -> bool:
