@@ -126,16 +126,9 @@ class WaitQueue:
 
         `open` was called for its client. The refused one is no longer in the queue, its client not yet closed. n_beside: requests that wait elsewhere.
         """
-        policy = self._policy
-        request.uncached_tokens = request.n_tokens - cached_tokens
-        request.key = (
-            request.uncached_tokens
-            + request.arrival_ns / 1e6 * policy.ageing_tokens_per_ms
-            - request.priority * policy.priority_tokens
-        )
         client = self.clients[request.client]
         loser = None
-        if self.n + n_beside >= policy.max_queue:
+        if self.n + n_beside >= self._policy.max_queue:
             heaviest = max(self.busy.values(), key=lambda c: c.n_waiting)
             if heaviest.n_waiting <= client.n_waiting + 1:
                 return request
@@ -144,7 +137,7 @@ class WaitQueue:
         self._arrivals.append(request)
         self._n_away -= self._n_away > 0
         self.last_arrival_ns = max(self.last_arrival_ns, request.received_ns)
-        self._enter(request)
+        self._enter(request, cached_tokens)
         return loser
 
     @property
@@ -152,12 +145,17 @@ class WaitQueue:
         """When the front got the one that has waited longest; 0: nobody waits."""
         return next((r.received_ns for r in self._arrivals if r.is_queued), 0)
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: Request, cached_tokens: int) -> None:
         """A request that was dropped, but neither started nor ended, waits again at its old place."""
-        self._arrivals.appendleft(request)
-        self._enter(request)
+        arrivals = self._arrivals
+        if request not in arrivals:  # it may still stand where it stood
+            arrivals.insert(next((i for i, other in enumerate(arrivals) if other.arrival_ns > request.arrival_ns), len(arrivals)), request)
+        self._enter(request, cached_tokens)
 
-    def _enter(self, request: Request) -> None:
+    def _enter(self, request: Request, cached_tokens: int) -> None:
+        policy = self._policy
+        request.uncached_tokens = request.n_tokens - cached_tokens
+        request.key = request.uncached_tokens + request.arrival_ns / 1e6 * policy.ageing_tokens_per_ms - request.priority * policy.priority_tokens
         client = self.clients[request.client]
         self._n_pushed += 1
         heapq.heappush(client.heap, (request.key, self._n_pushed, request))
@@ -270,7 +268,7 @@ class WaitQueue:
 
     def waiting(self) -> list[Request]:
         """Every request in the queue, oldest first."""
-        return [r for r in dict.fromkeys(self._arrivals) if r.is_queued]
+        return [r for r in self._arrivals if r.is_queued]
 
     def _forget_idle(self) -> None:
         """Of those without a request the half that was served least is forgotten: where they come back, they start little above who is new."""

@@ -154,7 +154,7 @@ class Scheduler:
         """Beside streams, a prompt that would hold them up for longer than they put up with at once is read by the device's part."""
         if not self.aside_tokens or not n_rows or request.unscored_tokens or request.is_coming:
             return False
-        n = request.uncached_tokens if request.phase == Phase.WAITING else request.remaining_tokens
+        n = request.remaining_tokens if request.phase != Phase.WAITING else request.n_tokens - self._ledger.cached(request.tokens, request.salt)
         return self.cost.chunk_us(n, request.n_tokens - n) > self._policy.burst_ms * 1000
 
     def _waits_for_part(self, request: Request, n_rows: int) -> bool:
@@ -349,7 +349,7 @@ class Scheduler:
                 self.held.append(request)
             else:
                 request.wait_for = None
-                self.queue.put_back(request)
+                self.queue.put_back(request, self._ledger.cached(request.tokens, request.salt))
                 self._is_stuck = False
 
     # ---- time ----

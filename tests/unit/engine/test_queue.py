@@ -184,13 +184,31 @@ def test_one_that_is_put_back_keeps_its_place_and_its_deadline() -> None:
     a, b = request(10, deadline_ns=99), request(20)
     push(queue, a), push(queue, b)
     queue.drop(a)
-    queue.put_back(a)
+    queue.put_back(a, 0)
     assert queue.head() is a and queue.waiting() == [a, b] and queue.overdue(100) is a
     queue.drop(a), queue.drop(a)
     assert queue.n == 1 and queue.head() is b
     queue.drop(b)
-    queue.put_back(b)
+    queue.put_back(b, 0)
     assert queue.waiting() == [b]
+
+
+def test_who_is_put_back_stands_behind_who_came_before_and_counts_what_was_computed_meanwhile() -> None:
+    queue = WaitQueue(Policy(oldest_every=1, head_start_tokens=0))
+    first, second, third = (request(100, client=k, at_ms=k) for k in range(3))
+    for r in (first, second, third):
+        push(queue, r)
+    for r in (third, second):
+        queue.drop(r)
+    queue._arrivals.clear()
+    queue._arrivals.append(first)  # as if made anew meanwhile
+    for r in (third, second):
+        queue.put_back(r, 96)
+    assert queue.waiting() == [first, second, third] and queue.head() is first, "the oldest is who came first"
+    assert queue.uncached_tokens == 100 + 4 + 4 and third.uncached_tokens == 4
+    for r in (first, second, third):
+        queue.drop(r)
+    assert queue.uncached_tokens == 0
 
 
 def test_retry_after_grows_with_the_queue() -> None:
