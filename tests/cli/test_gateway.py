@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -410,3 +411,16 @@ def test_path_that_no_model_answers_is_unknown_before_a_model_is_asked_for(paddo
     assert status == 404 and body["request_id"] == headers["request-id"] == "r-1" and "there are one, two" in body["error"]["message"]
     status, body, _ = ask(server, "GET", "/v1/responses/resp_1")
     assert status == 404 and body["error"]["code"] == "response_not_found"
+
+
+def test_keep_alive_of_ollamas_clients_unloads_a_model_or_keeps_it(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200", "--idle", "0.2")
+    assert ask(server, "POST", "/api/chat", {"model": "one", "keep_alive": "1h", "messages": [{"role": "user", "content": "hi"}]})[0] == 200
+    assert call(server, "two")[0] == 200
+    wait_for(lambda: loaded() == {"one"})
+    expires = ask(server, "GET", "/api/ps")[1]["models"][0]["expires_at"]
+    assert 3500 < datetime.fromisoformat(expires).timestamp() - time.time() <= 3600
+    status, body, _ = ask(server, "POST", "/api/generate", {"model": "one:latest", "keep_alive": 0})
+    assert (status, body["done_reason"], body["response"]) == (200, "unload", "") and loaded() == set()
+    status, body, _ = ask(server, "POST", "/api/generate", {"model": "one", "prompt": "x", "keep_alive": "soon"})
+    assert status == 400 and "a duration such as 5m" in body["error"] and loaded() == set()

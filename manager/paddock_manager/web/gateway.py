@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -51,6 +52,9 @@ DESCRIPTION, METRICS, MODEL, RESPONSES = "/openapi.json", "/metrics", "/v1/model
 KNOWN = OPEN | LISTS | PASSED | POSTED | {DESCRIPTION, METRICS}
 OURS = {HEADER.decode(), ANTHROPICS.decode()}
 """Headers that call and runner have alike."""
+KEEP, IGNORED = "keep_alive", "x-paddock-ignored-fields"
+EMPTY = {"/api/chat": "messages", "/api/generate": "prompt"}
+"""Where requests without this ask for a model to be loaded, or unloaded."""
 STATE_S = 2.0
 """Within this a runner tells its numbers, or they are left out."""
 
@@ -119,7 +123,7 @@ class Gateway:
         elif call.method == "POST" and path in PASSED | POSTED:
             raw = await call.body(self._max_body_bytes)
             if path == "/api/show":
-                await call.answer(200, await asyncio.to_thread(self._own.show, self._model_of(raw)))
+                await call.answer(200, await asyncio.to_thread(self._own.show, self._asked(raw)[0]))
             else:
                 await self._forward(call, caller, raw)
         elif path in KNOWN:
@@ -165,8 +169,8 @@ class Gateway:
                 return
         raise UnknownResponse(f"no loaded model has the response {call.path.removeprefix(RESPONSES)[:80]!r}", "responses are kept in memory, by the model that wrote them")
 
-    def _model_of(self, raw: bytes) -> str:
-        """The model that a request names; the only one where there is one and none is named. Raises: UsageError."""
+    def _asked(self, raw: bytes) -> tuple[str, dict[str, Any]]:
+        """The model that a request names (the only one where there is one and none is named), and its body. Raises: UsageError."""
         try:
             asked = json.loads(raw)
         except RecursionError:
@@ -178,13 +182,17 @@ class Gateway:
         name = asked.get("model") or asked.get("name") or (next(iter(self.pool.entries)) if len(self.pool.entries) == 1 else "")
         if not isinstance(name, str) or not name:
             raise UsageError("the body names no model", 'send "model"; GET /v1/models lists them', param="model")
-        return name if name in self.pool.entries else lists.plain_name(name)
+        return name if name in self.pool.entries else lists.plain_name(name), asked
 
     async def _forward(self, call: Call, caller: Caller, raw: bytes) -> None:
         """Find the runner, pass the request on, stream the answer; hang up on the runner when the client has gone."""
         if self.is_closing:
             raise ShuttingDown("this server is being stopped")
-        name = self._model_of(raw)
+        name, asked = self._asked(raw)
+        keep_s = lists.keep_s(asked.get(KEEP)) if call.path.startswith("/api/") else None
+        if keep_s == 0 and call.path in EMPTY and not asked.get(EMPTY[call.path]):
+            await self._unload(call, name)
+            return
         server = await _unless_gone(self.pool.acquire(name), call)
         if server is None:
             call.has_left = True
@@ -203,7 +211,16 @@ class Gateway:
                 if not gone.done():
                     raise
         finally:
+            self.pool.entries[name].keep_s = keep_s
             await self.pool.release(name)
+
+    async def _unload(self, call: Call, name: str) -> None:
+        """Ollama's way to have a model unloaded: a request without a prompt that keeps it for no time. One that is in use is unloaded after that."""
+        self.pool.entry(name).keep_s = 0
+        await self.pool.stop_idle()
+        part = {"message": {"role": "assistant", "content": ""}} if call.path == "/api/chat" else {"response": ""}
+        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        await call.answer(200, {"model": name, "created_at": now, **part, "done": True, "done_reason": "unload"})
 
     async def _pass(self, server: Server, call: Call, caller: Caller, raw: bytes) -> None:
         """One exchange with a runner. Raises: Unreachable.
@@ -217,9 +234,9 @@ class Gateway:
         try:
             async with self._client.stream("POST", url, headers=kept, content=raw) as answer:
                 out = [
-                    (k.lower().encode(), v.encode())
-                    for k, v in answer.headers.multi_items()
-                    if (k.lower() not in HOP or k.lower() == "content-length") and k.lower() not in OURS
+                    (k.encode(), value.encode())
+                    for k, v in ((k.lower(), v) for k, v in answer.headers.multi_items())
+                    if (k not in HOP or k == "content-length") and k not in OURS and (value := _obeyed(v) if k == IGNORED else v)
                 ]
                 await call.send({"type": "http.response.start", "status": answer.status_code, "headers": out})
                 is_begun = True
@@ -275,6 +292,11 @@ async def _unless_gone(wanted: Any, call: Call) -> Server | None:
     except (asyncio.CancelledError, PaddockError):
         pass
     return None
+
+
+def _obeyed(ignored: str) -> str:
+    """Fields without effect on a runner, without the one that has one here."""
+    return ",".join(name for name in ignored.split(",") if name != KEEP)
 
 
 def stamp() -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
 
 from paddock_runner.edge import lists
-from paddock_runner.edge.lists import Listed
+from paddock_runner.edge.lists import FOR_EVER, Listed
 from paddock_runner.version import our_version
 
 from paddock_manager.store import headline
@@ -57,4 +60,6 @@ class Own:
 
     def _of(self, entry: Entry) -> Listed:
         facts = {**entry.facts, "memory_bytes": entry.need_bytes, "state": entry.state}
-        return Listed(entry.launch.name, self._created_s, entry.ctx_tokens, entry.need_bytes, facts)
+        left_s = self._pool.may_idle_s(entry) + (entry.last_used - time.monotonic() if not entry.in_flight else 0)
+        expires = FOR_EVER if math.isinf(left_s) or entry.server is None else datetime.fromtimestamp(time.time() + left_s, UTC).isoformat().replace("+00:00", "Z")
+        return Listed(entry.launch.name, self._created_s, entry.ctx_tokens, entry.need_bytes, facts, expires)

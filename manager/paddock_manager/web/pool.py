@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -28,7 +29,8 @@ MAX_BACKOFF_S = 60.0
 
 @dataclass(slots=True)
 class Entry:
-    """One model that may be served. need_bytes: what its plan says. max_ctx_tokens: what it will be started with. facts: what its files say. counts: of what happened to it."""
+    """One model that may be served. need_bytes: what its plan says. max_ctx_tokens: what it will be started with. facts: what its files say. keep_s: how long it may be idle,
+    where its last request said so. counts: of what happened to it."""
 
     launch: Launch
     need_bytes: int
@@ -42,6 +44,7 @@ class Entry:
     failures: int = 0
     not_before: float = 0.0
     error: PaddockError | None = None
+    keep_s: float | None = None
     n_waiting: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -207,17 +210,23 @@ class Pool:
             self._changed.notify_all()
 
     async def stop_idle(self) -> None:
-        """Stop runners that nobody has used for idle_s."""
+        """Stop runners that nobody has used for as long as they may be idle."""
         now = time.monotonic()
         async with self._changed:
             idle = [e for e in self.entries.values() if e.server is not None and not e.is_changing and e.in_flight == 0]
-            old = [e for e in idle if self.idle_s > 0 and now - e.last_used > self.idle_s]
+            old = [e for e in idle if now - e.last_used > self.may_idle_s(e)]
             for entry in old:
                 entry.is_changing = True
         for entry in old:
             entry.counts["idle_stops"] += 1
-            self.log(f"stopping {entry.launch.name}: idle for {self.idle_s:.0f} s")
+            self.log(f"stopping {entry.launch.name}: idle for {now - entry.last_used:.0f} s")
             await self._stop(entry)
+
+    def may_idle_s(self, entry: Entry) -> float:
+        """How long a model may be idle before it is unloaded."""
+        if entry.keep_s is not None:
+            return entry.keep_s if entry.keep_s >= 0 else math.inf
+        return self.idle_s if self.idle_s > 0 else math.inf
 
     async def stop_all(self) -> None:
         """Stop every runner, whatever it does."""

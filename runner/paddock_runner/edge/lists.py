@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
+from ..errors import UsageError
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 FOR_EVER = "2318-01-01T00:00:00Z"
 """Until when Ollama's clients are told that a model stays loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A model. created_s: since when it is served. ctx_tokens: of one request, None where it is not known. facts: family, quant and the like."""
+    """A model. created_s: since when it is served. ctx_tokens: of one request, None where it is not known. facts: family, quant and the like. expires: until when it stays loaded."""
 
     name: str
     created_s: int
     ctx_tokens: int | None
     memory_bytes: int
     facts: Mapping[str, Any]
+    expires: str = FOR_EVER
 
     @property
     def family(self) -> str:
@@ -69,7 +74,7 @@ def ollama_entry(model: Listed) -> dict[str, Any]:
 
 def ollama_loaded(model: Listed) -> dict[str, Any]:
     """One of the list at /api/ps."""
-    return {**ollama_entry(model), "expires_at": FOR_EVER, "size_vram": model.memory_bytes, "context_length": model.ctx_tokens}
+    return {**ollama_entry(model), "expires_at": model.expires, "size_vram": model.memory_bytes, "context_length": model.ctx_tokens}
 
 
 def ollama_show(model: Listed, template: str, abilities: Sequence[str], more: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -83,6 +88,24 @@ def ollama_show(model: Listed, template: str, abilities: Sequence[str], more: Ma
         },
         "capabilities": list(abilities), "modified_at": entry["modified_at"],
     }  # fmt: skip
+
+
+def keep_s(value: object) -> float | None:
+    """Seconds that `keep_alive` asks for: below 0 for ever, None: as long as is usual.
+
+    Ollama takes a number of seconds, or Go's durations ("5m", "1h30m"). Raises: UsageError.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    text = value.strip() if isinstance(value, str) else ""
+    sign, parts = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
+    if re.fullmatch(r"\d+(\.\d+)?", parts):
+        return sign * float(parts)
+    if not re.fullmatch(r"(\d+(\.\d+)?(ns|us|ms|s|m|h))+", parts):
+        raise UsageError(f"keep_alive is {str(value)[:40]!r}, a number of seconds or a duration such as 5m is possible", param="keep_alive")
+    return sign * sum(float(n) * _UNITS[unit] for n, unit in re.findall(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)", parts))
 
 
 def _size(n: int) -> str:

@@ -47,13 +47,13 @@ def body_of(error: PaddockError, vendor: str, request_id: str = "") -> dict[str,
 
 def unknown_path(path: str, known: Collection[str]) -> UnknownPath:
     """There is nothing at this path; what is meant, where that can be told."""
-    hint = "the API's paths are listed in /openapi.json"
+    hint = "models are managed by `paddock pull`, `add` and `rm`, not here" if path.startswith("/api/") else "the API's paths are listed in /openapi.json"
     shown = path[:200]
     if f"/v1{path}" in known:
         hint = f"it is at /v1{shown}: the client's base URL ends in /v1"
     elif path.startswith(("/v1/v1/", "/v1/api/")) and path.removeprefix("/v1") in known:
         hint = f"it is at {shown.removeprefix('/v1')}: this client's base URL does not end in /v1"
-    elif near := difflib.get_close_matches(path, known, 1, 0.85):
+    elif near := difflib.get_close_matches(path, known, 1, 0.9):
         hint = f"did you mean {near[0]}?"
     return UnknownPath(f"there is nothing at {shown}", hint)
 

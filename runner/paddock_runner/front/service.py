@@ -137,7 +137,7 @@ class Shape(Generic[Body]):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"the body is not JSON: {error}") from None
         if unknown:
-            exchange.ignored += [name if _PLAIN_NAME.fullmatch(name) else "?" for name in unknown[:MAX_IGNORED]]
+            exchange.ignored += [plain_field(name) for name in unknown[:MAX_IGNORED]]
         return body
 
     def parse(self, raw: bytes) -> Body:
@@ -158,6 +158,11 @@ def _decoded(raw: bytes) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def plain_field(name: str) -> str:
+    """A field's name as a header can tell it."""
+    return name if _PLAIN_NAME.fullmatch(name) else "?"
 
 
 def caller(exchange: Exchange, key: int, salt: str | None = None) -> Caller:

@@ -13,9 +13,9 @@ from paddock_manager.paths import Places
 from paddock_manager.web.gateway import Gateway
 from paddock_manager.web.pool import Pool
 from paddock_runner import version
-from paddock_runner.edge import body, problem
+from paddock_runner.edge import body, lists, problem
 from paddock_runner.edge.auth import Guard, allowing
-from paddock_runner.errors import Forbidden
+from paddock_runner.errors import Forbidden, UsageError
 
 PAGES = ("http://localhost:3000", "http://127.0.0.1:8080", "http://[::1]:5173", "http://a.localhost", "http://box.example", "https://studio.example", "https://Studio.example/")
 FOREIGN = ("https://evil.example", "null", "http://10.1.2.3", "http://localhost.evil.example", "http://127.0.0.1.evil.example", "http://[", "file://")
@@ -94,3 +94,11 @@ def test_message_ends_with_the_hint_since_clients_show_nothing_else() -> None:
     assert told["error"]["message"] == "no (do that)" and told["request_id"] == "req_1"
     again = error_of(403, json.dumps(problem.body_of(error, problem.OPENAI)).encode())
     assert (again.message, again.hint) == ("no", "do that")
+
+
+def test_keep_alive_is_read_as_ollama_does() -> None:
+    for value, seconds in [(None, None), (0, 0), (-1, -1), (300, 300), (1.5, 1.5), ("5m", 300), ("1h30m", 5400), ("300ms", 0.3), ("0", 0), ("-1m", -60), ("24h", 86400)]:
+        assert lists.keep_s(value) == seconds
+    for value in ("", "soon", "5 m", [], True, "1x"):
+        with pytest.raises(UsageError, match="keep_alive"):
+            lists.keep_s(value)

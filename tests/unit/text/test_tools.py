@@ -137,7 +137,9 @@ def _loose(text: str, cuts: list[int] | None = None) -> Answer:
 def test_a_bare_call_of_a_loose_dialect_is_one_where_nothing_holds_calls() -> None:
     bare, marked = '{"name": "get_weather", "arguments": {"city": "Paris"}}', BY_NAME["hermes"].example
     calls = [(bare, 1, ""), (f"\n{bare}\n{bare}\n", 2, ""), (marked, 1, ""), (f"{bare} and more", 1, "and more"), (f"{bare}\n{marked}", 2, "")]
-    texts = ['{"name": "martian", "arguments": {}}', '{"city": 1}', f"So: {bare}", bare[:-1], bare.replace(": {", " {"), '{"name": "python", "arguments": 5}', "{", ""]
+    fenced = f"```json\n{bare}\n```"
+    calls += [(fenced, 1, ""), (f"```\n{bare}```\n", 1, ""), (f"{fenced}\n{fenced}", 2, ""), (f"{fenced}\nand more", 1, "and more"), (f"```json\n{bare}", 1, ""), (f"```json\n{bare}\n{bare}\n```", 2, "")]
+    texts = ["```python\nprint(1)\n```", "```json\n{\"a\": 1}\n```", "``", "```js", '{"name": "martian", "arguments": {}}', '{"city": 1}', f"So: {bare}", bare[:-1], bare.replace(": {", " {"), '{"name": "python", "arguments": 5}', "{", ""]
     for text, n, rest in [*calls, *((text, 0, text) for text in texts)]:
         answer = _loose(text)
         assert len(answer.calls) == n and answer.text == rest and all(call.is_complete for call in answer.calls), text

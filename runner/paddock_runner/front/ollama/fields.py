@@ -15,21 +15,9 @@ from ...turns.wish import Wish
 from .. import misfit
 from ..held import Make, of_schema
 from ..openai.fields import Tool, refuse
+from ..service import plain_field
 
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
-IGNORED = (
-    "num_ctx",
-    "num_batch",
-    "num_gpu",
-    "main_gpu",
-    "use_mmap",
-    "num_thread",
-    "num_keep",
-    "repeat_last_n",
-    "numa",
-    "low_vram",
-)
-"""Options about how a model is loaded: this one is loaded already. They are named in the answer's header."""
 Integer = Annotated[int, Meta(ge=-2147483648, le=2147483647)]
 
 
@@ -65,7 +53,7 @@ def _or(value: Any, default: Any) -> Any:
 
 
 class Generation(msgspec.Struct, kw_only=True):
-    """What chat and generate share. think: true, false or an effort. keep_alive is accepted: the model stays."""
+    """What chat and generate share. think: true, false or an effort. keep_alive has no effect on a runner: the model stays."""
 
     model: str = ""
     stream: bool | None = None
@@ -83,7 +71,8 @@ class Generation(msgspec.Struct, kw_only=True):
             raise misfit.of(error, given, "options") from None
         known = {f.encode_name for f in msgspec.structs.fields(Options)}
         names = [name for name in given if name not in known]
-        return options, [f"options.{name}" if name in IGNORED else "options.?" for name in names]
+        kept = [] if self.keep_alive is None else ["keep_alive"]
+        return options, [*kept, *(f"options.{plain_field(name)}" for name in names)]
 
     def held(self) -> Make | None:
         """What `format` says of the text: "json" or a schema. Raises: UsageError."""

@@ -10,6 +10,7 @@ from .bodies import ARGUMENTS, json_calls
 from .dialect import Dialect, Schemas
 
 _END = "</tool_call>"
+_FENCES = ("```json", "```")
 
 
 def _read(feed: Feed, marker: str, schemas: Schemas) -> Wait:
@@ -20,11 +21,16 @@ def _read(feed: Feed, marker: str, schemas: Schemas) -> Wait:
 
 
 def _bare(feed: Feed, schemas: Schemas) -> Wait:
-    """Calls without markers, told when they are whole: nothing but valid JSON with the name of a tool says that they are calls."""
-    n_before = feed.n_calls
+    """Calls without markers, perhaps in fences as code, told when they are whole: nothing but valid JSON with the name of a tool says that they are calls."""
+    n_before, is_fenced = feed.n_calls, False
     while True:
         begin = feed.at
         try:
+            yield from feed.space()
+            if is_fenced and (yield from feed.accept(_FENCES[-1])):
+                is_fenced = False
+                continue
+            is_fenced = is_fenced or bool((yield from feed.accept(*_FENCES)))
             if (yield from feed.space()) != "{":
                 raise Malformed
             name, arguments = yield from _whole(feed, schemas)
