@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 
 import pytest
 from paddock_runner.engine.policy import Policy
@@ -114,6 +115,26 @@ def test_a_long_prompt_beside_streams_takes_little_longer_than_alone_and_most_ga
 def test_a_long_prompt_that_is_read_aside_makes_gaps_as_long_as_the_rest_of_the_device_is_slower(cost: str) -> None:
     found = run_long(replace(COSTS[cost], parted=(1.35, 1.5)), 65000)
     assert found["itl_p99"] <= 1.75 and found["itl_p50"] <= 1.6 and found["ttft"] <= 1.6
+
+
+def test_a_prompt_that_comes_while_another_is_read_aside_waits_for_the_step_that_runs_and_its_own() -> None:
+    """Steps take longer then, and are launched no earlier before the end of the one before."""
+    slower = 1.7
+    scene = Scene(replace(COSTS["8b.bf16"], parted=(slower, 1.6)), ctx=65100)
+    ids = [scene.send(scene.device.now_ns, 128, 4000) for _ in range(16)]
+    while not all(len(scene.seen[i].times) > 60 for i in ids):
+        scene.turn()
+    long = scene.send(scene.device.now_ns, 65000, 4)
+    while scene.engine.aside.n_tokens < 20000:
+        scene.turn()
+    took = []
+    for k in range(20):
+        late = scene.send(scene.device.now_ns + 20_000_000 + 370_000 * k, 128, 2)
+        while not scene.seen[late].times:
+            scene.turn()
+        took.append((scene.seen[late].times[0] - scene.seen[late].sent) / 1e6)
+    step_ms, own_ms = (COSTS["8b.bf16"].step_us(rows) / 1000 for rows in ([(1, 200)] * 16, [(1, 200)] * 16 + [(128, 0)]))
+    assert not scene.seen[long].times and median(took) <= slower * (0.5 * step_ms + own_ms) + 2.5, took
 
 
 def test_chunks_fill_the_tiles_of_the_device() -> None:

@@ -16,6 +16,8 @@ ALIKE_SHIFT = 3
 """Steps of decode rows alone are measured by their number of rows without so many last bits; fewer rows one by one."""
 QUICKER, SLOWER = 0.5, 0.1
 """Weight of such a step that took less, or more, than was known: one that something else held up tells little, and a step that is launched too early costs little."""
+BESIDE, MOST_BESIDE = 0.1, 8.0
+"""Weight of a step beside a part of the device, and how much longer such steps may take at most."""
 UNKNOWN_US = 2_000_000.0
 """As long as pages on disk are waited for at most."""
 N = 4
@@ -29,7 +31,7 @@ class CostModel:
     that wait for memory it may be nearly free. So once there are enough steps of both kinds, only those with decode rows are learned from.
     """
 
-    __slots__ = ("_moment", "_n_fresh", "_normal", "_quiet", "n_mixed", "n_read", "n_seen", "terms")
+    __slots__ = ("_moment", "_n_fresh", "_normal", "_quiet", "beside", "n_mixed", "n_read", "n_seen", "terms")
 
     def __init__(self, guess_us: tuple[float, float, float, float] = (2000.0, 1000.0, 10_000.0, 1000.0)) -> None:
         self._normal = [[PRIOR_WEIGHTS[i] * (i == j) for j in range(N)] for i in range(N)]
@@ -37,6 +39,8 @@ class CostModel:
         self.terms = list(guess_us)
         """us for: a step, 16 decode rows, 256 prefill tokens, 256 prefill tokens after 2048 tokens of context."""
         self._n_fresh = 0
+        self.beside = 1.0
+        """How many times as long steps take while a part of the device reads a prompt."""
         self._quiet: dict[int, float] = {}
         self.n_seen = self.n_mixed = self.n_read = 0
 
@@ -66,6 +70,11 @@ class CostModel:
         self._n_fresh += 1
         if self._n_fresh >= FIT_EVERY or self.n_seen <= FIT_EVERY:
             self._fit()
+
+    def see_beside(self, price_us: float, us: float) -> None:
+        """Learns from a step that ran beside a part of the device, and was priced with `beside`."""
+        if price_us > 0:
+            self.beside = min(MOST_BESIDE, max(1.0, self.beside * (1 + BESIDE * (min(2.0, us / price_us) - 1))))
 
     def _fit(self) -> None:
         """Solves, dropping terms that come out negative (they are zero then) and solving for the others again."""

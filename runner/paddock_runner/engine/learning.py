@@ -17,6 +17,9 @@ SEE_LONG_US = 10_000
 def learn(engine: Engine, step: Step, now_ns: int, is_alone: bool) -> None:
     """Takes in a step that was read, before its end becomes that of the last one. is_alone: no other was read with it."""
     took_us, seq = engine.last_took_ns / 1000, step.seq
+    if step.is_beside:
+        engine.scheduler.cost.see_beside(step.price_us, took_us)
+        return
     if step.n_brought and engine.ledger.tree.tiers is not None:
         engine.ledger.tree.tiers.see(step.n_brought, took_us - step.price_us)
     elif step.drafts and not step.n_prefill:

@@ -34,7 +34,7 @@ from .scheduler import Scheduler
 from .slots import Chunk, SlotTable, draws_come_first
 from .states import StateKeeper
 from .step import Step, best_of, with_others
-from .timing import hold_until_ns, waits_for_company
+from .timing import hold_until_ns, price_us, waits_for_company
 from .vectors import ReadVectors, send_vectors
 
 WAIT_US = 50
@@ -176,8 +176,7 @@ class Engine:
                 request.first_ns = request.first_ns or now
             step.firsts = None
         self.last_took_ns = now - max(step.launched_ns, self.last_done_ns) - step.waited_ns
-        if not step.is_beside:
-            learn(self, step, now, is_alone)
+        learn(self, step, now, is_alone)
         self.last_done_ns = now
         if is_eventful:
             for i in np.flatnonzero(block[:, 2]).tolist():
@@ -352,7 +351,6 @@ class Engine:
         step.is_beside = self.aside.is_on
         step.work = 0.0
         step.n_brought, scheduler.n_brought = scheduler.n_brought, 0
-        step.price_us = (scheduler.cost.decode_us if chunks else scheduler.cost.quiet_us)(n_decode) + (scheduler.cost.chunk_us(n_more, 0) if n_more else 0.0)
         step.launched_ns = now
         self.in_flight.append(step)
         if drafts and not self.run_ahead:
@@ -360,6 +358,7 @@ class Engine:
         self.device.step(slots.address)
         if not self.run_ahead:
             step.done_ns = self.clock()
+        step.price_us = price_us(scheduler.cost, step, chunks)
         if held or chunks or drafts:
             masking.begin(step, held, chunks)
         if drafts:
@@ -376,7 +375,6 @@ class Engine:
         firsts = []
         for request, n, samples in chunks:
             step.work += chunk_work(n, request.done_tokens - n)
-            step.price_us += self.scheduler.cost.chunk_us(n, request.done_tokens - n)
             if samples:
                 firsts.append(request)
                 request.first_seq = step.seq

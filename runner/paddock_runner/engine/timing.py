@@ -6,7 +6,12 @@ it would wait for a step more. For devices with run-ahead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from .cost import CostModel
+from .slots import Chunk
+from .step import Step
 
 if TYPE_CHECKING:
     from .loop import Engine
@@ -32,6 +37,13 @@ def hold_until_ns(engine: Engine, now_ns: int) -> int:
     elif not engine.slots.decode:
         until = _gather_until_ns(engine, now_ns)
     return until if until > now_ns else 0
+
+
+def price_us(cost: CostModel, step: Step, chunks: Sequence[Chunk]) -> float:
+    """What a step is expected to take: one of decode rows alone as such were measured last, beside a part of the device as much longer as such were."""
+    us = (cost.decode_us if chunks else cost.quiet_us)(step.n_decode)
+    us += sum([cost.chunk_us(n, request.done_tokens - n) for request, n, _ in chunks]) + (cost.chunk_us(step.n_more, 0) if step.n_more else 0.0)
+    return us * cost.beside if step.is_beside else us
 
 
 def waits_for_company(engine: Engine, now_ns: int) -> bool:

@@ -54,3 +54,17 @@ def test_tokens_for_is_the_inverse_of_chunk_us() -> None:
 def test_before_anything_was_seen_it_guesses() -> None:
     model = CostModel()
     assert model.decode_us(16) == 3000 and model.tokens_for(10_000, 0) > 100
+
+
+def test_it_learns_how_much_longer_steps_take_beside_a_part_of_the_device_and_forgets_it_again() -> None:
+    model = CostModel()
+    for _ in range(60):
+        model.see_beside(5000.0 * model.beside, 8500.0)
+    assert abs(model.beside - 1.7) < 0.02
+    for _ in range(60):
+        model.see_beside(5000.0 * model.beside, 4000.0)
+    assert model.beside == 1.0, "never less than by itself"
+    model.see_beside(0.0, 4000.0)
+    for _ in range(1000):
+        model.see_beside(1.0, 1e9)
+    assert model.beside == 8.0
