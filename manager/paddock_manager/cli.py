@@ -130,12 +130,30 @@ def dispatch(words: list[str], ui: Ui) -> int:
         raise UsageError(f"there is no command {name!r}", hint, command=name)
     module = importlib.import_module(f"paddock_manager.commands.{name}")
     command: options.Command = module.COMMAND
-    values = options.parse(command, words[1:])
+    try:
+        values = options.parse(command, words[1:])
+    except options.UnknownOption as error:
+        error.hint = _advice(command, str(error.facts["option"])) or error.hint
+        raise
     if values.flag("help"):
         ui.line(options.help_page(command))
         return 0
     ui.as_json, ui.quiet = values.flag("json"), values.flag("quiet")
     return int(module.run(values, ui) or 0)
+
+
+def _advice(command: options.Command, option: str) -> str:
+    """What is to be said of an option that this command has not: other programs', or the runner's."""
+    from paddock_runner.config import knobs
+
+    from paddock_manager.commands.target import KEPT
+    from paddock_manager.foreign import advice
+
+    knob = next((k for k in knobs() if k.flag == option and option not in KEPT), None)
+    said = advice(command.name, option)
+    if knob is None or said or not any(o.name == "--runner" for o in command.options):
+        return said
+    return f"that is the runner's: --runner {option[2:]}{'' if knob.kind == 'bool' else '=' + knob.kind.upper()}"
 
 
 def front_page() -> str:

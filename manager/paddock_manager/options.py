@@ -14,6 +14,10 @@ from paddock_runner.errors import UsageError
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+class UnknownOption(UsageError):
+    """The command has no such option (facts: option)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Argument:
     """A positional word. kind steers completion: model, running, path, command, word."""
@@ -142,7 +146,7 @@ def _take_option(command: Command, word: str, queue: list[str], values: Values) 
 
         near = difflib.get_close_matches(name, [n for o in command.all_options for n in (o.name, *o.also)], 1, 0.7)
         hint = f"did you mean {near[0]}?" if near else f"`paddock {command.name} --help` lists what there is"
-        raise UsageError(f"`paddock {command.name}` has no option {name}", hint, option=name)
+        raise UnknownOption(f"`paddock {command.name}` has no option {name}", hint, option=name)
     if option.kind == "flag":
         if equals:
             raise UsageError(f"{name} takes no value", option=name)
@@ -152,7 +156,7 @@ def _take_option(command: Command, word: str, queue: list[str], values: Values) 
         if not queue:
             raise UsageError(f"{name} needs a value", option=name)
         given = queue.pop(0)
-    value = convert(option, given)
+    value = convert(option, given, name)
     if option.many:
         values.found.setdefault(option.key, []).append(value)
     else:
@@ -175,32 +179,33 @@ def _place(command: Command, plain: list[str], values: Values) -> None:
         raise UsageError(f"`paddock {command.name}` does not know what to do with {plain[0]!r}", usage(command))
 
 
-def convert(option: Option, word: str) -> str | int | float:
-    """One option's word as its kind, within its bounds.
+def convert(option: Option, word: str, name: str = "") -> str | int | float:
+    """One option's word as its kind, within its bounds. name: what was typed for the option.
 
     Raises: UsageError with the word and what was expected.
     """
+    name = name or option.name
     if option.choices and word not in option.choices:
-        raise UsageError(f"{option.name} is one of {', '.join(option.choices)}, not {word!r}", option=option.name)
+        raise UsageError(f"{name} is one of {', '.join(option.choices)}, not {word!r}", option=name)
     try:
         if option.kind in ("int", "float"):
             number = int(word.replace("_", "")) if option.kind == "int" else float(word)
             if not math.isfinite(number):
                 raise ValueError(word)
-            return _bounded(option, number)
+            return _bounded(option, number, name)
         if option.kind == "size":
             return parse_size(word)
     except (ValueError, OverflowError):
         shape = {"int": "a whole number", "float": "a number", "size": "a size such as 20M or 24GiB"}[option.kind]
-        raise UsageError(f"{option.name} takes {shape}, not {word!r}", option=option.name) from None
+        raise UsageError(f"{name} takes {shape}, not {word!r}", option=name) from None
     return word
 
 
-def _bounded(option: Option, number: float) -> int | float:
+def _bounded(option: Option, number: float, name: str) -> int | float:
     if option.least is not None and number < option.least:
-        raise UsageError(f"{option.name} is {number}, at least {option.least:g} is needed", option=option.name)
+        raise UsageError(f"{name} is {number}, at least {option.least:g} is needed", option=name)
     if option.most is not None and number > option.most:
-        raise UsageError(f"{option.name} is {number}, at most {option.most:g} is possible", option=option.name)
+        raise UsageError(f"{name} is {number}, at most {option.most:g} is possible", option=name)
     return number
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from paddock_manager import cli, options, paths, ui
+from paddock_manager import cli, foreign, options, paths, ui
 from paddock_manager.commands import chat
 from paddock_manager.commands.completion import all_commands
 from paddock_manager.fleet import state
@@ -50,9 +50,11 @@ def test_options_of_other_programs_are_taken_for_ours():
     [
         (("--temperature", "-1"), "temperature is -1.0, at least 0 is needed"),
         (("--temp", "101"), "temperature is 101.0, 0 to 100 are possible"),
-        (("--temp", "nan"), "--temperature takes a number, not 'nan'"),
+        (("--temp", "nan"), "--temp takes a number, not 'nan'"),
         (("--top-p", "0"), "top_p is 0.0, more than 0 and at most 1 is possible"),
         (("--top-k", "-2"), "top_k is -2, at least -1 is needed"),
+        (("--min-p", "2"), "min_p is 2.0, 0 to 1 are possible"),
+        (("--repeat-penalty", "0"), "repetition_penalty is 0.0, more than 0 and at most 10 is possible"),
         (("--max-tokens", "0"), "max_tokens is 0, at least 1 is needed"),
     ],
 )
@@ -222,3 +224,23 @@ def test_runner_says_what_an_option_of_elsewhere_is_called_there(capsys):
 def test_output_that_is_full_or_closed_is_no_traceback(words, code, said):
     done = subprocess.run(["sh", "-c", f"'{sys.executable}' -m paddock_manager {words}"], capture_output=True, text=True)
     assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_options_of_other_programs_that_are_none_here_are_answered_with_what_to_do(paddock, model_file):
+    for words in foreign.ADVICE:
+        for command in ("serve", "run"):
+            ours = {w for o in next(c for c in all_commands() if c.name == command).all_options for w in (o.name, o.short, *o.also)}
+            for word in set(words) - ours:
+                done = paddock(command, str(model_file), word, "x")
+                assert done.code == 2 and f"`paddock {command}` has no option {word}\nhint:  {foreign.advice(command, word)}\n" in done.err
+    assert "hint:  that is the runner's: --runner host-cache-gib=FLOAT\n" in paddock("serve", "x", "--host-cache-gib", "8").err
+    assert "hint:  that is the runner's: --runner deterministic\n" in paddock("serve", "x", "--deterministic").err
+    assert "error: --max-model-len takes a whole number, not '2k'\n" in paddock("serve", "x", "--max-model-len", "2k").err
+
+
+def test_advice_names_options_that_there_are():
+    known = {w for c in all_commands() for o in c.all_options for w in (o.name, o.short, *o.also)}
+    flags = {k.flag.removeprefix("--") for k in knobs()}
+    for text in foreign.ADVICE.values():
+        assert {w for w in re.findall(r"`(?:paddock \w+ )?(--[a-z-]+)", text)} <= known, text
+        assert {w for w in re.findall(r"--runner ([a-z-]+)", text)} <= flags, text

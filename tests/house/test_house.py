@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, dict[str, set[str] | None]] = {
         "app": None, "cli": None, "__main__": None,
     },
     "paddock_manager": {
-        "ui": set(), "paths": set(), "options": set(), "disk": set(), "settings": {"disk", "options"}, "catalog": {"paths"},
+        "ui": set(), "paths": set(), "options": set(), "foreign": set(), "disk": set(), "settings": {"disk", "options"}, "catalog": {"paths"},
         "store": {"paths", "disk", "catalog", "runner.files"}, "fleet": {"paths", "disk"},
         "fit": {"paths", "catalog", "store", "runner.hardware", "runner.manifest", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
         "web": {"paths", "disk", "catalog", "store", "fleet", "fit", "runner.edge", "runner.version"},

@@ -44,6 +44,8 @@ COMMAND = Command(
         Option("--temperature", "0 is greedy (default, as for the next two: what its makers recommend)", "float", value="T", also=("--temp",)),
         Option("--top-p", "keep the likeliest tokens of this probability", "float", value="P"),
         Option("--top-k", "keep so many of the likeliest tokens", "int", value="K"),
+        Option("--min-p", "keep tokens at least so likely as this part of the likeliest", "float", value="P"),
+        Option("--repetition-penalty", "make tokens that were there less likely: 1 is none", "float", value="X", also=("--repeat-penalty",)),
         Option("--seed", "repeatable sampling", "int", value="N"),
         Option("--max-tokens", "end the answer after so many tokens", "int", value="N", short="-n", also=("--num-predict", "--n-predict", "--predict")),
         Option("--format", "hold the answer to JSON: json, or a file with a JSON schema", "text", value="SHAPE", also=("--schema",)),

@@ -15,9 +15,10 @@ from paddock_manager.commands.target import Target
 
 NAMES: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int}
 GGUF_NAMES = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k"}
-KINDS: dict[str, type] = {**NAMES, "seed": int, "max_tokens": int}
-BOUNDS = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "seed": (-(2**63), 2**63 - 1), "max_tokens": (1, 2**31 - 1)}
+KINDS: dict[str, type] = {**NAMES, "min_p": float, "repetition_penalty": float, "seed": int, "max_tokens": int}
+BOUNDS = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "min_p": (0, 1), "repetition_penalty": (0, 10), "seed": (-(2**63), 2**63 - 1), "max_tokens": (1, 2**31 - 1)}
 """What the API takes."""
+OVER_0 = ("top_p", "repetition_penalty")
 
 
 def chosen(name: str, word: object) -> float | int:
@@ -27,9 +28,9 @@ def chosen(name: str, word: object) -> float | int:
     except (ValueError, OverflowError):
         raise UsageError(f"{name} takes a {'whole ' if KINDS[name] is int else ''}number, not {word!r}") from None
     least, most = BOUNDS[name]
-    if not least <= value <= most or (name == "top_p" and value == 0):
+    if not least <= value <= most or (name in OVER_0 and value == 0):
         are = f"at least {least} is needed" if value < least else f"{least} to {most} are possible"
-        raise UsageError(f"{name} is {value}, {'more than 0 and at most 1 is possible' if name == 'top_p' else are}", setting=name)
+        raise UsageError(f"{name} is {value}, {f'more than 0 and at most {most} is possible' if name in OVER_0 else are}", setting=name)
     return value
 
 

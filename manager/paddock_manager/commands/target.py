@@ -20,7 +20,7 @@ MAX_THREADS = 1024
 KV_FORMATS = ("bf16", "f16", "f32", "fp8")
 LOAD_OPTIONS = (
     Option("--ctx", "context per request, in tokens", "int", value="TOKENS", also=("-c", "--ctx-size", "--max-ctx", "--max-model-len", "--context-length", "--num-ctx"), least=1),
-    Option("--batch", "requests at a time", "int", value="N", also=("--max-batch", "--parallel", "--max-num-seqs"), least=1),
+    Option("--batch", "requests at a time", "int", value="N", also=("--max-batch", "--parallel", "-np", "--max-num-seqs"), least=1),
     Option("--kv", "format of the KV cache", "text", value="FORMAT", choices=KV_FORMATS, also=("--kv-dtype", "--kv-cache-dtype")),
     Option("--window-kv", "format of the KV cache of layers with a sliding window, where it is another", "text", value="FORMAT", choices=KV_FORMATS),
     Option("--expert-vram-gib", "device memory for the experts of a mixture; the others stay in host memory", "float", value="GIB", least=-1),
