@@ -159,6 +159,24 @@ def test_reserved_range_takes_memory_piece_by_piece_and_gives_it_back(device, pa
     pack.call("pk_release", device._ctx, base)
 
 
+def test_attaching_that_fails_leaves_nothing_attached(device, pack):
+    if device.facts.is_host:
+        pytest.skip("memory is attached to the CPU pack's ranges as often as one likes")
+    granule = device.facts.granule_bytes
+    at = ctypes.c_uint64()
+    pack.call("pk_reserve", device._ctx, 8 * granule, ctypes.byref(at))
+    pack.call("pk_attach", device._ctx, at.value + 2 * granule, granule)
+    status, said = status_and_sentence(pack, "pk_attach", device._ctx, at.value, 4 * granule)
+    assert status == abi.PK_BAD_ARG and "attached" in said
+    status, said = status_and_sentence(pack, "pk_attach", device._ctx, at.value + 6 * granule, 4 * granule)
+    assert status != abi.PK_OK and "attach" in said  # past the range's end
+    for first, n in ((0, 2), (3, 5)):
+        pack.call("pk_attach", device._ctx, at.value + first * granule, n * granule)
+    device.fill(at.value, 7, 8 * granule)
+    assert device.read(at.value + 8 * granule - 1, 1) == b"\x07"
+    pack.call("pk_release", device._ctx, at.value)
+
+
 @HOST
 def test_attached_memory_is_really_there(device, pack):
     def resident():

@@ -89,6 +89,8 @@ class FakeDevice:
         self.brought: dict[int, dict[int, list[int]]] = {}
         """Masks of slots, by step: one, or one for each draw of a row of guesses."""
         self.n_attached = n_attached or sizes.n_pages
+        self.most_pages = sizes.n_pages
+        """Pages that it has memory for: others may take some of it."""
         self.n_given = self.n_made = 0
         """Copies from and to host memory."""
         self.fails_at = 0
@@ -118,7 +120,7 @@ class FakeDevice:
         return part
 
     def grow_pages(self, n_pages: int) -> int:
-        self.n_attached = min(self.sizes.n_pages, max(self.n_attached, n_pages))
+        self.n_attached = max(self.n_attached, min(self.sizes.n_pages, self.most_pages, n_pages))
         return self.n_attached
 
     def shrink_pages(self, n_pages: int) -> int:

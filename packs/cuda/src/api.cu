@@ -103,10 +103,15 @@ void drop_repack_buffers(FullContext &ctx) {
 int32_t make_repack_buffers(FullContext &ctx) {
     RepackBuffers &b = ctx.repacking;
     if (b.n_bytes) return PK_OK;
-    for (int i = 0; i < 2; ++i) {
-        if (int32_t e = check(cudaHostAlloc(&b.host[i], kRepackBytes, cudaHostAllocDefault), "repack")) return e;
-        if (int32_t e = check(cudaMalloc(&b.device[i], kRepackBytes), "repack")) return e;
-        if (int32_t e = check(cudaEventCreateWithFlags(&b.free[i], cudaEventDisableTiming), "repack")) return e;
+    int32_t e = PK_OK;
+    for (int i = 0; i < 2 && !e; ++i) {
+        e = check(cudaHostAlloc(&b.host[i], kRepackBytes, cudaHostAllocDefault), "repack");
+        if (!e) e = check(cudaMalloc(&b.device[i], kRepackBytes), "repack");
+        if (!e) e = check(cudaEventCreateWithFlags(&b.free[i], cudaEventDisableTiming), "repack");
+    }
+    if (e) {
+        drop_repack_buffers(ctx);
+        return e;
     }
     ctx.n_allocations += 4;
     b.n_bytes = kRepackBytes;
@@ -134,8 +139,13 @@ int32_t open(const pk_open_config &config, pk_ctx **out) {
     ctx->l2_bytes = ctx->properties.l2CacheSize;
     if (int32_t e = kernels_run()) return fail(e, "open: this pack is built for " PK_ARCH "; %s has compute capability %d.%d", ctx->properties.name, ctx->properties.major, ctx->properties.minor);
     if (int32_t e = check(cudaStreamCreateWithFlags(&ctx->stream, cudaStreamNonBlocking), "open")) return e;
-    if (int32_t e = ctx->copies.open()) return e;
-    if (int32_t e = memory_open(*ctx)) return e;
+    int32_t e = ctx->copies.open();
+    if (!e) e = memory_open(*ctx);
+    if (e) {
+        ctx->copies.close();
+        cudaStreamDestroy(ctx->stream);
+        return e;
+    }
     *out = ctx.release();
     return PK_OK;
 }

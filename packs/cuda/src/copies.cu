@@ -103,10 +103,10 @@ int32_t Copies::give(pk_ctx &ctx, uint64_t to, uint64_t from, int64_t n_bytes) {
             if (int32_t e = check(cudaEventSynchronize(events_[(done_ + 1) % kEvents]), "copy")) return e;
             if (int32_t e = update()) return e;
         }
-        if (events_.empty()) {
-            events_.resize(kEvents);
-            for (cudaEvent_t &made : events_)
-                if (int32_t e = check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "copy")) return e;
+        while (events_.size() < kEvents) {
+            cudaEvent_t made = nullptr;
+            if (int32_t e = check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "copy")) return e;
+            events_.push_back(made);
         }
         event = events_[number % kEvents];
     }

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -57,22 +58,29 @@ std::map<uint64_t, int64_t> &large_blocks() {
     return *blocks;
 }
 
-// Puts real memory behind [start, start + n_bytes), a multiple of the page. False when the system has none.
+// Puts real memory behind [start, start + n_bytes), a multiple of the page. False when the system has none. Parts for which the system gives no thread are made by this one.
 bool populate(uint8_t *start, int64_t n_bytes) {
     const int n = std::clamp<int>(std::thread::hardware_concurrency(), 1, kMostThreads);
     const int64_t part = (n_bytes / n + (2 << 20) - 1) & ~int64_t{(2 << 20) - 1};
     std::atomic<bool> is_there{true};
+    const auto make = [&](int64_t at) {
+        const int64_t size = std::min(part, n_bytes - at);
+        while (madvise(start + at, size, MADV_POPULATE_WRITE)) {
+            if (errno == EAGAIN || errno == EINTR) continue;
+            if (errno != EINVAL) is_there = false;
+            for (int64_t i = 0; errno == EINVAL && i < size; i += 4096) static_cast<volatile uint8_t *>(start + at)[i] = 0;  // kernels before 5.14
+            return;
+        }
+    };
     std::vector<std::thread> threads;
-    for (int64_t at = 0; at < n_bytes; at += part)
-        threads.emplace_back([&, at] {
-            const int64_t size = std::min(part, n_bytes - at);
-            while (madvise(start + at, size, MADV_POPULATE_WRITE)) {
-                if (errno == EAGAIN || errno == EINTR) continue;
-                if (errno != EINVAL) is_there = false;
-                for (int64_t i = 0; errno == EINVAL && i < size; i += 4096) static_cast<volatile uint8_t *>(start + at)[i] = 0;  // kernels before 5.14
-                return;
-            }
-        });
+    threads.reserve(kMostThreads + 1);
+    for (int64_t at = 0; at < n_bytes; at += part) {
+        try {
+            threads.emplace_back(make, at);
+        } catch (const std::system_error &) {
+            make(at);
+        }
+    }
     for (std::thread &t : threads) t.join();
     return is_there;
 }
@@ -91,6 +99,36 @@ int32_t alloc_large(int64_t n_bytes, void **out) {
     std::lock_guard guard(lock);
     large_blocks()[reinterpret_cast<uint64_t>(start)] = size;
     *out = start;
+    return PK_OK;
+}
+
+int32_t drop_granule(pk_ctx &ctx, std::map<uint64_t, std::pair<int64_t, CUmemGenericAllocationHandle>>::iterator granule) {
+    if (int32_t e = driver_check(ctx.driver.unmap(granule->first, kGranuleBytes), "detach")) return e;
+    ctx.driver.release(granule->second.second);
+    ctx.granules.erase(granule);
+    return PK_OK;
+}
+
+// Memory behind one granule, or nothing of it.
+int32_t attach_granule(pk_ctx &ctx, uint64_t at) {
+    if (ctx.granules.count(at)) return fail(PK_BAD_ARG, "attach: memory is attached at %#llx already", (unsigned long long)at);
+    const CUmemAllocationProp p = properties(ctx);
+    CUmemAccessDesc access = {};
+    access.location = p.location;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    CUmemGenericAllocationHandle handle = 0;
+    if (int32_t e = driver_check(ctx.driver.create(&handle, kGranuleBytes, &p, 0), "attach")) return e;
+    if (int32_t e = driver_check(ctx.driver.map(at, kGranuleBytes, 0, handle, 0), "attach")) {
+        ctx.driver.release(handle);
+        return e;
+    }
+    auto made = ctx.granules.emplace(at, std::pair{kGranuleBytes, handle}).first;
+    if (int32_t e = driver_check(ctx.driver.set_access(at, kGranuleBytes, &access, 1), "attach")) {
+        drop_granule(ctx, made);
+        return e;
+    }
+    ctx.n_allocations += 1;
+    ctx.allocated_bytes += kGranuleBytes;
     return PK_OK;
 }
 
@@ -127,8 +165,12 @@ int32_t memory_alloc(pk_ctx &ctx, int32_t memory, int64_t n_bytes, uint64_t *out
             cudaMemGetInfo(&free, &total);
             return fail(error == cudaErrorMemoryAllocation ? PK_OOM : PK_DEVICE, "alloc: %lld bytes of device memory are wanted, %lld of %lld are free", (long long)size, (long long)free, (long long)total);
         }
-        if (int32_t e = check(cudaMemsetAsync(p, 0, size, ctx.stream), "alloc")) return e;
-        if (int32_t e = check(cudaStreamSynchronize(ctx.stream), "alloc")) return e;
+        int32_t e = check(cudaMemsetAsync(p, 0, size, ctx.stream), "alloc");
+        if (!e) e = check(cudaStreamSynchronize(ctx.stream), "alloc");
+        if (e) {
+            cudaFree(p);
+            return e;
+        }
     }
     ctx.n_allocations += 1;
     ctx.allocated_bytes += size;
@@ -138,8 +180,8 @@ int32_t memory_alloc(pk_ctx &ctx, int32_t memory, int64_t n_bytes, uint64_t *out
 
 int32_t memory_free(pk_ctx &ctx, int32_t memory, uint64_t address) {
     if (address == 0) return PK_OK;
-    (void)ctx;
     if (memory == PK_MEMORY_PINNED) {
+        cudaStreamSynchronize(ctx.stream);  // a load that was given up may have left copies from or to it
         std::lock_guard guard(lock);
         if (auto found = large_blocks().find(address); found != large_blocks().end()) {
             void *start = reinterpret_cast<void *>(address);
@@ -165,23 +207,11 @@ int32_t memory_reserve(pk_ctx &ctx, int64_t n_bytes, uint64_t *out) {
 int32_t memory_attach(pk_ctx &ctx, uint64_t address, int64_t n_bytes) {
     if (address % kGranuleBytes || n_bytes % kGranuleBytes || n_bytes < 0)
         return fail(PK_BAD_ARG, "attach: %lld bytes at %#llx are no multiples of %lld", (long long)n_bytes, (unsigned long long)address, (long long)kGranuleBytes);
-    const CUmemAllocationProp p = properties(ctx);
-    CUmemAccessDesc access = {};
-    access.location = p.location;
-    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    for (int64_t done = 0; done < n_bytes; done += kGranuleBytes) {
-        CUmemGenericAllocationHandle handle = 0;
-        if (int32_t e = driver_check(ctx.driver.create(&handle, kGranuleBytes, &p, 0), "attach")) return e;
-        int32_t e = driver_check(ctx.driver.map(address + done, kGranuleBytes, 0, handle, 0), "attach");
-        if (!e) e = driver_check(ctx.driver.set_access(address + done, kGranuleBytes, &access, 1), "attach");
-        if (e) {
-            ctx.driver.release(handle);
+    for (int64_t done = 0; done < n_bytes; done += kGranuleBytes)
+        if (int32_t e = attach_granule(ctx, address + done)) {
+            while (done > 0) drop_granule(ctx, ctx.granules.find(address + (done -= kGranuleBytes)));
             return e;
         }
-        ctx.granules[address + done] = {kGranuleBytes, handle};
-        ctx.n_allocations += 1;
-        ctx.allocated_bytes += kGranuleBytes;
-    }
     return PK_OK;
 }
 
@@ -190,9 +220,7 @@ int32_t memory_detach(pk_ctx &ctx, uint64_t address, int64_t n_bytes) {
     for (uint64_t at = address; at < address + n_bytes; at += kGranuleBytes) {
         auto found = ctx.granules.find(at);
         if (found == ctx.granules.end()) return fail(PK_BAD_ARG, "detach: no memory is attached at %#llx", (unsigned long long)at);
-        if (int32_t e = driver_check(ctx.driver.unmap(at, kGranuleBytes), "detach")) return e;
-        ctx.driver.release(found->second.second);
-        ctx.granules.erase(found);
+        if (int32_t e = drop_granule(ctx, found)) return e;
     }
     return PK_OK;
 }

@@ -50,7 +50,7 @@ class Holding:
 
 
 class Ledger:
-    """All page accounting of one engine. `grow` puts memory behind at least n pages and says how many have it now.
+    """All page accounting of one engine. `grow` puts memory behind at least n pages, as far as the device has it, and says how many have it now.
 
     is_shared: computed prefixes are kept and shared. states: where snapshots of recurrent states go, for models that have such; windows: likewise
     the pages of layers with a window.
@@ -128,6 +128,8 @@ class Ledger:
             self.tree.unlock(node)
             node, pages = self.tree.match(tokens, salt, len(deeper))
         need = self.pages_for(n_tokens) - len(pages)
+        if need + n_reserve <= self.n_available:
+            self._attach(need - self.pool.n_free)
         if need + n_reserve > self.n_available:
             if self.windows is not None:
                 self.windows.let_go(filter(None, windows), True)
@@ -337,6 +339,7 @@ class Ledger:
         self.pool.give(holding.private)
         self.pool.give(holding.doubles)
         self.tree.unlock(holding.node)
+        self.pool.is_short = False  # whoever needs a page next asks the device again
 
     def distrust(self, holding: Holding) -> None:
         """Forgets what this holding has put into the tree: its pages may hold NaN."""
@@ -348,7 +351,7 @@ class Ledger:
         if pool.n_free >= n_low:
             return
         if pool.n_unattached:
-            pool.grow(self._grow(min(pool.n_pages, pool.n_attached + n_more)))
+            self._attach(n_more)
         else:
             self.tree.evict(n_more)
 
@@ -377,11 +380,19 @@ class Ledger:
     def _make_room(self, n: int) -> bool:
         """Makes at least n pages free: by memory first, then by forgetting. False when that is not possible."""
         pool = self.pool
-        if pool.n_free < n and pool.n_unattached:
-            pool.grow(self._grow(min(pool.n_pages, pool.n_attached + n - pool.n_free)))
+        self._attach(n - pool.n_free)
         if pool.n_free < n:
             self.tree.evict(n - pool.n_free)
         return pool.n_free >= n
+
+    def _attach(self, n: int) -> None:
+        """Memory for n more pages, as far as there are such and the device has it."""
+        pool = self.pool
+        n = min(n, pool.n_unattached)
+        if n > 0:
+            wanted = pool.n_attached + n
+            pool.grow(self._grow(wanted))
+            pool.is_short = pool.n_attached < wanted
 
     def check(self, holdings: Iterable[Holding]) -> None:
         """No page is lost or has two owners. Raises: PageFault."""

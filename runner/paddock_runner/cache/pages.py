@@ -22,12 +22,14 @@ class PagePool:
     n_pages counts the scratch page, as pk_state does. n_attached: pages that have memory already; the rest join by `grow`.
     """
 
-    __slots__ = ("_free", "_is_out", "n_attached", "n_pages")
+    __slots__ = ("_free", "_is_out", "is_short", "n_attached", "n_pages")
 
     def __init__(self, n_pages: int, n_attached: int | None = None) -> None:
         self.n_pages = n_pages
         self._is_out = bytearray(n_pages)
         self._free: list[int] = []
+        self.is_short = False
+        """The device has no memory for more pages, as far as is known: others have it."""
         self.n_attached = 1
         self.grow(n_pages if n_attached is None else n_attached)
 
@@ -44,7 +46,7 @@ class PagePool:
     @property
     def n_unattached(self) -> int:
         """Pages that `grow` could still add."""
-        return self.n_pages - self.n_attached
+        return 0 if self.is_short else self.n_pages - self.n_attached
 
     def grow(self, n_attached: int) -> None:
         """The first n_attached pages have memory now."""
@@ -60,6 +62,7 @@ class PagePool:
             raise PageFault(f"page {used[0]} is in use and was to lose its memory", pages=used)
         self._free = sorted((page for page in self._free if page < n_attached), reverse=True)
         self.n_attached = min(self.n_attached, n_attached)
+        self.is_short = False
 
     def take_below(self, limit: int, n: int) -> list[int]:
         """At most n free pages below `limit`, the lowest ones."""

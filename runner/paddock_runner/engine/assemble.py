@@ -125,7 +125,7 @@ def load_program(
         end("kv scales")
     _load(device, trace(blueprint, site), sizes.max_step_tokens, scratch)
     # Attaching memory takes a GPU's driver a moment: the first prompts of every slot find it there.
-    device.grow_pages(1 if device.facts.is_host else min(sizes.n_pages, 1 + sizes.n_slots * START_TOKENS // sizes.page_tokens))
+    device.need_pages(1 if device.facts.is_host else min(sizes.n_pages, 1 + sizes.n_slots * START_TOKENS // sizes.page_tokens))
     if part is not None:
         _load_part(device, part, sizes, kept.format, blueprint, site)
     end("program")

@@ -73,7 +73,7 @@ def measure(pack: Path, facts: DeviceFacts, used: Callable[[], int], ordinal: in
         found = plan(blueprint, views, PlanRequest(CTX, BATCH, facts))
         device = build_device(Assembly(pack, found.sizes, found.kv_format, ordinal), blueprint, views)
     try:
-        device.grow_pages(found.sizes.n_pages)
+        device.need_pages(found.sizes.n_pages)
         model_bytes = found.total_bytes - found.group_bytes("process")
         process_bytes = used() - before - model_bytes + KERNELS_BYTES
         size = min(MEMORY_BYTES, facts.free_bytes // SHARE) if facts.free_bytes else MEMORY_BYTES

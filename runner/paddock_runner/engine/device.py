@@ -88,7 +88,7 @@ class StepDevice(Protocol):
         ...
 
     def grow_pages(self, n_pages: int) -> int:
-        """Puts memory behind at least the first n_pages pages; returns how many have it now. Raises: PackError."""
+        """Puts memory behind at least the first n_pages pages, as far as there is some; returns how many have it now. Raises: PackError."""
         ...
 
     def shrink_pages(self, n_pages: int) -> int:

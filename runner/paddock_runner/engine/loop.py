@@ -31,6 +31,7 @@ from .policy import Policy
 from .report import miss_of
 from .request import Phase, Request
 from .scheduler import Scheduler
+from .shortage import gives_up
 from .slots import Chunk, SlotTable, draws_come_first
 from .states import StateKeeper
 from .step import Step, best_of, with_others
@@ -272,10 +273,7 @@ class Engine:
             computed, kept = b"", list[tuple[int, int]]()
             if request.done_tokens >= request.n_tokens and not request.is_poisoned:
                 n = request.end_length - 1 if request.end_length >= 0 else self.slots.launched(slot)
-                first, full = (
-                    holding.n_settled * self.sizes.page_tokens,
-                    n // self.sizes.page_tokens * self.sizes.page_tokens,
-                )
+                first, full = holding.n_settled * self.sizes.page_tokens, n // self.sizes.page_tokens * self.sizes.page_tokens
                 if full > first:
                     computed = self.slots.tokens_of(request, first, full)
                 kept = self.states.let_go(request, n)
@@ -334,7 +332,7 @@ class Engine:
             has_prefill = has_prefill and not waits_for_company(self, now)
         chunks = scheduler.plan(n_decode, now, n_more) if has_prefill else ()
         if not n_decode and not chunks:
-            return False
+            return gives_up(self)
         is_apart = bool(chunks) and scheduler.pace.is_apart and not (held or drafts)
         n_decode = 0 if is_apart else n_decode
         step = self._free_steps.pop()
@@ -411,6 +409,9 @@ class Engine:
                 if self.in_flight or self.aside.in_flight:
                     return False
                 victim = self.scheduler.victim()
+                if victim is None and self.ledger.pool.is_short:
+                    self.end(request, Reason.ERROR, ErrorCode.MEMORY)
+                    break
                 if victim is None:
                     raise PageFault("one request alone has run out of pages", pages=self.ledger.pool.n_usable)
                 self._preempt(victim)

@@ -93,7 +93,7 @@ def measure(device: Device, blueprint: Blueprint, site: Site, sizes: StateSizes,
     device.state = abi.pk_state.from_buffer_copy(own)
     device.state.kv_page_stride = layout.page_bytes
     try:
-        device.grow_pages(-(-(n_pages + 1) * layout.page_bytes // device.kv_page_bytes))
+        device.need_pages(-(-(n_pages + 1) * layout.page_bytes // device.kv_page_bytes))
         for pool in pools:
             device.fill(pool.address, 0, (n_pages + 1) * pool.page_bytes)
         device.load(program, [chunk], workspace)

@@ -80,6 +80,11 @@ class Scheduler:
         """Requests without a slot."""
         return self.queue.n + len(self.held) + len(self.preempted)
 
+    @property
+    def stuck(self) -> Request | None:
+        """Who is next and has found too few pages, since something was freed last."""
+        return None if not self._is_stuck else self.preempted[0] if self.preempted else self.queue.head()
+
     def freed(self) -> None:
         """Pages, slots or requests have come or gone: what did not fit may fit now."""
         self._is_stuck = False

@@ -57,6 +57,7 @@ class Device:
         self._wait = pack.function("pk_wait")
         self._copy = pack.function("pk_copy")
         self._copied = pack.function("pk_copied")
+        self._attach = pack.function("pk_attach")
         self._n_copies = (ctypes.c_uint64 * 2)()
         self._n_copies_at = ctypes.addressof(self._n_copies)
         self._snapshots = self._host_pages = self._host_states = self.n_host_pages = 0
@@ -271,15 +272,29 @@ class Device:
         return address.value
 
     def grow_pages(self, n_pages: int) -> int:
-        """Puts memory behind at least the first n_pages pages. Returns how many pages have memory now."""
+        """Puts memory behind at least the first n_pages pages, as far as the device has it. Returns how many pages have memory now. Raises: PackError."""
         granule = max(self.facts.granule_bytes, 1)
         wanted = min(-(-n_pages * self.kv_page_bytes // granule) * granule, self.kv_bytes)
-        if wanted > self._attached_bytes:
-            at = self.kv_address + self._attached_bytes
-            self.pack.call("pk_attach", self._ctx, at, wanted - self._attached_bytes)
-            self._attached_bytes = wanted
-            self.allocated["kv"] = wanted
+        size = wanted - self._attached_bytes
+        while size > 0:
+            status = self._attach(self._ctx, self.kv_address + self._attached_bytes, size)
+            if status == abi.PK_OOM:  # and nothing was attached
+                if size <= granule:
+                    break
+                size = size // granule // 2 * granule
+                continue
+            if status:
+                raise self.pack.failure("pk_attach", status)
+            self._attached_bytes += size
+            self.allocated["kv"] = self._attached_bytes
+            size = min(size, wanted - self._attached_bytes)
         return self._attached_bytes // self.kv_page_bytes
+
+    def need_pages(self, n_pages: int) -> None:
+        """Puts memory behind the first n_pages pages. Raises: PackError when the device has too little."""
+        n = self.grow_pages(n_pages)
+        if self._attached_bytes < min(n_pages * self.kv_page_bytes, self.kv_bytes):
+            raise PackError(f"{n_pages} pages of {self.kv_page_bytes} bytes are wanted, the device has memory for {n}", f"kernel pack {self.pack.path.name}: other programs have taken it")
 
     def shrink_pages(self, n_pages: int) -> int:
         """Takes the memory from behind pages after the first n_pages, in whole granules. Returns how many pages have memory now."""

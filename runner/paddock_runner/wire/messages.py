@@ -107,6 +107,8 @@ class ErrorCode(IntEnum):
     """The front did not read its results: its requests were ended."""
     MASK = 5
     """A mask of the wrong size came (front's fault)."""
+    MEMORY = 6
+    """It runs alone, and the device has no memory left for its pages: others have it."""
 
 
 ROW_STOP = 2
@@ -382,6 +384,11 @@ class Done:
             )
         if self.error == ErrorCode.MASK:
             return PackError("a token mask of the wrong size came from the grammar", "report this")
+        if self.error == ErrorCode.MEMORY:
+            return PackError(
+                "the device has too little free memory for this request's keys and values: other programs have what this runner gave back when it was idle",
+                "stop one of them, or start the runner with --idle-release-s 0, so that it keeps its memory",
+            )
         what = "the engine process ended" if self.error == ErrorCode.GONE else "the device failed"
         return PackError(f"{what} while this request ran", "see the runner's log")
 

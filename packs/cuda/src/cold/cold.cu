@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -96,6 +97,14 @@ __global__ void __launch_bounds__(kThreads) cold_sums_kernel(const __grid_consta
 
 // What a context has for it.
 struct Cold {
+    Cold() = default;
+    Cold(const Cold &) = delete;
+    Cold &operator=(const Cold &) = delete;
+    ~Cold() {
+        workers.reset();
+        if (mail) cudaFreeHost(mail);
+        if (state) cudaFree(state);
+    }
     ColdMail *mail = nullptr;
     ColdState *state = nullptr;
     const ColdKernels *kernels = nullptr;
@@ -338,12 +347,7 @@ int32_t check_cold(pk_ctx *ctx) {
 
 void drop_cold(const pk_ctx *ctx) {
     std::lock_guard guard(lock);
-    auto found = all().find(ctx);
-    if (found == all().end()) return;
-    found->second->workers.reset();
-    if (found->second->mail) cudaFreeHost(found->second->mail);
-    if (found->second->state) cudaFree(found->second->state);
-    all().erase(found);
+    all().erase(ctx);
 }
 
 }  // namespace pk
@@ -357,7 +361,11 @@ int32_t pk_cold_open(pk_ctx *ctx, const pk_cold_config *config) {
     std::lock_guard guard(ctx->busy);
     if (find(ctx) != nullptr) return fail(PK_BAD_ARG, "cold experts: this context has threads for them");
     if (int32_t e = check(cudaSetDevice(ctx->device), "cold experts")) return e;
-    return open_cold(ctx, *config);
+    try {
+        return open_cold(ctx, *config);
+    } catch (const std::exception &error) {
+        return fail(PK_OOM, "cold experts: %s", error.what());
+    }
 }
 
 int32_t pk_cold_facts(pk_ctx *ctx, pk_cold *out) {
