@@ -366,11 +366,12 @@ class Tiers:
             self._done.append((kind, key, is_good, begun, perf_counter_ns()))
             self._wake()
 
-    def close(self) -> None:
-        """Writes what is to be written and lets go of the disk."""
+    def close(self, has_failed: bool = False) -> None:
+        """Writes what is to be written and lets go of the disk. has_failed: the device has, which is not waited for."""
         if self._threads and self._store is not None:
-            self._device.settle()
-            while self._unwritten:
+            if not has_failed:
+                self._device.settle()
+            while self._unwritten and not has_failed:
                 self.write_out()
                 if self._unwritten:
                     self.poll()

@@ -29,7 +29,10 @@ REST = "paddock_runner.engine.ordered"
 
 
 def main() -> int:
-    """Loads what standard input orders and serves it. One sentence on standard error when that fails; never a traceback."""
+    """Loads what standard input orders and serves it. One sentence on standard error when that fails; never a traceback.
+
+    What failed is not closed: a device that hangs would be waited for, and gives everything back when the process ends.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     importing = Thread(target=_import_rest, daemon=True)
     importing.start()
@@ -73,13 +76,11 @@ def _serve(opening: Opening, importing: Thread) -> int:
     order = msgspec.json.decode(words, type=Order)
     stages.end("ordered")
     stages.speak()
-    try:
-        importing.join()
-        rest: Any = importlib.import_module(REST)
-        stages.end("imports")
-        rest.serve(order, device, stages)
-    finally:
-        device.close()
+    importing.join()
+    rest: Any = importlib.import_module(REST)
+    stages.end("imports")
+    rest.serve(order, device, stages)
+    device.close()
     return 0
 
 
@@ -100,4 +101,7 @@ def _import_rest() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code:
+        sys.stderr.flush()
+        os._exit(code)  # nor waited for by what libraries do at the end

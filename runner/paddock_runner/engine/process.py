@@ -68,6 +68,7 @@ class Runner:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.keeper: TierKeeper | None = None
+        self.has_failed = False
         self.intake = Intake(engine)
         self.giver = Giver(engine)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -112,7 +113,7 @@ class Runner:
     def close(self) -> None:
         """Lets go of every front."""
         if self.keeper is not None:
-            self.keeper.close()
+            self.keeper.close(self.has_failed)
         for port in self.engine.ports:
             port.close()
         os.close(self._wake_fd)
@@ -154,6 +155,7 @@ class Runner:
                         return
                 self._park()
         except PaddockError:
+            self.has_failed = True
             engine.fail()
             raise
 

@@ -207,10 +207,10 @@ class TierKeeper:
             for tiers in self._all:
                 tiers.write_out()
 
-    def close(self) -> None:
-        """Keeps what can be kept, and lets go of the disk."""
-        while self.idle() or any(tiers.has_unwritten for tiers in self._all):
+    def close(self, has_failed: bool = False) -> None:
+        """Keeps what can be kept, and lets go of the disk. has_failed: the device has, and what is only there is lost."""
+        while not has_failed and (self.idle() or any(tiers.has_unwritten for tiers in self._all)):
             if not any([tiers.poll() for tiers in self._all]):
                 time.sleep(WRITE_WAIT_S)
         for tiers in self._all:
-            tiers.close()
+            tiers.close(has_failed)

@@ -11,14 +11,17 @@ import time
 from array import array
 from collections.abc import Callable
 
+import msgspec
 import psutil
 import pytest
+from paddock_runner.engine.order import Opening, Order
 from paddock_runner.wire.channel import Channel
 from paddock_runner.wire.messages import Ask, Done, ErrorCode, Event, Reason, State, StepResult
 from paddock_runner.wire.port import FrontPort
 
 from tests.conftest import CHECKOUT
 from tests.soak.fake_device import alone
+from tests.soak.rig import SIZES
 
 CHILD = """
 import sys
@@ -133,6 +136,27 @@ def test_a_failed_device_ends_the_process_with_its_sentence_after_telling_every_
     assert engine.child.wait(10) == 10
     assert engine.child.stdout is not None and engine.child.stdout.read() == b"the device has failed\n"
     engine.close()
+
+
+HANGING = """
+import sys, time, types
+from paddock_runner.engine import child
+from paddock_runner.errors import PackError
+def serve(order, device, stages):
+    raise PackError("step 7 has not finished")
+device = types.SimpleNamespace(close=lambda: time.sleep(1000))
+child._open = lambda opening: device
+sys.modules[child.REST] = types.SimpleNamespace(serve=serve)
+sys.exit(child.main())
+"""
+
+
+def test_a_device_that_failed_is_not_closed_which_may_take_for_ever() -> None:
+    opening = Opening("no pack", "", 1, "info", os.getpid())
+    lines = [msgspec.json.encode(words) + b"\n" for words in (opening, Order("no model", "", SIZES, "f16", 1))]
+    environment = {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), *sys.path])}
+    ended = subprocess.run([sys.executable, "-c", HANGING], input=b"".join(lines), capture_output=True, env=environment, timeout=60)
+    assert ended.returncode == 10 and b"error: step 7 has not finished" in ended.stderr
 
 
 def test_a_killed_engine_is_noticed_by_its_front() -> None:

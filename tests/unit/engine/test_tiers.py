@@ -13,7 +13,9 @@ from paddock_runner.cache.store import PageStore
 from paddock_runner.cache.tiers import READERS
 from paddock_runner.engine.fetches import MAX_FETCH_NS
 from paddock_runner.engine.tiering import TierConfig
+from paddock_runner.errors import PackError
 from paddock_runner.memory.state import StateSizes, window_pages
+from paddock_runner.wire.messages import ErrorCode
 
 from tests.soak.fake_device import FakeDevice, alone
 from tests.soak.rig import SIZES, Answer, Rig
@@ -441,3 +443,34 @@ def test_two_that_wait_for_the_same_pages_read_them_once_and_one_may_leave(tmp_p
     assert all(a.done.cached_tokens >= 196 for a in asked[::2]) and warm.runner.keeper.tiers.report()["read"] == 50  # type: ignore[union-attr]
     assert not warm.runner.keeper.tiers._pins  # type: ignore[union-attr]
     warm.close()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "is lost"])
+def test_a_device_that_fails_is_not_waited_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    rig = rig_on(tmp_path, True, run_ahead=2)
+    ask(rig, 0)
+    ask(rig, 300)
+    assert rig.runner.keeper is not None
+    rig.runner.keeper.idle()
+    waiting = rig.ask([9] * 200, 50)
+    while not rig.engine.in_flight:
+        rig.turn()
+
+    def wait(seq: int, timeout_us: int) -> bool:
+        rig.device.now_ns += 10**9
+        if fault == "is lost":
+            raise PackError("wait: an illegal memory access was encountered")
+        return False
+
+    def settle() -> None:
+        raise AssertionError("it would be waited for without end")
+
+    monkeypatch.setattr(FakeDevice, "can_run", property(lambda device: False))
+    monkeypatch.setattr(rig.device, "wait", wait)
+    monkeypatch.setattr(rig.device, "settle", settle)
+    with pytest.raises(PackError, match="has not finished" if fault == "hangs" else "illegal"):
+        rig.runner.run()
+    rig.listen(rig.fronts[0])
+    assert waiting.done.error == ErrorCode.DEVICE
+    rig.close()
+    rig_on(tmp_path, True).close()  # the disk is free again
