@@ -165,6 +165,22 @@ def test_scale_cap_and_addend_come_in_this_order(bench, rng, n, name, added):
     np.testing.assert_allclose(b.download(y, n), wanted, atol=2e-3 if b.activation == abi.PK_F32 else 4e-2)
 
 
+@pytest.mark.parametrize("n", [20, 33, 64, 65, 100, 128, 140])
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q8_0"])
+def test_logits_of_many_sampled_rows_equal_numpy(bench, rng, name, n):
+    """How many rows a step samples, only the device knows: every kernel of the ladder looks whether they are its own."""
+    b = bench(sizes=StateSizes(160, 256, 16, 200, 100, 256, 160, 8, 5, 3))
+    if name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {name}")
+    weight = scaled_fp8(name, 1088, 640, "block", rng) if name == "fp8_e4m3" else random_weight(name, 1088, 640, rng)
+    x, x64 = b.activations(rng.standard_normal((n, 640)), S)
+    y = b.output(n, 1088, S, format=abi.PK_F32)
+    program = Program()
+    program.matmul(x, [weight.upload(b)], y)
+    b.run(program, 1, n)
+    check(b, b.download(y, n).astype(np.float64), x64, weight.values.astype(np.float64), name)
+
+
 def test_no_rows_write_nothing(bench, rng):
     b = bench()
     weight = random_weight("q4_0", 16, 32, rng)

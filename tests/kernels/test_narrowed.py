@@ -111,13 +111,12 @@ def test_product_behind_a_sigmoid_gate_equals_numpy(bench, rng, n):
     np.testing.assert_array_equal(got, b.download(beside, n))
 
 
-@pytest.mark.parametrize("n", [130, 600])
-def test_layers_in_one_program_equal_their_records_one_by_one(bench, rng, n):
-    """Rows that only products with FP8 weights read may be left narrowed alone: nobody may miss them."""
+@pytest.mark.parametrize(("n", "m", "f"), [(40, 512, 640), (70, 512, 640), (128, 640, 512), (130, 256, 384), (600, 256, 384)])
+def test_layers_in_one_program_equal_their_records_one_by_one(bench, rng, n, m, f):
+    """Rows that only products with FP8 weights read may be left narrowed alone, and norms between products of few rows to these: nobody may miss them."""
     b = bench(sizes=StateSizes(8, 256, 16, 64, 100, 600, 8, 8, 5, 3))
     if "fp8_e4m3" not in b.pack.description["formats"]:
         pytest.skip("this pack has no fp8_e4m3")
-    m, f = 256, 384
     residual, normed, hidden, mixed = b.output(n, m, T, format=abi.PK_F32), b.output(n, m, T), b.output(n, f, T), b.output(n, 2 * f, T)
     records = []
     for _ in range(3):
@@ -144,9 +143,42 @@ def test_layers_in_one_program_equal_their_records_one_by_one(bench, rng, n):
                 record(program)
             b.run(program, n)
         found.append([b.download(x, n) for x in (residual, normed, hidden)])
-    for one, all_at_once in zip(*found, strict=True):
+    for which, (one, all_at_once) in enumerate(zip(*found, strict=True)):
         assert np.isfinite(one).all()
-        if n >= 65:
+        if n > 128:
             np.testing.assert_array_equal(all_at_once, one)
-        else:  # a norm between products of few rows may be made by them, which rounds elsewhere
-            assert np.linalg.norm(all_at_once - one) <= 0.01 * np.linalg.norm(one)
+        elif which != 1:  # a norm between products of few rows may be made by them, so that codes near the middle go the other way, and leaves nothing to read behind the program
+            assert np.linalg.norm(all_at_once - one) <= 0.15 * np.linalg.norm(one)
+
+
+@pytest.mark.parametrize("n", [150, 256])
+def test_a_layer_of_products_that_hand_norms_on_is_what_its_records_are(bench, rng, n):
+    """Products large enough for tall tiles make the norms between them in halves, one run of records after the other, and round elsewhere."""
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, 600, 8, 8, 5, 3))
+    if "fp8_e4m3" not in b.pack.description["formats"]:
+        pytest.skip("this pack has no fp8_e4m3")
+    m, f = 1024, 9728
+    gain = [b.upload(1 + 0.2 * rng.standard_normal(m), abi.PK_F32) for _ in range(2)]
+    o, gate, up, down, q = (scaled_fp8("fp8_e4m3", rows, cols, "block", rng).upload(b) for rows, cols in ((m, f), (f, m), (f, m), (m, f), (f, m)))
+    before, _ = b.activations(rng.standard_normal((n, f)), T)
+    start = (300 * rng.standard_normal((n, m)) * np.exp(rng.standard_normal((n, 1)))).astype(np.float32)
+
+    def run(is_one: bool) -> list[np.ndarray]:
+        residual, normed, hidden, y = b.upload(start, abi.PK_F32, T), b.output(n, m, T), b.output(n, f, T), b.output(n, f, T)
+        programs = [Program() for _ in range(6)]
+        at = [programs[0 if is_one else i] for i in range(6)]
+        at[0].matmul(before, [o], residual, after=Epilogue(add=residual))
+        at[1].norm(residual, gain[0], normed, 1e-5)
+        at[2].matmul(normed, [gate, up], hidden, after=Epilogue(act="silu"))
+        at[3].matmul(hidden, [down], residual, after=Epilogue(add=residual))
+        at[4].norm(residual, gain[1], normed, 1e-5)
+        at[5].matmul(normed, [q], y)
+        for program in programs[: 1 if is_one else 6]:
+            b.run(program, n)
+        return [b.download(x, n) for x in (residual, y)]
+
+    # Rows that differ by d before they are narrowed differ by the root of d times a code's step behind it: 1 % at first, then 4, then 6.
+    for alone, joined, again, near in zip(run(False), run(True), run(True), (0.1, 0.15), strict=True):
+        assert np.isfinite(alone).all()
+        np.testing.assert_array_equal(joined, again)
+        assert np.linalg.norm(joined - alone) <= near * np.linalg.norm(alone)

@@ -7,20 +7,23 @@
 
 namespace pk {
 
-// Columns in bf16 (with a bias); f32 with a residual, of which a norm's first half may be made; gate and up, whole or cut along K; queries, keys and values.
-constexpr int kEndPlain = 0, kEndFront = 1, kEndGated = 2, kEndGatedCut = 3, kEndHeads = 4;
+// Columns in bf16 (with a bias); f32 with a residual, of which a norm's first half may be made; gate and up, whole or cut along K; queries, keys and values; f32 by
+// blocks that have all of K.
+constexpr int kEndPlain = 0, kEndFront = 1, kEndGated = 2, kEndGatedCut = 3, kEndHeads = 4, kEndWhole = 5;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // A block is through with what others send into; all are. Nothing is published by it (what comes is counted by the receiver's barrier): a release would wait for every load under way.
 __device__ __forceinline__ void tell_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-// To shared memory. Not is_real: nothing, by the same code.
-__device__ __forceinline__ void keep(uint32_t to, bool is_real, float a, float b, float c, float d) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(static_cast<int>(is_real)) : "memory");
-}
 // To a block of the cluster, whose barrier counts the bytes.
 __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, bool is_real, float a, float b, float c, float d) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n@p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n}" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier), "r"(static_cast<int>(is_real)) : "memory");
+}
+// To this block's shared memory, or to a block of the cluster whose barrier counts the bytes. Not is_real: nothing, by the same code.
+__device__ __forceinline__ void hand(uint32_t mine, uint32_t there, uint32_t barrier, bool is_real, bool is_own, float a, float b, float c, float d) {
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %7, 0;\nsetp.ne.b32 q, %8, 0;\n@p st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n@q st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%5], {%1, %2, %3, %4}, [%6];\n}" ::"r"(mine), "f"(a), "f"(b),
+                 "f"(c), "f"(d), "r"(there), "r"(barrier), "r"(static_cast<int>(is_real && is_own)), "r"(static_cast<int>(is_real && !is_own))
+                 : "memory");
 }
 // What the sums of rows of x are multiplied by: 1 / rms, or one where no norm is left over. Three warps, each adds a third of the squares, of a block's columns each.
 template <int kM>
@@ -34,7 +37,7 @@ __device__ __forceinline__ void even_factors(const HalfNorm &norm, int n_squares
     const int quad = lane % kQuads;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (4 * quad < norm.stride) {
-#pragma unroll 8
+#pragma unroll 4
         for (int p = mine * kAtOnce + lane / kQuads; p < n_squares; p += 3 * kAtOnce) {
             const float4 v = __ldcg(reinterpret_cast<const float4 *>(norm.row_squares + p * norm.stride) + quad);
             sum.x += v.x; sum.y += v.y; sum.z += v.z; sum.w += v.w;
@@ -86,136 +89,159 @@ __device__ __forceinline__ void end_gated(const GemmArguments &a, int n0, int m0
     }
 }
 
-// What is ended in pieces: groups of eight columns (gated: of gate and of up), dealt out among the blocks of a cluster. A warp ends what its own rows have of them,
-// and others send it their sums into the ring's first stages: [warp][group][block][lane], float4.
+// A lane's first column of a pair of groups of eight, which two lanes deal: even ones have the first group's.
+__device__ __forceinline__ int column_in_pair(int lane) { return 8 * (lane & 1) + 2 * (lane & 2); }
+// Two neighbouring lanes' columns of two groups, two of each: four of one.
+__device__ __forceinline__ float4 four_of_one(float4 v, int lane) {
+    const bool odd = lane & 1;
+    const float p = __shfl_xor_sync(~0u, odd ? v.x : v.z, 1), q = __shfl_xor_sync(~0u, odd ? v.y : v.w, 1);
+    return odd ? make_float4(p, q, v.z, v.w) : make_float4(v.x, v.y, p, q);
+}
+
+// Columns n0 on of blocks that have all of K, in f32.
+template <int kWidth>
+__device__ __forceinline__ void end_whole(const GemmArguments &a, const GemmWeight &w, int n0, int m0, int lane, int n_rows, const float (&sums)[kWidth / 2]) {
+    const float f = w.scale * a.scale;
+    const int row = m0 + (lane >> 2), column = n0 + column_in_pair(lane);
+    float *y = static_cast<float *>(a.y) + row * a.y_stride + w.first_column + column;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int j = 0; j < kWidth / 8; j += 2) {
+            const float *v = sums + 4 * j + 2 * h;
+            store_where(row + 8 * h < n_rows && column + 8 * j < w.rows, y + 8 * h * a.y_stride + 8 * j, four_of_one(make_float4(v[0] * f, v[1] * f, v[4] * f, v[5] * f), lane));
+        }
+}
+
+// What blocks of a cluster end together. Each has sums of a part of K; of every warp's sixteen rows a block ends its own, all columns of the tile (so that a row's 128 columns
+// meet in a warp), and others send it their sums of them into the ring's first stages: [warp][block][row][column].
 template <int kM, int kWidth, int kEnd>
 struct Deal {
-    static constexpr bool kGated = kEnd == kEndGatedCut;
-    static constexpr int kWarps = kM / 16, kItems = kEnd == kEndHeads || kEnd == kEndGated ? 0 : kGated ? kWidth / 16 : kWidth / 8, kFloats4 = kGated ? 2 : 1, kMostOwn = (kItems + 1) / 2, kPairs = (kMostOwn + 1) / 2;
-    // Of so many parts: where a block's own groups begin, the most that one has, what a block receives.
-    __device__ __forceinline__ static int begin(int n_parts, int rank) { return static_cast<uint32_t>(kItems * rank) / static_cast<uint32_t>(n_parts); }
-    __device__ __forceinline__ static int most(int n_parts) { return static_cast<uint32_t>(kItems + n_parts - 1) / static_cast<uint32_t>(n_parts); }
-    __device__ __forceinline__ static int bytes(int n_parts) { return kEnd == kEndHeads ? kWarps * 4096 : kWarps * most(n_parts) * n_parts * kFloats4 * 512; }
-    __device__ __forceinline__ static int received(int n_parts, int rank, int n_rows) { return (n_rows + 15) / 16 * (kEnd == kEndHeads ? 4096 : (begin(n_parts, rank + 1) - begin(n_parts, rank)) * (n_parts - 1) * kFloats4 * 512); }
+    static constexpr int kWarps = kM / 16, kMostOwn = 8, kLanes = kEnd == kEndGatedCut ? kWidth / 8 : kWidth / 4;  // lanes that have columns, four each
+    // From a row to the next: neighbours lie in different banks.
+    static constexpr int kRowBytes = kWidth * 4, kPitch = kRowBytes % 128 == 64 ? kRowBytes : kRowBytes + 64;
+    // Of so many parts: where a block's own rows begin, the most that one has, whose a row is, what a block receives.
+    __device__ __forceinline__ static int begin(int n_parts, int rank) { return static_cast<uint32_t>(16 * rank) / static_cast<uint32_t>(n_parts); }
+    __device__ __forceinline__ static int most(int n_parts) { return static_cast<uint32_t>(16 + n_parts - 1) / static_cast<uint32_t>(n_parts); }
+    __device__ __forceinline__ static int owner(int n_parts, int row) { return (n_parts * (row + 1) - 1) >> 4; }
+    __device__ __forceinline__ static int bytes(int n_parts) { return kWarps * (kEnd == kEndHeads ? 4096 : most(n_parts) * n_parts * kPitch); }
+    __device__ __forceinline__ static int received(int n_parts, int rank, int n_rows) { return (n_rows + 15) / 16 * (kEnd == kEndHeads ? 4096 : (begin(n_parts, rank + 1) - begin(n_parts, rank)) * (n_parts - 1) * kRowBytes); }
 };
 
-// What a block's outputs want beside their sums, of pairs of groups, four columns a lane: old values; gains of the norm's half, or biases.
-template <int kPairs>
+// What a block's own rows want beside their sums, four columns a lane: old values; gains of the norm's half, or biases.
 struct EndBeside {
-    float4 old[kPairs > 0 ? kPairs : 1][2], gain[kPairs > 0 ? kPairs : 1];
+    float4 old[8], gain;
 };
 
-// A lane's first column of a pair, counted from the pair's: even lanes have the first group's.
-__device__ __forceinline__ int column_in_pair(int lane) { return 8 * (lane & 1) + 2 * (lane & 2); }
+// A lane's first column of those that four_of_one leaves it.
+__device__ __forceinline__ int column_of(int lane) { return 16 * (lane >> 2) + column_in_pair(lane); }
 
 template <class D, int kEnd>
-__device__ __forceinline__ void load_beside(const GemmArguments &a, const GemmWeight &w, int n0, int row, int lane, int n_parts, int rank, int n_rows, EndBeside<D::kPairs> &beside) {
-    if constexpr (D::kMostOwn == 0 || kEnd == kEndGatedCut) return;
+__device__ __forceinline__ void load_beside(const GemmArguments &a, const GemmWeight &w, int n0, int warp, int lane, int n_parts, int rank, int n_rows, EndBeside &beside) {
+    if constexpr (kEnd != kEndFront && kEnd != kEndPlain) return;
     const float *gains = kEnd == kEndFront ? a.norm.w : w.bias;
     const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const int begin = D::begin(n_parts, rank), n_own = D::begin(n_parts, rank + 1) - begin;
+    const int column = n0 + column_of(lane);
+    const bool is_column = lane < D::kLanes && column < w.rows;
+    beside.gain = gains != nullptr && is_column ? __ldg(reinterpret_cast<const float4 *>(gains + column)) : none;
+    if constexpr (kEnd == kEndFront) {
+        const int begin = D::begin(n_parts, rank), n_own = D::begin(n_parts, rank + 1) - begin, row = 16 * warp + begin;
+        const float *old = static_cast<const float *>(a.add) + row * a.add_stride + column;
 #pragma unroll
-    for (int i = 0; i < D::kPairs; ++i) {
-        const int column = n0 + 8 * begin + 16 * i + column_in_pair(lane);
-        const bool is_column = 2 * i + (lane & 1) < n_own && column < w.rows;
-        beside.gain[i] = gains != nullptr && is_column ? __ldg(reinterpret_cast<const float4 *>(gains + column)) : none;
-        if constexpr (kEnd == kEndFront) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                beside.old[i][h] = a.add != nullptr && is_column && row + 8 * h < n_rows ? __ldcg(reinterpret_cast<const float4 *>(static_cast<const float *>(a.add) + (row + 8 * h) * a.add_stride + column)) : none;
-        }
+        for (int i = 0; i < D::kMostOwn; ++i) beside.old[i] = a.add != nullptr && is_column && i < n_own && row + i < n_rows ? __ldcg(reinterpret_cast<const float4 *>(old + i * a.add_stride)) : none;
     }
 }
 
-template <class D, int kWidth, int kEnd>
-__device__ __forceinline__ void end_pieces(const GemmArguments &a, uint8_t *ring, uint64_t *received, int tile, const GemmWeight &w, int n0, int n_parts, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const EndBeside<D::kPairs> &beside, const float (&sums)[kWidth / 2]) {
-    constexpr int kBytes = D::kFloats4 * 512;
+// 128 columns of a row from column n0 on, four a lane from column_of on: narrowed as src/matmul/quantise.cu does.
+__device__ __forceinline__ void narrow_row(const Narrowed &to, int n0, int row, int lane, bool is_in, float4 v) {
+    const uint32_t low = pack_bf16(v.x, v.y), high = pack_bf16(v.z, v.w);
+    const float own = fmaxf(fmaxf(fabsf(low_f32(low)), fabsf(high_f32(low))), fmaxf(fabsf(low_f32(high)), fabsf(high_f32(high))));
+    const float most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(own)));  // in the order of their bits: none is negative
+    const float scale = most > 0.0f ? most / 448.0f : 1.0f, inverse = 1.0f / scale;
+    auto codes = [&](uint32_t pair) { return static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(low_f32(pair) * inverse, high_f32(pair) * inverse), __NV_SATFINITE, __NV_E4M3)); };
+    store_where(is_in, to.x + row * to.row_bytes + n0 + column_of(lane), codes(low) | codes(high) << 16);
+    if (is_in && lane == 0) to.scales[(n0 >> 7) * to.scale_stride + row] = scale;
+}
+
+// FP8: what is left for a norm's second half is narrowed, and gated columns where they are wanted so.
+template <class D, bool kIsFp8, int kWidth, int kEnd>
+__device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, uint64_t *received, int tile, const GemmWeight &w, int n0, int n_parts, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const EndBeside &beside, const float (&sums)[kWidth / 2]) {
+    constexpr bool kGated = kEnd == kEndGatedCut;
     const int most = D::most(n_parts), begin = D::begin(n_parts, rank), n_own = D::begin(n_parts, rank + 1) - begin;
-    const uint32_t mine = shared_address(ring) + warp * most * n_parts * kBytes + lane * 16;
+    const int region = warp * most * n_parts * D::kPitch;
     if (is_real) await_cluster();
     if (!is_real || 16 * warp < n_rows) {
-        int to = 0, next = D::begin(n_parts, 1);
-        uint32_t at = mine + rank * kBytes;
 #pragma unroll
-        for (int i = 0; i < D::kItems; ++i) {
-            if (i == next) {
-                ++to;
-                next = to + 1 == n_parts ? D::kItems : D::begin(n_parts, to + 1);
-                at = mine + rank * kBytes;
-            }
-            const uint32_t there = address_at(at, to), barrier = address_at(shared_address(received), to);
+        for (int h = 0; h < 2; ++h) {
+            const int in = (lane >> 2) + 8 * h, to = D::owner(n_parts, in);
+            const uint32_t mine = shared_address(ring) + region + (rank * most + in - D::begin(n_parts, to)) * D::kPitch + 16 * (lane & 3);
+            const uint32_t there = address_at(mine, to), barrier = address_at(shared_address(received), to);
 #pragma unroll
-            for (int j = 0; j < D::kFloats4; ++j) {
-                const int v = 4 * i + j * (kWidth / 4);
-                if (to == rank) keep(at + j * 512, is_real, sums[v], sums[v + 1], sums[v + 2], sums[v + 3]);
-                else send(there + j * 512, barrier, is_real, sums[v], sums[v + 1], sums[v + 2], sums[v + 3]);
-            }
-            at += n_parts * kBytes;
+            for (int j = 0; j < kWidth / 16; ++j) hand(mine + 64 * j, there + 64 * j, barrier, is_real, to == rank, sums[8 * j + 2 * h], sums[8 * j + 2 * h + 1], sums[8 * j + 2 * h + 4], sums[8 * j + 2 * h + 5]);
         }
     }
+    __syncwarp();
     if (is_real) barrier_wait(received, 0);
-    const int row = 16 * warp + (lane >> 2);
-    const bool odd = lane & 1;
-    float square[2] = {0.0f, 0.0f}, v[2 * D::kPairs][4 * D::kFloats4] = {};
+    const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const bool has_columns = lane < D::kLanes;
+    float4 v[D::kMostOwn], up[kGated ? D::kMostOwn : 1];
+#pragma unroll
+    for (int i = 0; i < D::kMostOwn; ++i) {
+        v[i] = none;
+        if constexpr (kGated) up[i] = none;
+    }
 #pragma unroll 1
     for (int part = 0; part < n_parts; ++part) {
-        const float4 *from = reinterpret_cast<const float4 *>(ring + (warp * most * n_parts + part) * kBytes) + lane;
+        const uint8_t *from = ring + region + part * most * D::kPitch + 16 * (has_columns ? lane : 0);
 #pragma unroll
         for (int i = 0; i < D::kMostOwn; ++i) {
             if (i >= n_own) break;
-#pragma unroll
-            for (int j = 0; j < D::kFloats4; ++j) {
-                const float4 u = from[(i * n_parts * D::kFloats4 + j) * 32];
-                v[i][4 * j] += u.x; v[i][4 * j + 1] += u.y; v[i][4 * j + 2] += u.z; v[i][4 * j + 3] += u.w;
+            const float4 u = *reinterpret_cast<const float4 *>(from + i * D::kPitch);
+            v[i].x += u.x; v[i].y += u.y; v[i].z += u.z; v[i].w += u.w;
+            if constexpr (kGated) {
+                const float4 t = *reinterpret_cast<const float4 *>(from + i * D::kPitch + D::kRowBytes / 2);
+                up[i].x += t.x; up[i].y += t.y; up[i].z += t.z; up[i].w += t.w;
             }
         }
     }
+    const int column = n0 + column_of(lane);
+    const bool is_column = has_columns && column < w.rows;
+    auto store_bf16 = [&](void *to, bool is_in, float4 o) { store_where(is_in, static_cast<bf16 *>(to) + column, make_uint2(pack_bf16(o.x, o.y), pack_bf16(o.z, o.w))); };
 #pragma unroll
-    for (int i = 0; i < D::kPairs; ++i) {
-        const int column = n0 + 8 * begin + 16 * i + column_in_pair(lane);
-        if (2 * i >= n_own) break;
-        const bool is_column = 2 * i + odd < n_own && column < w.rows;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int at = row + 8 * h;
-            const bool is_in = is_column && at < n_rows;
-            const float f = w.scale * a.scale * factors[at];
-            float first[2], second[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                auto output = [&](const float (&sum)[4 * D::kFloats4]) {
-                    if constexpr (kEnd == kEndGatedCut) return gated(sum[2 * h + e] * (w.scale * factors[at]), sum[4 + 2 * h + e] * (a.w[1].scale * a.scale * factors[at]));
-                    else return sum[2 * h + e] * f;
-                };
-                first[e] = output(v[2 * i]);
-                second[e] = output(v[2 * i + 1]);
+    for (int i = 0; i < D::kMostOwn; ++i) {
+        if (i >= n_own) break;
+        const int at = 16 * warp + begin + i;
+        const bool is_in = is_column && at < n_rows;
+        const float f = w.scale * (kGated ? 1.0f : a.scale) * factors[at];
+        float4 o = make_float4(v[i].x * f, v[i].y * f, v[i].z * f, v[i].w * f);
+        if constexpr (kGated) {
+            const float g = a.w[1].scale * a.scale * factors[at];
+            o = make_float4(gated(o.x, up[i].x * g), gated(o.y, up[i].y * g), gated(o.z, up[i].z * g), gated(o.w, up[i].w * g));
+        }
+        o = four_of_one(o, lane);
+        bf16 *y = static_cast<bf16 *>(a.y) + at * a.y_stride + w.first_column;
+        if constexpr (kGated) {
+            if constexpr (kIsFp8) {
+                if (a.narrowed.x != nullptr) {
+                    narrow_row(a.narrowed, n0, at, lane, is_in, o);
+                    if (a.narrowed.is_all) continue;
+                }
             }
-            // Two lanes have two groups' neighbouring columns: each gets four of one.
-            const float p = __shfl_xor_sync(~0u, odd ? first[0] : second[0], 1), q = __shfl_xor_sync(~0u, odd ? first[1] : second[1], 1);
-            float4 o = odd ? make_float4(p, q, second[0], second[1]) : make_float4(first[0], first[1], p, q);
-            if constexpr (kEnd == kEndGatedCut) {
-                store_where(is_in, static_cast<bf16 *>(a.y) + at * a.y_stride + w.first_column + column, make_uint2(pack_bf16(o.x, o.y), pack_bf16(o.z, o.w)));
-                continue;
-            }
-            const float4 gain = beside.gain[i];
-            if constexpr (kEnd == kEndPlain) {
-                o = make_float4(o.x + gain.x * a.scale, o.y + gain.y * a.scale, o.z + gain.z * a.scale, o.w + gain.w * a.scale);
-                store_where(is_in, static_cast<bf16 *>(a.y) + at * a.y_stride + w.first_column + column, make_uint2(pack_bf16(o.x, o.y), pack_bf16(o.z, o.w)));
-                continue;
-            }
-            const float4 old = beside.old[i][h];
+            store_bf16(y, is_in, o);
+        } else if constexpr (kEnd == kEndPlain) {
+            const float4 bias = beside.gain;
+            store_bf16(y, is_in, make_float4(o.x + bias.x * a.scale, o.y + bias.y * a.scale, o.z + bias.z * a.scale, o.w + bias.w * a.scale));
+        } else {
+            const float4 old = beside.old[i], gain = beside.gain;
             o = make_float4(o.x + old.x, o.y + old.y, o.z + old.z, o.w + old.w);
-            if (is_column) square[h] += o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w;
             store_where(is_in, static_cast<float *>(a.y) + at * a.y_stride + column, o);
-            store_where(is_in && a.norm.out != nullptr, static_cast<bf16 *>(a.norm.out) + at * a.norm.out_stride + column, make_uint2(pack_bf16(o.x * gain.x, o.y * gain.y), pack_bf16(o.z * gain.z, o.w * gain.w)));
-        }
-    }
-    if (kEnd == kEndFront && a.norm.out != nullptr) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            square[h] += __shfl_xor_sync(~0u, square[h], 1);
-            square[h] += __shfl_xor_sync(~0u, square[h], 2);
-            if ((lane & 3) == 0 && row + 8 * h < n_rows) a.norm.squares[(tile * n_parts + rank) * a.norm.stride + row + 8 * h] = square[h];
+            if (a.norm.squares == nullptr) continue;
+            float square = is_column ? o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w : 0.0f;
+            square = warp_sum(square);
+            if (lane == 0 && at < n_rows) a.norm.squares[tile * a.norm.stride + at] = square;
+            o = make_float4(o.x * gain.x, o.y * gain.y, o.z * gain.z, o.w * gain.w);
+            if constexpr (kIsFp8) narrow_row(a.narrowed, n0, at, lane, is_in, o);
+            else store_bf16(static_cast<bf16 *>(a.norm.out) + at * a.norm.out_stride, is_in, o);
         }
     }
 }
@@ -231,7 +257,7 @@ __device__ __forceinline__ void end_head(const GemmArguments &a, uint8_t *ring, 
     }
     const int row = 16 * warp + 8 * rank + (lane >> 2), head = (w.first_column + n0) >> 7;
     const float f = w.scale * a.scale * factors[row];
-    float v[16][2], turns[16][2];
+    float v[16][2], turns[16][2] = {};  // values and keys alike, or the last tile's would be kept over the products
     turn_head(a.heads, head, row, lane & 3, beside, turns);  // while the sums are under way
     if (is_real) barrier_wait(received, 0);
 #pragma unroll

@@ -32,11 +32,11 @@ struct GemmArguments {
     int32_t y_format, add_format;
     int32_t n_w, k, n_tiles, min_rows, act;
     bool are_unpacked;  // the weights are what the kernel before leaves
-    Narrowed narrowed;  // where y goes narrowed, too: of gated products that leave it so
+    Narrowed narrowed;  // where y goes narrowed, too: of gated products that leave it so; of one in front of a norm what that leaves
     int32_t most_rows;  // bound of rows
     float scale, softcap;
-    HalfNorm norm;    // of clusters of blocks with bf16 operands, as the next
-    HeadsEnd heads;
+    HalfNorm norm;    // of even and tall products
+    HeadsEnd heads;   // of even ones
     int32_t fp4;  // the format of x and W where they are rows of fp4.cuh; else 0
 };
 
@@ -51,10 +51,12 @@ bool has_wgmma(const pk_ctx *ctx);
 int32_t launch_gemm_wgmma(const Launch &l, GemmArguments arguments, int64_t max_rows);
 int32_t launch_gemm_fp8(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 int32_t launch_gemm_cluster(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
-// 129 to kTallRows rows in BF16 by tall tiles, where they can do it and gain: no ladders, caps or scales of columns, whole boxes of columns, SiLU and tanh's
-// GELU, and not the smallest.
+// 129 to kTallRows rows in BF16, to kFp8ClusterRows in FP8, by tall tiles, where they can do it and gain: no ladders, caps or scales of columns, whole boxes of columns
+// (FP8: whole blocks of scales), SiLU and tanh's GELU (FP8: SiLU), and not the smallest. Gated ones of FP8 can leave y narrowed.
 bool is_tall(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 bool tall_is_cut(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
+int64_t tall_most_parts_bytes(const Launch &l);  // of the scratch, that a product of FP8 weights may take for parts of its tiles
+bool tall_leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);
 int32_t launch_gemm_tall(const Launch &l, const GemmArguments &arguments, int64_t max_rows);
 bool leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);
 bool fp8_leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k);

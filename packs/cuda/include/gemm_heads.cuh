@@ -11,6 +11,7 @@ __device__ __forceinline__ void store_where(bool is_in, float *to, float4 v) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(static_cast<int>(is_in)) : "memory");
 }
 __device__ __forceinline__ void store_where(bool is_in, void *to, uint2 v) { asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.u32 [%0], {%1, %2};\n}" ::"l"(to), "r"(v.x), "r"(v.y), "r"(static_cast<int>(is_in)) : "memory"); }
+__device__ __forceinline__ void store_where(bool is_in, void *to, uint32_t v) { asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.global.u32 [%0], %1;\n}" ::"l"(to), "r"(v), "r"(static_cast<int>(is_in)) : "memory"); }
 __device__ __forceinline__ void store_where(bool is_in, void *to, uint4 v) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<int>(is_in)) : "memory");
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include "device.cuh"
 #include "quantise.cuh"
+#include "skinny.cuh"
 
 namespace pk {
 
@@ -20,7 +21,23 @@ __device__ __forceinline__ void narrow8(const Narrowed &to, int64_t row, int k, 
     if ((threadIdx.x & 15) == 0) to.scales[(k >> 7) * to.scale_stride + row] = scale;
 }
 
+// What a product with FP8 weights is handed and hands on: x where it lies narrowed already; where y, or what is left for a norm's second half, goes narrowed; where sums of
+// squares lie; room for an x of its own.
+struct Handed {
+    Narrowed x, left;
+    float *squares = nullptr;
+    uint8_t *scratch = nullptr;
+};
+int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside, const Handed &handed);
+// Of the scratch, in a run of such products: a row's sums of squares of 64 columns or more each, and with what a norm's first half leaves narrowed behind them.
+int64_t squares_bytes(int64_t max_rows, int64_t cols);
+int64_t half_scratch(int64_t max_rows, int64_t cols);
+
 class Records;
+
+// Products of few rows with what lies between them: the norm behind one and before the next is made by both, heads by the product that they come from, and FP8's rows go
+// from one to the next narrowed. The record behind all of it that this has enqueued; i when there is none.
+int64_t launch_beside(const Records &records, const Launch &l, int64_t i, int64_t end, int32_t *status);
 
 // A norm or a sigmoid gate whose rows the next records multiply with FP8 weights leaves them narrowed, and so does a gated product for the next. The
 // record behind those that this has enqueued; i when record i does not begin such a run.

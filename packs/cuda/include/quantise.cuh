@@ -30,10 +30,9 @@ Narrowed narrowed_in(uint8_t *scratch, int64_t max_rows, int64_t cols);
 bool can_narrow(const pk_op_norm &op);
 int32_t launch_norm_narrowing(const Launch &l, const pk_op_norm &op, const Narrowed &to);
 
-// Whether a product narrows x; whether it can leave y narrowed; the product of an x that lies narrowed already, leaving y so where told.
+// Whether a product narrows x; whether it can leave y narrowed.
 bool narrows_input(const Launch &l, const pk_op_matmul &op);
 bool can_narrow_output(const Launch &l, const pk_op_matmul &op);
-int32_t launch_matmul_narrowed(const Launch &l, const pk_op_matmul &op, const Narrowed &x, const Narrowed &y);
 int64_t fp8_scratch(int64_t max_rows, int64_t cols);
 
 int32_t launch_quantise(const Launch &l, QuantiseArguments a, int64_t max_rows);

@@ -1,8 +1,10 @@
-// Which records of a program hand rows on narrowed to FP8: what makes them, and the products behind it.
+// Which records of a program are made together: norms and heads by the products beside them, and rows that are handed on narrowed to FP8.
 #include <algorithm>
 
 #include "../../host/program.h"
+#include "../include/gemm.cuh"
 #include "../include/narrow.cuh"
+#include "../include/skinny.cuh"
 
 namespace pk {
 namespace {
@@ -27,31 +29,101 @@ bool is_read(const Records &records, int64_t first, const pk_tensor &t, int64_t 
     return true;
 }
 
+// Whether a record from `first` on reads the rows at t before a norm or a product writes them anew; once the program is done nobody does.
+bool is_read_again(const Records &records, int64_t first, const pk_tensor &t) {
+    for (int64_t i = first; i < records.n(); ++i) {
+        const Record &r = records[i];
+        const uint64_t *words = reinterpret_cast<const uint64_t *>(&r);
+        const auto n = std::count_if(words, words + r.size / 8, [&](uint64_t word) { return word >= t.data && word < t.data + t.stride; });
+        if (n == 1 && (r.op == PK_OP_NORM ? r.as<pk_op_norm>().out.data : r.op == PK_OP_MATMUL ? r.as<pk_op_matmul>().y.data : 0) == t.data) return false;
+        if (n > 0) return true;
+    }
+    return false;
+}
+
+// The norm behind product `at` of which that and the next product can each make a half; null: none.
+const pk_op_norm *norm_behind(const Records &records, const Launch &l, int64_t at, int64_t end) {
+    if (at + 2 >= end || records[at + 1].op != PK_OP_NORM || records[at + 2].op != PK_OP_MATMUL) return nullptr;
+    const auto &norm = records[at + 1].as<pk_op_norm>();
+    return halves_norm(l, records[at].as<pk_op_matmul>(), norm, records[at + 2].as<pk_op_matmul>()) && !is_read_again(records, at + 3, norm.out) ? &norm : nullptr;
+}
+
+// The heads behind product `at` that it can do what is done with; null: none.
+const pk_op_qkv *heads_behind(const Records &records, const Launch &l, int64_t at, int64_t end) {
+    if (at + 2 >= end || records[at + 1].op != PK_OP_QKV || records[at + 2].op != PK_OP_ATTENTION) return nullptr;
+    const auto &heads = records[at + 1].as<pk_op_qkv>();
+    pk_tensor rest = heads.qkv;  // keys and values in the product's own rows, and queries that go elsewhere
+    if (heads.q.data == rest.data) {
+        rest.data += heads.n_heads * heads.head_width * 2;
+        rest.stride -= heads.n_heads * heads.head_width * 2;
+    }
+    return ends_heads(l, records[at].as<pk_op_matmul>(), heads) && !is_read_again(records, at + 2, rest) ? &heads : nullptr;
+}
+
+// Whether record `at` is a product of x that takes it narrowed.
+bool reads_narrowed(const Records &records, const Launch &l, int64_t at, int64_t end, const pk_tensor &x) {
+    if (at >= end || records[at].op != PK_OP_MATMUL) return false;
+    const auto &op = records[at].as<pk_op_matmul>();
+    return op.x.data == x.data && op.x.cols == x.cols && op.x.rows == x.rows && op.x.stride == x.stride && op.add.data != x.data && narrows_input(l, op);
+}
+
+// A run of products from `at` on, of x as it is handed. Of FP8 weights the scratch has sums of squares, what norms of `width` columns leave, and what other products read, in this
+// order. The record behind it.
+int64_t launch_run(const Records &records, const Launch &l, int64_t at, int64_t end, Handed handed, int64_t width, int32_t *status) {
+    const int64_t rows = bound(l, PK_ROWS_T);
+    Beside beside;
+    for (;;) {
+        const auto &product = records[at].as<pk_op_matmul>();
+        const bool is_narrow = narrows_input(l, product);
+        const pk_op_norm *norm = beside.before ? nullptr : norm_behind(records, l, at, end);  // one norm's squares at a time
+        if (norm && width && norm->x.cols != width) norm = nullptr;
+        beside.after = norm;
+        beside.heads = norm ? nullptr : heads_behind(records, l, at, end);
+        handed.left = {};
+        if (is_narrow && norm) {
+            width = norm->x.cols;
+            handed.squares = reinterpret_cast<float *>(l.scratch);
+            handed.scratch = l.scratch + half_scratch(rows, width);
+            handed.left = narrowed_in(l.scratch + squares_bytes(rows, width), rows, width);
+        } else if (is_narrow && width && can_narrow_output(l, product) && reads_narrowed(records, l, at + 1, end, product.y)) {
+            handed.left = narrowed_in(l.scratch + half_scratch(rows, width), rows, product.y.cols);
+            handed.left.is_all = !is_read(records, at + 2, product.y, rows);
+        }
+        *status = launch_matmul_beside(l, product, beside, handed);
+        if (*status || (!norm && !handed.left.x)) return at + (beside.heads ? 2 : 1);
+        beside.before = norm;
+        handed.x = handed.left;
+        at += norm ? 2 : 1;
+    }
+}
+
 }  // namespace
+
+int64_t squares_bytes(int64_t max_rows, int64_t cols) { return (cols + 63) / 64 * ((std::min(max_rows, kFp8ClusterRows) + 63) / 64 * 64) * 4; }
+int64_t half_scratch(int64_t max_rows, int64_t cols) { return squares_bytes(max_rows, cols) + (fp8_scratch(max_rows, cols) + 255) / 256 * 256; }
+
+int64_t launch_beside(const Records &records, const Launch &l, int64_t i, int64_t end, int32_t *status) {
+    if (records[i].op != PK_OP_MATMUL || (!norm_behind(records, l, i, end) && !heads_behind(records, l, i, end))) return i;
+    return launch_run(records, l, i, end, {}, 0, status);
+}
 
 int64_t launch_narrowing(const Records &records, const Launch &l, int64_t i, int64_t end, int32_t *status) {
     const bool is_norm = records[i].op == PK_OP_NORM;
     if (i + 1 >= end || (!is_norm && records[i].op != PK_OP_SIGMOID) || records[i + 1].op != PK_OP_MATMUL) return i;
-    const auto &product = records[i + 1].as<pk_op_matmul>();
     const pk_tensor &out = is_norm ? records[i].as<pk_op_norm>().out : records[i].as<pk_op_sigmoid>().out;
-    auto reads = [&](int64_t at, const pk_tensor &x) {
-        if (at >= end || records[at].op != PK_OP_MATMUL) return false;
-        const auto &op = records[at].as<pk_op_matmul>();
-        return op.x.data == x.data && op.x.cols == x.cols && op.x.rows == x.rows && op.x.stride == x.stride && op.add.data != x.data && narrows_input(l, op);
-    };
-    if (!(is_norm ? can_narrow(records[i].as<pk_op_norm>()) : can_narrow(records[i].as<pk_op_sigmoid>())) || !reads(i + 1, out)) return i;
-    const int64_t rows = bound(l, out.rows);
-    Narrowed x = narrowed_in(l.scratch, rows, out.cols), y;
-    if (can_narrow_output(l, product) && reads(i + 2, product.y)) y = narrowed_in(l.scratch + (fp8_scratch(rows, out.cols) + 255) / 256 * 256, rows, product.y.cols);
+    if (!(is_norm ? can_narrow(records[i].as<pk_op_norm>()) : can_narrow(records[i].as<pk_op_sigmoid>())) || !reads_narrowed(records, l, i + 1, end, out)) return i;
     // Products of the same rows that follow each other find them where the first one did.
     int64_t next = i + 2;
-    while (y.x == nullptr && reads(next, out)) ++next;
-    if (y.x != nullptr) next = i + 3;
-    x.is_all = !is_read(records, y.x != nullptr ? i + 2 : next, out, rows);
-    y.is_all = y.x != nullptr && !is_read(records, next, product.y, rows);
-    *status = is_norm ? launch_norm_narrowing(l, records[i].as<pk_op_norm>(), x) : launch_sigmoid_narrowing(l, records[i].as<pk_op_sigmoid>(), x);
-    if (!*status) *status = launch_matmul_narrowed(l, product, x, y);
-    for (int64_t at = i + 2; at < next && !*status; ++at) *status = launch_matmul_narrowed(l, records[at].as<pk_op_matmul>(), y.x != nullptr ? y : x, {});
+    while (reads_narrowed(records, l, next, end, out)) ++next;
+    const int64_t rows = bound(l, out.rows);
+    const pk_op_norm *norm = next == i + 2 ? norm_behind(records, l, i + 1, end) : nullptr;  // which leaves its rows where a norm's lie
+    const int64_t width = norm ? norm->x.cols : out.cols;
+    Handed handed;
+    handed.x = narrowed_in(l.scratch + (norm ? half_scratch(rows, width) : squares_bytes(rows, width)), rows, out.cols);
+    handed.x.is_all = !is_read(records, next, out, rows);
+    *status = is_norm ? launch_norm_narrowing(l, records[i].as<pk_op_norm>(), handed.x) : launch_sigmoid_narrowing(l, records[i].as<pk_op_sigmoid>(), handed.x);
+    if (*status || next == i + 2) return *status ? next : launch_run(records, l, i + 1, end, handed, width, status);
+    for (int64_t at = i + 1; at < next && !*status; ++at) *status = launch_matmul_beside(l, records[at].as<pk_op_matmul>(), {}, handed);
     return next;
 }
 

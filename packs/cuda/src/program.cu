@@ -135,45 +135,6 @@ int64_t launch_together(const pk_program &p, const Launch &l, int64_t i, int64_t
     return i;
 }
 
-// Whether a record from `first` on reads the rows at t before a norm or a product writes them anew; once the program is done nobody does.
-bool is_read_again(const pk_program &p, int64_t first, const pk_tensor &t) {
-    for (int64_t i = first; i < p.records.n(); ++i) {
-        const Record &r = p.records[i];
-        const uint64_t *words = reinterpret_cast<const uint64_t *>(&r);
-        const auto n = std::count_if(words, words + r.size / 8, [&](uint64_t word) { return word >= t.data && word < t.data + t.stride; });
-        if (n == 1 && (r.op == PK_OP_NORM ? r.as<pk_op_norm>().out.data : r.op == PK_OP_MATMUL ? r.as<pk_op_matmul>().y.data : 0) == t.data) return false;
-        if (n > 0) return true;
-    }
-    return false;
-}
-
-// Products of few rows with what lies between them: the norm behind one and before the next is made by both, heads by the product that they come from. The record behind all of it; i when there is none.
-int64_t launch_beside(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
-    if (p.records[i].op != PK_OP_MATMUL) return i;
-    Beside beside;
-    int64_t back = i;
-    if (i + 2 < end && p.records[i + 1].op == PK_OP_NORM && p.records[i + 2].op == PK_OP_MATMUL) {
-        const auto &norm = p.records[i + 1].as<pk_op_norm>();
-        if (halves_norm(l, p.records[i].as<pk_op_matmul>(), norm, p.records[i + 2].as<pk_op_matmul>()) && !is_read_again(p, i + 3, norm.out)) {
-            *status = launch_matmul_beside(l, p.records[i].as<pk_op_matmul>(), {nullptr, &norm});
-            beside.before = &norm;
-            back = i + 2;
-        }
-    }
-    if (back + 2 < end && p.records[back + 1].op == PK_OP_QKV && p.records[back + 2].op == PK_OP_ATTENTION) {
-        const auto &heads = p.records[back + 1].as<pk_op_qkv>();
-        pk_tensor rest = heads.qkv;  // keys and values in the product's own rows, and queries that go elsewhere
-        if (heads.q.data == rest.data) {
-            rest.data += heads.n_heads * heads.head_width * 2;
-            rest.stride -= heads.n_heads * heads.head_width * 2;
-        }
-        if (ends_heads(l, p.records[back].as<pk_op_matmul>(), heads) && !is_read_again(p, back + 2, rest)) beside.heads = &heads;
-    }
-    if (!beside.before && !beside.heads) return i;
-    if (!*status) *status = launch_matmul_beside(l, p.records[back].as<pk_op_matmul>(), beside);
-    return back + (beside.heads ? 2 : 1);
-}
-
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
 int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends, std::vector<cudaGraphNode_t> *passes = nullptr) {
     int32_t status = PK_OK;
@@ -189,7 +150,7 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
         } else if (run && run->last <= end) {
             status = persist::launch_run(l, *run);
             i = run->last - 1;
-        } else if (const int64_t next = launch_beside(p, at, i, end, &status); next > i) {
+        } else if (const int64_t next = launch_beside(p.records, at, i, end, &status); next > i) {
             i = next - 1;
         } else if (const int64_t next = launch_narrowing(p.records, at, i, end, &status); next > i) {
             i = next - 1;

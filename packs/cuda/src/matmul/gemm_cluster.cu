@@ -445,14 +445,14 @@ int32_t launch_height(const Launch &l, const GemmArguments &a, int64_t max_rows)
 }  // namespace
 
 bool leaves_narrowed(const Launch &l, int64_t max_rows, int64_t n, int64_t k) {
-    if (even_leaves_narrowed(l, max_rows, n, k)) return true;
+    if (even_leaves_narrowed(l, max_rows, k) || tall_leaves_narrowed(l, max_rows, n, k)) return true;
     if (max_rows > kFp8ClusterRows || max_rows <= 64) return max_rows > 64 && fp8_leaves_narrowed(l, max_rows, n, k);
     Cut best;
     return find_cut<true, 128>(l, {(max_rows + 127) / 128, {n}, 1, k, true}, &best) == PK_OK && best.width == 256 && best.n_parts == 1;
 }
 
 int32_t launch_gemm_cluster(const Launch &l, const GemmArguments &a, int64_t max_rows) {
-    if (is_even(l, a, max_rows)) return launch_gemm_even(l, a, max_rows);
+    if (is_even(l, a, max_rows, a.x_scale != nullptr)) return launch_gemm_even(l, a, max_rows);
     if (a.norm.out != nullptr || a.norm.row_squares != nullptr || a.heads.q != nullptr) return fail(PK_UNSUPPORTED, "gemm_cluster: a product of %lld rows is to make norms or heads that only even ones make", static_cast<long long>(max_rows));
     if (max_rows <= 64) return a.x_scale ? launch_height<true, 64>(l, a, max_rows) : launch_height<false, 64>(l, a, max_rows);
     return a.x_scale ? launch_height<true, 128>(l, a, max_rows) : launch_height<false, 128>(l, a, max_rows);

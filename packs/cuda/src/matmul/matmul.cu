@@ -10,6 +10,7 @@
 #include "../../include/fp4.cuh"
 #include "../../include/gemm.cuh"
 #include "../../include/invariant.h"
+#include "../../include/narrow.cuh"
 #include "../../include/operand.h"
 #include "../../include/quantise.cuh"
 #include "../../include/skinny.cuh"
@@ -312,11 +313,10 @@ GemmArguments gemm_arguments(const Launch &l, const pk_op_matmul &op, const Grou
     return a;
 }
 
-// given: x narrowed, for FP8 weights; left: where y goes narrowed, too.
-int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Narrowed &given = {}, const Narrowed &left = {}, const Beside &beside = {}) {
+int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Beside &beside = {}, const Handed &handed = {}) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2, is_fp8 = reads_fp8(l, packed[g.first]->format);
     GemmArguments a = gemm_arguments(l, op, g, packed, min_rows);
-    uint8_t *scratch = l.scratch;
+    uint8_t *scratch = handed.scratch ? handed.scratch : l.scratch;
     const int64_t padded = packed[g.first]->padded_cols;
     if (is_fp4(packed[g.first]->format) && has_fp4_mma(l.ctx)) {
         a.fp4 = packed[g.first]->format;
@@ -334,12 +334,15 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
         a.x_row_bytes = narrow.stride;
         scratch += align256(max_rows * narrow.stride);
     }
-    a.narrowed = left;
-    if (beside.before || beside.after) a.norm = half_norm(beside, max_rows, reinterpret_cast<float *>(scratch));
+    a.narrowed = handed.left;
+    if (beside.before || beside.after) a.norm = half_norm(beside, max_rows, handed.squares ? handed.squares : reinterpret_cast<float *>(scratch));
     if (beside.heads) a.heads = heads_end(*l.state, *beside.heads);
     if (packed[g.first]->format == PK_BF16 || is_fp8) {
-        if (is_fp8)
-            if (int32_t status = narrow_fp8(l, a, max_rows, op.x.format, given)) return status;
+        if (is_fp8) {
+            Launch own = l;
+            own.scratch = scratch;
+            if (int32_t status = narrow_fp8(own, a, max_rows, op.x.format, handed.x)) return status;
+        }
         return launch_gemm(l, a, max_rows);
     }
     // Panels of dequantised rows (FP4: of rows in order).
@@ -416,7 +419,9 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const
     const bool is_plain = packed[g.first]->format == PK_BF16 || packed[g.first]->format == PK_FP8_E4M3;
     const bool ladder = op.x.rows == PK_ROWS_S;
     if (!ladder && is_clustered(l, packed[g.first]->format, max_rows)) return run_gemm(l, op, g, packed, 0, max_rows);
-    int64_t most = !has_wgmma(l.ctx) ? kStreamRows : is_plain ? kPlainRows : kSkinnyRows;
+    // Sampled rows beyond flat products: even ones of one warpgroup's rows and of two.
+    const bool has_even = ladder && is_plain && has_wgmma(l.ctx) && is_wide(op.x) && op.x.format == PK_BF16 && is_even(l, gemm_arguments(l, op, g, packed, kClusterLeast + 1), kEvenRows, packed[g.first]->format == PK_FP8_E4M3);
+    int64_t most = !has_wgmma(l.ctx) ? kStreamRows : has_even ? kClusterLeast : is_plain ? kPlainRows : kSkinnyRows;
     int64_t below = 0;
     const int64_t steps[5] = {small < 8 ? small : 8, 16, 32, 64, 128};
     for (int64_t rows : steps) {
@@ -432,6 +437,11 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const
         for (int32_t row : {0, static_cast<int32_t>(most)})
             if (int32_t status = run_skinny(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, here, row)) return status;
         most = 2 * most;
+    }
+    for (const int64_t rows : {kEvenRows / 2, kEvenRows}) {
+        if (!has_even || max_rows <= most) break;
+        if (int32_t status = run_gemm(l, op, g, packed, static_cast<int32_t>(most) + 1, std::min(rows, max_rows))) return status;
+        most = rows;
     }
     return max_rows > most ? run_gemm(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, max_rows) : PK_OK;
 }
@@ -459,29 +469,37 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
 }
 
 // The kernel that runs a product in steps of l's bounds and can multiply by what a norm left.
-enum class HalfKernel { kNone, kFlat, kEven, kTall };
+enum class HalfKernel { kNone, kFlat, kEven, kEvenFp8, kTall, kTallFp8 };
 // What a tiled product is asked, of weights in one format.
 static GemmArguments arguments_of(const Launch &l, const pk_op_matmul &op) {
     const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
     return gemm_arguments(l, op, {0, op.n_w, 0}, packed, 0);
 }
+// The same with x narrowed: nothing but its place is not known yet.
+static GemmArguments narrowed_somewhere(const Launch &l, GemmArguments a) {
+    a.x_scale = reinterpret_cast<const float *>(l.scratch);
+    return a;
+}
 static HalfKernel half_kernel(const Launch &l, const pk_op_matmul &op) {
     const int64_t rows = bound(l, PK_ROWS_T);
     if (!has_wgmma(l.ctx) || is_invariant(l.ctx) || rows <= kDotRows || op.x.rows != PK_ROWS_T || op.x.format != PK_BF16 || !is_wide(op.x)) return HalfKernel::kNone;
-    int n_clustered = 0;
+    int n_clustered = 0, n_fp8 = 0;
     for (int i = 0; i < op.n_w; ++i) {
         const Packed &weight = *find_packed(l.ctx, op.w[i]);
         const int32_t format = weight.format;
-        const bool is_tiled = is_clustered(l, format, rows);
-        if (is_tiled && format == PK_BF16) ++n_clustered;
-        else if (is_tiled || !is_flat(l, weight, rows)) return HalfKernel::kNone;
+        if (is_clustered(l, format, rows)) ++n_clustered, n_fp8 += format == PK_FP8_E4M3;
+        else if (!is_flat(l, weight, rows)) return HalfKernel::kNone;
         if (op.act != PK_ACT_NONE && format != find_packed(l.ctx, op.w[0])->format) return HalfKernel::kNone;
     }
     if (n_clustered == 0) return HalfKernel::kFlat;
     if (n_clustered < op.n_w) return HalfKernel::kNone;
-    if (rows <= 128) return is_even(l, arguments_of(l, op), rows) ? HalfKernel::kEven : HalfKernel::kNone;
-    return is_tall(l, arguments_of(l, op), rows) ? HalfKernel::kTall : HalfKernel::kNone;
+    const bool is_fp8 = n_fp8 > 0;
+    if (is_fp8 && (n_fp8 < op.n_w || !narrows_input(l, op))) return HalfKernel::kNone;
+    GemmArguments a = arguments_of(l, op);
+    if (rows <= kEvenRows) return !is_even(l, a, rows, is_fp8) ? HalfKernel::kNone : is_fp8 ? HalfKernel::kEvenFp8 : HalfKernel::kEven;
+    if (is_fp8) a = narrowed_somewhere(l, a);
+    return !is_tall(l, a, rows) ? HalfKernel::kNone : is_fp8 ? HalfKernel::kTallFp8 : HalfKernel::kTall;
 }
 
 static bool is_same(const pk_tensor &a, const pk_tensor &b) { return a.data == b.data && a.rows == b.rows && a.cols == b.cols && a.stride == b.stride; }
@@ -492,35 +510,42 @@ bool halves_norm(const Launch &l, const pk_op_matmul &front, const pk_op_norm &n
     if (!is_same(front.y, norm.x) || norm.x.cols != front.w[0].rows || !is_same(norm.out, back.x)) return false;
     const HalfKernel kernel = half_kernel(l, front);
     if (kernel == HalfKernel::kNone || kernel != half_kernel(l, back)) return false;
-    // Tall tiles make their half where they add up parts; with more than one tile of rows they gain nothing by it (LOG.md, M36).
-    if (kernel == HalfKernel::kTall && (bound(l, PK_ROWS_T) > 256 || !tall_is_cut(l, arguments_of(l, front), bound(l, PK_ROWS_T)))) return false;
-    if (kernel == HalfKernel::kEven) return !front.bias[0].data && (norm.out.data | norm.out.stride | norm.w.data) % 16 == 0;
-    // Tiles store pairs of columns straight from registers.
+    if (kernel == HalfKernel::kFlat) return true;
+    if (kernel == HalfKernel::kEven || kernel == HalfKernel::kEvenFp8) return !front.bias[0].data && (norm.out.data | norm.out.stride | norm.w.data) % 16 == 0 && (kernel == HalfKernel::kEven || front.w[0].rows % 128 == 0);
+    // Tall tiles make their half where they add up parts; with more than one tile of rows they gain nothing by it (LOG.md, M36). They store pairs of columns straight from registers.
+    const int64_t rows = bound(l, PK_ROWS_T);
     auto has_pairs = [](const pk_tensor &t) { return t.data % 8 == 0 && t.stride % 8 == 0; };
-    return kernel == HalfKernel::kFlat || (front.w[0].rows % 64 == 0 && !front.bias[0].data && front.softcap <= 0.0f && front.add.format == PK_F32 && is_same(front.add, front.y) && has_pairs(front.y) && has_pairs(norm.out) && norm.w.data % 8 == 0);
+    if (rows > 256 || front.w[0].rows % 64 || front.bias[0].data || front.softcap > 0.0f || front.add.format != PK_F32 || !is_same(front.add, front.y) || !has_pairs(front.y) || !has_pairs(norm.out) || norm.w.data % 8) return false;
+    GemmArguments a = arguments_of(l, front);
+    if (kernel == HalfKernel::kTallFp8) {
+        // Behind what a run of products keeps there is room for every part of a tile.
+        if (l.scratch_bytes - half_scratch(rows, norm.x.cols) - fp8_scratch(rows, std::max(front.x.cols, back.y.cols)) < tall_most_parts_bytes(l)) return false;
+        a = narrowed_somewhere(l, a);
+    }
+    return tall_is_cut(l, a, rows);
 }
 
 bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads) {
     if (op.act != PK_ACT_NONE || op.softcap > 0.0f || op.add.data || !is_same(op.y, heads.qkv)) return false;
     const HalfKernel kernel = half_kernel(l, op);
-    if (kernel == HalfKernel::kNone || kernel == HalfKernel::kTall) return false;
+    if (kernel == HalfKernel::kNone || kernel == HalfKernel::kTall || kernel == HalfKernel::kTallFp8) return false;
     if (heads.parts != PK_PARTS_QKV || heads.head_width != 128 || heads.v_width != 128 || (heads.frequency.data && (heads.rope_width != 128 || heads.rope_layout != 0))) return false;
     const bool is_half = heads.kv_format == PK_F16;
     if ((heads.kv_format != PK_BF16 && heads.kv_format != PK_FP8_E4M3 && !is_half) || heads.q.format != (is_half ? PK_F16 : PK_BF16) || ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 3)) return false;
     for (int i = 0; i < op.n_w; ++i)
         if (find_packed(l.ctx, op.w[i])->rows % 128) return false;
-    if (kernel == HalfKernel::kEven) return !is_half && ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 15) == 0;
+    if (kernel == HalfKernel::kEven || kernel == HalfKernel::kEvenFp8) return !is_half && ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 15) == 0;
     return flat_ends_heads(l, heads.n_heads + 2 * heads.n_kv_heads);
 }
 
-int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside) {
+int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside, const Handed &handed) {
     const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
     Group groups[3];
     const bool flat = half_kernel(l, op) == HalfKernel::kFlat;
     for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i) {
         const int64_t rows = bound(l, op.x.rows);
-        if (int32_t status = flat ? run_skinny(l, op, groups[i], packed, 0, rows, 0, beside) : run_gemm(l, op, groups[i], packed, 0, rows, {}, {}, beside)) return status;
+        if (int32_t status = flat ? run_skinny(l, op, groups[i], packed, 0, rows, 0, beside) : run_gemm(l, op, groups[i], packed, 0, rows, beside, handed)) return status;
     }
     return PK_OK;
 }
@@ -537,12 +562,6 @@ bool can_narrow_output(const Launch &l, const pk_op_matmul &op) {
     for (int i = 0; i < 2; ++i)
         if (op.bias[i].data || find_packed(l.ctx, op.w[i])->scale_kind == PK_SCALES_ROW) return false;
     return leaves_narrowed(l, bound(l, op.x.rows), op.w[0].rows, op.x.cols);
-}
-
-int32_t launch_matmul_narrowed(const Launch &l, const pk_op_matmul &op, const Narrowed &x, const Narrowed &y) {
-    const Packed *packed[3] = {};
-    for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
-    return run_gemm(l, op, {0, op.n_w, 0}, packed, 0, bound(l, op.x.rows), x, y);
 }
 
 int32_t check_matmul(pk_ctx *ctx, const pk_op_matmul &op, int64_t at) {
@@ -586,8 +605,10 @@ int64_t matmul_scratch(const pk_ctx *ctx, const pk_op_matmul &op, int64_t max_ro
         const int64_t narrowed = is_invariant(ctx) ? max_rows : std::min(max_rows, 2 * kSkinnyRows);
         stream = std::max(stream, skinny_partial_bytes(ctx->n_processors, width) + align256(narrowed * k * 2));
     }
-    // A gated product with FP8 weights may leave y narrowed behind its own x.
-    const int64_t narrowed = align256(fp8_scratch(max_rows, k)) + (op.act == PK_ACT_NONE ? 0 : fp8_scratch(max_rows, op.w[0].rows));
+    // What a run of products with FP8 weights keeps (narrowing.cu): behind its own x a gated one may leave y narrowed, in front of it others what a norm leaves.
+    int64_t narrowed = half_scratch(max_rows, k) + (op.act == PK_ACT_NONE ? 0 : fp8_scratch(max_rows, op.w[0].rows));
+    const int64_t few = std::min(max_rows, kFp8ClusterRows);
+    if (op.act == PK_ACT_NONE && op.x.rows == PK_ROWS_T && op.w[0].format == PK_FP8_E4M3) narrowed = std::max(narrowed, half_scratch(few, op.w[0].rows) + fp8_scratch(few, k));
     if (max_rows <= kStreamRows && has_wgmma(ctx)) return std::max(stream, narrowed);
     if (max_rows <= kStreamRows && !is_invariant(ctx)) return stream;
     int64_t rows = 0;

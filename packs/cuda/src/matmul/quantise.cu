@@ -92,13 +92,15 @@ __global__ void __launch_bounds__(256, 4) quantise_pairs_kernel(const __grid_con
 }  // namespace
 
 int32_t launch_quantise(const Launch &l, QuantiseArguments a, int64_t max_rows) {
+    Launch own = l;
+    own.overlap = true;
     a.info = l.info;
     const bool is_aligned = (reinterpret_cast<uintptr_t>(a.x) & 15) == 0;
     const unsigned rows = static_cast<unsigned>((max_rows + kEach - 1) / kEach);
     if (is_aligned && a.x_format == PK_BF16 && ((a.x_stride | a.k) & 7) == 0)
-        return launch(l, "quantise", quantise_pairs_kernel, dim3(static_cast<unsigned>((a.out_stride / 128 + 15) / 16), rows), dim3(256), 0, a);
+        return launch(own, "quantise", quantise_pairs_kernel, dim3(static_cast<unsigned>((a.out_stride / 128 + 15) / 16), rows), dim3(256), 0, a);
     a.is_wide = is_aligned && a.x_format == PK_F32 && ((a.x_stride | a.k) & 3) == 0;
-    return launch(l, "quantise", quantise_kernel, dim3(static_cast<unsigned>((a.out_stride / 128 + 7) / 8), rows), dim3(256), 0, a);
+    return launch(own, "quantise", quantise_kernel, dim3(static_cast<unsigned>((a.out_stride / 128 + 7) / 8), rows), dim3(256), 0, a);
 }
 
 // Scales of one group of 128 columns: whole tiles of rows (at most 256), so that they can be copied a tile at a time.
