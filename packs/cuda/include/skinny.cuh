@@ -73,7 +73,6 @@ struct Beside {
 // Whether the norm between two products can be made in halves by them, in a step of l's bounds; whether a product can do with heads what the op behind it would.
 bool halves_norm(const Launch &l, const pk_op_matmul &front, const pk_op_norm &norm, const pk_op_matmul &back);
 bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads);
-int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside);
 
 // Formats that have all widths; seldom ones have half of them: an instance takes seconds to compile.
 constexpr bool has_all_widths(int32_t format) { return format == PK_BF16 || format == PK_FP8_E4M3 || format == PK_Q8_0 || format == PK_Q4_K || format == PK_Q6_K; }
