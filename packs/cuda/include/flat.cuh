@@ -75,6 +75,13 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
         return kGated ? tile * 8 : kHeads ? t / 8 * 128 + t % 8 * 8 : t * 16;
     };
 
+    // Nobody goes before all of a pair have come.
+    auto leave = [] {
+        if constexpr (kPair == 2) {
+            __syncwarp();
+            asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+        }
+    };
     if (warp >= kFlatWarps) {
         fewer_registers<S::kHalfX ? 56 : 88>();
         const int n_stage_steps = deal.steps, first_stage = rank * n_stage_steps;
@@ -84,7 +91,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             // Weights do not depend on the kernels before: the ring is filled while those still run, unless this launch may be idle.
             if (may_be_idle) {
                 wait_dependence();
-                if (rows_here() <= 0) return;
+                if (rows_here() <= 0) return leave();
             }
             for (int pass = 0; pass < n_passes; ++pass) {
                 const int first = pass_begin(pass), n_here = pass_begin(pass + 1) - first;
@@ -129,10 +136,10 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                     }
                 }
             }
-            return;
+            return leave();
         }
         wait_dependence();
-        if (may_be_idle && rows_here() <= 0) return;
+        if (may_be_idle && rows_here() <= 0) return leave();
         if (warp == kFlatWarps + 1) {
             int stage = 0;
             uint32_t phase = 0;
@@ -151,7 +158,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                     }
                 }
             }
-            return;
+            return leave();
         }
         if (S::kHalfX && warp >= kFlatWarps + 4) {
             int stage = 0;
@@ -168,11 +175,11 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                     phase ^= 1;
                 }
             }
-            return;
+            return leave();
         }
         row_factors<kNT>(a.norm, warp - kFlatWarps - 2, lane, half_sums, factors);
         if (lane == 0) barrier_arrive(&are_factored);
-        return;
+        return leave();
     }
     more_registers<S::kHalfX ? 200 : 208>();
     const int wm = warp % kWM, wk = warp / kWM, r = lane >> 2, q = lane & 3;
