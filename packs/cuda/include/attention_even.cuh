@@ -181,7 +181,7 @@ struct EvenWork {
                 part = blockIdx.x - quotient(blockIdx.x, parts) * parts;
                 if (part >= n) return false;
                 begin = quotient(part * w.groups, n);
-                end = quotient((part + 1) * w.groups, n);
+                if (part + 1 < n) end = quotient((part + 1) * w.groups, n);  // of the last one no float may lose a group
             }
             s.head = which;
             s.pair = 0;
