@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
     constexpr int kRows = S::kRows, kHalf = S::kColumns / 2, kRing = S::kRing;
     extern __shared__ uint8_t raw[];
     __shared__ uint64_t full[kRing], empty[kRing];
-    uint8_t *ring = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+    uint8_t *ring = raw + (-shared_address(raw) & 1023);  // not by way of a number: the compiler would take it for any memory
     float *scale_ring = reinterpret_cast<float *>(ring + kRing * S::kBoxBytes);
     float *out_tile = scale_ring + kRing * kRows;
     const bool gated = a.act != PK_ACT_NONE && a.n_w == 2;
     const int n_steps = (a.k + 127) / 128;
     // What is needed once a tile stays in shared memory: registers are for sums.
     __shared__ volatile int true_rows;
-    if (threadIdx.x == 0) init_ring(full, empty, S::kGroups);
+    if (threadIdx.x == 0) init_ring(full, empty, 4 * S::kGroups);  // every warp reads scales of a stage
     wait_dependence();
     if (threadIdx.x == 0) true_rows = rows_of(a.info, a.rows_symbol);
     __syncthreads();
@@ -143,7 +143,10 @@ __global__ void __launch_bounds__(S::kThreads, 1) gemm_fp8_kernel(const __grid_c
                 wgmma_wait<0>();
 #pragma unroll
                 for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");
-                if (piece == S::kPieces - 1 && (threadIdx.x & 127) == 0) barrier_arrive(empty + used);
+                if (piece == S::kPieces - 1) {
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(empty + used);
+                }
 #pragma unroll
                 for (int j = 0; j < 16; ++j) {
                     const float w = (S::kPieces == 1 ? !gated || j < 8 : piece == 0) ? ws0 : ws1, f0 = x0 * w, f1 = x1 * w;
