@@ -16,6 +16,8 @@ from typing import Any, TextIO
 from paddock_runner.errors import PaddockError
 
 SCHEMA_VERSION = 1
+LAYOUT = "\n\t"
+"""Characters that lines may hold beside those that can be seen."""
 
 
 class Ui:
@@ -37,15 +39,15 @@ class Ui:
     def say(self, text: str) -> None:
         """Talk: what is being done. Silent with --quiet."""
         if not self.quiet:
-            self._write(self.err, text + "\n")
+            self._write(self.err, plain(text, keep=LAYOUT) + "\n")
 
     def warn(self, text: str) -> None:
         """Something the user must know, said even with --quiet."""
-        self._write(self.err, self._paint("warning: ", "33", self.err_color) + text + "\n")
+        self._write(self.err, self._paint("warning: ", "33", self.err_color) + plain(text, keep=LAYOUT) + "\n")
 
     def line(self, text: str = "") -> None:
         """One line of result, for people."""
-        self._write(self.out, text + "\n")
+        self._write(self.out, plain(text, keep=LAYOUT) + "\n")
 
     def piece(self, text: str) -> None:
         """A piece of streamed result, shown at once."""
@@ -74,14 +76,14 @@ class Ui:
         for number, row in enumerate([list(headers), *body]):
             cells = [c.rjust(widths[i]) if i in right else c.ljust(widths[i]) for i, c in enumerate(row)]
             text = "  ".join(cells).rstrip()
-            self.line(self._paint(text, "1", self.out_color) if number == 0 else text)
+            self._write(self.out, (self._paint(text, "1", self.out_color) if number == 0 else text) + "\n")
 
     def pairs(self, rows: Iterable[tuple[str, str]]) -> None:
         """A list of names and values."""
         kept = [(k, plain(v)) for k, v in rows]
         width = max((len(k) for k, _ in kept), default=0)
         for name, value in kept:
-            self.line(f"{self._paint(name.ljust(width), '1', self.out_color)}  {value}".rstrip())
+            self._write(self.out, f"{self._paint(name.ljust(width), '1', self.out_color)}  {value}".rstrip() + "\n")
 
     def fail(self, error: PaddockError) -> int:
         """Say what went wrong, where it can be said, and return the exit code."""

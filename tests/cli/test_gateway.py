@@ -424,3 +424,13 @@ def test_keep_alive_of_ollamas_clients_unloads_a_model_or_keeps_it(paddock, mode
     assert (status, body["done_reason"], body["response"]) == (200, "unload", "") and loaded() == set()
     status, body, _ = ask(server, "POST", "/api/generate", {"model": "one", "prompt": "x", "keep_alive": "soon"})
     assert status == 400 and "a duration such as 5m" in body["error"] and loaded() == set()
+
+
+def test_model_with_an_odd_name_is_found_by_it(paddock, models, tmp_path):
+    path = tmp_path / "per%41 cent\x1b[31m.gguf"
+    path.write_bytes(tiny_gguf())
+    server = serve(paddock, [str(path), models[0]], "--budget", "200")
+    assert ask(server, "GET", "/v1/models/per%2541%20cent%1b[31m")[1]["id"] == path.stem
+    assert call(server, path.stem)[0] == 200
+    assert 'model_loaded{model="per%41 cent\x1b[31m"} 1' in ask(server, "GET", "/metrics")[1]
+    assert "\x1b" not in paddock("ps").out + paddock("stop", "--all").out

@@ -6,7 +6,6 @@ import math
 import time
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import unquote
 
 from paddock_runner.edge import lists
 from paddock_runner.edge.lists import FOR_EVER, Listed
@@ -46,7 +45,7 @@ class Own:
 
     def model(self, path: str) -> dict[str, Any]:
         """The answer at /v1/models/NAME. Raises: UnknownModel."""
-        name = unquote(path.removeprefix("/v1/models/"))
+        name = path.removeprefix("/v1/models/")
         return lists.openai_entry(self._of(self._pool.entry(name if name in self._pool.entries else lists.plain_name(name))))
 
     def show(self, name: str) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.parse import unquote
-
 from ...edge.lists import openai_entry, openai_list
 from ..http import Exchange
 from ..service import Front
@@ -16,5 +14,5 @@ async def list_models(front: Front, exchange: Exchange) -> None:
 
 async def get_model(front: Front, exchange: Exchange) -> None:
     """GET /v1/models/NAME"""
-    front.require_model(unquote(exchange.path.removeprefix("/v1/models/")))
+    front.require_model(exchange.path.removeprefix("/v1/models/"))
     await exchange.answer_json(openai_entry(front.listed))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 from ...edge.problem import UnknownResponse
 from ...errors import Busy, Cancelled, ContextTooLong, PaddockError
@@ -212,7 +211,7 @@ def _store(front: Front, exchange: Exchange, work: _Work, done: dict[str, Any]) 
 
 
 def _entry(front: Front, exchange: Exchange, name: str) -> Entry:
-    entry = front.stored.get(unquote(name), exchange.client)
+    entry = front.stored.get(name, exchange.client)
     if entry is None:
         raise UnknownResponse(f"the response {name[:100]!r} is not stored here", "the latest are kept, in memory only")
     return entry
@@ -236,5 +235,5 @@ async def delete_response(front: Front, exchange: Exchange) -> None:
     """DELETE /v1/responses/ID: forgets a stored response."""
     name = exchange.path.removeprefix(BELOW)
     _entry(front, exchange, name)
-    front.stored.drop(unquote(name))
+    front.stored.drop(name)
     await exchange.answer_json({"id": name, "object": "response", "deleted": True})
