@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 from paddock_runner.errors import PaddockError
 
 SCHEMA_VERSION = 1
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 LAYOUT = "\n\t"
 """Characters that lines may hold beside those that can be seen."""
 
@@ -52,6 +54,10 @@ class Ui:
     def piece(self, text: str) -> None:
         """A piece of streamed result, shown at once."""
         self._write(self.out, text)
+
+    def told(self, text: str) -> str:
+        """A model's words as this output may have them: on a terminal without control characters, which would drive it; elsewhere as they are."""
+        return _CONTROL.sub("", text) if self.out.isatty() else text
 
     def result(self, kind: str, data: dict[str, Any], human: Callable[[Ui], None]) -> None:
         """The command's result: `data` as `paddock.<kind>/1` with --json, else what `human` prints."""

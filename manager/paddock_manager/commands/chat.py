@@ -164,7 +164,7 @@ def _show_answer(session: Session, request: Chat, begun: float, ui: Ui) -> bool:
             if (kind == "reasoning") != in_reasoning:
                 in_reasoning = kind == "reasoning"
                 ui.line("[thinking]" if in_reasoning else "\n[answer]")
-            ui.piece(text if in_reasoning or style is None else style.feed(text))
+            ui.piece(ui.told(text) if in_reasoning or style is None else style.feed(ui.told(text)))
     except KeyboardInterrupt:
         ui.line("")
         ui.say("(stopped)")

@@ -126,7 +126,7 @@ def once(session: chat.Session, prompt: str, ui: Ui, with_stats: bool) -> int:
             for kind, text in request.pieces():
                 first = first or time.monotonic()
                 if not ui.as_json and kind == "text":
-                    ui.piece(style.feed(text) if style else text)
+                    ui.piece(style.feed(ui.told(text)) if style else ui.told(text))
         except KeyboardInterrupt:
             if not ui.as_json:
                 ui.line()
