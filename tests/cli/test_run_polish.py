@@ -138,6 +138,7 @@ def test_terminal_gets_it_styled(paddock, model_file, monkeypatch):
 def test_answer_does_not_drive_the_terminal_and_is_as_it_is_in_a_pipe(paddock, model_file, monkeypatch):
     odd = "a\x1b]52;c;x\x07b\x9b1mc \U0001f468\u200d\U0001f469"
     assert paddock("run", str(model_file), odd).out == f"1: {odd}\n"
+    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True, raising=False)
     assert paddock("run", str(model_file), odd).out == "1: a]52;c;xb1mc \U0001f468\u200d\U0001f469\n"
 
