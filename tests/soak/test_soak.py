@@ -10,7 +10,7 @@ import pytest
 from paddock_runner.engine.policy import Policy
 from paddock_runner.memory.state import StateSizes, window_pages
 from paddock_runner.wire.guesses import Guessed, Walked
-from paddock_runner.wire.messages import Done, MaskUpdate, Reason, Refused, RefusedCode
+from paddock_runner.wire.messages import Done, ErrorCode, MaskUpdate, Reason, Refused, RefusedCode
 from paddock_runner.wire.port import FrontPort
 
 from tests.soak.fake_device import FakeDevice, alone
@@ -41,6 +41,8 @@ class Storm:
         self.abort_at: dict[int, int] = {}
         self.rig.on_token, self.rig.on_guess = self.token, self.guess
         self.masked_share = 0.15
+        self.least_pages = 0
+        """Others take memory of the device and leave it again: it has so many pages at least; 0: they do not."""
         self.stale: list[tuple[FrontPort, Walked]] = []
 
     def prompt(self) -> list[int]:
@@ -132,6 +134,8 @@ class Storm:
                 self.ask()
                 asked += 1
             for _ in range(rng.randrange(1, 12)):
+                if self.least_pages:
+                    self.take_memory()
                 rig.turn()
                 rig.engine.check()
             if rng.random() < 0.05:
@@ -141,9 +145,19 @@ class Storm:
         rig.run()
         rig.assert_empty()
 
+    def take_memory(self) -> None:
+        """Now and then another share of the memory that the pages do not have is free, and while nothing runs, pages that nobody needs are given back."""
+        rng, engine, device = self.rng, self.rig.engine, self.rig.device
+        if rng.random() < 0.1:
+            device.most_pages = max(device.n_attached, self.least_pages + rng.randrange(10))
+        pool, keep = engine.ledger.pool, 1 + engine.ledger.tree.n_pages
+        if not engine.n_open and not engine.in_flight and not engine.retiring and keep < pool.n_attached and not engine.ledger.gather(keep, keep, device.copy_page):
+            pool.shrink(keep)
+            pool.grow(device.shrink_pages(keep))
+
     def judge(self) -> dict[str, int]:
         """Every ask ended once, with what it answers alone."""
-        seen = dict.fromkeys(("stop", "length", "abort", "nan", "queue", "deadline", "cached", "preempted", "masked"), 0)
+        seen = dict.fromkeys(("stop", "length", "abort", "nan", "queue", "deadline", "cached", "preempted", "masked", "memory"), 0)
         for ask_id, answer in self.rig.answers.items():
             expected, end = self.expected[ask_id], answer.end
             assert answer.tokens == expected[: len(answer.tokens)], f"ask {ask_id} was answered wrongly"
@@ -159,6 +173,9 @@ class Storm:
             if end.reason == Reason.ABORT:
                 assert ask_id in self.aborted
                 seen["abort"] += 1
+            elif end.error == ErrorCode.MEMORY:
+                assert self.least_pages
+                seen["memory"] += 1
             elif end.reason == Reason.ERROR:
                 assert NAN_TOKEN in list(memoryview(answer.ask.prompt)) and not answer.tokens
                 seen["nan"] += 1

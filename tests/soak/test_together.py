@@ -25,12 +25,13 @@ def reads_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers_module, "perf_counter_ns", lambda: 0)
 
 
-def storm(seed: int, run_ahead: int, kind: str, folder: Path, n_asks: int, n_lives: int = 2) -> dict[str, int]:
-    """Runners one after the other over the same disk; what was seen in all of them."""
+def storm(seed: int, run_ahead: int, kind: str, folder: Path, n_asks: int, n_lives: int = 2, least_pages: int = 0) -> dict[str, int]:
+    """Runners one after the other over the same disk; what was seen in all of them. least_pages: as in Storm."""
     rng, seen = random.Random(seed), dict[str, int]()
     for life in range(n_lives):
         scene = Storm(n_lives * seed + life, run_ahead, rng.choice((30, 60, 160)), rng.choice((1, 2)), part_tokens=rng.choice((0, 4, 10)), **KINDS[kind])
         rig, device = scene.rig, scene.rig.device
+        scene.least_pages = least_pages
         scene.families = [[(97 * f + 13 * i + seed) % 480 for i in range(90)] for f in range(4)]
         rig.engine.drafter.is_on = kind == "plain" and rng.random() < 0.5
         rig.runner.use_tiers(device, TierConfig(rng.choice(HOST_PLACES) * device.page_bytes, 1 << 22, folder, ("together",)))
@@ -49,6 +50,12 @@ def storm(seed: int, run_ahead: int, kind: str, folder: Path, n_asks: int, n_liv
 @pytest.mark.parametrize("run_ahead", [0, 1, 3])
 def test_everything_together(run_ahead: int, kind: str, tmp_path: Path) -> None:
     storm(40 + run_ahead, run_ahead, kind, tmp_path, 80)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_everything_together_while_others_take_memory_and_leave_it(kind: str, tmp_path: Path) -> None:
+    seen = storm(90, 2, kind, tmp_path, 80, least_pages=4)
+    assert seen["length"] > seen["memory"], seen
 
 
 @pytest.mark.slow
