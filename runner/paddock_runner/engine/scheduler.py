@@ -6,7 +6,7 @@ A function of queue, pages, slots and the time budget; it reads no clock, talks 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..cache.ledger import Ledger
 from ..cache.prefix import Node
@@ -415,11 +415,20 @@ class Scheduler:
     # ---- making room ----
 
     def victim(self) -> Request | None:
-        """The newest of the running requests, if there is more than one: the oldest always gets on."""
-        running = [r for r in self._slots.request_of if r is not None and r.phase in (Phase.PREFILL, Phase.DECODE)]
+        """Who makes way when pages have run out: of the client that has most of them, by weight, the newest request. The oldest of all always gets on; None: there is no other."""
+        running = sorted([r for r in self._slots.request_of if r is not None and r.phase in (Phase.PREFILL, Phase.DECODE)], key=lambda r: r.order)
         if len(running) < 2:
             return None
-        return max(running, key=lambda r: r.order)
+        most = self._most_pages(running[1:], running)
+        return max((r for r in running[1:] if r.client == most), key=lambda r: r.order)
+
+    def _most_pages(self, candidates: Sequence[Request], running: Sequence[Request]) -> int:
+        """The client of a candidate whose running requests have the most pages, by weight."""
+        n_pages: dict[int, float] = dict.fromkeys([r.client for r in candidates], 0.0)
+        for request in running:
+            if request.client in n_pages and request.holding is not None:
+                n_pages[request.client] += len(request.holding.pages) / self.queue.clients[request.client].weight
+        return max(n_pages, key=n_pages.__getitem__)
 
     @property
     def could_yield(self) -> bool:
@@ -427,21 +436,25 @@ class Scheduler:
         return max((c.n_open - c.n_waiting for c in self.queue.busy.values()), default=0) >= LEAST_SLOTS and not self._policy.whole_prompts
 
     def yielder(self) -> Request | None:
-        """The newest request of the client that has most of the slots, when all are taken and the queue's head is of a client that has none."""
-        if self._slots.n_free or not self.queue.is_contested or self._policy.whole_prompts:
+        """The newest request of the client that has most of the slots, or of the pages, when all are taken and the queue's head is of a client that has none."""
+        if (self._slots.n_free and not self._is_stuck) or not self.queue.is_contested or self._policy.whole_prompts:
             return None
         head = self.queue.head()
+        if head is None or any(r.client == head.client for r in (*self.prefilling, *self.aside, *self.preempted)):
+            return None
         running: dict[int, list[Request]] = {}
         for request in self._slots.request_of:
             if request is not None and request.phase == Phase.DECODE:
                 running.setdefault(request.client, []).append(request)
-        if head is None or head.client in running or any(r.client == head.client for r in (*self.prefilling, *self.aside, *self.preempted)):
+        if head.client in running or (self._slots.n_free and self._ledger.pages_for(head.uncached_tokens) > self._ledger.pool.n_usable // len(self.queue.busy)):
             return None
-        most = max(running.values(), key=len, default=[])
-        if len(most) < LEAST_SLOTS:
+        many = {client: group for client, group in running.items() if len(group) >= LEAST_SLOTS}
+        if not many:
             return None
         self._guest = head
-        return max(most, key=lambda r: r.order)
+        group = [request for group in many.values() for request in group]
+        most = self._most_pages(group, group) if self._slots.n_free else max(many, key=lambda client: len(many[client]))
+        return max(many[most], key=lambda r: r.order)
 
     def preempt(self, request: Request) -> None:
         """Takes slot and pages from a running request; what it computed stays known as long as nobody needs the room.

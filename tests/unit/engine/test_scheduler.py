@@ -295,3 +295,26 @@ def test_who_waits_for_anothers_prefix_takes_a_place_in_the_queue() -> None:
     refused = [a for a in asks if isinstance(a.end, Refused)]
     assert len(refused) > 10 and all(a.refused.code == RefusedCode.QUEUE_FULL and a.refused.need == 10 for a in refused)
     rig.close()
+
+
+def test_a_client_without_pages_gets_some_of_the_client_that_has_them_all_and_is_not_the_first_to_lose_them() -> None:
+    """Slots are free, pages are not: long contexts of one client fill the device."""
+    for run_ahead in (0, 2):
+        sizes = replace(WIDE, n_slots=16, n_pages=401)
+        rig = Rig(sizes, run_ahead=run_ahead, policy=AT_ONCE)
+        many = [rig.ask([(k * 97 + 7 * i) % 1000 for i in range(110)], 300, client=1) for k in range(20)]
+        while rig.engine.slots.n_free < 4 or not rig.engine.scheduler.queue.n or not many[0].tokens:
+            rig.turn()
+        turns(rig, 20)
+        assert rig.engine.slots.n_free >= 4 and rig.engine.scheduler.queue.n, "it is pages that are short"
+        guest = rig.ask([(3 * i) % 1000 for i in range(100)], 120, client=2)
+        ended = sum(a.end is not None for a in many)
+        while not guest.tokens:
+            rig.turn()
+            rig.engine.check()
+        assert sum(a.end is not None for a in many) == ended, "nobody had ended"
+        rig.run()
+        assert guest.done.n_preempted == 0 < sum(a.done.n_preempted for a in many)
+        assert all(a.tokens == alone(list(memoryview(a.ask.prompt)), a.ask.max_tokens, sizes.n_vocab, sizes.max_ctx_tokens) for a in (*many, guest))
+        rig.assert_empty()
+        rig.close()
