@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -10,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from . import log
 from .config import Config, Knob, knobs, read_config, unknown_variables
-from .errors import PaddockError, UsageError
+from .errors import DiskFull, PaddockError, UsageError
 
 COMMANDS = {
     "plan": "print the memory plan of a model",
@@ -71,25 +73,38 @@ def _add(out: argparse.ArgumentParser, knob: Knob) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    code = _told(list(sys.argv[1:] if arguments is None else arguments))
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # what it still holds is dropped, or the interpreter's end would try again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except AttributeError:
+            pass  # it was closed before we began
+    return code
+
+
+def _told(arguments: list[str]) -> int:
+    """The exit code; every error is one sentence."""
     try:
-        return _main(list(sys.argv[1:] if arguments is None else arguments))
+        code = _main(arguments)
+        print(end="", flush=True)
+        return code
     except PaddockError as error:
-        print(f"paddock-runner: error: {error}", file=sys.stderr, flush=True)
+        log.say(f"error: {error}", is_error=True)
         return error.exit_code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
     except MemoryError:
-        print("paddock-runner: error: there is not enough memory", file=sys.stderr, flush=True)
+        log.say("error: there is not enough memory", is_error=True)
         return 9
     except Exception as fault:
-        print(
-            f"paddock-runner: error: {type(fault).__name__}: {fault} (this is a fault of Paddock: please report it)",
-            file=sys.stderr,
-            flush=True,
-        )
+        if isinstance(fault, OSError) and fault.errno == errno.ENOSPC and fault.filename is None:
+            log.say("error: the output could not be written: no space is left", is_error=True)
+            return DiskFull.exit_code
+        log.say(f"error: {type(fault).__name__}: {fault} (this is a fault of Paddock: please report it)", is_error=True)
         return 1
 
 
@@ -110,7 +125,7 @@ def _main(arguments: list[str]) -> int:
         )
     config = read_config(found)
     for name, near in unknown_variables():
-        print(f"paddock-runner: warning: {name} is set, and there is no such setting{f'; {near} is one' if near else ''}", file=sys.stderr, flush=True)
+        log.say(f"warning: {name} is set, and there is no such setting{f'; {near} is one' if near else ''}", is_error=True)
     if command == "config":
         return _print_config(config, as_json)
     if command == "serve":

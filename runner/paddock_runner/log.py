@@ -47,6 +47,16 @@ def error(word: str, fault: BaseException | None = None, **facts: Any) -> None:
     _LOGGER.error(line(word, facts), exc_info=fault)
 
 
+def say(text: str, is_error: bool = False) -> None:
+    """A sentence for people, on standard output or error. Where that is full or closed it is lost, and nothing stops for it."""
+    stream = sys.stderr if is_error else sys.stdout
+    try:
+        stream.write(f"paddock-runner: {text}\n")
+        stream.flush()
+    except (OSError, AttributeError):  # None where it was closed before we began
+        pass
+
+
 def line(word: str, facts: dict[str, Any]) -> str:
     """`word key=value ...`; values with spaces or quotes are quoted, so that a line stays one line."""
     return " ".join([word, *(f"{k}={_text(v)}" for k, v in facts.items() if v is not None)])

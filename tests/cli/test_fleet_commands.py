@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from paddock_manager.commands import chat
-from paddock_manager.fleet import state
+from paddock_manager.fleet import spawn, state
 from paddock_manager.paths import places
 
 from tests.cli.conftest import tiny_gguf
@@ -367,3 +367,10 @@ def test_server_in_the_foreground_that_ends_is_an_error(paddock, model_file):
     thread.join()
     assert done.code == 11 and "mine.Q4_0 is served at " in done.out and "error: mine.Q4_0 has ended\n" in done.err
     assert "do not go together" in paddock("serve", str(model_file), "--foreground", "--json").err
+
+
+def test_runner_whose_log_is_on_a_full_disk_is_told_by_its_exit_code(tmp_path):
+    log = tmp_path / "empty.log"
+    log.write_text("")
+    assert str(spawn.died("m", 8, log)).startswith("the runner of m ended with exit code 8 before it was ready: not enough room on the target file system")
+    assert spawn.died("m", 1, log).message == "the runner of m ended with exit code 1 before it was ready"

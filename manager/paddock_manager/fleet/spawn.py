@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paddock_runner import errors
 from paddock_runner.errors import Cancelled, PackError, PaddockError
 
 from paddock_manager import paths
@@ -212,10 +213,18 @@ def died(name: str, code: int, log: Path) -> RunnerDied:
     said = next((x for x in reversed(lines) if "error" in x.lower()), lines[-1] if lines else "")
     said = re.sub(r"^(paddock-runner: )?(error: )?", "", said.strip())
     refused = said and code in REFUSALS
+    if not said and code > 0:
+        said = meaning(code)  # its log may be on a full disk
     message = f"{name} cannot be served: {said}" if refused or (said and code == PackError.exit_code) else f"the runner of {name} ended {how} before it was ready" + (f": {said}" if said else "")
     shown = "\n".join(f"    {x}" for x in lines)
     hint = f"its log, {log}, ends with\n{shown}" if len(lines) > 1 and not refused else f"its log is {log}"
     return RunnerDied(message, hint, code, log=str(log), last_lines=lines)
+
+
+def meaning(code: int) -> str:
+    """What an exit code of ours says, in the words of its error's class; "" for another program's."""
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, PaddockError) and k.exit_code == code]
+    return str(kinds[0].__doc__).split(" (facts")[0].rstrip(".").lower() if kinds and code != 1 else ""
 
 
 def stop(places: Places, server: Server, timeout_s: float = 15.0) -> bool:

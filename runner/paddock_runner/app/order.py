@@ -56,11 +56,11 @@ def give(config: Config, channel: Channel, process: subprocess.Popen[bytes], sta
         raise
     send(process, _order(config, opened, channel))
     stages.end("order")
-    print(f"paddock-runner: {place.why}{place.label}", flush=True)
+    log.say(f"{place.why}{place.label}")
     if place.doubt:
         log.warning("pack", file=place.pack.name, text=place.doubt)
     if is_new:
-        print(f"paddock-runner: a new API key was written to {config.key_file}", flush=True)
+        log.say(f"a new API key was written to {config.key_file}")
     for note in opened.blueprint.notes:
         log.warning("note", text=note)
     return Given(process, channel, opened, listener, keys, tls)

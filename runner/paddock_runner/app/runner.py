@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import secrets
@@ -19,7 +20,7 @@ from .. import log
 from ..blueprint.blueprint import Blueprint
 from ..config import Config
 from ..edge import auth
-from ..errors import PackError, PaddockError, UsageError
+from ..errors import DiskFull, PackError, PaddockError, UsageError
 from ..files.quant import n_parameters, quant_name
 from ..front.server import Server
 from ..front.service import Front
@@ -166,10 +167,9 @@ class Runner:
         scheme = "https" if config.tls_cert else "http"
         url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         pool = self._opened.plan.pool_tokens
-        print(
-            f"paddock-runner: {self._served.name} is ready at {url}/v1 after {self._stages.rows[-1]['at']:.1f} s: contexts of "
-            f"{self._served.max_ctx_tokens} tokens, {sizes.n_slots} at a time, {pool} KV tokens in all",
-            flush=True,
+        log.say(
+            f"{self._served.name} is ready at {url}/v1 after {self._stages.rows[-1]['at']:.1f} s: contexts of "
+            f"{self._served.max_ctx_tokens} tokens, {sizes.n_slots} at a time, {pool} KV tokens in all"
         )
 
     def _on_start_ended(self, task: asyncio.Task[None]) -> None:
@@ -179,7 +179,7 @@ class Runner:
             return
         self._is_stopping = True
         self._code = fault.exit_code if isinstance(fault, PaddockError) else 1
-        print(f"paddock-runner: error: {fault if isinstance(fault, PaddockError) else repr(fault)}", file=sys.stderr, flush=True)
+        log.say(f"error: {fault if isinstance(fault, PaddockError) else repr(fault)}", is_error=True)
         self._process.kill()
         self._server.stop(at_once=True)
 
@@ -207,7 +207,7 @@ class Runner:
         self._code = code if code is not None and code > 0 else PackError.exit_code
         if code is None or code <= 0:
             how = f"was ended by {signal.Signals(-code).name}" if code else "has gone"
-            print(f"paddock-runner: error: the engine process {how}", file=sys.stderr, flush=True)
+            log.say(f"error: the engine process {how}", is_error=True)
         self._server.stop()
 
 
@@ -219,4 +219,6 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.replace(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(f"{path} cannot be written: {error.strerror}", "free some space", path=str(path)) from None
         raise UsageError(f"{path} cannot be written: {error.strerror}", "check --state-file") from None

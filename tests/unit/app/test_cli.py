@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,10 @@ def test_explain_counts_every_op_of_the_traced_program(tmp_path: Path, capsys: p
     n_vocab = int(head["shape"].split("[")[2].split(",")[0])
     assert head["flops"] == 2 * n_vocab * tiny_gguf.WIDTH
     assert main(["explain", str(model)]) == 0 and "share" in capsys.readouterr().out
+
+
+def test_output_that_is_full_is_one_sentence_and_an_exit_code() -> None:
+    for words in (["config"], ["config", "--json"], ["--version"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([sys.executable, "-m", "paddock_runner", *words], stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 8 and done.stderr == "paddock-runner: error: the output could not be written: no space is left\n", words
