@@ -6,7 +6,7 @@ A function of queue, pages, slots and the time budget; it reads no clock, talks 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ..cache.ledger import Ledger
 from ..cache.prefix import Node
@@ -16,6 +16,7 @@ from .pace import Pace
 from .policy import Policy
 from .queue import WaitQueue
 from .request import NEVER, Phase, Request
+from .room import LEAST_SLOTS, victim, yielder
 from .sharing import common_tokens, must_wait
 from .slots import Chunk, SlotTable
 
@@ -23,8 +24,6 @@ MAX_LONG_STEPS = 2
 """Prompts that could be read in so many of the largest steps may hold up those who decode: a longer queue takes a while anyway."""
 MAX_ASIDE = 2
 """Prompts of a client, and a quarter of the slots in all, that are read aside or ready to be."""
-LEAST_SLOTS = 4
-"""A client with fewer running requests does not make way for another's."""
 MAX_LOOKS = 16
 """Waiting requests that are compared with one that starts."""
 
@@ -33,7 +32,7 @@ class Scheduler:
     """Decides one step at a time. `on_start` hears of every request that gets a slot, before its first chunk."""
 
     __slots__ = (
-        "_advanced", "_charged_seq", "_guest", "_is_stuck", "_ledger", "_n_started", "_policy", "_read_seq", "_slots", "aside",
+        "_advanced", "_charged_seq", "_guest", "_is_stuck", "_ledger", "_lowest", "_n_started", "_policy", "_read_seq", "_slots", "aside",
         "aside_tokens", "begun_tokens", "cost", "held", "n_brought", "on_start", "pace", "preempted", "prefilling", "queue", "saves",
     )  # fmt: skip
 
@@ -68,7 +67,7 @@ class Scheduler:
         self._is_stuck = False
         self._guest: Request | None = None
         self._charged_seq = 0
-        self._n_started = 0
+        self._n_started = self._lowest = 0
 
     @property
     def has_prefill(self) -> bool:
@@ -326,6 +325,7 @@ class Scheduler:
         request.move(Phase.PREFILL)
         if not request.order:
             self._n_started += 1
+            self._lowest = min(self._lowest, request.priority)
             request.order = self._n_started
             request.cached_tokens = request.charged_tokens = request.done_tokens
         self.prefilling.append(request)
@@ -415,20 +415,8 @@ class Scheduler:
     # ---- making room ----
 
     def victim(self) -> Request | None:
-        """Who makes way when pages have run out: of the client that has most of them, by weight, the newest request. The oldest of all always gets on; None: there is no other."""
-        running = sorted([r for r in self._slots.request_of if r is not None and r.phase in (Phase.PREFILL, Phase.DECODE)], key=lambda r: r.order)
-        if len(running) < 2:
-            return None
-        most = self._most_pages(running[1:], running)
-        return max((r for r in running[1:] if r.client == most), key=lambda r: r.order)
-
-    def _most_pages(self, candidates: Sequence[Request], running: Sequence[Request]) -> int:
-        """The client of a candidate whose running requests have the most pages, by weight."""
-        n_pages: dict[int, float] = dict.fromkeys([r.client for r in candidates], 0.0)
-        for request in running:
-            if request.client in n_pages and request.holding is not None:
-                n_pages[request.client] += len(request.holding.pages) / self.queue.clients[request.client].weight
-        return max(n_pages, key=n_pages.__getitem__)
+        """Who makes way when pages have run out; None: there is only one."""
+        return victim([r for r in self._slots.request_of if r is not None and r.phase in (Phase.PREFILL, Phase.DECODE)], self.queue)
 
     @property
     def could_yield(self) -> bool:
@@ -436,25 +424,18 @@ class Scheduler:
         return max((c.n_open - c.n_waiting for c in self.queue.busy.values()), default=0) >= LEAST_SLOTS and not self._policy.whole_prompts
 
     def yielder(self) -> Request | None:
-        """The newest request of the client that has most of the slots, or of the pages, when all are taken and the queue's head is of a client that has none."""
-        if (self._slots.n_free and not self._is_stuck) or not self.queue.is_contested or self._policy.whole_prompts:
+        """Who makes way for the queue's head, when all slots or all pages are taken. Pages only as far as they are its client's part."""
+        is_full = not self._slots.n_free
+        head = self.queue.head() if (is_full or self._is_stuck) and not self._policy.whole_prompts else None
+        if head is None or not (self.queue.is_contested or head.priority > self._lowest):
             return None
-        head = self.queue.head()
-        if head is None or any(r.client == head.client for r in (*self.prefilling, *self.aside, *self.preempted)):
+        if not (is_full or self._ledger.pages_for(head.uncached_tokens) <= self._ledger.pool.n_usable // len(self.queue.busy)):
             return None
-        running: dict[int, list[Request]] = {}
-        for request in self._slots.request_of:
-            if request is not None and request.phase == Phase.DECODE:
-                running.setdefault(request.client, []).append(request)
-        if head.client in running or (self._slots.n_free and self._ledger.pages_for(head.uncached_tokens) > self._ledger.pool.n_usable // len(self.queue.busy)):
-            return None
-        many = {client: group for client, group in running.items() if len(group) >= LEAST_SLOTS}
-        if not many:
-            return None
-        self._guest = head
-        group = [request for group in many.values() for request in group]
-        most = self._most_pages(group, group) if self._slots.n_free else max(many, key=lambda client: len(many[client]))
-        return max(many[most], key=lambda r: r.order)
+        decoding = [r for r in self._slots.request_of if r is not None and r.phase == Phase.DECODE]
+        has_none = not any(r.client == head.client for r in (*self.prefilling, *self.aside, *self.preempted))
+        found = yielder(head, decoding, self.queue, is_full, has_none)
+        self._guest = head if found is not None else self._guest
+        return found
 
     def preempt(self, request: Request) -> None:
         """Takes slot and pages from a running request; what it computed stays known as long as nobody needs the room.

@@ -318,3 +318,45 @@ def test_a_client_without_pages_gets_some_of_the_client_that_has_them_all_and_is
         assert all(a.tokens == alone(list(memoryview(a.ask.prompt)), a.ask.max_tokens, sizes.n_vocab, sizes.max_ctx_tokens) for a in (*many, guest))
         rig.assert_empty()
         rig.close()
+
+
+def test_a_request_of_higher_priority_gets_a_slot_of_its_own_clients_lower_ones_and_not_of_anothers() -> None:
+    for run_ahead in (0, 2):
+        rig = Rig(replace(WIDE, n_slots=6), run_ahead=run_ahead)
+        running = [(2, -1), (2, -1), (1, -1), (1, -1), (1, 0), (1, 0)]
+        many = []
+        for k, (client, priority) in enumerate(running):
+            many.append(rig.ask([k * 17 + i for i in range(40)], 200, client=client, priority=priority))
+            until_started(rig, many[-1])
+        while not all(len(a.tokens) > 5 for a in many):
+            rig.turn()
+        urgent = [rig.ask(list(range(500 + 50 * k, 540 + 50 * k)), 5, client=1, priority=1) for k in range(3)]
+        while not all(a.tokens for a in urgent):
+            rig.turn()
+        assert all(a.end is None for a in many), "nobody had ended"
+        rig.run()
+        preempted = [a for a in (*many, *urgent) if a.done.n_preempted]
+        assert {a.ask.client for a in preempted} == {1} and [a.ask.priority for a in preempted][:2] == [-1, -1] and not any(a.done.n_preempted for a in urgent)
+        for answer in (*many, *urgent):
+            ask = answer.ask
+            assert answer.tokens == alone(list(memoryview(ask.prompt)), ask.max_tokens, WIDE.n_vocab, WIDE.max_ctx_tokens)
+        rig.assert_empty()
+        rig.close()
+
+
+def test_who_has_made_way_often_is_left_alone_though_there_is_always_a_higher_priority() -> None:
+    rig = Rig(replace(WIDE, n_slots=2), policy=replace(AT_ONCE, max_queue=400))
+    patient = rig.ask(list(range(40)), 60, client=1, priority=-1)
+    until_started(rig, patient)
+    n = 0
+    while patient.end is None:
+        n += 1
+        assert n < 3000
+        if sum(a.end is None for a in rig.answers.values()) < 4:
+            rig.ask([(n * 7 + i) % 1000 for i in range(20)], 30, client=1, priority=0)
+        rig.turn()
+    assert 1 <= patient.done.n_preempted <= 8
+    for answer in rig.answers.values():
+        rig.abort(answer)
+    rig.run(check=False)
+    rig.close()
