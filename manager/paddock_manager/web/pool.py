@@ -163,7 +163,8 @@ class Pool:
             and not e.is_changing
             and not (e.is_fresh and now - e.last_used < GRACE_S)
         ]
-        return min(idle, key=lambda e: e.last_used, default=None)
+        lacking = sum(e.holds_bytes for e in self.entries.values()) + entry.need_bytes - self.budget_bytes
+        return _victim(sorted(idle, key=lambda e: e.last_used), lacking)
 
     async def _wait(self) -> None:
         """Until something changed, or the grace may be over."""
@@ -231,6 +232,18 @@ class Pool:
     async def stop_all(self) -> None:
         """Stop every runner, whatever it does."""
         await asyncio.gather(*(self._stop(e) for e in self.entries.values() if e.server is not None))
+
+
+def _victim(idle: list[Entry], lacking_bytes: int) -> Entry | None:
+    """Who goes first: the least recently used, but for those without whom the others who must go give room enough. idle: the least recently used first."""
+    chosen: list[Entry] = []
+    for entry in idle:
+        if sum(e.holds_bytes for e in chosen) < lacking_bytes:
+            chosen.append(entry)
+    for entry in list(chosen):
+        if sum(e.holds_bytes for e in chosen) - entry.holds_bytes >= lacking_bytes:
+            chosen.remove(entry)
+    return chosen[0] if chosen else None
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
