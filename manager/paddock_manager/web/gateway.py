@@ -189,7 +189,7 @@ class Gateway:
         if self.is_closing:
             raise ShuttingDown("this server is being stopped")
         name, asked = self._asked(raw)
-        keep_s = lists.keep_s(asked.get(KEEP)) if call.path.startswith("/api/") else None
+        keep_s = lists.keep_s(asked.get(KEEP))
         if keep_s == 0 and call.path in EMPTY and not asked.get(EMPTY[call.path]):
             await self._unload(call, name)
             return
