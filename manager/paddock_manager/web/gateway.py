@@ -230,7 +230,7 @@ class Gateway:
         kept = {k: v for k, v in call.headers.items() if k not in HOP and k not in (*KEY_HEADERS, "origin")}
         kept |= self._bearer(caller.key or self._key) | {HEADER.decode(): call.request_id}
         url = f"{server.url}{call.path}" + (f"?{call.query}" if call.query else "")
-        is_begun = False
+        tail, kind = b"", ""
         try:
             async with self._client.stream("POST", url, headers=kept, content=raw) as answer:
                 out = [
@@ -239,16 +239,18 @@ class Gateway:
                     if (k not in HOP or k == "content-length") and k not in OURS and (value := _obeyed(v) if k == IGNORED else v)
                 ]
                 await call.send({"type": "http.response.start", "status": answer.status_code, "headers": out})
-                is_begun = True
+                kind = answer.headers.get("content-type", "").partition(";")[0]
                 async for chunk in answer.aiter_raw():
+                    tail = (tail + chunk)[-2:]
                     await call.send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await call.send({"type": "http.response.body", "body": b"", "more_body": False})
         except httpx.HTTPError as error:
-            if is_begun:
-                raise ConnectionResetError(f"{server.name} broke off its answer") from error
-            raise Unreachable(
-                f"the runner of {server.name} does not answer: {error}", f"`paddock logs {server.name}` shows why"
-            ) from None
+            if not call.status:
+                raise Unreachable(
+                    f"the runner of {server.name} does not answer: {error}", f"`paddock logs {server.name}` shows why"
+                ) from None
+            self.pool.log(f"{server.name} broke off an answer: {error}")
+            await _break_off(call, kind, tail, Unreachable(f"{server.name} broke off the answer", f"`paddock logs {server.name}` shows why"))
 
     @staticmethod
     def _bearer(key: str) -> dict[str, str]:
@@ -292,6 +294,19 @@ async def _unless_gone(wanted: Any, call: Call) -> Server | None:
     except (asyncio.CancelledError, PaddockError):
         pass
     return None
+
+
+async def _break_off(call: Call, kind: str, tail: bytes, error: PaddockError) -> None:
+    """The error as the end of a stream whose events are whole so far; any other answer stays incomplete, so that its connection is cut."""
+    vendor = problem.vendor_of(call.path)
+    raw = json.dumps(problem.body_of(error, vendor, call.request_id)).encode()
+    if kind == "application/x-ndjson" and tail[-1:] in (b"", b"\n"):
+        raw += b"\n"
+    elif kind == "text/event-stream" and tail in (b"", b"\n\n"):
+        raw = (b"event: error\n" if vendor == problem.ANTHROPIC else b"") + b"data: " + raw + b"\n\n"
+    else:
+        return
+    await call.send({"type": "http.response.body", "body": raw, "more_body": False})
 
 
 def _obeyed(ignored: str) -> str:
