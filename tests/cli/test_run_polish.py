@@ -193,3 +193,19 @@ def test_answer_may_be_held_to_a_shape_and_what_has_no_effect_is_said(paddock, m
     for word, said in ((str(shape), f"{shape} is no JSON: "), (f"{tmp_path}/none", f"{tmp_path}/none: No such file or directory")):
         done = paddock("run", str(model_file), "hi", "--format", word)
         assert done.code == 7 and f"error: {said}" in done.err and "--format takes json, or a file" in done.err
+
+
+def test_raw_prompt_goes_as_it_is_without_the_template(paddock, model_file, monkeypatch):
+    assert paddock("run", str(model_file), "--raw", "Once upon").out == "[Once upon]\n"
+    done = paddock("run", str(model_file), "--raw", "Once", "--json").json
+    assert (done["answer"], done["finish_reason"]) == ("[Once]", "stop")
+    for more in (["--system", "x"], ["--think", "low"]):
+        assert f"--raw and {more[0]} do not go together" in paddock("run", str(model_file), "--raw", "x", *more).err
+    assert "--raw needs a prompt" in paddock("run", str(model_file), "--raw").err
+
+
+def test_server_with_older_keys_is_told_so(paddock, model_file):
+    assert paddock("serve", str(model_file), "--port", "0", "--name", "m").code == 0
+    paddock("key", "--new")
+    done = paddock("run", str(model_file), "hi")
+    assert done.code == 2 and "hint:  m was started with other keys: `paddock stop m`, then start it again\n" in done.err

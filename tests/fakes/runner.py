@@ -98,6 +98,16 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self.is_allowed():
             return
+        if self.path == "/v1/completions" and asked.get("stream"):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for text, end in ((f"[{asked['prompt']}]", None), ("", "stop")):
+                self.event({"object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": end}]})
+            self.wfile.write(b"data: [DONE]\n\n")
+            self.close_connection = True
+            return
         if self.path == "/v1/completions":
             worse = 0.5 * (self.flags.get("--kv-dtype") == "fp8") + 0.25 * (self.flags.get("--window-kv-dtype") == "fp8")
             entries = [None, *({str(i): {"logprob": -1.0 - worse, "rank": None, "decoded_token": "x"}} for i in range(9))]

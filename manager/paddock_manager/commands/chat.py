@@ -24,7 +24,7 @@ HELP = '''/help            this list
 /file PATH       put a file (text or PDF) into the next message; @PATH in a message does so, too
 /retry           answer the last message again
 /system TEXT     set the system prompt (without TEXT: show it)
-/set NAME VALUE  temperature, top_p, top_k, seed, max_tokens (without: show all)
+/set NAME VALUE  temperature, top_p, top_k, min_p, repetition_penalty, seed, max_tokens (without: show all)
 /show            the model, its server and settings
 /stats           times and token counts of the last answer
 /tools           the tools that the model may call, and which of them without asking
@@ -38,7 +38,7 @@ KEPT = ("role", "content", "tool_calls", "tool_call_id")
 
 @dataclass(slots=True)
 class Session:
-    """One conversation. model: the name that the runner serves under."""
+    """One conversation. model: the name that the runner serves under. is_raw: no conversation, but a text that the model goes on with."""
 
     server: Server
     key: str
@@ -49,6 +49,7 @@ class Session:
     messages: list[dict[str, Any]] = field(default_factory=list)
     attached: list[str] = field(default_factory=list)
     last_stats: str = ""
+    is_raw: bool = False
 
     def asked(self, prompt: str) -> str:
         """The prompt after the files that were attached to it, and those that it names with @. Raises: as files.attachment."""
@@ -58,6 +59,8 @@ class Session:
 
     def body(self) -> dict[str, Any]:
         """The request for what comes next in the conversation."""
+        if self.is_raw:
+            return {"model": self.server.model, "prompt": self.messages[-1]["content"], **self.settings}
         system = [{"role": "system", "content": self.system}] if self.system else []
         tools = {"tools": self.tools.functions} if self.tools is not None else {}
         return {"model": self.server.model, "messages": [*system, *self.messages], **tools, **self.settings}

@@ -49,6 +49,7 @@ COMMAND = Command(
         Option("--seed", "repeatable sampling", "int", value="N"),
         Option("--max-tokens", "end the answer after so many tokens", "int", value="N", short="-n", also=("--num-predict", "--n-predict", "--predict")),
         Option("--format", "hold the answer to JSON: json, or a file with a JSON schema", "text", value="SHAPE", also=("--schema",)),
+        Option("--raw", "go on with the prompt as it is, without the model's chat template"),
         Option("--think", "how much to reason first, where the model can be told", "text", choices=("none", "low", "medium", "high")),
         Option(
             "--mcp",
@@ -80,6 +81,12 @@ def run(values: Values, ui: Ui) -> int:
     given = sampling.given(values.found)
     named, words = files.split(values.many("prompt"))
     prompt, system = prompt_of(words), files.typed(values.text("system"), "--system")
+    if values.flag("raw"):
+        for key in ("system", "think", "mcp"):
+            if key in values.found:
+                raise UsageError(f"--raw and --{key} do not go together: there is no conversation")
+        if prompt is None:
+            raise UsageError("--raw needs a prompt", "give one after the model, or pipe text in")
     if prompt is None and (ui.as_json or not sys.stdin.isatty()):
         raise UsageError("there is no prompt", "give one after the model, or pipe text in")
     attached = [files.attachment(name, values.text("model")) for name in (*values.many("file"), *named)]
@@ -91,7 +98,7 @@ def run(values: Values, ui: Ui) -> int:
     settings: dict[str, Any] = {**sampling.recommended(found), **given}
     with tools_of(values) as tools, server_for(places, found, values, ui) as (server, key):
         session = chat.Session(server, key, found.name, settings, system, tools)
-        session.attached = attached
+        session.attached, session.is_raw = attached, values.flag("raw")
         if prompt is None:
             return chat.repl(session, ui)
         return once(session, prompt, ui, values.flag("stats"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paddock_runner import errors
-from paddock_runner.errors import FileError, PaddockError, ShuttingDown
+from paddock_runner.errors import FileError, PaddockError, ShuttingDown, Unauthorized
 
 from paddock_manager.fleet.state import Server
 
@@ -86,7 +86,7 @@ def _reachable(host: str) -> str:
 
 
 class Chat:
-    """One streamed chat request. `close` at any time: the runner aborts when its client goes away."""
+    """One streamed request: a chat, or a text to go on with where the body has a prompt. `close` at any time: the runner aborts when its client goes away."""
 
     def __init__(self, server: Server, key: str, body: dict[str, Any]):
         self.server = server
@@ -97,7 +97,7 @@ class Chat:
             headers["Authorization"] = f"Bearer {key}"
         try:
             raw = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
-            self._connection.request("POST", "/v1/chat/completions", raw.encode(), headers)
+            self._connection.request("POST", "/v1/completions" if "prompt" in body else "/v1/chat/completions", raw.encode(), headers)
             self._response = self._connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
@@ -112,6 +112,8 @@ class Chat:
         if self._response.status != 200:
             trouble = error_of(self._response.status, self._response.read(1 << 20))
             self._connection.close()
+            if isinstance(trouble, Unauthorized):
+                trouble.hint = f"{server.name} was started with other keys: `paddock stop {server.name}`, then start it again"
             raise trouble
         self.answer.ignored = self._response.getheader("x-paddock-ignored-fields", "")
 
@@ -159,9 +161,9 @@ class Chat:
                 yield "reasoning", delta["reasoning_content"]
             for call in delta.get("tool_calls") or ():
                 self._call(call)
-            if delta.get("content"):
-                self.answer.text += delta["content"]
-                yield "text", delta["content"]
+            if text := delta.get("content") or choice.get("text"):
+                self.answer.text += text
+                yield "text", text
 
     def _call(self, part: dict[str, Any]) -> None:
         """A new call, or more of one's arguments."""

@@ -33,7 +33,7 @@ _FAULTS = (
 )  # fmt: skip
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_HINT = "use /v1/completions, or a conversion of the model that carries a chat template"
+_HINT = "use /v1/completions (`paddock run --raw`), or a conversion of the model that carries a chat template"
 
 Message = Mapping[str, Any]
 
