@@ -259,7 +259,7 @@ int32_t keep_cold_layer(pk_ctx *ctx, const pk_op_experts_fetched &op) {
     const bool is_kept = number >= 0;
     auto layer = std::make_unique<ColdLayer>();
     const pk_tensor *stacks[3] = {&x.gate, &x.up, &x.down};
-    bool can = x.ids.cols * kColdRows <= kColdPairs && x.act != PK_ACT_NONE && !x.gate_bias.data && !x.up_bias.data && !x.down_bias.data && (is_kept || cold->layers.size() < kColdLayers);
+    bool can = x.ids.cols * kColdRows <= kColdPairs && x.x.cols <= kColdWidest && x.up.rows <= kColdWidest && x.act != PK_ACT_NONE && !x.gate_bias.data && !x.up_bias.data && !x.down_bias.data && (is_kept || cold->layers.size() < kColdLayers);
     for (int i = 0; i < 3; ++i) {
         layer->matrices[i] = matrix_of(ctx, *stacks[i], &layer->scale_at[i]);
         can = can && (!stacks[i]->data || has_cold_format(layer->matrices[i].format));
