@@ -49,7 +49,9 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
     const int n_parts = kWhole ? 1 : cluster_blocks(), rank = kWhole ? 0 : cluster_rank(), n_steps = (a.k + kBoxK - 1) / kBoxK;
     const int k0 = n_steps * rank / n_parts, last_k = n_steps * (rank + 1) / n_parts, first = blockIdx.x / n_parts, stride = gridDim.x / n_parts;
     int n_rows = 0;
-    bool is_real = kEnd == kEndWhole;
+    // BF16's end is rehearsed, for no rows, while the kernels ahead still run: its code would come from memory behind the weights. FP8's products take longer than it saves (LOG.md, M45).
+    constexpr bool kRehearses = !kIsFp8 && kEnd != kEndWhole;
+    bool is_real = !kRehearses;
     if constexpr (kEnd == kEndWhole) {  // which may not be this step's
         wait_dependence();
         n_rows = rows_of(a.info, a.rows_symbol);
@@ -114,7 +116,12 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
     };
     const uint32_t w_first = matrix_descriptor_low(shared_address(ring) + kM * 128), x_first = matrix_descriptor_low(shared_address(ring) + (warp >> 2) * 64 * 128);
     constexpr uint64_t kHigh = uint64_t{0x40000040} << 32;
-    // The end is rehearsed, for no rows, while the kernels ahead still run: its code would come from memory behind the weights.
+    auto begin = [&] {
+        wait_dependence();
+        n_rows = rows_of(a.info, a.rows_symbol);
+        if constexpr (!kWhole)
+            if (threadIdx.x == 128) barrier_expect(received, D::received(n_parts, rank, n_rows));
+    };
     // FP8: scales of a tile's 128 rows of W (gated: of gate's and of up's) and every 128 of K. A lane keeps those of step 32 i + lane, and the next ones.
     int scales[S::kAtoms];  // where they begin
     float scale_now[S::kAtoms] = {}, scale_next[S::kAtoms];
@@ -131,6 +138,7 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
         }
     };
     look_up_scales(first);
+    if constexpr (!kRehearses && kEnd != kEndWhole) begin();
 #pragma unroll 1
     for (int tile = first; tile < a.n_tiles;) {
         const int k1 = is_real ? last_k : k0, weight = weight_of(tile), row = row_of(tile, weight);
@@ -288,10 +296,7 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
             if constexpr (!kWhole) break;
             tile += stride;
         } else {
-            wait_dependence();
-            n_rows = rows_of(a.info, a.rows_symbol);
-            if constexpr (!kWhole)
-                if (threadIdx.x == 128) barrier_expect(received, D::received(n_parts, rank, n_rows));
+            begin();
             is_real = true;
         }
     }
