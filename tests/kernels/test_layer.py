@@ -32,13 +32,13 @@ ROWS = {
 class Layers:
     """Two layers and a head on a bench: `records` are functions that append one record each. Beside keys in F16 the projections have biases, and are F32 until they are rotated."""
 
-    def __init__(self, b: Bench, rng: np.random.Generator, name: str, shape: tuple[int, int, int], window: int = 0, rows: int = 8, kv: int = abi.PK_BF16, sides: tuple[int, int] = (WIDTH, HIDDEN)) -> None:
+    def __init__(self, b: Bench, rng: np.random.Generator, name: str, shape: tuple[int, int, int], window: int = 0, rows: int = 8, kv: int = abi.PK_BF16, sides: tuple[int, int] = (WIDTH, HIDDEN), has_bias: bool = True) -> None:
         n_heads, n_kv, width = shape
         side, n_hidden = sides
         plain, tail = FORMATS[name]
         size = ELEMENT_BYTES[kv]
         self.b, self.kv, self.heads = b, kv, Heads(n_heads, n_kv, width, width, 256, 256 + n_kv * 16 * width * size, kv)
-        values = (rng.standard_normal(SIZES.n_pages * b.page_bytes // size) * 0.5).astype(np.float32)
+        values = (rng.standard_normal(b.sizes.n_pages * b.page_bytes // size) * 0.5).astype(np.float32)
         if kv == abi.PK_FP8_E4M3:
             self.heads = replace(self.heads, gains=gains(b, n_heads, n_kv, rng))
             values *= 128
@@ -69,7 +69,7 @@ class Layers:
             norms = (vector(width), vector(width))
             add(lambda p, w=norms: p.qkv(qkv, q, self.heads, w, rope, EPS))
             add(lambda p: p.attention(q, out, self.heads, width**-0.5, View(window)))
-            o, bias = weight(plain, side, n_heads * width), vector(side)
+            o, bias = weight(plain, side, n_heads * width), vector(side) if has_bias else None
             add(lambda p, w=o, c=bias: p.matmul(out, [w], self.residual, [c], Epilogue(add=self.residual, scale=0.25)))
             norm = vector(side)
             add(lambda p, w=norm: p.norm(self.residual, w, normed, EPS))
@@ -91,7 +91,7 @@ class Layers:
             for record in group:
                 record(program)
             self.b.run(program, n, n_samples)
-        raw = self.b.device.read(self.b.device.kv_address, SIZES.n_pages * self.b.page_bytes)
+        raw = self.b.device.read(self.b.device.kv_address, self.b.sizes.n_pages * self.b.page_bytes)
         return self.b.download(self.residual, n), self.b.download(self.logits, n_samples), decode(raw[self.b.page_bytes :], self.kv)
 
 
@@ -165,6 +165,21 @@ def test_layers_of_a_prompt_in_one_program_equal_their_ops_one_by_one(bench, rng
     n = b.set_rows([(3, 17, n_tokens - 1), (5, 200, 1)])
     start = rng.standard_normal((n, WIDTH))
     compare(layers, start, n, 2, *((1e-2,) if name != "fp8_e4m3" else (5e-2, 0.1)))
+
+
+@pytest.mark.parametrize("n_rows", [40, 100, 128])
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3"])
+def test_layers_of_many_single_tokens_equal_their_ops_one_by_one(bench, rng, level, name, n_rows):
+    if level > 1:
+        pytest.skip("levels differ in products, which have tests of their own")
+    sizes = replace(SIZES, n_slots=n_rows, max_ctx_tokens=64, n_pages=4 * n_rows + 1, max_step_tokens=128, max_step_rows=n_rows)
+    b = bench(sizes=sizes, page_bytes=256 + 2 * 2 * 16 * 128 * 2)
+    if name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {name}")
+    layers = Layers(b, rng, name, (4, 2, 128), rows=n_rows, has_bias=False)
+    n = b.set_rows([(slot, position, 1) for slot, position in enumerate(rng.integers(0, 64, n_rows).tolist())], dead=(1, n_rows - 1))
+    start = rng.standard_normal((n, WIDTH))
+    compare(layers, start, n, n_rows, *((1e-2,) if name != "fp8_e4m3" else (5e-2, 0.1)))
 
 
 @pytest.mark.parametrize("n_tokens", [1, 8, 40, 128])

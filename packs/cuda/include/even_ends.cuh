@@ -4,6 +4,7 @@
 #include "gemm_boxes.cuh"
 #include "gemm_heads.cuh"
 #include "gemm_store.cuh"
+#include "narrow_row.cuh"
 
 namespace pk {
 
@@ -152,14 +153,11 @@ __device__ __forceinline__ void load_beside(const GemmArguments &a, const GemmWe
     }
 }
 
-// 128 columns of a row from column n0 on, four a lane from column_of on: narrowed as src/matmul/quantise.cu does.
+// 128 columns of a row from column n0 on, four a lane from column_of on.
 __device__ __forceinline__ void narrow_row(const Narrowed &to, int n0, int row, int lane, bool is_in, float4 v) {
-    const uint32_t low = pack_bf16(v.x, v.y), high = pack_bf16(v.z, v.w);
-    const float own = fmaxf(fmaxf(fabsf(low_f32(low)), fabsf(high_f32(low))), fmaxf(fabsf(low_f32(high)), fabsf(high_f32(high))));
-    const float most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(own)));  // in the order of their bits: none is negative
-    const float scale = most > 0.0f ? most / 448.0f : 1.0f, inverse = 1.0f / scale;
-    auto codes = [&](uint32_t pair) { return static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(low_f32(pair) * inverse, high_f32(pair) * inverse), __NV_SATFINITE, __NV_E4M3)); };
-    store_where(is_in, to.x + row * to.row_bytes + n0 + column_of(lane), codes(low) | codes(high) << 16);
+    float scale;
+    const uint32_t codes = codes_of_row(v, scale);
+    store_where(is_in, to.x + row * to.row_bytes + n0 + column_of(lane), codes);
     if (is_in && lane == 0) to.scales[(n0 >> 7) * to.scale_stride + row] = scale;
 }
 

@@ -39,7 +39,7 @@ class Records;
 // from one to the next narrowed. The record behind all of it that this has enqueued; i when there is none.
 int64_t launch_beside(const Records &records, const Launch &l, int64_t i, int64_t end, int32_t *status);
 
-// A norm or a sigmoid gate whose rows the next records multiply with FP8 weights leaves them narrowed, and so does a gated product for the next. The
+// A norm, a sigmoid gate or attention whose rows the next records multiply with FP8 weights leaves them narrowed, and so does a gated product for the next. The
 // record behind those that this has enqueued; i when record i does not begin such a run.
 int64_t launch_narrowing(const Records &records, const Launch &l, int64_t i, int64_t end, int32_t *status);
 

@@ -2,6 +2,8 @@
 #include <algorithm>
 
 #include "../../host/program.h"
+#include "../include/attention_narrowing.h"
+#include "../include/even_plan.h"
 #include "../include/gemm.cuh"
 #include "../include/narrow.cuh"
 #include "../include/skinny.cuh"
@@ -97,6 +99,27 @@ int64_t launch_run(const Records &records, const Launch &l, int64_t at, int64_t 
     }
 }
 
+// What record r leaves, if it can do so narrowed; null: it cannot.
+const pk_tensor *what_narrows(const Record &r, const Launch &l) {
+    switch (r.op) {
+        case PK_OP_NORM: return can_narrow(r.as<pk_op_norm>()) ? &r.as<pk_op_norm>().out : nullptr;
+        case PK_OP_SIGMOID: return can_narrow(r.as<pk_op_sigmoid>()) ? &r.as<pk_op_sigmoid>().out : nullptr;
+        case PK_OP_ATTENTION: {
+            const auto &op = r.as<pk_op_attention>();
+            // Behind the kernel's partial sums; even products want no more of the scratch.
+            return bound(l, op.out.rows) <= kEvenRows && can_narrow(l, op) && l.scratch_bytes >= attention_parts_bytes(l.ctx) + fp8_scratch(kEvenRows, op.out.cols) ? &op.out : nullptr;
+        }
+        default: return nullptr;
+    }
+}
+int32_t launch_narrowed(const Record &r, const Launch &l, const Narrowed &to) {
+    switch (r.op) {
+        case PK_OP_NORM: return launch_norm_narrowing(l, r.as<pk_op_norm>(), to);
+        case PK_OP_SIGMOID: return launch_sigmoid_narrowing(l, r.as<pk_op_sigmoid>(), to);
+        default: return launch_attention_narrowing(l, r.as<pk_op_attention>(), to);
+    }
+}
+
 }  // namespace
 
 int64_t squares_bytes(int64_t max_rows, int64_t cols) { return (cols + 63) / 64 * ((std::min(max_rows, kFp8ClusterRows) + 63) / 64 * 64) * 4; }
@@ -108,10 +131,10 @@ int64_t launch_beside(const Records &records, const Launch &l, int64_t i, int64_
 }
 
 int64_t launch_narrowing(const Records &records, const Launch &l, int64_t i, int64_t end, int32_t *status) {
-    const bool is_norm = records[i].op == PK_OP_NORM;
-    if (i + 1 >= end || (!is_norm && records[i].op != PK_OP_SIGMOID) || records[i + 1].op != PK_OP_MATMUL) return i;
-    const pk_tensor &out = is_norm ? records[i].as<pk_op_norm>().out : records[i].as<pk_op_sigmoid>().out;
-    if (!(is_norm ? can_narrow(records[i].as<pk_op_norm>()) : can_narrow(records[i].as<pk_op_sigmoid>())) || !reads_narrowed(records, l, i + 1, end, out)) return i;
+    if (i + 1 >= end || records[i + 1].op != PK_OP_MATMUL) return i;
+    const pk_tensor *narrowed = what_narrows(records[i], l);
+    if (narrowed == nullptr || !reads_narrowed(records, l, i + 1, end, *narrowed)) return i;
+    const pk_tensor &out = *narrowed;
     // Products of the same rows that follow each other find them where the first one did.
     int64_t next = i + 2;
     while (reads_narrowed(records, l, next, end, out)) ++next;
@@ -119,9 +142,10 @@ int64_t launch_narrowing(const Records &records, const Launch &l, int64_t i, int
     const pk_op_norm *norm = next == i + 2 ? norm_behind(records, l, i + 1, end) : nullptr;  // which leaves its rows where a norm's lie
     const int64_t width = norm ? norm->x.cols : out.cols;
     Handed handed;
-    handed.x = narrowed_in(l.scratch + (norm ? half_scratch(rows, width) : squares_bytes(rows, width)), rows, out.cols);
+    const int64_t place = records[i].op == PK_OP_ATTENTION ? attention_parts_bytes(l.ctx) : norm ? half_scratch(rows, width) : squares_bytes(rows, width);
+    handed.x = narrowed_in(l.scratch + place, rows, out.cols);
     handed.x.is_all = !is_read(records, next, out, rows);
-    *status = is_norm ? launch_norm_narrowing(l, records[i].as<pk_op_norm>(), handed.x) : launch_sigmoid_narrowing(l, records[i].as<pk_op_sigmoid>(), handed.x);
+    *status = launch_narrowed(records[i], l, handed.x);
     if (*status || next == i + 2) return *status ? next : launch_run(records, l, i + 1, end, handed, width, status);
     for (int64_t at = i + 1; at < next && !*status; ++at) *status = launch_matmul_beside(l, records[at].as<pk_op_matmul>(), {}, handed);
     return next;

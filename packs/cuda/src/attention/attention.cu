@@ -3,6 +3,7 @@
 
 #include "../../include/attention_arguments.h"
 #include "../../include/attention_beside.cuh"
+#include "../../include/attention_narrowing.h"
 #include "../../include/attention_share.cuh"
 #include "../../include/attention_wide.cuh"
 #include "../../include/invariant.h"
@@ -10,7 +11,7 @@
 namespace pk {
 
 template <int kD>
-int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut);
+int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed);
 int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a);
 template <int kD>
 int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a, const Beside &beside);
@@ -27,12 +28,12 @@ int64_t padded_width(const pk_op_attention &op) {
 }
 
 // is_cut: all rows, each by itself.
-int32_t launch_few(const Launch &l, const pk_op_attention &op, const AttentionArguments &a, const Beside &beside, bool is_cut = false) {
+int32_t launch_few(const Launch &l, const pk_op_attention &op, const AttentionArguments &a, const Beside &beside, bool is_cut = false, const Narrowed &narrowed = {}) {
     const int width = std::max(op.head_width, op.v_width);
-    if (width <= 64) return launch_attention_decode<64>(l, a, beside, is_cut);
-    if (width <= 96) return launch_attention_decode<96>(l, a, beside, is_cut);
-    if (width <= 128) return launch_attention_decode<128>(l, a, beside, is_cut);
-    return width <= 192 ? launch_attention_decode<192>(l, a, beside, is_cut) : launch_attention_decode<256>(l, a, beside, is_cut);
+    if (width <= 64) return launch_attention_decode<64>(l, a, beside, is_cut, narrowed);
+    if (width <= 96) return launch_attention_decode<96>(l, a, beside, is_cut, narrowed);
+    if (width <= 128) return launch_attention_decode<128>(l, a, beside, is_cut, narrowed);
+    return width <= 192 ? launch_attention_decode<192>(l, a, beside, is_cut, narrowed) : launch_attention_decode<256>(l, a, beside, is_cut, narrowed);
 }
 
 int32_t launch_many(const Launch &l, const pk_op_attention &op, const AttentionArguments &a, const Beside &beside) {
@@ -76,10 +77,11 @@ static int64_t shared_rows(const pk_ctx *ctx, const pk_op_attention &op, int64_t
 
 bool uses_share(const pk_ctx *ctx, const pk_op_attention &op) { return has_wgmma(ctx) && !is_invariant(ctx) && op.window == 0 && !is_other(op) && !needs_plain(op); }
 
+int64_t attention_parts_bytes(const pk_ctx *ctx) { return max_parts(ctx) * (16 * 256 + 32) * 4; }
+
 int64_t attention_scratch(const pk_ctx *ctx, const pk_op_attention &op, int64_t max_rows) {
     if (is_other(op)) return attention_wide_scratch(ctx);
-    const int64_t parts = max_parts(ctx) * (16 * 256 + 32) * 4;
-    return parts + (uses_share(ctx, op) ? shared_rows(ctx, op, max_rows) * (padded_width(op) + 2) * 4 : 0);
+    return attention_parts_bytes(ctx) + (uses_share(ctx, op) ? shared_rows(ctx, op, max_rows) * (padded_width(op) + 2) * 4 : 0);
 }
 
 static AttentionArguments arguments_of(const Launch &l, const pk_op_attention &op) {
@@ -121,6 +123,14 @@ int32_t launch_shared(const Launch &l, const pk_op_attention &op, bool is_ahead)
     own.overlap = is_ahead;
     return launch_many(own, op, a, {});
 }
+
+bool can_narrow(const Launch &l, const pk_op_attention &op) {
+    const int32_t page_tokens = l.state->page_tokens;
+    return has_wgmma(l.ctx) && l.decode_only && !is_invariant(l.ctx) && !is_other(op) && has_whole_pieces(l, op) && !reads_share(l, op) && op.head_width == 128 && op.v_width == 128 && (op.kv_format == PK_BF16 || op.kv_format == PK_F16) &&
+           op.n_heads <= 8 * op.n_kv_heads && page_tokens >= 16 && (page_tokens & (page_tokens - 1)) == 0 && op.out.format == PK_BF16;
+}
+
+int32_t launch_attention_narrowing(const Launch &l, const pk_op_attention &op, const Narrowed &to) { return launch_few(l, op, arguments_of(l, op), {}, false, to); }
 
 int32_t launch_attention(const Launch &l, const pk_op_attention &op) {
     const pk_state &s = *l.state;

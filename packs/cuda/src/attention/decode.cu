@@ -10,6 +10,7 @@
 // Blocks begin while the kernels in front still run: rows, page tables and the keys and values of earlier steps are older than those, and
 // are read before the wait; q, and K and V of this step's tokens, after it. Beside prefill (attention_beside.cuh) the wait is for what it tells.
 // Does not handle: rows that is_decode_row() leaves to prefill.
+// Single tokens' rows of heads of 128 may be wanted narrowed to FP8: a warp has a row's head when it ends it.
 // A second form (kCut) takes all rows, and its bits for a pair depend on the pair alone: segments are cut at fixed positions
 // (attention_cut.cuh), warps take groups by their place in the sequence, sums of segments are joined in order, wherever they are made.
 #include <type_traits>
@@ -18,6 +19,8 @@
 #include "../../include/attention_cut.cuh"
 #include "../../include/attention_even.cuh"
 #include "../../include/attention_sums.cuh"
+#include "../../include/narrow_row.cuh"
+#include "../../include/quantise.cuh"
 
 namespace pk {
 namespace {
@@ -34,8 +37,9 @@ __device__ __forceinline__ void store4(const AttentionArguments &a, int64_t to, 
     for (int i = 0; i < min(n, 4); ++i) store_from_f32(a.out, to + i, a.out_format, i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w);
 }
 
-// The end of a pair's sum: the sink joins, the gain counts, the row is written.
-__device__ __forceinline__ void finish4(const AttentionArguments &a, const Segment &s, int row, int d, float4 v, float sum, float top) {
+// The end of a pair's sum: the sink joins, the gain counts, the row is written. kNarrows: it goes narrowed, too, where `to` is.
+template <bool kNarrows>
+__device__ __forceinline__ void finish4(const AttentionArguments &a, const Segment &s, int row, int d, float4 v, float sum, float top, const Narrowed &to) {
     const int group = a.n_heads / a.n_kv_heads, pair = s.pair + row, token = quotient(pair, group), head = s.head * group + pair - token * group;
     float f = 1.0f;
     if (a.sinks != nullptr) {
@@ -44,7 +48,26 @@ __device__ __forceinline__ void finish4(const AttentionArguments &a, const Segme
         sum = sum * f + power2(sink - joint);
     }
     f = sum > 0.0f ? f * gain_of(a, head) / sum : 0.0f;
-    store4(a, static_cast<int64_t>(s.start + token) * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.v_width - d, make_float4(v.x * f, v.y * f, v.z * f, v.w * f));
+    v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
+    if constexpr (kNarrows) {
+        if (to.x != nullptr) {
+            float scale;
+            const int at = s.start + token;
+            *reinterpret_cast<uint32_t *>(to.x + at * to.row_bytes + head * 128 + d) = codes_of_row(v, scale);
+            if (d == 0) to.scales[head * to.scale_stride + at] = scale;
+            if (to.is_all) return;
+        }
+    }
+    store4(a, static_cast<int64_t>(s.start + token) * a.out_stride + static_cast<int64_t>(head) * a.v_width + d, a.v_width - d, v);
+}
+
+// Dead rows' are zeros, too.
+__device__ __forceinline__ void clear_narrowed(const AttentionArguments &a, const Narrowed &to) {
+    for (int t = blockIdx.x; t < a.info->n_tokens; t += gridDim.x) {
+        if (!(a.row_flags[a.token_row[t]] & PK_ROW_DEAD)) continue;
+        for (int i = threadIdx.x; i < a.n_heads * 32; i += blockDim.x) reinterpret_cast<uint32_t *>(to.x + t * to.row_bytes)[i] = 0;
+        for (int i = threadIdx.x; i < a.n_heads; i += blockDim.x) to.scales[i * to.scale_stride + t] = 1.0f;
+    }
 }
 
 // Partial sums of a slot: [16][kD] of O, then [16][2] of largest logit and sum.
@@ -72,8 +95,8 @@ __device__ __forceinline__ void add_shared(const AttentionArguments &a, const Se
 }
 
 // Joins what the blocks of a (row, head, tile) left.
-template <int kD>
-__device__ void join_parts(const AttentionArguments &a, const Segment &s, int rows_here) {
+template <int kD, bool kNarrows>
+__device__ void join_parts(const AttentionArguments &a, const Segment &s, int rows_here, const Narrowed &to) {
     for (int j = threadIdx.x; j < rows_here * (kD / 4); j += kThreads) {
         const int row = j / (kD / 4), d = j % (kD / 4) * 4;
         auto slot = [&](int b) { return b == s.block_first ? 2 * b + 1 : 2 * b; };
@@ -92,7 +115,7 @@ __device__ void join_parts(const AttentionArguments &a, const Segment &s, int ro
             v.x += f * x.x; v.y += f * x.y; v.z += f * x.z; v.w += f * x.w;
         }
         if (s.share.tokens > 0) add_shared(a, s, row, d, v, sum, top);
-        if (d < a.v_width) finish4(a, s, row, d, v, sum, top);
+        if (d < a.v_width) finish4<kNarrows>(a, s, row, d, v, sum, top, to);
     }
 }
 
@@ -125,7 +148,7 @@ __device__ void join_segments(const AttentionArguments &a, const Segment &s, con
             const float2 ml = __ldcg(reinterpret_cast<const float2 *>(part + 16 * kD + 2 * row));
             join(all, ml.x, ml.y, __ldcg(reinterpret_cast<const float4 *>(part + row * kD + d)));
         }
-        if (d < a.v_width) finish4(a, s, row, d, all.v, all.sum, all.top);
+        if (d < a.v_width) finish4<false>(a, s, row, d, all.v, all.sum, all.top, {});
     }
 }
 
@@ -136,7 +159,7 @@ template <int kD, int kKind>
 constexpr bool kHasSingle = kD == 128 && (kKind == kBf16 || kKind == kF16);
 
 template <int kD, int kKind, bool kTensor, Form kForm>
-__global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int n_parts, Beside beside) {
+__global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int n_parts, Beside beside, const __grid_constant__ Narrowed narrowed) {
     extern __shared__ uint8_t raw[];
     uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     constexpr int kStages = kRingStages<kD, kKind>, kSize = kGroup<kD, kKind>;
@@ -269,7 +292,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                     }
                     if (is_whole || (kCut && is_alone && place.is_last)) {
                         if (!kCut && s.share.tokens > 0) add_shared(a, s, row, d, v, all, most);
-                        if (d < a.v_width) finish4(a, s, row, d, v, all, most);
+                        if (d < a.v_width) finish4<kSingle>(a, s, row, d, v, all, most, narrowed);
                     } else {
                         __stcg(reinterpret_cast<float4 *>(part + row * kD + d), v);
                         if (d == 0) __stcg(reinterpret_cast<float2 *>(part + 16 * kD + 2 * row), make_float2(most, all));
@@ -287,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                 __syncthreads();
                 if (is_last) {
                     if constexpr (kCut) join_segments<kD>(a, s, place, rows_here);
-                    else join_parts<kD>(a, s, rows_here);
+                    else join_parts<kD, kSingle>(a, s, rows_here, narrowed);
                 }
             }
             if (!has_next) break;
@@ -298,7 +321,8 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     } else {
         wait_front();
     }
-    clear_dead_rows(a);
+    if (kSingle && narrowed.x != nullptr) clear_narrowed(a, narrowed);
+    if (!kSingle || !narrowed.is_all) clear_dead_rows(a);
     // What comes next waits for this launch alone.
     if (kBeside && threadIdx.x == 0 && n_before == static_cast<int>(gridDim.x) - 1) {
         beside.words[0] = beside.words[1] = 0;
@@ -330,7 +354,7 @@ bool make_maps(const Launch &l, const AttentionArguments &a, Maps *maps) {
 #endif
 
 template <int kD, int kKind>
-int32_t launch_kind(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut) {
+int32_t launch_kind(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed) {
     const dim3 grid(l.ctx->n_processors * (kD <= 128 ? 2 : 1)), block(kThreads);
     const int64_t bytes = 1024 + kWarps * kWarpBytes<kD, kKind> + kQBuffers<kD> * kQBytes<kD> + kWarps * kMergeBytes<kD> + a.max_rows * 4;
     // Segments of tiles that several blocks share have a place each, then every block has one.
@@ -345,25 +369,27 @@ int32_t launch_kind(const Launch &l, const AttentionArguments &a, const Beside &
         if (make_maps<kD, kKind>(l, a, &maps)) {
             if constexpr (kHasSingle<kD, kKind>)
                 if (l.decode_only && !is_cut && beside.words == nullptr && a.n_heads <= 8 * a.n_kv_heads)
-                    return launch(own, "attention decode", attention_decode_kernel<kD, kKind, true, kIsSingle>, grid, block, bytes, a, maps, n_parts, beside);
-            return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, kIsCut> : beside.words != nullptr ? attention_decode_kernel<kD, kKind, true, kIsBeside> : attention_decode_kernel<kD, kKind, true, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside);
+                    return launch(own, "attention decode", attention_decode_kernel<kD, kKind, true, kIsSingle>, grid, block, bytes, a, maps, n_parts, beside, narrowed);
+            if (narrowed.x != nullptr) return fail(PK_UNSUPPORTED, "attention: rows narrowed of a step that has not single tokens alone");
+            return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, kIsCut> : beside.words != nullptr ? attention_decode_kernel<kD, kKind, true, kIsBeside> : attention_decode_kernel<kD, kKind, true, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside, narrowed);
         }
 #endif
+    if (narrowed.x != nullptr) return fail(PK_UNSUPPORTED, "attention: rows narrowed without boxes of pages");
     // Without boxes a launch is never beside: it waits for prefill, whose word nobody asks for then.
-    return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, kIsCut> : attention_decode_kernel<kD, kKind, false, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside);
+    return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, kIsCut> : attention_decode_kernel<kD, kKind, false, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside, narrowed);
 }
 
 }  // namespace
 
 template <int kD>
-int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut) {
+int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed) {
     switch (a.kv_format) {
-        case PK_BF16: return launch_kind<kD, kBf16>(l, a, beside, is_cut);
-        case PK_F16: return launch_kind<kD, kF16>(l, a, beside, is_cut);
-        case PK_FP8_E4M3: return launch_kind<kD, kFp8>(l, a, beside, is_cut);
-        default: return launch_kind<kD, kF32>(l, a, beside, is_cut);
+        case PK_BF16: return launch_kind<kD, kBf16>(l, a, beside, is_cut, narrowed);
+        case PK_F16: return launch_kind<kD, kF16>(l, a, beside, is_cut, narrowed);
+        case PK_FP8_E4M3: return launch_kind<kD, kFp8>(l, a, beside, is_cut, narrowed);
+        default: return launch_kind<kD, kF32>(l, a, beside, is_cut, narrowed);
     }
 }
-template int32_t launch_attention_decode<PK_WIDTH>(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut);
+template int32_t launch_attention_decode<PK_WIDTH>(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed);
 
 }  // namespace pk
