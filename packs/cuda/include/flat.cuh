@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             if (own < n_fragments) ask_beside(first + own / S::kN8, own % S::kN8 * 8, old, gain);
             if constexpr (kHeads) {
                 rows = head_rows(a.heads, own % S::kN8 * 8, lane, n_rows);
-                if (own < n_fragments) turned = head_turn(a.heads, rows, head_of(first + own / S::kN8), first + own / S::kN8, lane);
+                if (own < n_fragments) turned = head_turn(a.heads, rows, head_gains(a.heads, head_of(first + own / S::kN8), first + own / S::kN8, lane));
             }
 #pragma unroll 1
             for (int s = 0; s < deal.steps; ++s) {
@@ -362,45 +362,10 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                 sum_of(f, v);
                 if constexpr (kPair == 2) add(v, received + ((f >> 1) * 32 + lane) * 16);
                 if constexpr (kGated) {
-                    bf16 *y = static_cast<bf16 *>(a.y) + n0 * a.y_stride + a.w[0].first_column + tile * 8 + r;
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const float gate = v[e] * by[e];
-                        if (is_row[e]) y[e * a.y_stride] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * (v[2 + e] * by[e]) * a.scale);
-                    }
+                    end_plain_gated(a, by, is_row, a.w[0].first_column + tile * 8 + r, n0, v);
                 } else {
                     if (f != own) ask_beside(tile, n0 - 2 * q, old, gain);
-                    const int64_t column = a.w[0].first_column + tile * 16 + r, at = n0 * a.y_stride + column;
-                    float squares[2];
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) v[2 * h + e] = v[2 * h + e] * by[e] + old[2 * h + e];
-                        squares[e] = v[e] * v[e] + v[2 + e] * v[2 + e];
-                    }
-                    if (a.y_format == PK_F32) {
-                        float *y = static_cast<float *>(a.y) + at;
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (is_row[i & 1]) y[(i & 1) * a.y_stride + 8 * (i >> 1)] = v[i];
-                    } else {
-                        bf16 *y = static_cast<bf16 *>(a.y) + at;
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (is_row[i & 1]) y[(i & 1) * a.y_stride + 8 * (i >> 1)] = __float2bfloat16(v[i]);
-                    }
-                    if (a.norm.out != nullptr) {
-                        bf16 *out = static_cast<bf16 *>(a.norm.out) + n0 * a.norm.out_stride + column;
-#pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if (is_row[i & 1]) out[(i & 1) * a.norm.out_stride + 8 * (i >> 1)] = __float2bfloat16(v[i] * gain[i >> 1]);
-#pragma unroll
-                        for (int far = 4; far < 32; far *= 2) {
-                            squares[0] += __shfl_xor_sync(~0u, squares[0], far);
-                            squares[1] += __shfl_xor_sync(~0u, squares[1], far);
-                        }
-                        if (r == 0 && n_rows > 0) *reinterpret_cast<float2 *>(a.norm.squares + tile * a.norm.stride + n0) = make_float2(squares[0], squares[1]);
-                    }
+                    end_plain(a, by, is_row, a.w[0].first_column + tile * 16 + r, tile, n0, r == 0 && n_rows > 0, v, old, gain);
                 }
             }
         }
@@ -423,7 +388,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
 #pragma unroll 1
             for (int f = own; f < n_fragments; f += next) {
                 const int tile = first + f / S::kN8;
-                if (f != own) turned = head_turn(a.heads, rows, head_of(tile), tile, lane);
+                if (f != own) turned = head_turn(a.heads, rows, head_gains(a.heads, head_of(tile), tile, lane));
                 const uint4 u = shared_load4(ring + (f * 32 + lane) * 16);
                 float v[4] = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
                 end_head<kSplit == kTileHalfHeads>(a, packets, rows, turned, head_of(tile), tile, f % S::kN8 * 8, lane, n_rows, now, is_real, v);

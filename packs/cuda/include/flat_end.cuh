@@ -6,6 +6,18 @@
 
 namespace pk {
 
+// Whether an end has nothing but a scale (of all weights together), what is added and a norm's half, or is SiLU of gate times up in bf16, and no tile goes past its weight.
+inline bool is_plain(const SkinnyArguments &a, bool gated) {
+    if (a.softcap > 0.0f || (gated ? a.act != PK_ACT_SILU || a.add || a.y_format != PK_BF16 : a.act != PK_ACT_NONE)) return false;
+    int column = a.w[0].first_column;
+    for (int i = 0; i < a.n_w; ++i) {
+        const SkinnyWeight &w = a.w[i];
+        if (w.row_scale || w.bias || w.scale != a.w[0].scale || w.rows % (gated ? 8 : 16) || (!gated && w.first_column != column)) return false;
+        column += w.rows;
+    }
+    return true;
+}
+
 // What is added: F32 or BF16.
 __device__ __forceinline__ float load_added(const void *from, int64_t at, int32_t format) { return format == PK_F32 ? static_cast<const float *>(from)[at] : __bfloat162float(static_cast<const bf16 *>(from)[at]); }
 
@@ -71,6 +83,50 @@ __device__ __forceinline__ void end_tile(const SkinnyArguments &a, const SkinnyW
 #pragma unroll
         for (int far = 4; far < 32; far *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], far);
         if (lane < 4 && n_rows > 0) a.norm.squares[tile * a.norm.stride + n0 + e] = squares[e];
+    }
+}
+
+// Ends that are plain. by: what a lane's two rows of x are multiplied by; is_row: whether they are there; column: of y, the lane's first one; n0: the first of its rows of x.
+__device__ __forceinline__ void end_plain(const SkinnyArguments &a, const float (&by)[2], const bool (&is_row)[2], int64_t column, int tile, int n0, bool leaves_squares, float (&v)[4], const float (&old)[4], const float (&gain)[2]) {
+    const int64_t at = n0 * a.y_stride + column;
+    float squares[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) v[2 * h + e] = v[2 * h + e] * by[e] + old[2 * h + e];
+        squares[e] = v[e] * v[e] + v[2 + e] * v[2 + e];
+    }
+    if (a.y_format == PK_F32) {
+        float *y = static_cast<float *>(a.y) + at;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (is_row[i & 1]) y[(i & 1) * a.y_stride + 8 * (i >> 1)] = v[i];
+    } else {
+        bf16 *y = static_cast<bf16 *>(a.y) + at;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (is_row[i & 1]) y[(i & 1) * a.y_stride + 8 * (i >> 1)] = __float2bfloat16(v[i]);
+    }
+    if (a.norm.out != nullptr) {
+        bf16 *out = static_cast<bf16 *>(a.norm.out) + n0 * a.norm.out_stride + column;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (is_row[i & 1]) out[(i & 1) * a.norm.out_stride + 8 * (i >> 1)] = __float2bfloat16(v[i] * gain[i >> 1]);
+#pragma unroll
+        for (int far = 4; far < 32; far *= 2) {
+            squares[0] += __shfl_xor_sync(~0u, squares[0], far);
+            squares[1] += __shfl_xor_sync(~0u, squares[1], far);
+        }
+        if (leaves_squares) *reinterpret_cast<float2 *>(a.norm.squares + tile * a.norm.stride + n0) = make_float2(squares[0], squares[1]);
+    }
+}
+// v: sums of a row of gate, then of up.
+__device__ __forceinline__ void end_plain_gated(const SkinnyArguments &a, const float (&by)[2], const bool (&is_row)[2], int64_t column, int n0, const float (&v)[4]) {
+    bf16 *y = static_cast<bf16 *>(a.y) + n0 * a.y_stride + column;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+        const float gate = v[e] * by[e];
+        if (is_row[e]) y[e * a.y_stride] = __float2bfloat16(__fdividef(gate, 1.0f + __expf(-gate)) * (v[2 + e] * by[e]) * a.scale);
     }
 }
 

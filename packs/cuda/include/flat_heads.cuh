@@ -50,24 +50,35 @@ __device__ __forceinline__ HeadRows head_rows(const HeadsEnd &e, int n8, int lan
 struct HeadTurn {
     float sine[2] = {0.0f, 0.0f}, cosine[2] = {1.0f, 1.0f}, gain[2] = {1.0f, 1.0f}, own_gain = 1.0f;
 };
-__device__ __forceinline__ HeadTurn head_turn(const HeadsEnd &e, const HeadRows &rows, int head, int tile, int lane) {
-    HeadTurn t;
+// What of that lies in memory; nothing is made of it, so that nobody waits for it where it is asked for. frequency: negative where nothing is rotated.
+struct HeadGains {
+    float frequency = -1.0f, gain[2] = {1.0f, 1.0f}, own_gain = 1.0f;
+};
+__device__ __forceinline__ HeadGains head_gains(const HeadsEnd &e, int head, int tile, int lane) {
+    HeadGains g;
     const int low = (tile & 7) * 8 + (lane >> 2);
     const float *norm = head_norm(e, head);
-    if (head < e.n_heads + e.n_kv_heads && e.frequency != nullptr) {
-        const float f = __ldg(e.frequency + low);
+    if (head < e.n_heads + e.n_kv_heads && e.frequency != nullptr) g.frequency = __ldg(e.frequency + low);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+        if (norm != nullptr) g.gain[h] = __ldg(norm + low + 64 * h);
+    if (e.gains != nullptr) g.own_gain = __ldg(e.gains + head);
+    return g;
+}
+__device__ __forceinline__ HeadTurn head_turn(const HeadsEnd &e, const HeadRows &rows, const HeadGains &g) {
+    HeadTurn t;
+    if (g.frequency >= 0.0f) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float s, c;
-            turn(static_cast<float>(rows.position[i]) * f, &s, &c);
+            turn(static_cast<float>(rows.position[i]) * g.frequency, &s, &c);
             t.sine[i] = s * e.magnitude;
             t.cosine[i] = c * e.magnitude;
         }
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-        if (norm != nullptr) t.gain[h] = __ldg(norm + low + 64 * h);
-    if (e.gains != nullptr) t.own_gain = __ldg(e.gains + head);
+    for (int h = 0; h < 2; ++h) t.gain[h] = g.gain[h];
+    t.own_gain = g.own_gain;
     return t;
 }
 
@@ -114,11 +125,6 @@ __device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPac
         else if (is_q || e.kv_format == PK_BF16) *reinterpret_cast<uint32_t *>(to + 2 * (at + 64 * h)) = pack_bf16(first, second);
         else *reinterpret_cast<uint16_t *>(to + at + 64 * h) = __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
     }
-}
-template <bool kHalf>
-__device__ __forceinline__ void end_head(const SkinnyArguments &a, const FlatPackets &packets, int head, int tile, int n8, int lane, int n_rows, uint32_t now, bool is_real, float (&v)[4]) {
-    const HeadRows rows = head_rows(a.heads, n8, lane, n_rows);
-    end_head<kHalf>(a, packets, rows, head_turn(a.heads, rows, head, tile, lane), head, tile, n8, lane, n_rows, now, is_real, v);
 }
 #endif
 

@@ -8,18 +8,6 @@ namespace pk {
 // Of shared memory, the rings; of them, weights under way: with more, x would queue behind them.
 constexpr int kFlatRingBytes = 200 << 10, kFlatUnderWay = 64 << 10;
 
-// Whether an end has nothing but a scale (of all weights together), what is added and a norm's half, or is SiLU of gate times up in bf16, and no tile goes past its weight.
-inline bool is_plain(const SkinnyArguments &a, bool gated) {
-    if (a.softcap > 0.0f || (gated ? a.act != PK_ACT_SILU || a.add || a.y_format != PK_BF16 : a.act != PK_ACT_NONE)) return false;
-    int column = a.w[0].first_column;
-    for (int i = 0; i < a.n_w; ++i) {
-        const SkinnyWeight &w = a.w[i];
-        if (w.row_scale || w.bias || w.scale != a.w[0].scale || w.rows % (gated ? 8 : 16) || (!gated && w.first_column != column)) return false;
-        column += w.rows;
-    }
-    return true;
-}
-
 template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPair, bool kPlain>
 int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *const *packed, const FlatPackets &packets) {
     using S = FlatShape<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair>;

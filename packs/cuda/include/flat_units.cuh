@@ -24,6 +24,7 @@ struct UnitsDeal {
     int32_t n_units, units_ahead;  // along K, of a tile; of them in the ring of weights
     int32_t x_slots, w_slots;  // multiples of a step of all groups: a slot is one group's, which so waits for each of its phases
     int32_t first_pair[3];
+    float scale;  // of all weights together, where an end is plain
     FlatPackets packets;
 };
 
@@ -84,7 +85,7 @@ struct UnitsTurn {
 
 #endif
 
-template <int kFormat, int kNT, int kSplit>
+template <int kFormat, int kNT, int kSplit, bool kPlain>
 __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ SkinnyArguments a, const __grid_constant__ UnitsDeal deal) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using S = UnitsShape<kFormat, kNT>;
@@ -124,7 +125,8 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    // Relaxed: the fence tells the other block of the barriers, and a release would wait for memory here.
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     release_dependents();
     const bool may_be_idle = a.min_rows > 0;
     auto rows_here = [&] {
@@ -238,6 +240,33 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     // Arguments of the end are read now: they come through a cache of their own, one trip a line.
     asm volatile("" ::"l"(a.y), "l"(a.y_stride), "l"(a.norm.out), "l"(a.norm.squares), "l"(a.norm.out_stride), "r"(a.y_format), "f"(a.scale), "f"(a.w[0].scale), "l"(a.w[0].bias), "f"(a.softcap));
     if constexpr (kHeads) asm volatile("" ::"l"(a.heads.q), "l"(a.heads.frequency), "l"(a.heads.v_offset), "f"(a.heads.eps));
+    // What a sum of this block is of: its pair, (whole) which tile of that, rows of x.
+    auto place = [&](int first, int g, int &pair, int &t, int &n8) {
+        const int f = 2 * g + rank, tile = f / S::kN8;
+        n8 = f % S::kN8 * 8;
+        pair = first + (kHalves == 2 ? tile : tile >> 1);
+        t = kHalves == 2 ? 0 : tile & 1;
+    };
+    // Heads end eight rows and the eight that are rotated with them at a time, half of a sum of both tiles; they are of one pass.
+    auto head_place = [&](int half_sum, int &i, int &row, int &n8, int &head, int &tile) {
+        int pair, t;
+        place(begin, half_sum >> 1, pair, t, n8);
+        i = weight_of(pair);
+        row = row_of(pair, i, 0) + 8 * (half_sum & 1);
+        head = (a.w[i].first_column + row) >> 7;
+        tile = head * 8 + 2 * ((pair - deal.first_pair[i]) & 3) + (half_sum & 1);
+    };
+    // Of a warp's first one what it wants beside is asked for now.
+    HeadRows asked_rows;
+    HeadGains asked_gains;
+    if constexpr (kHeads) {
+        if (warp < 2 * n_own(0)) {
+            int i, row, n8, head, tile;
+            head_place(warp, i, row, n8, head, tile);
+            asked_rows = head_rows(a.heads, n8, lane, n_rows);
+            asked_gains = head_gains(a.heads, head, tile, lane);
+        }
+    }
     float acc[kUnitQuads][kNT / 2];
     auto hold = [&] {
 #pragma unroll
@@ -351,58 +380,72 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             }
         }
         const int own = n_own(pass);
-        auto place = [&](int g, int &at_pair, int &t, int &n8) {
-            const int f = 2 * g + rank, tile = f / S::kN8;
-            n8 = f % S::kN8 * 8;
-            at_pair = first + (kHalves == 2 ? tile : tile >> 1);
-            t = kHalves == 2 ? 0 : tile & 1;
-        };
         if (pass == 0) barrier_wait(&are_factored, 0);
-#pragma unroll 1
-        for (int g = warp; g < own; g += kUnitWarps) {
-            int p, t, n8;
-            place(g, p, t, n8);
-            const int i = weight_of(p), row = row_of(p, i, t) + r, n0 = n8 + 2 * q;
-            const SkinnyWeight &w = a.w[i];
-            float old[4], gain[2];
-            if constexpr (kHalves == 1) load_beside(a, w, row, [&](int e) { return n0 + e; }, n_rows, old, gain);
-            if (g == warp) barrier_wait(&has_received, pass & 1);
-            float v[kHalves][4] = {};
-            const uint32_t from = received + g * n_sums * kHalves * 512 + lane * 16;
-#pragma unroll 2
-            for (int s = 0; s < n_sums; ++s)
-#pragma unroll
-                for (int h = 0; h < kHalves; ++h) {
-                    const uint4 u = shared_load4(from + (s * kHalves + h) * 512);
-                    v[h][0] += __uint_as_float(u.x); v[h][1] += __uint_as_float(u.y); v[h][2] += __uint_as_float(u.z); v[h][3] += __uint_as_float(u.w);
-                }
-            if constexpr (kHalves == 1) {
-                if (row - r < w.rows) end_tile(a, w, (w.first_column + row - r) >> 4, row, n0, n_rows, lane, factors, v[0], old, gain);
-            } else {
-#pragma unroll 1
-                for (int h = 0; h < 2; ++h) {
-                    float both[4] = {h ? v[0][2] : v[0][0], h ? v[0][3] : v[0][1], h ? v[1][2] : v[1][0], h ? v[1][3] : v[1][1]};
-                    if constexpr (kGated) {
-                        end_gated(a, row + 8 * h, [&](int e) { return n0 + e; }, n_rows, factors, both);
-                    } else {
-                        const int head = (w.first_column + row - r) >> 7, tile = head * 8 + 2 * ((p - deal.first_pair[i]) & 3) + h;
-                        begin_head(a, w, deal.packets, head, tile, row + 8 * h, n0, lane, factors, now, true, both);
-                        shared_store4(from + h * 512, make_uint4(__float_as_uint(both[0]), __float_as_uint(both[1]), __float_as_uint(both[2]), __float_as_uint(both[3])));
-                    }
-                }
-            }
-        }
         if constexpr (kHeads) {
+            barrier_wait(&has_received, 0);
+            // x is done with: its ring takes what waits for a head's other tiles.
+            const uint32_t waiting = x_ring + lane * 16;
+#pragma unroll 1
+            for (int at = warp; at < 2 * own; at += kUnitWarps) {
+                int i, row, n8, head, tile;
+                head_place(at, i, row, n8, head, tile);
+                float v[4] = {};
+                const uint32_t from = received + (at >> 1) * n_sums * 1024 + lane * 16 + (at & 1) * 8;
+#pragma unroll 2
+                for (int k = 0; k < n_sums; ++k)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const uint2 u = shared_load2(from + (2 * k + h) * 512);
+                        v[2 * h] += __uint_as_float(u.x);
+                        v[2 * h + 1] += __uint_as_float(u.y);
+                    }
+                begin_head(a, a.w[i], deal.packets, head, tile, row + r, n8 + 2 * q, lane, factors, now, true, v);
+                shared_store4(waiting + at * 512, make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])));
+            }
+#pragma unroll 1
+            for (int at = warp; at < 2 * own; at += kUnitWarps) {
+                int i, row, n8, head, tile;
+                head_place(at, i, row, n8, head, tile);
+                if (at != warp) {
+                    asked_rows = head_rows(a.heads, n8, lane, n_rows);
+                    asked_gains = head_gains(a.heads, head, tile, lane);
+                }
+                const uint4 u = shared_load4(waiting + at * 512);
+                float v[4] = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
+                end_head<kSplit == kTileHalfHeads>(a, deal.packets, asked_rows, head_turn(a.heads, asked_rows, asked_gains), head, tile, n8, lane, n_rows, now, true, v);
+            }
+        } else {
 #pragma unroll 1
             for (int g = warp; g < own; g += kUnitWarps) {
-                int p, t, n8;
-                place(g, p, t, n8);
-                const int i = weight_of(p), head = (a.w[i].first_column + row_of(p, i, 0)) >> 7;
+                int pair, t, n8;
+                place(first, g, pair, t, n8);
+                const int i = weight_of(pair), row = row_of(pair, i, t) + r, n0 = n8 + 2 * q;
+                const SkinnyWeight &w = a.w[i];
+                float old[4], gain[2];
+                if constexpr (!kGated) load_beside(a, w, row, [&](int e) { return n0 + e; }, n_rows, old, gain);
+                if (g == warp) barrier_wait(&has_received, pass & 1);
+                float v[kHalves][4] = {};
+                const uint32_t from = received + g * n_sums * kHalves * 512 + lane * 16;
+#pragma unroll 2
+                for (int s = 0; s < n_sums; ++s)
+#pragma unroll
+                    for (int h = 0; h < kHalves; ++h) {
+                        const uint4 u = shared_load4(from + (s * kHalves + h) * 512);
+                        v[h][0] += __uint_as_float(u.x); v[h][1] += __uint_as_float(u.y); v[h][2] += __uint_as_float(u.z); v[h][3] += __uint_as_float(u.w);
+                    }
+                const float by[2] = {deal.scale * factors[n0], deal.scale * factors[n0 + 1]};
+                const bool is_row[2] = {n0 < n_rows, n0 + 1 < n_rows};
+                if constexpr (kGated) {
 #pragma unroll 1
-                for (int h = 0; h < 2; ++h) {
-                    const uint4 u = shared_load4(received + (g * n_sums * 2 + h) * 512 + lane * 16);
-                    float both[4] = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
-                    end_head<kSplit == kTileHalfHeads>(a, deal.packets, head, head * 8 + 2 * ((p - deal.first_pair[i]) & 3) + h, n8, lane, n_rows, now, true, both);
+                    for (int h = 0; h < 2; ++h) {
+                        const float both[4] = {h ? v[0][2] : v[0][0], h ? v[0][3] : v[0][1], h ? v[1][2] : v[1][0], h ? v[1][3] : v[1][1]};
+                        if constexpr (kPlain) end_plain_gated(a, by, is_row, w.first_column + row + 8 * h, n0, both);
+                        else end_gated(a, row + 8 * h, [&](int e) { return n0 + e; }, n_rows, factors, both);
+                    }
+                } else if (row - r < w.rows) {
+                    const int tile = (w.first_column + row - r) >> 4;
+                    if constexpr (kPlain) end_plain(a, by, is_row, w.first_column + row, tile, n0, r == 0 && n_rows > 0, v[0], old, gain);
+                    else end_tile(a, w, tile, row, n0, n_rows, lane, factors, v[0], old, gain);
                 }
             }
         }

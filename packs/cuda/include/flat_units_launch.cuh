@@ -14,7 +14,7 @@ constexpr float unit_factor() {
 
 constexpr int kUnitShared = 224 << 10;  // of rings; 1 kB aligns them
 
-template <int kFormat, int kNT, int kSplit>
+template <int kFormat, int kNT, int kSplit, bool kPlain>
 int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *const *packed, const FlatPackets &packets) {
     using S = UnitsShape<kFormat, kNT>;
     using U = Unit<kFormat>;
@@ -27,6 +27,7 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
         a.w[i].scale *= unit_factor<kFormat>();
         if (kSplit != kTileGated || i == 0) n_pairs += kSplit == kTileGated ? (a.w[i].rows + 15) / 16 : (a.w[i].rows + 31) / 32;
     }
+    deal.scale = kSplit == kTileGated ? a.w[0].scale : a.scale * a.w[0].scale;
     const int n_clusters = l.ctx->n_processors / 2;
     deal.pairs_each = n_pairs / n_clusters;
     deal.pairs_left = n_pairs % n_clusters;
@@ -63,14 +64,16 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
                                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of x, %d rows of %d: CUDA driver error %d", a.max_rows, a.k, static_cast<int>(e));
     }
-    return launch_clusters(l, "flat", flat_units_kernel<kFormat, kNT, kSplit>, 2 * n_clusters, kUnitThreads, bytes, 2, x_map, a, deal);
+    return launch_clusters(l, "flat", flat_units_kernel<kFormat, kNT, kSplit, kPlain>, 2 * n_clusters, kUnitThreads, bytes, 2, x_map, a, deal);
 }
 
 template <int kFormat, int kNT>
 int32_t launch_flat_units_width(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets) {
-    if (a.act != PK_ACT_NONE && a.n_w == 2) return launch_flat_units<kFormat, kNT, kTileGated>(l, a, packed, packets);
-    if (a.heads.q && a.heads.kv_format == PK_F16) return launch_flat_units<kFormat, kNT, kTileHalfHeads>(l, a, packed, packets);
-    return a.heads.q ? launch_flat_units<kFormat, kNT, kTileHeads>(l, a, packed, packets) : launch_flat_units<kFormat, kNT, kTileWhole>(l, a, packed, packets);
+    const bool gated = a.act != PK_ACT_NONE && a.n_w == 2, plain = is_plain(a, gated);
+    if (gated) return plain ? launch_flat_units<kFormat, kNT, kTileGated, true>(l, a, packed, packets) : launch_flat_units<kFormat, kNT, kTileGated, false>(l, a, packed, packets);
+    if (a.heads.q && a.heads.kv_format == PK_F16) return launch_flat_units<kFormat, kNT, kTileHalfHeads, false>(l, a, packed, packets);
+    if (a.heads.q) return launch_flat_units<kFormat, kNT, kTileHeads, false>(l, a, packed, packets);
+    return plain ? launch_flat_units<kFormat, kNT, kTileWhole, true>(l, a, packed, packets) : launch_flat_units<kFormat, kNT, kTileWhole, false>(l, a, packed, packets);
 }
 
 template <int kFormat>
