@@ -42,7 +42,10 @@ def hold_until_ns(engine: Engine, now_ns: int) -> int:
 def price_us(cost: CostModel, step: Step, chunks: Sequence[Chunk]) -> float:
     """What a step is expected to take: one of decode rows alone as such were measured last, beside a part of the device as much longer as such were."""
     us = (cost.decode_us if chunks else cost.quiet_us)(step.n_decode)
-    us += sum([cost.chunk_us(n, request.done_tokens - n) for request, n, _ in chunks]) + (cost.chunk_us(step.n_more, 0) if step.n_more else 0.0)
+    if chunks:
+        us += sum([cost.chunk_us(n, request.done_tokens - n) for request, n, _ in chunks])
+    if step.n_more:
+        us += cost.chunk_us(step.n_more, 0)
     return us * cost.beside if step.is_beside else us
 
 
