@@ -48,9 +48,10 @@ Pool = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 """Open connections that nobody uses. Clients keep theirs, and so does this one."""
 
 
-async def events(host: str, port: int, path: str, body: bytes, key: str, pool: Pool | None = None) -> AsyncIterator[bytes]:
+async def events(host: str, port: int, path: str, body: bytes, key: str, pool: Pool | None = None, session: str = "") -> AsyncIterator[bytes]:
     """The data of each event of a streamed answer. Raises: RuntimeError for any status but 200."""
     auth = f"authorization: Bearer {key}\r\n" if key else ""
+    auth += f"x-session-id: {session}\r\n" if session else ""
     kept = "keep-alive" if pool is not None else "close"
     head = f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\n{auth}content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: {kept}\r\n\r\n"
     status, is_done = b"", False

@@ -1,6 +1,6 @@
 """Minutes or hours of load with clients that go away: memory, file descriptors, pages and pace by the minute, and what is left at the end.
 
-Usage: python -m bench.soak MODEL --minutes 60 [--streams 128] [--vocab N] [--every 60] [--abort 0.1] [--idle 10] [--machine NAME] [--options ...runner flags]
+Usage: python -m bench.soak MODEL --minutes 60 [--streams 128] [--vocab N] [--every 60] [--abort 0.1] [--sessions 0.5] [--idle 10] [--machine NAME] [--options ...runner flags]
 Prompts of 16 to 512 tokens, half of them with a beginning that others have; answers of 8 to 256. A share of the clients hangs up in the middle. At the end nothing
 runs: slots, pages and connections must be back, and no request may have been without an end. Then the runner is left alone: what it takes of the processor idle.
 Less than a minute tells much, too, with a small model, many aborts and a look every few seconds: growth is told per thousand requests, from the first third of the looks to the last.
@@ -71,7 +71,7 @@ async def client(a: argparse.Namespace, url: str, rng: random.Random, until: flo
         leave_after = rng.randrange(1, 64) if rng.random() < a.abort else 0
         body = json.dumps({"prompt": prompt, "max_tokens": rng.randrange(8, 257), "stream": True, "ignore_eos": True, "temperature": rng.choice((0, 0.8))}).encode()
         sent, times = time.perf_counter(), list[float]()
-        events = load.events(parts.hostname or "127.0.0.1", parts.port or 80, "/v1/completions", body, "")
+        events = load.events(parts.hostname or "127.0.0.1", parts.port or 80, "/v1/completions", body, "", session=f"{rng.random()}" if rng.random() < a.sessions else "")
         has_ended = False
         try:
             async with asyncio.timeout(a.timeout):
@@ -164,6 +164,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=2000)
     parser.add_argument("--abort", type=float, default=0.1)
+    parser.add_argument("--sessions", type=float, default=0.5, help="share of requests of a session that comes once and never again")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a request without an end is lost")
     parser.add_argument("--idle", type=float, default=10.0, help="seconds for which the runner is left alone at the end")
     parser.add_argument("--machine", default="")
