@@ -104,9 +104,9 @@ def test_the_device_has_no_gaps_at_128_streams() -> None:
     assert found["busy"] >= 0.99 and len(idle) <= 2
 
 
-@pytest.mark.parametrize(("cost", "most"), [("8b.fp8", 1.7), ("8b.bf16", 1.45)])
+@pytest.mark.parametrize(("cost", "most"), [("8b.fp8", 1.62), ("8b.bf16", 1.45)])
 def test_a_long_prompt_beside_streams_takes_little_longer_than_alone_and_most_gaps_stay_as_they_were(cost: str, most: float) -> None:
-    """In FP8 a chunk with 129 to 256 rows takes twice what as many tokens of a full step do: 1.45 would take gaps of seven and a half times (decision 0021)."""
+    """In FP8 a token of a chunk with 129 to 256 rows takes half as long again as one of a full step: 1.45 would take longer gaps (decision 0021)."""
     found = run_long(COSTS[cost], 65000)
     assert found["itl_p50"] <= 1.25 and found["ttft"] <= most and found["itl_p99"] <= 6.5
 
