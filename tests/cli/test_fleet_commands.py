@@ -174,6 +174,7 @@ def test_run_without_a_prompt_and_without_a_terminal_is_a_usage_error(paddock, m
 def test_run_passes_the_runners_refusal_on(paddock, model_file):
     done = paddock("run", str(model_file), "too long", "--json")
     assert done.code == 2 and done.json["error"]["code"] == "context_length_exceeded" and "9 tokens" in done.json["error"]["message"]
+    assert "--ctx" in done.json["error"]["hint"]
 
 
 def test_stream_that_breaks_off_is_exit_11(paddock, tmp_path):

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from paddock_runner.errors import PaddockError, UsageError
+from paddock_runner.errors import ContextTooLong, PaddockError, UsageError
 
 from paddock_manager import paths
 from paddock_manager.commands import consent, files
@@ -115,6 +115,8 @@ def repl(session: Session, ui: Ui) -> int:
         except PaddockError as error:
             if not session.server.is_alive:
                 raise
+            if isinstance(error, ContextTooLong):
+                error.hint = "`/clear` forgets the conversation; a server with a larger context (--ctx) holds more of it"
             ui.fail(error)
 
 

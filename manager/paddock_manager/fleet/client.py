@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paddock_runner import errors
-from paddock_runner.errors import FileError, PaddockError, ShuttingDown, Unauthorized
+from paddock_runner.errors import ContextTooLong, FileError, PaddockError, ShuttingDown, Unauthorized
 
 from paddock_manager.fleet.state import Server
 
@@ -112,6 +112,8 @@ class Chat:
         if self._response.status != 200:
             trouble = error_of(self._response.status, self._response.read(1 << 20))
             self._connection.close()
+            if isinstance(trouble, ContextTooLong):
+                trouble.hint = "say less, ask for a shorter answer (--max-tokens), or take a larger context (--ctx)"
             if isinstance(trouble, Unauthorized):
                 trouble.hint = f"{server.name} was started with other keys: `paddock stop {server.name}`, then start it again"
             raise trouble
