@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import socket
@@ -83,6 +84,14 @@ def test_wrong_field_is_a_400_that_names_it(server: Live, path: str, change: dic
 def test_body_that_is_no_request_is_a_400(server: Live, body: bytes) -> None:
     answer = server.post(CHAT, content=body)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_encoded_body_is_told_as_that(server: Live) -> None:
+    with server.client() as client:
+        raw = json.dumps({"messages": ASK}).encode()
+        answer = client.post(CHAT, content=gzip.compress(raw), headers={"content-encoding": "gzip"})
+        assert answer.status_code == 400 and "encoded as 'gzip'" in answer.json()["error"]["message"]
+        assert client.post(CHAT, content=raw, headers={"content-encoding": "identity"}).status_code == 200
 
 
 def test_unknown_fields_are_accepted_and_named(server: Live) -> None:

@@ -46,7 +46,7 @@ class Call:
     async def body(self, max_bytes: int) -> bytes:
         """The whole body; where it is refused, the connection is closed behind the answer. Raises: as edge.body.whole."""
         try:
-            return await body.whole(self.receive, self.header("content-length"), max_bytes)
+            return await body.whole(self.receive, self.header("content-length"), max_bytes, self.header("content-encoding"))
         except (TooLarge, SlowBody):
             self.extra.append((b"connection", b"close"))
             raise

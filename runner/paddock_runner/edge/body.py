@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator, MutableMapping
 from typing import Any, Generic, TypeVar
 
-from ..errors import Cancelled, SlowBody, TooLarge
+from ..errors import Cancelled, SlowBody, TooLarge, UsageError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -42,12 +42,14 @@ def begin(work: Awaitable[Result]) -> Result | Rest[Result]:
         return found
 
 
-async def whole(receive: Receive, said: str, max_bytes: int) -> bytes:
-    """The whole body. said: its length as the request's head says it, or "".
+async def whole(receive: Receive, said: str, max_bytes: int, encoding: str = "") -> bytes:
+    """The whole body. said, encoding: its length and its encoding as the request's head says them, or "".
 
-    Raises: TooLarge as soon as it is, SlowBody when it comes too slowly (then the connection is to be closed behind the
+    Raises: UsageError when it is encoded, TooLarge as soon as it is, SlowBody when it comes too slowly (then the connection is to be closed behind the
     answer), Cancelled when the client left while sending.
     """
+    if encoding.lower() not in ("", "identity"):
+        raise UsageError(f"the request's body is encoded as {encoding[:40]!r}", "send it as it is, without content-encoding")
     if said.isdigit() and int(said) > max_bytes:
         raise _too_large(int(said), max_bytes)
     message = begin(receive())

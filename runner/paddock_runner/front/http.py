@@ -90,7 +90,7 @@ class Exchange:
         Raises: TooLarge as soon as it is, SlowBody when it comes too slowly, Cancelled when the client left while sending.
         """
         try:
-            return await whole(self._receive, self.header(b"content-length"), max_bytes)
+            return await whole(self._receive, self.header(b"content-length"), max_bytes, self.header(b"content-encoding"))
         except (TooLarge, SlowBody):
             self.extra.append((b"connection", b"close"))
             raise
