@@ -277,7 +277,7 @@ def test_paths_that_are_looked_at_first_need_no_key(paddock, models):
     server = {**serve(paddock, models[:2], "--budget", "200"), "key": ""}
     assert ask(server, "GET", "/")[:2] == (200, "Paddock is running")
     assert ask(server, "HEAD", "/")[:2] == (200, "")
-    assert "version" in ask(server, "GET", "/version")[1] and ask(server, "GET", "/api/version")[0] == ask(server, "GET", "/ping")[0] == 200
+    assert ask(server, "GET", "/api/version")[1]["paddock"] == ask(server, "GET", "/version")[1]["version"] and ask(server, "GET", "/api/version")[0] == ask(server, "GET", "/ping")[0] == 200
     assert ask(server, "GET", "/v1/models")[0] == ask(server, "GET", "/api/tags")[0] == 401
 
 

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from paddock_runner.edge.lists import SPOKEN
 from paddock_runner.text.folder_tokenizer import tokenizer_from_folder
 
 from tests.conformance.test_runner_process import ASK, Runner, pytestmark, running
@@ -220,5 +221,6 @@ def test_ollamas_clients_get_the_same_vectors_and_nothing_is_cut(embedder: Runne
 def test_paths_that_are_looked_at_first_need_no_key(embedder: Runner) -> None:
     assert httpx.get(embedder.url + "/").text == "Paddock is running" and httpx.head(embedder.url + "/").status_code == 200
     assert httpx.get(embedder.url + "/ping").json()["status"] == "ready"
-    assert httpx.get(embedder.url + "/version").json() == httpx.get(embedder.url + "/api/version").json() != {}
+    ours, spoken = (httpx.get(embedder.url + path).json() for path in ("/version", "/api/version"))
+    assert spoken == {"version": SPOKEN, "paddock": ours["version"]} and tuple(map(int, SPOKEN.split("."))) >= (0, 6, 4)
     assert httpx.get(embedder.url + "/nothing").json()["error"]["code"] == "unknown_path"

@@ -30,7 +30,9 @@ class Own:
         """The answer at a path of OPEN."""
         if path == "/":
             return "Paddock is running"
-        if path.endswith("/version"):
+        if path == "/api/version":
+            return lists.ollama_version(our_version())
+        if path == "/version":
             return {"version": our_version()}
         return {"status": "ready", "models": len(self._pool.entries)}
 

@@ -12,6 +12,8 @@ from typing import Any
 from ..errors import UsageError
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+SPOKEN = "0.11.0"
+"""The version of Ollama whose API is spoken here. Clients refuse servers that are below the one they need (VS Code's: 0.6.4), so it is what /api/version tells."""
 FOR_EVER = "2318-01-01T00:00:00Z"
 """Until when Ollama's clients are told that a model stays loaded."""
 
@@ -57,6 +59,11 @@ def openai_entry(model: Listed) -> dict[str, Any]:
         "lifecycle": "active",
         "max_model_len": model.ctx_tokens, "context_length": model.ctx_tokens, "max_input_tokens": model.ctx_tokens, "max_tokens": model.ctx_tokens, **model.facts,
     }  # fmt: skip
+
+
+def ollama_version(ours: str) -> dict[str, Any]:
+    """The answer at /api/version. ours: Paddock's."""
+    return {"version": SPOKEN, "paddock": ours}
 
 
 def ollama_entry(model: Listed) -> dict[str, Any]:

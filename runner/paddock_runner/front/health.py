@@ -15,7 +15,7 @@ async def get_root(front: Front, exchange: Exchange) -> None:
 
 
 async def get_version(front: Front, exchange: Exchange) -> None:
-    """GET /version, /api/version: the version of Paddock."""
+    """GET /version: the version of Paddock."""
     await exchange.answer_json({"version": our_version()})
 
 

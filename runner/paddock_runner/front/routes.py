@@ -74,7 +74,7 @@ ROUTES = (
     Route("DELETE", "/mcp", mcp.get_mcp),
     Route("GET", "/api/tags", ollama_models.get_tags, OLLAMA),
     Route("GET", "/api/ps", ollama_models.get_running, OLLAMA),
-    Route("GET", "/api/version", health.get_version, OLLAMA, is_open=True),
+    Route("GET", "/api/version", ollama_models.get_version, OLLAMA, is_open=True),
     Route("POST", "/api/show", ollama_models.post_show, OLLAMA),
     Route("POST", "/api/pull", ollama_models.post_pull, OLLAMA),
     Route("POST", "/api/chat", ollama_chat.post_chat, OLLAMA, writes_text=True),

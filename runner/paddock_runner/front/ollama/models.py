@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from ...edge.lists import ollama_entry, ollama_loaded, ollama_show
+from ...edge.lists import ollama_entry, ollama_loaded, ollama_show, ollama_version
+from ...version import our_version
 from ..http import Exchange
 from ..service import Front, Shape
 from .fields import OllamaShow
 
 SHOW = Shape(OllamaShow)
 SHAPES = {"post_show": OllamaShow, "post_pull": OllamaShow}
+
+
+async def get_version(front: Front, exchange: Exchange) -> None:
+    """GET /api/version: the version of Ollama whose API is spoken, and Paddock's own."""
+    await exchange.answer_json(ollama_version(our_version()))
 
 
 async def get_tags(front: Front, exchange: Exchange) -> None:
