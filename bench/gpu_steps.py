@@ -43,12 +43,12 @@ def price(driver: Driver, rows: list[tuple[int, int]], starts: dict[int, np.ndar
 
 
 def packed(driver: Driver, rng: np.random.Generator, n_rows: int) -> None:
-    """A line: prompts of 128 tokens in a step with n_rows decode rows."""
+    """A line: prompts of 128 tokens in a step with n_rows decode rows, fewer where both are more than LONG: more draws than a server of that many slots has take another head."""
     found = []
     for n in PACKED:
-        starts = {slot: rng.integers(0, 150000, 128) for slot in range(LONG + 1, LONG + 1 + n)}
+        starts, beside = {slot: rng.integers(0, 150000, 128) for slot in range(LONG + 1, LONG + 1 + n)}, min(n_rows, LONG - n)
         if 128 * n + n_rows <= driver.device.state.max_step_tokens:
-            ms = price(driver, [(slot, 1) for slot in range(1, n_rows + 1)] + [(slot, 128) for slot in starts], starts, 3)
+            ms = price(driver, [(slot, 1) for slot in range(1, beside + 1)] + [(slot, 128) for slot in starts], starts, 3)
             found.append(f"({128 * n}, {ms:.2f})")
     sys.stdout.write(f"packed b{n_rows:3} {', '.join(found)}\n")
     sys.stdout.flush()
