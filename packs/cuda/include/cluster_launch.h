@@ -4,9 +4,8 @@
 
 namespace pk {
 
-template <class... P>
-int32_t allow_shared(const char *name, void (*kernel)(P...), int shared_bytes) {
-    return check(cudaFuncSetAttribute(reinterpret_cast<const void *>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name);
+inline int32_t allow_shared(const char *name, const void *kernel, int shared_bytes) {
+    return check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name);
 }
 
 inline cudaLaunchAttribute in_clusters(int n_blocks) {
@@ -27,7 +26,7 @@ inline cudaLaunchConfig_t grid_of(int64_t blocks, int threads, int shared_bytes)
 // cluster: blocks of one; 0: the kernel knows of none. It begins while the kernel before it ends, whatever the launch's `overlap`.
 template <class... P, class... A>
 int32_t launch_clusters(const Launch &l, const char *name, void (*kernel)(P...), int64_t blocks, int threads, int shared_bytes, int cluster, const A &...arguments) {
-    if (int32_t e = allow_shared(name, kernel, shared_bytes)) return e;
+    if (int32_t e = allow_shared(name, reinterpret_cast<const void *>(kernel), shared_bytes)) return e;
     cudaLaunchAttribute attributes[2] = {{}, in_clusters(cluster)};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -38,15 +37,19 @@ int32_t launch_clusters(const Launch &l, const char *name, void (*kernel)(P...),
     return check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 
-// Clusters of so many blocks that run at once.
-template <class... P>
-int32_t clusters_at_once(const char *name, void (*kernel)(P...), int64_t blocks, int threads, int shared_bytes, int cluster, int *n) {
+// Clusters of so many blocks that run at once on the multiprocessors of a stream (null: of the device); 0: nowhere are so many together.
+inline int32_t clusters_at_once(const char *name, const void *kernel, int64_t blocks, int threads, int shared_bytes, int cluster, cudaStream_t stream, int *n) {
     if (int32_t e = allow_shared(name, kernel, shared_bytes)) return e;
     cudaLaunchAttribute attribute = in_clusters(cluster);
     cudaLaunchConfig_t config = grid_of(blocks, threads, shared_bytes);
+    config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    return check(cudaOccupancyMaxActiveClusters(n, kernel, &config), name);
+    const cudaError_t e = cudaOccupancyMaxActiveClusters(n, kernel, &config);
+    if (e != cudaErrorInvalidClusterSize) return check(e, name);
+    cudaGetLastError();
+    *n = 0;
+    return PK_OK;
 }
 
 }  // namespace pk

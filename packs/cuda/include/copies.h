@@ -25,6 +25,8 @@ class Copies {
     // Number of the last copy on an address's page that may be under way; 0: none.
     uint64_t on(uint64_t device);
     bool is_idle() const { return given_ == done_; }
+    // Copies on the steps' stream so far.
+    uint64_t n_among_steps() const { return n_among_steps_; }
     // The steps' stream goes on when copy `number` is done.
     int32_t hold(pk_ctx &ctx, uint64_t number);
     // Waits until all are done.
@@ -40,7 +42,7 @@ class Copies {
     std::vector<cudaEvent_t> events_;
     std::map<uint64_t, std::pair<uint64_t, uint64_t>> ranges_;  // of device memory under way: begin to end, number
     std::vector<std::pair<uint64_t, uint64_t>> arrivals_;
-    uint64_t given_ = 0, done_ = 0;
+    uint64_t given_ = 0, done_ = 0, n_among_steps_ = 0;
     bool has_news_ = true;
 };
 

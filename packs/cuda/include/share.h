@@ -6,6 +6,7 @@
 #include "../../host/program.h"
 #include "../../host/step.h"
 #include "context.h"
+#include "slot_pages.h"
 
 namespace pk {
 
@@ -20,7 +21,7 @@ int32_t launch_shared(const Launch &l, const pk_op_attention &op, bool is_ahead)
 class SharedRows {
   public:
     // The first record that reads shared prefixes; -1 when none can. Others take part when their heads are as many.
-    void open(const pk_ctx &ctx, const Records &records, const pk_state &state);
+    void open(pk_ctx &ctx, const Records &records, const pk_state &state);
     int64_t record() const { return record_; }
     void write(const Step &step);  // page writes of a step
     bool any(const Step &step);    // do two rows of the step share?
@@ -31,7 +32,8 @@ class SharedRows {
     bool has_twins();
     int64_t record_ = -1;
     int32_t index_ = 0;
-    std::vector<int32_t> page_, found_;
+    std::shared_ptr<SlotPages> slots_;
+    std::vector<int32_t> found_;
 };
 
 }  // namespace pk

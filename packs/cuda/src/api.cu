@@ -5,18 +5,17 @@
 #include <stdexcept>
 #include <string>
 
-#include "../../beside.h"
 #include "../../copies.h"
 #include "../../host/format.h"
 #include "../../pack_digest.h"
 #include "../include/cold.cuh"
-#include "../include/copies.h"
 #include "../include/experts.cuh"
 #include "../include/format/rows.cuh"
 #include "../include/format/unit.cuh"
 #include "../include/invariant.h"
 #include "../include/memory.h"
-#include "../include/repack.cuh"
+#include "../include/parted.h"
+#include "full_context.h"
 #include "program.h"
 
 #ifndef PK_ARCH
@@ -42,15 +41,6 @@ bool is_kv(int32_t f) { return f == PK_F32 || f == PK_F16 || f == PK_BF16 || f =
 
 constexpr Support kSupport = {"cuda", PK_BF16, is_weight, is_plain, is_kv, is_copy, 1024, has_op};
 
-struct FullContext : pk_ctx {
-    RepackBuffers repacking;
-    cudaDeviceProp properties = {};
-    bool is_invariant = false;
-    Copies copies;
-};
-
-FullContext &full(pk_ctx *ctx) { return *static_cast<FullContext *>(ctx); }
-
 template <class Body>
 int32_t guarded(const char *name, const Body &body) {
     try {
@@ -69,10 +59,16 @@ template <class Body>
 int32_t on(pk_ctx *ctx, const char *name, const Body &body) {
     if (!ctx) return absent(name, "context");
     return guarded(name, [&]() -> int32_t {
-        std::lock_guard guard(ctx->busy);
+        std::lock_guard guard(whole(ctx).busy);
         if (int32_t e = check(cudaSetDevice(ctx->device), name)) return e;
         return body(full(ctx));
     });
+}
+
+// The same of a call that a part is not for: memory, weights and copies are the business of the context that was parted.
+template <class Body>
+int32_t on_whole(pk_ctx *ctx, const char *name, const Body &body) {
+    return on(ctx, name, [&](FullContext &c) { return is_part(&c) ? fail(PK_BAD_ARG, "%s: this context is a part; the one that was parted does that", name) : body(c); });
 }
 
 #if defined(PK_TCGEN05) || defined(PK_FP4_MMA) || defined(PK_FP4_EMULATED)
@@ -153,20 +149,21 @@ int32_t open(const pk_open_config &config, pk_ctx **out) {
 int32_t copy_through(FullContext &ctx, void *to, const void *from, int64_t n_bytes, cudaMemcpyKind kind, const char *name) {
     if (n_bytes < 0) return fail(PK_BAD_ARG, "%s: %lld bytes", name, (long long)n_bytes);
     if (n_bytes == 0) return PK_OK;
-    if (int32_t e = ctx.copies.settle()) return e;
+    if (int32_t e = whole(&ctx).copies.settle()) return e;
     if (int32_t e = check(cudaMemcpyAsync(to, from, n_bytes, kind, ctx.stream), name)) return e;
     return check(cudaStreamSynchronize(ctx.stream), name);
 }
 
 }  // namespace
 
-Copies &copies_of(pk_ctx *ctx) { return full(ctx).copies; }
+Copies &copies_of(pk_ctx *ctx) { return whole(ctx).copies; }
 
-bool is_invariant(const pk_ctx *ctx) { return static_cast<const FullContext *>(ctx)->is_invariant; }
+bool is_invariant(const pk_ctx *ctx) { return full(ctx).is_invariant; }
 
 const Packed *find_packed(pk_ctx *ctx, const pk_tensor &w) {
-    auto found = ctx->packed.find(w.data);
-    return found == ctx->packed.end() ? nullptr : &found->second;
+    const auto &packed = whole(ctx).packed;
+    auto found = packed.find(w.data);
+    return found == packed.end() ? nullptr : &found->second;
 }
 
 }  // namespace pk
@@ -205,13 +202,14 @@ int32_t pk_open(const pk_open_config *config, pk_ctx **out) {
 void pk_close(pk_ctx *ctx) {
     if (!ctx) return;
     cudaSetDevice(ctx->device);
+    drop_parts(full(ctx));
     full(ctx).copies.close();
     drop_repack_buffers(full(ctx));
     drop_cold(ctx);
     drop_fetches(ctx);
     while (!ctx->reserved.empty())
         if (memory_release(*ctx, ctx->reserved.begin()->first)) break;
-    cudaStreamDestroy(ctx->stream);
+    if (ctx->stream) cudaStreamDestroy(ctx->stream);
     cudaGetLastError();
     delete &full(ctx);
 }
@@ -222,7 +220,7 @@ int32_t pk_get_facts(pk_ctx *ctx, pk_facts *out) {
         std::memset(out, 0, sizeof *out);
         size_t free = 0, total = 0;
         if (int32_t e = check(cudaMemGetInfo(&free, &total), "facts")) return e;
-        out->run_ahead = 2;
+        out->run_ahead = is_part(&c) ? 1 : 2;
         out->activation = PK_BF16;
         out->memory_bytes = static_cast<int64_t>(total);
         out->free_bytes = static_cast<int64_t>(free);
@@ -244,7 +242,7 @@ int32_t pk_get_counters(pk_ctx *ctx, pk_counters *out) {
 }
 
 int32_t pk_alloc(pk_ctx *ctx, int32_t memory, int64_t n_bytes, uint64_t *out) {
-    return on(ctx, "alloc", [&](FullContext &c) -> int32_t {
+    return on_whole(ctx, "alloc", [&](FullContext &c) -> int32_t {
         if (!out) return absent("alloc", "out");
         if (memory != PK_MEMORY_DEVICE && memory != PK_MEMORY_PINNED) return fail(PK_BAD_ARG, "alloc: there is no memory kind %d", memory);
         return memory_alloc(c, memory, n_bytes, out);
@@ -252,29 +250,29 @@ int32_t pk_alloc(pk_ctx *ctx, int32_t memory, int64_t n_bytes, uint64_t *out) {
 }
 
 int32_t pk_free(pk_ctx *ctx, int32_t memory, uint64_t address) {
-    return on(ctx, "free", [&](FullContext &c) {
+    return on_whole(ctx, "free", [&](FullContext &c) {
         const int32_t e = c.copies.settle();
         return e ? e : memory_free(c, memory, address);
     });
 }
 
 int32_t pk_reserve(pk_ctx *ctx, int64_t n_bytes, uint64_t *out) {
-    return on(ctx, "reserve", [&](FullContext &c) { return out ? memory_reserve(c, n_bytes, out) : absent("reserve", "out"); });
+    return on_whole(ctx, "reserve", [&](FullContext &c) { return out ? memory_reserve(c, n_bytes, out) : absent("reserve", "out"); });
 }
 
 int32_t pk_attach(pk_ctx *ctx, uint64_t address, int64_t n_bytes) {
-    return on(ctx, "attach", [&](FullContext &c) { return memory_attach(c, address, n_bytes); });
+    return on_whole(ctx, "attach", [&](FullContext &c) { return memory_attach(c, address, n_bytes); });
 }
 
 int32_t pk_detach(pk_ctx *ctx, uint64_t address, int64_t n_bytes) {
-    return on(ctx, "detach", [&](FullContext &c) {
+    return on_whole(ctx, "detach", [&](FullContext &c) {
         const int32_t e = c.copies.settle();
         return e ? e : memory_detach(c, address, n_bytes);
     });
 }
 
 int32_t pk_release(pk_ctx *ctx, uint64_t address) {
-    return on(ctx, "release", [&](FullContext &c) {
+    return on_whole(ctx, "release", [&](FullContext &c) {
         const int32_t e = c.copies.settle();
         return e ? e : memory_release(c, address);
     });
@@ -291,14 +289,14 @@ int32_t pk_read(pk_ctx *ctx, void *host, uint64_t device, int64_t n_bytes) {
 int32_t pk_fill(pk_ctx *ctx, uint64_t device, int32_t byte, int64_t n_bytes) {
     return on(ctx, "fill", [&](FullContext &c) -> int32_t {
         if (n_bytes < 0) return fail(PK_BAD_ARG, "fill: %lld bytes", (long long)n_bytes);
-        if (int32_t e = c.copies.settle()) return e;
+        if (int32_t e = whole(&c).copies.settle()) return e;
         if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(device), byte, n_bytes, c.stream), "fill")) return e;
         return check(cudaStreamSynchronize(c.stream), "fill");
     });
 }
 
 int32_t pk_copy(pk_ctx *ctx, uint64_t to, uint64_t from, int64_t n_bytes) {
-    return on(ctx, "copy", [&](FullContext &c) -> int32_t {
+    return on_whole(ctx, "copy", [&](FullContext &c) -> int32_t {
         if (n_bytes < 0 || (n_bytes > 0 && (!to || !from)))
             return fail(PK_BAD_ARG, "copy: %lld bytes from %#llx to %#llx", (long long)n_bytes, (unsigned long long)from, (unsigned long long)to);
         return c.copies.give(c, to, from, n_bytes);
@@ -307,16 +305,8 @@ int32_t pk_copy(pk_ctx *ctx, uint64_t to, uint64_t from, int64_t n_bytes) {
 
 int32_t pk_copied(pk_ctx *ctx, uint64_t *given, uint64_t *done) {
     if (!given || !done) return absent("copied", !given ? "given" : "done");
-    return on(ctx, "copied", [&](FullContext &c) { return c.copies.count(given, done); });
+    return on_whole(ctx, "copied", [&](FullContext &c) { return c.copies.count(given, done); });
 }
-
-int32_t pk_part(pk_ctx *ctx, int32_t, pk_ctx **out) {
-    if (!ctx || !out) return absent("part", !ctx ? "context" : "out");
-    *out = nullptr;
-    return fail(PK_UNSUPPORTED, "part: this pack runs every step on the whole GPU");
-}
-
-int32_t pk_give_way(pk_ctx *ctx, int32_t) { return ctx ? fail(PK_BAD_ARG, "give_way: this context was not parted") : absent("give_way", "context"); }
 
 int32_t pk_packed_bytes(pk_ctx *ctx, const pk_source *source, int64_t *out) {
     if (!ctx || !source || !out) return absent("packed_bytes", "an argument");
@@ -327,7 +317,7 @@ int32_t pk_packed_bytes(pk_ctx *ctx, const pk_source *source, int64_t *out) {
 }
 
 int32_t pk_repack(pk_ctx *ctx, const pk_source *source, uint64_t device, int64_t n_bytes) {
-    return on(ctx, "repack", [&](FullContext &c) -> int32_t {
+    return on_whole(ctx, "repack", [&](FullContext &c) -> int32_t {
         if (!source || !source->data || !device) return absent("repack", "an argument");
         if (device % 128) return fail(PK_BAD_ARG, "repack: address %#llx is not a multiple of 128", (unsigned long long)device);
         Packed p;
@@ -347,7 +337,7 @@ int32_t pk_workspace_bytes(pk_ctx *ctx, const pk_state *state, const void *recor
         if (int32_t e = check_state(*state)) return e;
         if (int32_t e = list.read(records, n_bytes)) return e;
         if (int32_t e = check_records(list, *state, kSupport)) return e;
-        *out = program_scratch(c, list, *state);
+        *out = program_workspace(c, list, *state);
         return PK_OK;
     });
 }
@@ -363,7 +353,7 @@ int32_t pk_load(pk_ctx *ctx, const pk_state *state, const void *records, int64_t
         if (int32_t e = program->records.read(records, n_bytes)) return e;
         if (int32_t e = check_records(program->records, *state, kSupport)) return e;
         if (int32_t e = check_program(ctx, program->records, *state)) return e;
-        const int64_t need = program_scratch(c, program->records, *state);
+        const int64_t need = program_workspace(c, program->records, *state);
         if (!state->workspace || state->workspace_bytes < need) return fail(PK_BAD_ARG, "load: the workspace has %lld bytes, this program needs %lld", (long long)state->workspace_bytes, (long long)need);
         if (state->workspace % 256) return fail(PK_BAD_ARG, "load: the workspace at %#llx is not a multiple of 256", (unsigned long long)state->workspace);
         if (int32_t e = check(cudaStreamSynchronize(c.stream), "load")) return e;

@@ -111,7 +111,10 @@ int32_t Copies::give(pk_ctx &ctx, uint64_t to, uint64_t from, int64_t n_bytes) {
         event = events_[number % kEvents];
     }
     if (int32_t e = check(cudaMemcpyAsync(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), n_bytes, cudaMemcpyDefault, stream), "copy")) return e;
-    if (!is_beside) has_news_ = true;
+    if (!is_beside) {
+        has_news_ = true;
+        ++n_among_steps_;
+    }
     if (event == nullptr) return PK_OK;
     if (int32_t e = check(cudaEventRecord(event, stream), "copy")) return e;
     given_ = number;

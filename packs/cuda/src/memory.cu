@@ -28,18 +28,6 @@ int32_t driver_check(CUresult result, const char *what) {
     return fail(result == CUDA_ERROR_OUT_OF_MEMORY ? PK_OOM : PK_DEVICE, "%s: CUDA driver error %d", what, static_cast<int>(result));
 }
 
-template <class F>
-bool entry(const char *name, F *out) {
-    void *function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    if (cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found) != cudaSuccess || found != cudaDriverEntryPointSuccess) {
-        cudaGetLastError();
-        return false;
-    }
-    *out = reinterpret_cast<F>(function);
-    return true;
-}
-
 CUmemAllocationProp properties(const pk_ctx &ctx) {
     CUmemAllocationProp p = {};
     p.type = CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -141,6 +129,7 @@ bool can_register(const pk_ctx &ctx) {
 
 int32_t memory_open(pk_ctx &ctx) {
     Driver &d = ctx.driver;
+    auto entry = [](const char *name, auto *out) { return driver_entry(name, 12000, out); };
     const bool all = entry("cuMemAddressReserve", &d.reserve) && entry("cuMemAddressFree", &d.address_free) && entry("cuMemCreate", &d.create) &&
                      entry("cuMemRelease", &d.release) && entry("cuMemMap", &d.map) && entry("cuMemUnmap", &d.unmap) && entry("cuMemSetAccess", &d.set_access) &&
                      entry("cuMemGetAllocationGranularity", &d.granularity) && entry("cuTensorMapEncodeTiled", &d.encode_tiled);

@@ -9,6 +9,7 @@
 #include "../include/invariant.h"
 #include "../include/lone_draw.cuh"
 #include "../include/narrow.cuh"
+#include "../include/parted.h"
 #include "../include/skinny.cuh"
 
 #include <sched.h>
@@ -20,6 +21,9 @@
 
 namespace pk {
 namespace {
+
+constexpr int64_t kInfoBytes = 256;  // in front of the counters of what a part left
+static_assert(sizeof(StepInfo) <= kInfoBytes);
 
 int32_t launch_record(const Launch &l, const Record &record) {
     switch (record.op) {
@@ -46,10 +50,10 @@ int32_t launch_record(const Launch &l, const Record &record) {
 }
 
 // `shares`: rows may begin with the same pages. Launches follow each other; kernels that gain by a head start ask for it themselves (LOG.md, entry 6, N19).
-Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool decode_only, bool shares) {
+Launch launch_of(pk_program &p, const pk_program::View &view, int32_t max_tokens, int32_t max_samples, bool decode_only, bool shares) {
     Launch l;
-    l.ctx = p.ctx;
-    l.stream = p.ctx->stream;
+    l.ctx = view.ctx;
+    l.stream = view.ctx->stream;
     l.state = &p.state;
     l.info = p.info;
     l.ring = reinterpret_cast<uint64_t>(p.ring);
@@ -59,7 +63,7 @@ Launch launch_of(pk_program &p, int32_t max_tokens, int32_t max_samples, bool de
     l.max_tokens = max_tokens;
     l.max_samples = max_samples;
     l.decode_only = decode_only;
-    l.counters = reinterpret_cast<int32_t *>(p.state.workspace);
+    l.counters = view.counters;
     l.scratch = reinterpret_cast<uint8_t *>(p.state.workspace + kCounterBytes + share_bytes(p.state));
     l.scratch_bytes = p.state.workspace_bytes - kCounterBytes - share_bytes(p.state);
     if (shares && p.shared_rows.record() >= 0) {
@@ -105,9 +109,9 @@ int64_t end_of_draw(const pk_program &p, const Launch &l, int64_t i, const Guess
 }
 
 // In a step of one token or a few: what is launched together that begins with record i and ends before `end`. The record behind it; i when there is nothing.
-int64_t launch_together(const pk_program &p, const Launch &l, int64_t i, int64_t end, int32_t *status) {
+int64_t launch_together(const pk_program &p, const pk_program::View &view, const Launch &l, int64_t i, int64_t end, int32_t *status) {
     if (is_of_few_rows(l)) {
-        for (const FewRows &few : p.few_rows) {
+        for (const FewRows &few : view.few_rows) {
             if (few.first != i || few.last > end) continue;
             for (const FewRows::Part &part : few.parts) {
                 const bool fits = fits_few_rows(l, part.products);
@@ -122,12 +126,12 @@ int64_t launch_together(const pk_program &p, const Launch &l, int64_t i, int64_t
         }
     }
     if (!l.decode_only || l.max_tokens != 1) return i;
-    for (const Mixture &m : p.mixtures)
+    for (const Mixture &m : view.mixtures)
         if (m.first == i && m.last <= end) {
             *status = launch_mixture(l, m);
             return m.last;
         }
-    for (const Abreast &a : p.abreast)
+    for (const Abreast &a : view.abreast)
         if (a.first == i && a.last <= end) {
             *status = launch_abreast(l, a);
             return a.last;
@@ -136,7 +140,7 @@ int64_t launch_together(const pk_program &p, const Launch &l, int64_t i, int64_t
 }
 
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
-int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool with_ends, std::vector<cudaGraphNode_t> *passes = nullptr) {
+int32_t enqueue(pk_program &p, const pk_program::View &view, const Launch &l, int64_t first, int64_t end, bool with_ends, std::vector<cudaGraphNode_t> *passes = nullptr) {
     int32_t status = PK_OK;
     const GuessPart guess = guess_part(p.records);
     Launch at = l;
@@ -144,8 +148,8 @@ int32_t enqueue(pk_program &p, const Launch &l, int64_t first, int64_t end, bool
         if (l.decode_only && with_ends && i >= guess.first && i < guess.end) continue;
         if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
         if (status) break;
-        const persist::Run *run = l.share ? nullptr : persist::find_run(p.plans, l, i);
-        if (const int64_t next = launch_together(p, l, i, end, &status); next > i) {
+        const persist::Run *run = l.share ? nullptr : persist::find_run(view.plans, l, i);
+        if (const int64_t next = launch_together(p, view, l, i, end, &status); next > i) {
             i = next - 1;
         } else if (run && run->last <= end) {
             status = persist::launch_run(l, *run);
@@ -195,14 +199,14 @@ void drop(pk_program::Graph &g) {
 }
 
 // One graph of all records (without the two ends of a step when with_ends is false).
-int32_t capture(pk_program &p, const Launch &l, bool with_ends, pk_program::Graph *out) {
-    cudaStream_t stream = p.ctx->stream;
+int32_t capture(pk_program &p, const pk_program::View &view, const Launch &l, bool with_ends, pk_program::Graph *out) {
+    cudaStream_t stream = l.stream;
     const bool has_tail = with_ends && p.tail_at > 0 && p.tail_at < p.records.n();
     cudaGraphNode_t last = nullptr;
     if (int32_t e = check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture")) return e;
-    int32_t status = enqueue(p, l, 0, has_tail ? p.tail_at : p.records.n(), with_ends, &out->passes);
+    int32_t status = enqueue(p, view, l, 0, has_tail ? p.tail_at : p.records.n(), with_ends, &out->passes);
     if (has_tail) last = last_node(stream);
-    if (!status && has_tail) status = enqueue(p, l, p.tail_at, p.records.n(), with_ends);
+    if (!status && has_tail) status = enqueue(p, view, l, p.tail_at, p.records.n(), with_ends);
     const int32_t ended = check(cudaStreamEndCapture(stream, &out->graph), "capture");
     if (!status) status = ended;
     if (!status && last) status = find_tail(*out, last);
@@ -271,9 +275,7 @@ bool has_op(const pk_program &p, int32_t op) {
     return false;
 }
 
-}  // namespace
-
-int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_state &state) {
+int64_t scratch_of(const pk_ctx &ctx, const Records &records, const pk_state &state) {
     int64_t most = 0;
     for (int64_t i = 0; i < records.n(); ++i) {
         const Record &r = records[i];
@@ -288,6 +290,67 @@ int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_stat
         most = std::max(most, n);
     }
     return kCounterBytes + share_bytes(state) + (most + 255) / 256 * 256;
+}
+
+// Launches that serve several records, and a graph of each kind for each bucket of at most max_tokens.
+int32_t fill_view(pk_program &p, pk_program::View &view, const std::vector<int32_t> &sizes, int32_t max_tokens) {
+    pk_ctx &ctx = *p.ctx;
+    const bool is_step = has_op(p, PK_OP_PREPARE);
+    // A single product in a step is as fast on its own; programs that are run piece by piece may consist of one.
+    const Launch lone = launch_of(p, view, 1, 1, true, false);
+    // None of them where a row's numbers must not depend on its being alone.
+    if (!is_invariant(&ctx)) {
+        view.mixtures = find_mixtures(lone, p.records);
+        // Between mixtures the persistent kernel has single products only.
+        if (!view.mixtures.empty()) view.abreast = find_abreast(lone, p.records);
+        view.few_rows = find_few_rows(lone, p.records, view.mixtures);
+        persist::Taken taken;
+        for (const Mixture &m : view.mixtures) taken.emplace_back(m.first, m.last);
+        for (const Abreast &a : view.abreast) taken.emplace_back(a.first, a.last);
+        view.plans.emplace_back();
+        if (int32_t e = persist::make_plan(lone, p.records, 1, is_step ? 2 : 1, taken, &view.plans.back())) return e;
+        ctx.n_allocations += view.plans.back().memory != nullptr;
+        ctx.allocated_bytes += view.plans.back().n_bytes;
+    }
+    for (int32_t n : sizes) {
+        if (n < 1 || n > p.state.max_step_tokens) return fail(PK_BAD_ARG, "load: a bucket of %d tokens, it must be 1 to %d", n, p.state.max_step_tokens);
+        if (n > max_tokens) break;
+        view.buckets.emplace_back();
+        pk_program::Bucket &bucket = view.buckets.back();
+        bucket.n_tokens = n;
+        const int32_t samples = std::min(n, p.state.max_step_rows);
+        if (!is_step) continue;
+        if (int32_t e = capture(p, view, launch_of(p, view, n, samples, false, n > 2), true, &bucket.mixed)) return e;
+        if (n > std::min(p.state.n_slots, p.state.max_step_rows)) continue;
+        if (int32_t e = capture(p, view, launch_of(p, view, n, samples, true, false), true, &bucket.decode)) return e;
+        if (n < 2 || p.shared_rows.record() < 0) continue;
+        if (int32_t e = capture(p, view, launch_of(p, view, n, samples, true, true), true, &bucket.shared)) return e;
+    }
+    return check(cudaStreamSynchronize(view.ctx->stream), "load");
+}
+
+void drop(pk_program::View &view) {
+    for (auto &b : view.buckets) {
+        drop(b.mixed);
+        drop(b.decode);
+        drop(b.shared);
+    }
+    for (auto &plan : view.plans) persist::drop_plan(plan);
+    view = {};
+}
+
+// The smallest bucket for so many tokens, or null.
+pk_program::Bucket *find_bucket(pk_program::View &view, int32_t n_tokens) {
+    for (auto &b : view.buckets)
+        if (b.n_tokens >= n_tokens && b.mixed.exec) return &b;
+    return nullptr;
+}
+
+}  // namespace
+
+int64_t program_workspace(const pk_ctx &ctx, const Records &records, const pk_state &state) {
+    const pk_ctx *rest = rest_of(&ctx);
+    return std::max(scratch_of(ctx, records, state), rest ? scratch_of(*rest, records, state) : 0);
 }
 
 // Ops whose kernels add a row up in another order among others, or have not been tried: what layer has them.
@@ -309,6 +372,8 @@ int32_t check_program(pk_ctx *ctx, const Records &records, const pk_state &state
         int32_t status = PK_OK;
         if (const char *layer = varying_layer(r.op); layer && is_invariant(ctx))
             return fail(PK_UNSUPPORTED, "op %lld: %s; the CUDA pack has no kernels for it whose numbers of a row depend on the row alone", (long long)i, layer);
+        // Two steps at once would fill one cache.
+        if (r.op == PK_OP_EXPERTS_FETCHED && is_part(ctx)) return fail(PK_UNSUPPORTED, "op %lld: fetched experts; the CUDA pack has them on all processors only, not in a part", (long long)i);
         if (r.op == PK_OP_EXPERTS) status = check_experts(ctx, r.as<pk_op_experts>(), i);
         if (r.op == PK_OP_MAMBA) status = check_mamba(r.as<pk_op_mamba>(), i);
         if (r.op >= PK_OP_SOFTPLUS) status = check_rare_op(ctx, r, state, i);
@@ -335,8 +400,10 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     const int64_t ring_bytes = kRing * p.ring_bytes + (kRing + 1) * p.mask_bytes;
     while (p.tail_at < p.records.n() && p.records[p.tail_at].op != PK_OP_SAMPLE) ++p.tail_at;
     void *ring = nullptr, *consumed = nullptr;
-    if (int32_t e = check(cudaMalloc(reinterpret_cast<void **>(&p.info), sizeof(StepInfo)), "load")) return e;
-    if (int32_t e = check(cudaMemset(p.info, 0, sizeof(StepInfo)), "load")) return e;
+    pk_ctx *const rest = rest_of(&ctx);
+    const int64_t info_bytes = rest ? kInfoBytes + kCounterBytes : static_cast<int64_t>(sizeof(StepInfo));
+    if (int32_t e = check(cudaMalloc(reinterpret_cast<void **>(&p.info), info_bytes), "load")) return e;
+    if (int32_t e = check(cudaMemsetAsync(p.info, 0, info_bytes, ctx.stream), "load")) return e;
     if (int32_t e = check(cudaHostAlloc(&ring, ring_bytes, cudaHostAllocPortable | cudaHostAllocMapped), "load")) return e;
     p.ring = static_cast<uint8_t *>(ring);
     p.masks = p.ring + kRing * p.ring_bytes;
@@ -344,60 +411,30 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     p.consumed = static_cast<uint64_t *>(consumed);
     std::memset(consumed, 0, kConsumedBytes);
     ctx.n_allocations += 3;
-    ctx.allocated_bytes += ring_bytes + kConsumedBytes + static_cast<int64_t>(sizeof(StepInfo));
+    ctx.allocated_bytes += ring_bytes + kConsumedBytes + info_bytes;
     p.pool = find_pool(p.records);
     p.pooled = with_pool(p.state, p.pool);
+    p.slots = slot_pages(&ctx, p.state);
     p.shared_rows.open(ctx, p.records, p.state);
     if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(p.state.workspace), 0, kCounterBytes + share_bytes(p.state), ctx.stream), "load")) return e;
     std::vector<int32_t> sizes(buckets, buckets + (buckets ? n_buckets : 0));
     std::sort(sizes.begin(), sizes.end());
     sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
-    const bool is_step = has_op(p, PK_OP_PREPARE);
     p.guesses = has_op(p, PK_OP_GUESS);
-    // A single product in a step is as fast on its own; programs that are run piece by piece may consist of one.
-    const Launch lone = launch_of(p, 1, 1, true, false);
-    // None of them where a row's numbers must not depend on its being alone.
-    if (!is_invariant(&ctx)) {
-        p.mixtures = find_mixtures(lone, p.records);
-        // Between mixtures the persistent kernel has single products only.
-        if (!p.mixtures.empty()) p.abreast = find_abreast(lone, p.records);
-        p.few_rows = find_few_rows(lone, p.records, p.mixtures);
-        persist::Taken taken;
-        for (const Mixture &m : p.mixtures) taken.emplace_back(m.first, m.last);
-        for (const Abreast &a : p.abreast) taken.emplace_back(a.first, a.last);
-        p.plans.emplace_back();
-        if (int32_t e = persist::make_plan(lone, p.records, 1, is_step ? 2 : 1, taken, &p.plans.back())) return e;
-        ctx.n_allocations += p.plans.back().memory != nullptr;
-        ctx.allocated_bytes += p.plans.back().n_bytes;
-    }
-    for (int32_t n : sizes) {
-        if (n < 1 || n > p.state.max_step_tokens) return fail(PK_BAD_ARG, "load: a bucket of %d tokens, it must be 1 to %d", n, p.state.max_step_tokens);
-        pk_program::Bucket bucket;
-        bucket.n_tokens = n;
-        const int32_t samples = std::min(n, p.state.max_step_rows);
-        if (is_step) {
-            int32_t e = capture(p, launch_of(p, n, samples, false, n > 2), true, &bucket.mixed);
-            if (!e && n <= p.state.n_slots) e = capture(p, launch_of(p, n, samples, true, false), true, &bucket.decode);
-            if (!e && n <= p.state.n_slots && n >= 2 && p.shared_rows.record() >= 0) e = capture(p, launch_of(p, n, samples, true, true), true, &bucket.shared);
-            if (e) {
-                p.buckets.push_back(bucket);
-                return e;
-            }
-        }
-        p.buckets.push_back(bucket);
-    }
-    return check(cudaStreamSynchronize(ctx.stream), "load");
+    p.all.ctx = &ctx;
+    p.all.counters = reinterpret_cast<int32_t *>(p.state.workspace);
+    if (int32_t e = fill_view(p, p.all, sizes, p.state.max_step_tokens)) return e;
+    if (rest == nullptr || !has_op(p, PK_OP_PREPARE)) return PK_OK;
+    p.rest.ctx = rest;
+    p.rest.counters = reinterpret_cast<int32_t *>(reinterpret_cast<uint8_t *>(p.info) + kInfoBytes);
+    return fill_view(p, p.rest, sizes, kRestTokens);
 }
 
 void unload_program(pk_program &p) {
     cudaStreamSynchronize(p.ctx->stream);
     forget_cold(p.ctx);
-    for (auto &b : p.buckets) {
-        drop(b.mixed);
-        drop(b.decode);
-        drop(b.shared);
-    }
-    for (auto &plan : p.plans) persist::drop_plan(plan);
+    drop(p.all);
+    drop(p.rest);
     if (p.info) cudaFree(p.info);
     if (p.ring) cudaFreeHost(p.ring);
     if (p.consumed) cudaFreeHost(p.consumed);
@@ -409,20 +446,26 @@ static int32_t hold_for_copies(pk_program &p, const Step &step) {
     Copies &copies = copies_of(p.ctx);
     uint64_t given = 0, done = 0, most = 0;
     if (int32_t e = copies.count(&given, &done)) return e;
-    p.needs.resize(p.state.n_slots);
+    std::vector<int32_t> &owner = p.slots->owner;
+    std::vector<uint64_t> &needs = p.slots->needs;
     for (int32_t i = 0; i < step.head->n_pages; ++i) {
         const pk_page_write &w = step.pages[i];
         if (w.reserved == PK_PAGE_OF_POOL || w.page < 0) continue;
-        if (w.page >= static_cast<int64_t>(p.owner.size())) p.owner.resize(w.page + 1024, -1);
-        p.owner[w.page] = w.slot;
-        if (given != done) p.needs[w.slot] = std::max(p.needs[w.slot], copies.on(p.state.kv + w.page * p.state.kv_page_stride));
+        if (w.page >= static_cast<int64_t>(owner.size())) owner.resize(w.page + 1024, -1);
+        owner[w.page] = w.slot;
+        if (given != done) needs[w.slot] = std::max(needs[w.slot], copies.on(p.state.kv + w.page * p.state.kv_page_stride));
     }
     for (const auto &[address, number] : copies.take_arrivals()) {
         const uint64_t page = (address - p.state.kv) / p.state.kv_page_stride;
-        if (address >= p.state.kv && page < p.owner.size() && p.owner[page] >= 0) p.needs[p.owner[page]] = std::max(p.needs[p.owner[page]], number);
+        if (address >= p.state.kv && page < owner.size() && owner[page] >= 0) needs[owner[page]] = std::max(needs[owner[page]], number);
     }
-    for (int32_t i = 0; i < step.head->n_rows && given != done; ++i) most = std::max(most, p.needs[step.rows[i].slot]);
+    for (int32_t i = 0; i < step.head->n_rows && given != done; ++i) most = std::max(most, needs[step.rows[i].slot]);
     return most > done ? copies.hold(*p.ctx, most) : PK_OK;
+}
+
+// Copies go behind the steps of their own context: what a step of a part touches nobody copies until it is done.
+static void tell_copies(pk_program &p) {
+    if (!is_part(p.ctx)) copies_of(p.ctx).step_given();
 }
 
 int32_t step_program(pk_program &p, const pk_step_head *input) {
@@ -431,13 +474,10 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
     if (p.open.seq) return fail(PK_BAD_ARG, "step %llu: step %llu is not finished", (unsigned long long)input->seq, (unsigned long long)p.open.seq);
     const int64_t bytes = step_bytes(*input);
     if (bytes > p.ring_bytes) return fail(PK_BAD_ARG, "step %llu: the input has %lld bytes, a block of the ring takes %lld", (unsigned long long)input->seq, (long long)bytes, (long long)p.ring_bytes);
-    pk_program::Bucket *bucket = nullptr;
-    for (auto &b : p.buckets)
-        if (b.n_tokens >= input->n_tokens && b.mixed.exec) {
-            bucket = &b;
-            break;
-        }
-    if (!bucket) return fail(PK_BAD_ARG, "step %llu: %d tokens, the largest bucket has %d", (unsigned long long)input->seq, input->n_tokens, p.buckets.empty() ? 0 : p.buckets.back().n_tokens);
+    const bool on_rest = gives_way(p.ctx) && find_bucket(p.rest, input->n_tokens);
+    pk_program::View &view = on_rest ? p.rest : p.all;
+    pk_program::Bucket *bucket = find_bucket(view, input->n_tokens);
+    if (!bucket) return fail(PK_BAD_ARG, "step %llu: %d tokens, the largest bucket has %d", (unsigned long long)input->seq, input->n_tokens, view.buckets.empty() ? 0 : view.buckets.back().n_tokens);
     // A block of the ring is free when the device has read what it held.
     volatile uint64_t *consumed = p.consumed;
     for (uint64_t n = 0; p.n_begun >= kRing && *consumed < p.n_begun - kRing + 1; ++n)
@@ -449,16 +489,19 @@ int32_t step_program(pk_program &p, const pk_step_head *input) {
     p.shared_rows.write(step);
     const bool shares = p.shared_rows.any(step), shared = decode && bucket->shared.exec && shares;
     pk_program::Graph &graph = shared ? bucket->shared : decode ? bucket->decode : bucket->mixed;
+    if (step.n_held && is_part(p.ctx)) return fail(PK_BAD_ARG, "step %llu: rows of a part wait for no masks", (unsigned long long)input->seq);
     if (step.n_held && graph.tail.empty()) return fail(PK_BAD_ARG, "step %llu: %d rows wait for a mask, the program cannot be cut before it draws", (unsigned long long)input->seq, step.n_held);
     if (int32_t e = switch_off(graph, graph.tail, step.n_held > 0, &graph.is_cut)) return e;
     if (int32_t e = switch_off(graph, graph.passes, !shares, &graph.is_apart)) return e;
     if (int32_t e = hold_for_copies(p, step)) return e;
     expect_cold(p.ctx, p.state, input->seq, bucket->n_tokens);
+    if (int32_t e = begin_turn(p.ctx, on_rest)) return e;
     if (int32_t e = check(cudaGraphLaunch(graph.exec, p.ctx->stream), "step")) return e;
-    copies_of(p.ctx).step_given();
+    if (int32_t e = end_turn(p.ctx)) return e;
+    tell_copies(p);
     if (step.n_held) {
         const int32_t n = bucket->n_tokens;
-        p.open = {input->seq, input->n_rows, launch_of(p, n, std::min(n, p.state.max_step_rows), decode, shared || (!decode && n > 2))};
+        p.open = {input->seq, input->n_rows, &view, launch_of(p, view, n, std::min(n, p.state.max_step_rows), decode, shared || (!decode && n > 2))};
     }
     if (p.n_begun++ == 0) p.first_seq = input->seq;
     p.ctx->n_steps += 1;
@@ -472,9 +515,12 @@ int32_t finish_program(pk_program &p, const pk_finish_head *input) {
     std::memcpy(block, input, finish_bytes(p.state, input->n_masks));
     std::atomic_thread_fence(std::memory_order_seq_cst);
     p.open.seq = 0;
-    copies_of(p.ctx).step_given();
+    tell_copies(p);
+    const bool on_rest = p.open.view == &p.rest;
+    if (int32_t e = on_rest ? fork_rest(p.ctx) : begin_turn(p.ctx, false)) return e;
     if (int32_t e = launch_masks(p.open.launch, block, input->n_masks, p.open.n_rows)) return e;
-    return enqueue(p, p.open.launch, p.tail_at, p.records.n(), true);
+    if (int32_t e = enqueue(p, *p.open.view, p.open.launch, p.tail_at, p.records.n(), true)) return e;
+    return on_rest ? join_rest(p.ctx) : end_turn(p.ctx);
 }
 
 // Only the device knows how long a slot is: what the CPU pack refuses at pk_step is told here, once.
@@ -545,18 +591,19 @@ int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t 
     const int32_t max_tokens = std::max(n_tokens, 1), max_samples = std::max(n_samples, 1);
     const bool decode_only = n_rows == n_tokens;
     cudaStream_t stream = p.ctx->stream;
+    if (int32_t e = begin_turn(p.ctx, false)) return e;
     bool shares = false;
     if (int32_t e = p.shared_rows.any_on_device(s, n_rows, &shares)) return e;
     if (us == nullptr) {
         pk_program::Graph graph;
-        if (int32_t e = capture(p, launch_of(p, max_tokens, max_samples, decode_only, shares), false, &graph)) return e;
+        if (int32_t e = capture(p, p.all, launch_of(p, p.all, max_tokens, max_samples, decode_only, shares), false, &graph)) return e;
         int32_t status = PK_OK;
         for (int32_t i = 0; i < n_repeats && !status; ++i) status = check(cudaGraphLaunch(graph.exec, stream), "run");
         const int32_t ended = check(cudaStreamSynchronize(stream), "run");
         drop(graph);
         return status ? status : ended ? ended : check_cold(p.ctx);
     }
-    const Launch l = launch_of(p, max_tokens, max_samples, decode_only, shares);
+    const Launch l = launch_of(p, p.all, max_tokens, max_samples, decode_only, shares);
     if (l.share)
         if (int32_t e = launch_share(l, p.records[p.shared_rows.record()].as<pk_op_attention>())) return e;
     const int64_t n = p.records.n();

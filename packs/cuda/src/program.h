@@ -12,6 +12,7 @@
 #include "../include/mixture.cuh"
 #include "../include/persist/plan.h"
 #include "../include/share.h"
+#include "../include/slot_pages.h"
 
 struct pk_program {
     pk_ctx *ctx = nullptr;
@@ -31,17 +32,24 @@ struct pk_program {
         int32_t n_tokens = 0;
         Graph mixed, decode, shared;  // shared: as decode, with prefixes that rows share
     };
+    // What depends on the multiprocessors that a step runs on: all of the program's context, or what a part of it left.
+    struct View {
+        pk_ctx *ctx = nullptr;         // what is captured with; null: there is none
+        int32_t *counters = nullptr;   // zero between launches, or numbers of launches that count by the number of blocks
+        std::vector<Bucket> buckets;
+        std::vector<pk::Mixture> mixtures;     // of steps of one token, as the next
+        std::vector<pk::Abreast> abreast;
+        std::vector<pk::FewRows> few_rows;     // of steps of 2 to 32
+        std::vector<pk::persist::Plan> plans;  // of steps of few rows, fewest first
+    };
     // The step whose second half has still to come; seq 0: none.
     struct Open {
         uint64_t seq = 0;
         int32_t n_rows = 0;
+        const View *view = nullptr;
         pk::Launch launch;
     };
-    std::vector<Bucket> buckets;
-    std::vector<pk::Mixture> mixtures;     // of steps of one token, as the next
-    std::vector<pk::Abreast> abreast;
-    std::vector<pk::FewRows> few_rows;     // of steps of 2 to 32
-    std::vector<pk::persist::Plan> plans;  // of steps of few rows, fewest first
+    View all, rest;
     pk::StepInfo *info = nullptr;
     uint8_t *ring = nullptr;        // pinned, n_ring blocks of ring_bytes
     uint64_t *consumed = nullptr;   // pinned: blocks that the device has read
@@ -54,8 +62,7 @@ struct pk_program {
     uint64_t first_seq = 0;
     bool guesses = false;           // steps with draft rows run records that others leave out
     pk::SharedRows shared_rows;
-    std::vector<int32_t> owner;          // of a page: the slot whose table got it last
-    std::vector<uint64_t> needs;         // of a slot: the copy that its next row waits for
+    std::shared_ptr<pk::SlotPages> slots;
 };
 
 namespace pk {
@@ -63,9 +70,10 @@ namespace pk {
 constexpr int32_t kMostGridRows = 65535;  // of a grid's second side, along which many kernels have rows of tokens
 constexpr int32_t kRing = 4;
 constexpr int64_t kRingBytes = 4 << 20;
+constexpr int32_t kRestTokens = 512;  // of a step that may run on what a part left; larger ones have all, in turn with the part
 
-// Bytes of scratch of the largest launch of every record, the counters included.
-int64_t program_scratch(const pk_ctx &ctx, const Records &records, const pk_state &state);
+// Bytes of scratch of the largest launch of every record, the counters included, whatever multiprocessors its steps run on.
+int64_t program_workspace(const pk_ctx &ctx, const Records &records, const pk_state &state);
 // The ops of rare.h: whether there is one of that number, and one record of it.
 bool has_rare_op(int32_t op);
 int32_t launch_rare(const Launch &l, const Record &record);

@@ -184,8 +184,8 @@ __host__ __device__ inline int32_t staged_bytes(int32_t staging, int32_t k) {
 // kHalf: keys and values of all its phases are F16.
 template <int kRows, bool kHalf>
 int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks);
-// Whether all blocks can be there at once as clusters of two.
+// Whether all blocks can be there at once as clusters of two, on the multiprocessors of a stream; null: of the device.
 template <bool kHalf>
-bool fits_pairs(const Arguments &a, int n_blocks);
+bool fits_pairs(const Arguments &a, int n_blocks, cudaStream_t stream);
 
 }  // namespace pk::persist

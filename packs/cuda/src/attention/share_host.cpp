@@ -5,26 +5,26 @@
 
 namespace pk {
 
-void SharedRows::open(const pk_ctx &ctx, const Records &records, const pk_state &state) {
+void SharedRows::open(pk_ctx &ctx, const Records &records, const pk_state &state) {
     if (!can_share(state)) return;
     for (int64_t i = 0; i < records.n() && record_ < 0; ++i)
         if (records[i].op == PK_OP_ATTENTION && uses_share(&ctx, records[i].as<pk_op_attention>())) record_ = i;
     index_ = share_least() / state.page_tokens - 1;
-    page_.assign(state.n_slots, 0);
+    slots_ = slot_pages(&ctx, state);
     found_.reserve(state.max_step_rows);
 }
 
 void SharedRows::write(const Step &step) {
     if (record_ < 0) return;
     for (int32_t i = 0; i < step.head->n_pages; ++i)
-        if (step.pages[i].index == index_ && step.pages[i].reserved != PK_PAGE_OF_POOL) page_[step.pages[i].slot] = step.pages[i].page;
+        if (step.pages[i].index == index_ && step.pages[i].reserved != PK_PAGE_OF_POOL) slots_->shared[step.pages[i].slot] = step.pages[i].page;
 }
 
 bool SharedRows::any(const Step &step) {
     if (record_ < 0) return false;
     found_.clear();
     for (int32_t i = 0; i < step.head->n_rows; ++i)
-        if (const int32_t page = page_[step.rows[i].slot]) found_.push_back(page);
+        if (const int32_t page = slots_->shared[step.rows[i].slot]) found_.push_back(page);
     return has_twins();
 }
 

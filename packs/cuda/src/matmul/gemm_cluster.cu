@@ -7,7 +7,6 @@
 // scales. Weights are asked for before the kernels ahead are done, unless the launch may be idle. Assumes swizzled 128-byte
 // boxes (K padded to whole boxes). With an activation the first half of a tile is gate, the second up.
 #include <algorithm>
-#include <atomic>
 #include <type_traits>
 
 #include "../../include/cluster.cuh"
@@ -16,6 +15,7 @@
 #include "../../include/gemm_boxes.cuh"
 #include "../../include/gemm_store.cuh"
 #include "../../include/once.cuh"
+#include "../../include/parted.h"
 #include "../../include/ring_turn.cuh"
 #include "../../include/wgmma.cuh"
 #include "../../include/wgmma_skinny.cuh"
@@ -357,17 +357,9 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_cluster_kernel(const __grid_
 
 // Clusters of so many blocks that run at once.
 template <bool kIsFp8, int kM, int kWidth>
-int32_t most_clusters(const Launch &l, int blocks, int *n) {
-    static std::atomic<int> known[kMostParts + 1];
-    if (blocks == 1) {
-        *n = l.ctx->n_processors;
-        return PK_OK;
-    }
-    *n = known[blocks];
-    if (*n > 0) return PK_OK;
-    if (int32_t e = clusters_at_once("gemm_cluster", gemm_cluster_kernel<kIsFp8, kM, kWidth>, blocks * 64, kThreads, ClusterShape<kIsFp8, kM, kWidth>::kBytes, blocks, n)) return e;
-    known[blocks] = *n;
-    return PK_OK;
+int32_t clusters_of(const Launch &l, int n_blocks, int *n) {
+    *n = l.ctx->n_processors;
+    return n_blocks == 1 ? PK_OK : most_clusters(l.ctx, "gemm_cluster", reinterpret_cast<const void *>(gemm_cluster_kernel<kIsFp8, kM, kWidth>), n_blocks, kThreads, ClusterShape<kIsFp8, kM, kWidth>::kBytes, n);
 }
 
 // The product to be cut: tiles of rows of x, rows of its weights (gated: of one), K.
@@ -393,7 +385,7 @@ int32_t consider(const Launch &l, const Task &task, Cut *best) {
     for (int i = 0; i < task.n_w; ++i) all += (task.rows[i] + wide - 1) / wide * task.m_tiles;
     for (int parts = 1; parts <= kMostParts && parts <= n_steps; ++parts) {
         int clusters = 0;
-        if (int32_t e = most_clusters<kIsFp8, kM, kWidth>(l, parts, &clusters)) return e;
+        if (int32_t e = clusters_of<kIsFp8, kM, kWidth>(l, parts, &clusters)) return e;
         if (clusters == 0) continue;
         // A step of K: as a block does it, as so many get W from memory, and both operands through the second-level cache.
         auto step = [&](int64_t tiles) {

@@ -1,7 +1,6 @@
 // Even matmul (include/gemm_even.cuh): which products are even ones, how they are cut, and BF16's instances.
-#include <atomic>
-
 #include "../../include/even_launch.cuh"
+#include "../../include/parted.h"
 
 namespace pk {
 namespace {
@@ -108,13 +107,9 @@ int32_t launch_height(const Launch &l, const GemmArguments &a, int64_t max_rows,
 }  // namespace
 
 int32_t most_even_clusters(const Launch &l, int n_parts, int *n) {
-    static std::atomic<int> known[kMostParts + 1];
-    *n = n_parts == 1 ? l.ctx->n_processors : known[n_parts].load();
-    if (*n > 0) return PK_OK;
     using S = EvenShape<false, 128, 96, kEndFront>;
-    if (int32_t e = clusters_at_once("gemm_even", gemm_even_kernel<false, 128, 96, kEndFront>, n_parts * 64, S::kThreads, S::kBytes, n_parts, n)) return e;
-    known[n_parts] = *n;
-    return PK_OK;
+    *n = l.ctx->n_processors;
+    return n_parts == 1 ? PK_OK : most_clusters(l.ctx, "gemm_even", reinterpret_cast<const void *>(gemm_even_kernel<false, 128, 96, kEndFront>), n_parts, S::kThreads, S::kBytes, n);
 }
 
 bool is_even(const Launch &l, const GemmArguments &a, int64_t max_rows, bool is_fp8) {

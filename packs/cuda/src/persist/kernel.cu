@@ -359,11 +359,11 @@ int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks) {
 }
 
 template <bool kHalf>
-bool fits_pairs(const Arguments &a, int n_blocks) {
+bool fits_pairs(const Arguments &a, int n_blocks, cudaStream_t stream) {
     Arguments paired = a;
     paired.paired = 1;
     int n = 0;
-    return n_blocks % 2 == 0 && clusters_at_once("persist", persist_kernel<kHalf>, n_blocks, kThreads, layout_of(paired).end, 2, &n) == PK_OK && n >= n_blocks / 2;
+    return n_blocks % 2 == 0 && clusters_at_once("persist", reinterpret_cast<const void *>(persist_kernel<kHalf>), n_blocks, kThreads, layout_of(paired).end, 2, stream, &n) == PK_OK && n >= n_blocks / 2;
 }
 
 }  // namespace pk::persist
@@ -374,7 +374,7 @@ int32_t launch_rows(const Launch &, const Arguments &, int) {
     return fail(PK_UNSUPPORTED, "persist: this architecture has no such kernel");
 }
 template <bool kHalf>
-bool fits_pairs(const Arguments &, int) {
+bool fits_pairs(const Arguments &, int, cudaStream_t) {
     return false;
 }
 }  // namespace pk::persist
@@ -384,4 +384,4 @@ bool fits_pairs(const Arguments &, int) {
 #define PK_PERSIST_HALF false
 #endif
 template int32_t pk::persist::launch_rows<PK_PERSIST_ROWS, PK_PERSIST_HALF>(const pk::Launch &, const pk::persist::Arguments &, int);
-template bool pk::persist::fits_pairs<PK_PERSIST_HALF>(const pk::persist::Arguments &, int);
+template bool pk::persist::fits_pairs<PK_PERSIST_HALF>(const pk::persist::Arguments &, int, cudaStream_t);

@@ -1,6 +1,7 @@
 // Reads a program's records as phases of the persistent decode kernel. A run is a row of records that are phases, each of
 // which reads what the one before it wrote, or products beside each other that read the same; any other record ends it and is launched on its own.
 #include "../../include/persist/plan.h"
+
 #include "../../../rare.h"
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include "../../../host/guess.h"
 #include "../../include/format/unit.cuh"
 #include "../../include/gemm.cuh"
+#include "../../include/parted.h"
 
 namespace pk::persist {
 namespace {
@@ -521,7 +523,8 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
             m.phases = number_phases(b, &m.packets, rows);
             if (share_memory(m.phases, l.ctx->n_processors, &m.run.arguments)) {
                 m.run.is_half = std::any_of(m.phases.begin(), m.phases.end(), [](const Phase &p) { return p.kind == kAttend && p.attend.is_half; });
-                if (m.run.is_half ? fits_pairs<true>(m.run.arguments, l.ctx->n_processors) : fits_pairs<false>(m.run.arguments, l.ctx->n_processors)) m.run.arguments.paired = kPairedGroups;
+                const cudaStream_t asked = stream_of_questions(l.ctx);
+                if (m.run.is_half ? fits_pairs<true>(m.run.arguments, l.ctx->n_processors, asked) : fits_pairs<false>(m.run.arguments, l.ctx->n_processors, asked)) m.run.arguments.paired = kPairedGroups;
                 made.push_back(m);
                 i = next;
                 continue;
