@@ -16,12 +16,13 @@ struct FlatMaps {
 };
 
 // How a launch is dealt out: tiles of every block, blocks with one more, tiles a pass of a block at most, stages of the ring, stages of weights under way, the second and the
-// third weight's first tiles. scale: of all weights together, where an end is plain (flat_launch.cuh).
+// third weight's first tiles. scale: of all weights together, where an end is plain (flat_launch.cuh). sums: where a pass's sums lie, in bytes; 0: in the ring, which waits for them.
 // One line of the constants' cache, in which a launch's arguments are never found: with another line for each, the first weights are asked for a microsecond later.
 struct alignas(64) FlatDeal {
     int32_t each, more, n_passes, pass_tiles, base_tiles, n_stages, under_way, steps;  // steps: stages of K of a block
     int32_t first_tile[2], may_be_idle, pass_share;  // pass_share: 2^16 / n_passes, rounded up
     float scale;
+    int32_t sums;
 };
 
 // What is done with a sum that is neither stored as it is nor added to: rare, so that its code lies elsewhere.
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
     const uint32_t ring = (shared_address(raw) + 1023) & ~1023u;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = kPair == 2 ? blockIdx.x & 1 : 0, me = blockIdx.x / kPair;
     const int w_pitch = deal.pass_tiles * S::kTileBytes, n_stages = deal.n_stages;
-    const uint32_t x_ring = ring + n_stages * w_pitch, received = x_ring + n_stages * S::kXBytes, x_factors = received + S::kReceived;
+    const uint32_t x_ring = ring + n_stages * w_pitch, received = x_ring + n_stages * S::kXBytes, x_factors = received + S::kReceived, sums = ring + deal.sums;
     const int begin = me * deal.each + min(me, deal.more), end = begin + deal.each + (me < deal.more), n_passes = min(deal.n_passes, end - begin);
     if (lane == 0) {
 #pragma unroll 1
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             }
             for (int pass = 0; pass < n_passes; ++pass) {
                 const int first = pass_begin(pass), n_here = pass_begin(pass + 1) - first;
-                if (pass > 0) barrier_wait(&is_summed, (pass - 1) & 1);
+                if (pass > 0 && deal.sums == 0) barrier_wait(&is_summed, (pass - 1) & 1);
                 // A lane's own copy: of a tile, or of a half of it, or (gated) of what all passes have and of one tile more.
                 const int base = deal.base_tiles;
                 bool copies;
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             int stage = 0;
             uint32_t phase = 0;
             for (int pass = 0; pass < n_passes; ++pass) {
-                if (pass > 0) barrier_wait(&is_summed, (pass - 1) & 1);
+                if (pass > 0 && deal.sums == 0) barrier_wait(&is_summed, (pass - 1) & 1);
 #pragma unroll 1
                 for (int s = 0; s < n_stage_steps; ++s) {
                     barrier_wait(empty + stage, phase ^ 1);
@@ -320,14 +321,14 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                     phase ^= 1;
                 }
             }
-            // Everybody is done with the ring, which holds the sums now.
+            // Everybody is done with the ring, which may hold the sums now, and with the sums of the pass before.
             asm volatile("bar.sync 1, %0;" ::"n"(kFlatWarps * 32) : "memory");
 #pragma unroll
             for (int t = 0; t < kT; ++t)
                 if (t * kWM + wm < n_here)
 #pragma unroll
                     for (int n = 0; n < S::kN8; ++n)
-                        asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(ring + (((wk * deal.pass_tiles + t * kWM + wm) * S::kN8 + n) * 32 + lane) * 16), "f"(acc[t][n][0]), "f"(acc[t][n][1]), "f"(acc[t][n][2]), "f"(acc[t][n][3]) : "memory");
+                        asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(sums + (((wk * deal.pass_tiles + t * kWM + wm) * S::kN8 + n) * 32 + lane) * 16), "f"(acc[t][n][0]), "f"(acc[t][n][1]), "f"(acc[t][n][2]), "f"(acc[t][n][3]) : "memory");
             asm volatile("bar.sync 1, %0;" ::"n"(kFlatWarps * 32) : "memory");
         }
         auto add = [&](float (&sum)[4], uint32_t from) {
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
         auto sum_of = [&](int fragment, float (&sum)[4]) {
             sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
 #pragma unroll
-            for (int k = 0; k < S::kWK; ++k) add(sum, ring + ((k * deal.pass_tiles * S::kN8 + fragment) * 32 + lane) * 16);
+            for (int k = 0; k < S::kWK; ++k) add(sum, sums + ((k * deal.pass_tiles * S::kN8 + fragment) * 32 + lane) * 16);
         };
         if (kPair == 2 && is_real) {
 #pragma unroll 1

@@ -1,12 +1,16 @@
 // Launches of the flat kernel (flat.cuh): how it is dealt out, its maps of weights and x.
 #pragma once
+#include <algorithm>
+
 #include "cluster_launch.h"
 #include "flat.cuh"
 
 namespace pk {
 
-// Of shared memory, the rings; of them, weights under way: with more, x would queue behind them.
-constexpr int kFlatRingBytes = 200 << 10, kFlatUnderWay = 64 << 10;
+// Of shared memory, the rings; weights under way on all multiprocessors: with more, x would queue behind them.
+constexpr int kFlatRingBytes = 200 << 10, kFlatUnderWay = 132 * 64 << 10;
+// Of rings and of sums beside them.
+constexpr int kFlatSharedBytes = 224 << 10;
 
 template <int kFormat, int kNT, int kWM, int kT, int kSteps, int kSplit, int kPair, bool kPlain>
 int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *const *packed, const FlatPackets &packets) {
@@ -50,14 +54,16 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
         if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of weight %d: CUDA driver error %d", i, static_cast<int>(e));
     }
     const int w_bytes = deal.pass_tiles * S::kTileBytes, stage_bytes = w_bytes + S::kXBytes + S::kFactorBytes;
-    deal.n_stages = (kFlatRingBytes - S::kReceived) / stage_bytes;
+    const int sums = kFlatWarps / kWM * deal.pass_tiles * S::kN8 * 512;
+    const bool apart = passes > 1;
+    deal.n_stages = ((apart ? std::min(kFlatRingBytes, kFlatSharedBytes - sums) : kFlatRingBytes) - S::kReceived) / stage_bytes;
     if (deal.n_stages > kFlatStages) deal.n_stages = kFlatStages;
-    deal.under_way = (kFlatUnderWay + w_bytes - 1) / w_bytes;
+    deal.under_way = (kFlatUnderWay / l.ctx->n_processors + w_bytes - 1) / w_bytes;
     if (deal.under_way > deal.n_stages) deal.under_way = deal.n_stages;
     const int units = (a.k + S::kStageK - 1) / S::kStageK;
     deal.steps = (units + kPair - 1) / kPair;
-    const int sums = kFlatWarps / kWM * deal.pass_tiles * S::kN8 * 512, ring = deal.n_stages * stage_bytes + S::kReceived;
-    const int bytes = (ring > sums ? ring : sums) + 1024;
+    const int ring = deal.n_stages * stage_bytes + S::kReceived, bytes = (apart ? ring + sums : std::max(ring, sums)) + 1024;
+    deal.sums = apart ? ring : 0;
     return launch_clusters(l, "flat", flat_kernel<kFormat, kNT, kWM, kT, kSteps, kSplit, kPair, kPlain>, blocks * kPair, S::kThreads, bytes, kPair == 2 ? 2 : 0, deal, maps, a, packets);
 }
 
