@@ -2,6 +2,7 @@
 
 Usage: python -m bench.longprefill MODEL [--pack PACK] [--streams 16] [--prompt 4000] [--rounds 3] [--threads N] [--machine NAME]
        [--policy long_delay=1.2 long_delay=2,deep_chunk_tokens=128 ...] [--guests 128 2048] [--share 0 0.5]
+MODEL is a checkpoint, or a size and format of bench.gpu_models (8b.bf16), whose weights are random.
 The engine runs in this process, without a front: gaps are times between steps that gave every stream a token. Each round measures the prompt
 alone, the streams alone, and both, so that what else the machine does falls on all three. Goals: gap p50 at most 1.25 and p99 at most 1.5 times
 of before, time to first token at most 1.4 times alone. The last two cannot both be had where decoding leaves no arithmetic unused (a CPU).
@@ -17,11 +18,14 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 from array import array
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from time import monotonic_ns, perf_counter
 
+from paddock_runner.blueprint.blueprint import Blueprint
 from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
@@ -31,6 +35,7 @@ from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.process import Runner
 from paddock_runner.engine.rehearsal import rehearse
 from paddock_runner.files.checkpoint import open_checkpoint
+from paddock_runner.files.view import TensorView
 from paddock_runner.memory.part import SHARE, parted
 from paddock_runner.memory.plan import PlanRequest, cpu_facts, cuda_facts, state_sizes
 from paddock_runner.pack.library import find_pack
@@ -39,24 +44,38 @@ from paddock_runner.wire.messages import Ask, Done, StepResult
 from paddock_runner.wire.port import EnginePort, FrontPort
 
 from bench import board
+from bench.gpu_models import SHAPES, blueprint, views
 
 STREAM_TOKENS = 4096
 RATIOS = ("itl_p50", "itl_p99", "ttft")
 
 
+Model = tuple[Blueprint, Mapping[str, TensorView]]
+
+
+def opened(name: str, ctx_tokens: int, folder: Path) -> Model:
+    """A model's shape and tensors: a checkpoint's, or made-up ones in that folder, for a context of so many tokens."""
+    size, _, format = name.rpartition(".")
+    if size in SHAPES:
+        plan = blueprint(size)
+        return replace(plan, max_ctx_tokens=max(plan.max_ctx_tokens, ctx_tokens)), views(plan, format, folder)
+    checkpoint = open_checkpoint(Path(name))
+    read = read_blueprint(checkpoint)
+    return read, tensors_by_name(checkpoint, read)
+
+
 class Scene:
     """One engine on one device, turned by hand."""
 
-    def __init__(self, options: argparse.Namespace, part: float) -> None:
-        checkpoint = open_checkpoint(Path(options.model))
-        blueprint = read_blueprint(checkpoint)
+    def __init__(self, model: Model, options: argparse.Namespace, part: float) -> None:
+        plan, tensors = model
         pack = Path(options.pack) if options.pack else find_pack("cpu")
         facts = cuda_facts(132) if "cuda" in pack.name else cpu_facts(options.threads or os.cpu_count() or 1)
-        ctx = min(blueprint.max_ctx_tokens, options.prompt + 64)
+        ctx = min(plan.max_ctx_tokens, options.prompt + 64)
         request = PlanRequest(ctx, options.streams + 1, facts, n_pages=ctx // 32 + options.streams * (min(ctx, STREAM_TOKENS) // 32) + 2)
-        sizes = parted(blueprint, state_sizes(blueprint, request), facts.kind, facts.n_processors, part, False)
-        self.device = build_device(Assembly(pack, sizes, request.kv_format, n_threads=options.threads), blueprint, tensors_by_name(checkpoint, blueprint))
-        self.n_vocab, self.sizes = blueprint.n_vocab, sizes
+        sizes = parted(plan, state_sizes(plan, request), facts.kind, facts.n_processors, part, False)
+        self.device = build_device(Assembly(pack, sizes, request.kv_format, n_threads=options.threads), plan, tensors)
+        self.n_vocab, self.sizes = plan.n_vocab, sizes
         self.random = random.Random(1)
         self.begin(Policy())
 
@@ -208,9 +227,9 @@ def measure(scene: Scene, options: argparse.Namespace) -> tuple[float, float, fl
     return p50, p99, ttft
 
 
-def measure_apart(options: argparse.Namespace, part: float) -> tuple[float, float, float]:
+def measure_apart(model: Model, options: argparse.Namespace, part: float) -> tuple[float, float, float]:
     """The same on a device of its own, with that part of it for the prompt."""
-    scene = Scene(options, part)
+    scene = Scene(model, options, part)
     sys.stdout.write(f"{part:g} aside: ")
     found = measure(scene, options)
     scene.device.close()
@@ -232,10 +251,16 @@ def main() -> None:
     parser.add_argument("--policy", nargs="*", default=[], metavar="CHANGES")
     parser.add_argument("--guests", type=int, nargs="*", default=[], metavar="TOKENS")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run(opened(options.model, options.prompt + 64, Path(folder)), options)
+
+
+def run(model: Model, options: argparse.Namespace) -> None:
+    """What is asked for, on devices with each share."""
     kind = "cuda" if "cuda" in Path(options.pack).name else "cpu"
     *others, part = options.share or [SHARE[kind]]
-    found = [(f".aside_{other:g}", measure_apart(options, other)) for other in others]
-    scene = Scene(options, part)
+    found = [(f".aside_{other:g}", measure_apart(model, options, other)) for other in others]
+    scene = Scene(model, options, part)
     freeze()
     for changes in options.policy:
         scene.begin(policy_of(changes))
