@@ -41,7 +41,7 @@ from paddock_runner.engine.experts import put_away  # noqa: E402
 from paddock_runner.errors import PaddockError  # noqa: E402
 from paddock_runner.files.checkpoint import open_checkpoint  # noqa: E402
 from paddock_runner.files.view import TensorView  # noqa: E402
-from paddock_runner.memory.plan import MemoryPlan, PlanRequest, cpu_facts, cuda_facts, with_pages  # noqa: E402
+from paddock_runner.memory.plan import MemoryPlan, PlanRequest, cpu_facts, cuda_facts  # noqa: E402
 from paddock_runner.memory.solve import solver  # noqa: E402
 from paddock_runner.model import weights as loader  # noqa: E402
 from paddock_runner.pack import abi  # noqa: E402
@@ -81,6 +81,7 @@ class Ground:
     n_processors: int
     name: str
     index: int = 0
+    arch: str = ""
 
 
 def ground(kind: str, pack: Path | None, index: int) -> Ground:
@@ -91,7 +92,7 @@ def ground(kind: str, pack: Path | None, index: int) -> Ground:
     with Nvml() as nvml:
         gpu = nvml.gpus()[index]
     found = pack or next(find_pack(n) for n in hardware.pack_names(tuple(int(x) for x in (gpu.arch[3:-1], gpu.arch[-1]))))  # type: ignore[arg-type]
-    return Ground(found, kind, gpu.memory_bytes, gpu.free_bytes, gpu.n_processors, gpu.name, index)
+    return Ground(found, kind, gpu.memory_bytes, gpu.free_bytes, gpu.n_processors, gpu.name, index, gpu.arch)
 
 
 def opened(model: str, folder: Path) -> tuple[Blueprint, dict[str, TensorView]]:
@@ -108,15 +109,13 @@ def opened(model: str, folder: Path) -> tuple[Blueprint, dict[str, TensorView]]:
 
 def planned(blueprint: Blueprint, views: dict[str, TensorView], row: Row, at: Ground) -> MemoryPlan | None:
     """The runner's plan: full contexts for all slots, else the largest pool; None when it does not fit."""
-    facts = (cpu_facts if at.kind == "cpu" else cuda_facts)(at.n_processors, at.memory_bytes, at.free_bytes)
+    facts = cpu_facts(at.n_processors, at.memory_bytes, at.free_bytes) if at.kind == "cpu" else cuda_facts(at.n_processors, at.memory_bytes, at.free_bytes, arch=at.arch)
     model, _, kv = row.model.partition("@")
     gib = model.partition("+")[2]
     request = PlanRequest(min(row.ctx, blueprint.max_ctx_tokens), row.batch, facts, kv, expert_bytes=int(float(gib) * 2**30) if gib else None)
     answer = solver(blueprint, views, at.free_bytes, at.kind)
-    if answer.fits(request):
-        return answer.plan(request)
-    pages = answer.most_pages(request)
-    return answer.plan(with_pages(request, pages)) if pages else None
+    fitting = request if answer.fits(request) else answer.shrunk(request)
+    return answer.plan(fitting) if fitting else None
 
 
 class Steps:

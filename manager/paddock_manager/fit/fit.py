@@ -22,7 +22,6 @@ from paddock_runner.memory.plan import (
     chosen_format,
     cpu_facts,
     cuda_facts,
-    with_pages,
 )
 from paddock_runner.memory.solve import Solver, solver
 
@@ -178,8 +177,8 @@ def _verdict(answer: Solver, request: PlanRequest) -> tuple[MemoryPlan, str]:
     plan = answer.plan(request)
     if plan.peak_bytes <= answer.free_bytes:
         return plan, "tight" if answer.free_bytes - plan.peak_bytes < TIGHT_SHARE * answer.free_bytes else "fits"
-    pages = answer.most_pages(request)
-    return (answer.plan(with_pages(request, pages)), "shared") if pages else (plan, "no")
+    shrunk = answer.shrunk(request)
+    return (answer.plan(shrunk), "shared") if shrunk else (plan, "no")
 
 
 def request_of(blueprint: Blueprint, where: Where, wish: Wish) -> PlanRequest:
@@ -211,7 +210,7 @@ def on_host(threads: int | None = None, told_bytes: int = 0) -> Where:
 def on_gpu(gpu: Gpu) -> Where:
     """A GPU of this machine, with what is free on it now."""
     holders = tuple({"pid": h.pid, "name": h.name, "used_bytes": h.used_bytes} for h in gpu.holders)
-    facts = cuda_facts(gpu.n_processors, gpu.memory_bytes, gpu.free_bytes, gpu.name)
+    facts = cuda_facts(gpu.n_processors, gpu.memory_bytes, gpu.free_bytes, gpu.name, gpu.arch)
     measured = calibration.read(paths.places().home, gpu.name, gpu.driver)
     label = f"{gpu.name} ({gpu.uuid}, {gpu.arch})"
     return Where(calibration.applied(facts, measured), label, "measured", holders, measured, host().free_bytes)
@@ -227,7 +226,7 @@ def on_told(vram_bytes: int, arch: str) -> Where:
             f"{arch} is not an architecture that Paddock knows", "known: " + ", ".join(PROCESSORS), arch=arch
         )
     return Where(
-        cuda_facts(PROCESSORS[arch], vram_bytes, vram_bytes, arch),
+        cuda_facts(PROCESSORS[arch], vram_bytes, vram_bytes, arch, arch),
         f"{arch} with {vram_bytes / 2**30:.3g} GiB, as told",
         "told",
     )

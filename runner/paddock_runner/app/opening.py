@@ -19,7 +19,7 @@ from ..memory import calibration
 from ..memory.calibration import applied
 from ..memory.kinds import joined_format
 from ..memory.part import MOST_SHARE
-from ..memory.plan import DeviceFacts, MemoryPlan, PlanRequest, chosen_format, cpu_facts, cuda_facts, with_pages
+from ..memory.plan import DeviceFacts, MemoryPlan, PlanRequest, chosen_format, cpu_facts, cuda_facts
 from ..memory.solve import Solver, require_fit, solver
 from ..pack.library import find_pack
 
@@ -67,7 +67,7 @@ def choose_place(config: Config) -> Place:
                 "update the driver; --device cpu serves on the CPU",
             )
         free = min(gpu.memory.free_bytes, limit) if limit else gpu.memory.free_bytes
-        facts = cuda_facts(gpu.n_processors, gpu.memory.total_bytes, free, gpu.name)
+        facts = cuda_facts(gpu.n_processors, gpu.memory.total_bytes, free, gpu.name, hardware.pack_arch(gpu.capability))
         facts = applied(facts, calibration.read(config.home_folder, gpu.name, gpu.driver))
         pack = told or _cuda_pack(gpu)
         manifest = read_manifest(pack)  # its hash is compared by who loads it
@@ -157,7 +157,5 @@ def _bytes(gib: float) -> int | None:
 def _plan(answer: Solver, request: PlanRequest) -> MemoryPlan:
     """The plan with full contexts for every slot; else with the largest page pool that fits, at least one context."""
     if not answer.fits(request):
-        pages = answer.most_pages(request)
-        if pages:
-            return require_fit(answer, with_pages(request, pages))
+        request = answer.shrunk(request) or request
     return require_fit(answer, request)

@@ -14,7 +14,7 @@ import numpy as np
 from .. import log
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.kv_scales import Pair
-from ..errors import PackError
+from ..errors import PackError, UnsupportedError
 from ..files.view import TensorView
 from ..memory.arena import Arena, Buffer, arena, pack_scratch_bytes
 from ..memory.part import part_arrays, part_sizes, part_windows
@@ -117,7 +117,7 @@ def load_program(
 ) -> None:  # fmt: skip
     """All that is there beside weights. end: is told of every stage that is over. Raises: as fill_device."""
     site = _site(device, sizes, kept.format, blueprint, weights, caches)
-    part = device.part(sizes.part_processors) if sizes.part_tokens else None
+    part = _part(device, sizes) if sizes.part_tokens else None
     end("state")
     scratch = _scratch(device, sizes, blueprint)
     if "fp8" in layer_formats(blueprint, kept.format):
@@ -129,6 +129,15 @@ def load_program(
     if part is not None:
         _load_part(device, part, sizes, kept.format, blueprint, site)
     end("program")
+
+
+def _part(device: Device, sizes: StateSizes) -> Device | None:
+    """The part that reads long prompts aside; None where the device or its driver has none, and steps of prompts and of answers take turns."""
+    try:
+        return device.part(sizes.part_processors)
+    except UnsupportedError as error:
+        log.event("aside", off=str(error))
+        return None
 
 
 def format_ids(blueprint: Blueprint, kv_format: str) -> tuple[int, ...]:

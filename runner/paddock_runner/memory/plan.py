@@ -18,7 +18,7 @@ from ..formats.table import packed_bytes
 from .arena import arena, pack_scratch_bytes
 from .experts import MATRIX, ExpertLayers, expert_layers
 from .kinds import kv_token_bytes, latent_token_bytes, split_format, stored_bytes
-from .part import SHARE, part_arrays, part_sizes, part_windows, parted
+from .part import PARTED_ARCHS, SHARE, part_arrays, part_sizes, part_windows, parted
 from .state import (
     KV_BYTES,
     StateSizes,
@@ -58,6 +58,10 @@ INVARIANT_ROWS, PRODUCTS_PER_LAYER = 128, 6
 """Rows of a launch of a product where a row's numbers depend on the row alone; products that a layer has at most, but for those of heads and experts."""
 BESIDE_TOKENS = 512
 """Steps of more tokens never run beside a prompt that is read aside."""
+BESIDE_COUNTER_BYTES = 256 * 1024 + 256
+"""Counters of the graphs that run beside it, and what stands in front of them."""
+PARTS_BYTES = 8 * MIB
+"""Of the driver, for both parts of a device. Measured on an H200: 8.4 MB."""
 GRAPH_BYTES_PER_STREAM = 35 * 1024
 """What each stream of the residual adds: ten launches. From GRAPH_BYTES_PER_LAYER's dozen of launches, not measured."""
 GRAPH_BYTES_PER_LATENT_HEAD = 11 * 1024
@@ -91,7 +95,7 @@ class DeviceFacts:
     """What the plan must know of a device. kind: "cpu" or "cuda". n_processors: threads, or multiprocessors.
 
     activation_bytes: of one element of an activation. process_bytes: what a process takes on the device before it has a model, as
-    process_source says ("table", or "measured" on this machine).
+    process_source says ("table", or "measured" on this machine). prefill_share: of the processors, for the part that reads long prompts aside where nobody chose.
     """
 
     kind: str
@@ -103,17 +107,19 @@ class DeviceFacts:
     free_bytes: int = 0
     name: str = ""
     process_source: str = "table"
+    prefill_share: float = 0.0
 
 
 def cpu_facts(n_threads: int, memory_bytes: int = 0, free_bytes: int = 0) -> DeviceFacts:
     """The CPU pack with that many threads."""
-    return DeviceFacts("cpu", n_threads, 4, CPU_GRANULE_BYTES, ENGINE_PROCESS_BYTES, memory_bytes, free_bytes, "cpu")
+    return DeviceFacts("cpu", n_threads, 4, CPU_GRANULE_BYTES, ENGINE_PROCESS_BYTES, memory_bytes, free_bytes, "cpu", prefill_share=SHARE["cpu"])
 
 
-def cuda_facts(n_processors: int, memory_bytes: int = 0, free_bytes: int = 0, name: str = "") -> DeviceFacts:
-    """A CUDA device with that many multiprocessors."""
+def cuda_facts(n_processors: int, memory_bytes: int = 0, free_bytes: int = 0, name: str = "", arch: str = "") -> DeviceFacts:
+    """A CUDA device with that many multiprocessors. arch: its own, or that of its kernel pack."""
     context = n_processors * CUDA_CONTEXT_BYTES_PER_PROCESSOR
-    return DeviceFacts("cuda", n_processors, 2, CUDA_GRANULE_BYTES, context, memory_bytes, free_bytes, name)
+    share = SHARE["cuda"] if arch in PARTED_ARCHS else 0.0
+    return DeviceFacts("cuda", n_processors, 2, CUDA_GRANULE_BYTES, context, memory_bytes, free_bytes, name, prefill_share=share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +146,19 @@ class PlanRequest:
     is_invariant: bool = False
     prefill_share: float | None = None
 
+    @property
+    def chose_share(self) -> bool:
+        """Whether somebody did choose that part."""
+        return self.prefill_share is not None
+
+    @property
+    def share(self) -> float:
+        """The part of the processors that reads long prompts aside."""
+        return self.device.prefill_share if self.prefill_share is None else self.prefill_share
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_format", self.kv_format or KV_FORMAT[self.device.kind])
         is_away = self.expert_bytes is not None and self.device.kind == "cuda"
-        object.__setattr__(self, "prefill_share", SHARE[self.device.kind] if self.prefill_share is None else self.prefill_share)
         object.__setattr__(self, "max_step_tokens", self.max_step_tokens or (AWAY_STEP_TOKENS if is_away else STEP_TOKENS[self.device.kind]))
 
 
@@ -359,7 +374,7 @@ def complete(blueprint: Blueprint, weights: WeightSizes, load_bytes: int, reques
     """The plan once the weights are summed: solve.py calls this many times. Raises: UsageError."""
     n_slots = weights.n_expert_slots(request.expert_bytes)
     sizes, device = replace(state_sizes(blueprint, request), n_expert_slots=n_slots), request.device
-    sizes = parted(blueprint, sizes, device.kind, device.n_processors, request.prefill_share or 0.0, request.is_invariant)
+    sizes = parted(blueprint, sizes, device.kind, device.n_processors, request.share, request.is_invariant)
     layout = page_layout(blueprint, request.kv_format, sizes.page_tokens, sizes.n_window_pages > 0)
     windows = aligned(sizes.n_window_pages * layout.window_page_bytes) + sum(aligned(n) for n in window_arrays(sizes).values())
     pool = -(-sizes.n_pages * layout.page_bytes // device.granule_bytes) * device.granule_bytes
@@ -426,20 +441,20 @@ def _part_lines(blueprint: Blueprint, sizes: StateSizes, request: PlanRequest) -
 def graph_bytes(blueprint: Blueprint, sizes: StateSizes, panel_launches: float = 0, is_invariant: bool = False) -> int:
     """What the driver takes for the launch graphs of a GPU: one of mixed steps for every bucket, one of decode where all rows fit, and one of
     decode with shared prefixes where there are two rows to share. A layer with experts in host memory has a dozen launches more. Steps of many
-    tokens unpack weights, panel by panel; where long prompts are read aside, that part has graphs of its own, and steps of at most BESIDE_TOKENS have them twice; with is_invariant they have a launch for every 128 rows of a product instead."""
+    tokens unpack weights, panel by panel; with is_invariant they have a launch for every 128 rows of a product instead. Where long prompts are read aside, steps of at most BESIDE_TOKENS have their graphs twice, and
+    the part has graphs of its own: of mixed steps, and one of decode, since it has one row."""
     buckets = token_buckets(sizes.max_step_tokens)
-    beside = [n for n in buckets if n <= BESIDE_TOKENS] if sizes.part_tokens else []
-    n_graphs = sum(1 + (n <= sizes.n_slots) + (2 <= n <= sizes.n_slots) for n in buckets + beside)
-    if sizes.part_tokens:
-        n_graphs += len(token_buckets(sizes.part_tokens))
+    beside = [n for n in buckets if n <= BESIDE_TOKENS and sizes.part_tokens]
+    of_part = token_buckets(sizes.part_tokens) if sizes.part_tokens else []
+    n_graphs = sum(1 + (n <= sizes.n_slots) + (2 <= n <= sizes.n_slots) for n in buckets + beside) + sum(1 + (n == 1) for n in of_part)
     away = len(blueprint.layers) if sizes.n_expert_slots else 0
-    launches = sum(n > PANEL_TOKENS for n in buckets) * panel_launches
+    launches = sum(n > PANEL_TOKENS for n in buckets + beside + of_part) * panel_launches
     if is_invariant:
         launches = sum((n - 1) // INVARIANT_ROWS for n in buckets) * PRODUCTS_PER_LAYER * len(blueprint.layers)
     panels = int(launches * GRAPH_BYTES_PER_PANEL_LAUNCH)
     streams = sum(layer.has_streams for layer in blueprint.layers) * blueprint.n_streams
     layers = sum(_layer_graph_bytes(layer) for layer in blueprint.layers)
-    return n_graphs * (layers + streams * GRAPH_BYTES_PER_STREAM + away * GRAPH_BYTES_PER_LAYER) + panels
+    return n_graphs * (layers + streams * GRAPH_BYTES_PER_STREAM + away * GRAPH_BYTES_PER_LAYER) + panels + (BESIDE_COUNTER_BYTES + PARTS_BYTES if sizes.part_tokens else 0)
 
 
 def _layer_graph_bytes(layer: Layer) -> int:

@@ -10,10 +10,20 @@ from ..blueprint.blueprint import Blueprint
 from ..errors import WontFit
 from ..files.view import TensorView
 from .kinds import split_format
-from .plan import MemoryPlan, PlanRequest, WeightSizes, complete, largest_tensor_bytes, state_sizes, weight_sizes
+from .plan import (
+    MemoryPlan,
+    PlanRequest,
+    WeightSizes,
+    complete,
+    largest_tensor_bytes,
+    state_sizes,
+    weight_sizes,
+    with_pages,
+)
 from .state import KV_BYTES
 
 MAX_BATCH = 1024
+PART_PAGES = 32
 GIB = 1 << 30
 
 
@@ -52,6 +62,18 @@ class Solver:
         full, least = sizes.n_pages, sizes.slot_pages + 1
         extra = _largest(lambda n: self.fits(replace(request, n_pages=least + n - 1)), full - least + 1)
         return least + extra - 1 if extra else 0
+
+    def shrunk(self, request: PlanRequest) -> PlanRequest | None:
+        """The request with the largest pool that fits; None when one context does not. Where nobody chose how much of the device reads long prompts aside, no part of it does
+        so if its memory would take more than one page in PART_PAGES."""
+        pages = self.most_pages(request)
+        if request.chose_share:
+            return with_pages(request, pages) if pages else None
+        alone = replace(request, prefill_share=0.0)
+        most = self.most_pages(alone)
+        if pages * PART_PAGES < most * (PART_PAGES - 1):
+            request, pages = alone, most
+        return with_pages(request, pages) if pages else None
 
     def most_expert_bytes(self, request: PlanRequest) -> int:
         """The largest room for experts on the device (whole hundredths of a GiB) with which it fits, the others in host memory; 0 when none does."""

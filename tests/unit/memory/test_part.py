@@ -5,12 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from paddock_runner.blueprint.blueprint import Latent
 from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
+from paddock_runner.errors import UnsupportedError
 from paddock_runner.files.checkpoint import open_checkpoint
-from paddock_runner.memory.part import PART_TOKENS
-from paddock_runner.memory.plan import PlanRequest, cpu_facts, cuda_facts, plan, token_buckets
+from paddock_runner.memory.part import MOST_TILES, PART_TOKENS, TILE_TOKENS, can_part, part_tokens
+from paddock_runner.memory.plan import (
+    BESIDE_COUNTER_BYTES,
+    GRAPH_BYTES_PER_PANEL_LAUNCH,
+    PARTS_BYTES,
+    PlanRequest,
+    cpu_facts,
+    cuda_facts,
+    graph_bytes,
+    plan,
+    token_buckets,
+)
+from paddock_runner.memory.solve import solver
+from paddock_runner.memory.state import StateSizes
+from paddock_runner.pack.device import Device
 from paddock_runner.pack.library import find_pack
 
 from tests.golden.test_tiny import TINY
@@ -51,7 +66,43 @@ def test_nobody_said():
     blueprint, views = opened("llama")
     cpu = plan(blueprint, views, PlanRequest(128, 3, cpu_facts(4))).sizes
     assert (cpu.part_processors, cpu.part_tokens) == (2, PART_TOKENS["cpu"])
-    assert plan(blueprint, views, PlanRequest(128, 3, cuda_facts(132))).sizes.part_tokens == 0
+    assert plan(blueprint, views, PlanRequest(128, 3, cuda_facts(132, arch="sm_90a"))).sizes.part_processors == 84
+    assert plan(blueprint, views, PlanRequest(128, 3, cuda_facts(132, arch="sm_86"))).sizes.part_tokens == 0
+
+
+def test_a_part_is_left_out_where_its_memory_is_pages_that_are_lacking():
+    blueprint, views = opened("llama")
+    request = PlanRequest(128, 16, cuda_facts(132, arch="sm_90a"))
+    parted, lone = (plan(blueprint, views, replace(request, prefill_share=share)).peak_bytes for share in (None, 0.0))
+    assert lone < parted
+    tight = solver(blueprint, views, lone, "cuda")
+    assert not tight.fits(request)
+    found = tight.shrunk(request)
+    assert found is not None and tight.plan(found).sizes.part_tokens == 0 and tight.plan(found).sizes.n_pages == plan(blueprint, views, request).sizes.n_pages
+    assert tight.shrunk(replace(request, prefill_share=0.667)) is None
+
+
+def test_models_whose_kernels_never_ran_on_a_part_of_a_gpu_have_none():
+    blueprint, _ = opened("llama")
+    layer = blueprint.layers[0]
+    for other in (replace(layer, has_streams=True), replace(layer, attention=replace(layer.attention, latent=Latent(8, 4, 8, 8)))):
+        model = replace(blueprint, layers=(other, *blueprint.layers[1:]))
+        sizes = StateSizes(4, 128, 32, 64, 64, 64, 4)
+        assert not can_part(model, sizes, "cuda", False) and can_part(model, sizes, "cpu", False)
+
+
+def test_a_device_that_cannot_be_parted_has_steps_in_turn(monkeypatch, caplog):
+    def refuse(device: Device, n: int) -> Device:
+        raise UnsupportedError("part: the driver lacks green contexts")
+
+    monkeypatch.setattr(Device, "part", refuse)
+    blueprint, views = opened("llama")
+    found = plan(blueprint, views, PlanRequest(128, 3, cpu_facts(2), "f32", 96, 8))
+    assert found.sizes.part_tokens
+    with caplog.at_level("INFO", logger="paddock"):
+        device = build_device(Assembly(find_pack("cpu"), found.sizes, found.kv_format, n_threads=2), blueprint, views)
+    assert device.aside is None and "lacks green contexts" in caplog.text
+    device.close()
 
 
 def test_one_request_at_a_time_has_nobody_beside_it():
@@ -68,7 +119,25 @@ def test_a_gpu_has_graphs_for_both_sides():
     blueprint, views = opened("llama")
     request = PlanRequest(128, 16, cuda_facts(132), max_step_tokens=2560)
     lone, parted = plan(blueprint, views, request), plan(blueprint, views, replace(request, prefill_share=0.7))
-    assert parted.sizes.part_processors == 92 and parted.sizes.part_tokens == PART_TOKENS["cuda"]
-    n = len([b for b in token_buckets(2560) if b <= 512]) + sum((b <= 16) + (2 <= b <= 16) for b in token_buckets(2560)) + len(token_buckets(1024))
+    assert parted.sizes.part_processors == 92 and parted.sizes.part_tokens >= PART_TOKENS["cuda"]
+    n = len([b for b in token_buckets(2560) if b <= 512]) + sum((b <= 16) + (2 <= b <= 16) for b in token_buckets(2560)) + len(token_buckets(parted.sizes.part_tokens)) + 1
     each = lone.group_bytes("graphs") / (len(token_buckets(2560)) + sum((b <= 16) + (2 <= b <= 16) for b in token_buckets(2560)))
-    assert parted.group_bytes("graphs") == pytest.approx(lone.group_bytes("graphs") + n * each, rel=1e-6)
+    assert parted.group_bytes("graphs") == pytest.approx(lone.group_bytes("graphs") + n * each + BESIDE_COUNTER_BYTES + PARTS_BYTES, rel=1e-6)
+
+
+def test_steps_of_a_gpu_are_as_long_as_few_are_idle_in_the_last_turn():
+    blueprint, _ = opened("llama")
+    for n in (40, 84, 88, 92):
+        tokens = part_tokens(blueprint, "cuda", n)
+        items = blueprint.layers[0].attention.n_heads * tokens // TILE_TOKENS
+        assert PART_TOKENS["cuda"] <= tokens <= MOST_TILES * TILE_TOKENS and tokens % TILE_TOKENS == 0
+        assert tokens / -(-items // n) >= PART_TOKENS["cuda"] / -(-(blueprint.layers[0].attention.n_heads * PART_TOKENS["cuda"] // TILE_TOKENS) // n)
+
+
+def test_both_sides_unpack_weights_panel_by_panel():
+    blueprint, views = opened("llama")
+    request = PlanRequest(128, 16, cuda_facts(132), max_step_tokens=2560)
+    lone, parted = (plan(blueprint, views, replace(request, prefill_share=share)).sizes for share in (0.0, 0.7))
+    n = {sizes.part_tokens: (graph_bytes(blueprint, sizes, 100) - graph_bytes(blueprint, sizes)) // GRAPH_BYTES_PER_PANEL_LAUNCH for sizes in (lone, parted)}
+    of_part = sum(b > 256 for b in token_buckets(parted.part_tokens))
+    assert n == {0: 100 * sum(b > 256 for b in token_buckets(2560)), parted.part_tokens: n[0] + 100 * (2 + of_part)}
