@@ -62,7 +62,7 @@ class Storm:
         masked = rng.random() < self.masked_share and NAN_TOKEN not in prompt
         masks = self.some_masks(stop) if masked else []
         answer = rig.ask(
-            prompt, n, front, seed=seed, salt=salt, stop=stop, min_tokens=min_tokens, client=rng.randrange(3), priority=rng.choice((0, 0, 0, 1)),
+            prompt, n, front, seed=seed, salt=salt, stop=stop, min_tokens=min_tokens, client=rng.randrange(3), priority=rng.choice((-1, 0, 0, 1)),
             repetition_penalty=rng.choice((1.0, 1.0, 1.5)), use_mask=masked, n_logprobs=rng.choice((-1, -1, 0, 2)), deadline_ns=1 if rng.random() < 0.02 else 0,
         )  # fmt: skip
         ask_id = answer.ask.ask_id

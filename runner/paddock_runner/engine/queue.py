@@ -61,6 +61,7 @@ class WaitQueue:
         "_reached",
         "busy",
         "clients",
+        "highest",
         "last_arrival_ns",
         "n",
         "uncached_tokens",
@@ -71,8 +72,8 @@ class WaitQueue:
         self.clients: dict[int, Client] = {}
         self.busy: dict[int, Client] = {}
         """Those of them that have something open: all others could be thousands, one for each session that ever was."""
-        self.n = 0
-        """Requests that wait here."""
+        self.n = self.highest = 0
+        """Requests that wait here, and the highest priority that ever came."""
         self.last_arrival_ns = 0
         """When the front got the last one: it is read here between steps, many at a time after a long one."""
         self.uncached_tokens = 0
@@ -136,6 +137,7 @@ class WaitQueue:
             self.drop(loser)
         self._arrivals.append(request)
         self._n_away -= self._n_away > 0
+        self.highest = max(self.highest, request.priority)
         self.last_arrival_ns = max(self.last_arrival_ns, request.received_ns)
         self._enter(request, cached_tokens)
         return loser

@@ -426,10 +426,10 @@ class Scheduler:
     def yielder(self) -> Request | None:
         """Who makes way for the queue's head, when all slots or all pages are taken. Pages only as far as they are its client's part."""
         is_full = not self._slots.n_free
-        head = self.queue.head() if (is_full or self._is_stuck) and not self._policy.whole_prompts else None
-        if head is None or not (self.queue.is_contested or head.priority > self._lowest):
+        if not (is_full or self._is_stuck) or not (self.queue.is_contested or self.queue.highest > self._lowest) or self._policy.whole_prompts:
             return None
-        if not (is_full or self._ledger.pages_for(head.uncached_tokens) <= self._ledger.pool.n_usable // len(self.queue.busy)):
+        head = self.queue.head()
+        if head is None or not (is_full or self._ledger.pages_for(head.uncached_tokens) <= self._ledger.pool.n_usable // len(self.queue.busy)):
             return None
         decoding = [r for r in self._slots.request_of if r is not None and r.phase == Phase.DECODE]
         has_none = not any(r.client == head.client for r in (*self.prefilling, *self.aside, *self.preempted))
