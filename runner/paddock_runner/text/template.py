@@ -38,6 +38,18 @@ _HINT = "use /v1/completions (`paddock run --raw`), or a conversion of the model
 Message = Mapping[str, Any]
 
 
+class Function(dict[str, Any]):
+    """A tool's function as templates see it: what was told of it, and something harmless where they ask for what was not."""
+
+    def __missing__(self, key: str) -> Any:
+        """What a template reads that asks by name."""
+        if key == "description":
+            return ""
+        if key == "parameters":
+            return {"type": "object", "properties": {}}
+        raise KeyError(key)
+
+
 class TemplateRefused(UsageError):
     """The template cannot render this conversation, or says that it will not (facts: reason, "Type: text")."""
 
@@ -97,7 +109,7 @@ class ChatTemplate:
         (enable_thinking, reasoning_effort, ...). Raises: TemplateRefused; UnsupportedError when there is no (working) template.
         """
         adapted = self.adapt(messages)
-        variables: dict[str, Any] = {"messages": adapted, "tools": tools or None, "documents": documents or None}
+        variables: dict[str, Any] = {"messages": adapted, "tools": [_tool(t) for t in tools] if tools else None, "documents": documents or None}
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final
         variables.update(options or {})
         try:
@@ -266,6 +278,15 @@ _PROBE_TOOL = {
         },
     },
 }
+
+
+def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool as models have learned to read it: without fields that nobody set, and without `strict`, which is not for them."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    told = Function({k: v for k, v in function.items() if k != "strict" and v is not None and (v or k != "description")})
+    return {**tool, "function": told}
 
 
 def _called(arguments: Any) -> list[Message]:

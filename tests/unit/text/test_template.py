@@ -102,3 +102,13 @@ def test_without_a_template_a_chat_is_refused_with_a_hint() -> None:
 def test_special_tokens_dates_and_generation_blocks_are_there() -> None:
     source = "{{ bos_token }}{{ strftime_now('%Y') | length }}{% generation %}{{ eos_token }}{% endgeneration %}{% for i in [1, 2] %}{{ i }}{% break %}{% endfor %}"
     assert ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render([]) == "<s>4</s>1"
+
+
+def test_a_tool_is_told_as_it_was_described_without_what_nobody_set() -> None:
+    whole = ChatTemplate("{% for t in tools %}{{ t | tojson }}{% endfor %}")
+    given = {"type": "function", "function": {"name": "f", "description": None, "parameters": {"type": "object"}, "strict": None}}
+    plain = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    assert whole.render([], [given]) == whole.render([], [plain]) == '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
+    assert whole.render([], [{"type": "function", "function": {**plain["function"], "strict": True, "description": ""}}]) == whole.render([], [plain])
+    by_name = ChatTemplate("{% for t in tools %}{{ t.function.name + ': ' + t.function.description }} {{ t.function.parameters.properties | length }}{% endfor %}")
+    assert by_name.render([], [{"type": "function", "function": {"name": "f"}}]) == "f:  0"
