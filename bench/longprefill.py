@@ -275,7 +275,8 @@ def run(model: Model, options: argparse.Namespace) -> None:
     sys.stdout.write(f"{part:g} aside: ")
     found.append(("", measure(scene, options)))
     if options.machine:
-        names = (f"{options.machine}.longprefill", f"{options.machine}.longprefill.{Path(options.model).stem}.{options.streams}x{options.prompt}")
+        of = Path(options.model).stem if Path(options.model).exists() else options.model.replace(".", "-")
+        names = (f"{options.machine}.longprefill", f"{options.machine}.longprefill.{of}.{options.streams}x{options.prompt}")
         rows = [board.row(f"{name}{how}.{k}", [v], "x", "lower") for name in names for how, ratios in found for k, v in zip(RATIOS, ratios, strict=True)]
         board.write(options.machine, "longprefill", rows, options.commit, load_average=round(os.getloadavg()[0], 2), model=Path(options.model).name)
     scene.device.close()
