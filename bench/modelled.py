@@ -264,12 +264,13 @@ class Scene:
     """An engine on a modelled device, and what happens around it, by virtual time. pauses: the share of requests before which the client makes one; seed: which."""
 
     def __init__(self, cost: Cost, n_slots: int = 128, max_step_tokens: int = 0, policy: Policy | None = None, ctx: int = 8448, pauses: float = 0.0, seed: int = 1) -> None:
-        from paddock_runner.memory.part import PART_TOKENS
+        from paddock_runner.memory.part import BESIDE_TOKENS, PART_TOKENS
         from paddock_runner.memory.plan import STEP_TOKENS
 
         self.sizes = StateSizes(
             n_slots=n_slots, max_ctx_tokens=-(-ctx // 32) * 32, page_tokens=32, n_pages=n_slots * 300 + 1 + ctx // 32, n_vocab=32000,
             max_step_tokens=max_step_tokens or STEP_TOKENS["cuda"], max_step_rows=n_slots, max_bias=4, max_top=1, part_tokens=PART_TOKENS["cuda"] if cost.parted else 0,
+            beside_tokens=BESIDE_TOKENS["cuda"] if cost.parted else 0,
         )  # fmt: skip
         self.device = ModelledDevice(self.sizes, cost)
         channel, known = Channel.create(), rehearse(self.sizes, self.device, policy or Policy(), self.device.clock)

@@ -70,6 +70,22 @@ def test_steps_beside_it_hold_decode_rows_alone(run_ahead: int) -> None:
     rig.close()
 
 
+def test_other_prompts_come_in_steps_that_need_not_wait_for_the_part(run_ahead: int) -> None:
+    rig, rng = Rig(replace(LONG, beside_tokens=12), run_ahead, replace(SOON, burst_ms=8.0), part_tokens=16), random.Random(10)
+    beside_streams(rig, rng)
+    long = rig.ask(prompt(rng, 240), max_tokens=2)
+    until(rig, lambda: rig.engine.aside.in_flight)
+    first = len(rig.device.rows)
+    short = rig.ask(prompt(rng, 40), max_tokens=2)
+    until(rig, lambda: short.tokens)
+    assert rig.engine.aside.in_flight and not long.tokens
+    steps = [sum(n for _, n, _ in rows) for rows in rig.device.rows[first:]]
+    assert max(steps) <= 12
+    rig.run()
+    assert right(short, LONG) and right(long, LONG)
+    rig.close()
+
+
 def test_without_streams_nothing_is_read_aside(run_ahead: int) -> None:
     rig, rng = Rig(LONG, run_ahead, SOON, part_tokens=16), random.Random(3)
     long = rig.ask(prompt(rng, 150), max_tokens=4)

@@ -108,7 +108,8 @@ class Scheduler:
         sizes = self._slots.sizes
         if self._slots.seq != self._read_seq or self._slots.n_free == sizes.n_slots:
             self.begun_tokens = 0
-        tokens_left = sizes.max_step_tokens - n_rows - n_more
+        most = self._most_tokens(n_rows + n_more)
+        tokens_left = most - n_rows - n_more
         rows_left = sizes.max_step_rows - n_rows
         us_left, part = self._budget(n_rows, tokens_left, now_ns)
         if us_left != math.inf and self.pace.saves_up(us_left, self.prefilling[0].done_tokens if self.prefilling else 0):
@@ -137,7 +138,7 @@ class Scheduler:
                     continue
             unscored = request.unscored_tokens
             n = self._chunk_tokens(
-                request, min(tokens_left, rows_left, unscored) if unscored else tokens_left, us_left, sizes.max_step_tokens - tokens_left
+                request, min(tokens_left, rows_left, unscored) if unscored else tokens_left, us_left, most - tokens_left
             )
             if n <= 0:
                 continue
@@ -153,6 +154,12 @@ class Scheduler:
         if us_all != math.inf:
             self.pace.spent(us_all - us_left)
         return chunks
+
+    def _most_tokens(self, n_decode: int) -> int:
+        """Of a step with so many tokens of decode rows. While a prompt is read aside none is so large that it would wait for the part, unless rows leave no room for others' prompts."""
+        sizes = self._slots.sizes
+        is_less = self.aside and 0 < sizes.beside_tokens < sizes.max_step_tokens and 2 * n_decode <= sizes.beside_tokens
+        return sizes.beside_tokens if is_less else sizes.max_step_tokens
 
     def _goes_aside(self, request: Request, n_rows: int) -> bool:
         """Beside streams, a prompt that would hold them up for longer than they put up with at once is read by the device's part."""

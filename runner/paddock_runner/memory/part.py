@@ -16,6 +16,8 @@ PART_TOKENS = {"cpu": 128, "cuda": 1664}
 """Tokens of a part's step, or on a GPU at least: enough to keep its processors busy, few enough for a prompt to come back soon. On a GPU more than tall tiles take, which are slower on a part."""
 TILE_TOKENS, MOST_TILES = 128, 16
 """Attention of a head takes a GPU's multiprocessor for as long as so many tokens of a step see the prompt; a part's step has no more of those."""
+BESIDE_TOKENS = {"cpu": 0, "cuda": 512}
+"""Tokens of a step that runs beside a part's, at most: a larger one waits for the part's steps on a GPU, which may be three. 0: as many as of any."""
 AHEAD = 3
 """So many steps of a part may be on their way, or have pages of windows."""
 OWN = (
@@ -49,7 +51,7 @@ def parted(blueprint: Blueprint, sizes: StateSizes, kind: str, n_processors: int
         return sizes
     tokens = min(part_tokens(blueprint, kind, n), sizes.max_step_tokens)
     windows = sizes.n_window_pages + AHEAD * -(-tokens // sizes.page_tokens) if sizes.n_window_pages else 0
-    return replace(sizes, part_processors=n, part_tokens=tokens, n_window_pages=windows)
+    return replace(sizes, part_processors=n, part_tokens=tokens, beside_tokens=BESIDE_TOKENS[kind], n_window_pages=windows)
 
 
 def part_sizes(sizes: StateSizes) -> StateSizes:

@@ -56,8 +56,6 @@ GRAPH_BYTES_PER_PANEL_LAUNCH, PANEL_TOKENS = 2355, 256
 """What a launch of a product with unpacked weights adds, in graphs of more tokens. Measured: 1.6 to 2.9 KB (8B and 32B in Q4_K_M, a 36B in Q8_0)."""
 INVARIANT_ROWS, PRODUCTS_PER_LAYER = 128, 6
 """Rows of a launch of a product where a row's numbers depend on the row alone; products that a layer has at most, but for those of heads and experts."""
-BESIDE_TOKENS = 512
-"""Steps of more tokens never run beside a prompt that is read aside."""
 BESIDE_COUNTER_BYTES = 256 * 1024 + 256
 """Counters of the graphs that run beside it, and what stands in front of them."""
 PARTS_BYTES = 8 * MIB
@@ -441,10 +439,10 @@ def _part_lines(blueprint: Blueprint, sizes: StateSizes, request: PlanRequest) -
 def graph_bytes(blueprint: Blueprint, sizes: StateSizes, panel_launches: float = 0, is_invariant: bool = False) -> int:
     """What the driver takes for the launch graphs of a GPU: one of mixed steps for every bucket, one of decode where all rows fit, and one of
     decode with shared prefixes where there are two rows to share. A layer with experts in host memory has a dozen launches more. Steps of many
-    tokens unpack weights, panel by panel; with is_invariant they have a launch for every 128 rows of a product instead. Where long prompts are read aside, steps of at most BESIDE_TOKENS have their graphs twice, and
+    tokens unpack weights, panel by panel; with is_invariant they have a launch for every 128 rows of a product instead. Where long prompts are read aside, steps that may run beside have their graphs twice, and
     the part has graphs of its own: of mixed steps, and one of decode, since it has one row."""
     buckets = token_buckets(sizes.max_step_tokens)
-    beside = [n for n in buckets if n <= BESIDE_TOKENS and sizes.part_tokens]
+    beside = [n for n in buckets if n <= sizes.beside_tokens and sizes.part_tokens]
     of_part = token_buckets(sizes.part_tokens) if sizes.part_tokens else []
     n_graphs = sum(1 + (n <= sizes.n_slots) + (2 <= n <= sizes.n_slots) for n in buckets + beside) + sum(1 + (n == 1) for n in of_part)
     away = len(blueprint.layers) if sizes.n_expert_slots else 0

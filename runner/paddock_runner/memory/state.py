@@ -49,6 +49,7 @@ class StateSizes:
     n_window_pages: int = 0  # those pages, scratch page 0 included
     part_processors: int = 0  # of the device, which read long prompts beside the steps; 0: none, and all run every step
     part_tokens: int = 0  # of their steps, at most
+    beside_tokens: int = 0  # of a step that runs beside theirs, at most; 0: as many as of any
 
     @property
     def slot_pages(self) -> int:
