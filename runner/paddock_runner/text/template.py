@@ -210,12 +210,12 @@ class ChatTemplate:
         function = call.get("function")
         if not isinstance(function, Mapping):
             return call
-        arguments = function.get("arguments")
+        arguments = {} if (given := function.get("arguments")) is None else given
         if isinstance(arguments, str) and not self.wants_argument_text:
             arguments = _parsed(arguments)
         elif self.wants_argument_text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        if arguments is not function.get("arguments"):
+        if arguments is not given:
             call = {**call, "function": {**function, "arguments": arguments}}
         call_id = call.get("id")
         return {**call, "id": _short_id(call_id)} if self._wants_short_ids and isinstance(call_id, str) else call

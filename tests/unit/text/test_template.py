@@ -112,3 +112,8 @@ def test_a_tool_is_told_as_it_was_described_without_what_nobody_set() -> None:
     assert whole.render([], [{"type": "function", "function": {**plain["function"], "strict": True, "description": ""}}]) == whole.render([], [plain])
     by_name = ChatTemplate("{% for t in tools %}{{ t.function.name + ': ' + t.function.description }} {{ t.function.parameters.properties | length }}{% endfor %}")
     assert by_name.render([], [{"type": "function", "function": {"name": "f"}}]) == "f:  0"
+
+
+def test_a_call_without_arguments_has_none_of_them() -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": None}}]}]
+    assert ChatTemplate("{{ messages[0].tool_calls[0].function.arguments | tojson }}").render(messages) == "{}"
