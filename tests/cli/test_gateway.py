@@ -434,3 +434,20 @@ def test_model_with_an_odd_name_is_found_by_it(paddock, models, tmp_path):
     assert call(server, path.stem)[0] == 200
     assert 'model_loaded{model="per%41 cent\x1b[31m"} 1' in ask(server, "GET", "/metrics")[1]
     assert "\x1b" not in paddock("ps").out + paddock("stop", "--all").out
+
+
+def test_agent_is_led_to_the_gateway_not_to_a_runner_that_may_be_unloaded(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    assert call(server, "one")[0] == 200
+    for word in ("one", "two", models[0]):
+        told = paddock("launch", "env", word, "--print").out
+        assert f"export OPENAI_BASE_URL=http://127.0.0.1:{server['port']}/v1\n" in told and f"export OPENAI_MODEL={Path(word).stem}\n" in told
+    assert {s.name for s in state.servers(places())} == {"gateway", "one"}
+
+
+def test_model_that_is_served_on_demand_is_not_removed(paddock, models):
+    assert paddock("add", models[0]).code == 0
+    serve(paddock, ["one"], "--on-demand", "--budget", "200")
+    done = paddock("rm", "one")
+    assert done.code == 13 and "error: one is being served\nhint:  `paddock stop gateway` first\n" in done.err
+    assert paddock("stop", "gateway").code == 0 and paddock("rm", "one").code == 0

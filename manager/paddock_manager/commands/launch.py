@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paddock_runner.errors import UnknownModel, UsageError
 
@@ -114,13 +114,21 @@ def run(values: Values, ui: Ui) -> int:
 
 
 def _server(places: paths.Places, word: str, ui: Ui) -> state.Server:
-    """The running server of that name, or one that is started now."""
+    """The running server of that name, or one that is started now. A gateway's runner is asked through its gateway, which may unload it at any time."""
+    running = state.servers(places)
+    shared = next((s for s in running if word in s.asked.get("models", ())), None)
+    if shared is not None:
+        return replace(shared, model=word)
     try:
-        return state.find(places, word)
+        named = state.find(places, word)
+        by = next((s for s in running if s.name == named.asked.get("by")), None)
+        return named if by is None else replace(by, model=named.name)
     except UnknownModel:
         found = target.find_or_pull(places, word, ui)
-    for server in state.servers(places):
-        if server.path == str(found.path):
+    for server in running:
+        if found.name in server.asked.get("models", ()):
+            return replace(server, model=found.name)
+        if server.path == str(found.path) and "by" not in server.asked:
             return server
     launch = Launch(found.name, found.ref, found.path, key_file=keys.server_file(places), flags=target.runner_flags({}, found), is_watched=True)
     return serve.started(places, launch, ui, serve.START_S)

@@ -27,12 +27,11 @@ def run(values: Values, ui: Ui) -> int:
     """Remove what was named; all names are looked up before anything goes."""
     places = paths.places()
     found = [index.find(places, names.parse(word)) for word in dict.fromkeys(values.many("models"))]
-    served = {s.path: s.name for s in state.servers(places)}
+    running = state.servers(places)
     for model in found:
-        if str(model.path) in served:
-            raise Locked(
-                f"{model.name} is being served", f"`paddock stop {served[str(model.path)]}` first", path=str(model.path)
-            )
+        server = next((s for s in running if model.name in s.asked.get("models", ()) or s.path == str(model.path)), None)
+        if server is not None:
+            raise Locked(f"{model.name} is being served", f"`paddock stop {server.name}` first", path=str(model.path))
     rows = []
     for model in found:
         kept = model.is_added and not values.flag("files")
