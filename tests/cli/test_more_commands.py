@@ -127,8 +127,25 @@ def test_launch_prints_the_environment_and_starts_programs_with_it(paddock, mode
     assert (tmp_path / "saw").read_text() == f"{server['url']}m"
     told = json.loads(paddock("launch", "opencode", "m", "--json").json["env"]["OPENCODE_CONFIG_CONTENT"])
     provider = told["provider"]["paddock"]
-    assert told["model"] == "paddock/m" and provider["models"] == {"m": {"name": "m"}} and provider["options"]["baseURL"].endswith("/v1")
+    assert told["model"] == "paddock/m" and provider["models"] == {"m": {"name": "m", "limit": {"context": 4096, "output": 1024}}} and provider["options"]["baseURL"].endswith("/v1")
+    done = paddock("launch", "codex", "m", "--print")
+    assert "model_context_window=4096" in done.out and "warning: a request to m may have 4096 tokens" in done.err
+    assert "CLAUDE_CODE_MAX_OUTPUT_TOKENS=1024\n" in paddock("launch", "claude", "m", "--print").out
     assert paddock("launch", "nothing", "m").code == 2
+    done = paddock("launch", "claude", "m", "--ctx", "9000", "--print")
+    assert done.code == 2 and "m is already served at" in done.err and "leave --ctx out" in done.err
+
+
+@pytest.mark.usefixtures("fake_runner")
+def test_server_that_is_started_for_an_agent_has_as_long_a_context_as_the_model_and_the_machine_have(paddock, models_dir):
+    path = str(models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    done = paddock("launch", "env", path, "--print", "--device", "cpu")
+    assert done.code == 0 and "is started with contexts of 8192 tokens; --ctx chooses others" in done.err
+    row = paddock("ps", "--json").json["servers"][0]
+    assert (row["max_ctx_tokens"], row["max_batch"]) == (8192, 2)
+    paddock("stop", "--all")
+    assert paddock("launch", "env", path, "--print", "--ctx", "1024", "--batch", "3", "--device", "cpu").code == 0
+    assert [(s["max_ctx_tokens"], s["max_batch"]) for s in paddock("ps", "--json").json["servers"]] == [(1024, 3)]
 
 
 @pytest.mark.usefixtures("fake_runner")

@@ -7,11 +7,14 @@ import shutil
 import subprocess
 from dataclasses import dataclass, replace
 
-from paddock_runner.errors import UnknownModel, UsageError
+from paddock_runner.errors import PaddockError, UnknownModel, UsageError
+from paddock_runner.files.checkpoint import open_checkpoint
 
 from paddock_manager import paths
 from paddock_manager.commands import serve, target
+from paddock_manager.commands.target import LOAD_OPTIONS, Target
 from paddock_manager.disk import write_json
+from paddock_manager.fit import fit
 from paddock_manager.fleet import keys, state
 from paddock_manager.fleet.spawn import Launch
 from paddock_manager.options import Argument, Command, Option, Values
@@ -30,6 +33,10 @@ class Agent:
     models_file: str = ""
 
 
+AGENT_CTX_TOKENS, AGENT_BATCH = 65536, 2
+"""What a server is started with for an agent where nobody says otherwise: its first prompts have 10,000 to 25,000 tokens, and it asks aside for titles and the like."""
+SMALL_CTX_TOKENS = 16384
+
 OPENAI = {
     "OPENAI_BASE_URL": "{url}/v1",
     "OPENAI_API_BASE": "{url}/v1",
@@ -42,13 +49,15 @@ ANTHROPIC = {
     "ANTHROPIC_MODEL": "{model}",
     "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
 }
+CLAUDE = {**ANTHROPIC, "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{output}"}
+"""It asks for 32,000 tokens otherwise, which small contexts do not hold."""
 OPENCODE = {
     "OPENCODE_CONFIG_CONTENT": '{{"provider":{{"paddock":{{"npm":"@ai-sdk/openai-compatible","name":"Paddock","options":{{"baseURL":"{url}/v1",'
-    '"apiKey":"{key}"}},"models":{{"{model}":{{"name":"{model}"}}}}}}}},"model":"paddock/{model}"}}'
+    '"apiKey":"{key}"}},"models":{{"{model}":{{"name":"{model}","limit":{{"context":{context},"output":{output}}}}}}}}}}},"model":"paddock/{model}"}}'
 }
 """Merged over the configuration in its files. Source: https://opencode.ai/docs/config, precedence order."""
 AGENTS = {
-    "claude": Agent(("claude",), ANTHROPIC),
+    "claude": Agent(("claude",), CLAUDE),
     "codex": Agent(
         (
             "codex",
@@ -56,6 +65,8 @@ AGENTS = {
             "model_provider=paddock",
             "-c",
             'model_providers.paddock={{name="paddock",base_url="{url}/v1",env_key="OPENAI_API_KEY",wire_api="responses"}}',
+            "-c",
+            "model_context_window={context}",
             "-m",
             "{model}",
         ),
@@ -74,7 +85,7 @@ COMMAND = Command(
         Argument("agent", "claude, codex, opencode, aider, llm, or env for the variables alone"),
         Argument("model", "a running server or a model", kind="model"),
     ),
-    (Option("--print", "print the variables and the command, and start nothing"),),
+    (Option("--print", "print the variables and the command, and start no agent"), *LOAD_OPTIONS),
     "Only the program's environment is set. `eval \"$(paddock launch env MODEL --print)\"` sets your shell's.",
     ("paddock launch claude qwen3-8b", "paddock launch env smollm2-135m --print"),
 )
@@ -90,9 +101,13 @@ def run(values: Values, ui: Ui) -> int:
         shown = f"`paddock launch {values.text('agent')} {values.text('model')} --print` shows what it would get"
         raise UsageError(f"{agent.words[0]} is not installed", shown)
     places = paths.places()
-    server = _server(places, values.text("model"), ui)
+    server = _server(places, values, ui)
     folder = places.fleet / f"launch-{values.text('agent')}"
     facts = {"url": server.url, "key": keys.key(places), "model": server.model, "folder": str(folder)}
+    context = server.max_ctx_tokens or int(server.asked.get("contexts", {}).get(server.model, 0)) or AGENT_CTX_TOKENS
+    if context < SMALL_CTX_TOKENS:
+        ui.warn(f"a request to {server.model} may have {context} tokens: prompts of agents often have more than {SMALL_CTX_TOKENS // 2}")
+    facts |= {"context": str(context), "output": str(min(32000, context // 4))}
     env = {k: v.format(**facts) for k, v in agent.env.items()}
     words = [w.format(**facts) for w in agent.words]
     if agent.models_file:
@@ -113,8 +128,35 @@ def run(values: Values, ui: Ui) -> int:
     return subprocess.run(words, env=paths.child_environment(env), check=False).returncode
 
 
-def _server(places: paths.Places, word: str, ui: Ui) -> state.Server:
+def _server(places: paths.Places, values: Values, ui: Ui) -> state.Server:
     """The running server of that name, or one that is started now. A gateway's runner is asked through its gateway, which may unload it at any time."""
+    word, given = values.text("model"), target.asked(values)
+    found = _running(places, word, ui)
+    if isinstance(found, state.Server):
+        if given:
+            said = f"{found.model} is already served at {found.url}, as it was started"
+            raise UsageError(said, f"`paddock stop {found.name}` first, or leave {', '.join('--' + k.removeprefix('--').replace('_', '-') for k in given)} out")
+        return found
+    given.setdefault("batch", str(AGENT_BATCH))
+    if "ctx" not in given and (ctx := _context(found, given, values.integer("threads"))):
+        given["ctx"] = str(ctx)
+        ui.say(f"{found.name} is started with contexts of {ctx} tokens; --ctx chooses others")
+    launch = Launch(found.name, found.ref, found.path, key_file=keys.server_file(places), flags=target.runner_flags(given, found), asked=given, is_watched=True)
+    return serve.started(places, launch, ui, serve.START_S)
+
+
+def _context(found: Target, given: dict[str, str], n_threads: int | None) -> int:
+    """What agents want, as far as the model has it and it fits; 0 where nothing does, or it cannot be read: the runner tells why."""
+    where = fit.find_where(given.get("gpu") or given.get("device", "auto"), None, "", n_threads)[0]
+    wish = fit.Wish(None, int(given["batch"]), given.get("kv"), AGENT_CTX_TOKENS, window_kv_format=given.get("window_kv"))
+    try:
+        return min(AGENT_CTX_TOKENS, fit.report(found.name, open_checkpoint(found.path), where, wish).largest_ctx_tokens)
+    except PaddockError:
+        return 0
+
+
+def _running(places: paths.Places, word: str, ui: Ui) -> state.Server | Target:
+    """The server to ask, or the model that none serves."""
     running = state.servers(places)
     shared = next((s for s in running if word in s.asked.get("models", ())), None)
     if shared is not None:
@@ -130,5 +172,4 @@ def _server(places: paths.Places, word: str, ui: Ui) -> state.Server:
             return replace(server, model=found.name)
         if server.path == str(found.path) and "by" not in server.asked:
             return server
-    launch = Launch(found.name, found.ref, found.path, key_file=keys.server_file(places), flags=target.runner_flags({}, found), is_watched=True)
-    return serve.started(places, launch, ui, serve.START_S)
+    return found

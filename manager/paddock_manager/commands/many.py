@@ -70,7 +70,7 @@ def gateway(places: Places, found: list[Target], ask: Ask, values: Values) -> La
     path = places.fleet / f"{spawn.log_path(places, ask.name).stem}.plan.json"
     write_json(path, asdict(plan), 0o600)
     command = (sys.executable, "-m", "paddock_manager.web", str(path))
-    asked = {"models": names, "budget_bytes": budget}
+    asked = {"models": names, "budget_bytes": budget, "contexts": {m["name"]: m.get("max_ctx_tokens", 0) for m in models}}
     return Launch(
         ask.name,
         "",
