@@ -129,13 +129,18 @@ __device__ __forceinline__ void better(float &v, int &i, float w, int j) {
     }
 }
 
-// Largest value of the block and its lowest index; every thread gets them.
-__device__ void block_largest(float &v, int &i, float *values, int *indices) {
+// Largest value of the warp and its lowest index; every lane gets them.
+__device__ void warp_largest(float &v, int &i) {
     for (int o = 16; o; o >>= 1) {
         const float w = __shfl_xor_sync(~0u, v, o);
         const int j = __shfl_xor_sync(~0u, i, o);
         better(v, i, w, j);
     }
+}
+
+// Of the block; every thread gets them.
+__device__ void block_largest(float &v, int &i, float *values, int *indices) {
+    warp_largest(v, i);
     const int warp = threadIdx.x >> 5, n = blockDim.x >> 5;
     __syncthreads();
     if ((threadIdx.x & 31) == 0) {
@@ -143,9 +148,10 @@ __device__ void block_largest(float &v, int &i, float *values, int *indices) {
         indices[warp] = i;
     }
     __syncthreads();
-    v = values[0];
-    i = indices[0];
-    for (int k = 1; k < n; ++k) better(v, i, values[k], indices[k]);
+    const int lane = threadIdx.x & 31;
+    v = lane < n ? values[lane] : -INFINITY;
+    i = lane < n ? indices[lane] : 0x7fffffff;
+    warp_largest(v, i);
 }
 
 __host__ __device__ inline int part_size(int n) { return ((n + kParts - 1) / kParts + 3) & ~3; }
@@ -159,6 +165,8 @@ __device__ void reduce_part(const SampleArguments &a, const RowFacts &f, int s, 
     constexpr int kOnce = 10;  // in flight
     const float *logits = a.logits + s * a.stride;
     const int size = part_size(a.n), first = part * size, last = min(first + size, a.n);
+    const float temperature = f.p->temperature;  // on their way with the logits
+    const int n_logprobs = f.p->n_logprobs;
     float v = -INFINITY;
     int index = 0x7fffffff;
     bool is_bad = false;
@@ -175,8 +183,8 @@ __device__ void reduce_part(const SampleArguments &a, const RowFacts &f, int s, 
     is_bad = __syncthreads_or(is_bad);
     block_largest(v, index, sh.values, sh.indices);
     float sum = 0.0f, heated = 0.0f;
-    const float factor = f.p->temperature > kGreedyTemperature ? 1.0f / f.p->temperature : 1.0f;
-    const bool wants_sum = f.p->n_logprobs >= 0 && v > -INFINITY, wants_heated = f.p->temperature > kGreedyTemperature && v > -INFINITY;
+    const float factor = temperature > kGreedyTemperature ? 1.0f / temperature : 1.0f;
+    const bool wants_sum = n_logprobs >= 0 && v > -INFINITY, wants_heated = temperature > kGreedyTemperature && v > -INFINITY;
     if (wants_sum || wants_heated) {
         for (int i = first + threadIdx.x; i < last; i += kThreads) {
             const float d = logits[i] - v;

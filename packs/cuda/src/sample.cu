@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads) adjust_kernel(const __grid_constant_
     if (!f.is_dead && !f.is_scored) adjust_logits(a, f, a.logits + s * a.stride, 0, a.n, seen);
 }
 
-__global__ void __launch_bounds__(kThreads, 1) reduce_kernel(const __grid_constant__ SampleArguments a) {
+__global__ void __launch_bounds__(kThreads, 2) reduce_kernel(const __grid_constant__ SampleArguments a) {
     __shared__ ReduceShared sh;
     wait_dependence();
     release_dependents();
