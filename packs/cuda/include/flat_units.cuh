@@ -2,7 +2,7 @@
 //
 // A cluster of two blocks takes neighbouring pairs of tiles of 16 rows of W; each of its blocks half of K, so that it reads that half of x only. Two pairs are a
 // quad: a warpgroup's, whose warps decode a tile each for wgmma, with x in its own order behind it (flat_part.cuh). Warpgroups lie along K or along quads. One warp
-// copies units of weights into a ring, the first of them before the kernels ahead are done, one x. Sums go straight to the block of the cluster, and the warp, that
+// copies units of weights into a ring, one x. Memory answers in the order in which it is asked: few weights are asked for before the kernels ahead are done, the others behind the first x. Sums go straight to the block of the cluster, and the warp, that
 // ends them. Pairs are neighbours, gate and up, or 64 rows apart in a head. Does not handle: K that is no multiple of a unit's, more than 32 rows.
 #pragma once
 #include "flat_end.cuh"
@@ -21,8 +21,9 @@ struct UnitsDeal {
     int32_t n_passes, pass_pairs, pass_quads;
     int32_t along_k;           // warpgroups, or one; the others lie along quads
     int32_t x_users;           // warps that multiply a unit of x
-    int32_t n_units, units_ahead;  // along K, of a tile; of them in the ring of weights
-    int32_t x_slots, w_slots;  // multiples of a step of all groups: a slot is one group's, which so waits for each of its phases
+    int32_t n_units, units_ahead, x_ahead;  // along K, of a tile; of weights, that are asked for before the kernels ahead are done; of x, before more weights
+    int32_t x_slots, w_slots;  // units in rings; multiples of a step of all groups: a slot is one group's, which so waits for each of its phases
+    int32_t unit_bytes;        // of a pass' weights
     int32_t first_pair[3];
     float scale;  // of all weights together, where an end is plain
     FlatPackets packets;
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     constexpr bool kGated = kSplit == kTileGated, kHeads = kSplit >= kTileHeads;
     constexpr int kHalves = kSplit == kTileWhole ? 1 : 2;  // tiles whose sums one lane ends together
     extern __shared__ uint8_t raw[];
-    __shared__ uint64_t w_full[kUnitWSlots], w_empty[kUnitWSlots], x_full[kUnitXSlots], x_empty[kUnitXSlots], are_factored, has_received, is_taken;
+    __shared__ uint64_t w_full[kUnitWSlots], w_empty[kUnitWSlots], x_full[kUnitXSlots], x_empty[kUnitXSlots], are_factored, has_received, is_taken, is_x_asked;
     alignas(16) __shared__ float factors[kNT], half_sums[2][kNT];
     __shared__ uint64_t asked[kUnitThreads / 32];
     __shared__ const uint8_t *tiles[32];  // of a pass: the block's first unit
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             barrier_init(w_empty + warp, 4);
         }
     }
-    const uint32_t x_ring = (shared_address(raw) + 1023) & ~1023u, w_ring = x_ring + deal.x_slots * S::kXBytes, received = w_ring + deal.w_slots * S::kWBytes;
+    const uint32_t x_ring = (shared_address(raw) + 1023) & ~1023u, w_ring = x_ring + deal.x_slots * S::kXBytes, received = w_ring + deal.w_slots * deal.unit_bytes;
     const int begin = me * deal.pairs_each + min(me, deal.pairs_left), end = begin + deal.pairs_each + (me < deal.pairs_left);
     const int first_unit = deal.n_units * rank >> 1, n_units = (deal.n_units * (rank + 1) >> 1) - first_unit;
     const int n_passes = deal.n_passes, n_sums = 2 * deal.along_k;
@@ -120,6 +121,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     if (threadIdx.x == 0) {
         barrier_init(&are_factored, 2);
         barrier_init(&is_taken, 2 * kUnitWarps);
+        barrier_init(&is_x_asked, 1);
         barrier_init(&has_received, 1);
         barrier_expect(&has_received, n_own(0) * n_sums * kHalves * 512);
     }
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
         const SkinnyWeight &weight = a.w[kGated ? at & 1 : i];
         return weight.data + (static_cast<int64_t>(min(row_of(pair, i, at & 1) >> 4, weight.n_tiles16 - 1)) * deal.n_units + first_unit) * U::kBytes;
     };
-    // Weights do not depend on the kernels before: all warps that multiply ask for what the ring holds, a quad each, unless this launch may be idle.
+    // Weights do not depend on the kernels before: all warps that multiply ask for the first ones, a quad each, unless this launch may be idle.
     const int first_quads = (pairs_in(0) + 1) >> 1, n_asked = may_be_idle ? 0 : min(kUnitWarps, first_quads * min(n_units, deal.units_ahead));
 
     // Nobody goes before all of the cluster have come.
@@ -167,22 +169,22 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             for (int pass = 0; pass < n_passes; ++pass) {
                 const int pairs = pairs_in(pass), quads = (pairs + 1) >> 1, skipped = pass == 0 ? n_asked : 0;
                 UnitsTurn w_next = w;
-                w_next.advance(deal.pass_quads * n_units, deal.w_slots);
+                w_next.advance(n_units, deal.w_slots);
                 if (lane < 2 * pairs) tiles[lane] = tile_at(pass, lane);
                 __syncwarp();
                 int u = quads > 0 ? skipped / quads : n_units, quad = quads > 0 ? skipped % quads : 0;
+                if (pass == 0 && u < n_units) barrier_wait(&is_x_asked, 0);
                 if (is_elected()) {
-                    w.advance(u * deal.pass_quads, deal.w_slots);
+                    w.advance(u, deal.w_slots);
 #pragma unroll 1
                     for (int64_t at = u * U::kBytes; u < n_units; ++u, at += U::kBytes) {
 #pragma unroll 1
                         for (; quad < quads; ++quad) {
-                            UnitsTurn here = w;
-                            here.step(quad, deal.w_slots);
-                            const uint32_t to = w_ring + here.slot * S::kWBytes;
+                            const int slot = w.slot * deal.pass_quads + quad;
+                            const uint32_t to = w_ring + w.slot * deal.unit_bytes + quad * S::kWBytes;
                             const bool is_whole = 2 * quad + 1 < pairs;
-                            uint64_t *full = w_full + here.slot;
-                            barrier_wait(w_empty + here.slot, here.phase ^ 1);
+                            uint64_t *full = w_full + slot;
+                            barrier_wait(w_empty + slot, w.phase ^ 1);
                             barrier_expect(full, (is_whole ? 4 : 2) * U::kBytes);
                             copy_bytes_once(to, tiles[4 * quad] + at, U::kBytes, full);
                             copy_bytes_once(to + U::kBytes, tiles[4 * quad + 1] + at, U::kBytes, full);
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                                 copy_bytes_once(to + 3 * U::kBytes, tiles[4 * quad + 3] + at, U::kBytes, full);
                             }
                         }
-                        w.step(deal.pass_quads, deal.w_slots);
+                        w.step(1, deal.w_slots);
                         quad = 0;
                     }
                 }
@@ -214,6 +216,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                     barrier_expect(x_full + x.slot, S::kXBytes);
                     copy_box3(x_ring + x.slot * S::kXBytes, &x_map, 0, 0, (first_unit + i) * S::kChunks, x_full + x.slot);
                     x.step(1, deal.x_slots);
+                    if (pass == 0 && i == min(deal.x_ahead, n_units) - 1) barrier_arrive(&is_x_asked);
                 }
         } else {
             row_factors<kNT>(a.norm, warp - kUnitWarps - 2, lane, half_sums, factors);
@@ -225,7 +228,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
         const int quad = warp % first_quads, u = warp / first_quads, here = 2 * min(2, pairs_in(0) - 2 * quad), slot = u * deal.pass_quads + quad;
         if (lane == 0) barrier_expect(w_full + slot, here * U::kBytes);
         __syncwarp();
-        if (lane < here) copy_bytes_once(w_ring + slot * S::kWBytes + lane * U::kBytes, tile_at(0, 4 * quad + lane) + u * U::kBytes, U::kBytes, w_full + slot);
+        if (lane < here) copy_bytes_once(w_ring + u * deal.unit_bytes + quad * S::kWBytes + lane * U::kBytes, tile_at(0, 4 * quad + lane) + u * U::kBytes, U::kBytes, w_full + slot);
     }
     more_registers<152>();
     wait_dependence();
@@ -295,16 +298,15 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
 #pragma unroll 1
     for (int pass = 0; pass < n_passes; ++pass) {
         const int first = begin + pass * deal.pass_pairs, pairs = pairs_in(pass), quads = (pairs + 1) >> 1;
-        // Slots of this pass, from its first on: a unit has as many as a pass has quads.
         UnitsTurn w_next = w, x_next = x;
-        w_next.advance(deal.pass_quads * n_units, deal.w_slots);
+        w_next.advance(n_units, deal.w_slots);
         if (pairs > 0) x_next.advance(n_units, deal.x_slots);
 #pragma unroll
         for (int j = 0; j < kUnitQuads; ++j)
 #pragma unroll
             for (int e = 0; e < kNT / 2; ++e) acc[j][e] = 0.0f;
         const int first_u = is_along_k ? group : 0;
-        w.advance(first_u * deal.pass_quads, deal.w_slots);
+        w.advance(first_u, deal.w_slots);
         x.advance(first_u, deal.x_slots);
         int held = -1;
 #pragma unroll 1
@@ -316,10 +318,9 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             for (int j = 0; j < kUnitQuads; ++j) {
                 const int quad = first_quad + j * quad_step;
                 if (quad >= quads) continue;
-                UnitsTurn here = w;
-                here.step(quad, deal.w_slots);
-                barrier_wait(w_full + here.slot, here.phase);
-                const uint32_t at = w_ring + here.slot * S::kWBytes + (2 * half + t) * U::kBytes;
+                const int slot = w.slot * deal.pass_quads + quad;
+                barrier_wait(w_full + slot, w.phase);
+                const uint32_t at = w_ring + w.slot * deal.unit_bytes + quad * S::kWBytes + (2 * half + t) * U::kBytes;
                 // A warp without a tile multiplies what its registers hold: rows of its own, which nobody reads.
                 const bool has = 2 * quad + half < pairs;
                 if (has) {
@@ -347,7 +348,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                     keep((c & 1) ^ 1);
                     if (c == 0 && waits_for_x && held >= 0) release(x_empty + held);
                 }
-                release(w_empty + here.slot);
+                release(w_empty + slot);
                 waits_for_x = false;
             }
             held = x.slot;
@@ -356,7 +357,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                 release(x_empty + x.slot);
                 held = -1;
             }
-            w.step(deal.pass_quads * step, deal.w_slots);
+            w.step(step, deal.w_slots);
             x.step(step, deal.x_slots);
         }
         wgmma_wait<0>();

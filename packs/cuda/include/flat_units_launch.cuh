@@ -13,6 +13,7 @@ constexpr float unit_factor() {
 }
 
 constexpr int kUnitShared = 224 << 10;  // of rings; 1 kB aligns them
+constexpr int kUnitsAheadBytes = 132 * 28 << 10, kXUnitsAhead = 3;  // of weights before the wait, on all multiprocessors; of x before more weights
 
 template <int kFormat, int kNT, int kSplit, bool kPlain>
 int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *const *packed, const FlatPackets &packets) {
@@ -38,7 +39,8 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
     deal.x_users = 4 * kUnitGroups / deal.along_k;
     deal.n_passes = (quads + kMost - 1) / kMost;
     deal.pass_quads = (quads + deal.n_passes - 1) / deal.n_passes;
-    deal.pass_pairs = 2 * deal.pass_quads;
+    deal.pass_pairs = deal.n_passes == 1 ? pairs : 2 * deal.pass_quads;
+    deal.unit_bytes = deal.pass_pairs * 2 * U::kBytes;
     if (kSplit >= kTileHeads && deal.n_passes > 1) return fail(PK_UNSUPPORTED, "matmul: heads in %d pairs of tiles; the CUDA pack ends those of one pass", n_pairs);
     constexpr int halves = kSplit == kTileWhole ? 1 : 2;
     const int received = (deal.pass_pairs * (2 / halves) * S::kN8 + 1) / 2 * 2 * deal.along_k * halves * 512;
@@ -46,16 +48,18 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
     const int step = deal.along_k, left = kUnitShared - received;
     auto least = [](int a, int b) { return a < b ? a : b; };
     auto whole = [](int slots, int of) { return (slots + of - 1) / of * of; };
-    const int w_step = deal.pass_quads * step, w_most = least(kUnitWSlots / w_step * w_step, whole(units * deal.pass_quads * deal.n_passes, w_step));
+    const int w_most = least(kUnitWSlots / deal.pass_quads / step * step, whole(units * deal.n_passes, step));
     const int x_step = step > 1 ? 2 * step : 1, x_most = least(kUnitXSlots / x_step * x_step, whole(units * deal.n_passes, x_step));
-    for (int some = least(x_most, step > 1 ? x_step * 256 / U::kU : 3); some >= x_step && deal.w_slots < w_step; some -= x_step) {
+    for (int some = least(x_most, step > 1 ? x_step * 256 / U::kU : 3); some >= x_step && deal.w_slots < step; some -= x_step) {
         deal.x_slots = some;
-        deal.w_slots = least(w_most, (left - some * S::kXBytes) / S::kWBytes / w_step * w_step);
+        deal.w_slots = least(w_most, (left - some * S::kXBytes) / deal.unit_bytes / step * step);
     }
-    if (deal.w_slots < w_step) return fail(PK_UNSUPPORTED, "matmul: %d pairs of tiles of %d units do not fit the CUDA pack's rings", n_pairs, deal.n_units);
-    deal.units_ahead = deal.w_slots / deal.pass_quads;
-    while (deal.x_slots + x_step <= x_most && (deal.x_slots + x_step) * S::kXBytes + deal.w_slots * S::kWBytes <= left) deal.x_slots += x_step;
-    const int bytes = 1024 + deal.x_slots * S::kXBytes + deal.w_slots * S::kWBytes + received;
+    if (deal.w_slots < step) return fail(PK_UNSUPPORTED, "matmul: %d pairs of tiles of %d units do not fit the CUDA pack's rings", n_pairs, deal.n_units);
+    const int ahead = kUnitsAheadBytes / l.ctx->n_processors / deal.unit_bytes;
+    deal.units_ahead = ahead < 1 ? 1 : least(ahead, deal.w_slots);
+    deal.x_ahead = least(kXUnitsAhead, deal.x_slots);
+    while (deal.x_slots + x_step <= x_most && (deal.x_slots + x_step) * S::kXBytes + deal.w_slots * deal.unit_bytes <= left) deal.x_slots += x_step;
+    const int bytes = 1024 + deal.x_slots * S::kXBytes + deal.w_slots * deal.unit_bytes + received;
     CUtensorMap x_map;
     {
         const cuuint64_t size[3] = {64, static_cast<cuuint64_t>(a.max_rows), static_cast<cuuint64_t>(a.k / 64)}, stride[2] = {static_cast<cuuint64_t>(a.x_stride * 2), 128};
