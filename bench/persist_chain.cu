@@ -559,12 +559,11 @@ int main(int argc, char **argv) {
     }
 #ifdef PK_PERSIST_TRACE
     const int64_t n_trace = int64_t{a.n_phases + 1} * n_blocks * kMarks;
-    long long *trace = allocate<long long>(n_trace);
-    OK(cudaMemset(trace, 0, n_trace * 8));
-    a.trace = trace;
+    std::vector<long long> tr(n_trace);
+    if (pk_persist_trace(n_trace, nullptr)) return 1;
     run();
     OK(cudaDeviceSynchronize());
-    auto tr = host(trace, n_trace);
+    if (pk_persist_trace(n_trace, tr.data())) return 1;
     auto of = [&](int phase, int block) { return &tr[(int64_t{phase} * n_blocks + block) * kMarks]; };
     // ns of clocks by the two globaltimer stamps of a block; each mark of a phase relative to when the last block had written the phase before.
     const char *names[] = {"qkv", "attend", "o", "gate-up", "down"};

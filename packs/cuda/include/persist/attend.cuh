@@ -450,7 +450,7 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
             barrier_expect(taker.paired + 8 * pass, n_own * (8 * kD / 2 + 8));
         }
         join_consumers(kConsumers);
-        mark(a, phase, 2);
+        mark(phase, 2);
         if (head >= group) continue;  // whole warps
         float top[kWarps], sums[kWarps];
 #pragma unroll
@@ -495,7 +495,7 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
         store_packets2(to + (head * kD + d) * 8, __float_as_uint(o.x), __float_as_uint(o.y), epoch);
         if (d == 0) store_packets2(to + (8 * kD + 2 * head) * 8, __float_as_uint(most), __float_as_uint(sum), epoch);
     }
-    mark(a, phase, 6);
+    mark(phase, 6);
     if (span.is_paired) taker.pair_parity ^= group > kOnce ? 3 : 1;
     if (span.is_paired || span.n_splits == 1) return;
     // Every block of the row joins a part of the elements, warps at a time; a lane asks for one range's largest logits and sums.
@@ -566,18 +566,18 @@ __device__ __forceinline__ void attend_as(const Phase &p, const Arguments &a, co
     arrival.prepare(p, span, facts.position, min(warp, t.n_heads / t.n_kv_heads + 1), lane);
     if constexpr (Positions<kD, kPages>::kIsAhead)
         group.take(taker, span.last - mine, lane);
-    mark(a, at, 7);
+    mark(at, 7);
     join_consumers(kConsumers);  // nobody multiplies any more with what lies here
-    mark(a, at, 3);
+    mark(at, 3);
     place_new<kD, kPages>(p, a, span, facts, area, base + p.x.source + 1, arrival);
-    mark(a, at, 1);
+    mark(at, 1);
     join_consumers(kConsumers);
     HeadSums<kD> sums;
     if (span.split + 1 == span.n_splits) meet_new<kD, kPages>(t, area);
     attend_range<kD, kPages>(p, span, facts.position, area, taker, group, sums);
-    mark(a, at, 4);
+    mark(at, 4);
     join_warps<kD, kPages>(p, a, span, area, sums, base + at + 1, base + p.add.source + 1, at, taker);
-    mark(a, at, 5);
+    mark(at, 5);
 }
 
 template <int kD, bool kHalf>

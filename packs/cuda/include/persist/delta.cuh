@@ -84,7 +84,7 @@ __device__ __forceinline__ void delta_step(const Phase &p, const Arguments &a, c
     const float x[2] = {raw_of(raw[0], channel[0]), raw_of(raw[1], channel[1])}, z = raw_of(raw[2], z_at);
     if (is_gate) head::put_gates(m, rate, __uint_as_float(raw[2].x) + offset, __uint_as_float(raw[1].x));
     __syncwarp();
-    mark(a, at, 1);
+    mark(at, 1);
     float u[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void delta_step(const Phase &p, const Arguments &a, c
 #pragma unroll
         for (int w = 0; w < 3; ++w) tail[w * channels + channel[1]] = w < 2 ? old[1][w + 1] : x[1];
     }
-    mark(a, at, 3);
+    mark(at, 3);
     const float4 d = head::changes_of(m, lane);
     float4 *state = reinterpret_cast<float4 *>(state_of(t, a, facts, h) + warp * kDeltaRows * kDeltaWidth) + lane;
 #pragma unroll
@@ -116,7 +116,7 @@ __device__ __forceinline__ void delta_step(const Phase &p, const Arguments &a, c
 #pragma unroll
         for (int w = 0; w < 3; ++w) tail[w * channels + channel[0]] = w < 2 ? old[0][w + 1] : x[0];
     }
-    mark(a, at, 4);
+    mark(at, 4);
 }
 
 }  // namespace pk::persist

@@ -105,9 +105,6 @@ struct Arguments {
     int32_t most_sent;  // chunks that a ring may have under way, less than slots; 0: as many as fit
     int32_t most_ahead; // the same of what is not multiplied with yet
     int32_t paired;     // groups of 16 positions of a head up to which two blocks of a cluster share it; 0: blocks have no clusters
-#ifdef PK_PERSIST_TRACE
-    long long *trace;
-#endif
     const StepInfo *info;
     const int32_t *sample_at;
     const int32_t *row_slot, *row_position, *row_flags, *token_page, *page_table;

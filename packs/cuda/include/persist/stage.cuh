@@ -8,22 +8,27 @@
 
 namespace pk::persist {
 
-// Times of a block's first thread that multiplies, or that writes, or sends, for the bench.
+// Times of a block's first thread that multiplies, or that writes, or sends, for bench/persist_chain.cu and bench.persist_trace: [phases][blocks][kMarks] clocks, behind them a block's own.
 constexpr int kMarks = 10;
-__device__ __forceinline__ void mark(const Arguments &a, int phase, int at, int thread = 0) {
+enum BlockMark { kBegun = 0, kEnded = 2, kEntered = 4, kKnown = 6 };  // each a clock and the device's time
 #ifdef PK_PERSIST_TRACE
-    if (a.trace && thread_here() == thread) a.trace[(phase * gridDim.x + blockIdx.x) * kMarks + at] = clock64();
+__constant__ long long *trace_room = nullptr;
+__device__ __forceinline__ void put_mark(int phase, int at, long long value) { trace_room[(phase * gridDim.x + blockIdx.x) * kMarks + at] = value; }
+#endif
+__device__ __forceinline__ void mark(int phase, int at, int thread = 0) {
+#ifdef PK_PERSIST_TRACE
+    if (trace_room && thread_here() == thread) put_mark(phase, at, clock64());
 #endif
 }
 
-// A block's clock against the device's, behind the phases.
-__device__ __forceinline__ void mark_start(const Arguments &a, int at) {
+// A block's clock against the device's, by one thread.
+__device__ __forceinline__ void mark_block(const Arguments &a, BlockMark at) {
 #ifdef PK_PERSIST_TRACE
-    if (!a.trace || threadIdx.x) return;
+    if (!trace_room) return;
     long long now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    a.trace[(a.n_phases * gridDim.x + blockIdx.x) * kMarks + at] = clock64();
-    a.trace[(a.n_phases * gridDim.x + blockIdx.x) * kMarks + at + 1] = now;
+    put_mark(a.n_phases, at, clock64());
+    put_mark(a.n_phases, at + 1, now);
 #endif
 }
 
@@ -175,7 +180,7 @@ __device__ __forceinline__ float take_folded(const Phase &p, const Arguments &a,
         const uint8_t *last = from + (min(kKept, (n_chunks - first + kWarps - 1) / kWarps) - 1) * kApart;
         await_any(last + 12, epoch, lane);
         await_quads(raw, epoch, [from](int j, int s) { return from + j * kApart + 512 * s; });
-        mark(a, at, 1);
+        mark(at, 1);
         before.await();
 #pragma unroll
         for (int j = 0; j < kKept; ++j) {
@@ -217,7 +222,7 @@ __device__ __forceinline__ float take_fours(const Phase &p, const Arguments &a, 
         }
         await_any(from[0] + 28, epoch, lane);
         await_quads(raw, epoch, [&](int j, int s) { return from[j] + 16 * s; });
-        mark(a, at, 1);
+        mark(at, 1);
         before.await();
 #pragma unroll
         for (int j = 0; j < kKept; ++j) {
@@ -305,7 +310,7 @@ __device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int a
                 for (int i = 0; i < kWords; ++i) missing |= (raw[j][i].y ^ epoch) | (raw[j][i].w ^ epoch);
             is_there = missing == 0;
         } while (!__all_sync(~0u, is_there));
-        mark(a, at, 1);
+        mark(at, 1);
         before.await();
         // What is put down next stands in front, so that putting down stays a loop: code that runs once costs more to fetch than to carry out.
         float v[kNorm ? kKept : 1][8];

@@ -95,14 +95,14 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
         if (p + 1 < a.n_phases) coming.ask(a.phases + p + 1, lane);
         // The next phase's boxes, too, are on their way before they are wanted.
         if (const int i = thread_here() - kConsumers; i < 3 && a.boxes != nullptr && p + 1 < a.n_phases) prefetch_box(a.boxes + 3 * (p + 1) + i);
-        mark(a, p, 8, kConsumers);
+        mark(p, 8, kConsumers);
         // Weights do not depend on the kernels before this one; all else does.
         if (phase.kind == kAttend || phase.kind == kDelta) await_step(s);
         if (phase.kind == kMatmul) producer.send_weights(phase, p, a.boxes + 3 * p);
         else if (phase.kind == kAttend) producer.send_positions(phase.attend, a, s.row);
         else if (phase.kind == kDelta) producer.send_state(phase, a, s.row);
         __syncwarp();
-        mark(a, p, 9, kConsumers);
+        mark(p, 9, kConsumers);
         if (p + 1 < a.n_phases) coming.put(phases + ((p + 1) & 1) * kPhaseStride, lane);
         __syncwarp();
     }
@@ -161,7 +161,7 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
     // Usually a warp multiplies what it has staged itself.
     if (is_own) __syncwarp();
     else join_consumers(kConsumers);
-    mark(a, at, 3);
+    mark(at, 3);
     if (thread_here() == 0) s.multiplied = at;
 #pragma unroll 1
     while (true) {
@@ -176,10 +176,10 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
             case PK_Q4_K: multiply<PK_Q4_K>(g, taker); break;
             default: multiply<PK_Q6_K>(g, taker); break;
         }
-        mark(a, at, 4);
-        mark(a, at, 7, kConsumers - 32);
+        mark(at, 4);
+        mark(at, 7, kConsumers - 32);
 #ifdef PK_PERSIST_TRACE
-        if (a.trace && thread_here() == 0) a.trace[(at * gridDim.x + blockIdx.x) * kMarks + 2] = g.waited;
+        if (trace_room && thread_here() == 0) put_mark(at, 2, g.waited);
 #endif
         if (has_norm && lane == 0) reinterpret_cast<float *>(buffer + kSquaresAt)[warp] = squares;
         has_norm = false;
@@ -202,6 +202,7 @@ __device__ __forceinline__ void read_step(const Arguments &a, Shared &s) {
     s.base = __ldcg(a.epochs);
     if (s.n_tokens > 0 && a.row_position != nullptr) s.row = {__ldcg(a.row_position), __ldcg(a.row_slot), __ldcg(a.token_page), __ldcg(a.row_flags) & PK_ROW_DEAD};
     if (s.n_samples > 0 && a.sample_at != nullptr) s.gather = __ldcg(a.sample_at);
+    mark_block(a, kKnown);
     barrier_arrive(shared_address(&s.known));
 }
 
@@ -220,7 +221,7 @@ __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *
     await_step(s);
 #pragma unroll 1
     for (int p = 0; p < a.n_phases; ++p) {
-        mark(a, p, 0);
+        mark(p, 0);
         const Phase &phase = description(shared, layout, p);
         barrier_wait(shared_address(&s.described[p & (kPhases - 1)]), p / kPhases & 1);
         bool has_part = false;
@@ -274,7 +275,7 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
                 const uint32_t epoch = s.base + p + 1;
                 const bool is_half = phase.is_cut && i != 1, is_sent = phase.is_cut && i == 0;
                 await_sums();
-                mark(a, p, 5, kThreads - 32 * kWriters);
+                mark(p, 5, kThreads - 32 * kWriters);
                 float2 taken = output.take();
                 if (has_norm) factor = norm.of(reinterpret_cast<const float *>(buffer + kSquaresAt));
                 // Of halved tiles the half in front belongs to the block before, the half behind to this one.
@@ -287,7 +288,7 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
                     output.prepare(phase, w, sums, first_row + o, o, o < n_outputs, s.base);
                     taken = output.take();
                 }
-                mark(a, p, 6, kThreads - 32 * kWriters);
+                mark(p, 6, kThreads - 32 * kWriters);
                 give_back();
                 if (is_first && phase.normed.data && is_there) write_normed(phase, phase.is_gathered ? s.gather : 0, factor, s.base, tid);
                 is_first = false;
@@ -308,6 +309,7 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
     __shared__ Shared s;
     const Layout layout = layout_of(a);
     if (threadIdx.x == 0) {
+        mark_block(a, kEntered);
         for (int w = 0; w < kWarps; ++w)
             for (int i = 0; i < a.n_slots; ++i) {
                 barrier_init(shared_address(&s.full[w][i]), 1);
@@ -329,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
     }
     __syncthreads();
     if (a.paired) join_cluster();  // barriers are there before the other block sends to them
-    mark_start(a, 0);
+    if (threadIdx.x == 0) mark_block(a, kBegun);
     if (threadIdx.x >= kThreads - 32 * kWriters) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
         write(a, s, shared, layout);
@@ -341,7 +343,7 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
         consume<kHalf>(a, s, shared, layout);
     }
     __syncthreads();
-    mark_start(a, 2);
+    if (threadIdx.x == 0) mark_block(a, kEnded);
     // The last block to end moves the epoch on: all others have read it.
     if (threadIdx.x == 0 && atomicAdd(a.epochs + 1, 1) == gridDim.x - 1) {
         a.epochs[0] = s.base + a.n_phases;
@@ -367,6 +369,16 @@ bool fits_pairs(const Arguments &a, int n_blocks, cudaStream_t stream) {
 }
 
 }  // namespace pk::persist
+
+#if defined(PK_PERSIST_TRACE) && !defined(PK_PERSIST_HALF)
+// Makes room for n words of marks, all zero, or reads them: the last launch's.
+extern "C" __attribute__((visibility("default"))) int pk_persist_trace(int64_t n, long long *out) {
+    static long long *room = nullptr;
+    if (out != nullptr) return cudaMemcpy(out, room, n * 8, cudaMemcpyDeviceToHost);
+    if (cudaMalloc(&room, n * 8) != cudaSuccess || cudaMemset(room, 0, n * 8) != cudaSuccess) return 1;
+    return cudaMemcpyToSymbol(pk::persist::trace_room, &room, sizeof room);
+}
+#endif
 #else
 namespace pk::persist {
 template <int kRows, bool kHalf>
