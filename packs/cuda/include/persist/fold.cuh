@@ -62,7 +62,7 @@ __device__ __forceinline__ void put_folded(uint8_t *record, const float (&v)[kPe
     if (i < kFoldedPackets) store_quad(record + 16 * i, make_uint4(out[0], out[1], out[2], epoch));
 }
 
-// For row-major formats four neighbours are a packet of 16 bytes: as BF16, and the sum of squares of what they were before the norm's weights. By whole warps, a neighbour a lane.
+// For row-major formats, and for integers where tiles by twos would keep blocks longer, four neighbours are a packet of 16 bytes: as BF16, and the sum of squares of what they were before the norm's weights. By whole warps, a neighbour a lane.
 __device__ __forceinline__ void put_four(uint8_t *packet, float v, float square, bool is_valid, uint32_t epoch) {
     square += __shfl_xor_sync(~0u, square, 1);
     square += __shfl_xor_sync(~0u, square, 2);

@@ -18,6 +18,9 @@ constexpr int kMinSlots = 4, kMaxSlots = 12;  // of a ring: a delta head's state
 
 enum PhaseKind : int32_t { kMatmul = 0, kAttend = 1, kPublish = 2, kDelta = 3 };
 
+// How an output goes to whoever stages it, if not as packets of its own numbers (fold.cuh): as the codes of integer products, or four neighbours at a time.
+enum Fold : int32_t { kUnfolded = 0, kInCodes = 1, kInFours = 2 };
+
 // How x lies in shared memory: what the inner product of a weight format wants.
 enum Staging : int32_t { kStageBf16 = 0, kStageFp8 = 1, kStageNibbles = 2, kStageBytes = 3 };
 
@@ -88,6 +91,7 @@ struct alignas(16) Phase {
     // x, or y, folded (fold.cuh), or 0; the norm that folded y is for, or null. Tiles of such y go to blocks by twos (is_paired).
     uint64_t folded_x, folded_y;
     const float *folded_norm;
+    int32_t fold_x, fold_y;
     int32_t is_paired, folded_staging;     // folded_staging: of whoever reads folded y
     int32_t apart, apart_each, apart_more; // so many blocks have the last weight by themselves, whose tiles take longer than the others': each and more are of the rest
     int32_t is_cut;                        // blocks have halves of tiles: of the first one the second half of K, whose sums the block before adds to its own
@@ -154,8 +158,8 @@ constexpr int kWarpSums = kTilesOnce * 16;  // floats of a warp
 
 // A record of 32 folded elements.
 constexpr int kFoldedPackets = 7, kFoldedBytes = 16 * kFoldedPackets;
-// Where what holds element `at` begins, of outputs folded for integers, or in fours.
-__host__ __device__ inline int64_t folded_at(int32_t staging, int64_t at) { return staging <= kStageFp8 ? at / 4 * 16 : at / 32 * kFoldedBytes; }
+// Where what holds element `at` of folded outputs begins.
+__host__ __device__ inline int64_t folded_at(int32_t fold, int64_t at) { return fold == kInFours ? at / 4 * 16 : at / 32 * kFoldedBytes; }
 
 // Offsets in dynamic shared memory.
 struct Layout {

@@ -201,10 +201,13 @@ __device__ __forceinline__ float take_folded(const Phase &p, const Arguments &a,
 }
 
 // Puts down what this warp multiplies first of x that came in fours. Returns this lane's sum of squares. before: see stage.
+template <bool kInteger>
 __device__ __forceinline__ float take_fours(const Phase &p, const Arguments &a, int at, uint8_t *xs, uint32_t base, const Met &before) {
     constexpr int kKept = 3;
+    // From a lane's first four to its second: neighbours, or of integers the other half of 32.
+    constexpr int kApart = kInteger ? 64 : 16;
     const int lane = thread_here() & 31, warp = thread_here() >> 5, staging = p.staging, k = p.k, n_blocks = staged_elements(staging, k) >> 8;
-    const bool is_wide = staging == kStageFp8;
+    const bool is_wide = !kInteger && staging == kStageFp8;
     auto block_of = [&](int i) { return is_wide ? (i & ~1) * kWarps + 2 * warp + (i & 1) : i * kWarps + warp; };
     const uint32_t epoch = base + p.x.source + 1;
     float *factors = reinterpret_cast<float *>(xs + x_row_bytes(staging, k));
@@ -217,23 +220,48 @@ __device__ __forceinline__ float take_fours(const Phase &p, const Arguments &a, 
         for (int j = 0; j < kKept; ++j) {
             const int element = block_of(first + j) * 256 + lane * 8;
             const bool is_one = element < k;
-            from[j] = reinterpret_cast<const uint8_t *>(p.folded_x) + 4 * static_cast<int64_t>(is_one ? element : 0);
+            from[j] = reinterpret_cast<const uint8_t *>(p.folded_x) + 4 * static_cast<int64_t>(!is_one ? 0 : kInteger ? element - lane * 8 + first_of<true>(lane) : element);
             raw[j][0] = raw[j][1] = make_uint4(0, 0, 0, is_one ? ~epoch : epoch);
         }
-        await_any(from[0] + 28, epoch, lane);
-        await_quads(raw, epoch, [&](int j, int s) { return from[j] + 16 * s; });
+        await_any(from[0] + kApart + 12, epoch, lane);
+        await_quads(raw, epoch, [&](int j, int s) { return from[j] + kApart * s; });
         mark(at, 1);
         before.await();
+        auto numbers_of = [](const uint4 (&r)[2], float (&v)[8]) {
 #pragma unroll
-        for (int j = 0; j < kKept; ++j) {
-            const int block = block_of(first + j), piece = block * 32 + lane;
-            if (block >= n_blocks) break;
-            squares += __uint_as_float(raw[j][0].z) + __uint_as_float(raw[j][1].z);
-            if (is_wide) {
-                const float v[8] = {low_f32(raw[j][0].x), high_f32(raw[j][0].x), low_f32(raw[j][0].y), high_f32(raw[j][0].y), low_f32(raw[j][1].x), high_f32(raw[j][1].x), low_f32(raw[j][1].y), high_f32(raw[j][1].y)};
-                put_f16(xs, factors, v, piece, lane);
-            } else {
-                *reinterpret_cast<uint4 *>(xs + piece * 16) = make_uint4(raw[j][0].x, raw[j][0].y, raw[j][1].x, raw[j][1].y);
+            for (int s = 0; s < 2; ++s) {
+                v[4 * s] = low_f32(r[s].x); v[4 * s + 1] = high_f32(r[s].x);
+                v[4 * s + 2] = low_f32(r[s].y); v[4 * s + 3] = high_f32(r[s].y);
+            }
+        };
+        if constexpr (kInteger) {
+            // A loop, as in stage.
+#pragma unroll 1
+            for (int j = 0; j < kKept; ++j) {
+                const int block = block_of(first + j);
+                if (block >= n_blocks) break;
+                squares += __uint_as_float(raw[0][0].z) + __uint_as_float(raw[0][1].z);
+                float v[8];
+                numbers_of(raw[0], v);
+                put_integers(xs, factors, v, block * 32 + lane, staging == kStageBytes);
+#pragma unroll
+                for (int i = 0; i + 1 < kKept; ++i)
+#pragma unroll
+                    for (int s = 0; s < 2; ++s) raw[i][s] = raw[i + 1][s];
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < kKept; ++j) {
+                const int block = block_of(first + j), piece = block * 32 + lane;
+                if (block >= n_blocks) break;
+                squares += __uint_as_float(raw[j][0].z) + __uint_as_float(raw[j][1].z);
+                if (is_wide) {
+                    float v[8];
+                    numbers_of(raw[j], v);
+                    put_f16(xs, factors, v, piece, lane);
+                } else {
+                    *reinterpret_cast<uint4 *>(xs + piece * 16) = make_uint4(raw[j][0].x, raw[j][0].y, raw[j][1].x, raw[j][1].y);
+                }
             }
         }
     }

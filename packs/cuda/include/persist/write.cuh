@@ -91,9 +91,9 @@ struct Output {
         data = is_valid && p.y.data ? reinterpret_cast<uint8_t *>(p.y.data) + at * (is_f32 ? 4 : 2) : nullptr;
         // A packet holds two BF16.
         packet = is_valid && p.y.packets && (is_f32 || !is_odd) ? reinterpret_cast<uint8_t *>(p.y.packets) + at * (is_f32 ? 8 : 4) : nullptr;
-        folded = p.folded_y ? reinterpret_cast<uint8_t *>(p.folded_y) + folded_at(p.folded_staging, at) : nullptr;
+        folded = p.folded_y ? reinterpret_cast<uint8_t *>(p.folded_y) + folded_at(p.fold_y, at) : nullptr;
         is_bytes = p.folded_staging == kStageBytes;
-        is_fours = p.folded_staging <= kStageFp8;
+        is_fours = p.fold_y == kInFours;
         added = is_valid && p.add.packets ? added_at(p.add, at) : nullptr;
         wanted = base + p.add.source + 1;
         adds_f32 = p.add.format == PK_F32;

@@ -111,7 +111,8 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
 // x of a phase; the sum of squares of what this warp staged.
 __device__ __forceinline__ float stage_x(const Phase &p, const Arguments &a, int at, uint8_t *xs, int row, uint32_t base, const Met &before) {
     const bool is_integer = p.staging > kStageFp8;
-    if (p.folded_x) return warp_sum(is_integer ? take_folded(p, a, at, xs, base, before) : take_fours(p, a, at, xs, base, before));
+    if (p.fold_x == kInCodes) return warp_sum(take_folded(p, a, at, xs, base, before));
+    if (p.fold_x == kInFours) return warp_sum(is_integer ? take_fours<true>(p, a, at, xs, base, before) : take_fours<false>(p, a, at, xs, base, before));
     if (p.norm == nullptr) return is_integer ? stage<true, false>(p, a, at, xs, row, base, before) : stage<false, false>(p, a, at, xs, row, base, before);
     return warp_sum(is_integer ? stage<true, true>(p, a, at, xs, row, base, before) : stage<false, true>(p, a, at, xs, row, base, before));
 }

@@ -306,17 +306,16 @@ struct Building {
     }
 };
 
-// What the writer leaves is all that the reader takes, and may be folded: for integers if tiles by twos keep no block longer, in fours for a norm of row-major formats.
-bool can_fold(const Draft &writer, const Draft &reader, int32_t n_blocks) {
+// How the writer may leave what is all that the reader takes: as codes of integers if tiles by twos keep no block longer, else in fours for a norm, which are what its rows are defined as.
+Fold fold_between(const Draft &writer, const Draft &reader, int32_t n_blocks) {
     const Phase &w = writer.phase, &r = reader.phase;
-    const bool is_fours = r.staging <= kStageFp8;
-    if (r.kind != kMatmul || r.is_gathered || reader.x.data != writer.y.data || r.k != writer.y.cols) return false;
-    if (w.kind == kAttend) return !is_fours && w.attend.head_width % 32 == 0;
-    if (w.kind != kMatmul || (is_fours && r.norm == nullptr)) return false;
-    const int32_t least = is_fours ? 4 : 32;
-    for (int i = 0; i < w.n_w; ++i)
-        if (is_rows(w.w[i].format) != is_fours || w.w[i].rows % least || w.w[i].first_column % least) return false;
-    return is_fours || 2 * ((w.n_tiles / 2 + n_blocks - 1) / n_blocks) <= (w.n_tiles + n_blocks - 1) / n_blocks;
+    const bool is_integer = r.staging > kStageFp8;
+    if (r.kind != kMatmul || r.is_gathered || reader.x.data != writer.y.data || r.k != writer.y.cols) return kUnfolded;
+    if (w.kind == kAttend) return is_integer && w.attend.head_width % 32 == 0 ? kInCodes : kUnfolded;
+    if (w.kind != kMatmul || is_rows(w.w[0].format) == is_integer) return kUnfolded;
+    auto comes_by = [&](int32_t least) { return std::all_of(w.w, w.w + w.n_w, [least](const Weight &one) { return one.rows % least == 0 && one.first_column % least == 0; }); };
+    if (is_integer && comes_by(32) && 2 * ((w.n_tiles / 2 + n_blocks - 1) / n_blocks) <= (w.n_tiles + n_blocks - 1) / n_blocks) return kInCodes;
+    return r.norm != nullptr && comes_by(4) ? kInFours : kUnfolded;
 }
 
 Draft publisher_of(const pk_tensor &t, int64_t cols, int64_t rows_symbol) {
@@ -361,12 +360,14 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
         Draft &d = all[shift + i];
         Draft &writer = all[x_from[i]];
         const Draft *&first_reader = folded_for[x_from[i]];
-        const bool is_folded = rows == 1 && can_fold(writer, d, b.n_blocks) && (first_reader == nullptr || (first_reader->phase.norm == d.phase.norm && first_reader->phase.staging == d.phase.staging));
+        const Fold fold = rows == 1 ? fold_between(writer, d, b.n_blocks) : kUnfolded;
+        const bool is_folded = fold != kUnfolded && (first_reader == nullptr || (writer.phase.fold_y == fold && first_reader->phase.norm == d.phase.norm && first_reader->phase.staging == d.phase.staging));
         if (is_folded) {
             first_reader = &d;
+            writer.phase.fold_y = d.phase.fold_x = fold;
             writer.phase.folded_norm = d.phase.norm;
             writer.phase.folded_staging = d.phase.staging;
-            writer.phase.is_paired = writer.phase.kind == kMatmul && d.phase.staging > kStageFp8;
+            writer.phase.is_paired = writer.phase.kind == kMatmul && fold == kInCodes;
             d.phase.folded_x = 1;
             d.phase.x = place_of(d.x);
             d.phase.x.source = x_from[i];
@@ -387,7 +388,7 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
         all[i].phase.folded_y = at;
         for (size_t k = i + 1; k < all.size(); ++k)
             if (all[k].phase.folded_x && all[k].phase.x.source == static_cast<int32_t>(i)) all[k].phase.folded_x = at;
-        (*packet_bytes)[i] = at + folded_at(folded_for[i]->phase.staging, folded_for[i]->phase.k);
+        (*packet_bytes)[i] = at + folded_at(all[i].phase.fold_y, folded_for[i]->phase.k);
     }
     std::vector<Phase> phases;
     for (size_t i = 0; i < all.size(); ++i) {
