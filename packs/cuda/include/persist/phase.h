@@ -152,8 +152,8 @@ constexpr int kBuffers = 8;    // of packets
 constexpr int kHalfBytes = 2 * 16 * 8;
 constexpr int kPhases = 4;     // descriptions that multiplying and writing warps share: three phases ahead of the writers
 constexpr int kSquaresAt = 0;  // of a buffer of sums: sums of squares, a float a warp
-constexpr int kSumsAt = 128;   // [warps][tiles][rows of a tile]
-constexpr int kTilesOnce = 12;               // tiles of 16 rows that are added up at once
+constexpr int kSumsAt = 32;    // [warps][tiles][rows of a tile]
+constexpr int kTilesOnce = 4;                // tiles of 16 rows that are added up at once: what sums do not take is the rings'
 constexpr int kWarpSums = kTilesOnce * 16;  // floats of a warp
 
 // A record of 32 folded elements.
@@ -171,7 +171,7 @@ __host__ __device__ inline Layout layout_of(const Arguments &a) {
     l.x = kWarps * a.n_slots * a.slot_bytes;
     l.part = l.x + a.x_bytes;
     l.phases = l.part + 2 * a.part_bytes;
-    l.end = l.phases + (2 * kProducers + kPhases) * static_cast<int32_t>((sizeof(Phase) + 127) / 128 * 128);
+    l.end = l.phases + (kProducers + kPhases) * static_cast<int32_t>((sizeof(Phase) + 127) / 128 * 128);
     return l;
 }
 

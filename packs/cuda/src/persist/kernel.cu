@@ -55,7 +55,7 @@ struct Coming {
 
 // What all but the producers are told of a phase.
 __device__ __forceinline__ const Phase &description(uint8_t *shared, const Layout &layout, int p) {
-    return *reinterpret_cast<const Phase *>(shared + layout.phases + (2 * kProducers + (p & (kPhases - 1))) * kPhaseStride);
+    return *reinterpret_cast<const Phase *>(shared + layout.phases + (kProducers + (p & (kPhases - 1))) * kPhaseStride);
 }
 __device__ __forceinline__ void ask_description(const Arguments &a, const uint64_t *described, uint8_t *shared, const Layout &layout, int p) {
     const uint32_t barrier = shared_address(described + (p & (kPhases - 1)));
@@ -72,7 +72,8 @@ __device__ __forceinline__ void await_step(const Shared &s) { barrier_wait(share
 __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout) {
     Producer producer;
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) % kProducers;
-    uint8_t *phases = shared + layout.phases + warp * 2 * kPhaseStride;
+    uint8_t *described = shared + layout.phases + warp * kPhaseStride;
+    const Phase &phase = *reinterpret_cast<const Phase *>(described);
     producer.lane = lane;
     producer.first = warp * Producer::kRings;
     producer.most_sent = a.most_sent;
@@ -87,11 +88,10 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
     producer.mine.parity = 1;  // the first round finds empty slots
     Coming coming;
     coming.ask(a.phases, lane);
-    coming.put(phases, lane);
+    coming.put(described, lane);
     __syncwarp();
 #pragma unroll 1
     for (int p = 0; p < a.n_phases; ++p) {
-        const Phase &phase = *reinterpret_cast<const Phase *>(phases + (p & 1) * kPhaseStride);
         if (p + 1 < a.n_phases) coming.ask(a.phases + p + 1, lane);
         // The next phase's boxes, too, are on their way before they are wanted.
         if (const int i = thread_here() - kConsumers; i < 3 && a.boxes != nullptr && p + 1 < a.n_phases) prefetch_box(a.boxes + 3 * (p + 1) + i);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
         else if (phase.kind == kDelta) producer.send_state(phase, a, s.row);
         __syncwarp();
         mark(p, 9, kConsumers);
-        if (p + 1 < a.n_phases) coming.put(phases + ((p + 1) & 1) * kPhaseStride, lane);
+        if (p + 1 < a.n_phases) coming.put(described, lane);
         __syncwarp();
     }
 }
