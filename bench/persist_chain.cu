@@ -414,8 +414,8 @@ int main(int argc, char **argv) {
     a.page_tokens = page;
     a.slot_pages = n_pages;
     a.partial = memory + 256;
-    a.halves = allocate<uint8_t>(kBuffers * (n_blocks + 1) * kHalfBytes);
-    OK(cudaMemset(a.halves, 0, kBuffers * (n_blocks + 1) * kHalfBytes));
+    a.ends = allocate<uint8_t>(kBuffers * (n_blocks + 1) * kEndBytes);
+    OK(cudaMemset(a.ends, 0, kBuffers * (n_blocks + 1) * kEndBytes));
     a.epochs = (uint32_t *)memory;
     printf("%s %s: %d layers, %.1f MB a layer, slots %d of %d, x %d, part %d, most_sent %d and %d, %d blocks\n", name.c_str(), shape.c_str(), layers, bytes / layers / 1e6,
            a.n_slots, a.slot_bytes, a.x_bytes, a.part_bytes, a.most_sent, a.most_ahead, n_blocks);

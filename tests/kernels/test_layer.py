@@ -138,10 +138,10 @@ def test_layers_in_one_program_equal_their_ops_one_by_one(bench, rng, level, nam
     compare(layers, start, n, len(rows[::2]), 1e-2, repeats=3)
 
 
-@pytest.mark.parametrize("sides", [(4352, 512), (512, 4352)], ids=["wide", "hidden"])
+@pytest.mark.parametrize("sides", [(4352, 512), (512, 4352), (4352, 1024), (1024, 4352)], ids=["wide", "hidden", "wide-fours", "hidden-fours"])
 @pytest.mark.parametrize("name", ["q8_0", "q4_k"])
-def test_layers_whose_tiles_are_halved_equal_their_ops_one_by_one(bench, rng, level, name, sides):
-    """272 tiles of 16 rows are two to three for each of 132 multiprocessors: the CUDA pack deals out halves of them, of o and down or of gate and up."""
+def test_layers_whose_tiles_are_cut_equal_their_ops_one_by_one(bench, rng, level, name, sides):
+    """272 tiles of 16 rows are two to three for each of 132 multiprocessors: the CUDA pack deals out halves of them, or quarters of two where K has four parts, of o and down or of gate and up."""
     if level > 1:
         pytest.skip("levels differ in products, which have tests of their own")
     b = bench(sizes=SIZES, page_bytes=256 + 2 * 2 * 16 * 128 * 2)

@@ -94,7 +94,7 @@ struct alignas(16) Phase {
     int32_t fold_x, fold_y;
     int32_t is_paired, folded_staging;     // folded_staging: of whoever reads folded y
     int32_t apart, apart_each, apart_more; // so many blocks have the last weight by themselves, whose tiles take longer than the others': each and more are of the rest
-    int32_t is_cut;                        // blocks have halves of tiles: of the first one the second half of K, whose sums the block before adds to its own
+    int32_t cut;                           // blocks have halves (1) of tiles or quarters (2) of pairs of tiles: of the first one the end of K, whose sums the block before adds to its own
     union {
         Weight w[3];
         Attend attend;
@@ -116,7 +116,7 @@ struct Arguments {
     int64_t page_stride, recurrent_stride;
     int32_t page_tokens, slot_pages;
     uint8_t *partial;   // packets of attention's ranges: [items][8 heads][width] sums, then [8][2] largest logits and sums of weights
-    uint8_t *halves;    // packets of sums of second halves of tiles: [kBuffers][blocks][sides][rows of a tile]
+    uint8_t *ends;      // packets of sums of cut tiles' ends of K: [kBuffers][blocks][sides][rows of two tiles]
     uint32_t *epochs;   // [0]: phases of all launches before this one; [1]: blocks that have ended
 };
 
@@ -149,7 +149,7 @@ struct RowFacts {
 };
 
 constexpr int kBuffers = 8;    // of packets
-constexpr int kHalfBytes = 2 * 16 * 8;
+constexpr int kEndSideBytes = 32 * 8, kEndBytes = 2 * kEndSideBytes;
 constexpr int kPhases = 4;     // descriptions that multiplying and writing warps share: three phases ahead of the writers
 constexpr int kSquaresAt = 0;  // of a buffer of sums: sums of squares, a float a warp
 constexpr int kSumsAt = 32;    // [warps][tiles][rows of a tile]

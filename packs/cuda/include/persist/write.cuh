@@ -8,40 +8,41 @@ namespace pk::persist {
 struct Range {
     int begin, end;
 };
-// The tiles of this block: the first `more` blocks of a phase have one more than the others.
+// The tiles of this block, or parts of cut ones: the first `more` blocks of a phase have one more than the others.
 __device__ __forceinline__ Range range_of(const Phase &p) {
     const int n = gridDim.x, at = blockIdx.x + p.shift, b = at < n ? at : at - n, each = p.each, more = p.more;
     if (const int i = b - (n - p.apart); i >= 0) {
         const int begin = p.w[p.n_w - 1].first_tile + i * p.apart_each + min(i, p.apart_more);
         return {begin, begin + p.apart_each + (i < p.apart_more)};
     }
-    const int begin = b * each + min(b, more);
-    return {begin << p.is_paired, begin + each + (b < more) << p.is_paired};
+    const int begin = b * each + min(b, more), twos = p.cut ? 0 : p.is_paired;
+    return {begin << twos, begin + each + (b < more) << twos};
 }
 // The tiles of weight i that belong to this block, counted within the weight.
 __device__ __forceinline__ Range tiles_of(const Range &all, const Weight &w) {
     const int first = w.first_tile;
     return {max(all.begin, first) - first, min(all.end, first + w.n_tiles) - first};
 }
-// What lies in a row of one block's work: tiles of a weight, all of K or chunks [first, first + chunks) of it. i: the weight, or of halved tiles the half in front, what is whole, the half behind.
+// What lies in a row of one block's work: tiles of a weight, all of K or chunks [first, first + chunks) of it. i: the weight, or of cut tiles the end of one in front, what is whole, the beginning of one behind.
 struct Piece {
     int weight, begin, end, first, chunks;
 };
-__device__ __forceinline__ int n_pieces(const Phase &p) { return p.is_cut ? 3 : p.is_gated ? 1 : p.n_w; }
+__device__ __forceinline__ int n_pieces(const Phase &p) { return p.cut ? 3 : p.is_gated ? 1 : p.n_w; }
 __device__ __forceinline__ Piece piece_of(const Phase &p, const Range &all, int i) {
-    if (!p.is_cut) {
+    if (!p.cut) {
         const Range tiles = tiles_of(all, p.w[i]);
         return {i, tiles.begin, tiles.end, 0, p.w[i].n_chunks};
     }
-    const int chunks = p.w[0].n_chunks, half = chunks / 2;
-    if (i == 0) return {0, all.begin >> 1, all.begin + 1 >> 1, half, chunks - half};
-    if (i == 1) return {0, all.begin + 1 >> 1, all.end >> 1, 0, chunks};
-    return {0, all.end >> 1, all.end + 1 >> 1, 0, half};
+    // A block has as many parts as a tile, or more: none has the middle of one.
+    const int cut = p.cut, twos = p.is_paired, last = (1 << cut) - 1, chunks = p.w[0].n_chunks, part = chunks >> cut, whole = all.begin + last >> cut, behind = all.end >> cut;
+    if (i == 0) return {0, all.begin >> cut << twos, whole << twos, (all.begin & last) * part, chunks - (all.begin & last) * part};
+    if (i == 1) return {0, whole << twos, behind << twos, 0, chunks};
+    return {0, behind << twos, (all.end + last >> cut) << twos, 0, (all.end & last) * part};
 }
-// Where the second half of a tile's sums go: by the place among the phase's blocks of the one that has it.
-__device__ __forceinline__ uint8_t *half_place(const Phase &p, const Arguments &a, int phase, int after) {
+// Where the sums of a tile's end go: by the place among the phase's blocks of the one that has it.
+__device__ __forceinline__ uint8_t *end_place(const Phase &p, const Arguments &a, int phase, int after) {
     const int n = gridDim.x, at = blockIdx.x + p.shift, b = (at < n ? at : at - n) + after;
-    return a.halves + ((phase & (kBuffers - 1)) * n + b) * kHalfBytes;
+    return a.ends + ((phase & (kBuffers - 1)) * n + b) * kEndBytes;
 }
 // Tiles that are added up at once: by fours, so that those of a record of folded outputs stay together.
 __device__ __forceinline__ int tiles_once(const Phase &p) { return kWarpSums >> p.tile_shift & ~3; }
@@ -165,12 +166,12 @@ struct Output {
     }
     // What the warps have left, of both sides.
     __device__ __forceinline__ float2 take() const { return make_float2(sum_of(from), is_gated ? sum_of(from + (1 << shift)) : 0.0f); }
-    // Sums of half a tile are sent to where the block before looks for them, or what the block behind has sent is added to this one's.
-    __device__ __forceinline__ void join_half(float2 &sums, uint8_t *half, bool is_sent, uint32_t epoch) const {
+    // Sums of a tile's end are sent to where the block before looks for them, or what the block behind has sent is added to this one's.
+    __device__ __forceinline__ void join_end(float2 &sums, uint8_t *end, bool is_sent, uint32_t epoch) const {
         if (!is_valid) return;
 #pragma unroll 1
         for (int side = 0; side <= is_gated; ++side) {
-            uint8_t *const there = half + 128 * side;
+            uint8_t *const there = end + kEndSideBytes * side;
             if (is_sent) store_packet(there, __float_as_uint(sums.x), epoch);
             else sums.x += __uint_as_float(await_packet(there, epoch).x);
             sums = make_float2(is_gated ? sums.y : sums.x, sums.x);

@@ -133,7 +133,7 @@ __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments
     if (all.end <= all.begin) return false;
     const int x_index = phase.is_gathered ? s.gather : 0, most = tiles_once(phase);
     bool has_norm = phase.norm != nullptr;
-    const bool is_own = (phase.w[0].n_chunks >> phase.is_cut) % kWarps == 0;
+    const bool is_own = (phase.w[0].n_chunks >> phase.cut) % kWarps == 0;
     // The first group, so that nothing is left to do when x has come.
     const int n = n_pieces(phase);
     int i = 0, w, n_tiles, format;
@@ -274,13 +274,13 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
                 const bool has_norm = is_first && phase.norm != nullptr;
                 const NormFactor norm = {phase.inverse_k, phase.eps};
                 const uint32_t epoch = s.base + p + 1;
-                const bool is_half = phase.is_cut && i != 1, is_sent = phase.is_cut && i == 0;
+                const bool is_part = phase.cut && i != 1, is_sent = phase.cut && i == 0;
                 await_sums();
                 mark(p, 5, kThreads - 32 * kWriters);
                 float2 taken = output.take();
                 if (has_norm) factor = norm.of(reinterpret_cast<const float *>(buffer + kSquaresAt));
-                // Of halved tiles the half in front belongs to the block before, the half behind to this one.
-                if (__builtin_expect(is_half, 0) && tid < n_outputs) output.join_half(taken, half_place(phase, a, p, i == 0 ? 0 : 1) + 8 * tid, i == 0, epoch);
+                // Of cut tiles the end in front belongs to the block before, the beginning behind to this one.
+                if (__builtin_expect(is_part, 0) && tid < n_outputs) output.join_end(taken, end_place(phase, a, p, i == 0 ? 0 : 1) + 8 * tid, i == 0, epoch);
 #pragma unroll 1
                 for (int o = tid; !is_sent && o - (tid & 31) < n_outputs;) {
                     output.write(taken, factor, epoch);

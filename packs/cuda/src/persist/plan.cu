@@ -306,6 +306,14 @@ struct Building {
     }
 };
 
+// How a product's tiles, or pairs of them, are cut so that no block has more than it must: 0, not at all; 1, halves of tiles; 2, quarters of pairs. longest: then of a block, in quarters of tiles.
+int32_t cut_of(const Phase &p, bool is_paired, int32_t n_blocks, int32_t *longest) {
+    const int32_t n = p.n_tiles >> is_paired, cut = is_paired ? 2 : 1, whole = (n + n_blocks - 1) / n_blocks << cut, parts = ((n << cut) + n_blocks - 1) / n_blocks;
+    const bool is_cut = !is_rows(p.w[0].format) && (p.is_gated || p.n_w == 1) && p.w[0].n_chunks % (1 << cut) == 0 && n > n_blocks && parts < whole;
+    *longest = (is_cut ? parts : whole) * 2;
+    return is_cut ? cut : 0;
+}
+
 // How the writer may leave what is all that the reader takes: as codes of integers if tiles by twos keep no block longer, else in fours for a norm, which are what its rows are defined as.
 Fold fold_between(const Draft &writer, const Draft &reader, int32_t n_blocks) {
     const Phase &w = writer.phase, &r = reader.phase;
@@ -314,7 +322,10 @@ Fold fold_between(const Draft &writer, const Draft &reader, int32_t n_blocks) {
     if (w.kind == kAttend) return is_integer && w.attend.head_width % 32 == 0 ? kInCodes : kUnfolded;
     if (w.kind != kMatmul || is_rows(w.w[0].format) == is_integer) return kUnfolded;
     auto comes_by = [&](int32_t least) { return std::all_of(w.w, w.w + w.n_w, [least](const Weight &one) { return one.rows % least == 0 && one.first_column % least == 0; }); };
-    if (is_integer && comes_by(32) && 2 * ((w.n_tiles / 2 + n_blocks - 1) / n_blocks) <= (w.n_tiles + n_blocks - 1) / n_blocks) return kInCodes;
+    int32_t paired, single;
+    cut_of(w, true, n_blocks, &paired);
+    cut_of(w, false, n_blocks, &single);
+    if (is_integer && comes_by(32) && paired <= single) return kInCodes;
     return r.norm != nullptr && comes_by(4) ? kInFours : kUnfolded;
 }
 
@@ -468,9 +479,9 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
             a->most_sent = 4;
             a->most_ahead = is_rows(p.w[i].format) || p.w[i].format == PK_Q8_0 ? 1 : 2;
         }
-        const bool can_cut = !p.is_paired && !is_rows(p.w[0].format) && (p.is_gated || p.n_w == 1) && p.w[0].n_chunks % 2 == 0;
-        p.is_cut = can_cut && p.n_tiles > n_blocks && (2 * p.n_tiles + n_blocks - 1) / n_blocks < 2 * ((p.n_tiles + n_blocks - 1) / n_blocks);
-        const int32_t n_shares = p.n_tiles >> p.is_paired << p.is_cut;
+        int32_t longest;
+        p.cut = cut_of(p, p.is_paired, n_blocks, &longest);
+        const int32_t n_shares = p.n_tiles >> p.is_paired << p.cut;
         p.apart = blocks_apart(p, n_blocks);
         const int32_t n_apart = p.apart ? p.w[p.n_w - 1].n_tiles : 0, n_others = n_blocks - p.apart;
         p.each = (n_shares - n_apart) / n_others;
@@ -546,7 +557,7 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
                 partial = std::max(partial, l.ctx->n_processors * (8 * int64_t{p.attend.head_width} + 16) * 8);
         }
     }
-    const int64_t partial_at = 256, halves_at = partial_at + partial, packets_at = halves_at + kBuffers * (l.ctx->n_processors + 1) * int64_t{kHalfBytes}, boxes_at = packets_at + kBuffers * buffer;
+    const int64_t partial_at = 256, ends_at = partial_at + partial, packets_at = ends_at + kBuffers * (l.ctx->n_processors + 1) * int64_t{kEndBytes}, boxes_at = packets_at + kBuffers * buffer;
     const int64_t phases_at = boxes_at + (has_boxes ? 3 * n_phases * static_cast<int64_t>(sizeof(CUtensorMap)) : 0);
     out->n_bytes = phases_at + n_phases * static_cast<int64_t>(sizeof(Phase));
     if (int32_t e = check(cudaMalloc(&out->memory, out->n_bytes), "load")) return e;
@@ -591,7 +602,7 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
         a.page_tokens = s.page_tokens;
         a.slot_pages = s.slot_pages;
         a.partial = memory + partial_at;
-        a.halves = memory + halves_at;
+        a.ends = memory + ends_at;
         a.epochs = reinterpret_cast<uint32_t *>(memory);
         const int64_t bytes = static_cast<int64_t>(m.phases.size() * sizeof(Phase));
         if (int32_t e = check(cudaMemcpyAsync(to, m.phases.data(), bytes, cudaMemcpyHostToDevice, l.stream), "load")) return e;
