@@ -150,6 +150,7 @@ struct RowFacts {
 
 constexpr int kBuffers = 8;    // of packets
 constexpr int kEndSideBytes = 32 * 8, kEndBytes = 2 * kEndSideBytes;
+constexpr int kStaticBytes = 3840;  // at most, of shared memory beside what is divided (Layout)
 constexpr int kPhases = 4;     // descriptions that multiplying and writing warps share: three phases ahead of the writers
 constexpr int kSquaresAt = 0;  // of a buffer of sums: sums of squares, a float a warp
 constexpr int kSumsAt = 32;    // [warps][tiles][rows of a tile]

@@ -34,6 +34,7 @@ struct Shared {
     uint32_t base;
     volatile int multiplied;  // the phase whose products are under way, or were last
 };
+static_assert(sizeof(Shared) <= kStaticBytes);
 
 constexpr int kPhaseVectors = (sizeof(Phase) + 15) / 16, kPhaseStride = (sizeof(Phase) + 127) / 128 * 128;
 static_assert(sizeof(Phase) % 16 == 0 && kPhaseVectors <= 64);

@@ -15,7 +15,7 @@
 namespace pk::persist {
 namespace {
 
-constexpr int64_t kSharedBytes = 227 * 1024 - 3840;  // static shared memory is the rest
+constexpr int64_t kSharedBytes = 227 * 1024 - kStaticBytes;
 constexpr int kReach = 4;                            // how many phases back a phase may read
 constexpr int kPairedGroups = 16;                    // groups of 16 positions of a head up to which two blocks share it
 
