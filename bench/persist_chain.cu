@@ -24,6 +24,9 @@ const Packed *find_packed(pk_ctx *, const pk_tensor &) {
 bool has_wgmma(const pk_ctx *) {
     return true;
 }
+cudaStream_t stream_of_questions(const pk_ctx *) {
+    return nullptr;
+}
 GuessPart guess_part(const Records &) {
     return {};
 }
@@ -371,7 +374,7 @@ int main(int argc, char **argv) {
     }
     if (asked_sent >= 0) a.most_sent = asked_sent;
     if (asked_ahead >= 0) a.most_ahead = asked_ahead;
-    if (fits_pairs<false>(a, n_blocks)) a.paired = kPairedGroups;
+    if (fits_pairs<false>(a, n_blocks, nullptr)) a.paired = kPairedGroups;
     int64_t buffer = 0;
     for (int64_t n : packets)
         buffer = std::max(buffer, (n + 255) / 256 * 256);

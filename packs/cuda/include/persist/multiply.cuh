@@ -97,13 +97,12 @@ struct RowsProduct {
 // used: made from the scales that were read. kSub: groups per 32 elements; kZero: what is subtracted from codes; kOver: what integers are multiplied with.
 template <int kFormat> struct Codes;
 
-// x of one group in four, as a column has it: zero in the operands of the others.
+// x of one group in four, as a column has it: zero in the operands of the others. Chosen by comparison, as masks would take registers.
 __device__ __forceinline__ void spread_groups(const uint2 &v, int group, uint32_t (&to)[4][2]) {
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-        const uint32_t mask = group == b ? ~0u : 0u;
-        to[b][0] = v.x & mask;
-        to[b][1] = v.y & mask;
+        to[b][0] = group == b ? v.x : 0u;
+        to[b][1] = group == b ? v.y : 0u;
     }
 }
 

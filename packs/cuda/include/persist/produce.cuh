@@ -57,7 +57,8 @@ struct Producer {
                       *const up = kHasBoxes ? reinterpret_cast<const uint8_t *>(other.block_scale) : other.data + skipped;
         const uint32_t inverse = 0xffffffffu / static_cast<uint32_t>(chunks) + 1;  // 0: of one
         constexpr uint32_t kAll = (1 << kSenders) - 1;
-        const bool is_single = most_ahead == 1;
+        // Ahead of need chunks in parts go one by one: by twos a ring would have three slots' bytes under way, and blocks that are behind wait for theirs.
+        const bool is_single = most_ahead == 1 || kKind == kParts;
         if (lane >= kSenders) return;
 #pragma unroll 1
         for (int pass = first, turn = 0; pass < n;) {
