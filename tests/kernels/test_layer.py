@@ -210,4 +210,4 @@ def test_a_row_with_keys_and_values_in_another_format_equals_its_ops_one_by_one(
     layers = Layers(b, rng, "bf16", (*shape, width), window, kv=kv)
     n = b.set_rows([(3, position, 1)])
     start = rng.standard_normal((n, WIDTH))
-    compare(layers, start, n, 1, 2e-2, limit=3e-2, repeats=2)
+    compare(layers, start, n, 1, 2e-2, limit=4e-2 if kv == abi.PK_FP8_E4M3 else 3e-2, repeats=2)
