@@ -316,9 +316,13 @@ def run_model(name: str, arguments: argparse.Namespace, at: Ground, until: float
             sys.stdout.write(f"{row.name:36} does not fit\n")
         else:
             waiting.append((row, plan))
+    waiting.sort(key=lambda w: w[1].sizes.part_processors)
     while waiting and time.monotonic() < until:
         before, first_left, n_ended = settled_bytes(at), None, 0
-        started, results = waiting, apart(waiting, model, at, before)
+        # A device is parted for good: plans without a part come in a process of their own.
+        n_part = waiting[0][1].sizes.part_processors
+        started = [(row, plan) for row, plan in waiting if plan.sizes.part_processors == n_part]
+        results = apart(started, model, at, before)
         for (row, plan), found in zip(started, results, strict=False):
             n_ended += 1
             if "error" in found:

@@ -69,6 +69,7 @@ class Device:
         self.kv_address = self._attached_bytes = 0
         self.aside: Device | None = None
         """The part of it that reads long prompts beside its steps."""
+        self._n_aside = 0
         self.windows: Pages | None = None
         """Pages of layers with a window, where these have their own."""
         self._host_windows = 0
@@ -368,7 +369,9 @@ class Device:
         self.n_records = len(program.records)
 
     def unload(self) -> None:
-        """Drops the loaded program."""
+        """Drops the loaded program, and the part's."""
+        if self.aside is not None:
+            self.aside.unload()
         if self._program is not None:
             self.pack.function("pk_unload")(self._program)
             self._program = None
@@ -380,10 +383,12 @@ class Device:
             raise self.pack.failure("pk_step", status)
 
     def part(self, n_processors: int) -> Device:
-        """Parts it: so many of its processors, as nearly as can be, run steps of their own from now on. Closed with it. Raises: UnsupportedError, PackError."""
+        """Parts it: so many of its processors, as nearly as can be, run steps of their own from now on. Closed with it; the same part when it is asked again. Raises: UnsupportedError, PackError."""
+        if self.aside is not None and n_processors == self._n_aside:
+            return self.aside
         ctx = ctypes.c_void_p()
         self.pack.call("pk_part", self._ctx, n_processors, ctypes.byref(ctx))
-        self.aside = Device(self.pack, ctx=ctx)
+        self.aside, self._n_aside = Device(self.pack, ctx=ctx), n_processors
         return self.aside
 
     def give_way(self, is_on: bool) -> None:
