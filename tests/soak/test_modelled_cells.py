@@ -111,6 +111,21 @@ def test_a_long_prompt_beside_streams_takes_little_longer_than_alone_and_most_ga
     assert found["itl_p50"] <= 1.25 and found["ttft"] <= most and found["itl_p99"] <= 6.5
 
 
+def test_who_waits_for_a_slot_does_not_make_streams_stutter() -> None:
+    """Nothing is read sooner for a prompt that cannot start."""
+    scene = Scene(COSTS["8b.bf16"], n_slots=17, ctx=65100)
+    ids = [scene.send(scene.device.now_ns, 128, 7000, client=k) for k in range(16)]
+    while not all(len(scene.seen[i].times) > 200 for i in ids):
+        scene.turn()
+    begun = scene.device.now_ns
+    long = scene.send(begun, 65000, 4, client=50)
+    waiting = scene.send(begun + 500_000_000, 200, 4, client=51)
+    while not scene.seen[long].times:
+        scene.turn()
+    gaps = [(b - a) / 1e6 for i in ids for a, b in pairwise(scene.seen[i].times) if a >= begun]
+    assert not scene.seen[waiting].times and median(gaps) <= 1.25 * COSTS["8b.bf16"].step_us([(1, 800)] * 16) / 1000
+
+
 @pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
 def test_a_long_prompt_that_is_read_aside_makes_gaps_as_long_as_the_rest_of_the_device_is_slower(cost: str) -> None:
     found = run_long(replace(COSTS[cost], parted=(1.35, 1.5)), 65000)

@@ -369,7 +369,7 @@ class Scheduler:
     def _budget(self, n_rows: int, tokens_left: int, now_ns: int) -> tuple[float, int]:
         """Time that prefill may add to this step, and tokens after which no other prompt is taken."""
         running, queue = self.prefilling, self.queue
-        n_prompts = queue.n + len(self.held) + len(self.preempted) + len(running)
+        n_prompts = len(running) + min(self.n_waiting, self._slots.n_free)
         position = running[0].done_tokens if running else 0
         us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest() if n_prompts < 2 else 0, position)
         if us != math.inf and queue.is_contested and (light := self._light()):
@@ -398,9 +398,9 @@ class Scheduler:
         return first.remaining_tokens if first is not None and self.queue.is_light(first.client) else 0
 
     def _shortest(self) -> int:
-        """Tokens of the shortest prompt there is."""
+        """Tokens of the shortest prompt that is read, or could be."""
         n = min((r.n_tokens - r.cached_tokens for r in self.prefilling), default=1 << 31)
-        head = self.queue.head()
+        head = self.queue.head() if self._slots.n_free else None
         return n if head is None else min(n, head.uncached_tokens)
 
     def charge_decoding(self) -> None:
