@@ -15,14 +15,16 @@ from paddock_manager.fleet.state import Server
 from paddock_manager.paths import Places
 from paddock_manager.web.gateway import Gateway
 from paddock_manager.web.pool import Entry, Pool
-from paddock_runner.edge.auth import Guard
+from paddock_runner.edge.auth import Guard, key_of
 
 
-async def broken(kind: str, part: bytes, path: str) -> tuple[list[Any], list[str]]:
-    """What a gateway sends, and what it logs, when its runner sends this part of an answer and is gone."""
+async def broken(kind: str, part: bytes, path: str, heads: list[bytes] | None = None, key: str = "") -> tuple[list[Any], list[str]]:
+    """What a gateway sends, and what it logs, when its runner sends this part of an answer and is gone. heads: gets what the runner was asked. key: of the caller."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        asked = await reader.readuntil(b"\r\n\r\n")
+        if heads is not None:
+            heads.append(asked.lower())
         head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
         writer.write(head + (f"{len(part):x}\r\n".encode() + part + b"\r\n" if part else b""))
         await writer.drain()
@@ -43,8 +45,9 @@ async def broken(kind: str, part: bytes, path: str) -> tuple[list[Any], list[str
         async def send(message: Any) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"host", b"localhost")]}
-        await Gateway(pool, "", Guard(()), 1000)(scope, receive, send)
+        sent_headers = [(b"host", b"localhost"), *([(b"x-api-key", key.encode())] if key else [])]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": sent_headers}
+        await Gateway(pool, "own", Guard((key_of("own"), key_of("theirs", "inference"))) if key else Guard(()), 1000)(scope, receive, send)
     return sent, said
 
 
@@ -68,3 +71,9 @@ def test_stream_ends_with_an_error_in_the_vendors_words(kind: str, part: bytes, 
 def test_answer_that_is_no_stream_or_broken_in_an_event_stays_incomplete(kind: str, part: bytes) -> None:
     sent, said = asyncio.run(broken(kind, part, "/v1/chat/completions"))
     assert sent[-1]["more_body"] is True and len(said) == 1
+
+
+def test_runner_is_asked_with_the_callers_own_key_by_which_it_tells_callers_apart() -> None:
+    heads: list[bytes] = []
+    asyncio.run(broken("application/json", b"{}", "/v1/chat/completions", heads, "theirs"))
+    assert b"authorization: bearer theirs\r\n" in heads[0] and b"x-api-key" not in heads[0] and b"x-request-id: req_" in heads[0]
