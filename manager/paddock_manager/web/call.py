@@ -17,10 +17,11 @@ LEFT = 499
 
 
 class Call:
-    """The request. extra: headers of the answer, whatever it is. status: of the answer, 0 before it. has_left: its client went away."""
+    """The request. target: its path as it was sent. extra: headers of the answer, whatever it is. status: of the answer, 0 before it. has_left: its client went away."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
         self.path, self.method = str(scope["path"]), str(scope["method"])
+        self.target: str = (scope.get("raw_path") or self.path.encode()).decode("latin-1").partition("?")[0]
         self.query: str = scope.get("query_string", b"").decode("latin-1")
         self._pairs = [(k.decode("latin-1").lower(), v.decode("latin-1")) for k, v in scope["headers"]]
         self.headers: dict[str, str] = dict(self._pairs)

@@ -23,6 +23,7 @@ from paddock_runner.errors import PaddockError, ShuttingDown, UsageError
 from paddock_manager.fleet.client import Unreachable
 from paddock_manager.fleet.spawn import RunnerDied
 from paddock_manager.fleet.state import Server
+from paddock_manager.web import exchange
 from paddock_manager.web.call import LEFT, Call
 from paddock_manager.web.metrics import Metrics
 from paddock_manager.web.own import LISTS, OPEN, Own
@@ -39,6 +40,7 @@ HOP = {
     "upgrade",
     "host",
     "content-length",
+    "expect",
 }
 PASSED = {
     "/api/chat", "/api/generate", "/api/show", "/api/pull", "/api/embed", "/api/embeddings",
@@ -229,22 +231,22 @@ class Gateway:
         """
         kept = {k: v for k, v in call.headers.items() if k not in HOP and k not in (*KEY_HEADERS, "origin")}
         kept |= self._bearer(caller.key or self._key) | {HEADER.decode(): call.request_id}
-        url = f"{server.url}{call.path}" + (f"?{call.query}" if call.query else "")
+        path = call.target + (f"?{call.query}" if call.query else "")
         tail, kind = b"", ""
         try:
-            async with self._client.stream("POST", url, headers=kept, content=raw) as answer:
+            async with exchange.post(server.host, server.port, path, kept, raw) as answer:
                 out = [
-                    (k.encode(), value.encode())
-                    for k, v in ((k.lower(), v) for k, v in answer.headers.multi_items())
-                    if (k not in HOP or k == "content-length") and k not in OURS and (value := _obeyed(v) if k == IGNORED else v)
+                    (name.encode(), value.encode("latin-1"))
+                    for name, told in answer.headers
+                    if (name not in HOP or name == "content-length") and name not in OURS and (value := _obeyed(told) if name == IGNORED else told)
                 ]
-                await call.send({"type": "http.response.start", "status": answer.status_code, "headers": out})
-                kind = answer.headers.get("content-type", "").partition(";")[0]
-                async for chunk in answer.aiter_raw():
-                    tail = (tail + chunk)[-2:]
-                    await call.send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await call.send({"type": "http.response.start", "status": answer.status, "headers": out})
+                kind = answer.header("content-type").partition(";")[0]
+                async for part in answer.parts():
+                    tail = (tail + part)[-2:]
+                    await call.send({"type": "http.response.body", "body": part, "more_body": True})
                 await call.send({"type": "http.response.body", "body": b"", "more_body": False})
-        except httpx.HTTPError as error:
+        except exchange.Broken as error:
             if not call.status:
                 raise Unreachable(
                     f"the runner of {server.name} does not answer: {error}", f"`paddock logs {server.name}` shows why"
