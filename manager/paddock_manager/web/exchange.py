@@ -1,6 +1,6 @@
 """One request to a runner on this machine, and its answer as it comes.
 
-A general client takes three times as long for each part of a stream, of which a GPU makes tens of thousands a second: what comes
+A general client takes more than twice as long for each part of a stream, of which a GPU makes tens of thousands a second: what comes
 together goes on together here, and nothing of it is looked at but its frame.
 """
 
