@@ -164,6 +164,27 @@ def test_a_prompt_of_a_light_client_is_read_without_the_others_rows_and_never_tw
     rig.close()
 
 
+def test_a_light_client_that_waits_for_a_slot_leaves_the_others_rows_in_the_steps() -> None:
+    rig = Rig(replace(SIZES, n_slots=12, n_pages=400), policy=replace(POLICY, lead_ms=0.0, gather_ms=0.0), run_ahead=1)
+    rig.engine.drafter.is_on = False
+    first = rig.ask([(77 * i) % 480 for i in range(10)], 50, client=2)
+    answers = [rig.ask([(31 * k + i) % 480 for i in range(12)], 40, client=1) for k in range(10)]
+    while not all(len(a.tokens) > 2 for a in (first, *answers)):
+        rig.turn()
+    long = rig.ask([(7 * i) % 480 for i in range(56)], 2, client=1)
+    while long.started is None:
+        rig.turn()
+    before = len(rig.device.rows)
+    answers += [rig.ask([(31 * k + i) % 480 for i in range(12)], 4, client=1) for k in range(10, 20)]
+    second = rig.ask([(13 * i) % 480 for i in range(10)], 3, client=2)
+    while not long.tokens:
+        rig.turn()
+    assert second.started is None, "no slot is free"
+    assert all(sum(n == 1 for _, n, _ in rows) >= 11 for rows in rig.device.rows[before:])
+    rig.run()
+    rig.close()
+
+
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1 << 20))
 def test_clients_that_always_want_more_are_served_by_their_weights(run_ahead: int, heavy: int, light: int, seed: int) -> None:

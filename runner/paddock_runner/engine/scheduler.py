@@ -369,7 +369,7 @@ class Scheduler:
     def _budget(self, n_rows: int, tokens_left: int, now_ns: int) -> tuple[float, int]:
         """Time that prefill may add to this step, and tokens after which no other prompt is taken."""
         running, queue = self.prefilling, self.queue
-        n_prompts = len(running) + min(self.n_waiting, self._slots.n_free)
+        n_prompts = len(running) + (min(self.n_waiting, self._slots.n_free) if self._may_start else 0)
         position = running[0].done_tokens if running else 0
         us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest() if n_prompts < 2 else 0, position)
         if us != math.inf and queue.is_contested and (light := self._light()):
@@ -392,15 +392,20 @@ class Scheduler:
     def _light(self) -> int:
         """Tokens left of the prompt of a client with few requests beside one with many, if it is its turn; 0: none."""
         first: Request | None = min(self.prefilling, key=self.order, default=None)
-        head = self.queue.head()
+        head = self.queue.head() if self._may_start else None
         if head is not None and (first is None or self.order(head) < self.order(first)):
             return head.uncached_tokens if self.queue.is_light(head.client) else 0
         return first.remaining_tokens if first is not None and self.queue.is_light(first.client) else 0
 
+    @property
+    def _may_start(self) -> bool:
+        """There is a slot for somebody who waits, and as far as is known pages as well."""
+        return self._slots.n_free > 0 and not self._is_stuck
+
     def _shortest(self) -> int:
         """Tokens of the shortest prompt that is read, or could be."""
         n = min((r.n_tokens - r.cached_tokens for r in self.prefilling), default=1 << 31)
-        head = self.queue.head() if self._slots.n_free else None
+        head = self.queue.head() if self._may_start else None
         return n if head is None else min(n, head.uncached_tokens)
 
     def charge_decoding(self) -> None:
