@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from paddock_runner.engine.tiering import TierConfig
+from paddock_runner.wire.messages import RefusedCode
 
 from tests.soak.rig import AT_ONCE, SIZES, Rig, ended_well, every_run_ahead, right, turns
 
@@ -204,6 +205,23 @@ def test_long_prompts_do_not_take_all_slots_while_they_wait_for_the_part(run_ahe
         short = rig.ask(prompt(rng, 4), max_tokens=2, client=client)
         until(rig, lambda short=short: short.end)
     assert sum(a.started is not None for a in longs) <= 3 and all(a.end is None for a in longs)
+    rig.run()
+    assert all(right(a, LONG) and ended_well(a) for a in (*longs, *streams))
+    rig.assert_empty()
+    rig.close()
+
+
+def test_a_deadline_passes_for_who_waits_for_the_part_or_for_anothers_prefix(run_ahead: int) -> None:
+    rig, rng = Rig(replace(LONG, n_slots=8, n_pages=600), run_ahead, SOON, part_tokens=8), random.Random(10)
+    streams = beside_streams(rig, rng)
+    longs = [rig.ask(prompt(rng, 220), max_tokens=2, client=1) for _ in range(2)]
+    until(rig, lambda: len(rig.engine.scheduler.aside) == 2)
+    soon = rig.device.now_ns + 20_000_000
+    same = [*memoryview(longs[0].ask.prompt)][:200]
+    late = [rig.ask(prompt(rng, 220), max_tokens=2, client=1, deadline_ns=soon), rig.ask([*same, 1, 2, 3], max_tokens=2, client=2, deadline_ns=soon)]
+    until(rig, lambda: len(rig.engine.scheduler.held) == 2)
+    until(rig, lambda: all(a.end for a in late))
+    assert all(a.refused.code == RefusedCode.DEADLINE for a in late) and all(a.end is None for a in longs)
     rig.run()
     assert all(right(a, LONG) and ended_well(a) for a in (*longs, *streams))
     rig.assert_empty()

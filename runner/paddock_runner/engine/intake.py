@@ -47,11 +47,17 @@ class Intake:
         due_ns = engine.scheduler.queue.next_deadline_ns
         if due_ns is not None and due_ns <= now:
             while (request := engine.scheduler.queue.overdue(now)) is not None:
-                waited, allowed = now - request.received_ns, request.deadline_ns - request.received_ns
-                engine.refuse(request, RefusedCode.DEADLINE, waited // 1_000_000, allowed // 1_000_000)
+                self._refuse_late(request, now)
+        if engine.scheduler.held:
+            for request in [r for r in engine.scheduler.held if 0 < r.deadline_ns <= now]:
+                self._refuse_late(request, now)
         if now - self._checked_ns > LIFE_CHECK_NS:
             self._checked_ns = now
             self.check_fronts()
+
+    def _refuse_late(self, request: Request, now: int) -> None:
+        waited, allowed = now - request.received_ns, request.deadline_ns - request.received_ns
+        self._engine.refuse(request, RefusedCode.DEADLINE, waited // 1_000_000, allowed // 1_000_000)
 
     def check_fronts(self) -> None:
         """Ends the requests of fronts that have died, or that do not read."""

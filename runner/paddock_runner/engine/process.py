@@ -28,6 +28,8 @@ from .tiering import STAGING_STATES, HostStates, HostWindows, StateDevice, TierC
 from .vectors import ReadVectors
 
 OVERFLOW_RETRY_MS = 5
+HELD_RETRY_MS = 20
+"""How often it is looked, while nothing runs, whether who waits for the disk still should, or may no longer wait at all."""
 GATHER_S = 0.0001
 """How often it is looked for more prompts while a burst comes in."""
 COLLECT_EVERY = 1000
@@ -193,6 +195,8 @@ class Runner:
             return OVERFLOW_RETRY_MS
         if self.engine.masking.until_ns:
             return -(min(0, self.engine.clock() - self.engine.masking.until_ns) // 1_000_000)
+        if self.engine.scheduler.held:
+            return HELD_RETRY_MS
         due_ns = self.engine.scheduler.queue.next_deadline_ns
         return None if due_ns is None else max(0, (due_ns - self.engine.clock()) // 1_000_000 + 1)
 

@@ -474,3 +474,21 @@ def test_a_device_that_fails_is_not_waited_for_at_the_end(tmp_path: Path, monkey
     assert waiting.done.error == ErrorCode.DEVICE
     rig.close()
     rig_on(tmp_path, True).close()  # the disk is free again
+
+
+def test_a_disk_that_hangs_is_given_up_though_nothing_else_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rig_on(tmp_path, True)
+    ask(rig, 0)
+    rig.close()
+    warm = rig_on(tmp_path, True)
+    go, read = threading.Event(), PageStore.read
+    monkeypatch.setattr(PageStore, "read", lambda store, key, into: go.wait(30) and read(store, key, into))
+    waiting = warm.ask([i % 1000 for i in range(200)], 3)
+    warm.turn()
+    assert waiting.started is None and warm.runner._timeout_ms(warm.engine.ports) == 20, "a sleep ends, and it is looked again"
+    warm.device.now_ns += 2 * MAX_FETCH_NS
+    while waiting.end is None:
+        warm.turn()
+    assert right(waiting) and waiting.done.cached_tokens == 0
+    go.set()
+    warm.close()
