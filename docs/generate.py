@@ -71,7 +71,7 @@ def config() -> str:
         rows.append([f"`{k.flag}`" if k.flag else "", f"`{k.variable}`", f"`{k.name}`", default, k.unit, k.doc + choices])
     text = (
         "# Configuration of a runner\n\nA flag wins over a variable, a variable over the TOML file (`--config`), the file over the default. "
-        "`paddock config explain` says where each value comes from. Nothing else reads the environment, C++ least of all.\n\n"
+        "`paddock-runner config` says where each value comes from, `--runner NAME=VALUE` of `paddock serve` passes a flag on, and PADDOCK_* variables that no setting has are named at the start. Nothing else reads the environment, C++ least of all.\n\n"
     )
     return text + table(["flag", "variable", "in the file", "default", "unit", "meaning"], rows)
 

@@ -124,7 +124,7 @@ def dispatch(words: list[str], ui: Ui) -> int:
     if name not in COMMANDS:
         import difflib
 
-        near = difflib.get_close_matches(name, [*COMMANDS, *HABITS, "help"], 1, 0.6)
+        near = difflib.get_close_matches(name, [*COMMANDS, *HABITS, "help"], 1, 0.7)
         meant = HABITS.get(near[0], near[0]) if near else ""
         hint = f"did you mean `paddock {meant}`?" if near else "`paddock --help` lists the commands"
         raise UsageError(f"there is no command {name!r}", hint, command=name)
