@@ -36,7 +36,7 @@ def test_added_key_is_shown_once_kept_as_a_hash_and_can_be_taken_away(paddock, m
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert fresh not in path.read_text() and f"sha256:{hashlib.sha256(fresh.encode()).hexdigest()} inference phone" in path.read_text()
     assert paddock("key").out.strip() not in path.read_text()
-    assert paddock("key", "ls", "--json").json["keys"] == [{"name": "this-machine", "scope": "admin"}, {"name": "phone", "scope": "inference"}]
+    assert paddock("key", "ls", "--json").json["keys"] == [{"name": "this-machine", "scope": "admin", "weight": 1}, {"name": "phone", "scope": "inference", "weight": 1}]
     assert paddock("key", "add", "phone").code == 2 and paddock("key", "add", "a b").code == 2 and paddock("key", "add").code == 2
     server = paddock("serve", str(model_file), "--port", "0", "--json").json["server"]
     assert get(server, fresh) == 200 and get(server, paddock("key").out.strip()) == 200 and get(server, "pk-other") == 401
