@@ -63,7 +63,7 @@ class Storm:
         masks = self.some_masks(stop) if masked else []
         answer = rig.ask(
             prompt, n, front, seed=seed, salt=salt, stop=stop, min_tokens=min_tokens, client=rng.randrange(3), priority=rng.choice((-1, 0, 0, 1)),
-            repetition_penalty=rng.choice((1.0, 1.0, 1.5)), use_mask=masked, n_logprobs=rng.choice((-1, -1, 0, 2)), deadline_ns=1 if rng.random() < 0.02 else 0,
+            repetition_penalty=rng.choice((1.0, 1.0, 1.5)), use_mask=masked, n_logprobs=rng.choice((-1, -1, 0, 2)), deadline_ns=rng.choice((1, rig.device.now_ns + rng.randrange(1, 60_000_000))) if rng.random() < 0.04 else 0,
         )  # fmt: skip
         ask_id = answer.ask.ask_id
         self.front_of[ask_id] = front
