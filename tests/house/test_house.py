@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, dict[str, set[str] | None]] = {
         "store": {"paths", "disk", "catalog", "runner.files"}, "fleet": {"paths", "disk"},
         "fit": {"paths", "catalog", "store", "runner.hardware", "runner.manifest", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
         "web": {"paths", "disk", "catalog", "store", "fleet", "fit", "runner.edge", "runner.version"},
-        "commands": {"ui", "paths", "options", "disk", "settings", "catalog", "store", "fleet", "fit", "web", "runner.files", "runner.version"}, "cli": None, "__main__": None,
+        "commands": {"ui", "paths", "options", "disk", "settings", "catalog", "store", "fleet", "fit", "web", "runner.files", "runner.edge", "runner.version"}, "cli": None, "__main__": None,
     },
 }  # fmt: skip
 EVERYWHERE = {"errors", "runner.errors"}

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from paddock_runner.edge.auth import is_loopback
 from paddock_runner.errors import Cancelled, UsageError
 
 from paddock_manager import paths
@@ -195,12 +196,12 @@ def server_for(places: paths.Places, found: Target, values: Values, ui: Ui, batc
     """The running server of this model and the key for it; one that is started here, with room for so many requests, is stopped again, unless --keep."""
     given = target.asked(values)
     for server in state.servers(places):
-        if not given and found.name in server.asked.get("models", ()) and serve.is_loopback(server.host):
+        if not given and found.name in server.asked.get("models", ()) and is_loopback(server.host):
             yield replace(server, model=found.name), keys.key(places)
             return
         if "by" in server.asked:
             continue  # a gateway's: it may be unloaded at any time
-        if server.path == str(found.path) and (not given or given == server.asked) and serve.is_loopback(server.host):
+        if server.path == str(found.path) and (not given or given == server.asked) and is_loopback(server.host):
             yield server, keys.key(places)
             return
     keep = values.flag("keep")

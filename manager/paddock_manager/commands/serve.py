@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Any
 
+from paddock_runner.edge.auth import is_loopback
 from paddock_runner.errors import UsageError
 
 from paddock_manager import paths, settings
@@ -179,16 +179,6 @@ def started(places: paths.Places, launch: Launch, ui: Ui, timeout_s: float) -> S
         sizes = (server.max_ctx_tokens, server.max_batch)
         history.note(places, Run(server.model, server.device, *sizes, server.planned_bytes, took, server.started_at))
     return server
-
-
-def is_loopback(host: str) -> bool:
-    """Is this an address of this machine only?"""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def describe(server: Server) -> str:
