@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(256, 4) quantise_pairs_kernel(const __grid_con
 
 int32_t launch_quantise(const Launch &l, QuantiseArguments a, int64_t max_rows) {
     Launch own = l;
-    own.overlap = max_rows <= kFp8ClusterRows;  // with more, attention has blocks that still wait for a place, and the product behind would take it
+    own.overlap = max_rows <= kFp8ClusterRows;  // with more it was no gain (LOG.md, M43 and M45)
     a.info = l.info;
     const bool is_aligned = (reinterpret_cast<uintptr_t>(a.x) & 15) == 0;
     const unsigned rows = static_cast<unsigned>((max_rows + kEach - 1) / kEach);
