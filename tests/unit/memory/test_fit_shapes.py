@@ -56,7 +56,7 @@ def test_what_an_h200_measured_is_within_what_is_planned_today(model, tmp_path):
     tables = weights.experts.host_bytes // HOST_BYTES_PER_MAPPED_BYTE if n_away else 0
     for row in BY_MODEL[model]:
         n_slots = int(row["id"][4:-6].rpartition(".b")[2])
-        sizes = SimpleNamespace(max_step_tokens=AWAY_STEP_TOKENS if n_away else 2560, n_slots=n_slots, n_expert_slots=n_away, part_tokens=0)
+        sizes = SimpleNamespace(max_step_tokens=AWAY_STEP_TOKENS if n_away else 2560, n_slots=n_slots, n_expert_slots=n_away, part_tokens=0, beside_tokens=0)
         today = row["planned_bytes"] - row["graphs_bytes"] + graph_bytes(plan, sizes, weights.panel_launches) + tables
         assert 0 <= today - row["measured_bytes"] <= max(64 * MIB, row["measured_bytes"] // 100), row["id"]
 
@@ -70,7 +70,7 @@ def test_unpacking_weights_panel_by_panel_is_planned(name, tmp_path):
     shape, _, kind = name.rpartition(".")
     plan = blueprint(shape)
     launches = weight_sizes(plan, views(plan, kind, tmp_path), "cuda").panel_launches
-    sizes = SimpleNamespace(max_step_tokens=2560, n_slots=1, n_expert_slots=0, part_tokens=0)
+    sizes = SimpleNamespace(max_step_tokens=2560, n_slots=1, n_expert_slots=0, part_tokens=0, beside_tokens=0)
     planned = (graph_bytes(plan, sizes, launches) + cuda_facts(132).process_bytes) / MIB
     assert PANELS_MIB[name] + 16 < planned < PANELS_MIB[name] + 64
 
@@ -78,6 +78,6 @@ def test_unpacking_weights_panel_by_panel_is_planned(name, tmp_path):
 @pytest.mark.parametrize("name", TAKEN_MIB)
 def test_context_and_graphs_are_planned_with_what_was_measured_and_little_more(name):
     for n_slots, taken in zip((1, 32), TAKEN_MIB[name], strict=True):
-        sizes = SimpleNamespace(max_step_tokens=2560, n_slots=n_slots, n_expert_slots=0, part_tokens=0)
+        sizes = SimpleNamespace(max_step_tokens=2560, n_slots=n_slots, n_expert_slots=0, part_tokens=0, beside_tokens=0)
         planned = (graph_bytes(blueprint(name), sizes) + cuda_facts(132).process_bytes) / MIB
         assert taken + 16 < planned < taken + 160, (name, n_slots, planned)
