@@ -147,3 +147,13 @@ def test_client_that_leaves_aborts_the_answer(server: Live) -> None:
     with server.client() as client, client.stream("POST", "/api/chat", json={"messages": ASK}) as answer:
         next(answer.iter_raw())
     assert server.engine.wait_for(lambda: bool(server.engine.aborted))
+
+
+@pytest.mark.parametrize("path, more", [("/api/chat", {"messages": ASK}), ("/api/generate", {"prompt": "the"})])
+def test_log_probabilities_are_told_with_each_token_streamed_or_not(server: Live, path: str, more: dict[str, Any]) -> None:
+    whole = server.post(path, {"model": MODEL, **more, "stream": False, "logprobs": True, "top_logprobs": 2}).json()
+    streamed = [entry for line in lines(server, path, logprobs=True, top_logprobs=2, **more) for entry in line.get("logprobs", ())]
+    assert [e["token"] for e in streamed] == [e["token"] for e in whole["logprobs"]] and "".join(e["token"] for e in streamed) == "Hello there, general."
+    assert all(set(e) == {"token", "logprob", "bytes", "top_logprobs"} and len(e["top_logprobs"]) == 2 for e in streamed)
+    assert "logprobs" not in server.post(path, {"model": MODEL, **more, "stream": False}).json()
+    assert server.post(path, {"model": MODEL, **more, "top_logprobs": 2}).status_code == 400

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import UsageError
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-SPOKEN = "0.11.0"
+SPOKEN = "0.12.11"
 """The version of Ollama whose API is spoken here. Clients refuse servers that are below the one they need (VS Code's: 0.6.4), so it is what /api/version tells."""
 FOR_EVER = "2318-01-01T00:00:00Z"
 """Until when Ollama's clients are told that a model stays loaded."""

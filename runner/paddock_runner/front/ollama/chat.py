@@ -14,6 +14,7 @@ from ..held import Held
 from ..http import Exchange
 from ..openai.fields import refuse
 from ..openai.fill import Fill
+from ..openai.probs import chat_entries
 from ..service import Front, Shape
 from ..sse import EventStream
 from ..work import Work
@@ -79,7 +80,9 @@ def _begin(front: Front, exchange: Exchange, body: Generation) -> Wish:
     front.require_model(body.model)
     options, ignored = body.sampling()
     exchange.ignored += ignored
-    return options.wish()
+    wish = options.wish()
+    wish.n_logprobs = body.n_logprobs
+    return wish
 
 
 def _how(front: Front, body: Generation) -> dict[str, Any]:
@@ -108,7 +111,7 @@ async def _answer(
     model, todo = body.model or front.served.name, Work(front, exchange, [prompt], wish, reading)
     if body.stream is not False:
         stream = EventStream(exchange, NDJSON)
-        lines = Lines(stream, model, shape)
+        lines = Lines(stream, model, shape, front.served.tokenizer)
         lines.turn = todo.turn(lines)
         await todo.stream(stream, lines.turn, lines.close)
         return
@@ -118,4 +121,5 @@ async def _answer(
         part["thinking"] = answer.reasoning
     if answer.calls:
         part["tool_calls"] = tool_calls(answer.calls)
-    await exchange.answer_json({"model": model, "created_at": now(), **shape(part), **last(turn, answer.end)})
+    told = {"logprobs": chat_entries(front.served.tokenizer, answer.probs)} if wish.n_logprobs >= 0 else {}
+    await exchange.answer_json({"model": model, "created_at": now(), **shape(part), **told, **last(turn, answer.end)})

@@ -61,6 +61,8 @@ class Generation(msgspec.Struct, kw_only=True):
     options: dict[str, Any] | None = None
     keep_alive: str | float | None = None
     think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
 
     def sampling(self) -> tuple[Options, list[str]]:
         """The options, and the names of those without effect. Raises: UsageError."""
@@ -73,6 +75,13 @@ class Generation(msgspec.Struct, kw_only=True):
         names = [name for name in given if name not in known]
         kept = [] if self.keep_alive is None else ["keep_alive"]
         return options, [*kept, *(f"options.{plain_field(name)}" for name in names)]
+
+    @property
+    def n_logprobs(self) -> int:
+        """How many of the likeliest tokens are told beside each one, -1: no log-probabilities. Raises: UsageError."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refuse("top_logprobs", "top_logprobs needs logprobs to be true")
+        return self.top_logprobs or 0 if self.logprobs else -1
 
     def held(self) -> Make | None:
         """What `format` says of the text: "json" or a schema. Raises: UsageError."""

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from ...text.events import Call, CallArguments, CallStart
+from ...text.tokenizer import Tokenizer
 from ...turns.choice import End, Prob
 from ...turns.turn import CallPart, Turn
+from ..openai.probs import chat_entries
 from ..sse import EventStream
 from .fields import now
 
@@ -47,8 +49,9 @@ class Lines:
 
     turn: Turn
 
-    def __init__(self, stream: EventStream, model: str, shape: Shape) -> None:
-        self._stream, self._model, self._shape = stream, model, shape
+    def __init__(self, stream: EventStream, model: str, shape: Shape, tokenizer: Tokenizer) -> None:
+        self._stream, self._model, self._shape, self._tokenizer = stream, model, shape, tokenizer
+        self._probs: list[Prob] = []
         self._parts: list[tuple[str, str]] = []
         self._calls: list[Call] = []
         self.end = End("stop")
@@ -63,7 +66,8 @@ class Lines:
 
     def text(self, index: int, text: str, probs: Sequence[Prob]) -> None:
         """More of the answer."""
-        if text:
+        self._probs.extend(probs)
+        if text or probs:
             self._add("text", text)
 
     def lane(self, index: int) -> None:
@@ -110,7 +114,11 @@ class Lines:
         self._parts.clear()
 
     def _line(self, part: dict[str, Any]) -> None:
-        self._stream.write(_encode({**self._head(), **self._shape(part), "done": False}) + b"\n")
+        told: dict[str, Any] = {}
+        if self._probs and "text" in part:
+            told = {"logprobs": chat_entries(self._tokenizer, self._probs)}
+            self._probs.clear()
+        self._stream.write(_encode({**self._head(), **self._shape(part), **told, "done": False}) + b"\n")
 
     def _head(self) -> dict[str, Any]:
         return {"model": self._model, "created_at": now()}
