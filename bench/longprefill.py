@@ -96,7 +96,7 @@ class Scene:
     def ask(self, n_prompt: int, n_tokens: int, client: int = 0) -> int:
         """One more request, of a client of its own where none is named; its id."""
         self.n_asked += 1
-        prompt = array("i", [self.random.randrange(300, self.n_vocab) for _ in range(n_prompt)])
+        prompt = array("i", [self.random.randrange(min(300, self.n_vocab // 2), self.n_vocab) for _ in range(n_prompt)])
         self.front.ask(Ask(self.n_asked, prompt, max_tokens=n_tokens, temperature=0.0, client=client or 1000 + self.n_asked, received_ns=monotonic_ns()))
         return self.n_asked
 

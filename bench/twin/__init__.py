@@ -18,6 +18,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic_ns
 from typing import Any
 
@@ -26,7 +27,7 @@ from paddock_runner.engine.loop import freeze
 from paddock_runner.pack.abi import PK_TIMES
 
 from bench import board
-from bench.longprefill import Scene
+from bench.longprefill import Scene, opened
 
 FOLDER = Path(__file__).resolve().parent
 CELL = re.compile(r"(\d+)/(\d+)c(\d+)")
@@ -155,7 +156,9 @@ def main() -> None:
     options = parser.parse_args()
     cells = [tuple(map(int, match.groups())) for cell in options.cells if (match := CELL.fullmatch(cell))]
     options.streams, options.prompt = max(c for _, _, c in cells) - 1, max(a + b for a, b, _ in cells)
-    loop, scene, rows = library(), Scene(options), list[dict[str, Any]]()
+    loop, rows = library(), list[dict[str, Any]]()
+    with TemporaryDirectory() as folder:
+        scene = Scene(opened(options.model, options.prompt, Path(folder)), options, 0.0)
     freeze()
     run_engine(scene, 64, 8, 2)
     for (n_in, n_out, streams), name in zip(cells, options.cells, strict=True):
