@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from paddock_runner.engine.cost import CostModel
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.wire.messages import RefusedCode
 
@@ -101,6 +102,20 @@ def test_a_short_prompt_is_not_read_aside(run_ahead: int) -> None:
     other = rig.ask(prompt(rng, 150), max_tokens=4)
     rig.run()
     assert right(other, LONG) and rig.engine.aside.n_tokens == 0
+    rig.close()
+
+
+def test_its_last_token_does_not_go_aside_where_that_alone_takes_long(run_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model on few processors: a token takes longer than streams put up with at once."""
+    monkeypatch.setattr(CostModel, "chunk_us", lambda self, n, position: 5000.0 * n)
+    rig, rng = Rig(LONG, run_ahead, SOON, part_tokens=16), random.Random(11)
+    streams = beside_streams(rig, rng)
+    long = rig.ask(prompt(rng, 40), max_tokens=2)
+    until(rig, lambda: long.tokens)
+    assert rig.engine.aside.n_tokens == 39 and not any(a.end for a in streams)
+    rig.run()
+    assert all(right(a, LONG) and ended_well(a) for a in (long, *streams))
+    rig.assert_empty()
     rig.close()
 
 

@@ -162,11 +162,11 @@ class Scheduler:
         return sizes.beside_tokens if is_less else sizes.max_step_tokens
 
     def _goes_aside(self, request: Request, n_rows: int) -> bool:
-        """Beside streams, a prompt that would hold them up for longer than they put up with at once is read by the device's part."""
+        """Beside streams, a prompt that would hold them up for longer than they put up with at once is read by the device's part: all but its last token, however long that takes."""
         if not self.aside_tokens or not n_rows or request.unscored_tokens or request.is_coming:
             return False
         n = request.remaining_tokens if request.phase != Phase.WAITING else request.n_tokens - self._ledger.cached(request.tokens, request.salt)
-        return self.cost.chunk_us(n, request.n_tokens - n) > self._policy.burst_ms * 1000
+        return n > 1 and self.cost.chunk_us(n, request.n_tokens - n) > self._policy.burst_ms * 1000
 
     def _waits_for_part(self, request: Request, n_rows: int) -> bool:
         """Enough prompts have slots while the part reads one of them, of its client or in all: it waits for one of those, and others may overtake it."""
