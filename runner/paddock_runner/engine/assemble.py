@@ -132,9 +132,16 @@ def load_program(
 
 
 def _part(device: Device, sizes: StateSizes) -> Device | None:
-    """The part that reads long prompts aside; None where the device or its driver has none, and steps of prompts and of answers take turns."""
+    """The part that reads long prompts aside; None where the device or its driver has none, and steps of prompts and of answers take turns.
+
+    A slice of a GPU (MIG, MPS) may have fewer processors than the driver said of all of it, by which the part was planned.
+    """
+    n, there = sizes.part_processors, device.facts.n_processors
+    if n >= there:
+        log.event("aside", off=f"{n} processors were to read long prompts aside, {there} are there in all")
+        return None
     try:
-        return device.part(sizes.part_processors)
+        return device.part(n)
     except UnsupportedError as error:
         log.event("aside", off=str(error))
         return None

@@ -105,6 +105,16 @@ def test_a_device_that_cannot_be_parted_has_steps_in_turn(monkeypatch, caplog):
     device.close()
 
 
+def test_a_slice_of_a_device_that_has_fewer_processors_than_the_part_has_steps_in_turn(caplog):
+    blueprint, views = opened("llama")
+    found = plan(blueprint, views, PlanRequest(128, 3, cpu_facts(8), "f32", 96, 8))
+    assert found.sizes.part_processors == 4
+    with caplog.at_level("INFO", logger="paddock"):
+        device = build_device(Assembly(find_pack("cpu"), found.sizes, found.kv_format, n_threads=2), blueprint, views)
+    assert device.aside is None and "2 are there" in caplog.text
+    device.close()
+
+
 def test_one_request_at_a_time_has_nobody_beside_it():
     blueprint, views = opened("llama")
     assert plan(blueprint, views, PlanRequest(128, 1, cpu_facts(4))).sizes.part_tokens == 0
