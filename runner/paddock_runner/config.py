@@ -9,6 +9,7 @@ environment, ever; rooms receive the two or three fields that they need.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Collection, Mapping
@@ -215,9 +216,10 @@ class Knob:
                 raise ValueError
             return int(str(value))
         if self.kind == "float":
-            if isinstance(value, bool):
+            number = float(str(value))
+            if isinstance(value, bool) or not math.isfinite(number):
                 raise ValueError
-            return float(str(value))
+            return number
         if self.kind == "bool":
             return value if isinstance(value, bool) else _boolean(str(value))
         if self.kind == "list":

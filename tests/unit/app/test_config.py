@@ -51,6 +51,9 @@ def test_variables_of_the_managers_settings_begin_as_the_runner_believes() -> No
         ({"device": "tpu"}, {}, "--device: 'tpu' is not one of auto, cpu, cuda"),
         ({"kv_format": "q4"}, {}, "--kv-dtype"),
         ({"max_body_mib": "many"}, {}, "is not a number"),
+        ({"memory_gib": "inf"}, {}, "--memory-gib: 'inf' is not a number"),
+        ({}, {"PADDOCK_LONG_PROMPT_DELAY": "1e999"}, "PADDOCK_LONG_PROMPT_DELAY: '1e999' is not a number"),
+        ({"prefill_share": "nan"}, {}, "is not a number"),
     ],
 )
 def test_wrong_value_names_where_it_came_from(flags: dict[str, str], env: dict[str, str], words: str) -> None:
