@@ -16,6 +16,8 @@ SPOKEN = "0.12.11"
 """The version of Ollama whose API is spoken here. Clients refuse servers that are below the one they need (VS Code's: 0.6.4), so it is what /api/version tells."""
 FOR_EVER = "2318-01-01T00:00:00Z"
 """Until when Ollama's clients are told that a model stays loaded."""
+MOST_KEPT_S = 100 * 365 * 86400.0
+"""Longer than that is for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +107,19 @@ def keep_s(value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        return _kept_s(value)
     text = value.strip() if isinstance(value, str) else ""
     sign, parts = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
     if re.fullmatch(r"\d+(\.\d+)?", parts):
-        return sign * float(parts)
+        return _kept_s(sign * float(parts))
     if not re.fullmatch(r"(\d+(\.\d+)?(ns|us|ms|s|m|h))+", parts):
         raise UsageError(f"keep_alive is {str(value)[:40]!r}, a number of seconds or a duration such as 5m is possible", param="keep_alive")
-    return sign * sum(float(n) * _UNITS[unit] for n, unit in re.findall(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)", parts))
+    return _kept_s(sign * sum(float(n) * _UNITS[unit] for n, unit in re.findall(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)", parts)))
+
+
+def _kept_s(seconds: float) -> float:
+    """-1 for longer than a date can tell."""
+    return float(seconds) if -MOST_KEPT_S <= seconds <= MOST_KEPT_S else -1.0
 
 
 def _size(n: int) -> str:

@@ -99,6 +99,8 @@ def test_message_ends_with_the_hint_since_clients_show_nothing_else() -> None:
 def test_keep_alive_is_read_as_ollama_does() -> None:
     for value, seconds in [(None, None), (0, 0), (-1, -1), (300, 300), (1.5, 1.5), ("5m", 300), ("1h30m", 5400), ("300ms", 0.3), ("0", 0), ("-1m", -60), ("24h", 86400)]:
         assert lists.keep_s(value) == seconds
+    for value in (1e12, 1e300, 10**400, -(10**400), "99999999h", "9" * 400):
+        assert lists.keep_s(value) == -1, "for ever: no date is so far away"
     for value in ("", "soon", "5 m", [], True, "1x"):
         with pytest.raises(UsageError, match="keep_alive"):
             lists.keep_s(value)
