@@ -12,6 +12,8 @@ from paddock_runner.config import Config
 from paddock_runner.errors import PackError
 from paddock_runner.pack import library
 
+from tests.golden.test_tiny import TINY
+
 DRIVER = """
 #include <string.h>
 const char *nvmlErrorString(int e) { return "Unknown Error"; }
@@ -74,3 +76,10 @@ def test_gpu_that_is_too_old_for_any_pack_is_refused(place):
 def test_untried_kernels_are_refused_where_there_are_none():
     with pytest.raises(PackError, match="--untried-kernels is for GPUs"):
         opening.choose_place(Config(device="cpu", untried_kernels=True))
+
+
+@pytest.mark.parametrize("config, has_note", [(Config(device="cpu", max_batch=1, prefill_share=0.5), True), (Config(device="cpu", max_batch=1), False), (Config(device="cpu", max_batch=1, prefill_share=0.0), False)])
+def test_a_part_that_was_asked_for_and_cannot_be_had_is_told(config, has_note, caplog):
+    with caplog.at_level("INFO", logger="paddock"):
+        opening.open_model(config, TINY / "llama")
+    assert ("--prefill-share has no effect" in caplog.text) == has_note
