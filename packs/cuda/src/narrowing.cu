@@ -106,8 +106,7 @@ const pk_tensor *what_narrows(const Record &r, const Launch &l) {
         case PK_OP_SIGMOID: return can_narrow(r.as<pk_op_sigmoid>()) ? &r.as<pk_op_sigmoid>().out : nullptr;
         case PK_OP_ATTENTION: {
             const auto &op = r.as<pk_op_attention>();
-            // Behind the kernel's partial sums; even products want no more of the scratch.
-            return bound(l, op.out.rows) <= kEvenRows && can_narrow(l, op) && l.scratch_bytes >= attention_parts_bytes(l.ctx) + fp8_scratch(kEvenRows, op.out.cols) ? &op.out : nullptr;
+            return bound(l, op.out.rows) <= kEvenRows && can_narrow(l, op) ? &op.out : nullptr;
         }
         default: return nullptr;
     }
@@ -141,8 +140,12 @@ int64_t launch_narrowing(const Records &records, const Launch &l, int64_t i, int
     const int64_t rows = bound(l, out.rows);
     const pk_op_norm *norm = next == i + 2 ? norm_behind(records, l, i + 1, end) : nullptr;  // which leaves its rows where a norm's lie
     const int64_t width = norm ? norm->x.cols : out.cols;
+    // Behind what that norm leaves, which is written while others still read these rows, and attention's behind its partial sums: few where it has few multiprocessors. Even products
+    // want no more of the scratch.
+    const bool is_attention = records[i].op == PK_OP_ATTENTION;
+    const int64_t behind = norm ? half_scratch(rows, width) : squares_bytes(rows, width), place = is_attention ? std::max(attention_parts_bytes(l.ctx), behind) : behind;
+    if (is_attention && l.scratch_bytes < place + fp8_scratch(kEvenRows, out.cols)) return i;
     Handed handed;
-    const int64_t place = records[i].op == PK_OP_ATTENTION ? attention_parts_bytes(l.ctx) : norm ? half_scratch(rows, width) : squares_bytes(rows, width);
     handed.x = narrowed_in(l.scratch + place, rows, out.cols);
     handed.x.is_all = !is_read(records, next, out, rows);
     *status = launch_narrowed(records[i], l, handed.x);
