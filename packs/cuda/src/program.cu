@@ -24,6 +24,7 @@ namespace {
 
 constexpr int64_t kInfoBytes = 256;  // in front of the counters of what a part left
 static_assert(sizeof(StepInfo) <= kInfoBytes);
+constexpr std::chrono::milliseconds kQueryEvery{10};
 
 int32_t launch_record(const Launch &l, const Record &record) {
     switch (record.op) {
@@ -535,8 +536,7 @@ static int32_t tell_past(pk_program &p, uint64_t seq) {
 int32_t wait_program(pk_program &p, uint64_t seq, int64_t timeout_us) {
     using Clock = std::chrono::steady_clock;
     volatile uint64_t *done = reinterpret_cast<volatile uint64_t *>(p.state.done);
-    const auto begin = Clock::now(), end = begin + std::chrono::microseconds(std::max<int64_t>(timeout_us, 0));
-    auto query_at = begin + std::chrono::milliseconds(2);
+    const auto end = Clock::now() + std::chrono::microseconds(std::max<int64_t>(timeout_us, 0));
     for (;;) {
         for (int i = 0; i < 64; ++i) {
             if (*done >= seq) {
@@ -547,10 +547,10 @@ int32_t wait_program(pk_program &p, uint64_t seq, int64_t timeout_us) {
             __builtin_ia32_pause();
         }
         const auto now = Clock::now();
-        if (now >= query_at) {
+        if (now >= p.query_at) {
             const cudaError_t e = cudaStreamQuery(p.ctx->stream);
             if (e != cudaSuccess && e != cudaErrorNotReady) return check(e, "wait");
-            query_at = now + std::chrono::milliseconds(2);
+            p.query_at = now + kQueryEvery;
             sched_yield();
         }
         if (now >= end) return fail(PK_TIMEOUT, "wait: step %llu is done, %llu is not", (unsigned long long)*done, (unsigned long long)seq);

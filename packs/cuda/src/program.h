@@ -1,5 +1,6 @@
 // A loaded program: its records, its step ring, and one captured graph per token bucket and kind of step.
 #pragma once
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -60,6 +61,7 @@ struct pk_program {
     Open open;
     uint64_t n_begun = 0;
     uint64_t first_seq = 0;
+    std::chrono::steady_clock::time_point query_at;  // when the device is asked next whether it has failed: waits may be many and short
     bool guesses = false;           // steps with draft rows run records that others leave out
     pk::SharedRows shared_rows;
     std::shared_ptr<pk::SlotPages> slots;
