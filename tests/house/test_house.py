@@ -36,7 +36,7 @@ EVERYWHERE = {"errors", "runner.errors"}
 MAX_LINES, MAX_FUNCTION, MAX_PARAMS = 500, 80, 8
 MAX_NATIVE_LINES = {".cu": 800, ".cuh": 800, ".cpp": 800, ".h": 800}
 ENV_READERS = {"paddock_runner/config.py", "paddock_manager/paths.py"}
-PRINTERS = {"paddock_manager/ui.py", "paddock_runner/cli.py", "paddock_runner/app/order.py", "paddock_runner/app/runner.py"}
+PRINTERS = {"paddock_manager/ui.py", "paddock_runner/cli.py"}
 GENERATED = {"paddock_runner/pack/abi.py"}
 BAD_NAMES = {"utils", "helpers", "common", "misc", "base", "manager", "handler"}
 

@@ -96,11 +96,6 @@ class RemoteFile:
         if not self.buffer:
             raise FileError(f"{name}: the file is empty (0 bytes)", path=name, need=1, have=0)
 
-    @property
-    def size_known(self) -> bool:
-        """False when the server did not say how long the file is and it did not end inside the window."""
-        return self._size_known
-
     def grow(self) -> None:
         """One more request. Raises: FileError when the header is over the limit."""
         have = len(self.buffer)

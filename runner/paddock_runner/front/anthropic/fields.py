@@ -13,17 +13,6 @@ from ...turns.usage import Usage
 
 ROLES = ("user", "assistant", "system")
 IGNORED_BLOCKS = frozenset({"redacted_thinking"})
-SERVER_TOOLS = (
-    "web_search",
-    "web_fetch",
-    "bash_",
-    "text_editor_",
-    "computer_",
-    "code_execution",
-    "memory_",
-    "tool_search",
-    "advisor",
-)
 
 
 class Block(msgspec.Struct, kw_only=True):
