@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import traceback
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import parse_qsl, quote
 
 import httpx
 from paddock_runner.edge import lists, problem
@@ -44,13 +46,13 @@ HOP = {
 }
 PASSED = {
     "/api/chat", "/api/generate", "/api/show", "/api/pull", "/api/embed", "/api/embeddings",
-    "/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score",
+    "/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score", "/mcp",
 }  # fmt: skip
 """What runners answer beside /v1/*."""
 POSTED = {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/messages", "/v1/messages/count_tokens",
 }  # fmt: skip
-DESCRIPTION, METRICS, MODEL, RESPONSES = "/openapi.json", "/metrics", "/v1/models/", "/v1/responses/"
+DESCRIPTION, METRICS, MODEL, RESPONSES, MCP = "/openapi.json", "/metrics", "/v1/models/", "/v1/responses/", "/mcp"
 KNOWN = OPEN | LISTS | PASSED | POSTED | {DESCRIPTION, METRICS}
 OURS = {HEADER.decode(), ANTHROPICS.decode()}
 """Headers that call and runner have alike."""
@@ -90,10 +92,12 @@ class Gateway:
             call.extra += allowing(origin, call.header("access-control-request-headers"))
             await self._route(call)
         except PaddockError as error:
-            if not call.status:
-                if isinstance(error, RunnerDied):
-                    error.hint = ""  # it quotes the log, which is for the owner of this machine
-                await call.answer(error.http_status, problem.body_of(error, problem.vendor_of(call.path), call.request_id), headers=problem.headers_of(error))
+            if isinstance(error, RunnerDied):
+                error.hint = ""  # it quotes the log, which is for the owner of this machine
+            await _refuse(call, error)
+        except Exception as fault:
+            self.pool.log(f"fault in {call.request_id}: {''.join(traceback.format_exception(fault))}")
+            await _refuse(call, PaddockError(problem.INTERNAL))
         finally:
             self._metrics.in_flight -= 1
             route = call.path if call.path in KNOWN else next((r for r in (MODEL, RESPONSES) if call.path.startswith(r)), "unknown")
@@ -125,7 +129,7 @@ class Gateway:
         elif call.method == "POST" and path in PASSED | POSTED:
             raw = await call.body(self._max_body_bytes)
             if path == "/api/show":
-                await call.answer(200, await asyncio.to_thread(self._own.show, self._asked(raw)[0]))
+                await call.answer(200, await asyncio.to_thread(self._own.show, self._asked(call, raw)[0]))
             else:
                 await self._forward(call, caller, raw)
         elif path in KNOWN:
@@ -160,19 +164,23 @@ class Gateway:
 
     async def _stored(self, call: Call, caller: Caller) -> None:
         """A stored response: asked of each loaded runner, since its id tells of no model. Raises: UnknownResponse."""
+        path = RESPONSES + quote(call.path.removeprefix(RESPONSES), safe="") + (f"?{call.query}" if call.query else "")
+        headers = self._bearer(caller.key or self._key) | {HEADER.decode(): call.request_id}
         for server in [e.server for e in self.pool.entries.values() if e.server is not None and not e.is_changing]:
             try:
-                headers = self._bearer(caller.key or self._key) | {HEADER.decode(): call.request_id}
-                answer = await self._client.request(call.method, server.url + call.path + (f"?{call.query}" if call.query else ""), headers=headers)
-            except httpx.HTTPError:
+                answer = await self._client.request(call.method, server.url + path, headers=headers, timeout=STATE_S)
+            except (httpx.HTTPError, httpx.InvalidURL):
                 continue
             if answer.status_code != 404:
                 await call.answer(answer.status_code, answer.content)
                 return
         raise UnknownResponse(f"no loaded model has the response {call.path.removeprefix(RESPONSES)[:80]!r}", "responses are kept in memory, by the model that wrote them")
 
-    def _asked(self, raw: bytes) -> tuple[str, dict[str, Any]]:
-        """The model that a request names (the only one where there is one and none is named), and its body. Raises: UsageError."""
+    def _asked(self, call: Call, raw: bytes) -> tuple[str, dict[str, Any]]:
+        """The model that a request names (the only one where there is one and none is named), and its body. Raises: UsageError.
+
+        Messages of the Model Context Protocol have no place for it: the path has.
+        """
         try:
             asked = json.loads(raw)
         except RecursionError:
@@ -181,16 +189,18 @@ class Gateway:
             raise UsageError(f"the body is not JSON: {error}") from None
         if not isinstance(asked, dict):
             raise UsageError("the body is not a JSON object")
-        name = asked.get("model") or asked.get("name") or (next(iter(self.pool.entries)) if len(self.pool.entries) == 1 else "")
+        named = dict(parse_qsl(call.query)).get("model") if call.path == MCP else asked.get("model") or asked.get("name")
+        name = named or (next(iter(self.pool.entries)) if len(self.pool.entries) == 1 else "")
         if not isinstance(name, str) or not name:
-            raise UsageError("the body names no model", 'send "model"; GET /v1/models lists them', param="model")
+            where, how = ("path", "ask /mcp?model=NAME") if call.path == MCP else ("body", 'send "model"')
+            raise UsageError(f"the {where} names no model", f"{how}; GET /v1/models lists them", param="model")
         return name if name in self.pool.entries else lists.plain_name(name), asked
 
     async def _forward(self, call: Call, caller: Caller, raw: bytes) -> None:
         """Find the runner, pass the request on, stream the answer; hang up on the runner when the client has gone."""
         if self.is_closing:
             raise ShuttingDown("this server is being stopped")
-        name, asked = self._asked(raw)
+        name, asked = self._asked(call, raw)
         keep_s = lists.keep_s(asked.get(KEEP))
         if keep_s == 0 and call.path in EMPTY and not asked.get(EMPTY[call.path]):
             await self._unload(call, name)
@@ -279,6 +289,12 @@ class Gateway:
         while True:
             await asyncio.sleep(pause)
             await self.pool.stop_idle()
+
+
+async def _refuse(call: Call, error: PaddockError) -> None:
+    """The error as the answer, where none has begun."""
+    if not call.status:
+        await call.answer(error.http_status, problem.body_of(error, problem.vendor_of(call.path), call.request_id), headers=problem.headers_of(error))
 
 
 async def _unless_gone(wanted: Any, call: Call) -> Server | None:

@@ -85,9 +85,9 @@ class Pool:
         """The model of that name. Raises: UnknownModel."""
         found = self.entries.get(name)
         if found is None:
-            near = difflib.get_close_matches(name, self.entries, 1, 0.7)
+            near = difflib.get_close_matches(name[:200], self.entries, 1, 0.7)  # its time grows with the square of a name
             hint = f"did you mean {near[0]}?" if near else "there are " + ", ".join(self.entries)
-            raise UnknownModel(f"no model {name[:200]!r} is served here", hint, name=name, known=list(self.entries), param="model")
+            raise UnknownModel(f"no model {name[:200]!r} is served here", hint, name=name[:200], known=list(self.entries), param="model")
         return found
 
     async def acquire(self, name: str) -> Server:

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import Busy, ContextTooLong, PaddockError, ShuttingDown, Unauthorized, UnknownModel, UnsupportedError
 
 OPENAI, ANTHROPIC, OLLAMA = "openai", "anthropic", "ollama"
+INTERNAL = "something went wrong inside the server; its log has the details under this request's id"
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {**_OPENAI_TYPES, 413: "request_too_large", 503: "overloaded_error", 529: "overloaded_error"}
 

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from .. import log
-from ..edge.problem import ANTHROPIC, OLLAMA, body_of, headers_of
+from ..edge.problem import ANTHROPIC, INTERNAL, OLLAMA, body_of, headers_of
 from ..errors import Cancelled, PaddockError
 from .http import ENCODER, Exchange
 
 LEFT = "client left"
 """How a request ended whose client went away, in its log line."""
-INTERNAL = "something went wrong inside the runner; its log has the details under this request's id"
 
 
 async def guarded(exchange: Exchange, vendor: str, work: Callable[[], Awaitable[None]]) -> None:
