@@ -133,7 +133,7 @@ def plan_model(config: Config, path: Path, place: Place) -> Opened:
     answer = solver(blueprint, views, place.facts.free_bytes, place.facts.kind)
     found = _plan(answer, request)
     if request.chose_share and request.share > 0 and not found.sizes.part_tokens:
-        log.warning("note", text="--prefill-share has no effect: with this model, or one request at a time, a part of the device cannot read prompts; steps of prompts and of answers take turns")
+        log.warning("note", text="--prefill-share has no effect: this model, so few processors or one request at a time leave no part of the device that could read prompts; steps of prompts and of answers take turns")
     host = hardware.memory().free_bytes if found.host_bytes else 0
     if found.host_bytes > host:
         gib = 1 << 30
