@@ -61,8 +61,9 @@ async def measure(n_streams: int, n_parts: int) -> float:
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(REQUEST)
-        while not (await reader.read(1 << 16)).endswith(b"0\r\n\r\n"):
-            pass
+        while not (part := await reader.read(1 << 16)).endswith(b"0\r\n\r\n"):
+            if not part:
+                raise RuntimeError("the gateway has hung up")
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as runner:
