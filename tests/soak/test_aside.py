@@ -226,6 +226,23 @@ def test_long_prompts_do_not_take_all_slots_while_they_wait_for_the_part(run_ahe
     rig.close()
 
 
+def test_a_short_prompt_does_not_wait_for_what_the_part_has_not_begun(run_ahead: int) -> None:
+    """It begins as a long prompt does, before whose turn another long one is read: it is quicker by itself."""
+    rig, rng = Rig(replace(LONG, n_slots=8, n_pages=600), run_ahead, replace(SOON, burst_ms=8.0), part_tokens=8), random.Random(12)
+    streams = beside_streams(rig, rng)
+    longs = [rig.ask(prompt(rng, n), max_tokens=2, client=1) for n in (200, 220)]
+    until(rig, lambda: len(rig.engine.scheduler.aside) == 2 and rig.engine.aside.in_flight)
+    begun = rig.engine.aside.in_flight[0].request.n_tokens
+    last = next(a for a in longs if len(a.ask.prompt) != begun)
+    short = rig.ask([*memoryview(last.ask.prompt)][:80], max_tokens=2, client=3)
+    until(rig, lambda: short.end)
+    assert all(a.end is None for a in longs) and not any(a.end for a in streams)
+    rig.run()
+    assert all(right(a, LONG) and ended_well(a) for a in (short, *longs, *streams))
+    rig.assert_empty()
+    rig.close()
+
+
 def test_a_deadline_passes_for_who_waits_for_the_part_or_for_anothers_prefix(run_ahead: int) -> None:
     rig, rng = Rig(replace(LONG, n_slots=8, n_pages=600), run_ahead, SOON, part_tokens=8), random.Random(10)
     streams = beside_streams(rig, rng)

@@ -294,7 +294,7 @@ class Scheduler:
                 return request
             if head is None or (best_order is not None and best_order <= self.order(head)):
                 break
-            if self._must_wait(head) or begin_fetch(head, self._ledger, self.cost.reading_us, now_ns) or self._waits_for_part(head, n_rows):
+            if self._must_wait(head, n_rows) or begin_fetch(head, self._ledger, self.cost.reading_us, now_ns) or self._waits_for_part(head, n_rows):
                 self.queue.drop(head)
                 self.held.append(head)
                 continue
@@ -344,8 +344,12 @@ class Scheduler:
 
     # ---- what others compute ----
 
-    def _must_wait(self, request: Request) -> bool:
-        return must_wait(request, [*self.prefilling, *self.aside], self.saves, self._ledger, self._policy.share_tokens)
+    def _must_wait(self, request: Request, n_rows: int) -> bool:
+        """Of prompts that wait for the part, whose turn may be far, only who is read by it as well waits for more than the next one."""
+        aside = self.aside
+        if len(aside) > 1 and not self._goes_aside(request, n_rows):
+            aside = [min(aside, key=self.order)]
+        return must_wait(request, [*self.prefilling, *aside], self.saves, self._ledger, self._policy.share_tokens)
 
     def _wake_held(self, now_ns: int) -> None:
         """Those whose shared prefix is there (or whose computer has left) go back to the queue, at their old place."""
