@@ -199,6 +199,23 @@ def test_callers_without_key_from_another_host_or_origin_are_refused_before_anyt
     assert loaded() == ({"one"} if status == 200 else set())
 
 
+def test_keys_of_others_come_and_go_while_the_gateway_runs(paddock, models):
+    server = serve(paddock, models[:2], "--budget", "200")
+    assert call(server, "one")[0] == 200  # its runner is there before the key is
+    fresh = paddock("key", "add", "phone").out.strip()
+
+    def until(status: int) -> None:
+        end = time.monotonic() + 20
+        while (found := call(server, "one", key=fresh)[0]) != status:
+            assert time.monotonic() < end, found
+            time.sleep(0.1)
+
+    until(200)
+    assert paddock("key", "rm", "phone").code == 0
+    until(401)
+    assert call(server, "one")[0] == 200
+
+
 def test_bad_requests_are_refused_in_one_shape(paddock, models):
     server = serve(paddock, models[:2], "--budget", "200")
     connection = http.client.HTTPConnection("127.0.0.1", server["port"], timeout=20)

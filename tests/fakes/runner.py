@@ -42,7 +42,6 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     flags: dict[str, str]
-    keys: list[str]
     n_ready = 0
 
     def log_message(self, form: str, *args: object) -> None:
@@ -88,7 +87,8 @@ class Handler(BaseHTTPRequestHandler):
     def is_allowed(self) -> bool:
         """The key."""
         sent = hashlib.sha256(self.headers.get("Authorization", "").removeprefix("Bearer ").encode()).hexdigest()
-        if not self.keys or f"sha256:{sent}" in self.keys:
+        keys = Path(self.flags["--api-key-file"]).read_text().split() if "--api-key-file" in self.flags else []
+        if not keys or f"sha256:{sent}" in keys:
             return True
         self.reply(401, {"error": {"message": "no key, or a wrong one", "code": "invalid_api_key", "hint": "send the key"}})
         return False
@@ -180,7 +180,6 @@ def main() -> None:
         sys.stderr.write(f"loading {model}\nerror: {model}: truncated, need 10 bytes, have 9\n")
         sys.exit(7)
     Handler.flags = flags
-    Handler.keys = Path(flags["--api-key-file"]).read_text().split() if "--api-key-file" in flags else []
     try:
         server = Server((flags["--host"], int(flags["--port"])), Handler)
     except OSError as error:

@@ -7,7 +7,7 @@ from typing import Any
 from paddock_runner.errors import UsageError
 
 from paddock_manager import paths
-from paddock_manager.fleet import keys, state
+from paddock_manager.fleet import keys
 from paddock_manager.options import Argument, Command, Option, Values
 from paddock_manager.ui import Ui
 
@@ -30,7 +30,7 @@ COMMAND = Command(
         Option("--path", "print where it is kept, not the key"),
     ),
     "It lies in a file that only you can read, and never appears in logs; servers check hashes. An added key is shown once. "
-    "Servers that run take changes when they are restarted.",
+    "Servers that run take a change within a second.",
     (
         'curl -H "Authorization: Bearer $(paddock key)" http://127.0.0.1:11660/v1/models',
         "paddock key add phone --scope inference",
@@ -53,16 +53,14 @@ def run(values: Values, ui: Ui) -> int:
         return listed(places, ui)
     if verb == "add":
         fresh = keys.add(places, name, values.text("scope", "inference"), values.integer("weight") or 1)
-        _changed(places, ui)
         ui.result("key", {"path": str(keys.server_file(places)), "key": fresh}, lambda u: u.line(fresh))
         return 0
     if verb == "rm":
         keys.remove(places, name)
-        _changed(places, ui)
         return listed(places, ui)
     if values.flag("new"):
         keys.make(places)
-        _changed(places, ui)
+        keys.server_file(places)
     path = keys.key_file(places)
     word = str(path) if values.flag("path") else keys.key(places)
     ui.result("key", {"path": str(path)} | ({} if values.flag("path") else {"key": word}), lambda u: u.line(word))
@@ -76,10 +74,3 @@ def listed(places: paths.Places, ui: Ui) -> int:
     body = {"path": str(path), "keys": rows}
     ui.result("key", body, lambda u: u.table(("KEY", "SCOPE", "WEIGHT"), [(r["name"], r["scope"], str(r["weight"])) for r in rows], right=(2,)))
     return 0
-
-
-def _changed(places: paths.Places, ui: Ui) -> None:
-    running = [s.name for s in state.servers(places)]
-    if running:
-        verb, what = ("takes", "it") if len(running) == 1 else ("take", "them")
-        ui.warn(f"{', '.join(running)} still {verb} the old keys; restart {what}")

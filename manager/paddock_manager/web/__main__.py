@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from paddock_runner.edge.auth import Guard, read_keys
+from paddock_runner.edge.auth import Guard
+from paddock_runner.edge.keyfile import KeyFile
 from paddock_runner.edge.listen import BACKLOG, bind, check_tls
 from paddock_runner.edge.protocol import Protocol
 from paddock_runner.errors import PaddockError
@@ -58,8 +59,8 @@ def serve(plan: Plan, port: int, ready_file: Path) -> int:
     tls = check_tls(Path(plan.tls[0]), Path(plan.tls[1])) if plan.tls else None
     listener = bind(plan.host, port)
     port = listener.getsockname()[1]
-    guard = Guard(read_keys(key_file) if key_file else (), (*plan.hosts, plan.host), plan.origins)
-    gateway = Gateway(pool, keys.key(places) if key_file else "", guard, plan.max_body_bytes)
+    guard = Guard(KeyFile(key_file, _say).now if key_file else (), (*plan.hosts, plan.host), plan.origins)
+    gateway = Gateway(pool, (lambda: keys.key(places)) if key_file else (lambda: ""), guard, plan.max_body_bytes)
     settings: dict[str, Any] = {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]} if tls else {}
     config = uvicorn.Config(
         gateway, http=Protocol, log_level="warning", access_log=False, server_header=False, date_header=False, ws="none", proxy_headers=False, lifespan="on",

@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 import traceback
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qsl, quote
@@ -64,9 +65,9 @@ STATE_S = 2.0
 
 
 class Gateway:
-    """The application. key: what runners are asked with where the caller has none; "": everybody who reaches the port may use it."""
+    """The application. key: tells what runners are asked with where the caller has none; "": everybody who reaches the port may use it."""
 
-    def __init__(self, pool: Pool, key: str, guard: Guard, max_body_bytes: int):
+    def __init__(self, pool: Pool, key: Callable[[], str], guard: Guard, max_body_bytes: int):
         self.pool, self._key, self._guard, self._max_body_bytes = pool, key, guard, max_body_bytes
         self._own = Own(pool, int(time.time()))
         self._metrics = Metrics(pool)
@@ -143,10 +144,10 @@ class Gateway:
         if server is None:
             raise UnknownPath("no model is loaded, and a loaded one describes the API", "ask one first: POST /v1/chat/completions")
         try:
-            answer = await self._client.get(f"{server.url}{DESCRIPTION}", headers=self._bearer(self._key))
+            answer = await self._client.get(f"{server.url}{DESCRIPTION}", headers=self._bearer(self._key()))
             told: dict[str, Any] = answer.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise Unreachable(f"the runner of {server.name} does not answer: {error}", f"`paddock logs {server.name}` shows why") from None
+            raise _silent(server, error) from None
         return told
 
     async def _runners_metrics(self) -> dict[str, str]:
@@ -154,7 +155,7 @@ class Gateway:
 
         async def of(server: Server) -> str:
             try:
-                answer = await self._client.get(f"{server.url}{METRICS}", headers=self._bearer(self._key), timeout=STATE_S)
+                answer = await self._client.get(f"{server.url}{METRICS}", headers=self._bearer(self._key()), timeout=STATE_S)
             except httpx.HTTPError:
                 return ""
             return answer.text if answer.status_code == 200 else ""
@@ -165,7 +166,7 @@ class Gateway:
     async def _stored(self, call: Call, caller: Caller) -> None:
         """A stored response: asked of each loaded runner, since its id tells of no model. Raises: UnknownResponse."""
         path = RESPONSES + quote(call.path.removeprefix(RESPONSES), safe="") + (f"?{call.query}" if call.query else "")
-        headers = self._bearer(caller.key or self._key) | {HEADER.decode(): call.request_id}
+        headers = self._bearer(caller.key or self._key()) | {HEADER.decode(): call.request_id}
         for server in [e.server for e in self.pool.entries.values() if e.server is not None and not e.is_changing]:
             try:
                 answer = await self._client.request(call.method, server.url + path, headers=headers, timeout=STATE_S)
@@ -240,7 +241,7 @@ class Gateway:
         The runner gets the caller's own key, as a bearer token however it was spelt: by it, it shares its time fairly.
         """
         kept = {k: v for k, v in call.headers.items() if k not in HOP and k not in (*KEY_HEADERS, "origin")}
-        kept |= self._bearer(caller.key or self._key) | {HEADER.decode(): call.request_id}
+        kept |= self._bearer(caller.key or self._key()) | {HEADER.decode(): call.request_id}
         path = call.target + (f"?{call.query}" if call.query else "")
         tail, kind = b"", ""
         try:
@@ -258,9 +259,7 @@ class Gateway:
                 await call.send({"type": "http.response.body", "body": b"", "more_body": False})
         except exchange.Broken as error:
             if not call.status:
-                raise Unreachable(
-                    f"the runner of {server.name} does not answer: {error}", f"`paddock logs {server.name}` shows why"
-                ) from None
+                raise _silent(server, error) from None
             self.pool.log(f"{server.name} broke off an answer: {error}")
             await _break_off(call, kind, tail, Unreachable(f"{server.name} broke off the answer", f"`paddock logs {server.name}` shows why"))
 
@@ -312,6 +311,11 @@ async def _unless_gone(wanted: Any, call: Call) -> Server | None:
     except (asyncio.CancelledError, PaddockError):
         pass
     return None
+
+
+def _silent(server: Server, error: Exception) -> Unreachable:
+    """What is said of a runner that does not answer."""
+    return Unreachable(f"the runner of {server.name} does not answer: {error}", f"`paddock logs {server.name}` shows why")
 
 
 async def _break_off(call: Call, kind: str, tail: bytes, error: PaddockError) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .. import log
 from ..config import Config
 from ..edge import auth
+from ..edge.keyfile import KeyFile
 from ..edge.listen import bind, check_tls
 from ..engine.order import Opening, Order, send
 from ..errors import UsageError
@@ -21,13 +22,13 @@ from .opening import Opened, choose_place, plan_model
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """An engine with its order, and the door that clients will come to: its socket, who is let in, the certificate and key of https."""
+    """An engine with its order, and the door that clients will come to: its socket, who is let in (None: everybody), the certificate and key of https."""
 
     process: subprocess.Popen[bytes]
     channel: Channel
     opened: Opened
     listener: socket.socket
-    keys: tuple[auth.Key, ...]
+    keys: KeyFile | None
     tls: tuple[str, str] | None
 
     def close(self) -> None:
@@ -72,12 +73,18 @@ def _allow_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _keys(config: Config) -> tuple[tuple[auth.Key, ...], bool]:
+def _keys(config: Config) -> tuple[KeyFile | None, bool]:
+    """Who is let in, None for everybody; and whether a key was made for it."""
+
+    def tell(text: str) -> None:
+        log.warning("keys", text=text)
+
     if not config.auth:
-        return (), False
+        return None, False
     if config.api_key_file is not None:
-        return auth.read_keys(config.api_key_file), False
-    return auth.made_keys(config.key_file)
+        return KeyFile(config.api_key_file, tell), False
+    is_new = auth.make_key(config.key_file)
+    return KeyFile(config.key_file, tell), is_new
 
 
 def _order(config: Config, opened: Opened, channel: Channel) -> Order:

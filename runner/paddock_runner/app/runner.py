@@ -101,7 +101,7 @@ class Runner:
     async def run(self) -> int:
         """Serves until told to stop. Returns the exit code."""
         config, given, loop = self._config, self._given, asyncio.get_running_loop()
-        guard = auth.Guard(given.keys, (*config.allow_host, config.host), config.allow_origin)
+        guard = auth.Guard(given.keys.now if given.keys else (), (*config.allow_host, config.host), config.allow_origin)
         self._front = Front(self._served, self._desk, guard, int(config.max_body_mib * (1 << 20)), config.comment_s)
         self._front.start = self._stages.rows
         self._server = Server(self._front, config.keep_alive_s, config.drain_s, given.tls)

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -107,20 +107,19 @@ def _read_line(path: Path, number: int, words: list[str]) -> Key:
     return Key(digest, scope, weight)
 
 
-def made_keys(path: Path) -> tuple[tuple[Key, ...], bool]:
-    """The keys of a file that is made (mode 0600, one random key) when it is not there. Returns also whether it was made."""
+def make_key(path: Path) -> bool:
+    """A file with one random key (mode 0600), where there is none. Returns whether it was made. Raises: FileError."""
     if path.exists():
-        return read_keys(path), False
-    key = "pk-" + secrets.token_urlsafe(32)
+        return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part = path.with_name(f".{path.name}.{os.getpid()}")
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write(key + "\n")
+            file.write("pk-" + secrets.token_urlsafe(32) + "\n")
         os.replace(part, path)
     except OSError as error:
         raise FileError(f"the key file {path} cannot be written: {error.strerror}", path=str(path)) from None
-    return (key_of(key),), True
+    return True
 
 
 def is_loopback(host: str) -> bool:
@@ -142,10 +141,11 @@ def check_exposure(host: str, has_keys: bool) -> None:
 
 
 class Guard:
-    """Checks Host and Origin, then the key. keys: () lets everybody in; one in the clear may do everything."""
+    """Checks Host and Origin, then the key. keys: () lets everybody in; one in the clear may do everything; or who tells them, asked for each call."""
 
-    def __init__(self, keys: Iterable[Key | str], hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
-        self._keys = tuple(key_of(key) if isinstance(key, str) else key for key in keys)
+    def __init__(self, keys: Iterable[Key | str] | Callable[[], tuple[Key, ...]], hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
+        fixed = () if callable(keys) else tuple(key_of(key) if isinstance(key, str) else key for key in keys)
+        self._keys = keys if callable(keys) else lambda: fixed
         self._hosts = LOCAL_NAMES | {h.lower() for h in hosts} | {socket.gethostname().lower()}
         self._known: set[str] = set()
         """Values of Host that were looked at and may come, a few of them."""
@@ -180,12 +180,13 @@ class Guard:
         scope: what the key must be good for. Raises: Unauthorized; Forbidden for a key that may not do this.
         """
         sent = [text for value in given if (text := _bare(value.strip()))]
-        if not self._keys:
+        keys = self._keys()
+        if not keys:
             return Caller(_number(sent[0]), sent[0]) if sent else Caller(_ANYBODY)
         found, is_admin, caller, weight = 0, 0, "", 1
         for text in sent:
             digest = sha256(text.encode("latin-1", "replace")).digest()
-            for key in self._keys:
+            for key in keys:
                 is_this = hmac.compare_digest(digest, key.digest)
                 found |= is_this
                 is_admin |= is_this and key.scope == ADMIN

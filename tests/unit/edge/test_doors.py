@@ -53,7 +53,7 @@ def ask(parts: list[bytes], then: float) -> tuple[int, dict[bytes, bytes], bytes
         sent.append(message)
 
     async def run() -> None:
-        gateway = Gateway(Pool(Places(Path()), [], 0, 0, 1), "", Guard(()), 1000)
+        gateway = Gateway(Pool(Places(Path()), [], 0, 0, 1), lambda: "", Guard(()), 1000)
         scope = {"type": "http", "method": "POST", "path": "/v1/messages", "headers": [(b"host", b"localhost")]}
         await gateway(scope, receive, send)
 

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from paddock_runner.edge.auth import check_exposure, is_loopback, key_of, made_keys, read_keys
+from paddock_runner.edge.auth import check_exposure, is_loopback, key_of, make_key, read_keys
 from paddock_runner.errors import FileError, UsageError
 
 
@@ -37,9 +37,9 @@ def test_file_without_a_usable_key_is_refused(tmp_path: Path, content: bytes) ->
 
 def test_key_is_made_once_for_the_owner_only(tmp_path: Path) -> None:
     file = tmp_path / "a/b/api_key"
-    keys, is_new = made_keys(file)
-    assert is_new and file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o077 == 0
-    assert made_keys(file) == (keys, False) and len(file.read_text()) > 30
+    assert make_key(file) and file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o077 == 0
+    keys = read_keys(file)
+    assert not make_key(file) and read_keys(file) == keys and len(file.read_text()) > 30
     assert [p.name for p in file.parent.iterdir()] == ["api_key"]
 
 

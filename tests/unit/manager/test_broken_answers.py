@@ -47,7 +47,7 @@ async def broken(kind: str, part: bytes, path: str, heads: list[bytes] | None = 
 
         sent_headers = [(b"host", b"localhost"), *([(b"x-api-key", key.encode())] if key else [])]
         scope = {"type": "http", "method": "POST", "path": path, "headers": sent_headers}
-        await Gateway(pool, "own", Guard((key_of("own"), key_of("theirs", "inference"))) if key else Guard(()), 1000)(scope, receive, send)
+        await Gateway(pool, lambda: "own", Guard((key_of("own"), key_of("theirs", "inference"))) if key else Guard(()), 1000)(scope, receive, send)
     return sent, said
 
 

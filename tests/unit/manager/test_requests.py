@@ -40,7 +40,7 @@ async def ask(pool: Pool, method: str, path: str, body: bytes = b"", query: byte
         sent.append(message)
 
     scope = {"type": "http", "method": method, "path": path, "query_string": query, "headers": [(b"host", b"localhost")]}
-    gateway = Gateway(pool, "", Guard(()), 1 << 30)
+    gateway = Gateway(pool, lambda: "", Guard(()), 1 << 30)
     await gateway(scope, receive, send)
     status = sent[0]["status"]
     assert f'status="{status}"' in gateway._metrics.text({})
