@@ -179,6 +179,10 @@ def name_of(path: Path) -> str:
     return path.name if path.is_dir() else path.stem
 
 
+MOST = 10**9
+"""No number of a setting is larger: bytes made of it stay numbers of 64 bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Knob:
     """What is known of one field of Config. kind: int, float, bool, str, Path or list."""
@@ -206,6 +210,8 @@ class Knob:
             raise UsageError(f"{origin}: {parsed!r} is not one of {', '.join(self.choices)}", field=self.name)
         if self.low is not None and not parsed >= self.low:
             raise UsageError(f"{origin}: {parsed} is below {self.low:g}", f"{self.flag}: {self.doc}", field=self.name)
+        if self.kind in ("int", "float") and parsed > MOST:
+            raise UsageError(f"{origin}: {parsed:g} is above {MOST:,}", f"{self.flag}: {self.doc}", field=self.name)
         if self.name == "port" and parsed > 65535:
             raise UsageError(f"{origin}: there is no port {parsed}", "ports go up to 65535", field=self.name)
         return parsed

@@ -28,6 +28,8 @@ from .tiering import STAGING_STATES, HostStates, HostWindows, StateDevice, TierC
 from .vectors import ReadVectors
 
 OVERFLOW_RETRY_MS = 5
+LONGEST_WAIT_MS = 3_600_000
+"""poll takes no more than 24 days."""
 HELD_RETRY_MS = 20
 """How often it is looked, while nothing runs, whether who waits for the disk still should, or may no longer wait at all."""
 GATHER_S = 0.0001
@@ -179,7 +181,7 @@ class Runner:
                 self._poll.register(fd, select.POLLIN)
             has_more = self.keeper is not None and self.keeper.idle()
             waits = [ms for ms in (self.giver.turn(), self._timeout_ms(ports)) if ms is not None]
-            self._poll.poll(0 if has_more else min(waits, default=None))
+            self._poll.poll(0 if has_more else min([*waits, LONGEST_WAIT_MS]))
             for fd in fds:
                 self._poll.unregister(fd)
             try:

@@ -54,6 +54,8 @@ def test_variables_of_the_managers_settings_begin_as_the_runner_believes() -> No
         ({"memory_gib": "inf"}, {}, "--memory-gib: 'inf' is not a number"),
         ({}, {"PADDOCK_LONG_PROMPT_DELAY": "1e999"}, "PADDOCK_LONG_PROMPT_DELAY: '1e999' is not a number"),
         ({"prefill_share": "nan"}, {}, "is not a number"),
+        ({"memory_gib": "1e300"}, {}, "--memory-gib: 1e+300 is above 1,000,000,000"),
+        ({}, {"PADDOCK_MAX_QUEUE": "9" * 30}, "PADDOCK_MAX_QUEUE: 1e+30 is above"),
     ],
 )
 def test_wrong_value_names_where_it_came_from(flags: dict[str, str], env: dict[str, str], words: str) -> None:

@@ -25,6 +25,7 @@ from tests.soak.rig import SIZES
 
 CHILD = """
 import sys
+from paddock_runner.engine.policy import Policy
 from paddock_runner.engine.process import EngineConfig, engine_main
 from paddock_runner.errors import PaddockError
 from paddock_runner.wire.channel import Channel
@@ -33,7 +34,7 @@ from tests.soak.rig import SIZES
 device = FakeDevice(SIZES, run_ahead=int(sys.argv[2]))
 device.fails_at = int(sys.argv[3])
 try:
-    engine_main(EngineConfig(SIZES), device, [Channel.parse(sys.argv[1])])
+    engine_main(EngineConfig(SIZES, Policy(idle_release_s=float(sys.argv[4]))), device, [Channel.parse(sys.argv[1])])
 except PaddockError as error:
     print(error.message)
     sys.exit(error.exit_code)
@@ -43,10 +44,10 @@ except PaddockError as error:
 class Engine:
     """A child process with a fake device, and the front that talks to it."""
 
-    def __init__(self, run_ahead: int = 1, fails_at: int = 0) -> None:
+    def __init__(self, run_ahead: int = 1, fails_at: int = 0, idle_release_s: float = 300.0) -> None:
         channel = Channel.create(1 << 20, 1 << 20)
         environment = {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), *sys.path])}
-        command = [sys.executable, "-c", CHILD, channel.text, str(run_ahead), str(fails_at)]
+        command = [sys.executable, "-c", CHILD, channel.text, str(run_ahead), str(fails_at), str(idle_release_s)]
         self.child = subprocess.Popen(command, pass_fds=channel.fds, env=environment, stdout=subprocess.PIPE, cwd=CHECKOUT)
         self.front = FrontPort(channel)
         self.events: list[Event] = []
@@ -104,8 +105,9 @@ def test_answers_cross_the_process_border_unchanged_and_it_ends_when_the_front_g
     engine.close()
 
 
-def test_an_idle_engine_sleeps_and_wakes_at_once() -> None:
-    engine = Engine()
+@pytest.mark.parametrize("idle_release_s", [300.0, 1e9])
+def test_an_idle_engine_sleeps_and_wakes_at_once(idle_release_s: float) -> None:
+    engine = Engine(idle_release_s=idle_release_s)
     engine.talk(lambda: engine.front.ask(Ask(1, array("i", [1]), max_tokens=2)), n_done(1))
     process = psutil.Process(engine.child.pid)
     before = process.cpu_times()
