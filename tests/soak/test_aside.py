@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from paddock_runner.engine.cost import CostModel
+from paddock_runner.engine.queue import WaitQueue
+from paddock_runner.engine.sharing import MAX_WOKEN
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.wire.messages import RefusedCode
 
@@ -222,6 +224,23 @@ def test_long_prompts_do_not_take_all_slots_while_they_wait_for_the_part(run_ahe
     assert sum(a.started is not None for a in longs) <= 3 and all(a.end is None for a in longs)
     rig.run()
     assert all(right(a, LONG) and ended_well(a) for a in (*longs, *streams))
+    rig.assert_empty()
+    rig.close()
+
+
+def test_of_many_prompts_that_wait_for_the_part_only_the_next_few_are_looked_at(run_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue of long prompts costs the streams no more, however long it is; and none of them is forgotten."""
+    rig, rng = Rig(replace(LONG, n_slots=8, n_pages=600), run_ahead, SOON, part_tokens=64), random.Random(13)
+    streams = beside_streams(rig, rng)
+    looked_at = list[object]()
+    put_back = WaitQueue.put_back
+    monkeypatch.setattr(WaitQueue, "put_back", lambda self, request, cached: looked_at.append(request) or put_back(self, request, cached))
+    longs = [rig.ask(prompt(rng, 120), max_tokens=2, client=k % 2) for k in range(60)]
+    until(rig, lambda: sum(a.end is not None for a in longs) >= 6)
+    assert not any(a.end for a in streams) and len(looked_at) <= 8 * MAX_WOKEN
+    rig.abort(streams[0]), rig.abort(longs[50])
+    rig.run(check=False)
+    assert all(right(a, LONG) and ended_well(a) for k, a in enumerate(longs) if k != 50)
     rig.assert_empty()
     rig.close()
 

@@ -7,8 +7,6 @@ less than the lowest counter of those at work, less a small head start, so that 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from typing import TypeVar
 
 from .policy import Policy
 from .request import Request
@@ -24,8 +22,8 @@ LATEST = 0.1
 LIGHT = 8
 """A client is light beside one that has so many times its requests open."""
 
-
-T = TypeVar("T", bound=tuple[float, int, Request])
+Entry = tuple[float, int, int, Request]
+"""A request in a list: what it is ordered by, its place among those that came, and its number; a request that is put back has another number, so that its old entries count no more."""
 
 
 class Client:
@@ -39,7 +37,7 @@ class Client:
     def __init__(self) -> None:
         self.served_tokens = 0.0
         self.weight = 1
-        self.heap: list[tuple[float, int, Request]] = []
+        self.heap: list[Entry] = []
         self.n_waiting = 0
         self.n_open = 0
 
@@ -78,8 +76,8 @@ class WaitQueue:
         """When the front got the last one: it is read here between steps, many at a time after a long one."""
         self.uncached_tokens = 0
         """Their tokens that were not cached when they came."""
-        self._arrivals: deque[Request] = deque()
-        self._deadlines: list[tuple[int, int, Request]] = []
+        self._arrivals: list[Entry] = []
+        self._deadlines: list[Entry] = []
         self._n_pushed = self._n_after_oldest = 0
         self._reached = 0.0
         """The counter of the last client that was at work, for when nobody is."""
@@ -133,9 +131,9 @@ class WaitQueue:
             heaviest = max(self.busy.values(), key=lambda c: c.n_waiting)
             if heaviest.n_waiting <= client.n_waiting + 1:
                 return request
-            loser = max((entry for entry in heaviest.heap if entry[2].is_queued), key=lambda e: e[:2])[2]
+            loser = max(_queued(heaviest.heap))[3]
             self.drop(loser)
-        self._arrivals.append(request)
+        request.place = self._n_pushed
         self._n_away -= self._n_away > 0
         self.highest = max(self.highest, request.priority)
         self.last_arrival_ns = max(self.last_arrival_ns, request.received_ns)
@@ -145,13 +143,10 @@ class WaitQueue:
     @property
     def first_arrival_ns(self) -> int:
         """When the front got the one that has waited longest; 0: nobody waits."""
-        return next((r.received_ns for r in self._arrivals if r.is_queued), 0)
+        return _first(self._arrivals)[3].received_ns if self.n else 0
 
     def put_back(self, request: Request, cached_tokens: int) -> None:
         """A request that was dropped, but neither started nor ended, waits again at its old place."""
-        arrivals = self._arrivals
-        if request not in arrivals:  # it may still stand where it stood
-            arrivals.insert(next((i for i, other in enumerate(arrivals) if other.arrival_ns > request.arrival_ns), len(arrivals)), request)
         self._enter(request, cached_tokens)
 
     def _enter(self, request: Request, cached_tokens: int) -> None:
@@ -160,13 +155,15 @@ class WaitQueue:
         request.key = request.uncached_tokens + request.arrival_ns / 1e6 * policy.ageing_tokens_per_ms - request.priority * policy.priority_tokens
         client = self.clients[request.client]
         self._n_pushed += 1
-        heapq.heappush(client.heap, (request.key, self._n_pushed, request))
+        request.entry = number = self._n_pushed
+        heapq.heappush(client.heap, (request.key, request.place, number, request))
+        heapq.heappush(self._arrivals, (request.arrival_ns, request.place, number, request))
         client.n_waiting += 1
         self.n += 1
         self.uncached_tokens += request.uncached_tokens
         request.is_queued = True
         if request.deadline_ns:
-            heapq.heappush(self._deadlines, (request.deadline_ns, self._n_pushed, request))
+            heapq.heappush(self._deadlines, (request.deadline_ns, request.place, number, request))
 
     # ---- going ----
 
@@ -182,27 +179,17 @@ class WaitQueue:
         bonus = self._policy.priority_tokens
         for client in self.busy.values():
             if client.n_waiting:
-                heap = client.heap
-                while not heap[0][2].is_queued:
-                    heapq.heappop(heap)
-                request = heap[0][2]
+                request = _first(client.heap)[3]
                 rank = client.served_tokens - request.priority * bonus
                 if best is None or rank < best_rank or (rank == best_rank and request.key < best.key):
                     best, best_rank = request, rank
         every, n_after = self._policy.oldest_every, self._n_after_oldest
         is_due = n_after >= every - 1 and best is not None and (n_after >= 2 * every - 1 or not self.is_light(best.client))
-        return self._oldest() if is_due else best
-
-    def _oldest(self) -> Request:
-        """The request that has waited longest. There is one."""
-        arrivals = self._arrivals
-        while not arrivals[0].is_queued:
-            arrivals.popleft()
-        return arrivals[0]
+        return _first(self._arrivals)[3] if is_due else best
 
     def take(self, request: Request, now_ns: int) -> None:
         """The request leaves to be admitted."""
-        self._n_after_oldest = 0 if request is self._oldest() else self._n_after_oldest + 1
+        self._n_after_oldest = 0 if request is _first(self._arrivals)[3] else self._n_after_oldest + 1
         self.drop(request)
         if self._last_admit_ns and self.n:
             self._n_waits += 1
@@ -220,27 +207,27 @@ class WaitQueue:
             if not client.n_waiting:
                 client.heap.clear()
             elif len(client.heap) > SPARE + 4 * client.n_waiting:
-                client.heap = _queued(client.heap)
+                client.heap = _made_anew(client.heap)
             if not self.n:
                 self._arrivals.clear()
                 self._deadlines.clear()
             elif len(self._arrivals) > SPARE + 4 * self.n:
-                self._arrivals = deque(r for r in self._arrivals if r.is_queued)
+                self._arrivals = _made_anew(self._arrivals)
             if len(self._deadlines) > SPARE + 4 * self.n:
-                self._deadlines = _queued(self._deadlines)
+                self._deadlines = _made_anew(self._deadlines)
 
     @property
     def next_deadline_ns(self) -> int | None:
         """When `overdue` has to be asked next."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return int(self._deadlines[0][0]) if self._deadlines else None
 
     def overdue(self, now_ns: int) -> Request | None:
         """A waiting request whose deadline has passed."""
         deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now_ns or not deadlines[0][2].is_queued):
-            request = heapq.heappop(deadlines)[2]
-            if request.is_queued:
-                return request
+        while deadlines and (deadlines[0][0] <= now_ns or not _counts(deadlines[0])):
+            entry = heapq.heappop(deadlines)
+            if _counts(entry):
+                return entry[3]
         return None
 
     # ---- fairness ----
@@ -270,7 +257,7 @@ class WaitQueue:
 
     def waiting(self) -> list[Request]:
         """Every request in the queue, oldest first."""
-        return [r for r in self._arrivals if r.is_queued]
+        return [entry[3] for entry in sorted(_queued(self._arrivals))]
 
     def _forget_idle(self) -> None:
         """Of those without a request the half that was served least is forgotten: where they come back, they start little above who is new."""
@@ -279,8 +266,24 @@ class WaitQueue:
             del self.clients[key]
 
 
-def _queued(heap: list[T]) -> list[T]:
-    """The entries of a heap whose request still waits, as a heap: the others would keep their prompts until they came to its top."""
-    kept = [entry for entry in heap if entry[2].is_queued]
+def _counts(entry: Entry) -> bool:
+    """The request still waits, and by this entry."""
+    return entry[3].is_queued and entry[3].entry == entry[2]
+
+
+def _first(heap: list[Entry]) -> Entry:
+    """The first entry that counts. There is one."""
+    while not _counts(heap[0]):
+        heapq.heappop(heap)
+    return heap[0]
+
+
+def _queued(heap: list[Entry]) -> list[Entry]:
+    return [entry for entry in heap if _counts(entry)]
+
+
+def _made_anew(heap: list[Entry]) -> list[Entry]:
+    """A heap of the entries that count: the others would keep their prompts until they came to its top."""
+    kept = _queued(heap)
     heapq.heapify(kept)
     return kept

@@ -58,6 +58,7 @@ class Request:
         "done_tokens",
         "draw_index",
         "end_length",
+        "entry",
         "fetch",
         "fetch_until_ns",
         "fetch_version",
@@ -83,6 +84,7 @@ class Request:
         "needs_history",
         "order",
         "phase",
+        "place",
         "port",
         "priority",
         "prompt_tokens",
@@ -173,6 +175,8 @@ class Request:
         """Lengths at which its prefill is to stop for a moment, so that the states can be saved, shortest first."""
         self.key = 0.0
         self.is_queued = False
+        self.place = self.entry = 0
+        """In the queue: where it stands among those that came, and the number of the entry that counts."""
         self.order = 0
         """Number of its (first) admission: larger is newer."""
         self.wait_for: Request | None = None

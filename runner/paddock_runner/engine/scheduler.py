@@ -17,7 +17,7 @@ from .policy import Policy
 from .queue import WaitQueue
 from .request import NEVER, Phase, Request
 from .room import LEAST_SLOTS, victim, yielder
-from .sharing import common_tokens, must_wait
+from .sharing import awake, common_tokens, must_wait
 from .slots import Chunk, SlotTable
 
 MAX_LONG_STEPS = 2
@@ -352,21 +352,14 @@ class Scheduler:
         return must_wait(request, [*self.prefilling, *aside], self.saves, self._ledger, self._policy.share_tokens)
 
     def _wake_held(self, now_ns: int) -> None:
-        """Those whose shared prefix is there (or whose computer has left) go back to the queue, at their old place."""
+        """Those who need not wait for another any more go back to the queue, at their old place."""
         if not self.held:
             return
-        held = self.held
-        self.held = []
-        for request in held:
-            other = request.wait_for
-            if is_fetching(request, self._ledger, self.cost.reading_us, now_ns) or (
-                other is not None and other.phase == Phase.PREFILL and (other.done_tokens < request.wait_tokens or other.is_coming)
-            ):
-                self.held.append(request)
-            else:
-                request.wait_for = None
-                self.queue.put_back(request, self._ledger.cached(request.tokens, request.salt))
-                self._is_stuck = False
+        self.held, back = awake(self.held, lambda request: is_fetching(request, self._ledger, self.cost.reading_us, now_ns))
+        for request in back:
+            request.wait_for, request.wait_tokens = None, 0
+            self.queue.put_back(request, self._ledger.cached(request.tokens, request.salt))
+            self._is_stuck = False
 
     # ---- time ----
 

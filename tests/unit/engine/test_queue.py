@@ -200,8 +200,7 @@ def test_who_is_put_back_stands_behind_who_came_before_and_counts_what_was_compu
         push(queue, r)
     for r in (third, second):
         queue.drop(r)
-    queue._arrivals.clear()
-    queue._arrivals.append(first)  # as if made anew meanwhile
+    queue._arrivals = [entry for entry in queue._arrivals if entry[3] is first]  # as if made anew meanwhile
     for r in (third, second):
         queue.put_back(r, 96)
     assert queue.waiting() == [first, second, third] and queue.head() is first, "the oldest is who came first"
@@ -209,6 +208,19 @@ def test_who_is_put_back_stands_behind_who_came_before_and_counts_what_was_compu
     for r in (first, second, third):
         queue.drop(r)
     assert queue.uncached_tokens == 0
+
+
+def test_who_waits_twice_counts_once_and_by_what_is_known_last() -> None:
+    queue = WaitQueue(NEVER)
+    first, second = request(100), request(90)
+    push(queue, first), push(queue, second)
+    for _ in range(3):
+        queue.drop(first)
+        queue.put_back(first, 60)
+    assert queue.waiting() == [first, second] and queue.n == 2 and queue.head() is first, "forty tokens are left"
+    queue.drop(first)
+    queue.put_back(first, 0)
+    assert queue.head() is second and drain(queue) == [second, first]
 
 
 def test_retry_after_grows_with_the_queue() -> None:
