@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import random
+import statistics
 import sys
 import time
 import urllib.request
@@ -141,6 +142,12 @@ def drift(looks: list[dict[str, float]], name: str) -> tuple[float, float]:
     return min(values[:n]), min(values[-n:])
 
 
+def thirds(looks: list[dict[str, float]], name: str) -> list[float]:
+    """The median of a figure in each third of the looks."""
+    n = max(1, len(looks) // 3)
+    return [statistics.median(look[name] for look in part) for part in (looks[:n], looks[n:-n] or looks, looks[-n:])]
+
+
 def what_is_left(url: str) -> list[str]:
     """What should be back and is not."""
     engine = state(url)["engine"]
@@ -153,6 +160,10 @@ def what_is_left(url: str) -> list[str]:
     if pages["evictable"] != pages["prefix"]:
         wrong.append(f"{pages['prefix'] - pages['evictable']} pages are locked")
     return wrong
+
+
+def _listed(values: list[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values)
 
 
 def main() -> int:
@@ -195,12 +206,12 @@ def main() -> int:
         wrong.append(f"{100 * idle:.1f} % of a processor while idle")
     sys.stdout.write(
         f"{looks[-1]['ended']} ended, {looks[-1]['aborted']} left, {looks[-1]['lost']} lost; memory {first['rss_mib']:.1f} to {last['rss_mib']:.1f} MiB, descriptors {looks[0]['fds']:.0f} to "
-        f"{end['fds']:.0f}, gaps {gaps[0]:.2f} to {gaps[1]:.2f} ms; per thousand requests {more['rss_mib']:.2f} MiB and {more['fds']:.2f} descriptors more; idle {100 * idle:.2f} % of a processor: {'; '.join(wrong) or 'nothing leaks'}\n"
+        f"{end['fds']:.0f}, gaps {gaps[0]:.2f} to {gaps[1]:.2f} ms, by thirds p50 {_listed(thirds(steady, 'itl_p50'))}, p99 {_listed(thirds(steady, 'itl_p99'))}; per thousand requests {more['rss_mib']:.2f} MiB and {more['fds']:.2f} descriptors more; idle {100 * idle:.2f} % of a processor: {'; '.join(wrong) or 'nothing leaks'}\n"
     )
     if a.machine:
         rows = [board.row(f"{a.machine}.soak.{k}_per_1000", [v], unit, "lower") for (k, v), unit in zip(more.items(), ("MiB", "descriptors"), strict=True)]
         rows += [board.row(f"{a.machine}.soak.rss_mib", [last["rss_mib"] / first["rss_mib"]], "ratio", "lower")]
-        rows += [board.row(f"{a.machine}.soak.{k}", [drift(steady, k)[1] / drift(steady, k)[0]], "ratio", "lower") for k in ("itl_mean", "cpu_us_token")]
+        rows += [board.row(f"{a.machine}.soak.{k}", [drift(steady, k)[1] / drift(steady, k)[0]], "ratio", "lower") for k in ("itl_mean", "itl_p99", "cpu_us_token")]
         rows += [board.row(f"{a.machine}.soak.lost", [looks[-1]["lost"]], "requests", "lower"), board.row(f"{a.machine}.idle_share", [idle], "share", "lower")]
         board.write(a.machine, "soak", rows, a.commit, model=a.model.name, minutes=a.minutes, streams=a.streams, ended=looks[-1]["ended"], left=looks[-1]["aborted"], verdict="; ".join(wrong) or "nothing leaks")
     return 1 if wrong else 0
