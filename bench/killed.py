@@ -85,8 +85,8 @@ async def answers(a: argparse.Namespace, url: str, prompts: list[list[int]]) -> 
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
-async def until_killed(a: argparse.Namespace, url: str, pids: list[int], prompts: list[list[int]], right: list[str], rng: random.Random, tally: Tally) -> None:
-    """Load, and in the middle of it the end."""
+async def until_killed(a: argparse.Namespace, url: str, pids: list[int], prompts: list[list[int]], right: list[str], rng: random.Random, tally: Tally, is_last: bool) -> None:
+    """Load, and in the middle of it the end; the last one when there are pages on disk."""
     is_over = False
 
     async def client() -> None:
@@ -103,6 +103,8 @@ async def until_killed(a: argparse.Namespace, url: str, pids: list[int], prompts
 
     clients = [asyncio.create_task(client()) for _ in range(a.streams)]
     await asyncio.sleep(rng.uniform(0, a.life))
+    while is_last and not (await asyncio.to_thread(tiers, url))["disk"]:
+        await asyncio.sleep(0.05)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     is_over = True
@@ -132,7 +134,7 @@ def kills(a: argparse.Namespace, folder: Path, prompts: list[list[int]], right: 
         with served.runner(a.model, "--log-level", "warning", "--deterministic", *flags, *a.options) as (url, process):
             found, all_pids, before = tiers(url), served.family(process.pid), tally.n_whole
             pids = rng.choice((all_pids, all_pids[:1], all_pids[1:2]))
-            uvloop.run(until_killed(a, url, pids, prompts, right, rng, tally))
+            uvloop.run(until_killed(a, url, pids, prompts, right, rng, tally, n == a.kills - 1))
             if pids != all_pids[1:2]:
                 process.wait(20)
             wait_gone(all_pids)

@@ -18,13 +18,15 @@ import statistics
 import sys
 import time
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import uvloop
+from paddock_runner.edge.listen import reserve_descriptors
 
 from bench import board
 
@@ -48,7 +50,7 @@ Pool = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 """Open connections that nobody uses. Clients keep theirs, and so does this one."""
 
 
-async def events(host: str, port: int, path: str, body: bytes, key: str, pool: Pool | None = None, session: str = "") -> AsyncIterator[bytes]:
+async def events(host: str, port: int, path: str, body: bytes, key: str, pool: Pool | None = None, session: str = "") -> AsyncGenerator[bytes, None]:
     """The data of each event of a streamed answer. Raises: RuntimeError for any status but 200."""
     auth = f"authorization: Bearer {key}\r\n" if key else ""
     auth += f"x-session-id: {session}\r\n" if session else ""
@@ -119,18 +121,19 @@ async def one(a: argparse.Namespace, body: bytes, result: Result | None = None, 
     result.sent = time.perf_counter()
     try:
         async with asyncio.timeout(a.timeout):
-            async for data in events(parts.hostname or "127.0.0.1", parts.port or 80, path, body, a.key, pool):
-                now = time.perf_counter()
-                if data == b"[DONE]":
-                    break
-                chunk = json.loads(data)
-                if chunk.get("error"):
-                    raise RuntimeError(str(chunk["error"])[:300])
-                if usage := chunk.get("usage"):
-                    result.prompt_tokens, result.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-                    result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-                if any(bears_token(c) for c in chunk.get("choices") or ()):
-                    result.times.append(now)
+            async with aclosing(events(parts.hostname or "127.0.0.1", parts.port or 80, path, body, a.key, pool)) as answer:
+                async for data in answer:
+                    now = time.perf_counter()
+                    if data == b"[DONE]":
+                        break
+                    chunk = json.loads(data)
+                    if chunk.get("error"):
+                        raise RuntimeError(str(chunk["error"])[:300])
+                    if usage := chunk.get("usage"):
+                        result.prompt_tokens, result.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                        result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                    if any(bears_token(c) for c in chunk.get("choices") or ()):
+                        result.times.append(now)
     except (OSError, RuntimeError, ValueError, TimeoutError) as error:
         result.error = f"{type(error).__name__}: {error}"
     result.ended = time.perf_counter()
@@ -139,6 +142,7 @@ async def one(a: argparse.Namespace, body: bytes, result: Result | None = None, 
 
 async def run(a: argparse.Namespace) -> tuple[list[Result], float]:
     """All requests, `concurrency` at a time; results and wall seconds."""
+    reserve_descriptors()
     pool: Pool = []
     for i in range(a.warmup):
         await one(a, body_of(a, -1 - i), pool=pool)

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import resource
 import socket
 from pathlib import Path
 
 from ..errors import FileError, UsageError
 
 BACKLOG = 2048
+MAX_RESERVED = 4096
+"""Open files for which there is room from the start."""
+
+
+def reserve_descriptors() -> None:
+    """Makes the process's table of open files as large as it is likely to become.
+
+    Linux doubles it when it is full, from 64 on, and who opens that file in a process of several threads waits for a grace period of all processors meanwhile: 5 to 45 ms
+    in which nobody else is served, as a burst of clients comes.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n = MAX_RESERVED if soft == resource.RLIM_INFINITY else min(soft, MAX_RESERVED)
+    read_end, write_end = os.pipe()
+    try:
+        os.close(fcntl.fcntl(read_end, fcntl.F_DUPFD_CLOEXEC, n - 1))
+    except OSError:  # all are taken: the table is as large as it may be
+        return
+    finally:
+        os.close(read_end)
+        os.close(write_end)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound, listening socket. Raises: UsageError when the address cannot be used."""
+    """A bound, listening socket, and room for those who will come. Raises: UsageError when the address cannot be used."""
+    reserve_descriptors()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
