@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from harness import POISON, rounded
-from paddock_runner.errors import PackError
+from paddock_runner.errors import PackError, UnsupportedError
 from paddock_runner.formats.table import WEIGHT_FORMATS, by_name
 from paddock_runner.pack import abi
 from paddock_runner.pack.program import Choice, Epilogue, Program, Stacks
@@ -122,6 +122,21 @@ def test_experts_equal_numpy(bench, rng, n, activation, has_bias, adds):
             want[t] += 0.7 * factor * (weights64[2][e] @ feed_forward(x64[t], gate, up, activation) + biases64[2][e])
     # AMX tiles hold an f32 weight as two bf16: 16 bits of it
     close(b.download(y, n), want, b.activation, 8 if b.max_isa in (1, 2) else 150)
+
+
+def test_experts_wider_than_a_gpu_takes_are_refused_there(bench, rng):
+    b, m, f = bench(), 8, 16392
+    x, x64 = b.activations(rng.normal(size=(2, m)), T)
+    gate, up, down = (rounded(rng.normal(size=shape) * 0.3, abi.PK_F32) for shape in ((1, f, m), (1, f, m), (1, m, f)))
+    y, program = b.output(2, m, T), Program()
+    chosen_ones = b.upload(np.zeros((2, 1)), abi.PK_I32, T), b.upload(np.ones((2, 1)), abi.PK_F32, T)
+    program.experts(x, chosen_ones, Stacks(*(stack(b, w) for w in (gate, up, down)), 1, (None, None, None), "silu", 0.0, 0.0), y)
+    if not b.device.facts.is_host:
+        with pytest.raises(UnsupportedError, match=r"experts: rows of 16392 elements; the CUDA pack takes up to 16384"):
+            b.run(program, 2)
+        return
+    b.run(program, 2)
+    close(b.download(y, 2), feed_forward(x64, x64 @ gate[0].T, x64 @ up[0].T, "silu") @ down[0].T, b.activation, 150)
 
 
 def stack_of(b, matrices: list[Weight]):

@@ -177,6 +177,30 @@ def test_experts_that_the_host_computes_change_roundings_alone(bench, rng, kind,
     print(kind, "takes all" if takes_all else "auto", total, cold)
 
 
+@pytest.mark.parametrize("m, f", [(64, 16384), (16384, 64)])
+def test_rows_as_wide_as_may_be_are_the_hosts_too(bench, rng, m, f):
+    """As wide as what rows lie in between a GPU and the threads of its host."""
+    b, n_experts, k = bench(n_threads=0), 6, 3
+    if b.device.facts.is_host:
+        pytest.skip("here the host computes all experts")
+    b.device.open_cold(True)
+    layer, most = Layer(b, random_experts("bf16", n_experts, m, f, rng), 2), 0
+    for n in (1, 2, 5, 1, 16):
+        x, _ = b.activations(rng.normal(size=(n, m)) * 0.2, T, 8)
+        chosen = (b.upload(np.array([rng.permutation(n_experts)[:k] for _ in range(n)]), abi.PK_I32, T, 1), b.upload(rounded(rng.random((n, k)) + 0.1, abi.PK_F32), abi.PK_F32, T))
+        out, before = [], b.device.cold().n_computed
+        for is_far in (False, True):
+            y = b.output(n, m, T, 3, abi.PK_F32)
+            program = Program()
+            program.experts(x, chosen, layer.stacks(is_far, (None, None, None)), y, Epilogue(scale=0.5))
+            b.run(program, n)
+            out.append(b.download(y, n))
+        most = max(most, b.device.cold().n_computed - before)
+        assert np.isfinite(out[1]).all(), n
+        assert np.abs(out[1] - out[0]).max() <= 0.004 * np.abs(out[0]).max(), n
+    assert most > 0
+
+
 def test_threads_of_the_host_sleep_between_steps(bench, rng):
     b = bench(n_threads=0)
     if b.device.facts.is_host:
