@@ -4,7 +4,8 @@ Usage: python -m bench.aiperf --url URL --tokenizer FOLDER [--cells FILE] [--onl
        python -m bench.aiperf --checkpoint FOLDER [--pack PACK] ...     starts a runner for it (--max-batch 128)
 Each round is bench.load, then aiperf (completions, streaming, the server's token counts), with the cell's concurrency, requests, prompt and answer
 tokens. Compared: output tokens a second of the whole cell, the median time to the first token, and the median of requests' mean gap between tokens
-(aiperf's inter_token_latency). aiperf has its own environment: `pip install aiperf` there, and --program names it.
+(aiperf's inter_token_latency). Beside them stands the mean time to the first token as the client has it and as the server does, from a request's receipt to its first byte: what
+both clients add to that is theirs, and what it differs by is how their requests came. aiperf has its own environment: `pip install aiperf` there, and --program names it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,14 @@ from bench import board, load, served
 
 Figures = dict[str, float]
 UNITS = {"out_tok_s": ("tok/s", "higher"), "ttft_p50_ms": ("ms", "lower"), "itl_p50_ms": ("ms", "lower")}
+FIRST = "paddock_time_to_first_token_seconds"
+
+
+def first_tokens(url: str) -> tuple[float, float]:
+    """Seconds to first tokens that the server has counted, and how many."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        found = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line.startswith(FIRST))
+    return float(found[f"{FIRST}_sum"]), float(found[f"{FIRST}_count"])
 
 
 def ours(url: str, cell: dict[str, Any], vocab: int) -> Figures:
@@ -41,6 +51,7 @@ def ours(url: str, cell: dict[str, Any], vocab: int) -> Figures:
         "out_tok_s": sum(r.output_tokens for r in results) / wall,
         "ttft_p50_ms": statistics.median(1e3 * (r.times[0] - r.sent) for r in results),
         "itl_p50_ms": statistics.median(1e3 * (r.times[-1] - r.times[0]) / max(1, r.output_tokens - 1) for r in results),
+        "ttft_mean_ms": statistics.fmean(1e3 * (r.times[0] - r.sent) for r in results),
     }
 
 
@@ -61,6 +72,7 @@ def theirs(program: str, url: str, model: str, tokenizer: Path, cell: dict[str, 
         raise RuntimeError(f"aiperf counted {counted[0]:.0f} answers of {counted[1]:.2f} tokens, the cell is {cell['requests']} of {cell['out']}")
     return {
         "out_tok_s": found["output_token_throughput"]["avg"], "ttft_p50_ms": found["time_to_first_token"]["p50"], "itl_p50_ms": found["inter_token_latency"]["p50"],
+        "ttft_mean_ms": found["time_to_first_token"]["avg"],
     }  # fmt: skip
 
 
@@ -68,8 +80,14 @@ def compare(a: argparse.Namespace, url: str, cell: dict[str, Any]) -> list[dict[
     """Rounds of one cell by both: rows with aiperf's figure as the peer's; prints a line a figure."""
     mine, peer = [], []
     for _ in range(a.rounds):
+        begun = first_tokens(url)
         mine.append(ours(url, cell, a.vocab))
+        between = first_tokens(url)
         peer.append(theirs(a.program, url, a.model, a.tokenizer, cell))
+        ended = first_tokens(url)
+        for name, figures, before, after in (("bench.load", mine[-1], begun, between), ("aiperf", peer[-1], between, ended)):
+            seen = 1e3 * (after[0] - before[0]) / max(1.0, after[1] - before[1])
+            sys.stdout.write(f"{cell['name']:14}{name:11} mean time to first token {figures['ttft_mean_ms']:.2f} ms, by the server {seen:.2f}: {figures['ttft_mean_ms'] - seen:.2f} are the way and the client's\n")
     rows = []
     for name, (unit, better) in UNITS.items():
         row = board.row(f"{a.machine}.aiperf.{cell['name']}.{name}", [f[name] for f in mine], unit, better, peer=("aiperf", [f[name] for f in peer]))

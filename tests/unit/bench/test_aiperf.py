@@ -19,7 +19,7 @@ if "--fail" in {flags!r}:
     sys.exit("no server answers")
 folder = words["--artifact-dir"]
 found = {{"request_count": {{"avg": int(words["--request-count"])}}, "output_sequence_length": {{"avg": {n_out}}}, "output_token_throughput": {{"avg": 120.5}},
-         "time_to_first_token": {{"p50": 7.25}}, "inter_token_latency": {{"p50": 2.5}}}}
+         "time_to_first_token": {{"p50": 7.25, "avg": 8.5}}, "inter_token_latency": {{"p50": 2.5}}}}
 open(folder + "/profile_export_aiperf.json", "w").write(json.dumps(found))
 """
 
@@ -33,7 +33,7 @@ def program(folder: Path, n_out: float, *flags: str) -> str:
 
 def test_figures_of_a_run_that_counted_the_cells_tokens(tmp_path: Path) -> None:
     found = aiperf.theirs(program(tmp_path, 4.0), "http://127.0.0.1:1", "m", tmp_path, CELL)
-    assert found == {"out_tok_s": 120.5, "ttft_p50_ms": 7.25, "itl_p50_ms": 2.5}
+    assert found == {"out_tok_s": 120.5, "ttft_p50_ms": 7.25, "itl_p50_ms": 2.5, "ttft_mean_ms": 8.5}
 
 
 def test_other_tokens_than_the_cells_are_said(tmp_path: Path) -> None:
@@ -51,11 +51,15 @@ def test_a_board_has_both_and_says_which_are_far_apart(tmp_path: Path, monkeypat
     cells.write_text("[[cell]]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in CELL.items()) + "\n")
     monkeypatch.setattr("bench.board.ROOT", tmp_path)
     words = ["aiperf", "--url", "http://127.0.0.1:1", "--tokenizer", str(tmp_path), "--cells", str(cells), "--rounds", "1", "--program", program(tmp_path, 4.0), "--commit", "abc"]
+    counted = iter([(0.0, 0.0), (0.06, 10.0), (0.14, 20.0)] * 2)
+    monkeypatch.setattr(aiperf, "first_tokens", lambda url: next(counted))
     for mine, code in ((121.0, 0), (130.0, 1)):
-        monkeypatch.setattr(aiperf, "ours", lambda *_, mine=mine: {"out_tok_s": mine, "ttft_p50_ms": 7.3, "itl_p50_ms": 2.0})
+        monkeypatch.setattr(aiperf, "ours", lambda *_, mine=mine: {"out_tok_s": mine, "ttft_p50_ms": 7.3, "itl_p50_ms": 2.0, "ttft_mean_ms": 8.0})
         monkeypatch.setattr(sys, "argv", words)
         assert aiperf.main() == code
     (board,) = (tmp_path / "bench/results/cpu2").glob("*-aiperf.json")
     rows = {r["id"]: r for r in json.loads(board.read_text())["rows"]}
     assert rows["cpu2.aiperf.8-4-c2.out_tok_s"]["peer_value"] == 120.5 and rows["cpu2.aiperf.8-4-c2.out_tok_s"]["vs_peer"] == pytest.approx(130 / 120.5, abs=1e-4)
-    assert "further apart than 3 %: cpu2.aiperf.8-4-c2.out_tok_s" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "further apart than 3 %: cpu2.aiperf.8-4-c2.out_tok_s" in said
+    assert "8.00 ms, by the server 6.00: 2.00 are" in said and "8.50 ms, by the server 8.00: 0.50 are" in said
