@@ -1,13 +1,14 @@
 """Streams that decode while a long prompt arrives: gaps between their tokens before and meanwhile, and the prompt's time to first token.
 
 Usage: python -m bench.longprefill MODEL [--pack PACK] [--streams 16] [--prompt 4000] [--rounds 3] [--threads N] [--machine NAME]
-       [--policy long_delay=1.2 long_delay=2,deep_chunk_tokens=128 ...] [--guests 128 2048] [--share 0 0.5]
+       [--policy long_delay=1.2 long_delay=2,deep_chunk_tokens=128 ...] [--guests 128 2048] [--share 0 0.5] [--beside 200 1000]
 MODEL is a checkpoint, or a size and format of bench.gpu_models (8b.bf16), whose weights are random.
 The engine runs in this process, without a front: gaps are times between steps that gave every stream a token. Each round measures the prompt
 alone, the streams alone, and both, so that what else the machine does falls on all three. Goals: gap p50 at most 1.25 and p99 at most 1.5 times
 of before, time to first token at most 1.4 times alone. The last two cannot both be had where decoding leaves no arithmetic unused (a CPU).
 With --share the prompt is read aside by that part of the device's processors (0: steps take turns), one after the other.
 With --policy each of these changes to the scheduler's policy is measured, one after the other on one device: the price of one goal in the other's coin.
+With --beside, for each length: a prompt of so many tokens comes while the streams decode and the long one is read, a third of its time alone apart; their times to first token, against alone.
 With --guests, for each length: a client with one prompt of so many tokens comes at random while another has 64 of them; its time to first token, against alone.
 """
 
@@ -72,7 +73,8 @@ class Scene:
         pack = Path(options.pack) if options.pack else find_pack("cpu")
         facts = cuda_facts(132) if "cuda" in pack.name else cpu_facts(options.threads or os.cpu_count() or 1)
         ctx = min(plan.max_ctx_tokens, options.prompt + 64)
-        request = PlanRequest(ctx, options.streams + 1, facts, n_pages=ctx // 32 + options.streams * (min(ctx, STREAM_TOKENS) // 32) + 2)
+        n_more = bool(options.beside)
+        request = PlanRequest(ctx, options.streams + 1 + n_more, facts, n_pages=(1 + n_more) * ctx // 32 + options.streams * (min(ctx, STREAM_TOKENS) // 32) + 2)
         sizes = parted(plan, state_sizes(plan, request), facts.kind, facts.n_processors, part, False)
         self.device = build_device(Assembly(pack, sizes, request.kv_format, n_threads=options.threads), plan, tensors)
         self.n_vocab, self.sizes = plan.n_vocab, sizes
@@ -194,6 +196,31 @@ def guests(scene: Scene, n_prompt: int, rounds: int, n_many: int = 64) -> None:
     sys.stdout.flush()
 
 
+def beside(scene: Scene, options: argparse.Namespace) -> None:
+    """Short prompts while a long one is read beside the streams; prints their times to first token."""
+    alone = {n: statistics.median(scene.first_token_s(n) for _ in range(5)) for n in options.beside}
+    apart = scene.first_token_s(options.prompt) / 3
+    for n, first in alone.items():
+        ids = scene.streams(options.streams, min(options.prompt, STREAM_TOKENS) - 32)
+        quiet = scene.gaps(ids, 0, 60)
+        long, found, busy = scene.ask(options.prompt, 1), list[float](), list[float]()
+        begun = last = perf_counter()
+        while long not in scene.first:
+            until, guest = perf_counter() + apart, 0
+            while perf_counter() < until and long not in scene.first:
+                busy += scene.gaps(ids, 0, 1)
+            if long not in scene.first:
+                last, guest = perf_counter(), scene.ask(n, 1)
+                busy += scene.gaps(ids, guest, 0)
+                found.append(scene.first[guest] - last)
+        scene.finish()
+        sys.stdout.write(
+            f"{n} tokens alone {1e3 * first:.1f} ms; beside {options.streams} streams and {options.prompt} tokens that take {scene.first[long] - begun:.2f} s: "
+            f"{' '.join(f'{1e3 * x:.1f}' for x in found)} ms; gaps before p50 {share(quiet, 0.5):.2f}, meanwhile p50 {share(busy, 0.5):.2f} p99 {share(busy, 0.99):.2f} most {max(busy):.2f} ms\n"
+        )
+        sys.stdout.flush()
+
+
 def policy_of(words: str) -> Policy:
     """The default policy with changes as name=value, separated by commas."""
     kinds = {field.name: type(field.default) for field in fields(Policy)}
@@ -249,6 +276,7 @@ def main() -> None:
     parser.add_argument("--machine", default="")
     parser.add_argument("--commit", default="", help="of this tree, where it is no git checkout")
     parser.add_argument("--policy", nargs="*", default=[], metavar="CHANGES")
+    parser.add_argument("--beside", type=int, nargs="*", default=[], metavar="TOKENS")
     parser.add_argument("--guests", type=int, nargs="*", default=[], metavar="TOKENS")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -266,11 +294,13 @@ def run(model: Model, options: argparse.Namespace) -> None:
         scene.begin(policy_of(changes))
         sys.stdout.write(f"{changes}: ")
         measure(scene, options)
+    if options.beside:
+        beside(scene, options)
     if options.guests:
         scene.begin(Policy())
     for n_prompt in options.guests:
         guests(scene, n_prompt, 4 * options.rounds)
-    if options.policy or options.guests:
+    if options.policy or options.guests or options.beside:
         return
     sys.stdout.write(f"{part:g} aside: ")
     found.append(("", measure(scene, options)))

@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of this tree, where it is no git checkout")
     options = parser.parse_args()
     cells = [tuple(map(int, match.groups())) for cell in options.cells if (match := CELL.fullmatch(cell))]
-    options.streams, options.prompt = max(c for _, _, c in cells) - 1, max(a + b for a, b, _ in cells)
+    options.streams, options.prompt, options.beside = max(c for _, _, c in cells) - 1, max(a + b for a, b, _ in cells), []
     loop, rows = library(), list[dict[str, Any]]()
     with TemporaryDirectory() as folder:
         scene = Scene(opened(options.model, options.prompt, Path(folder)), options, 0.0)

@@ -20,3 +20,10 @@ def test_a_long_prompt_beside_streams_is_measured_in_turn_and_aside(monkeypatch,
     monkeypatch.setattr("sys.argv", ["longprefill", str(TINY / "llama"), "--streams", "2", "--prompt", "400", "--rounds", "1", "--threads", "2", "--share", "0", "0.5"])
     longprefill.main()
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if ": gaps before" in line] == ["0 aside", "0.5 aside"]
+
+
+def test_short_prompts_come_while_a_long_one_is_read_aside(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["longprefill", str(TINY / "llama"), "--streams", "2", "--prompt", "400", "--rounds", "1", "--threads", "2", "--share", "0.5", "--beside", "8", "40"])
+    longprefill.main()
+    told = re.findall(r"(\d+) tokens alone .*; beside 2 streams and 400 tokens that take .*; gaps before", capsys.readouterr().out)
+    assert told == ["8", "40"]
