@@ -3,7 +3,8 @@
 Usage: python -m bench.aiperf --url URL --tokenizer FOLDER [--cells FILE] [--only NAME ...] [--program aiperf] [--rounds 2] [--machine NAME] [--commit C]
        python -m bench.aiperf --checkpoint FOLDER [--pack PACK] ...     starts a runner for it (--max-batch 128)
 Each round is bench.load, then aiperf (completions, streaming, the server's token counts), with the cell's concurrency, requests, prompt and answer
-tokens. Compared: output tokens a second of the whole cell, the median time to the first token, and the median of requests' mean gap between tokens
+tokens; then bench.load again with one request at each moment at which aiperf sent one. aiperf gives its workers one request after the other, 1 to 8 ms apart, where this client sends them all at once,
+and that is another load: the first says what a cell gives, the last is what is compared with aiperf. Compared: output tokens a second of the whole cell, the median time to the first token, and the median of requests' mean gap between tokens
 (aiperf's inter_token_latency). Beside them stands the mean time to the first token as the client has it and as the server does, from a request's receipt to its first byte: what
 both clients add to that is theirs, and what it differs by is how their requests came. aiperf has its own environment: `pip install aiperf` there, and --program names it.
 """
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,13 +40,13 @@ def first_tokens(url: str) -> tuple[float, float]:
     return float(found[f"{FIRST}_sum"]), float(found[f"{FIRST}_count"])
 
 
-def ours(url: str, cell: dict[str, Any], vocab: int) -> Figures:
-    """One run of the cell by bench.load's client. Raises: RuntimeError when a request failed."""
+def ours(url: str, cell: dict[str, Any], vocab: int, starts: Sequence[float] = ()) -> Figures:
+    """One run of the cell by bench.load's client, or a request at each of these moments. Raises: RuntimeError when a request failed."""
     a = argparse.Namespace(
         url=url, api="ids", model="", key="", n_in=cell["in"], out=cell["out"], concurrency=cell["concurrency"], requests=cell["requests"], shared=0,
         vocab=vocab, temperature=0.0, warmup=1, seed=random.randrange(1 << 20), timeout=600.0,
     )  # fmt: skip
-    results, wall = uvloop.run(load.run(a))
+    results, wall = uvloop.run(load.run_at(a, starts) if starts else load.run(a))
     if wrong := [r.error for r in results if r.error or not r.times]:
         raise RuntimeError(f"bench.load: {len(wrong)} of {len(results)} requests failed: {wrong[0]}")
     return {
@@ -55,8 +57,8 @@ def ours(url: str, cell: dict[str, Any], vocab: int) -> Figures:
     }
 
 
-def theirs(program: str, url: str, model: str, tokenizer: Path, cell: dict[str, Any]) -> Figures:
-    """One run of the cell by aiperf. Raises: RuntimeError with its last words when it fails, or does not count the cell's tokens."""
+def theirs(program: str, url: str, model: str, tokenizer: Path, cell: dict[str, Any]) -> tuple[Figures, list[float]]:
+    """One run of the cell by aiperf, and when it sent each request, in seconds from the first. Raises: RuntimeError with its last words when it fails, or does not count the cell's tokens."""
     with tempfile.TemporaryDirectory(prefix="aiperf-") as folder:
         command = [
             program, "profile", "-m", model, "--url", url, "--endpoint-type", "completions", "--streaming", "--tokenizer", str(tokenizer), "--request-count", str(cell["requests"]),
@@ -67,27 +69,41 @@ def theirs(program: str, url: str, model: str, tokenizer: Path, cell: dict[str, 
         if done.returncode:
             raise RuntimeError(f"aiperf ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-1000:]}")
         found = json.loads((Path(folder) / "profile_export_aiperf.json").read_text())
+        sent = [json.loads(line)["metadata"] for line in (Path(folder) / "profile_export.jsonl").read_text().splitlines()]
     counted = found["request_count"]["avg"], found["output_sequence_length"]["avg"]
     if counted != (cell["requests"], cell["out"]):
         raise RuntimeError(f"aiperf counted {counted[0]:.0f} answers of {counted[1]:.2f} tokens, the cell is {cell['requests']} of {cell['out']}")
+    starts = sorted(facts["request_start_ns"] / 1e9 for facts in sent if facts["benchmark_phase"] == "profiling")
     return {
         "out_tok_s": found["output_token_throughput"]["avg"], "ttft_p50_ms": found["time_to_first_token"]["p50"], "itl_p50_ms": found["inter_token_latency"]["p50"],
         "ttft_mean_ms": found["time_to_first_token"]["avg"],
-    }  # fmt: skip
+    }, [start - starts[0] for start in starts]  # fmt: skip
+
+
+def _seen(name: str, url: str, cell: dict[str, Any], run: Callable[[], Figures]) -> Figures:
+    """A run, and what the server saw of it."""
+    before = first_tokens(url)
+    found = run()
+    after = first_tokens(url)
+    seen = 1e3 * (after[0] - before[0]) / max(1.0, after[1] - before[1])
+    sys.stdout.write(f"{cell['name']:14}{name:15} mean time to first token {found['ttft_mean_ms']:.2f} ms, by the server {seen:.2f}: {found['ttft_mean_ms'] - seen:.2f} are the way and the client's\n")
+    sys.stdout.flush()
+    return found
 
 
 def compare(a: argparse.Namespace, url: str, cell: dict[str, Any]) -> list[dict[str, Any]]:
     """Rounds of one cell by both: rows with aiperf's figure as the peer's; prints a line a figure."""
-    mine, peer = [], []
+    mine, peer, starts = list[Figures](), list[Figures](), list[float]()
+
+    def run() -> Figures:
+        found, starts[:] = theirs(a.program, url, a.model, a.tokenizer, cell)
+        return found
+
     for _ in range(a.rounds):
-        begun = first_tokens(url)
-        mine.append(ours(url, cell, a.vocab))
-        between = first_tokens(url)
-        peer.append(theirs(a.program, url, a.model, a.tokenizer, cell))
-        ended = first_tokens(url)
-        for name, figures, before, after in (("bench.load", mine[-1], begun, between), ("aiperf", peer[-1], between, ended)):
-            seen = 1e3 * (after[0] - before[0]) / max(1.0, after[1] - before[1])
-            sys.stdout.write(f"{cell['name']:14}{name:11} mean time to first token {figures['ttft_mean_ms']:.2f} ms, by the server {seen:.2f}: {figures['ttft_mean_ms'] - seen:.2f} are the way and the client's\n")
+        alone = _seen("bench.load", url, cell, lambda: ours(url, cell, a.vocab))
+        peer.append(_seen("aiperf", url, cell, run))
+        mine.append(_seen("at its moments", url, cell, lambda: ours(url, cell, a.vocab, starts)))
+        sys.stdout.write(f"{cell['name']:14}by itself    {alone['out_tok_s']:.2f} tok/s, first token p50 {alone['ttft_p50_ms']:.2f} ms, gaps {alone['itl_p50_ms']:.2f} ms\n")
     rows = []
     for name, (unit, better) in UNITS.items():
         row = board.row(f"{a.machine}.aiperf.{cell['name']}.{name}", [f[name] for f in mine], unit, better, peer=("aiperf", [f[name] for f in peer]))

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 import tomllib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +159,25 @@ async def run(a: argparse.Namespace) -> tuple[list[Result], float]:
     for _, writer in pool:
         writer.close()
     return results, wall
+
+
+async def run_at(a: argparse.Namespace, starts: Sequence[float]) -> tuple[list[Result], float]:
+    """One request at each of these moments (seconds from now), whoever has been answered until then; results, and seconds from the first to the end of the last."""
+    reserve_descriptors()
+    pool: Pool = []
+    for i in range(a.warmup):
+        await one(a, body_of(a, -1 - i), pool=pool)
+    begun = time.perf_counter()
+
+    async def at(number: int, start: float) -> Result:
+        body = body_of(a, number)
+        await asyncio.sleep(begun + start - time.perf_counter())
+        return await one(a, body, pool=pool)
+
+    results = await asyncio.gather(*(at(number, start) for number, start in enumerate(starts)))
+    for _, writer in pool:
+        writer.close()
+    return results, max(r.ended for r in results) - min(r.sent for r in results)
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -165,9 +165,9 @@ class Seeing(CostModel):
 
     __slots__ = ()
 
-    def see(self, n_decode: int, n_tokens: int, work: float, us: float) -> None:
+    def see(self, n_decode: int, n_tokens: int, work: float, us: float, context: int = 0) -> None:
         """As the model does."""
-        super().see(n_decode, n_tokens, work, us)
+        super().see(n_decode, n_tokens, work, us, context)
         if n_decode and n_tokens:
             PRICES.setdefault((n_decode, n_tokens, round((work / n_tokens - n_tokens / 2) / 8192) * 8), []).append(us / 1000)
 

@@ -35,6 +35,8 @@ HEAD, NEW, ROW, RESULT = Struct("<Qiiiiiiii"), Struct("<iiii"), Struct("<iiii"),
 NEW_BYTES, MAX_LENGTH_AT = 152, 16 + 48
 TURN_US, FRONT_US, COMING_US, AGAIN_US = 60, 300, 350, 900
 """A turn of the engine; a record's way to or from the client; between two requests of the client; from an answer's end to the next request."""
+TOKEN_BYTES = 36 * 2 * 8 * 128 * 2
+"""Keys and values of a token in the 8B's shape."""
 PAUSE_US = (1000, 4000)
 """What else the client's or the front's processor does now and then."""
 
@@ -43,7 +45,7 @@ PAUSE_US = (1000, 4000)
 class Cost:
     """Prices of steps: (tokens of the step, ms), straight between them. decode: of steps of decode rows; prompts: of prompts alone; mixed: of those with decode rows beside them.
 
-    row_ns: of a decode row per token before it. work_ns: of a prefill token per token before it, a chunk counting as least_tokens at least: attention's tiles.
+    row_ns: of a decode row per token before it; weight_bytes: of the checkpoint, from which the engine guesses it. work_ns: of a prefill token per token before it, a chunk counting as least_tokens at least: attention's tiles.
     parted: how many times as long steps take on what a part leaves, and on the part; None: the device has none.
     """
 
@@ -53,6 +55,7 @@ class Cost:
     row_ns: float
     work_ns: float
     least_tokens: int
+    weight_bytes: int
     parted: tuple[float, float] | None = None
 
     def step_us(self, rows: list[tuple[int, int]]) -> float:
@@ -68,7 +71,7 @@ class Cost:
     def times(self, factor: float) -> Cost:
         """The same where everything takes so many times as long."""
         decode, prompts, mixed = (tuple((n, factor * ms) for n, ms in points) for points in (self.decode, self.prompts, self.mixed))
-        return Cost(decode, prompts, mixed, factor * self.row_ns, factor * self.work_ns, self.least_tokens)
+        return Cost(decode, prompts, mixed, factor * self.row_ns, factor * self.work_ns, self.least_tokens, self.weight_bytes)
 
     def packed_ms(self, n_tokens: int) -> float:
         """A step of prompts of 128 tokens alone."""
@@ -82,7 +85,7 @@ COSTS = {
          (2176, 36.4), (2304, 38.63), (2560, 40.79)),
         ((2, 4.5), (128, 5.4), (144, 6.8), (160, 6.92), (256, 8.33), (288, 8.34), (384, 9.23), (416, 9.35), (512, 10.08), (544, 11.38), (640, 12.67), (800, 15.6), (896, 17.18), (1056, 19.76),
          (1152, 20.86), (1568, 27.96), (1664, 28.5), (2080, 36.6), (2176, 38.67), (2208, 38.86), (2304, 40.2), (2336, 40.3), (2432, 41.0), (2560, 42.5)),
-        34.0, 1.02, 32,
+        34.0, 1.02, 32, 9_440_000_000,
     ),
     "8b.bf16": Cost(
         ((1, 3.68), (2, 5.02), (4, 3.91), (8, 3.88), (16, 3.88), (32, 4.13), (48, 4.41), (64, 4.46), (96, 5.11), (128, 5.37)),
@@ -90,7 +93,7 @@ COSTS = {
          (2064, 54.5), (2176, 56.65), (2304, 58.72), (2560, 60.9)),
         ((2, 5.3), (128, 5.9), (144, 6.9), (160, 7.06), (256, 9.28), (288, 10.36), (384, 11.85), (416, 12.35), (512, 14.02), (544, 15.46), (640, 16.9), (800, 21.2), (896, 23.8), (1056, 27.8),
          (1152, 30.26), (1568, 40.8), (1664, 41.94), (2080, 55.8), (2176, 56.3), (2208, 59.1), (2304, 59.65), (2336, 60.0), (2432, 60.55), (2560, 61.5)),
-        34.0, 1.02, 32,
+        34.0, 1.02, 32, 16_380_000_000,
     ),
 }  # fmt: skip
 """An H200, Qwen3-8B's shape, by `python -m bench.gpu_steps --beside 32 128` on 2026-11-30, FP8 at 48f72b7, BF16 at ca36687, decode rows without their context. Products come in tiles of 128 tokens and in waves
@@ -119,7 +122,8 @@ class ModelledDevice:
         self._length, self._max, self._alive = [0] * sizes.n_slots, [0] * sizes.n_slots, [False] * sizes.n_slots
         self.results = memoryview(bytearray(24 * sizes.n_results * sizes.max_step_rows))
         self.top = memoryview(bytearray(8))
-        self.allocated: dict[str, int] = {}
+        self.allocated = {"weights": cost.weight_bytes}
+        self.kv_page_bytes = TOKEN_BYTES * sizes.page_tokens
         self.done = memoryview(bytearray(8)).cast("Q")
         self._pending: deque[tuple[int, int, list[tuple[int, int, int, int]], bytes]] = deque()
         self.steps: list[tuple[int, int, int, int]] = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-DECODE_SCALE, TOKEN_SCALE, WORK_SCALE = 16.0, 256.0, 256.0 * 2048
+DECODE_SCALE, TOKEN_SCALE, WORK_SCALE, CONTEXT_SCALE = 16.0, 256.0, 256.0 * 2048, 16.0 * 2048
 FORGET = 0.98
-PRIOR_WEIGHTS = (1e-3, 1e-3, 1e-3, 0.3)
-"""What is believed of each term before it is seen. Short prompts say next to nothing of what a long context costs: they must not talk the guess away."""
+PRIOR_WEIGHTS = (1e-3, 1e-3, 1e-3, 0.3, 3.0)
+"""What is believed of each term before it is seen. Short prompts say next to nothing of what a long context costs: they must not talk the guess away. Nor may rows whose
+contexts are all alike, which say as little of what these cost: what is believed of the last term stays."""
 FLOOR_US_PER_TOKEN = 1e-3
 FIT_EVERY = 8
 ENOUGH = 16
@@ -20,42 +21,50 @@ BESIDE, MOST_BESIDE = 0.1, 8.0
 """Weight of a step beside a part of the device, and how much longer such steps may take at most."""
 UNKNOWN_US = 2_000_000.0
 """As long as pages on disk are waited for at most."""
-N = 4
+N = 5
 
 
 class CostModel:
-    """us = a + b * decode rows + c * prefill tokens + d * (prefill tokens x context before each), all fitted, none negative.
+    """us = a + b * decode rows + c * prefill tokens + d * (prefill tokens x context before each) + e * context of the decode rows, all fitted, none negative.
 
     Exponentially forgotten least squares: old steps fade, so that growing contexts and clocks are followed. Plain lists: at this
     size they are quicker than arrays. What a token adds to a step with decode rows is not what it takes in a step of its own: beside rows
     that wait for memory it may be nearly free. So once there are enough steps of both kinds, only those with decode rows are learned from.
+    The last term is learned where somebody has said what to believe of it (`believe`), and is nothing elsewhere.
     """
 
-    __slots__ = ("_moment", "_n_fresh", "_normal", "_quiet", "beside", "n_mixed", "n_read", "n_seen", "terms")
+    __slots__ = ("_believed_us", "_moment", "_n_fresh", "_normal", "_quiet", "beside", "n_mixed", "n_read", "n_seen", "terms")
 
     def __init__(self, guess_us: tuple[float, float, float, float] = (2000.0, 1000.0, 10_000.0, 1000.0)) -> None:
         self._normal = [[PRIOR_WEIGHTS[i] * (i == j) for j in range(N)] for i in range(N)]
-        self._moment = [weight * value for weight, value in zip(PRIOR_WEIGHTS, guess_us, strict=True)]
-        self.terms = list(guess_us)
-        """us for: a step, 16 decode rows, 256 prefill tokens, 256 prefill tokens after 2048 tokens of context."""
+        self.terms = [*guess_us, 0.0]
+        """us for: a step, 16 decode rows, 256 prefill tokens, 256 prefill tokens after 2048 tokens of context, 16 decode rows after 2048 tokens of context."""
+        self._moment = [weight * value for weight, value in zip(PRIOR_WEIGHTS, self.terms, strict=True)]
+        self._believed_us = 0.0
         self._n_fresh = 0
         self.beside = 1.0
         """How many times as long steps take while a part of the device reads a prompt."""
-        self._quiet: dict[int, float] = {}
+        self._quiet: dict[int, tuple[float, int]] = {}
         self.n_seen = self.n_mixed = self.n_read = 0
 
-    def see(self, n_decode: int, n_tokens: int, work: float, us: float) -> None:
-        """Learns from a finished step. work: sum over prefill tokens of the context before each."""
+    def believe(self, context_us: float) -> None:
+        """What 16 decode rows after 2048 tokens of context each are believed to take for these, until it is seen."""
+        self._moment[4] += self._normal[4][4] * (context_us - self._believed_us)
+        self._believed_us = self.terms[4] = context_us
+
+    def see(self, n_decode: int, n_tokens: int, work: float, us: float, context: int = 0) -> None:
+        """Learns from a finished step. work: sum over prefill tokens of the context before each; context: over decode rows."""
+        context = context if self._believed_us else 0
         if n_decode and not n_tokens:
             key = n_decode >> ALIKE_SHIFT or -n_decode
-            known = self._quiet.get(key, us)
-            self._quiet[key] = known + (QUICKER if us < known else SLOWER) * (us - known)
+            known = self._quiet_us(*self._quiet[key], context) if key in self._quiet else us
+            self._quiet[key] = known + (QUICKER if us < known else SLOWER) * (us - known), context
         self.n_read += n_tokens > 0
         if n_decode and n_tokens:
             self.n_mixed += 1
         elif n_tokens and self.n_mixed >= ENOUGH:
             return
-        x = (1.0, n_decode / DECODE_SCALE, n_tokens / TOKEN_SCALE, work / WORK_SCALE)
+        x = (1.0, n_decode / DECODE_SCALE, n_tokens / TOKEN_SCALE, work / WORK_SCALE, context / CONTEXT_SCALE)
         moment = self._moment
         for i, row in enumerate(self._normal):
             a = x[i]
@@ -63,9 +72,10 @@ class CostModel:
             row[1] = row[1] * FORGET + a * x[1]
             row[2] = row[2] * FORGET + a * x[2]
             row[3] = row[3] * FORGET + a * x[3]
+            row[4] = row[4] * FORGET + a * x[4]
             prior = PRIOR_WEIGHTS[i] * (1 - FORGET)
             row[i] += prior
-            moment[i] = moment[i] * FORGET + a * us + prior * self.terms[i]
+            moment[i] = moment[i] * FORGET + a * us + prior * (self.terms[i] if i < 4 else self._believed_us)
         self.n_seen += 1
         self._n_fresh += 1
         if self._n_fresh >= FIT_EVERY or self.n_seen <= FIT_EVERY:
@@ -91,13 +101,18 @@ class CostModel:
             del used[solved.index(worst)]
         self.terms = terms
 
-    def decode_us(self, n_decode: int) -> float:
-        """A step of decode rows alone."""
-        return self.terms[0] + self.terms[1] * n_decode / DECODE_SCALE
+    def decode_us(self, n_decode: int, context: int = 0) -> float:
+        """A step of decode rows alone, with so many tokens before all of them together."""
+        return self.terms[0] + self.terms[1] * n_decode / DECODE_SCALE + self.terms[4] * context / CONTEXT_SCALE
 
-    def quiet_us(self, n_decode: int) -> float:
+    def quiet_us(self, n_decode: int, context: int = 0) -> float:
         """The same, as such steps were measured last, where there were some: the fit is a straight line, and leans on steps with prefill."""
-        return self._quiet.get(n_decode >> ALIKE_SHIFT or -n_decode) or self.decode_us(n_decode)
+        known = self._quiet.get(n_decode >> ALIKE_SHIFT or -n_decode)
+        return self._quiet_us(*known, context) if known else self.decode_us(n_decode, context)
+
+    def _quiet_us(self, us: float, known: int, context: int) -> float:
+        """What a step would have taken with another context than it had. Half of it at least was something else: tokens that rows share are read once."""
+        return max(us / 2, us + self.terms[4] * (context - known) / CONTEXT_SCALE)
 
     def chunk_us(self, n_tokens: int, position: int) -> float:
         """What n_tokens of prefill from `position` on add to a step."""

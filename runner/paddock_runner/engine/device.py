@@ -49,6 +49,7 @@ class StepDevice(Protocol):
     """bytes of pk_top [n_results, max_step_rows, max_top]."""
     allocated: dict[str, int]
     """Bytes that are held, by what they are for; named as the plan's groups are."""
+    kv_page_bytes: int
 
     @property
     def facts(self) -> DeviceFacts:

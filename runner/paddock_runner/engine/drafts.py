@@ -70,7 +70,7 @@ class Drafter:
         """Tokens per time of a step of n_rows rows with guesses that bring n_more tokens, against one without."""
         engine = self._engine
         cost = engine.scheduler.cost
-        base = self.worth.plain_us(n_rows, cost.decode_us(n_rows))
+        base = self.worth.plain_us(n_rows, cost.decode_us(n_rows, self._engine.slots.context))
         believed = cost.chunk_us(n_guesses, 0) + (engine.policy.draft_gap_us if engine.run_ahead else 0.0)
         if engine.masked or any(request.use_mask for request in self.requests):
             believed += max(0.0, MASK_US * n_guesses - (base if engine.run_ahead else 0.0))  # a device computes meanwhile

@@ -29,6 +29,6 @@ def learn(engine: Engine, step: Step, now_ns: int, is_alone: bool) -> None:
     elif not (step.waited_ns and engine.run_ahead) and (
         seq < SEE_FIRST or seq % (SEE_PREFILL_EVERY if step.n_prefill else SEE_EVERY) == 0 or (step.n_decode and step.n_prefill and step.price_us > SEE_LONG_US)
     ):
-        engine.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, took_us)
+        engine.scheduler.cost.see(step.n_decode, step.n_prefill, step.work, took_us, step.context)
     if engine.drafter.is_on and is_alone and step.is_plain and not step.n_prefill and not step.n_brought:
         engine.drafter.worth.see_plain(seq, step.n_decode, step.period_us(now_ns, engine.last_done_ns))

@@ -339,7 +339,7 @@ class Engine:
         self.launched_seq += 1
         step.seq = self.launched_seq
         n_tokens, step.n_rows, step.n_samples = slots.compose(step.seq, chunks, [(r.slot, n) for r, n in held], drafts, is_apart)
-        step.n_decode, step.n_more, step.n_prefill = n_decode, n_more, n_tokens - n_decode - n_more
+        step.n_decode, step.n_more, step.n_prefill, step.context = n_decode, n_more, n_tokens - n_decode - n_more, 0 if is_apart else slots.context
         scheduler.pace.n_gaps += n_decode
         step.is_plain = step.n_samples <= n_decode + len(chunks) and not drafts and (len(chunks) < 2 or draws_come_first(chunks))
         step.drafts = drafts

@@ -212,11 +212,11 @@ class Masking:
         cost = self._engine.scheduler.cost
         self._extra_us *= FADE
         extra_us = cost.chunk_us(n_more, 0)
-        return n_more * cost.decode_us(n_rows) > n_rows * (extra_us if has_prefill else max(extra_us, self._extra_us))
+        return n_more * cost.decode_us(n_rows, self._engine.slots.context) > n_rows * (extra_us if has_prefill else max(extra_us, self._extra_us))
 
     def see(self, step: Step, us: float) -> None:
         """Learns from a step without prefill whose rows ran several tokens."""
-        extra = max(0.0, us - self._engine.scheduler.cost.decode_us(step.n_decode))
+        extra = max(0.0, us - self._engine.scheduler.cost.decode_us(step.n_decode, step.context))
         self._extra_us += 0.1 * (extra - self._extra_us) if self._extra_us else extra
 
     def restarts(self) -> list[Request]:

@@ -51,23 +51,23 @@ class Pace:
         self._carry_us = 0.0
         """Time for prefill that was too little for a chunk, and is added to the next step's."""
 
-    def budget_us(self, n_rows: int, now_ns: int, is_burst: bool, short_tokens: int, position: int = 0) -> float:
+    def budget_us(self, n_rows: int, now_ns: int, is_burst: bool, short_tokens: int, position: int = 0, context: int = 0) -> float:
         """Time that prefill may add to a step with n_rows decode rows: all of it when nobody decodes; 0: none in this step.
 
-        is_burst: two prompts or more wait. short_tokens: the length of the shortest prompt. position: where the one that goes on stands.
+        is_burst: two prompts or more wait. short_tokens: the length of the shortest prompt. position: where the one that goes on stands. context: tokens before the decode rows.
         """
         policy = self._policy
         self.is_apart = False
         if not n_rows:
             self._carry_us = 0.0
             return math.inf
-        base = self._cost.decode_us(n_rows)
+        base = self._cost.decode_us(n_rows, context)
         us = base * (policy.steady_ratio - 1)
         self._refill(now_ns)
         if is_burst or ((self._credit_us > 0 or self._buys_no_tile(us, position)) and self.is_short(short_tokens)):
-            us = max(us, policy.burst_ratio * self._cost.quiet_us(n_rows) - base, 1000 * policy.burst_step_ms - base)
+            us = max(us, policy.burst_ratio * self._cost.quiet_us(n_rows, context) - base, 1000 * policy.burst_step_ms - base)
         if policy.long_delay > 1 and base > 0 and self._buys_no_tile(us, position):
-            return self._round_us(us, self._cost.quiet_us(n_rows) or base, position)
+            return self._round_us(us, self._cost.quiet_us(n_rows, context) or base, position)
         return us + self._carry_us
 
     def _refill(self, now_ns: int) -> None:

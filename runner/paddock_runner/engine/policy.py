@@ -18,7 +18,7 @@ class Policy:
     """Requests that may wait. When it is full, the client with the most waiting ones loses."""
     steady_ratio: float = 1.2
     """A step with prefill may last this many times a step without, as long as prefill lasts: gaps stay below 1.25 times."""
-    burst_ratio: float = 4.0
+    burst_ratio: float = 3.0
     """The same while burst credit is left, or when two prompts or more are to be read, of a step without as such were measured last: a queue must drain faster than it fills."""
     burst_step_ms: float = 12.0
     """Such a step may last this long in any case: on a quick device a multiple of very little starves prompts, and nobody sees 80 Hz."""

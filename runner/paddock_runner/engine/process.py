@@ -55,8 +55,6 @@ class EngineConfig:
 class TierDevice(StepDevice, HostPages, StateDevice, WindowDevice, Protocol):
     """A device whose pages can be copied to host memory. page_facts: what a page's bytes depend on."""
 
-    kv_page_bytes: int
-
     @property
     def page_facts(self) -> tuple[str, ...]:
         """The pack, its build, the machine, the KV format."""

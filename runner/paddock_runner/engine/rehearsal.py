@@ -17,7 +17,7 @@ from ..memory.state import StateSizes
 from ..wire.channel import Channel
 from ..wire.messages import Ask
 from ..wire.port import EnginePort, FrontPort
-from .cost import CostModel
+from .cost import CONTEXT_SCALE, CostModel
 from .device import StepDevice
 from .intake import Intake
 from .loop import Engine
@@ -117,4 +117,12 @@ def rehearse(sizes: StateSizes, device: StepDevice, policy: Policy, clock: Calla
         measured.read(8, PROMPT_TOKENS)
         measured.read(sizes.n_slots, LITTLE_TOKENS)
         measured.decode()
-        return measured.engine.scheduler.cost
+        cost = measured.engine.scheduler.cost
+    cost.believe(context_us(sizes, device, cost))
+    return cost
+
+
+def context_us(sizes: StateSizes, device: StepDevice, cost: CostModel) -> float:
+    """What rows' contexts take where they are read as quickly as weights are: by steps of one row, which read most of these (of a mixture less, so it is too little there)."""
+    row_us, n_weights = cost.quiet_us(1), device.allocated.get("weights", 0)
+    return row_us * device.kv_page_bytes / sizes.page_tokens * CONTEXT_SCALE / n_weights if n_weights else 0.0

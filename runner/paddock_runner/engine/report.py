@@ -86,7 +86,7 @@ def report(engine: Engine) -> dict[str, Any]:
         "prefix_nodes": tree.n_nodes,
         "in_flight": len(engine.in_flight),
         "run_ahead": engine.run_ahead,
-        "cost_us": dict(zip(("step", "decode_rows_16", "prefill_256", "context_2048_256"), scheduler.cost.terms, strict=True)),
+        "cost_us": dict(zip(("step", "decode_rows_16", "prefill_256", "context_2048_256", "decode_rows_16_context_2048"), scheduler.cost.terms, strict=True)),
         "start": list(engine.start),
         "device_us": device_us(engine.device.times(MOST_TIMES)),
         "recent_us": device_us(engine.device.times(RECENT_TIMES)),

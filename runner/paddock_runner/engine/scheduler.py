@@ -368,7 +368,7 @@ class Scheduler:
         running, queue = self.prefilling, self.queue
         n_prompts = len(running) + (min(self.n_waiting, self._slots.n_free) if self._may_start else 0)
         position = running[0].done_tokens if running else 0
-        us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest() if n_prompts < 2 else 0, position)
+        us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest() if n_prompts < 2 else 0, position, self._slots.context)
         if us != math.inf and queue.is_contested and (light := self._light()):
             # It is read by itself: the others' prompts and rows would make its step longer.
             is_little = self.cost.chunk_us(light, position) <= us

@@ -58,6 +58,7 @@ class SlotTable:
         "_texts",
         "address",
         "border_tokens",
+        "context",
         "decode",
         "history",
         "history_flat",
@@ -101,6 +102,8 @@ class SlotTable:
         self._calendar: dict[int, list[int]] = {}
         self.decode: list[int] = []
         """Slots with a row in every step, in row order."""
+        self.context = 0
+        """Tokens of all of them."""
         self._rows = memoryview(bytearray(ROW.size * sizes.max_step_rows))
         self.border_tokens = 0
         """With a number here, a decoding slot is due at each multiple of it: its recurrent states can be saved there."""
@@ -232,6 +235,7 @@ class SlotTable:
                 self._moved.append(row)
             self._is_standing[slot] = True
             self._is_changed = True
+            self.context += length
         self.mark(request, length)
 
     def mark(self, request: Request, length: int) -> None:
@@ -261,6 +265,7 @@ class SlotTable:
         """The slot gets no more rows; `launched` stays right."""
         if self._is_standing[slot]:
             self._mark[slot] += self.seq - self._mark_seq[slot]
+            self.context -= self._mark[slot]
             self._is_standing[slot] = False
             self._due_at[slot] = 0
             last = self.decode.pop()
@@ -314,6 +319,7 @@ class SlotTable:
         decode = [] if is_apart else self.decode
         n_decode = len(decode)
         self.seq = seq
+        self.context += n_decode
         self._calendar.pop(seq, None)
         if is_apart:
             self._postpone()

@@ -18,6 +18,7 @@ class Step:
     """A launched step, until its results are read."""
 
     __slots__ = (
+        "context",
         "done_ns",
         "drafts",
         "firsts",
@@ -42,7 +43,7 @@ class Step:
     )
 
     def __init__(self) -> None:
-        self.n_brought = self.seq = self.n_rows = self.n_samples = self.n_decode = self.n_prefill = self.n_more = 0
+        self.n_brought = self.seq = self.n_rows = self.n_samples = self.n_decode = self.n_prefill = self.n_more = self.context = 0
         self.work = self.price_us = 0.0
         self.launched_ns = self.done_ns = 0
         self.half_ns = self.waited_ns = 0

@@ -41,7 +41,7 @@ def hold_until_ns(engine: Engine, now_ns: int) -> int:
 
 def price_us(cost: CostModel, step: Step, chunks: Sequence[Chunk]) -> float:
     """What a step is expected to take: one of decode rows alone as such were measured last, beside a part of the device as much longer as such were."""
-    us = (cost.decode_us if chunks else cost.quiet_us)(step.n_decode)
+    us = (cost.decode_us if chunks else cost.quiet_us)(step.n_decode, step.context)
     if chunks:
         us += sum([cost.chunk_us(n, request.done_tokens - n) for request, n, _ in chunks])
     if step.n_more:

@@ -21,6 +21,8 @@ folder = words["--artifact-dir"]
 found = {{"request_count": {{"avg": int(words["--request-count"])}}, "output_sequence_length": {{"avg": {n_out}}}, "output_token_throughput": {{"avg": 120.5}},
          "time_to_first_token": {{"p50": 7.25, "avg": 8.5}}, "inter_token_latency": {{"p50": 2.5}}}}
 open(folder + "/profile_export_aiperf.json", "w").write(json.dumps(found))
+lines = [{{"metadata": {{"benchmark_phase": phase, "request_start_ns": at}}}} for phase, at in (("warmup", 1), ("profiling", 3_000_000_000), ("profiling", 2_500_000_000))]
+open(folder + "/profile_export.jsonl", "w").write("\\n".join(map(json.dumps, lines)))
 """
 
 
@@ -32,7 +34,8 @@ def program(folder: Path, n_out: float, *flags: str) -> str:
 
 
 def test_figures_of_a_run_that_counted_the_cells_tokens(tmp_path: Path) -> None:
-    found = aiperf.theirs(program(tmp_path, 4.0), "http://127.0.0.1:1", "m", tmp_path, CELL)
+    found, starts = aiperf.theirs(program(tmp_path, 4.0), "http://127.0.0.1:1", "m", tmp_path, CELL)
+    assert starts == [0.0, 0.5]
     assert found == {"out_tok_s": 120.5, "ttft_p50_ms": 7.25, "itl_p50_ms": 2.5, "ttft_mean_ms": 8.5}
 
 
@@ -51,7 +54,7 @@ def test_a_board_has_both_and_says_which_are_far_apart(tmp_path: Path, monkeypat
     cells.write_text("[[cell]]\n" + "\n".join(f"{k} = {json.dumps(v)}" for k, v in CELL.items()) + "\n")
     monkeypatch.setattr("bench.board.ROOT", tmp_path)
     words = ["aiperf", "--url", "http://127.0.0.1:1", "--tokenizer", str(tmp_path), "--cells", str(cells), "--rounds", "1", "--program", program(tmp_path, 4.0), "--commit", "abc"]
-    counted = iter([(0.0, 0.0), (0.06, 10.0), (0.14, 20.0)] * 2)
+    counted = iter([(0.0, 0.0), (0.06, 10.0), (0.06, 10.0), (0.14, 20.0), (0.14, 20.0), (0.20, 30.0)] * 2)
     monkeypatch.setattr(aiperf, "first_tokens", lambda url: next(counted))
     for mine, code in ((121.0, 0), (130.0, 1)):
         monkeypatch.setattr(aiperf, "ours", lambda *_, mine=mine: {"out_tok_s": mine, "ttft_p50_ms": 7.3, "itl_p50_ms": 2.0, "ttft_mean_ms": 8.0})

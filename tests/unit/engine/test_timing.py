@@ -40,7 +40,7 @@ def test_while_someone_may_come_the_next_step_is_launched_shortly_before_the_las
 def test_steps_of_rows_alone_are_expected_to_take_what_such_steps_took_not_what_the_fit_says() -> None:
     rig = steady_rig(PATIENT)
     engine = rig.engine
-    engine.scheduler.cost.terms = [3.0 * STEP_US, 0.0, 5000.0, 0.0]
+    engine.scheduler.cost.terms = [3.0 * STEP_US, 0.0, 5000.0, 0.0, 0.0]
     begun = engine.launched_seq
     while engine.launched_seq < begun + 3 or len(engine.in_flight) != 1 or not engine.hold_until_ns:
         rig.turn()
@@ -186,7 +186,7 @@ def test_nobody_decodes_all_the_time_there_is(pace: Pace) -> None:
 
 def test_a_cost_model_that_has_seen_steps_for_nothing_still_gives_a_budget() -> None:
     cost = CostModel()
-    cost.terms = [0.0, 0.0, 10_000.0, 0.0]
+    cost.terms = [0.0, 0.0, 10_000.0, 0.0, 0.0]
     assert Pace(Policy(), cost, 128).budget_us(16, 1, False, 100_000) >= 0
 
 
@@ -205,7 +205,7 @@ def test_rounds_count_with_decode_steps_as_they_were_measured_not_as_the_fit_has
     cost = CostModel()
     for _ in range(40):
         cost.see(16, 0, 0.0, 5800.0)
-    cost.terms = [9000.0, 0.0, 5000.0, 500.0]
+    cost.terms = [9000.0, 0.0, 5000.0, 500.0, 0.0]
     assert cost.quiet_us(16) == pytest.approx(5800.0) and cost.quiet_us(18) == pytest.approx(5800.0)
     cost.see(16, 0, 0.0, 25_800.0)
     assert cost.quiet_us(16) == pytest.approx(7800.0), "something else held it up"
