@@ -85,7 +85,7 @@ class Scene:
         """A new engine with that policy on the same device; nothing is running on it."""
         channel = Channel.create()
         self.front = FrontPort(channel, True)
-        cost = rehearse(self.sizes, self.device, policy) if self.device.facts.run_ahead else None
+        cost = rehearse(self.sizes, self.device, policy, row_bytes=self.device.allocated["weights"]) if self.device.facts.run_ahead else None
         self.engine = Engine(self.sizes, self.device, [EnginePort(channel, True)], policy, cost=cost)
         self.engine.drafter.is_on = False  # answers of made-up weights go round in circles, and would be guessed too well
         self.runner = Runner(self.engine)

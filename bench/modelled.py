@@ -122,7 +122,7 @@ class ModelledDevice:
         self._length, self._max, self._alive = [0] * sizes.n_slots, [0] * sizes.n_slots, [False] * sizes.n_slots
         self.results = memoryview(bytearray(24 * sizes.n_results * sizes.max_step_rows))
         self.top = memoryview(bytearray(8))
-        self.allocated = {"weights": cost.weight_bytes}
+        self.allocated: dict[str, int] = {}
         self.kv_page_bytes = TOKEN_BYTES * sizes.page_tokens
         self.done = memoryview(bytearray(8)).cast("Q")
         self._pending: deque[tuple[int, int, list[tuple[int, int, int, int]], bytes]] = deque()
@@ -277,7 +277,7 @@ class Scene:
             beside_tokens=BESIDE_TOKENS["cuda"] if cost.parted else 0,
         )  # fmt: skip
         self.device = ModelledDevice(self.sizes, cost)
-        channel, known = Channel.create(), rehearse(self.sizes, self.device, policy or Policy(), self.device.clock)
+        channel, known = Channel.create(), rehearse(self.sizes, self.device, policy or Policy(), self.device.clock, cost.weight_bytes)
         self.device.steps.clear()
         self.front = FrontPort(channel, True)
         self.engine = Engine(self.sizes, self.device, [EnginePort(channel, True)], policy, self.device.clock, cost=known)

@@ -169,3 +169,13 @@ def test_a_client_gets_a_slot_of_one_that_has_them_all_and_its_prompt_a_step_of_
     found = run_guest(COSTS[cost], 128, 32)
     assert found["most_ms"] <= most_ms, "the rest of the largest step, not the time until an answer ends"
     assert found["p50"] <= 1.5, "nor for steps that were enqueued though all slots were taken"
+
+
+@pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
+def test_long_contexts_of_those_who_decode_are_priced_and_forgotten(cost: str) -> None:
+    """What rows behind long contexts take does not make steps with prompts small, neither then nor when short ones follow."""
+    scene = Scene(COSTS[cost])
+    long = run_cell(scene, 6000, 256, 16, 32)
+    short = run_cell(scene, 2048, 128, 32, 64)
+    assert long["ttft_p50_ms"] <= 500 and long["itl_p99_ms"] <= 3 * long["itl_p50_ms"]
+    assert short["ttft_p50_ms"] <= 200 and short["itl_p99_ms"] <= 1.5 * short["itl_p50_ms"]

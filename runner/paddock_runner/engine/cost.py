@@ -52,9 +52,14 @@ class CostModel:
         self._moment[4] += self._normal[4][4] * (context_us - self._believed_us)
         self._believed_us = self.terms[4] = context_us
 
+    @property
+    def knows_contexts(self) -> bool:
+        """Contexts of decode rows have a price of their own."""
+        return self._believed_us > 0
+
     def see(self, n_decode: int, n_tokens: int, work: float, us: float, context: int = 0) -> None:
         """Learns from a finished step. work: sum over prefill tokens of the context before each; context: over decode rows."""
-        context = context if self._believed_us else 0
+        context = context if self.knows_contexts else 0
         if n_decode and not n_tokens:
             key = n_decode >> ALIKE_SHIFT or -n_decode
             known = self._quiet_us(*self._quiet[key], context) if key in self._quiet else us
@@ -111,8 +116,8 @@ class CostModel:
         return self._quiet_us(*known, context) if known else self.decode_us(n_decode, context)
 
     def _quiet_us(self, us: float, known: int, context: int) -> float:
-        """What a step would have taken with another context than it had. Half of it at least was something else: tokens that rows share are read once."""
-        return max(us / 2, us + self.terms[4] * (context - known) / CONTEXT_SCALE)
+        """What a step would have taken with another context than it had. A quarter of it at least was something else: tokens that rows share are read once."""
+        return max(us / 4, us + self.terms[4] * (context - known) / CONTEXT_SCALE)
 
     def chunk_us(self, n_tokens: int, position: int) -> float:
         """What n_tokens of prefill from `position` on add to a step."""

@@ -487,6 +487,8 @@ class Engine:
         n_held = sum(r is not None for r in self.slots.request_of)
         if n_held + self.slots.n_free != self.sizes.n_slots:
             raise PageFault(f"{n_held} slots are held and {self.slots.n_free} free of {self.sizes.n_slots}", pages=[])
+        if self.slots.context != (n := sum(map(self.slots.launched, self.slots.decode))):
+            raise PageFault(f"decode rows have {n} tokens, not {self.slots.context}", pages=[])
 
 
 def freeze() -> None:

@@ -40,5 +40,6 @@ def serve(order: Order, device: Device, stages: log.Stages) -> None:
     ).on(device.facts.arch)
     if order.guesses == "off":
         policy = replace(policy, draft_rows=0)
-    config = EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None, tiers, stages, experts.report if experts else None)
+    row_bytes = 0 if any(layer.experts for layer in blueprint.layers) else device.allocated["weights"]
+    config = EngineConfig(order.sizes, policy, device.read_vectors if blueprint.pooling else None, tiers, stages, experts.report if experts else None, row_bytes)
     engine_main(config, device, [channel])

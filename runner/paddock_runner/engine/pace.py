@@ -65,7 +65,8 @@ class Pace:
         us = base * (policy.steady_ratio - 1)
         self._refill(now_ns)
         if is_burst or ((self._credit_us > 0 or self._buys_no_tile(us, position)) and self.is_short(short_tokens)):
-            us = max(us, policy.burst_ratio * self._cost.quiet_us(n_rows, context) - base, 1000 * policy.burst_step_ms - base)
+            ratio = policy.burst_ratio if self._cost.knows_contexts else policy.blind_burst_ratio
+            us = max(us, ratio * self._cost.quiet_us(n_rows, context) - base, 1000 * policy.burst_step_ms - base)
         if policy.long_delay > 1 and base > 0 and self._buys_no_tile(us, position):
             return self._round_us(us, self._cost.quiet_us(n_rows, context) or base, position)
         return us + self._carry_us

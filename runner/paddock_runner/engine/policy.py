@@ -20,6 +20,8 @@ class Policy:
     """A step with prefill may last this many times a step without, as long as prefill lasts: gaps stay below 1.25 times."""
     burst_ratio: float = 3.0
     """The same while burst credit is left, or when two prompts or more are to be read, of a step without as such were measured last: a queue must drain faster than it fills."""
+    blind_burst_ratio: float = 4.0
+    """The same where contexts of decode rows have no price of their own: such steps were measured with others, and perhaps shorter ones."""
     burst_step_ms: float = 12.0
     """Such a step may last this long in any case: on a quick device a multiple of very little starves prompts, and nobody sees 80 Hz."""
     burst_ms: float = 250.0

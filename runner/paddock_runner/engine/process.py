@@ -41,7 +41,8 @@ COLLECT_EVERY = 1000
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What the engine process needs to know: sizes of the device state, the scheduler's constants, where vectors are read (if any),
-    pages below the device (if any), what its start took, and what is told of experts in host memory (if any are there).
+    pages below the device (if any), what its start took, what is told of experts in host memory (if any are there),
+    and how many bytes of weights a step of one row reads (0: not known).
     """
 
     sizes: StateSizes
@@ -50,6 +51,7 @@ class EngineConfig:
     tiers: TierConfig | None = None
     stages: log.Stages | None = None
     experts: Callable[[], dict[str, float]] | None = None
+    row_bytes: int = 0
 
 
 class TierDevice(StepDevice, HostPages, StateDevice, WindowDevice, Protocol):
@@ -208,7 +210,7 @@ def engine_main(config: EngineConfig, device: TierDevice, channels: Sequence[Cha
     """
     ports, cost = [EnginePort(channel) for channel in channels], None
     if device.facts.run_ahead and config.read_vectors is None:
-        cost = rehearse(config.sizes, device, config.policy)
+        cost = rehearse(config.sizes, device, config.policy, row_bytes=config.row_bytes)
         if config.stages is not None:
             config.stages.end("rehearsal")
     runner = Runner(Engine(config.sizes, device, ports, config.policy, read_vectors=config.read_vectors, cost=cost))

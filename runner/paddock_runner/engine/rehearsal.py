@@ -97,8 +97,8 @@ class Rehearsal:
             engine.wait()
 
 
-def rehearse(sizes: StateSizes, device: StepDevice, policy: Policy, clock: Callable[[], int] = monotonic_ns) -> CostModel:
-    """What steps take on a device on which nothing runs. Raises: PackError."""
+def rehearse(sizes: StateSizes, device: StepDevice, policy: Policy, clock: Callable[[], int] = monotonic_ns, row_bytes: int = 0) -> CostModel:
+    """What steps take on a device on which nothing runs. row_bytes: of weights that a step of one row reads; 0: not known. Raises: PackError."""
     at_once = replace(policy, gather_ms=0.0, lead_ms=0.0, burst_step_ms=1e9, draft_rows=0)
     until_ns = clock() + LIMIT_NS
     with closing(Rehearsal(sizes, device, at_once, clock, until_ns)) as first:
@@ -118,11 +118,6 @@ def rehearse(sizes: StateSizes, device: StepDevice, policy: Policy, clock: Calla
         measured.read(sizes.n_slots, LITTLE_TOKENS)
         measured.decode()
         cost = measured.engine.scheduler.cost
-    cost.believe(context_us(sizes, device, cost))
+    if row_bytes:  # contexts are read as quickly as weights are, of which a step of one row is full
+        cost.believe(cost.quiet_us(1) / row_bytes * device.kv_page_bytes / sizes.page_tokens * CONTEXT_SCALE)
     return cost
-
-
-def context_us(sizes: StateSizes, device: StepDevice, cost: CostModel) -> float:
-    """What rows' contexts take where they are read as quickly as weights are: by steps of one row, which read most of these (of a mixture less, so it is too little there)."""
-    row_us, n_weights = cost.quiet_us(1), device.allocated.get("weights", 0)
-    return row_us * device.kv_page_bytes / sizes.page_tokens * CONTEXT_SCALE / n_weights if n_weights else 0.0

@@ -26,6 +26,15 @@ def test_steps_are_priced_before_anybody_asks(run_ahead: int) -> None:
         assert cost.chunk_us(n, 0) == pytest.approx(n * TOKEN_US, rel=0.1)
 
 
+def test_contexts_are_believed_to_be_read_as_quickly_as_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeDevice, "kv_page_bytes", 4096)
+    device = FakeDevice(LARGE, 2, 1)
+    cost = rehearse(LARGE, device, Policy(), device.clock, row_bytes=1_000_000)
+    us = (STEP_US + ROW_US) * 4096 / LARGE.page_tokens / 1_000_000
+    assert cost.decode_us(16, 16 * 1000) - cost.decode_us(16) == pytest.approx(16 * 1000 * us, rel=0.05) and cost.knows_contexts
+    assert not rehearse(LARGE, device, Policy(), device.clock).knows_contexts
+
+
 def test_nothing_is_left_of_it() -> None:
     device = FakeDevice(LARGE, 2, 1)
     cost = rehearse(LARGE, device, Policy(), device.clock)
