@@ -168,17 +168,19 @@ def test_layers_of_a_prompt_in_one_program_equal_their_ops_one_by_one(bench, rng
 
 
 @pytest.mark.parametrize("n_rows", [40, 100, 128])
-@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3"])
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q8_0", "q4_k"])
 def test_layers_of_many_single_tokens_equal_their_ops_one_by_one(bench, rng, level, name, n_rows):
+    """Of q4_k with as much K as the CUDA pack's clusters share out; values are q6_k there."""
     if level > 1:
         pytest.skip("levels differ in products, which have tests of their own")
     sizes = replace(SIZES, n_slots=n_rows, max_ctx_tokens=64, n_pages=4 * n_rows + 1, max_step_tokens=128, max_step_rows=n_rows)
     b = bench(sizes=sizes, page_bytes=256 + 2 * 2 * 16 * 128 * 2)
     if name not in b.pack.description["formats"]:
         pytest.skip(f"this pack has no {name}")
-    layers = Layers(b, rng, name, (4, 2, 128), rows=n_rows, has_bias=False)
+    heads, sides = ((8, 2, 128), (1024, 1280)) if name == "q4_k" else ((4, 2, 128), (WIDTH, HIDDEN))
+    layers = Layers(b, rng, name, heads, rows=n_rows, sides=sides, has_bias=False)
     n = b.set_rows([(slot, position, 1) for slot, position in enumerate(rng.integers(0, 64, n_rows).tolist())], dead=(1, n_rows - 1))
-    start = rng.standard_normal((n, WIDTH))
+    start = rng.standard_normal((n, sides[0]))
     compare(layers, start, n, n_rows, *((1e-2,) if name != "fp8_e4m3" else (5e-2, 0.1)))
 
 

@@ -166,14 +166,15 @@ def test_scale_cap_and_addend_come_in_this_order(bench, rng, n, name, added):
 
 
 @pytest.mark.parametrize("n", [20, 33, 64, 65, 100, 128, 140])
-@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q8_0"])
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q8_0", "q6_k"])
 def test_logits_of_many_sampled_rows_equal_numpy(bench, rng, name, n):
     """How many rows a step samples, only the device knows: every kernel of the ladder looks whether they are its own."""
     b = bench(sizes=StateSizes(160, 256, 16, 200, 100, 256, 160, 8, 5, 3))
     if name not in b.pack.description["formats"]:
         pytest.skip(f"this pack has no {name}")
-    weight = scaled_fp8(name, 1088, 640, "block", rng) if name == "fp8_e4m3" else random_weight(name, 1088, 640, rng)
-    x, x64 = b.activations(rng.standard_normal((n, 640)), S)
+    cols = 1024 if name == "q6_k" else 640
+    weight = scaled_fp8(name, 1088, cols, "block", rng) if name == "fp8_e4m3" else random_weight(name, 1088, cols, rng)
+    x, x64 = b.activations(rng.standard_normal((n, cols)), S)
     y = b.output(n, 1088, S, format=abi.PK_F32)
     program = Program()
     program.matmul(x, [weight.upload(b)], y)

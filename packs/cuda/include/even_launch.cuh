@@ -20,6 +20,11 @@ struct EvenCut {
 int32_t most_even_clusters(const Launch &l, int n_parts, int *n);
 // FP8's instances are a unit of their own.
 int32_t launch_even_fp8(const Launch &l, const GemmArguments &a, int64_t max_rows, const EvenCut &cut);
+// Those of a block format, too. others: bits of weights that have kMixedOther instead, in kernels that multiply two formats: heads' of those that files mix with it.
+constexpr int32_t kMixedOther = PK_Q6_K;
+constexpr bool is_mixed(int32_t format) { return format == PK_Q4_K || format == PK_Q5_K; }
+template <int kFormat>
+int32_t launch_even_format(const Launch &l, const GemmArguments &a, const EvenRows &rows, const EvenCut &cut, int others);
 
 template <bool kIsFp8, int kM, int kWidth, int kEnd>
 int32_t launch_even(const Launch &l, GemmArguments a, int64_t max_rows, const EvenCut &cut) {

@@ -11,7 +11,7 @@ template <int kFormat>
 struct OrderedPart : Part<kFormat, true> {
     using U = Unit<kFormat>;
     using P = Part<kFormat, true>;
-    static_assert(P::kTiny && U::kLow >= 4 && (U::kHigh == 0 || U::kHigh == 2));
+    static_assert(P::kTiny && U::kLow >= 4 && !(P::kWide && U::kScale == Scale::kHalf));  // whose factors do not know that codes are 16 times as large
     static constexpr int kPieces = U::kLow == 8 ? 2 : 1;  // of 64 elements of a row pair
     uint4 low[kPieces][2];                                // of the lane that has the first eight, of that which has the others
     uint32_t high[2][2];                                  // row, lane
@@ -47,6 +47,14 @@ struct OrderedPart : Part<kFormat, true> {
 #pragma unroll
                 for (int of = 0; of < 2; ++of) shared_words<1>(&high[row][of], at + U::kLowBytes + 512 * row + own + 32 * of + 4 * i);
         }
+        if constexpr (U::kHigh == 1) {
+            // A lane's words are side by side, half of them a row's.
+            constexpr int kWords = U::kHighWords;
+#pragma unroll
+            for (int row = 0; row < 2; ++row)
+#pragma unroll
+                for (int of = 0; of < 2; ++of) shared_words<1>(&high[row][of], at + U::kLowBytes + (own + 32 * of) / 16 * (4 * kWords) + 4 * (row * (kWords / 2) + i / 2));
+        }
     }
     __device__ __forceinline__ void scale(int i, const Opaque &k) { this->tiny_scales(i, k); }
     // The A operands of two products: 32 of K, rows r and r + 8.
@@ -64,6 +72,11 @@ struct OrderedPart : Part<kFormat, true> {
                     const uint32_t both = word_of(low[0][of], (b & 1) * 2 + row), w = P::kWide ? both : both >> (4 * shift);
                     out[of] = w & select;
                     out[2 + of] = (w >> 8) & select;
+                    if constexpr (U::kHigh == 1) {
+                        const uint32_t h = high[row][of] >> shift;
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) out[2 * j + of] |= shifted(h, (b & 3) * 4 + 2 * j - 4) & 0x00100010u;
+                    }
                     if constexpr (U::kHigh == 2) {
                         const uint32_t h = high[row][of] >> (2 * shift);
 #pragma unroll

@@ -382,6 +382,18 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const Group &g, const 
     return PK_OK;
 }
 
+// Block formats as they are, by more than 32 rows: those from first_row on, when the step has min_rows to max_rows.
+int32_t run_even_units(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row, const Beside &beside = {}) {
+    GemmArguments a = gemm_arguments(l, op, g, packed, min_rows);
+    auto move = [&](uint64_t data, const pk_tensor &t) { return data ? data + first_row * t.stride : 0; };
+    a.x = reinterpret_cast<const void *>(move(op.x.data, op.x));
+    a.y = reinterpret_cast<void *>(move(op.y.data, op.y));
+    a.add = reinterpret_cast<const void *>(move(op.add.data, op.add));
+    a.norm = half_norm(beside, max_rows, reinterpret_cast<float *>(l.scratch));
+    if (beside.heads) a.heads = heads_end(*l.state, *beside.heads);
+    return launch_even_units(l, a, {first_row, static_cast<int32_t>(max_rows)}, packed + g.first);
+}
+
 int n_groups(const pk_op_matmul &op, const Packed *const *packed, Group *groups) {
     int n = 0;
     int64_t column = 0;
@@ -420,7 +432,15 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const
     const bool ladder = op.x.rows == PK_ROWS_S;
     if (!ladder && is_clustered(l, packed[g.first]->format, max_rows)) return run_gemm(l, op, g, packed, 0, max_rows);
     // Sampled rows beyond flat products: even ones of one warpgroup's rows and of two.
-    const bool has_even = ladder && is_plain && has_wgmma(l.ctx) && is_wide(op.x) && op.x.format == PK_BF16 && is_even(l, gemm_arguments(l, op, g, packed, kClusterLeast + 1), kEvenRows, packed[g.first]->format == PK_FP8_E4M3);
+    const bool is_readable = has_wgmma(l.ctx) && is_wide(op.x) && op.x.format == PK_BF16;
+    auto arguments = [&] { return gemm_arguments(l, op, g, packed, ladder ? kClusterLeast + 1 : 0); };
+    const bool has_units = is_readable && !is_plain && are_even_units(l, arguments(), packed + g.first);
+    if (!ladder && has_units && max_rows > kFlatRows && max_rows <= kEvenUnitsRows) {
+        for (int32_t row = 0; row < max_rows; row += kEvenRows)
+            if (int32_t status = run_even_units(l, op, g, packed, 0, max_rows, row)) return status;
+        return PK_OK;
+    }
+    const bool has_even = ladder && (has_units || (is_plain && is_readable && is_even(l, arguments(), kEvenRows, packed[g.first]->format == PK_FP8_E4M3)));
     int64_t most = !has_wgmma(l.ctx) ? kStreamRows : has_even ? kClusterLeast : is_plain ? kPlainRows : kSkinnyRows;
     int64_t below = 0;
     const int64_t steps[5] = {small < 8 ? small : 8, 16, 32, 64, 128};
@@ -431,17 +451,19 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const
         if (int32_t status = rows <= small ? run_stream(l, op, g, packed, least, here) : run_skinny(l, op, g, packed, least, here, 0)) return status;
         below = rows;
     }
+    for (const int64_t rows : {kEvenRows / 2, kEvenRows}) {
+        if (!has_even || max_rows <= most) break;
+        const int32_t least = static_cast<int32_t>(most) + 1;
+        const int64_t here = std::min(rows, max_rows);
+        if (int32_t status = has_units ? run_even_units(l, op, g, packed, least, here, 0) : run_gemm(l, op, g, packed, least, here)) return status;
+        most = rows;
+    }
     if (max_rows > most && has_wgmma(l.ctx) && (ladder || max_rows <= 2 * most) && !is_plain) {
         // Twice through packed weights is still less than unpacking them.
         const int32_t here = static_cast<int32_t>(std::min(2 * most, max_rows));
         for (int32_t row : {0, static_cast<int32_t>(most)})
-            if (int32_t status = run_skinny(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, here, row)) return status;
+            if (int32_t status = has_units ? run_even_units(l, op, g, packed, static_cast<int32_t>(most) + 1, here, row) : run_skinny(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, here, row)) return status;
         most = 2 * most;
-    }
-    for (const int64_t rows : {kEvenRows / 2, kEvenRows}) {
-        if (!has_even || max_rows <= most) break;
-        if (int32_t status = run_gemm(l, op, g, packed, static_cast<int32_t>(most) + 1, std::min(rows, max_rows))) return status;
-        most = rows;
     }
     return max_rows > most ? run_gemm(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, max_rows) : PK_OK;
 }
@@ -469,7 +491,7 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
 }
 
 // The kernel that runs a product in steps of l's bounds and can multiply by what a norm left.
-enum class HalfKernel { kNone, kFlat, kEven, kEvenFp8, kTall, kTallFp8 };
+enum class HalfKernel { kNone, kFlat, kEven, kEvenFp8, kEvenUnits, kTall, kTallFp8 };
 // What a tiled product is asked, of weights in one format.
 static GemmArguments arguments_of(const Launch &l, const pk_op_matmul &op) {
     const Packed *packed[3] = {};
@@ -484,14 +506,18 @@ static GemmArguments narrowed_somewhere(const Launch &l, GemmArguments a) {
 static HalfKernel half_kernel(const Launch &l, const pk_op_matmul &op) {
     const int64_t rows = bound(l, PK_ROWS_T);
     if (!has_wgmma(l.ctx) || is_invariant(l.ctx) || rows <= kDotRows || op.x.rows != PK_ROWS_T || op.x.format != PK_BF16 || !is_wide(op.x)) return HalfKernel::kNone;
-    int n_clustered = 0, n_fp8 = 0;
+    int n_clustered = 0, n_fp8 = 0, n_units = 0;
+    const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i) {
-        const Packed &weight = *find_packed(l.ctx, op.w[i]);
+        packed[i] = find_packed(l.ctx, op.w[i]);
+        const Packed &weight = *packed[i];
         const int32_t format = weight.format;
         if (is_clustered(l, format, rows)) ++n_clustered, n_fp8 += format == PK_FP8_E4M3;
+        else if (rows > kFlatRows && rows <= kEvenRows && has_even_units(weight)) ++n_units;
         else if (!is_flat(l, weight, rows)) return HalfKernel::kNone;
         if (op.act != PK_ACT_NONE && format != find_packed(l.ctx, op.w[0])->format) return HalfKernel::kNone;
     }
+    if (n_units > 0) return n_units == op.n_w && are_even_units(l, arguments_of(l, op), packed) ? HalfKernel::kEvenUnits : HalfKernel::kNone;
     if (n_clustered == 0) return HalfKernel::kFlat;
     if (n_clustered < op.n_w) return HalfKernel::kNone;
     const bool is_fp8 = n_fp8 > 0;
@@ -511,7 +537,7 @@ bool halves_norm(const Launch &l, const pk_op_matmul &front, const pk_op_norm &n
     const HalfKernel kernel = half_kernel(l, front);
     if (kernel == HalfKernel::kNone || kernel != half_kernel(l, back)) return false;
     if (kernel == HalfKernel::kFlat) return true;
-    if (kernel == HalfKernel::kEven || kernel == HalfKernel::kEvenFp8) return !front.bias[0].data && (norm.out.data | norm.out.stride | norm.w.data) % 16 == 0 && (kernel == HalfKernel::kEven || front.w[0].rows % 128 == 0);
+    if (kernel == HalfKernel::kEven || kernel == HalfKernel::kEvenFp8 || kernel == HalfKernel::kEvenUnits) return !front.bias[0].data && (norm.out.data | norm.out.stride | norm.w.data) % 16 == 0 && (kernel != HalfKernel::kEvenFp8 || front.w[0].rows % 128 == 0);
     // Tall tiles make their half where they add up parts; with more than one tile of rows they gain nothing by it (LOG.md, M36). They store pairs of columns straight from registers.
     const int64_t rows = bound(l, PK_ROWS_T);
     auto has_pairs = [](const pk_tensor &t) { return t.data % 8 == 0 && t.stride % 8 == 0; };
@@ -534,7 +560,7 @@ bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads)
     if ((heads.kv_format != PK_BF16 && heads.kv_format != PK_FP8_E4M3 && !is_half) || heads.q.format != (is_half ? PK_F16 : PK_BF16) || ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 3)) return false;
     for (int i = 0; i < op.n_w; ++i)
         if (find_packed(l.ctx, op.w[i])->rows % 128) return false;
-    if (kernel == HalfKernel::kEven || kernel == HalfKernel::kEvenFp8) return !is_half && ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 15) == 0;
+    if (kernel == HalfKernel::kEven || kernel == HalfKernel::kEvenFp8 || kernel == HalfKernel::kEvenUnits) return !is_half && ((heads.q.data | heads.q.stride | heads.k_offset | heads.v_offset | l.state->kv_page_stride) & 15) == 0;
     return flat_ends_heads(l, heads.n_heads + 2 * heads.n_kv_heads);
 }
 
@@ -542,10 +568,16 @@ int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Besi
     const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
     Group groups[3];
-    const bool flat = half_kernel(l, op) == HalfKernel::kFlat;
+    const HalfKernel kernel = half_kernel(l, op);
+    const int64_t rows = bound(l, op.x.rows);
+    // Heads of several formats are one launch where they may be: values alone are a few blocks' work.
+    if (kernel == HalfKernel::kEvenUnits && beside.heads && are_multiplied_together(packed, op.n_w)) return run_even_units(l, op, {0, op.n_w, 0}, packed, 0, rows, 0, beside);
     for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i) {
-        const int64_t rows = bound(l, op.x.rows);
-        if (int32_t status = flat ? run_skinny(l, op, groups[i], packed, 0, rows, 0, beside) : run_gemm(l, op, groups[i], packed, 0, rows, beside, handed)) return status;
+        int32_t status = PK_OK;
+        if (kernel == HalfKernel::kFlat) status = run_skinny(l, op, groups[i], packed, 0, rows, 0, beside);
+        else if (kernel == HalfKernel::kEvenUnits) status = run_even_units(l, op, groups[i], packed, 0, rows, 0, beside);
+        else status = run_gemm(l, op, groups[i], packed, 0, rows, beside, handed);
+        if (status) return status;
     }
     return PK_OK;
 }

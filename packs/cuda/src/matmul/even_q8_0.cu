@@ -1,0 +1,11 @@
+// Even matmul of block formats (include/even_units.cuh): Q8_0.
+#include "../../include/even_launch.cuh"
+#if defined(PK_WGMMA)
+#include "../../include/even_units_launch.cuh"
+
+namespace pk {
+
+template int32_t launch_even_format<PK_Q8_0>(const Launch &, const GemmArguments &, const EvenRows &, const EvenCut &, int);
+
+}  // namespace pk
+#endif
