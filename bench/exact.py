@@ -29,6 +29,7 @@ from paddock_runner.text.tokenizer import Tokenizer
 
 from bench.gpu_same import PROMPTS
 
+F32 = np.ndarray[Any, np.dtype[np.float32]]
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 Round = Callable[[F64], F64]
 ROWS = 16384
@@ -57,6 +58,10 @@ ROUNDED: dict[str, tuple[Round, Round, Round]] = {
 """What products read, heads before they are rotated, and after, beside the weights of attention."""
 
 
+PLACES = dict.fromkeys("qkv", "normed") | {"o": "attended", "gate": "normed", "up": "normed", "down": "gated"}
+"""Where products read, by name."""
+
+
 class Exact:
     """Weights decoded as a layer needs them, everything in float64 but for what is rounded."""
 
@@ -70,10 +75,14 @@ class Exact:
         if (self.plan.norm, self.plan.n_streams) != ("rms", 1):
             raise SystemExit(f"{path}: {self.plan.family} has norms or streams that are not known here")
 
+    def matrix(self, name: str) -> F32:
+        """A tensor as it is decoded."""
+        view = self.x[name]
+        return dequantize(view.format, self.file.read(view), view.shape)
+
     def weight(self, name: str) -> F64 | None:
         """A tensor in float64, or None."""
-        view = self.x.get(name)
-        return None if view is None else dequantize(view.format, self.file.read(view), view.shape).astype(np.float64)
+        return self.matrix(name).astype(np.float64) if name in self.x else None
 
     def need(self, name: str) -> F64:
         """A tensor that the model cannot be without."""
@@ -82,10 +91,14 @@ class Exact:
             raise SystemExit(f"{self.file.path}: no tensor {name}")
         return found
 
+    def taken(self, x: F64, place: str) -> F64:
+        """What is read in a place: by the products of the norms, of attention, of what is gated; by the norms behind branches ("branch"); by the head."""
+        return x if place == "branch" else self.read(x)
+
     def project(self, x: list[F64], name: str) -> list[F64]:
         """x W^T + b, of every sequence."""
-        w, b = self.need(f"{name}.weight"), self.weight(f"{name}.bias")
-        return [self.read(each) @ w.T + (0 if b is None else b) for each in x]
+        w, b, place = self.need(f"{name}.weight"), self.weight(f"{name}.bias"), PLACES[name.rpartition(".")[2]]
+        return [self.taken(each, place) @ w.T + (0 if b is None else b) for each in x]
 
     def norm(self, x: list[F64], name: str) -> list[F64]:
         """RMS norm; without such a weight nothing."""
@@ -119,10 +132,13 @@ class Exact:
         out: F64 = np.einsum("hqk,khd->qhd", self.kept(weights), np.repeat(self.kept(v), group, 1)) / weights.sum(-1).T[..., None]
         return out.reshape(n, -1)
 
+    def left(self, x: list[F64], name: str) -> list[F64]:
+        """What a branch leaves, behind the norm that it may have."""
+        return self.norm([self.taken(each, "branch") for each in x], name) if name in self.x else x
+
     def hidden(self, sequences: list[list[int]]) -> list[F64]:
         """What the head reads, [tokens, width] a sequence."""
-        table = self.x["embed.weight"]
-        rows = dequantize(table.format, self.file.read(table), table.shape)
+        rows = self.matrix("embed.weight")
         x = [rows[ids].astype(np.float64) * self.plan.embed_scale for ids in sequences]
         del rows
         for i, layer in enumerate(self.plan.layers):
@@ -130,18 +146,17 @@ class Exact:
             h = self.norm(x, at + "attn_norm.weight")
             parts = (self.project(h, at + part) for part in "qkv")
             h = self.project([self.attend(layer.attention, at, *each) for each in zip(*parts, strict=True)], at + "o")
-            x = [a + b for a, b in zip(x, self.norm(h, at + "attn_post_norm.weight"), strict=True)]
+            x = [a + b for a, b in zip(x, self.left(h, at + "attn_post_norm.weight"), strict=True)]
             h = self.norm(x, at + "ffn_norm.weight")
             gate, up = self.project(h, at + "gate"), self.project(h, at + "up")
             h = self.project([act(a, layer.feed_forward.activation) * b for a, b in zip(gate, up, strict=True)], at + "down")
-            x = [a + b for a, b in zip(x, self.norm(h, at + "ffn_post_norm.weight"), strict=True)]
+            x = [a + b for a, b in zip(x, self.left(h, at + "ffn_post_norm.weight"), strict=True)]
         return self.norm(x, "out_norm.weight")
 
     def logits(self, x: F64) -> F64:
         """Of some rows of hidden()."""
-        view = self.x["embed.weight" if self.plan.tied_head else "head.weight"]
-        w = dequantize(view.format, self.file.read(view), view.shape)
-        x = self.read(x)
+        w = self.matrix("embed.weight" if self.plan.tied_head else "head.weight")
+        x = self.taken(x, "head")
         return np.concatenate([x @ w[at : at + ROWS].T.astype(np.float64) for at in range(0, len(w), ROWS)], 1)
 
 
