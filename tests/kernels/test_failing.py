@@ -1,12 +1,16 @@
-"""A kernel that fails: whoever waits for its step in short waits, as the engine does, is told soon, in a sentence, and the process ends."""
+"""A kernel that fails: whoever waits for its step in short waits, as the engine does, is told soon, in a sentence; and a runner ends, with that sentence in its log."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +25,28 @@ from paddock_runner.pack.tensor import S, T, Tensor
 from test_sample import sampling
 from test_step import Input
 
+from bench.served import runner
+from tests import tiny_gguf
+from tests.conftest import CHECKOUT
+
 V, NOBODYS = 40, 1 << 12
 """Columns, and an address that no memory has."""
+
+PATCH = """
+import runpy
+from os.path import exists
+runpy.run_path({own!r})
+from paddock_runner.pack.device import Device
+step, n = Device.step, 0
+def failing(self, address):
+    global n
+    n += exists({now!r})
+    if n == 3:
+        self.fill(self.state.page_table, 0x3F, 4 * self.state.n_slots * self.state.slot_pages)
+    step(self, address)
+Device.step = failing
+"""
+"""In every process of a runner: the third step after a file is there finds pages that are nobody's."""
 
 
 def run_into_it(path: str) -> None:
@@ -62,3 +86,28 @@ def test_a_step_that_fails_is_told_soon(pack: Pack, level: int) -> None:
     print(ended.stdout, ended.stderr)
     after, _, told = ended.stdout.partition(" ")
     assert "illegal memory access" in told and float(after) < 1.0
+
+
+def test_a_runner_whose_kernel_fails_ends_soon_and_says_so(pack: Pack, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pack.description["pack"] == "cpu" or level > 1:
+        pytest.skip("of a GPU, once")
+    now = tmp_path / "now"
+    (tmp_path / "sitecustomize.py").write_text(PATCH.format(now=str(now), own=str(CHECKOUT / "tests/checkout/sitecustomize.py")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *(each for each in sys.path if each)]))
+    model = tiny_gguf.write(tmp_path / "tiny.gguf")
+    with runner(model, "--device", "cuda", "--kernel-pack", str(pack.path), "--name", "m", limit_s=60) as (url, process):
+
+        def ask() -> int:
+            body = json.dumps({"model": "m", "prompt": "a b", "max_tokens": 16, "temperature": 0}).encode()
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"}), timeout=30) as answer:
+                return len(json.load(answer)["choices"])
+
+        assert ask() == 1
+        now.touch()
+        began = time.monotonic()
+        with pytest.raises((OSError, HTTPException)):
+            ask()
+        told, code = time.monotonic() - began, process.wait(30)
+        ended, words = time.monotonic() - began, Path(process.args[process.args.index("--state-file") + 1]).with_name("log").read_text()
+    print(f"told after {told:.2f} s, ended after {ended:.2f} s with {code}\n{words[-2000:]}")
+    assert "illegal memory access" in words and code == PackError.exit_code and ended < 10
