@@ -14,7 +14,7 @@ SMALL, EVEN, UNITS, TALL, TALL8 = (512, 256, 144), (640, 768, 384), (1280, 1024,
 """Of the residual, of what comes before it, and behind: EVEN's have enough K to be dealt out in a cluster, UNITS' in units of block formats, TALL's are large enough for tall tiles, TALL8's for those of FP8, with a last wave of an H200 that is cut in two."""
 FORMATS, ROWS = ("bf16", "fp8_e4m3", "q4_k", "q5_k", "q8_0"), (2, 3, 16, 21, 40, 64, 70)
 CASES = [(name, n, SMALL) for n in ROWS for name in FORMATS]
-CASES += [(name, n, EVEN) for n in (33, 64, 96, 100, 128) for name in ("bf16", "fp8_e4m3")]
+CASES += [(name, n, EVEN) for n in (33, 64, 96, 100, 128) for name in ("bf16", "fp8_e4m3")] + [("fp8_e4m3", n, EVEN) for n in (17, 32)]
 CASES += [(name, n, UNITS) for n in (33, 64, 97, 128, 200) for name in ("q4_k", "q6_k", "q8_0")]
 CASES += [(name, n, shape) for name, shape in (("bf16", TALL), ("fp8_e4m3", TALL8)) for n in (150, 250)]
 
@@ -51,11 +51,11 @@ def test_norm_between_products_equals_numpy(bench, rng, name, n, shape):
     r = start + x64 @ front.values.T.astype(np.float64)
     for seen in (alone, joined):
         allowed = 1e-2 * np.linalg.norm(x64, axis=1)[:, None] * np.linalg.norm(front.values, axis=1)[None, :] + 1e-5 * np.abs(r)
-        assert (np.abs(seen - r) <= (allowed if name != "fp8_e4m3" or n <= 32 else 7 * allowed)).all()
+        assert (np.abs(seen - r) <= (allowed if name != "fp8_e4m3" or n <= 16 else 7 * allowed)).all()
     # Behind the norm: against a product of what was seen in the residual, so that only this norm and this product are judged.
     normed64 = joined / np.sqrt((joined.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-6) * gain
     g, u = normed64 @ gate.values.T.astype(np.float64), normed64 @ up.values.T.astype(np.float64)
-    near = 2**-4 if name == "fp8_e4m3" and n > 32 else 1e-2
+    near = 2**-4 if name == "fp8_e4m3" and n > 16 else 1e-2
     sizes = [near * np.linalg.norm(normed64, axis=1)[:, None] * np.linalg.norm(v.values, axis=1)[None, :] for v in (gate, up)]
     error = 1.2 * sizes[0] * np.abs(u) + np.abs(act(g, "silu")) * sizes[1] + 1.2 * sizes[0] * sizes[1] + 2**-7 * np.abs(act(g, "silu") * u) + 1e-6
     for seen in (y_alone, y_joined):

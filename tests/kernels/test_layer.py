@@ -167,7 +167,7 @@ def test_layers_of_a_prompt_in_one_program_equal_their_ops_one_by_one(bench, rng
     compare(layers, start, n, 2, *((1e-2,) if name != "fp8_e4m3" else (5e-2, 0.1)))
 
 
-@pytest.mark.parametrize("n_rows", [40, 100, 128])
+@pytest.mark.parametrize("n_rows", [24, 40, 100, 128])
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q8_0", "q4_k"])
 def test_layers_of_many_single_tokens_equal_their_ops_one_by_one(bench, rng, level, name, n_rows):
     """Of q4_k with as much K as the CUDA pack's clusters share out; values are q6_k there."""

@@ -26,7 +26,7 @@ def tolerance(b, name, n_rows=1):
     """Allowed error as a share of |x| |w|: 15-bit activations, or f32 sums (two bf16 parts under AMX), or bf16 activations; many rows are
     narrowed to FP8 where the weights are: half a step of three bits is 2^-4 of a value."""
     if b.activation != abi.PK_F32:
-        return 2**-4 if name == "fp8_e4m3" and n_rows > 32 else 1e-2
+        return 2**-4 if name == "fp8_e4m3" and n_rows > 16 else 1e-2
     return 1e-5 if name in PLAIN else 1e-4
 
 

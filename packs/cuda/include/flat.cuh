@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
 #pragma unroll 1
             for (int s = 0; s < n_passes * n_stage_steps; ++s) {
                 barrier_wait(x_raw + stage, phase);
-                halve_x<kNT>(x_ring + stage * S::kXBytes, x_factors + stage * S::kFactorBytes, warp - kFlatWarps - 4, lane);
+#pragma unroll
+                for (int part = 0; part < S::kStageK / 256; ++part) halve_x<kNT>(x_ring + stage * S::kXBytes + part * kNT * 512, x_factors + stage * S::kFactorBytes + part * kNT * 4, warp - kFlatWarps - 4, lane);
                 fence_async_proxy();
                 __syncwarp();
                 if (lane == 0) barrier_arrive(x_full + stage);
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             // A lane asks for a scale, which all get by a shuffle: of tile `lane`, or (gated) of gate in the first 128 rows and the next, then of up.
             const float *own_scale = nullptr;
             uint32_t later = 0;
-            if constexpr (S::kHalfX) {
+            if constexpr (S::kHalfX && kGated) {
                 const SkinnyWeight &w = a.w[lane >> 1 & 1];
                 if (w.block_scale) own_scale = w.block_scale + min((first * 8 >> 7) + (lane & 1), (w.rows - 1) >> 7) * w.block_stride + first_block;
 #pragma unroll
@@ -294,7 +295,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
 #pragma unroll 1
             for (int s = 0; s < deal.steps; ++s) {
                 float unit_scales[kT], twin_scales[2][2];
-                if constexpr (S::kHalfX) {
+                if constexpr (S::kHalfX && kGated) {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) twin_scales[i >> 1][i & 1] = __shfl_sync(~0u, coming, i);
                 } else if constexpr (S::kIsFp8) {
@@ -307,10 +308,14 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                 barrier_wait(x_full + stage, phase);
                 uint32_t used = 0;
                 if constexpr (S::kHalfX) {
-                    auto scale = [&](int t, int h) { return later >> t & 1 ? twin_scales[h][1] : twin_scales[h][0]; };
+                    auto scale = [&](int t, int h) {
+                        if constexpr (kGated) return later >> t & 1 ? twin_scales[h][1] : twin_scales[h][0];
+                        else return unit_scales[t];
+                    };
+                    const uint32_t factors_at = x_factors + stage * S::kFactorBytes + wk * kSteps / 8 * kNT * 4;
                     constexpr int kOnce = kT * kNT > 64 ? 2 : kSteps;  // registers
 #pragma unroll 1
-                    for (int k = 0; k < kSteps; k += kOnce) used ^= flat_steps_f16<S, kNT, kT, kOnce>(acc, scale, at, half, w_at, x_at, x_factors + stage * S::kFactorBytes, wk * kSteps + k, lane);
+                    for (int k = 0; k < kSteps; k += kOnce) used ^= flat_steps_f16<S, kNT, kT, kOnce>(acc, scale, at, half, w_at, x_at, factors_at, wk * kSteps + k, lane);
                 } else {
 #pragma unroll
                     for (int k = 0; k < kSteps; ++k) used ^= flat_step<S, kNT, kT>(acc, unit_scales, at, half, w_at, x_at, wk * kSteps + k, lane);

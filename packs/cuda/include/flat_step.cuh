@@ -15,10 +15,10 @@ struct FlatShape {
     static constexpr int kWK = kFlatWarps / kWM, kStep = kIsFp8 ? 32 : 16, kStageK = kStep * kWK * kSteps, kElement = kIsFp8 ? 1 : 2;
     static constexpr int kChunks = kStageK * kElement / 128, kTileBytes = 2048 * kChunks, kXBoxes = kStageK / 64, kXBytes = kXBoxes * kNT * 128, kN8 = kNT / 8;
     static constexpr int kReceived = kPair == 2 ? kWM * kT * kN8 * 256 : 0;
-    // Where many tiles share what a warp reads of x, FP8 is multiplied in f16, to which the conversion unit takes it, and x put in f16, too.
-    static constexpr bool kHalfX = kIsFp8 && kSplit == kTileGated;
-    static constexpr int kFactorBytes = kHalfX ? kNT * 4 : 0, kThreads = kFlatThreads + (kHalfX ? 128 : 0);
-    static_assert((!kHalfX || kStageK == 256) && kStageK * kElement % 128 == 0 && kStageK % 64 == 0);
+    // Where many tiles share what a warp reads of x, or there is little of it, FP8 is multiplied in f16, to which the conversion unit takes it, and x put in f16, too.
+    static constexpr bool kHalfX = kIsFp8 && (kSplit == kTileGated || kNT == 8);
+    static constexpr int kFactorBytes = kHalfX ? kStageK / 256 * kNT * 4 : 0, kThreads = kFlatThreads + (kHalfX ? 128 : 0);
+    static_assert((!kHalfX || kStageK % 256 == 0) && kStageK * kElement % 128 == 0 && kStageK % 64 == 0);
     static_assert(4 % kSteps == 0);  // a warp's steps lie in the same 128 bytes of W
 };
 

@@ -25,7 +25,8 @@ constexpr int64_t kStreamRows = 64;   // the streaming kernel takes so many rows
 constexpr int64_t kDotRows = 2;       // so many where there is,
 constexpr int64_t kSkinnyRows = 128;  // and the skinny kernel the rest up to here,
 constexpr int64_t kPlainRows = 64;    // or to here, where tiles read the weights as they are;
-constexpr int64_t kClusterLeast = 32; // of BF16 and FP8 clusters of blocks take more than these.
+constexpr int64_t kClusterLeast = 32; // of BF16 and FP8 clusters of blocks take more than these,
+constexpr int64_t kFp8Least = 16;     // and of FP8 more than these where they are even products.
 
 int64_t align256(int64_t n) { return (n + 255) & ~int64_t{255}; }
 
@@ -423,6 +424,22 @@ bool is_clustered(const Launch &l, int32_t format, int64_t max_rows) {
     return has_wgmma(l.ctx) && max_rows > kClusterLeast && ((format == PK_BF16 && max_rows <= kClusterRows) || (format == PK_FP8_E4M3 && max_rows <= kFp8ClusterRows));
 }
 
+// What a tiled product is asked, of weights in one format.
+GemmArguments arguments_of(const Launch &l, const pk_op_matmul &op) {
+    const Packed *packed[3] = {};
+    for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
+    return gemm_arguments(l, op, {0, op.n_w, 0}, packed, 0);
+}
+
+// Rows of a step that flat products take, too, but even ones, by x narrowed, in less time (LOG.md, M61).
+bool is_few_even(const Launch &l, const pk_op_matmul &op) {
+    const int64_t rows = bound(l, op.x.rows);
+    if (op.x.rows != PK_ROWS_T || rows <= kFp8Least || rows > kClusterLeast || op.x.cols % 128 || op.x.format != PK_BF16 || is_invariant(l.ctx)) return false;
+    for (int i = 0; i < op.n_w; ++i)
+        if (find_packed(l.ctx, op.w[i])->format != PK_FP8_E4M3) return false;
+    return is_even(l, arguments_of(l, op), rows, true);
+}
+
 // One group of weights: sampled rows can be anything up to the bound, so that each kernel of the ladder looks whether the
 // step is its own.
 int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const Packed *const *packed) {
@@ -430,7 +447,7 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const Group &g, const
     const int64_t max_rows = bound(l, op.x.rows), small = has_wgmma(l.ctx) ? kDotRows : kStreamRows;
     const bool is_plain = packed[g.first]->format == PK_BF16 || packed[g.first]->format == PK_FP8_E4M3;
     const bool ladder = op.x.rows == PK_ROWS_S;
-    if (!ladder && is_clustered(l, packed[g.first]->format, max_rows)) return run_gemm(l, op, g, packed, 0, max_rows);
+    if (!ladder && (is_clustered(l, packed[g.first]->format, max_rows) || is_few_even(l, op))) return run_gemm(l, op, g, packed, 0, max_rows);
     // Sampled rows beyond flat products: even ones of one warpgroup's rows and of two.
     const bool is_readable = has_wgmma(l.ctx) && is_wide(op.x) && op.x.format == PK_BF16;
     auto arguments = [&] { return gemm_arguments(l, op, g, packed, ladder ? kClusterLeast + 1 : 0); };
@@ -492,13 +509,7 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
 
 // The kernel that runs a product in steps of l's bounds and can multiply by what a norm left.
 enum class HalfKernel { kNone, kFlat, kEven, kEvenFp8, kEvenUnits, kTall, kTallFp8 };
-// What a tiled product is asked, of weights in one format.
-static GemmArguments arguments_of(const Launch &l, const pk_op_matmul &op) {
-    const Packed *packed[3] = {};
-    for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
-    return gemm_arguments(l, op, {0, op.n_w, 0}, packed, 0);
-}
-// The same with x narrowed: nothing but its place is not known yet.
+// What a tiled product is asked with x narrowed: nothing but its place is not known yet.
 static GemmArguments narrowed_somewhere(const Launch &l, GemmArguments a) {
     a.x_scale = reinterpret_cast<const float *>(l.scratch);
     return a;
@@ -506,13 +517,14 @@ static GemmArguments narrowed_somewhere(const Launch &l, GemmArguments a) {
 static HalfKernel half_kernel(const Launch &l, const pk_op_matmul &op) {
     const int64_t rows = bound(l, PK_ROWS_T);
     if (!has_wgmma(l.ctx) || is_invariant(l.ctx) || rows <= kDotRows || op.x.rows != PK_ROWS_T || op.x.format != PK_BF16 || !is_wide(op.x)) return HalfKernel::kNone;
+    const bool is_few = is_few_even(l, op);
     int n_clustered = 0, n_fp8 = 0, n_units = 0;
     const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i) {
         packed[i] = find_packed(l.ctx, op.w[i]);
         const Packed &weight = *packed[i];
         const int32_t format = weight.format;
-        if (is_clustered(l, format, rows)) ++n_clustered, n_fp8 += format == PK_FP8_E4M3;
+        if (is_few || is_clustered(l, format, rows)) ++n_clustered, n_fp8 += format == PK_FP8_E4M3;
         else if (rows > kFlatRows && rows <= kEvenRows && has_even_units(weight)) ++n_units;
         else if (!is_flat(l, weight, rows)) return HalfKernel::kNone;
         if (op.act != PK_ACT_NONE && format != find_packed(l.ctx, op.w[0])->format) return HalfKernel::kNone;
@@ -583,7 +595,8 @@ int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Besi
 }
 
 bool narrows_input(const Launch &l, const pk_op_matmul &op) {
-    if (op.x.rows != PK_ROWS_T || bound(l, op.x.rows) <= kClusterLeast || !has_wgmma(l.ctx) || op.x.cols % 128 || op.x.format != PK_BF16 || is_invariant(l.ctx)) return false;
+    if (bound(l, op.x.rows) <= kClusterLeast) return is_few_even(l, op);
+    if (op.x.rows != PK_ROWS_T || !has_wgmma(l.ctx) || op.x.cols % 128 || op.x.format != PK_BF16 || is_invariant(l.ctx)) return false;
     for (int i = 0; i < op.n_w; ++i)
         if (find_packed(l.ctx, op.w[i])->format != PK_FP8_E4M3) return false;
     return true;
