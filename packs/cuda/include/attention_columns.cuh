@@ -16,6 +16,15 @@ __device__ __forceinline__ uint32_t transpose8(uint32_t v) {
     return t;
 }
 
+// Pairs of columns, word i of lane c of four neighbours: columns 8i + 2c. Lane c gets the words of columns 8c to 8c + 7.
+__device__ __forceinline__ uint4 gather_words(uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3, int c) {
+    const bool odd = c & 1, high = c & 2;
+    const uint32_t a = __shfl_xor_sync(~0u, odd ? v0 : v1, 1), b = __shfl_xor_sync(~0u, odd ? v2 : v3, 1);
+    const uint32_t w0 = odd ? a : v0, w1 = odd ? v1 : a, w2 = odd ? b : v2, w3 = odd ? v3 : b;
+    const uint32_t d = __shfl_xor_sync(~0u, high ? w0 : w2, 2), e = __shfl_xor_sync(~0u, high ? w1 : w3, 2);
+    return high ? make_uint4(d, e, w2, w3) : make_uint4(w0, w1, d, e);
+}
+
 template <int kD, int kKind>
 struct Columns {
     static constexpr int kSize = kGroup<kD, kKind>, kP = kPanels<kD, kKind>;
@@ -104,6 +113,35 @@ struct Columns {
             load_matrix4_transposed(b, v_at + block_offset<kP>(row, 2 * d + odd));
             multiply<kHalfMath<kKind>>(o[d], b, low, high);
         }
+    }
+
+    // The end of a head that the warp has to itself: sinks join, gains count, rows are written in bf16, eight columns a lane.
+    __device__ __forceinline__ void finish(const AttentionArguments &a, const Segment &s) {
+        const int lane = threadIdx.x & 31, group = a.n_heads / a.n_kv_heads;
+        float f[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], lanes);
+            const int head = s.head * group + min(2 * (lane & 3) + e, group - 1);
+            f[e] = 1.0f;
+            if (a.sinks != nullptr) {
+                const float sink = a.sinks[head] * kLog2e, joint = fmaxf(top[e], sink);
+                f[e] = power2(top[e] - joint);
+                sum[e] = sum[e] * f[e] + power2(sink - joint);
+            }
+            f[e] = sum[e] > 0.0f ? f[e] * gain_of(a, head) / sum[e] : 0.0f;
+        }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+        const int pair = lane >> 2, c = lane & 3;
+        bf16 *to = static_cast<bf16 *>(a.out) + static_cast<int64_t>(s.start) * a.out_stride + (s.head * group + pair) * 128 + 8 * c;
+        auto columns = [&](int i) { return transpose8(pack_bf16(o[i >> 1][2 * (i & 1)] * f[0], o[i >> 1][2 * (i & 1) + 1] * f[1])); };
+#pragma unroll
+        for (int i = 0; i < kD / 8; i += 4) {
+            const uint4 v = gather_words(columns(i), columns(i + 1), columns(i + 2), columns(i + 3), c);
+            if (pair < group) *reinterpret_cast<uint4 *>(to + 8 * i) = v;
+        }
+#endif
     }
 
     // What weights are relative to, and sums, of the warp's pairs.

@@ -4,6 +4,7 @@
 // as they are stored, FP8 becomes f16 in registers (F32 is narrowed before the store).
 #pragma once
 #include "attention_share.cuh"
+#include "once.cuh"
 
 #if defined(PK_WGMMA)
 #include "wgmma_attention.cuh"
@@ -143,6 +144,13 @@ __device__ __forceinline__ int o_column(int d, int e) {
     return kKind == kFp8 ? (d >> 1) * 16 + 4 * j + 2 * e + (d & 1) : d * 8 + 2 * j + e;
 }
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// As copy_page, to leave the second-level cache first.
+__device__ __forceinline__ void copy_page_once(uint32_t shared, const void *map, int group, int page, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %3, %3, %4, %5}], [%2], %6;" ::"r"(shared), "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(group), "r"(page), "l"(kReadOnce) : "memory");
+}
+#endif
+
 // A team asks for a tile's q (its rows, pieces of a row permuted by the row), F16 beside keys of F16, else BF16; `full` counts every thread of it once.
 template <int kD, int kKind>
 __device__ __forceinline__ void ask_q(const AttentionArguments &a, const Segment &s, const Team &team, uint8_t *to, uint64_t *full) {
@@ -183,7 +191,8 @@ __device__ __forceinline__ void read_q(uint32_t (&q)[4], const uint8_t *from, in
         }
 }
 
-template <int kD, int kKind, bool kTensor>
+// kOnce: nobody else reads what it reads.
+template <int kD, int kKind, bool kTensor, bool kOnce = false>
 struct Warp {
     static constexpr int kStages = kRingStages<kD, kKind>, kP = kPanels<kD, kKind>, kBytes = kOperandBytes<kD, kKind>, kSize = kGroup<kD, kKind>;
     const AttentionArguments &a;
@@ -215,10 +224,10 @@ struct Warp {
     __device__ __forceinline__ int look_boxes(const Segment &s, int n) const { return s.pages[page_of(a, min(max(first_of(s, n + lane / kBoxes) + lane % kBoxes * 16, s.first), s.end - 1))]; }
 
     // The first segment is known.
-    __device__ __forceinline__ void begin(const Segment &s) {
+    __device__ __forceinline__ void begin(const Segment &s, int planned_page) {
         mine = both = n_mine(s);
         if constexpr (kTensor) {
-            page = look_boxes(s, 0);
+            page = planned_page >= 0 ? planned_page : look_boxes(s, 0);
             looked = min(kKnown, mine);
             if (looked < mine) page_after = look_boxes(s, looked);
             turn_to(s);
@@ -286,8 +295,13 @@ struct Warp {
         if constexpr (kBoxes > 1) __syncwarp();
         if ((lane & 15) == 0 && lane < kSize) {  // a box holds 16 positions
             const int row = (asks_row + ((asks_at + lane) & (a.page_tokens - 1))) >> 3;
-            copy_page(to + lane * kP * 128, &maps.k, row, of_box, &full[put]);
-            copy_page(to + kBytes + lane * kP * 128, &maps.v, row, of_box, &full[put]);
+            if constexpr (kOnce) {
+                copy_page_once(to + lane * kP * 128, &maps.k, row, of_box, &full[put]);
+                copy_page_once(to + kBytes + lane * kP * 128, &maps.v, row, of_box, &full[put]);
+            } else {
+                copy_page(to + lane * kP * 128, &maps.k, row, of_box, &full[put]);
+                copy_page(to + kBytes + lane * kP * 128, &maps.v, row, of_box, &full[put]);
+            }
         }
 #endif
         asks_at += kSize << team.shift;

@@ -3,6 +3,7 @@
 
 #include "../../host/guess.h"
 #include "../../rare.h"
+#include "../include/attention_plan.h"
 #include "../include/chosen.cuh"
 #include "../include/cold.cuh"
 #include "../include/copies.h"
@@ -66,7 +67,7 @@ Launch launch_of(pk_program &p, const pk_program::View &view, int32_t max_tokens
     l.decode_only = decode_only;
     l.counters = view.counters;
     l.scratch = reinterpret_cast<uint8_t *>(p.state.workspace + kCounterBytes + share_bytes(p.state));
-    l.scratch_bytes = p.state.workspace_bytes - kCounterBytes - share_bytes(p.state);
+    l.scratch_bytes = plan_offset(p.state) - kCounterBytes - share_bytes(p.state);
     if (shares && p.shared_rows.record() >= 0) {
         const auto &op = p.records[p.shared_rows.record()].as<pk_op_attention>();
         l.share = reinterpret_cast<uint8_t *>(p.state.workspace + kCounterBytes);
@@ -140,6 +141,19 @@ int64_t launch_together(const pk_program &p, const pk_program::View &view, const
     return i;
 }
 
+// Launches what decode attention of a step takes first, where a step begins: attention may begin before the launch in front of it has ended, but not before the embedding has begun, which waits for this.
+int32_t launch_first_work(const pk_program &p, const Launch &l, int64_t i) {
+    if (p.records[i].op != PK_OP_EMBED) return PK_OK;
+    Launch at = l;
+    for (int64_t k = 0; k < p.records.n(); ++k) {
+        const Record &record = p.records[k];
+        if (k < i && record.op != PK_OP_PREPARE && record.op != PK_OP_POOL) return PK_OK;
+        if (record.op == PK_OP_POOL) at.state = record.as<pk_op_pool>().kv ? &p.pooled : &p.state;
+        if (k > i && record.op == PK_OP_ATTENTION && is_planned(at, record.as<pk_op_attention>())) return launch_plan(at, record.as<pk_op_attention>());
+    }
+    return PK_OK;
+}
+
 // Enqueues records [first, end), without the two ends of a step when with_ends is false.
 int32_t enqueue(pk_program &p, const pk_program::View &view, const Launch &l, int64_t first, int64_t end, bool with_ends, std::vector<cudaGraphNode_t> *passes = nullptr) {
     int32_t status = PK_OK;
@@ -148,6 +162,7 @@ int32_t enqueue(pk_program &p, const pk_program::View &view, const Launch &l, in
     for (int64_t i = first; i < end && !status; ++i) {
         if (l.decode_only && with_ends && i >= guess.first && i < guess.end) continue;
         if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
+        if (!status) status = launch_first_work(p, at, i);
         if (status) break;
         const persist::Run *run = l.share ? nullptr : persist::find_run(view.plans, l, i);
         if (const int64_t next = launch_together(p, view, l, i, end, &status); next > i) {
@@ -290,7 +305,7 @@ int64_t scratch_of(const pk_ctx &ctx, const Records &records, const pk_state &st
         if (r.op >= PK_OP_SOFTPLUS) n = std::max(n, rare_scratch(&ctx, r, state));
         most = std::max(most, n);
     }
-    return kCounterBytes + share_bytes(state) + (most + 255) / 256 * 256;
+    return kCounterBytes + share_bytes(state) + (most + 255) / 256 * 256 + kPlanBytes;
 }
 
 // Launches that serve several records, and a graph of each kind for each bucket of at most max_tokens.
@@ -418,6 +433,7 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     p.slots = slot_pages(&ctx, p.state);
     p.shared_rows.open(ctx, p.records, p.state);
     if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(p.state.workspace), 0, kCounterBytes + share_bytes(p.state), ctx.stream), "load")) return e;
+    if (int32_t e = check(cudaMemsetAsync(reinterpret_cast<void *>(p.state.workspace + plan_offset(p.state)), 0, kPlanBytes, ctx.stream), "load")) return e;
     std::vector<int32_t> sizes(buckets, buckets + (buckets ? n_buckets : 0));
     std::sort(sizes.begin(), sizes.end());
     sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
@@ -608,6 +624,8 @@ int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t 
         if (int32_t e = launch_share(l, p.records[p.shared_rows.record()].as<pk_op_attention>())) return e;
     const int64_t n = p.records.n();
     std::vector<float> times(n * n_repeats);
+    for (int64_t i = 0; i < n; ++i)
+        if (int32_t e = launch_first_work(p, l, i)) return e;
     cudaEvent_t begin, end;
     if (int32_t e = check(cudaEventCreate(&begin), "run")) return e;
     if (int32_t e = check(cudaEventCreate(&end), "run")) return e;

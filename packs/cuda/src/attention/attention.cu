@@ -4,6 +4,7 @@
 #include "../../include/attention_arguments.h"
 #include "../../include/attention_beside.cuh"
 #include "../../include/attention_narrowing.h"
+#include "../../include/attention_plan.h"
 #include "../../include/attention_share.cuh"
 #include "../../include/attention_wide.cuh"
 #include "../../include/invariant.h"
@@ -11,7 +12,8 @@
 namespace pk {
 
 template <int kD>
-int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed);
+int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed, const void *plan);
+int32_t launch_attention_plan(const Launch &l, const AttentionArguments &a, void *plan);
 int32_t launch_attention_prefill(const Launch &l, const AttentionArguments &a);
 template <int kD>
 int32_t launch_attention_wgmma(const Launch &l, const AttentionArguments &a, const Beside &beside);
@@ -30,10 +32,11 @@ int64_t padded_width(const pk_op_attention &op) {
 // is_cut: all rows, each by itself.
 int32_t launch_few(const Launch &l, const pk_op_attention &op, const AttentionArguments &a, const Beside &beside, bool is_cut = false, const Narrowed &narrowed = {}) {
     const int width = std::max(op.head_width, op.v_width);
-    if (width <= 64) return launch_attention_decode<64>(l, a, beside, is_cut, narrowed);
-    if (width <= 96) return launch_attention_decode<96>(l, a, beside, is_cut, narrowed);
-    if (width <= 128) return launch_attention_decode<128>(l, a, beside, is_cut, narrowed);
-    return width <= 192 ? launch_attention_decode<192>(l, a, beside, is_cut, narrowed) : launch_attention_decode<256>(l, a, beside, is_cut, narrowed);
+    const void *plan = is_planned(l, op) ? plan_at(l) : nullptr;
+    if (width <= 64) return launch_attention_decode<64>(l, a, beside, is_cut, narrowed, plan);
+    if (width <= 96) return launch_attention_decode<96>(l, a, beside, is_cut, narrowed, plan);
+    if (width <= 128) return launch_attention_decode<128>(l, a, beside, is_cut, narrowed, plan);
+    return width <= 192 ? launch_attention_decode<192>(l, a, beside, is_cut, narrowed, plan) : launch_attention_decode<256>(l, a, beside, is_cut, narrowed, plan);
 }
 
 int32_t launch_many(const Launch &l, const pk_op_attention &op, const AttentionArguments &a, const Beside &beside) {
@@ -124,11 +127,18 @@ int32_t launch_shared(const Launch &l, const pk_op_attention &op, bool is_ahead)
     return launch_many(own, op, a, {});
 }
 
-bool can_narrow(const Launch &l, const pk_op_attention &op) {
+// Rows of one token each by pairs as columns (attention_columns.cuh).
+static bool is_single(const Launch &l, const pk_op_attention &op) {
     const int32_t page_tokens = l.state->page_tokens;
-    return has_wgmma(l.ctx) && l.decode_only && !is_invariant(l.ctx) && !is_other(op) && has_whole_pieces(l, op) && !reads_share(l, op) && op.head_width == 128 && op.v_width == 128 && (op.kv_format == PK_BF16 || op.kv_format == PK_F16) &&
-           op.n_heads <= 8 * op.n_kv_heads && page_tokens >= 16 && (page_tokens & (page_tokens - 1)) == 0 && op.out.format == PK_BF16;
+    return has_wgmma(l.ctx) && l.decode_only && !is_invariant(l.ctx) && !is_other(op) && has_whole_pieces(l, op) && op.head_width == 128 && op.v_width == 128 && (op.kv_format == PK_BF16 || op.kv_format == PK_F16) && op.n_heads <= 8 * op.n_kv_heads &&
+           page_tokens >= 16 && (page_tokens & (page_tokens - 1)) == 0;
 }
+
+bool can_narrow(const Launch &l, const pk_op_attention &op) { return is_single(l, op) && !reads_share(l, op) && op.out.format == PK_BF16; }
+
+bool is_planned(const Launch &l, const pk_op_attention &op) { return l.max_tokens >= kPlanRows && l.share == nullptr && l.ctx->n_processors <= kPlanProcessors && is_single(l, op); }
+
+int32_t launch_plan(const Launch &l, const pk_op_attention &op) { return launch_attention_plan(l, arguments_of(l, op), plan_at(l)); }
 
 int32_t launch_attention_narrowing(const Launch &l, const pk_op_attention &op, const Narrowed &to) { return launch_few(l, op, arguments_of(l, op), {}, false, to); }
 

@@ -17,7 +17,7 @@
 
 #include "../../include/attention_columns.cuh"
 #include "../../include/attention_cut.cuh"
-#include "../../include/attention_even.cuh"
+#include "../../include/attention_first.cuh"
 #include "../../include/attention_sums.cuh"
 #include "../../include/narrow_row.cuh"
 #include "../../include/quantise.cuh"
@@ -152,6 +152,11 @@ __device__ void join_segments(const AttentionArguments &a, const Segment &s, con
     }
 }
 
+// Whether a warp ends a row's head by itself, in 16 bytes at a time.
+__device__ __forceinline__ bool ends_alone(const AttentionArguments &a, const Team &team, const Segment &s, const Narrowed &narrowed) {
+    return team.shift == 0 && s.block_first == s.block_last && s.share.tokens == 0 && narrowed.x == nullptr && a.out_format == PK_BF16 && a.v_width == 128 && a.out_stride % 8 == 0 && reinterpret_cast<uintptr_t>(a.out) % 16 == 0;
+}
+
 // How a launch takes its rows: alone, alone and all of one token with few heads of queries (attention_columns.cuh), with prefill in front that lets it
 // begin (attention_beside.cuh), or cut at fixed positions.
 enum Form { kIsAlone, kIsSingle, kIsBeside, kIsCut };
@@ -159,7 +164,7 @@ template <int kD, int kKind>
 constexpr bool kHasSingle = kD == 128 && (kKind == kBf16 || kKind == kF16);
 
 template <int kD, int kKind, bool kTensor, Form kForm>
-__global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int n_parts, Beside beside, const __grid_constant__ Narrowed narrowed) {
+__global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_kernel(const __grid_constant__ AttentionArguments a, const __grid_constant__ Maps maps, int n_parts, Beside beside, const __grid_constant__ Narrowed narrowed, const int4 *plan) {
     extern __shared__ uint8_t raw[];
     uint8_t *shared = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
     constexpr int kStages = kRingStages<kD, kKind>, kSize = kGroup<kD, kKind>;
@@ -184,14 +189,29 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
     Segment s = {};
     CutPlace place = {}, next_place = {};
     bool has_work;
-    int shift = 2;
+    int shift = 2, planned_page = -1;
     if constexpr (kCut) {
         has_work = work.begin(warps, n_parts);
         if (has_work) work.next(s, place);
     } else {
-        work.template begin<kD>(warps, kTeams ? 0 : 2, kKind == kF32 ? 2 : kShift<kKind>);
-        if constexpr (kTeams) shift = work.shift;
-        has_work = work.next(s);
+        bool is_planned = false;
+        if constexpr (kSingle) {
+            if (plan != nullptr) {
+                is_planned = read_plan(a, plan + (blockIdx.x * kWarps + warp) * (kPlanEntryBytes / 16), s, work, has_work, planned_page);
+                shift = work.shift;
+                if (!is_planned) {
+                    planned_page = -1;
+                    work.parts = 1;
+                    work.shift = 2;
+                    work.at = work.until = 0;
+                }
+            }
+        }
+        if (!is_planned) {
+            work.template begin<kD>(warps, kTeams ? 0 : 2, kKind == kF32 ? 2 : kShift<kKind>);
+            if constexpr (kTeams) shift = work.shift;
+            has_work = work.next(s);
+        }
     }
     const Team team(shift);
     if (threadIdx.x < kQBuffers<kD> << (2 - shift)) ring_init(&q_full[threadIdx.x], 32 << shift);
@@ -212,9 +232,9 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
         release_dependents();
     };
     if (has_work) {
-        Warp<kD, kKind, kTensor> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, team};
+        Warp<kD, kKind, kTensor, kSingle> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, team};
         Segment next = s;
-        w.begin(s);
+        w.begin(s, planned_page);
         uint8_t *const q_team = q_at + team.number * team.rows() * kQPieces<kD> * 16;
         uint64_t *const q_is_full = q_full + team.number;
         const bool plain = a.softcap <= 0.0f && a.scale > 0.0f;
@@ -247,8 +267,17 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
                 if (n == w.mine) break;
                 const int first = w.first_of(s, n);
                 const uint32_t k_at = shared_address(w.wait(s, first));
-                sums.add(a, s, first, q_mine, k_at, k_at + Warp<kD, kKind, kTensor>::kBytes, plain, c);
+                sums.add(a, s, first, q_mine, k_at, k_at + decltype(w)::kBytes, plain, c);
                 __syncwarp();
+            }
+            if constexpr (kSingle) {
+                if (ends_alone(a, team, s, narrowed)) {
+                    sums.finish(a, s);
+                    if (!has_next) break;
+                    w.pass();
+                    s = next;
+                    continue;
+                }
             }
             // Join the warps, a few rows at a time.
             const int rows_here = min(16, s.n_pairs - s.pair), n_team = kTeams ? 1 << team.shift : kWarps, team_first = kTeams ? team.number << team.shift : 0;
@@ -354,7 +383,7 @@ bool make_maps(const Launch &l, const AttentionArguments &a, Maps *maps) {
 #endif
 
 template <int kD, int kKind>
-int32_t launch_kind(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed) {
+int32_t launch_kind(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed, const int4 *plan) {
     const dim3 grid(l.ctx->n_processors * (kD <= 128 ? 2 : 1)), block(kThreads);
     const int64_t bytes = 1024 + kWarps * kWarpBytes<kD, kKind> + kQBuffers<kD> * kQBytes<kD> + kWarps * kMergeBytes<kD> + a.max_rows * 4;
     // Segments of tiles that several blocks share have a place each, then every block has one.
@@ -369,27 +398,39 @@ int32_t launch_kind(const Launch &l, const AttentionArguments &a, const Beside &
         if (make_maps<kD, kKind>(l, a, &maps)) {
             if constexpr (kHasSingle<kD, kKind>)
                 if (l.decode_only && !is_cut && beside.words == nullptr && a.n_heads <= 8 * a.n_kv_heads)
-                    return launch(own, "attention decode", attention_decode_kernel<kD, kKind, true, kIsSingle>, grid, block, bytes, a, maps, n_parts, beside, narrowed);
+                    return launch(own, "attention decode", attention_decode_kernel<kD, kKind, true, kIsSingle>, grid, block, bytes, a, maps, n_parts, beside, narrowed, plan);
             if (narrowed.x != nullptr) return fail(PK_UNSUPPORTED, "attention: rows narrowed of a step that has not single tokens alone");
-            return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, kIsCut> : beside.words != nullptr ? attention_decode_kernel<kD, kKind, true, kIsBeside> : attention_decode_kernel<kD, kKind, true, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside, narrowed);
+            return launch(own, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, true, kIsCut> : beside.words != nullptr ? attention_decode_kernel<kD, kKind, true, kIsBeside> : attention_decode_kernel<kD, kKind, true, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside, narrowed, plan);
         }
 #endif
     if (narrowed.x != nullptr) return fail(PK_UNSUPPORTED, "attention: rows narrowed without boxes of pages");
     // Without boxes a launch is never beside: it waits for prefill, whose word nobody asks for then.
-    return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, kIsCut> : attention_decode_kernel<kD, kKind, false, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside, narrowed);
+    return launch(l, "attention decode", is_cut ? attention_decode_kernel<kD, kKind, false, kIsCut> : attention_decode_kernel<kD, kKind, false, kIsAlone>, grid, block, bytes, a, maps, n_parts, beside, narrowed, plan);
 }
 
 }  // namespace
 
 template <int kD>
-int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed) {
+int32_t launch_attention_decode(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed, const void *plan) {
+    const int4 *first = static_cast<const int4 *>(plan);
     switch (a.kv_format) {
-        case PK_BF16: return launch_kind<kD, kBf16>(l, a, beside, is_cut, narrowed);
-        case PK_F16: return launch_kind<kD, kF16>(l, a, beside, is_cut, narrowed);
-        case PK_FP8_E4M3: return launch_kind<kD, kFp8>(l, a, beside, is_cut, narrowed);
-        default: return launch_kind<kD, kF32>(l, a, beside, is_cut, narrowed);
+        case PK_BF16: return launch_kind<kD, kBf16>(l, a, beside, is_cut, narrowed, first);
+        case PK_F16: return launch_kind<kD, kF16>(l, a, beside, is_cut, narrowed, first);
+        case PK_FP8_E4M3: return launch_kind<kD, kFp8>(l, a, beside, is_cut, narrowed, first);
+        default: return launch_kind<kD, kF32>(l, a, beside, is_cut, narrowed, first);
     }
 }
-template int32_t launch_attention_decode<PK_WIDTH>(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed);
+template int32_t launch_attention_decode<PK_WIDTH>(const Launch &l, const AttentionArguments &a, const Beside &beside, bool is_cut, const Narrowed &narrowed, const void *plan);
+
+#if PK_WIDTH == 128
+// Of heads of 128 in BF16 and F16, whose groups are alike; by the grid of launch_kind().
+int32_t launch_attention_plan(const Launch &l, const AttentionArguments &a, void *plan) {
+#if defined(PK_WGMMA)
+    return launch(l, "attention plan", attention_plan_kernel<128, kBf16>, dim3(l.ctx->n_processors * 2), dim3(kThreads), a.max_rows * 8, a, static_cast<int4 *>(plan));
+#else
+    return PK_OK;
+#endif
+}
+#endif
 
 }  // namespace pk
