@@ -32,6 +32,8 @@ NORM = [
     Norm(4, 256, has_post=True, has_residual=True, gap=16),
     Norm(2, 100, has_post=True),
     Norm(9, 15, in_place=True),
+    Norm(300, 640),
+    Norm(700, 4096, gap=8),
 ]
 
 
@@ -105,6 +107,7 @@ class Qkv:
 
 
 ROWS = ((0, 0, 1), (3, 5, 7), (1, 15, 2), (2, 100, 40))
+MANY = ((0, 0, 300), (3, 5, 299), (2, 100, 40), (1, 30, 301))
 QKV = [
     Qkv(9, 3, 64, 64, ROWS, rope_width=64),
     Qkv(4, 1, 256, 256, ROWS, rope_width=256, has_norm=True, kv_format=abi.PK_BF16),
@@ -112,6 +115,8 @@ QKV = [
     Qkv(6, 2, 33, 17, ROWS, rope_width=6, has_norm=True, page_tokens=5),
     Qkv(3, 1, 40, 64, ROWS, kv_format=abi.PK_F32, in_place=True),
     Qkv(2, 1, 128, 128, ROWS, rope_width=128, layout="interleaved", magnitude=1.3, kv_format=abi.PK_BF16, in_place=True),
+    Qkv(32, 8, 128, 128, MANY, rope_width=128, has_norm=True, kv_format=abi.PK_BF16),
+    Qkv(5, 1, 96, 64, MANY, rope_width=48, has_norm=True, kv_format=abi.PK_FP8_E4M3),
 ]
 
 

@@ -16,6 +16,9 @@ SHORT = tuple((slot, 60 + slot * 7, 1) for slot in range(40))
 MANY = Attention(8, 2, 128, 128, (*SHORT, (40, 0, 128), (41, 0, 61)), kv_format=abi.PK_BF16)
 CASES = [
     MANY,
+    replace(MANY, rows=(*SHORT[:12], (12, 33, 2), (13, 61, 4), (40, 0, 128))),
+    replace(MANY, n_heads=32, n_kv_heads=8, kv_format=abi.PK_F16, rows=(*SHORT[:39], (39, 1290, 1), (40, 0, 128), (41, 0, 128))),
+    replace(MANY, n_heads=2, rows=(*SHORT[:5], (20, 1200, 1), (40, 0, 128))),
     replace(MANY, rows=((0, 0, 100), *((slot, 130, 1) for slot in range(1, 13)), (13, 7, 40))),
     replace(MANY, n_heads=32, n_kv_heads=8, rows=(*SHORT[:20], (40, 0, 128))),
     replace(MANY, rows=(*((slot, 900 - slot, 1) for slot in range(6)), (6, 1200, 90)), has_sinks=True),

@@ -31,7 +31,7 @@ def rms(x, eps):
 
 @pytest.mark.parametrize("case", NORM, ids=str)
 def test_norm_equals_numpy(bench, rng, case):
-    b = bench()
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, max(256, case.n), 16, 8, 5, 3))
     x, x64 = b.activations(rng.normal(size=(case.n, case.width)) * 3, T, case.gap)
     w64 = rounded(rng.normal(size=case.width), abi.PK_F32)
     post64 = rounded(rng.normal(size=case.width), abi.PK_F32)
@@ -173,14 +173,14 @@ def test_gather_takes_the_last_token_of_each_sampled_row(bench, rng):
 # ---- q, k, v and attention ----
 
 
-def attention_bench(bench, case, n_threads=2):
+def attention_bench(bench, case, n_threads=2, n_tokens=512):
     """A bench whose pages hold one layer behind an odd-looking offset, and the op's description of it."""
     element = ELEMENT_BYTES[case.kv_format]
     slot_pages = -(-640 // case.page_tokens)
     k_offset = 256
     v_offset = k_offset + -(-case.n_kv_heads * case.page_tokens * case.width * element // 64) * 64
     page_bytes = -(-(v_offset + case.n_kv_heads * case.page_tokens * case.v_width * element) // 256) * 256
-    sizes = StateSizes(6, slot_pages * case.page_tokens, case.page_tokens, 6 * slot_pages + 1, 100, 512, 8, 8, 5, 3)
+    sizes = StateSizes(6, slot_pages * case.page_tokens, case.page_tokens, 6 * slot_pages + 1, 100, n_tokens, 8, 8, 5, 3)
     b = bench(sizes=sizes, page_bytes=page_bytes, n_threads=n_threads)
     return b, Heads(case.n_heads, case.n_kv_heads, case.width, case.v_width, k_offset, v_offset, case.kv_format)
 
@@ -216,7 +216,7 @@ def own_values(b, heads, n, rng):
 
 @pytest.mark.parametrize("case", QKV, ids=str)
 def test_qkv_normalises_rotates_and_stores(bench, rng, case):
-    b, heads = attention_bench(bench, case)
+    b, heads = attention_bench(bench, case, n_tokens=1024)
     b.scatter_pages(rng)
     n = b.set_rows(list(case.rows))
     D, Dv, H, K = case.width, case.v_width, case.n_heads, case.n_kv_heads

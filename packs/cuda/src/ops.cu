@@ -308,7 +308,7 @@ int32_t launch_norm_narrowing(const Launch &l, const pk_op_norm &op, const Narro
     const int64_t eights = (op.x.cols + 7) / 8;
     // Many rows fill the device with small blocks; few rows want many threads each, whose sums come in another order.
     const bool is_plain = op.w.data && !op.post_w.data && !op.residual.data && !op.bias.data && op.out.data && !a.is_layer && op.x.cols % 8 == 0 && is_eight(a.x) && is_eight(a.out) && op.w.data % 16 == 0;
-    if (rows >= 1024 && is_plain && eights <= kRowEights * kRowThreads && !is_invariant(l.ctx)) {
+    if (rows > 256 && is_plain && eights <= kRowEights * kRowThreads && !is_invariant(l.ctx)) {
         const unsigned threads = static_cast<unsigned>((eights + kRowEights - 1) / kRowEights + 31) / 32 * 32;
         int each = 1;
         if (int32_t e = check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, norm_rows_kernel, static_cast<int>(threads), 0), "norm")) return e;

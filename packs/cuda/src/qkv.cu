@@ -4,6 +4,7 @@
 #include "../include/device.cuh"
 #include "../include/half.cuh"
 #include "../include/operand.h"
+#include "../include/turn.cuh"
 
 namespace pk {
 namespace {
@@ -19,7 +20,7 @@ struct QkvArguments {
     float magnitude, eps;
 };
 
-constexpr int kWideThreads = 256, kMostTurns = 128;
+constexpr int kWideThreads = 256, kMostTurns = 128, kPairThreads = 128;
 
 // A number, or eight neighbours, in a format of KV.
 __device__ __forceinline__ void store_as(void *base, int64_t i, int32_t format, float v) { store_from_f32(base, i, format, format == PK_F16 ? in_f16(v) : v); }
@@ -158,6 +159,99 @@ __global__ void __launch_bounds__(kWideThreads) qkv_wide_kernel(const __grid_con
     }
 }
 
+__device__ __forceinline__ void load4(const void *base, int64_t i, int32_t format, float *v) {
+    if (format == PK_F32) {
+        const float4 f = *reinterpret_cast<const float4 *>(static_cast<const float *>(base) + i);
+        v[0] = f.x; v[1] = f.y; v[2] = f.z; v[3] = f.w;
+    } else {
+        const uint2 f = *reinterpret_cast<const uint2 *>(static_cast<const bf16 *>(base) + i);
+        v[0] = low_f32(f.x); v[1] = high_f32(f.x); v[2] = low_f32(f.y); v[3] = high_f32(f.y);
+    }
+}
+__device__ __forceinline__ void store4_as(void *base, int64_t i, int32_t format, const float *v) {
+    if (format == PK_F32) {
+        *reinterpret_cast<float4 *>(static_cast<float *>(base) + i) = make_float4(v[0], v[1], v[2], v[3]);
+    } else if (format == PK_BF16) {
+        *reinterpret_cast<uint2 *>(static_cast<bf16 *>(base) + i) = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+    } else if (format == PK_F16) {
+        *reinterpret_cast<uint2 *>(static_cast<__half *>(base) + i) = make_uint2(pack_f16(v[0], v[1]), pack_f16(v[2], v[3]));
+    } else {
+        const auto kind = format == PK_FP8_E4M3 ? __NV_E4M3 : __NV_E5M2;
+        const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(v[0], v[1]), __NV_SATFINITE, kind), high = __nv_cvt_float2_to_fp8x2(make_float2(v[2], v[3]), __NV_SATFINITE, kind);
+        *reinterpret_cast<uint32_t *>(static_cast<uint8_t *>(base) + i) = low | high << 16;
+    }
+}
+
+// Heads of one width of which all columns turn, each of the first half with one of the second, or none: a lane has four of each half, 1 << lane_shift lanes
+// (an eighth of the width) a head. Nothing is shared, and a warp's next heads are on their way. Grid: tokens, groups of heads.
+__global__ void __launch_bounds__(kPairThreads, 10) qkv_pairs_kernel(const __grid_constant__ QkvArguments a, int lane_shift) {
+    const int lane = threadIdx.x & 31, lanes = 1 << lane_shift, width = 8 << lane_shift, k = (lane & (lanes - 1)) * 4, half = width / 2, each = 32 >> lane_shift;
+    const int n = a.n_heads + a.n_parts * a.n_kv_heads, step = gridDim.y * (kPairThreads / 32) * each, t = blockIdx.x;
+    int h = (blockIdx.y * (kPairThreads / 32) + (threadIdx.x >> 5)) * each + (lane >> lane_shift);
+    float frequency[4] = {};
+    if (a.frequency != nullptr) load4(a.frequency, k, PK_F32, frequency);
+    wait_dependence();
+    release_dependents();
+    if (t >= a.info->n_tokens || h - (lane >> lane_shift) >= n) return;
+    float coming[8] = {}, sine[4], cosine[4];
+    const int64_t row = t * a.qkv.stride + k;
+    auto ask = [&](int of) {
+        if (of >= n) return;
+        load4(a.qkv.p, row + of * width, a.qkv.format, coming);
+        load4(a.qkv.p, row + of * width + half, a.qkv.format, coming + 4);
+    };
+    ask(h);
+    const int p = a.position[t];
+    uint8_t *const page = a.kv + a.page[t] * a.page_stride;
+    const int in_page = p % a.page_tokens * width + k;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        turn(static_cast<float>(p) * frequency[i], &sine[i], &cosine[i]);
+        sine[i] *= a.magnitude;
+        cosine[i] *= a.magnitude;
+    }
+    // The heads of a warp come to an end together: lanes without one take part in shuffles.
+    for (; h - (lane >> lane_shift) < n; h += step) {
+        const bool is_v = h >= a.n_heads + a.n_kv_heads, is_q = h < a.n_heads;
+        float v[8], squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            v[i] = coming[i];
+            squares += v[i] * v[i];
+        }
+        ask(h + step);
+        const float *norm = is_q ? a.q_norm : is_v ? a.v_norm : a.k_norm;
+        for (int o = lanes / 2; o; o /= 2) squares += __shfl_xor_sync(~0u, squares, o);
+        if (h >= n) continue;
+        if (norm != nullptr) {
+            const float r = rsqrtf(squares / width + a.eps);
+            float w[8];
+            load4(norm, k, PK_F32, w);
+            load4(norm, k + half, PK_F32, w + 4);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] *= r * w[i];
+        }
+        if (!is_v && a.frequency != nullptr) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float x = v[i], y = v[4 + i];
+                v[i] = x * cosine[i] - y * sine[i];
+                v[4 + i] = x * sine[i] + y * cosine[i];
+            }
+        }
+        if (a.gains != nullptr) {
+            const float gain = a.gains[h];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) v[i] *= gain;
+        }
+        void *const to = is_q ? a.q.p : page + (is_v ? a.v_offset : a.k_offset);
+        const int head = h - a.n_heads - (is_v ? a.n_kv_heads : 0), format = is_q ? a.q.format : a.kv_format;
+        const int64_t at = is_q ? t * a.q.stride + h * width + k : static_cast<int64_t>(head) * a.page_tokens * width + in_page;
+        store4_as(to, at, format, v);
+        store4_as(to, at + half, format, v + 4);
+    }
+}
+
 }  // namespace
 
 int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
@@ -194,8 +288,17 @@ int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
     auto is_wide = [](const Operand &o) { return o.stride % 8 == 0 && reinterpret_cast<uintptr_t>(o.p) % 16 == 0; };
     const bool has_eights = op.head_width % 8 == 0 && op.v_width % 8 == 0 && widest <= 256 && (a.frequency == nullptr || (op.rope_width % 16 == 0 && op.rope_width <= 2 * kMostTurns));
     if (has_eights && is_wide(a.qkv) && is_wide(a.q) && ((s.kv | static_cast<uint64_t>(a.page_stride | a.k_offset | a.v_offset)) & 15) == 0 && ((op.q_norm.data | op.k_norm.data | op.v_norm.data) & 15) == 0) {
-        int lanes = 1;
-        while (lanes * 8 < widest) lanes *= 2;
+        int lanes = 1, lane_shift = 0;
+        for (; lanes * 8 < widest; lanes *= 2) ++lane_shift;
+        // Fewer tokens are no quicker by pairs, and more have waves enough to hide what a head waits for.
+        const bool has_pairs = op.head_width == lanes * 8 && op.v_width == op.head_width && (a.frequency == nullptr || (!op.rope_layout && op.rope_width == op.head_width && (op.frequency.data & 15) == 0));
+        if (rows > 256 && rows < 1024 && has_pairs) {
+            // As many groups of heads as have blocks on the device at once.
+            int each = 1;
+            if (int32_t e = check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, qkv_pairs_kernel, kPairThreads, 0), "qkv")) return e;
+            const int64_t groups = std::clamp<int64_t>(int64_t{each} * l.ctx->n_processors / rows, 1, (int64_t{heads} * lanes + kPairThreads - 1) / kPairThreads);
+            return launch(l, "qkv", qkv_pairs_kernel, dim3(static_cast<unsigned>(rows), static_cast<unsigned>(groups)), dim3(kPairThreads), 0, a, lane_shift);
+        }
         // Few tokens: a block for every group of heads; many: a token's heads by one block.
         const int groups = rows >= 1024 ? 1 : (heads * lanes + kWideThreads - 1) / kWideThreads;
         return launch(l, "qkv", qkv_wide_kernel, dim3(static_cast<unsigned>(rows), groups), dim3(kWideThreads), 0, a, lanes);
