@@ -6,7 +6,7 @@
 
 namespace pk {
 
-constexpr int32_t kPlanRows = 16;  // fewer take as long without it (LOG.md, N60)
+constexpr int32_t kPlanRows = 2;  // one row's step has other kernels
 // Lies behind the scratch, for as many multiprocessors.
 constexpr int64_t kPlanProcessors = 256, kPlanEntryBytes = 256, kPlanBytes = kPlanProcessors * 2 * 4 * kPlanEntryBytes;
 inline int64_t plan_offset(const pk_state &state) { return (state.workspace_bytes - kPlanBytes) / 256 * 256; }
