@@ -113,8 +113,7 @@ int32_t cut_of(const Launch &l, const GemmArguments &a, int32_t format, int64_t 
     const EvenStep step = step_of(format, height);
     switch (end) {
         case kEndHeads: return consider(l, a, step, height, end, 128, 2, 2, best);
-        // Whole tiles of block formats one after the other have not run on a device: more of them than multiprocessors are cut.
-        case kEndGated: return consider(l, a, step, height, end, is_fp8 ? 256 : 192, !is_bf16 && !is_fp8 && a.w[0].rows > 96 * l.ctx->n_processors ? 2 : 1, kMostParts, best);
+        case kEndGated: return consider(l, a, step, height, end, is_fp8 ? 256 : 192, 1, kMostParts, best);
         case kEndFront: return front_cut(l, format, height, a.w[0].rows, best);
         case kEndWhole:
             if (!is_fp8)
