@@ -21,9 +21,10 @@ struct UnitsDeal {
     int32_t n_passes, pass_pairs, pass_quads;
     int32_t along_k;           // warpgroups, or one; the others lie along quads
     int32_t x_users;           // warps that multiply a unit of x
-    int32_t n_units, units_ahead, x_ahead;  // along K, of a tile; of weights, that are asked for before the kernels ahead are done; of x, before more weights
-    int32_t x_slots, w_slots;  // units in rings; multiples of a step of all groups: a slot is one group's, which so waits for each of its phases
-    int32_t unit_bytes;        // of a pass' weights
+    int32_t n_steps, tile_units;  // along K; units of a tile, of which the last step may lack some
+    int32_t ahead, x_ahead;    // steps of weights that are asked for before the kernels ahead are done; of x, before more weights
+    int32_t x_slots, w_slots;  // steps in rings; multiples of a turn of all groups: a slot is one group's, which so waits for each of its phases
+    int32_t step_bytes;        // of a pass' weights
     int32_t first_pair[3];
     float scale;  // of all weights together, where an end is plain
     FlatPackets packets;
@@ -32,8 +33,14 @@ struct UnitsDeal {
 template <int kFormat, int kNT>
 struct UnitsShape {
     using U = Unit<kFormat>;
-    static constexpr int kN8 = kNT / 8, kXBytes = kNT * U::kU * 2;  // [64 of K][row][128 bytes, swizzled]
-    static constexpr int kChunks = U::kU / 64, kWBytes = 4 * U::kBytes;
+    // Of K, a step: 256, so that warps wait for each other half as often as with 128, but where x and two units of W would not fit.
+    static constexpr int kK = U::kU < 256 && kNT == 32 ? 128 : 256;
+    static constexpr int kN8 = kNT / 8, kXBytes = kNT * kK * 2;  // [64 of K][row][128 bytes, swizzled]
+    static constexpr int kUnits = kK / U::kU, kTileBytes = kUnits * U::kBytes, kWBytes = 4 * kTileBytes;  // of a tile's step; of a quad's
+    static constexpr int kChunks = kK / 64, kUnitChunks = U::kU / 64;
+    static constexpr int kTurn = U::kHigh > 0 && kNT == 32 ? 1 : kChunks / 2;  // chunks of 64 of K that are multiplied at once, where registers allow it
+    static constexpr int kFewer = kNT == 32 && kTurn == 2 ? 32 : 40, kMore = kFewer == 32 ? 160 : 152;  // registers of those who copy and who multiply
+    static_assert(kK % U::kU == 0 && kUnits <= 2);
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -111,9 +118,9 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             barrier_init(w_empty + warp, 4);
         }
     }
-    const uint32_t x_ring = (shared_address(raw) + 1023) & ~1023u, w_ring = x_ring + deal.x_slots * S::kXBytes, received = w_ring + deal.w_slots * deal.unit_bytes;
+    const uint32_t x_ring = (shared_address(raw) + 1023) & ~1023u, w_ring = x_ring + deal.x_slots * S::kXBytes, received = w_ring + deal.w_slots * deal.step_bytes;
     const int begin = me * deal.pairs_each + min(me, deal.pairs_left), end = begin + deal.pairs_each + (me < deal.pairs_left);
-    const int first_unit = deal.n_units * rank >> 1, n_units = (deal.n_units * (rank + 1) >> 1) - first_unit;
+    const int first_step = deal.n_steps * rank >> 1, n_steps = (deal.n_steps * (rank + 1) >> 1) - first_step;
     const int n_passes = deal.n_passes, n_sums = 2 * deal.along_k;
     auto pairs_in = [&](int pass) { return max(0, min(deal.pass_pairs, end - begin - pass * deal.pass_pairs)); };
     // Sums that this block ends in a pass: of eight rows of x and a tile, or both tiles.
@@ -143,14 +150,17 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
         return kHeads ? (own >> 2) * 128 + (own & 3) * 16 + t * 64 : own * 32 + t * 16;
     };
 
+    // The last step may lack its second unit, for which x is zero.
+    const int n_units = min(n_steps * S::kUnits, deal.tile_units - first_step * S::kUnits);
+    auto tile_bytes = [&](int u) { return S::kUnits == 1 || S::kUnits * u + 1 < n_units ? S::kTileBytes : U::kBytes; };
     // Where the block's units begin of tile `at & 1` of pair `at >> 1` of a pass.
     auto tile_at = [&](int pass, int at) {
         const int pair = begin + pass * deal.pass_pairs + (at >> 1), i = weight_of(pair);
         const SkinnyWeight &weight = a.w[kGated ? at & 1 : i];
-        return weight.data + (static_cast<int64_t>(min(row_of(pair, i, at & 1) >> 4, weight.n_tiles16 - 1)) * deal.n_units + first_unit) * U::kBytes;
+        return weight.data + (static_cast<int64_t>(min(row_of(pair, i, at & 1) >> 4, weight.n_tiles16 - 1)) * deal.tile_units + first_step * S::kUnits) * U::kBytes;
     };
     // Weights do not depend on the kernels before: all warps that multiply ask for the first ones, a quad each, unless this launch may be idle.
-    const int first_quads = (pairs_in(0) + 1) >> 1, n_asked = may_be_idle ? 0 : min(kUnitWarps, first_quads * min(n_units, deal.units_ahead));
+    const int first_quads = (pairs_in(0) + 1) >> 1, n_asked = may_be_idle ? 0 : min(kUnitWarps, first_quads * min(n_steps, deal.ahead));
 
     // Nobody goes before all of the cluster have come.
     auto leave = [] {
@@ -159,7 +169,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     };
 
     if (warp >= kUnitWarps) {
-        fewer_registers<40>();
+        fewer_registers<S::kFewer>();
         if (warp == kUnitWarps) {
             if (may_be_idle) {
                 wait_dependence();
@@ -169,28 +179,29 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             for (int pass = 0; pass < n_passes; ++pass) {
                 const int pairs = pairs_in(pass), quads = (pairs + 1) >> 1, skipped = pass == 0 ? n_asked : 0;
                 UnitsTurn w_next = w;
-                w_next.advance(n_units, deal.w_slots);
+                w_next.advance(n_steps, deal.w_slots);
                 if (lane < 2 * pairs) tiles[lane] = tile_at(pass, lane);
                 __syncwarp();
-                int u = quads > 0 ? skipped / quads : n_units, quad = quads > 0 ? skipped % quads : 0;
-                if (pass == 0 && u < n_units) barrier_wait(&is_x_asked, 0);
+                int u = quads > 0 ? skipped / quads : n_steps, quad = quads > 0 ? skipped % quads : 0;
+                if (pass == 0 && u < n_steps) barrier_wait(&is_x_asked, 0);
                 if (is_elected()) {
                     w.advance(u, deal.w_slots);
 #pragma unroll 1
-                    for (int64_t at = u * U::kBytes; u < n_units; ++u, at += U::kBytes) {
+                    for (int64_t at = u * S::kTileBytes; u < n_steps; ++u, at += S::kTileBytes) {
+                        const int bytes = tile_bytes(u);
 #pragma unroll 1
                         for (; quad < quads; ++quad) {
                             const int slot = w.slot * deal.pass_quads + quad;
-                            const uint32_t to = w_ring + w.slot * deal.unit_bytes + quad * S::kWBytes;
+                            const uint32_t to = w_ring + w.slot * deal.step_bytes + quad * S::kWBytes;
                             const bool is_whole = 2 * quad + 1 < pairs;
                             uint64_t *full = w_full + slot;
                             barrier_wait(w_empty + slot, w.phase ^ 1);
-                            barrier_expect(full, (is_whole ? 4 : 2) * U::kBytes);
-                            copy_bytes_once(to, tiles[4 * quad] + at, U::kBytes, full);
-                            copy_bytes_once(to + U::kBytes, tiles[4 * quad + 1] + at, U::kBytes, full);
+                            barrier_expect(full, (is_whole ? 4 : 2) * bytes);
+                            copy_bytes_once(to, tiles[4 * quad] + at, bytes, full);
+                            copy_bytes_once(to + S::kTileBytes, tiles[4 * quad + 1] + at, bytes, full);
                             if (is_whole) {
-                                copy_bytes_once(to + 2 * U::kBytes, tiles[4 * quad + 2] + at, U::kBytes, full);
-                                copy_bytes_once(to + 3 * U::kBytes, tiles[4 * quad + 3] + at, U::kBytes, full);
+                                copy_bytes_once(to + 2 * S::kTileBytes, tiles[4 * quad + 2] + at, bytes, full);
+                                copy_bytes_once(to + 3 * S::kTileBytes, tiles[4 * quad + 3] + at, bytes, full);
                             }
                         }
                         w.step(1, deal.w_slots);
@@ -211,12 +222,12 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             const bool copies = is_elected();
             for (int pass = 0; copies && pass < n_passes && pairs_in(pass) > 0; ++pass)
 #pragma unroll 1
-                for (int i = 0; i < n_units; ++i) {
+                for (int i = 0; i < n_steps; ++i) {
                     barrier_wait(x_empty + x.slot, x.phase ^ 1);
                     barrier_expect(x_full + x.slot, S::kXBytes);
-                    copy_box3(x_ring + x.slot * S::kXBytes, &x_map, 0, 0, (first_unit + i) * S::kChunks, x_full + x.slot);
+                    copy_box3(x_ring + x.slot * S::kXBytes, &x_map, 0, 0, (first_step + i) * S::kChunks, x_full + x.slot);
                     x.step(1, deal.x_slots);
-                    if (pass == 0 && i == min(deal.x_ahead, n_units) - 1) barrier_arrive(&is_x_asked);
+                    if (pass == 0 && i == min(deal.x_ahead, n_steps) - 1) barrier_arrive(&is_x_asked);
                 }
         } else {
             row_factors<kNT>(a.norm, warp - kUnitWarps - 2, lane, half_sums, factors);
@@ -226,11 +237,11 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     }
     if (warp < n_asked) {
         const int quad = warp % first_quads, u = warp / first_quads, here = 2 * min(2, pairs_in(0) - 2 * quad), slot = u * deal.pass_quads + quad;
-        if (lane == 0) barrier_expect(w_full + slot, here * U::kBytes);
+        if (lane == 0) barrier_expect(w_full + slot, here * tile_bytes(u));
         __syncwarp();
-        if (lane < here) copy_bytes_once(w_ring + u * deal.unit_bytes + quad * S::kWBytes + lane * U::kBytes, tile_at(0, 4 * quad + lane) + u * U::kBytes, U::kBytes, w_full + slot);
+        if (lane < here) copy_bytes_once(w_ring + u * deal.step_bytes + quad * S::kWBytes + lane * S::kTileBytes, tile_at(0, 4 * quad + lane) + u * S::kTileBytes, tile_bytes(u), w_full + slot);
     }
-    more_registers<152>();
+    more_registers<S::kMore>();
     wait_dependence();
     const int n_rows = rows_here();
     if (may_be_idle && n_rows <= 0) return leave();
@@ -283,12 +294,14 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     };
     OrderedPart<kFormat> part;
     part.prepare(lane);
-    // Weights of two steps: what a product under way reads stays as it is until the product is done.
-    constexpr int kSteps = 2;  // of 32 of K
-    uint32_t operands[2][kSteps][2][4];
+    // Weights of two turns: what a product under way reads stays as it is until the product is done. Where a step lacks weights, their product with zeros is none.
+    constexpr int kTurn = S::kTurn, kParts = 2 * kTurn;  // chunks of 64 of K; 32 of K
+    uint32_t operands[2][kParts][2][4];
+#pragma unroll
+    for (int i = 0; i < 2 * kParts * 8; ++i) operands[i / (kParts * 8)][i / 8 % kParts][i / 4 % 2][i % 4] = nothing;
     auto keep = [&](int side) {
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s)
+        for (int s = 0; s < kParts; ++s)
 #pragma unroll
             for (int i = 0; i < 8; ++i) asm volatile("" ::"r"(operands[side][s][i / 4][i % 4]));
     };
@@ -299,8 +312,8 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     for (int pass = 0; pass < n_passes; ++pass) {
         const int first = begin + pass * deal.pass_pairs, pairs = pairs_in(pass), quads = (pairs + 1) >> 1;
         UnitsTurn w_next = w, x_next = x;
-        w_next.advance(n_units, deal.w_slots);
-        if (pairs > 0) x_next.advance(n_units, deal.x_slots);
+        w_next.advance(n_steps, deal.w_slots);
+        if (pairs > 0) x_next.advance(n_steps, deal.x_slots);
 #pragma unroll
         for (int j = 0; j < kUnitQuads; ++j)
 #pragma unroll
@@ -310,7 +323,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
         x.advance(first_u, deal.x_slots);
         int held = -1;
 #pragma unroll 1
-        for (int u = first_u; u < n_units && pairs > 0; u += step) {
+        for (int u = first_u; u < n_steps && pairs > 0; u += step) {
             // The low words of descriptors: only they change. The same for all lanes, as the compiler is told.
             const uint32_t x_low = __shfl_sync(~0u, (((x_ring + x.slot * S::kXBytes) & 0x3ffff) >> 4) | 0x10000, 0);
             bool waits_for_x = true;
@@ -320,33 +333,37 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                 if (quad >= quads) continue;
                 const int slot = w.slot * deal.pass_quads + quad;
                 barrier_wait(w_full + slot, w.phase);
-                const uint32_t at = w_ring + w.slot * deal.unit_bytes + quad * S::kWBytes + (2 * half + t) * U::kBytes;
+                const uint32_t at = w_ring + w.slot * deal.step_bytes + quad * S::kWBytes + (2 * half + t) * S::kTileBytes;
                 // A warp without a tile multiplies what its registers hold: rows of its own, which nobody reads.
                 const bool has = 2 * quad + half < pairs;
-                if (has) {
-                    part.load(at, 0);
-                    part.begin(at);
-                }
+                const bool is_short = tile_bytes(u) < S::kTileBytes;
+                if (has) part.load(at, 0);
 #pragma unroll
-                for (int c = 0; c < S::kChunks; ++c) {
-                    auto &now_read = operands[c & 1];
-                    if (has) {
-                        part.scale(c, constants);
+                for (int first_c = 0; first_c < S::kChunks; first_c += kTurn) {
+                    const int side = first_c / kTurn & 1;
+                    auto &now_read = operands[side];
+                    if (has && (S::kUnits == 1 || first_c < S::kUnitChunks || !is_short)) {
 #pragma unroll
-                        for (int s = 0; s < kSteps; ++s) part.operands(2 * c + s, constants, now_read[s][0], now_read[s][1]);
-                        if (c + 1 < S::kChunks) part.load(at, c + 1);
+                        for (int i = 0; i < kTurn; ++i) {
+                            const int c = first_c + i, in = c % S::kUnitChunks, next = c + 1;
+                            if (in == 0) part.begin(at + c / S::kUnitChunks * U::kBytes);
+                            part.scale(in, constants);
+#pragma unroll
+                            for (int s = 0; s < 2; ++s) part.operands(2 * in + s, constants, now_read[2 * i + s][0], now_read[2 * i + s][1]);
+                            if (next < S::kChunks) part.load(at + next / S::kUnitChunks * U::kBytes, next % S::kUnitChunks);
+                        }
                     }
-                    if (c == 0 && waits_for_x) barrier_wait(x_full + x.slot, x.phase);
+                    if (first_c == 0 && waits_for_x) barrier_wait(x_full + x.slot, x.phase);
                     wgmma_fence();
 #pragma unroll
-                    for (int s = 0; s < kSteps; ++s)
+                    for (int s = 0; s < kParts; ++s)
 #pragma unroll
                         for (int h = 0; h < 2; ++h)
-                            Wgmma<kNT>::registers(acc[j], now_read[s][0][2 * h], now_read[s][1][2 * h], now_read[s][0][2 * h + 1], now_read[s][1][2 * h + 1], (uint64_t{0x40000040} << 32) | (x_low + c * (kNT * 8) + 4 * s + 2 * h));
+                            Wgmma<kNT>::registers(acc[j], now_read[s][0][2 * h], now_read[s][1][2 * h], now_read[s][0][2 * h + 1], now_read[s][1][2 * h + 1], (uint64_t{0x40000040} << 32) | (x_low + (first_c + s / 2) * (kNT * 8) + 4 * (s % 2) + 2 * h));
                     wgmma_commit();
                     wgmma_wait<1>();
-                    keep((c & 1) ^ 1);
-                    if (c == 0 && waits_for_x && held >= 0) release(x_empty + held);
+                    keep(side ^ 1);
+                    if (first_c == 0 && waits_for_x && held >= 0) release(x_empty + held);
                 }
                 release(w_empty + slot);
                 waits_for_x = false;

@@ -13,7 +13,10 @@ constexpr float unit_factor() {
 }
 
 constexpr int kUnitShared = 224 << 10;  // of rings; 1 kB aligns them
-constexpr int kUnitsAheadBytes = 132 * 28 << 10, kXUnitsAhead = 3;  // of weights before the wait, on all multiprocessors; of x before more weights
+constexpr int kXStepsAhead = 3;  // of x before more weights
+// Of weights before the wait, on all multiprocessors: so much that most warpgroups have a step.
+template <class U>
+constexpr int kAheadBytes = 132 * (U::kLow == 8 ? 56 : 28) << 10;
 
 template <int kFormat, int kNT, int kSplit, bool kPlain>
 int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *const *packed, const FlatPackets &packets) {
@@ -21,7 +24,8 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
     using U = Unit<kFormat>;
     UnitsDeal deal = {};
     deal.packets = packets;
-    deal.n_units = static_cast<int32_t>(packed[0]->padded_cols / U::kU);
+    deal.tile_units = static_cast<int32_t>(packed[0]->padded_cols / U::kU);
+    deal.n_steps = (deal.tile_units + S::kUnits - 1) / S::kUnits;
     int n_pairs = 0;
     for (int i = 0; i < a.n_w; ++i) {
         deal.first_pair[i] = n_pairs;
@@ -34,36 +38,36 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
     deal.pairs_left = n_pairs % n_clusters;
     // Warpgroups lie along K while each can have all quads of a cluster, else along quads, in passes.
     constexpr int kMost = kUnitGroups * kUnitQuads;
-    const int pairs = (n_pairs + n_clusters - 1) / n_clusters, quads = (pairs + 1) / 2, units = (deal.n_units + 1) / 2;
+    const int pairs = (n_pairs + n_clusters - 1) / n_clusters, quads = (pairs + 1) / 2, steps = (deal.n_steps + 1) / 2;
     deal.along_k = quads <= kUnitQuads ? kUnitGroups : 1;
     deal.x_users = 4 * kUnitGroups / deal.along_k;
     deal.n_passes = (quads + kMost - 1) / kMost;
     deal.pass_quads = (quads + deal.n_passes - 1) / deal.n_passes;
     deal.pass_pairs = deal.n_passes == 1 ? pairs : 2 * deal.pass_quads;
-    deal.unit_bytes = deal.pass_pairs * 2 * U::kBytes;
+    deal.step_bytes = deal.pass_pairs * 2 * S::kTileBytes;
     if (kSplit >= kTileHeads && deal.n_passes > 1) return fail(PK_UNSUPPORTED, "matmul: heads in %d pairs of tiles; the CUDA pack ends those of one pass", n_pairs);
     constexpr int halves = kSplit == kTileWhole ? 1 : 2;
     const int received = (deal.pass_pairs * (2 / halves) * S::kN8 + 1) / 2 * 2 * deal.along_k * halves * 512;
-    // Whole steps: x of two (a group tells that it has multiplied one once it multiplies its next) or of three units, weights, then x again.
-    const int step = deal.along_k, left = kUnitShared - received;
+    // Whole turns of all groups: x of two (a group tells that it has multiplied one once it multiplies its next) or of three steps, weights, then x again.
+    const int turn = deal.along_k, left = kUnitShared - received;
     auto least = [](int a, int b) { return a < b ? a : b; };
     auto whole = [](int slots, int of) { return (slots + of - 1) / of * of; };
-    const int w_most = least(kUnitWSlots / deal.pass_quads / step * step, whole(units * deal.n_passes, step));
-    const int x_step = step > 1 ? 2 * step : 1, x_most = least(kUnitXSlots / x_step * x_step, whole(units * deal.n_passes, x_step));
-    for (int some = least(x_most, step > 1 ? x_step * 256 / U::kU : 3); some >= x_step && deal.w_slots < step; some -= x_step) {
+    const int w_most = least(kUnitWSlots / deal.pass_quads / turn * turn, whole(steps * deal.n_passes, turn));
+    const int x_turn = turn > 1 ? 2 * turn : 1, x_most = least(kUnitXSlots / x_turn * x_turn, whole(steps * deal.n_passes, x_turn));
+    for (int some = least(x_most, turn > 1 ? x_turn : 3); some >= x_turn && deal.w_slots < turn; some -= x_turn) {
         deal.x_slots = some;
-        deal.w_slots = least(w_most, (left - some * S::kXBytes) / deal.unit_bytes / step * step);
+        deal.w_slots = least(w_most, (left - some * S::kXBytes) / deal.step_bytes / turn * turn);
     }
-    if (deal.w_slots < step) return fail(PK_UNSUPPORTED, "matmul: %d pairs of tiles of %d units do not fit the CUDA pack's rings", n_pairs, deal.n_units);
-    const int ahead = kUnitsAheadBytes / l.ctx->n_processors / deal.unit_bytes;
-    deal.units_ahead = ahead < 1 ? 1 : least(ahead, deal.w_slots);
-    deal.x_ahead = least(kXUnitsAhead, deal.x_slots);
-    while (deal.x_slots + x_step <= x_most && (deal.x_slots + x_step) * S::kXBytes + deal.w_slots * deal.unit_bytes <= left) deal.x_slots += x_step;
-    const int bytes = 1024 + deal.x_slots * S::kXBytes + deal.w_slots * deal.unit_bytes + received;
+    if (deal.w_slots < turn) return fail(PK_UNSUPPORTED, "matmul: %d pairs of tiles of %d units do not fit the CUDA pack's rings", n_pairs, deal.tile_units);
+    const int ahead = kAheadBytes<U> / l.ctx->n_processors / deal.step_bytes;
+    deal.ahead = ahead < 1 ? 1 : least(ahead, deal.w_slots);
+    deal.x_ahead = least(kXStepsAhead, deal.x_slots);
+    while (deal.x_slots + x_turn <= x_most && (deal.x_slots + x_turn) * S::kXBytes + deal.w_slots * deal.step_bytes <= left) deal.x_slots += x_turn;
+    const int bytes = 1024 + deal.x_slots * S::kXBytes + deal.w_slots * deal.step_bytes + received;
     CUtensorMap x_map;
     {
         const cuuint64_t size[3] = {64, static_cast<cuuint64_t>(a.max_rows), static_cast<cuuint64_t>(a.k / 64)}, stride[2] = {static_cast<cuuint64_t>(a.x_stride * 2), 128};
-        const cuuint32_t box[3] = {64, kNT, U::kU / 64}, step[3] = {1, 1, 1};
+        const cuuint32_t box[3] = {64, kNT, S::kChunks}, step[3] = {1, 1, 1};
         const CUresult e = l.ctx->driver.encode_tiled(&x_map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void *>(a.x), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of x, %d rows of %d: CUDA driver error %d", a.max_rows, a.k, static_cast<int>(e));
