@@ -1,8 +1,12 @@
-"""Hybrids of real shapes on the CUDA pack, without HTTP: Qwen3.5's 27B (gated delta net, gated attention) and 35B-A3B (experts), FP8 in blocks.
+"""Hybrids and mixtures of experts of real shapes on the CUDA pack, without HTTP: Qwen3.5's 27B (gated delta net, gated attention) and 35B-A3B
+(experts), Qwen3's 30B-A3B (attention and experts), FP8 in blocks or BF16.
 
-Usage: python -m bench.gpu_hybrids PACK --out FOLDER [--models 27b 35b-a3b] [--layers N] [--profile]. Every layer has weights of its own on the
-device; their bytes are random and come from one file. The head, embeddings, routers and the two small projections of the delta net are BF16, as
-the published FP8 checkpoints have them. --layers: only that many of the model's layers.
+Usage: python -m bench.gpu_hybrids PACK --out FOLDER [--models 27b 35b-a3b 30b-a3b:bf16] [--layers N] [--profile]. Every layer has weights of its own
+on the device; their bytes are random and come from one file. The head, embeddings, routers and the two small projections of the delta net are BF16,
+as the published FP8 checkpoints have them. --layers: only that many of the model's layers.
+
+The limit of a decode step is what it has to read: weights, of experts those that so many rows choose when nothing is chosen more often than
+anything else (32 rows that take 8 of 256: 163), states twice, keys and values of 192 positions.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +38,27 @@ from paddock_runner.blueprint.names import expected_shapes
 from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.files.view import Scales, TensorView
 from paddock_runner.formats.table import by_name
-from paddock_runner.memory.state import StateSizes, state_layout
+from paddock_runner.memory.state import KV_BYTES, StateSizes, state_layout
 from paddock_runner.pack.device import Device
 
 from .gpu_models import SHORT_PAGES, Driver
 from .gpu_weights import Weight
 
 BF16 = ("embed.weight", "head.weight", "delta_a.weight", "delta_b.weight", "router.weight", "shared_gate.weight")
-ROWS = 32
+ROWS = 64
 
 
 def blueprint(name: str, n_layers: int = 0) -> Blueprint:
-    """A hybrid of that size: three delta layers to one of attention. Source: the published config.json of the two models."""
+    """A model of that size; of hybrids three delta layers to one of attention. Source: the published config.json of the models."""
     if name == "27b":
         m, n, heads, kv, values, feed, experts = 5120, 64, 24, 4, 48, FeedForward(17408), None
     elif name == "35b-a3b":
         m, n, heads, kv, values, feed, experts = 2048, 40, 16, 2, 32, FeedForward(512), Experts(256, 8, 512, shared_gate=True)
+    elif name == "30b-a3b":
+        layer = Layer(Attention(32, 4, 128, 128**-0.5, Rope(1e6, 128), qk_norm=True), FeedForward(0), experts=Experts(128, 8, 768))
+        return Blueprint("qwen3moe", 151936, 2048, 40960, (layer,) * (n_layers or 48), 1e-6, False)
     else:
-        raise SystemExit(f"no such model: {name} (there are 27b and 35b-a3b)")
+        raise SystemExit(f"no such model: {name} (there are 27b, 35b-a3b and 30b-a3b)")
     attention = Attention(heads, kv, 256, 256**-0.5, Rope(1e7, 64), qk_norm=True, out_gate=True)
     delta = Layer(NO_ATTENTION, feed, kind="delta", delta=Delta(16, values, 128, 128, 4), experts=experts)
     layers = tuple(Layer(attention, feed, experts=experts) if i % 4 == 3 else delta for i in range(n_layers or n))
@@ -67,12 +76,12 @@ def shapes(plan: Blueprint) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def views(plan: Blueprint, folder: Path) -> dict[str, TensorView]:
-    """Every tensor over one shared file per format."""
+def views(plan: Blueprint, folder: Path, format: str = "fp8_e4m3") -> dict[str, TensorView]:
+    """Every tensor over one shared file per format; format: of the matrices that an FP8 checkpoint has in FP8."""
     rng, found, pools = np.random.default_rng(1), {}, {}
     all_shapes = shapes(plan)
-    kinds = {n: "f32" if min(s[1:], default=1) == 1 or len(s) != 2 else "bf16" if n.endswith(BF16) else "fp8_e4m3" for n, s in all_shapes.items()}
-    for kind in ("f32", "bf16", "fp8_e4m3"):
+    kinds = {n: "f32" if min(s[1:], default=1) == 1 or len(s) != 2 else "bf16" if n.endswith(BF16) else format for n, s in all_shapes.items()}
+    for kind in sorted(set(kinds.values())):
         need = max(int(np.prod(s)) for n, s in all_shapes.items() if kinds[n] == kind) * by_name(kind).block_bytes
         raw = (1 + 0.1 * rng.standard_normal(1 << 16, np.float32)).tobytes() if kind == "f32" else Weight(kind, 4096, 4096).fill(rng).data.tobytes()
         pools[kind] = folder / kind
@@ -89,13 +98,15 @@ def views(plan: Blueprint, folder: Path) -> dict[str, TensorView]:
     return found
 
 
-def read_bytes(plan: Blueprint, tensors: dict[str, TensorView]) -> int:
-    """Bytes of weights that one row reads: of experts, those that are chosen."""
-    total = 0
+def moved_bytes(plan: Blueprint, tensors: dict[str, TensorView], state_bytes: int, n_rows: int) -> int:
+    """Bytes that a step of so many rows moves: weights, of experts those that one row at least has chosen, states there and back, keys and values of 192 positions."""
+    total = 0.0
     for name, v in tensors.items():
         experts = plan.layers[int(name.split(".")[1])].experts if ".experts." in name else None
-        total += 0 if name == "embed.weight" else v.n_bytes if experts is None else v.n_bytes * experts.n_used // experts.n_experts
-    return total
+        share = 1.0 if experts is None else 1 - (1 - experts.n_used / experts.n_experts) ** n_rows
+        total += 0 if name == "embed.weight" else v.n_bytes * share
+    a_position = sum(2 * KV_BYTES["bf16"] * layer.attention.n_kv_heads * layer.attention.head_width for layer in plan.layers if layer.delta is None)
+    return int(total) + n_rows * (2 * state_bytes + 192 * a_position)
 
 
 def take_apart(driver: Driver, steps: list[tuple[int, int]], starts: dict[int, np.ndarray], title: str) -> None:
@@ -120,7 +131,7 @@ def take_apart(driver: Driver, steps: list[tuple[int, int]], starts: dict[int, n
         sys.stdout.write(f"   {sum(times):9.0f} us  {len(times):4} x {statistics.median(times):7.1f}  {name}\n")
 
 
-def measure(device: Device, n_bytes: int, state_bytes: int, gbs: float, name: str, batches: list[int], lengths: list[int], is_profile: bool) -> list[dict[str, Any]]:
+def measure(device: Device, n_bytes: Callable[[int], int], gbs: float, name: str, batches: list[int], lengths: list[int], is_profile: bool) -> list[dict[str, Any]]:
     """Rows of decode at several batch sizes and prefill at several lengths."""
     rng, driver, rows = np.random.default_rng(), Driver(device), []
     for batch in batches:
@@ -136,7 +147,7 @@ def measure(device: Device, n_bytes: int, state_bytes: int, gbs: float, name: st
                 driver.send(steps)
             driver.wait(driver.seq)
             times.append((time.perf_counter() - start) / 10)
-        step, floor = statistics.median(times), (n_bytes + 2 * batch * state_bytes) / gbs / 1e9
+        step, floor = statistics.median(times), n_bytes(batch) / gbs / 1e9
         rows.append({"id": f"h200.decode.{name}.b{batch}", "value": batch / step, "unit": "tok/s", "better": "higher", "samples": 5, "limit": batch / floor, "of_limit": floor / step})
         sys.stdout.write(f"{name:12} decode b{batch:4} {step * 1e3:8.3f} ms {batch / step:9.1f} tok/s of bandwidth {floor / step:5.2f} tokens {driver.tokens()}\n")
         if is_profile:
@@ -165,7 +176,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="*", default=["27b", "35b-a3b"])
     parser.add_argument("--layers", type=int, default=0)
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, ROWS])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, ROWS])
     parser.add_argument("--lengths", type=int, nargs="*", default=[8192])
     parser.add_argument("--profile", action="store_true", help="also tell which kernels the time goes to")
     options = parser.parse_args()
@@ -174,17 +185,19 @@ def main() -> None:
     limits, rows = ceilings(), []
     sys.stdout.write(f"limits {limits}\n")
     for model in options.models:
-        plan = blueprint(model, options.layers)
+        size, _, format = model.partition(":")
+        plan, format = blueprint(size, options.layers), format or "fp8"
         with tempfile.TemporaryDirectory() as folder:
-            tensors = views(plan, Path(folder))
-            n_bytes, state_bytes = read_bytes(plan, tensors), state_layout(plan).slot_bytes
+            tensors = views(plan, Path(folder), {"fp8": "fp8_e4m3"}.get(format, format))
+            state_bytes = state_layout(plan).slot_bytes
             n_pages = 529 + ROWS * SHORT_PAGES
             sizes = replace(StateSizes(ROWS + 1, 8448, 16, n_pages, plan.n_vocab, 8192, ROWS + 1, 8, 5, 8), recurrent_bytes=state_bytes)
             start = time.perf_counter()
             device = build_device(Assembly(options.pack, sizes), plan, tensors)
-            sys.stdout.write(f"{model}: {plan.n_layers} layers built in {time.perf_counter() - start:.1f} s, {n_bytes / 1e9:.2f} GB read a row\n")
+            moved = partial(moved_bytes, plan, tensors, state_bytes)
+            sys.stdout.write(f"{model}: {plan.n_layers} layers built in {time.perf_counter() - start:.1f} s, {moved(1) / 1e9:.2f} GB moved for one row, {moved(ROWS) / 1e9:.2f} for {ROWS}\n")
             device.grow_pages(n_pages)
-            rows += measure(device, n_bytes, state_bytes, limits["read_gbs"], f"{model}.fp8", options.batches, options.lengths, options.profile)
+            rows += measure(device, moved, limits["read_gbs"], f"{size}.{format}", options.batches, options.lengths, options.profile)
             device.close()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "hybrids.json").write_text(json.dumps({"context": limits, "rows": rows}, indent=1))

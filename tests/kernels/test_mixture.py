@@ -12,7 +12,7 @@ from paddock_runner.pack.tensor import T
 from test_experts import stack_of
 from weights import random_weight, scaled_fp8
 
-SIZES = StateSizes(32, 64, 16, 40, 100, 64, 32, 8, 5, 3)
+SIZES = StateSizes(64, 64, 16, 72, 100, 64, 64, 8, 5, 3)
 M, F, SHARED, N_EXPERTS, N_USED, BEFORE, EPS = 1024, 128, 256, 20, 3, 4096, 1e-6
 
 
@@ -20,7 +20,7 @@ def matrix(kind, rows, cols, rng):
     return scaled_fp8(kind, rows, cols, "block", rng) if kind == "fp8_e4m3" else random_weight(kind, rows, cols, rng)
 
 
-@pytest.mark.parametrize("n", [1, 3, 16, 29])
+@pytest.mark.parametrize("n", [1, 3, 16, 29, 45])
 @pytest.mark.parametrize("choice, has_bias", [(Choice("softmax"), False), (Choice("sigmoid", True, 2.5), True), (Choice("chosen"), False)], ids=str)
 @pytest.mark.parametrize("shared", ["with a gate", "plain", "none"])
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "bf16"])

@@ -77,10 +77,10 @@ struct FewRing {
         if (is) {
             const uint8_t *upper = tile.upper + unit * kUnitBytes, *lower = tile.lower + unit * kUnitBytes;
             const uint32_t slot = base + asked, to = slot + r * kUnitBytes, near = (c ^ few_swizzle(r)) * 16, far = ((c + 4) ^ few_swizzle(r)) * 16, factor = slot + 16 * kUnitBytes + lane * 8;
-            copy16_async(to + near, upper, true);
-            copy16_async(to + far, upper + 64, true);
-            copy16_async(to + 8 * kUnitBytes + near, lower, true);
-            copy16_async(to + 8 * kUnitBytes + far, lower + 64, true);
+            copy16_once(to + near, upper);
+            copy16_once(to + far, upper + 64);
+            copy16_once(to + 8 * kUnitBytes + near, lower);
+            copy16_once(to + 8 * kUnitBytes + far, lower + 64);
             if (tile.upper_factors != nullptr) {
                 asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(factor), "l"(tile.upper_factors + unit) : "memory");
                 asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(factor + 4), "l"(tile.lower_factors + unit) : "memory");

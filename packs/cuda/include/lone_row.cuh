@@ -1,6 +1,7 @@
 // What kernels for a lone row share: units of weights a few steps ahead in registers, and x as their products want it.
 #pragma once
 #include "experts_piece.cuh"
+#include "once.cuh"
 
 namespace pk {
 
@@ -32,6 +33,15 @@ struct Rows16 {
     }
 };
 
+// As copy16_async, of weights, which are read once.
+__device__ __forceinline__ void copy16_once(uint32_t shared, const void *global) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(kReadOnce) : "memory");
+#else
+    copy16_async(shared, global, true);
+#endif
+}
+
 // A warp's units of weights (16 rows of 128 bytes and a factor) on their way through shared memory. Each lane reads what it has asked for itself. In
 // registers every unit under way would be a copy of the product's code, and code that runs once is read from L2 instruction by instruction.
 struct WarpRing {
@@ -45,10 +55,10 @@ struct WarpRing {
         const uint32_t slot = base + asked, to = slot + lane * 16, factor = slot + 2048 + lane * 4;
         if (is) {
             const uint8_t *upper = from.rows + unit * 128, *lower = upper + 8 * from.row_bytes;
-            copy16_async(to, upper, true);
-            copy16_async(to + 512, upper + 64, true);
-            copy16_async(to + 1024, lower, true);
-            copy16_async(to + 1536, lower + 64, true);
+            copy16_once(to, upper);
+            copy16_once(to + 512, upper + 64);
+            copy16_once(to + 1024, lower);
+            copy16_once(to + 1536, lower + 64);
             if (from.factors != nullptr) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(factor), "l"(from.factors + unit) : "memory");
             else asm volatile("st.shared.f32 [%0], %1;" ::"r"(factor), "f"(1.0f) : "memory");
         }

@@ -110,22 +110,28 @@ int64_t end_of_draw(const pk_program &p, const Launch &l, int64_t i, const Guess
     return next < p.records.n() && p.records[next].op == PK_OP_COMMIT ? next + 1 : i;
 }
 
-// In a step of one token or a few: what is launched together that begins with record i and ends before `end`. The record behind it; i when there is nothing.
+// What is launched together that begins with record i and ends before `end`: in steps of one token or a few a layer's products, in all of them a choice and its experts. The record behind it; i when there is nothing.
 int64_t launch_together(const pk_program &p, const pk_program::View &view, const Launch &l, int64_t i, int64_t end, int32_t *status) {
     if (is_of_few_rows(l)) {
+        Launch at = l;
+        at.overlap = true;
         for (const FewRows &few : view.few_rows) {
             if (few.first != i || few.last > end) continue;
             for (const FewRows::Part &part : few.parts) {
                 const bool fits = fits_few_rows(l, part.products);
-                if (fits && !*status) *status = launch_few_rows(l, part.products);
+                if (fits && !*status) *status = launch_few_rows(at, part.products);
                 for (size_t k = 0; k < part.records.size() && !fits && !*status; ++k) {
                     const Record &record = p.records[part.records[k]];
-                    if (record.op == PK_OP_ROUTE && k + 1 < part.records.size()) *status = launch_chosen_experts(l, record.as<pk_op_route>(), p.records[part.records[++k]].as<pk_op_experts>());
-                    else *status = launch_record(l, record);
+                    if (record.op == PK_OP_ROUTE && k + 1 < part.records.size()) *status = launch_chosen_experts(at, record.as<pk_op_route>(), p.records[part.records[++k]].as<pk_op_experts>());
+                    else *status = launch_record(at, record);
                 }
             }
             return few.last;
         }
+    }
+    if (p.records[i].op == PK_OP_ROUTE && i + 1 < end && p.records[i + 1].op == PK_OP_EXPERTS) {
+        *status = launch_chosen_experts(l, p.records[i].as<pk_op_route>(), p.records[i + 1].as<pk_op_experts>());
+        return i + 2;
     }
     if (!l.decode_only || l.max_tokens != 1) return i;
     for (const Mixture &m : view.mixtures)
@@ -178,8 +184,9 @@ int32_t enqueue(pk_program &p, const pk_program::View &view, const Launch &l, in
             status = launch_lone_draw(l, p.records[i].as<pk_op_sample>());
             i = next - 1;
         } else if (with_ends || !is_end(p.records[i])) {
-            // Of one row a launch's head start counts.
-            at.overlap = p.records[i].op == PK_OP_EMBED && l.decode_only && l.max_tokens == 1;
+            // Of one row the head start of a step's first launch counts, in mixtures of a few rows those of small kernels between products.
+            const int32_t op = p.records[i].op;
+            at.overlap = l.decode_only && (l.max_tokens == 1 ? op == PK_OP_EMBED : !view.few_rows.empty() && (op == PK_OP_DELTA || op == PK_OP_QKV || op == PK_OP_SIGMOID));
             status = launch_next(p, at, i, passes);
         }
     }

@@ -1,13 +1,14 @@
 // Mixture of experts: pairs (token, expert) are sorted by expert on the device, gate and up run over the sorted pairs, then down,
 // and each token adds its experts' outputs in the order of their numbers.
 //
-// Few pairs an expert: the streaming product, eight pairs an item. Many: tiles of 128 pairs; the output of `down` is made in
+// Few pairs an expert: the streaming product, eight pairs an item (BF16 and e4m3 on Hopper: src/experts/few.cu). Many: tiles of 128 pairs; the output of `down` is made in
 // panels of columns so that it never takes more than kPanelBytes. The order inside an expert is that of arrival and changes
 // nothing: rows of a product do not depend on each other. BF16 and e4m3 on Hopper: x goes to the pairs' positions first (src/experts/grouped.cu).
 #include <algorithm>
 
 #include "../../include/choice.cuh"
 #include "../../include/chosen.cuh"
+#include "../../include/experts_few.cuh"
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
 #include "../../include/fp4.cuh"
@@ -34,7 +35,7 @@ ExpertUnit unit_of(int32_t format) {
 struct SortArguments {
     const int32_t *ids;
     ExpertItem *items;
-    int32_t *n_items, *order, *rank;
+    int32_t *n_items, *order, *rank, *done;  // done: a number an item, which become zeros
     int32_t *cursors;  // [E]: pairs of an expert, then where its next pair goes
     const int32_t *places;  // [E] or null
     const StepInfo *info;
@@ -76,7 +77,10 @@ __device__ __forceinline__ void lay_items(const SortArguments &a, int32_t *count
         const int room = (n + a.align - 1) / a.align * a.align, start = pairs_before + sum_to(room, &pairs) - room, at = items_before + sum_to(n_items, &items) - n_items;
         if (e < a.n_experts) counts[e] = start;
         const int place = a.places != nullptr && e < a.n_experts ? a.places[e] : e;
-        for (int i = 0; i < n_items; ++i) a.items[at + i] = {e, start + i * a.item_pairs, min(a.item_pairs, n - i * a.item_pairs), place};
+        for (int i = 0; i < n_items; ++i) {
+            a.items[at + i] = {e, start + i * a.item_pairs, min(a.item_pairs, n - i * a.item_pairs), place};
+            a.done[at + i] = 0;
+        }
         pairs_before += pairs;
         items_before += items;
     }
@@ -84,15 +88,17 @@ __device__ __forceinline__ void lay_items(const SortArguments &a, int32_t *count
 }
 
 // All in one block, for few pairs. shared: [E] cursors, [32] of the scan.
-__device__ __forceinline__ void sort_pairs(const SortArguments &a, int32_t *shared) {
-    int32_t *cursor = shared;
+__global__ void __launch_bounds__(kSortThreads) expert_sort_kernel(const __grid_constant__ SortArguments a) {
+    extern __shared__ int32_t cursor[];
+    wait_dependence();
+    release_dependents();
     const int tid = threadIdx.x, n_pairs = a.n_pairs();
     for (int e = tid; e < a.n_experts; e += kSortThreads) cursor[e] = 0;
     __syncthreads();
     for (int p = tid; p < n_pairs; p += kSortThreads)
         if (const int e = a.expert_of(p); e >= 0) atomicAdd(cursor + e, 1);
     __syncthreads();
-    lay_items(a, cursor, shared + a.n_experts);
+    lay_items(a, cursor, cursor + a.n_experts);
     __syncthreads();
     for (int p = tid; p < n_pairs; p += kSortThreads) {
         const int e = a.expert_of(p), at = e >= 0 ? atomicAdd(cursor + e, 1) : -1;
@@ -100,40 +106,87 @@ __device__ __forceinline__ void sort_pairs(const SortArguments &a, int32_t *shar
         if (at >= 0) a.order[at] = p;
     }
 }
-__global__ void __launch_bounds__(kSortThreads) expert_sort_kernel(const __grid_constant__ SortArguments a) {
-    extern __shared__ int32_t shared[];
-    wait_dependence();
-    release_dependents();
-    sort_pairs(a, shared);
-}
-
-// A warp a token chooses first. Strides in elements.
-constexpr int kChoosePerLane = kMostPerLane / 2;
+// A warp a token chooses; the last block to have chosen sorts. Strides in elements.
+constexpr int kChoosePerLane = kMostPerLane / 2, kChooseThreads = 32 * kChoosePerLane, kChooseTokens = kChooseThreads / 32;
 struct ChosenArguments {
     ChoiceArguments choice;
-    int32_t *ids;
+    int32_t *ids, *counter;  // counter: zero between launches
     float *weights;
     int64_t logits_stride, weights_stride;
 };
-__global__ void __launch_bounds__(kSortThreads) expert_choose_kernel(const __grid_constant__ SortArguments a, const __grid_constant__ ChosenArguments c) {
-    extern __shared__ int32_t shared[];
+// Up to kFewPairs pairs and kChooseThreads experts, of which a thread has one when it sorts. Grid: kChooseTokens tokens each.
+__global__ void __launch_bounds__(kChooseThreads) expert_choose_kernel(const __grid_constant__ SortArguments a, const __grid_constant__ ChosenArguments c) {
+    constexpr int kPairs = kFewPairs / kChooseThreads;
+    __shared__ int32_t counts[kChooseThreads], scan[kChoosePerLane], own_ids[kChooseTokens * 32];
+    __shared__ bool is_last;
     wait_dependence();
     release_dependents();
-    const int lane = threadIdx.x & 31, n_rows = rows_of(a.info, a.rows_symbol);
-    for (int t = threadIdx.x >> 5; t < n_rows; t += kSortThreads / 32) {
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, n_rows = rows_of(a.info, a.rows_symbol), t = blockIdx.x * kChooseTokens + warp;
+    counts[tid] = 0;
+    if (t < n_rows) {
         ChoiceArguments own = c.choice;
         own.logits += t * c.logits_stride;
         Choice<kChoosePerLane> choice;
         choice.load(own);
         const int id = choice.choose(own);
+        if (lane < a.n_used) c.ids[t * a.ids_stride + lane] = own_ids[warp * a.n_used + lane] = id;
         const float weight = choice.weigh(own, id);
-        if (lane < a.n_used) {
-            c.ids[t * a.ids_stride + lane] = id;
-            c.weights[t * c.weights_stride + lane] = weight;
-        }
+        if (lane < a.n_used) c.weights[t * c.weights_stride + lane] = weight;
     }
     __syncthreads();
-    sort_pairs(a, shared);
+    const bool is_alone = gridDim.x == 1;
+    if (!is_alone) {
+        if (tid == 0) {
+            __threadfence();
+            is_last = atomicAdd(c.counter, 1) == static_cast<int>(gridDim.x) - 1;
+            if (is_last) *c.counter = 0;
+            __threadfence();
+        }
+        __syncthreads();
+        if (!is_last) return;
+    }
+    int expert[kPairs], in[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+        const int p = tid + i * kChooseThreads;
+        expert[i] = p >= n_rows * a.n_used ? -1 : is_alone ? own_ids[p] : __ldcg(c.ids + p / a.n_used * a.ids_stride + p % a.n_used);
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+        if (expert[i] >= a.n_experts) expert[i] = -1;
+        in[i] = expert[i] >= 0 ? atomicAdd(counts + expert[i], 1) : 0;
+    }
+    __syncthreads();
+    // Pairs in the low half, items in the high one.
+    const int n = counts[tid], n_items = (n + a.item_pairs - 1) / a.item_pairs;
+    int sum = n | n_items << 16;
+    for (int o = 1; o < 32; o <<= 1) {
+        const int up = __shfl_up_sync(~0u, sum, o);
+        if (lane >= o) sum += up;
+    }
+    if (lane == 31) scan[warp] = sum;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < kChoosePerLane; ++w) sum += w < warp ? scan[w] : 0;
+    const int start = (sum & 0xffff) - n, at = (sum >> 16) - n_items;
+    counts[tid] = start;
+    if (n > 0) {
+        const int place = a.places != nullptr ? a.places[tid] : tid;
+        for (int i = 0; i < n_items; ++i) {
+            a.items[at + i] = {tid, start + i * a.item_pairs, min(a.item_pairs, n - i * a.item_pairs), place};
+            a.done[at + i] = 0;
+        }
+    }
+    if (tid == kChooseThreads - 1) *a.n_items = sum >> 16;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+        const int p = tid + i * kChooseThreads;
+        if (p >= n_rows * a.n_used) break;
+        const int to = expert[i] >= 0 ? counts[expert[i]] + in[i] : -1;
+        a.rank[p] = to;
+        if (to >= 0) a.order[to] = p;
+    }
 }
 
 // For many pairs: counts by blocks of kSortThreads pairs (cursors begin as zeros), items by one block, then places: a block takes the
@@ -282,7 +335,7 @@ struct Plan {
     int64_t x_row_bytes[3] = {}, shared_bytes[3] = {};
     int64_t x_cols = 0, hidden_cols = 0, panel = 0, scale_stride = 0;
     int32_t out_format = PK_F32;
-    int64_t items = 0, n_items = 0, cursors = 0, order = 0, rank = 0, hidden = 0, hidden_scales = 0, x = 0, x_scales = 0, out = 0, fp4 = 0, bytes = 0;
+    int64_t items = 0, n_items = 0, done = 0, cursors = 0, order = 0, rank = 0, hidden = 0, hidden_scales = 0, x = 0, x_scales = 0, out = 0, fp4 = 0, bytes = 0;
 };
 
 bool is_wide(const pk_tensor &x) { return x.cols % 8 == 0 && x.stride % 16 == 0 && x.data % 16 == 0; }
@@ -343,6 +396,7 @@ Plan plan_of(const pk_ctx &ctx, const pk_op_experts &op, int64_t n_rows) {
     p.n_items = take(4);
     p.cursors = take(op.n_experts * 4);
     p.items = take(p.max_items * static_cast<int64_t>(sizeof(ExpertItem)));
+    p.done = take(p.max_items * 4);
     p.order = take(p.positions * 4);
     p.rank = take(p.pairs * 4);
     if (p.is_grouped) {
@@ -435,6 +489,7 @@ int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan, 
     a.ids = reinterpret_cast<const int32_t *>(op.ids.data);
     a.items = reinterpret_cast<ExpertItem *>(l.scratch + plan.items);
     a.n_items = reinterpret_cast<int32_t *>(l.scratch + plan.n_items);
+    a.done = reinterpret_cast<int32_t *>(l.scratch + plan.done);
     a.order = reinterpret_cast<int32_t *>(l.scratch + plan.order);
     a.rank = reinterpret_cast<int32_t *>(l.scratch + plan.rank);
     a.info = l.info;
@@ -452,8 +507,9 @@ int32_t launch_sort(const Launch &l, const pk_op_experts &op, const Plan &plan, 
         c.weights = reinterpret_cast<float *>(op.weights.data);
         c.logits_stride = route->logits.stride / 4;
         c.weights_stride = op.weights.stride / 4;
-        const int64_t bytes = (op.n_experts + 32) * 4;
-        return launch(l, "expert_choose", expert_choose_kernel, dim3(1), dim3(kSortThreads), bytes, a, c);
+        c.counter = l.counters;
+        const dim3 blocks(static_cast<unsigned>((bound(l, op.x.rows) + kChooseTokens - 1) / kChooseTokens));
+        return launch(l, "expert_choose", expert_choose_kernel, blocks, dim3(kChooseThreads), 0, a, c);
     }
     if (plan.pairs <= kFewPairs) return launch(l, "expert_sort", expert_sort_kernel, dim3(1), dim3(kSortThreads), (op.n_experts + 32) * 4, a);
     const dim3 blocks(static_cast<unsigned>((plan.pairs + kSortThreads - 1) / kSortThreads));
@@ -548,9 +604,11 @@ int32_t run_grouped(const Launch &l, const pk_op_experts &op, const Plan &plan, 
 }  // namespace
 
 // route: when this launch is to choose, too; or null.
-static int32_t run_experts(const Launch &l, const pk_op_experts &op, const ExpertPlaces &places, const pk_op_route *route) {
-    const int64_t n_rows = bound(l, op.x.rows);
-    const Plan plan = plan_of(*l.ctx, op, n_rows);
+static int32_t run_experts(const Launch &step, const pk_op_experts &op, const ExpertPlaces &places, const pk_op_route *route) {
+    const int64_t n_rows = bound(step, op.x.rows);
+    const Plan plan = plan_of(*step.ctx, op, n_rows);
+    Launch l = step;
+    l.overlap = step.overlap || (step.decode_only && plan.is_stream && plan.pairs <= kFewPairs);
     if (plan.bytes > l.scratch_bytes) return fail(PK_BAD_ARG, "experts: %lld bytes of scratch are needed, the workspace has %lld", (long long)plan.bytes, (long long)l.scratch_bytes);
     if (plan.is_grouped) return run_grouped(l, op, plan, places);
     pk_tensor x = op.x;
@@ -582,21 +640,22 @@ static int32_t run_experts(const Launch &l, const pk_op_experts &op, const Exper
     p.alpha = op.alpha;
 
     // The product of stack `which` (0 gate, 1 up, 2 down) as the plan has shaped it.
-    auto run = [&](const Packed &packed, int which) {
-        p.n_units = static_cast<int32_t>(packed.padded_cols / unit_of(packed.format).unit);
-        p.warps_k = plan.warps_k[which];
-        p.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[which]);
-        if (plan.is_stream || !is_fp4(packed.format) || !has_fp4_mma(l.ctx)) return launch_product(l, packed.format, plan, p, which);
-        ExpertProduct narrow = p;
-        const int32_t per_token = p.by_position ? p.n_used : 1;
+    auto run = [&](ExpertProduct q, const Packed &packed, int which) {
+        if (plan.is_stream || !is_fp4(packed.format) || !has_fp4_mma(l.ctx)) return launch_product(l, packed.format, plan, q, which);
+        const int32_t per_token = q.by_position ? q.n_used : 1;
         float *factors = reinterpret_cast<float *>(l.scratch + plan.fp4);
-        const NarrowFp4 a = {p.x, l.scratch + plan.fp4 + round_up(plan.pairs * 4, 256), factors, nullptr, p.x_stride, fp4_row_bytes(packed.format, packed.padded_cols, kTerms), p.rows_symbol, p.x_format, p.k, 0, 0, per_token};
-        if (p.first_row == 0)
+        const NarrowFp4 a = {q.x, l.scratch + plan.fp4 + round_up(plan.pairs * 4, 256), factors, nullptr, q.x_stride, fp4_row_bytes(packed.format, packed.padded_cols, kTerms), q.rows_symbol, q.x_format, q.k, 0, 0, per_token};
+        if (q.first_row == 0)
             if (int32_t e = launch_narrow_fp4(l, packed.format, a, n_rows * per_token)) return e;
-        narrow.x = a.out;
-        narrow.x_stride = a.row_bytes / 2;
-        narrow.x_factors = factors;
-        return launch_product(l, packed.format, plan, narrow, which);
+        q.x = a.out;
+        q.x_stride = a.row_bytes / 2;
+        q.x_factors = factors;
+        return launch_product(l, packed.format, plan, q, which);
+    };
+    auto shape = [&](ExpertProduct *q, const Packed &packed, int which) {
+        q->n_units = static_cast<int32_t>(packed.padded_cols / unit_of(packed.format).unit);
+        q->warps_k = plan.warps_k[which];
+        q->x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[which]);
     };
     const Packed &gate = *find_packed(l.ctx, first_stack(op)), &up = *find_packed(l.ctx, op.up), &down = *find_packed(l.ctx, op.down);
     const bool has_gate = op.gate.data != 0, is_one = has_gate && gate.format == up.format;
@@ -613,39 +672,28 @@ static int32_t run_experts(const Launch &l, const pk_op_experts &op, const Exper
     p.out = l.scratch + plan.hidden;
     p.out_format = PK_BF16;
     p.out_stride = p.padded_out = static_cast<int32_t>(plan.hidden_cols);
+    shape(&p, gate, 0);
+    ExpertProduct d = p;
+    d.w[0] = weight_of(l, op.down, op.down_bias, places.shift);
+    d.w[1] = {};
+    d.act = PK_ACT_NONE;
+    d.n_w = 1;
+    d.x = l.scratch + plan.hidden;
+    d.x_stride = plan.hidden_cols;
+    d.x_format = PK_BF16;
+    d.by_position = 1;
+    d.is_wide = gate.rows % 8 == 0;
+    d.k = static_cast<int32_t>(plan.is_stream ? gate.rows : plan.hidden_cols);
+    d.n_rows = static_cast<int32_t>(down.rows);
+    d.out = l.scratch + plan.out;
+    d.out_format = plan.out_format;
+    d.out_stride = plan.panel;
+    d.padded_out = 0;
+    shape(&d, down, 2);
+    const bool is_alike = gate.format == down.format && up.format == down.format;
     // Where every block has at most one tile of the output; with more, the blocks of three launches share the work better.
-    const bool is_lone = plan.is_lone && gate.format == down.format && up.format == down.format && lone_shared(plan, op) <= kLoneShared && down.rows <= 16ll * l.ctx->n_processors;
-    ExpertProduct begin = p;  // of a lone token
-    if (!is_lone)
-        if (int32_t e = run(gate, 0)) return e;
-    if (has_gate && !is_one) {
-        p.w[0] = weight_of(l, op.up, op.up_bias, places.shift);
-        p.gate = p.out;
-        if (int32_t e = run(up, 1)) return e;
-    }
-
-    p.w[0] = weight_of(l, op.down, op.down_bias, places.shift);
-    p.w[1] = {};
-    p.gate = nullptr;
-    p.act = PK_ACT_NONE;
-    p.n_w = 1;
-    p.x = l.scratch + plan.hidden;
-    p.x_stride = plan.hidden_cols;
-    p.x_format = PK_BF16;
-    p.by_position = 1;
-    p.is_wide = gate.rows % 8 == 0;
-    p.k = static_cast<int32_t>(plan.is_stream ? gate.rows : plan.hidden_cols);
-    p.out = l.scratch + plan.out;
-    p.out_format = plan.out_format;
-    p.out_stride = plan.panel;
-    p.padded_out = 0;
-    if (is_lone) {
-        begin.n_units = static_cast<int32_t>(gate.padded_cols / unit_of(gate.format).unit);
-        begin.warps_k = lone_warps(*l.ctx, op, begin.n_units);
-        begin.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[0]);
-        p.n_units = static_cast<int32_t>(down.padded_cols / unit_of(down.format).unit);
-        p.x_row_bytes = static_cast<int32_t>(plan.x_row_bytes[2]);
-        p.n_rows = static_cast<int32_t>(down.rows);
+    if (plan.is_lone && is_alike && lone_shared(plan, op) <= kLoneShared && down.rows <= 16ll * l.ctx->n_processors) {
+        p.warps_k = lone_warps(*l.ctx, op, p.n_units);
         LoneEnd end = {};
         end.weights = reinterpret_cast<const float *>(op.weights.data);
         end.add = reinterpret_cast<const void *>(op.add.data);
@@ -654,13 +702,25 @@ static int32_t run_experts(const Launch &l, const pk_op_experts &op, const Exper
         end.add_format = op.add.format;
         end.y_format = op.y.format;
         end.scale = op.scale;
-        return launch_lone(l, down.format, begin, p, end, lone_shared(plan, op));
+        return launch_lone(l, down.format, p, d, end, lone_shared(plan, op));
+    }
+    if (plan.is_stream && !plan.is_lone && is_alike && fits_expert_few(l, p, d, down.format, plan.item_pairs)) {
+        const int32_t n_places = places.at != nullptr ? places.n : op.n_experts;
+        if (int32_t e = launch_expert_few(l, p, d, reinterpret_cast<int32_t *>(l.scratch + plan.done), down.format, plan.item_pairs, n_places)) return e;
+        return launch_combine(l, op, plan, 0, down.rows);
+    }
+    if (int32_t e = run(p, gate, 0)) return e;
+    if (has_gate && !is_one) {
+        p.w[0] = weight_of(l, op.up, op.up_bias, places.shift);
+        p.gate = p.out;
+        shape(&p, up, 1);
+        if (int32_t e = run(p, up, 1)) return e;
     }
     for (int64_t first = 0; first < down.rows; first += plan.panel) {
-        p.first_row = static_cast<int32_t>(first);
-        p.n_rows = static_cast<int32_t>(std::min(plan.panel, down.rows - first));
-        if (int32_t e = run(down, 2)) return e;
-        if (int32_t e = launch_combine(l, op, plan, first, p.n_rows)) return e;
+        d.first_row = static_cast<int32_t>(first);
+        d.n_rows = static_cast<int32_t>(std::min(plan.panel, down.rows - first));
+        if (int32_t e = run(d, down, 2)) return e;
+        if (int32_t e = launch_combine(l, op, plan, first, d.n_rows)) return e;
     }
     return PK_OK;
 }

@@ -40,9 +40,9 @@ __global__ void __launch_bounds__(32 * kFewWarps<kN> + 32, 1) few_rows_kernel(co
         fence_async_proxy();
     }
     __syncthreads();
-    wait_dependence();
-    release_dependents();
     if (warp == kWarps) {
+        wait_dependence();
+        release_dependents();
 #pragma unroll 1
         for (int i = 0; i < n_pieces; ++i) {
             const int buffer = i % a.n_buffers;
@@ -55,7 +55,6 @@ __global__ void __launch_bounds__(32 * kFewWarps<kN> + 32, 1) few_rows_kernel(co
     }
     const int wk = warp % a.warps_k, team = warp / a.warps_k, all_teams = gridDim.x * (kWarps / a.warps_k), first = team * gridDim.x + blockIdx.x;
     const int n_tasks = first < a.n_tiles ? (a.n_tiles - first - 1) / all_teams + 1 : 0;
-    const int n_rows = rows_of(a.info, a.rows_symbol);
 
     // Where a warp is: one that loads and, behind it, one that multiplies.
     struct Cursor {
@@ -93,6 +92,10 @@ __global__ void __launch_bounds__(32 * kFewWarps<kN> + 32, 1) few_rows_kernel(co
     };
 #pragma unroll 1
     for (int i = 0; i < kDeep; ++i) ask();
+    // The first weights are on their way while the kernels ahead end.
+    wait_dependence();
+    release_dependents();
+    const int n_rows = rows_of(a.info, a.rows_symbol);
     int here = -1, released = 0;  // the piece of x that is here; pieces that this warp is done with
     uint32_t x_lane = 0;
     auto release_to = [&](int piece) {
