@@ -11,6 +11,8 @@ import pytest
 from paddock_manager.catalog import catalog
 from paddock_manager.commands import files, sampling, target
 from paddock_manager.commands.markdown import BOLD, CODE, DIM, HEADING, RESET, Markdown
+from paddock_manager.fleet import keys
+from paddock_manager.paths import places
 
 from tests.checkpoint_bytes import LLAMA, gguf_model, llama_shapes
 
@@ -204,8 +206,10 @@ def test_raw_prompt_goes_as_it_is_without_the_template(paddock, model_file, monk
     assert "--raw needs a prompt" in paddock("run", str(model_file), "--raw").err
 
 
-def test_server_with_older_keys_is_told_so(paddock, model_file):
+def test_server_with_other_keys_is_told_so(paddock, model_file):
     assert paddock("serve", str(model_file), "--port", "0", "--name", "m").code == 0
     paddock("key", "--new")
+    assert paddock("run", str(model_file), "hi").code == 0
+    keys.server_file(places()).write_text(f"sha256:{'0' * 64} admin somebody\n")
     done = paddock("run", str(model_file), "hi")
     assert done.code == 2 and "hint:  m was started with other keys: `paddock stop m`, then start it again\n" in done.err

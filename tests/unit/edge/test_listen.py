@@ -15,9 +15,8 @@ if int(sys.argv[1]):
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
 def size():
     return int(next(line for line in open("/proc/self/status") if line.startswith("FDSize")).split()[1])
-before = size()
 bind("127.0.0.1", 0)
-print(before, size())
+print(size())
 """
 
 
@@ -25,8 +24,7 @@ print(before, size())
 def test_the_table_of_open_files_need_not_grow_when_clients_come(limit: int, least: int) -> None:
     """In a process of several threads the kernel stops who opens the file that no longer fits, for many milliseconds."""
     done = subprocess.run([sys.executable, "-c", SIZES, str(limit)], capture_output=True, text=True, check=True, close_fds=True)
-    before, after = map(int, done.stdout.split())
-    assert before < 1000 and after >= least
+    assert int(done.stdout) >= least
 
 
 def test_a_process_that_may_open_nothing_more_is_told_by_what_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
