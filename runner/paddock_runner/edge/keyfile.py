@@ -24,6 +24,7 @@ class KeyFile:
         self._path, self._tell = path, tell
         self._seen = self._look()
         self._keys = read_keys(path)
+        self._has_failed = False
         self._next_s = time.monotonic() + LOOK_S
 
     def now(self) -> tuple[Key, ...]:
@@ -32,16 +33,19 @@ class KeyFile:
         if now >= self._next_s:
             self._next_s = now + LOOK_S
             seen = self._look()
-            if seen != self._seen:
+            if (is_other := seen != self._seen) or self._has_failed:
                 self._seen = seen
-                self._read()
+                self._read(is_other)
         return self._keys
 
-    def _read(self) -> None:
+    def _read(self, is_told: bool) -> None:
         try:
             self._keys = read_keys(self._path)
+            self._has_failed = False
         except FileError as error:
-            self._tell(f"{error}; the keys of before are let in")
+            self._has_failed = True  # it is tried again: that no more files can be opened, say, passes, and leaves the file as it was
+            if is_told:
+                self._tell(f"{error}; the keys of before are let in")
 
     def _look(self) -> tuple[int, int, int]:
         """What changes with the file's content."""

@@ -6,6 +6,7 @@ import fcntl
 import os
 import resource
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import FileError, UsageError
@@ -23,25 +24,19 @@ def reserve_descriptors() -> None:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     n = MAX_RESERVED if soft == resource.RLIM_INFINITY else min(soft, MAX_RESERVED)
-    read_end, write_end = os.pipe()
-    try:
-        os.close(fcntl.fcntl(read_end, fcntl.F_DUPFD_CLOEXEC, n - 1))
-    except OSError:  # all are taken: the table is as large as it may be
-        return
-    finally:
-        os.close(read_end)
-        os.close(write_end)
+    with suppress(OSError), open(os.devnull, "rb") as any_file:  # all are taken, or no number is that large: whoever opens something is told
+        os.close(fcntl.fcntl(any_file.fileno(), fcntl.F_DUPFD_CLOEXEC, n - 1))
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound, listening socket, and room for those who will come. Raises: UsageError when the address cannot be used."""
-    reserve_descriptors()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(BACKLOG)
+        reserve_descriptors()
     except OSError as error:
         listener.close()
         hint = "--port 0 takes a free one" if error.errno in (13, 98) else "check --host"

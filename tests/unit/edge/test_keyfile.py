@@ -59,6 +59,24 @@ def test_file_without_keys_changes_nothing_and_is_told_once(tmp_path: Path, cloc
     assert file.now() == (key_of("xyz"),) and len(said) == 3
 
 
+def test_file_that_could_not_be_read_for_a_while_is_read_again(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, said = tmp_path / "keys", []
+    write(path, "abc\n")
+    file = KeyFile(path, said.append)
+
+    def fail(path: Path) -> None:
+        raise FileError(f"{path}: too many open files", path=str(path))
+
+    write(path, "xyz\n")
+    with monkeypatch.context() as failing:
+        failing.setattr(keyfile, "read_keys", fail)
+        for _ in range(3):
+            clock[0] += keyfile.LOOK_S
+            assert file.now() == (key_of("abc"),)
+    clock[0] += keyfile.LOOK_S
+    assert file.now() == (key_of("xyz"),) and len(said) == 1
+
+
 def test_first_reading_must_succeed(tmp_path: Path) -> None:
     with pytest.raises(FileError):
         KeyFile(tmp_path / "none", print)
