@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,12 @@ async def until_killed(a: argparse.Namespace, url: str, pids: list[int], prompts
 
     clients = [asyncio.create_task(client()) for _ in range(a.streams)]
     await asyncio.sleep(rng.uniform(0, a.life))
-    while is_last and not (await asyncio.to_thread(tiers, url))["disk"]:
+    until = time.monotonic() + a.timeout
+    while is_last and time.monotonic() < until and not (await asyncio.to_thread(tiers, url))["disk"]:
         await asyncio.sleep(0.05)
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended with the one before
+            os.kill(pid, signal.SIGKILL)
     is_over = True
     await asyncio.gather(*clients)
 
@@ -117,11 +120,19 @@ def tiers(url: str) -> dict[str, Any]:
         return dict(json.load(answer)["engine"]["tiers"])
 
 
+def is_running(pid: int) -> bool:
+    """It is there, and has not ended with nobody to ask how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def wait_gone(pids: list[int], limit_s: float = 20.0) -> None:
     """Returns when none of them runs any more. Raises: RuntimeError."""
     until = time.monotonic() + limit_s
     for pid in pids:
-        while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        while is_running(pid):
             if time.monotonic() > until:
                 raise RuntimeError(f"process {pid} outlives what it belongs to")
             time.sleep(0.01)
