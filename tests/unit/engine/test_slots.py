@@ -115,6 +115,30 @@ def test_rows_come_and_go_in_any_order() -> None:
     assert slots.launched(c.slot) == 10
 
 
+def test_context_is_the_sum_of_what_standing_rows_have_before_them() -> None:
+    slots = SlotTable(SIZES)
+    a, b = (decoding(slots, 3, [p, p + 1, p + 2, p + 3, p + 4, p + 5]) for p in (1, 11))
+    begun = slots.seq
+
+    def step(number: int, is_apart: bool = False) -> None:
+        slots.compose(begun + number, (), (), is_apart=is_apart)
+        assert slots.context == sum(slots.launched(slot) for slot in slots.decode)
+
+    before = slots.context
+    step(1)
+    assert slots.context == before + 2
+    step(2, is_apart=True)
+    assert slots.context == before + 2
+    slots.mark(a, slots.launched(a.slot))
+    step(3)
+    slots.leave(a.slot), slots.leave(a.slot)
+    step(4)
+    slots.join(a, 9)
+    step(5)
+    slots.leave(a.slot), slots.leave(b.slot)
+    assert slots.context == 0 and not slots.decode
+
+
 def test_the_calendar_calls_at_the_end_of_the_pages_and_of_the_length() -> None:
     slots = SlotTable(SIZES)
     request = decoding(slots, 3, [1, 2], max_tokens=9)
