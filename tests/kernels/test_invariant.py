@@ -14,7 +14,7 @@ from paddock_runner.formats.table import WEIGHT_FORMATS, by_name
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.pack import abi
 from paddock_runner.pack.library import Pack
-from paddock_runner.pack.program import Epilogue, Heads, MambaShape, MambaWeights, Program, Stacks, View
+from paddock_runner.pack.program import Epilogue, Heads, MambaShape, MambaWeights, Program, Rotation, Stacks, View
 from paddock_runner.pack.tensor import S, T
 from test_experts import stack_of
 from test_matmul import check
@@ -184,6 +184,39 @@ def test_attention_of_a_token_is_the_same_in_any_company_and_chunk(bench, pack, 
         for place, wanted in attend(other, rows, table, queries, heads, View(window), others).items():
             np.testing.assert_allclose(seen[place][1], wanted, rtol=0, atol=2e-2 * np.abs(wanted).max(), err_msg=f"{place} and where others count")
     other.close()
+
+
+@pytest.mark.parametrize("shape", [(16, 8, 128), (8, 2, 64)], ids=str)
+def test_heads_of_a_token_are_the_same_however_its_row_is_cut(bench, rng, shape):
+    """Queries, and keys and values in their pages, of 600 tokens: normed and turned."""
+    (n_heads, n_kv, width), n = shape, 600
+    k_bytes = n_kv * PAGE * width * 2
+    b = bench(sizes=StateSizes(8, CTX, PAGE, 150, 100, 640, 64, 8, 3, 3), page_bytes=2 * k_bytes)
+    heads = Heads(n_heads, n_kv, width, width, 0, k_bytes, abi.PK_BF16)
+    values = rng.standard_normal((n, (n_heads + 2 * n_kv) * width))
+    norms = tuple(b.upload(1 + 0.2 * rng.standard_normal(width), abi.PK_F32) for _ in range(2))
+    rope = Rotation(b.upload((1 / 10000 ** (np.arange(width // 2) / (width // 2))).astype(np.float32), abi.PK_F32), width, "neox", 1.0)
+    b.scatter_pages(rng)
+
+    def run(cuts: list[int]) -> tuple[np.ndarray, bytes]:
+        found = []
+        b.device.fill(b.device.kv_address, 0, 150 * 2 * k_bytes)
+        for first, end in zip([0, *cuts], [*cuts, n], strict=True):
+            b.set_rows([(0, first, end - first)])
+            x, _ = b.activations(values[first:end], T)
+            q = b.output(end - first, n_heads * width, T, format=abi.PK_F32)
+            program = Program()
+            program.qkv(x, q, heads, norms, rope, 1e-6)
+            b.run(program, end - first)
+            found.append(b.download(q, end - first))
+        return np.concatenate(found), b.device.read(b.device.kv_address, 150 * 2 * k_bytes)
+
+    whole, pages = run([])
+    assert np.isfinite(whole).all() and any(pages)
+    for cuts in ([1, 2, 5, 40, 300], [17, 320], [256, 257], list(range(8, n, 37))):
+        queries, others = run(cuts)
+        np.testing.assert_array_equal(queries, whole, err_msg=str(cuts))
+        assert others == pages, cuts
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "q8_0", "q4_k"])

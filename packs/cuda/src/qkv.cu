@@ -3,6 +3,7 @@
 
 #include "../include/device.cuh"
 #include "../include/half.cuh"
+#include "../include/invariant.h"
 #include "../include/operand.h"
 #include "../include/turn.cuh"
 
@@ -290,8 +291,8 @@ int32_t launch_qkv(const Launch &l, const pk_op_qkv &op) {
     if (has_eights && is_wide(a.qkv) && is_wide(a.q) && ((s.kv | static_cast<uint64_t>(a.page_stride | a.k_offset | a.v_offset)) & 15) == 0 && ((op.q_norm.data | op.k_norm.data | op.v_norm.data) & 15) == 0) {
         int lanes = 1, lane_shift = 0;
         for (; lanes * 8 < widest; lanes *= 2) ++lane_shift;
-        // Fewer tokens are no quicker by pairs, and more have waves enough to hide what a head waits for.
-        const bool has_pairs = op.head_width == lanes * 8 && op.v_width == op.head_width && (a.frequency == nullptr || (!op.rope_layout && op.rope_width == op.head_width && (op.frequency.data & 15) == 0));
+        // Fewer tokens are no quicker by pairs, and more have waves enough to hide what a head waits for. Pairs add squares in another order than the others do.
+        const bool has_pairs = !is_invariant(l.ctx) && op.head_width == lanes * 8 && op.v_width == op.head_width && (a.frequency == nullptr || (!op.rope_layout && op.rope_width == op.head_width && (op.frequency.data & 15) == 0));
         if (rows > 256 && rows < 1024 && has_pairs) {
             // As many groups of heads as have blocks on the device at once.
             int each = 1;
