@@ -59,6 +59,14 @@ def test_damaged_list_of_keys_is_named(paddock):
     assert paddock("key", "ls").code == 7
 
 
+def test_own_key_that_is_no_text_is_named(paddock):
+    paddock("key")
+    places().key_file.write_bytes(b"\xff\xfe\n")
+    done = paddock("key")
+    assert done.code == 7 and "cannot be read" in done.err and "paddock key --new" in done.err
+    assert paddock("key", "--new").code == 0
+
+
 def test_server_speaks_https_with_the_files_it_was_given(paddock, model_file, tls):
     done = paddock("serve", str(model_file), "--port", "0", "--tls-cert", tls[0], "--tls-key", tls[1], "--json")
     assert done.code == 0, done.err

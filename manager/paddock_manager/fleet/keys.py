@@ -51,10 +51,14 @@ def key_file(places: Places) -> Path:
 def key(places: Places) -> str:
     """Our own key.
 
-    Raises: FileError when the file is empty or open to others.
+    Raises: FileError when the file is empty, cannot be read or is open to others.
     """
     path = key_file(places)
-    for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: cannot be read ({error})", "`paddock key --new` writes another", path=str(path)) from None
+    for line in lines:
         if line.strip() and not line.startswith("#"):
             return line.strip()
     raise FileError(f"{path} holds no key", "`paddock key --new` writes one", path=str(path))

@@ -53,4 +53,4 @@ class KeyFile:
             facts = self._path.stat()
         except OSError:
             return (0, 0, 0)
-        return (facts.st_ino, facts.st_mtime_ns, facts.st_size)
+        return (facts.st_ino, facts.st_ctime_ns, facts.st_size)
