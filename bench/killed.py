@@ -14,11 +14,12 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,11 +139,16 @@ def wait_gone(pids: list[int], limit_s: float = 20.0) -> None:
             time.sleep(0.01)
 
 
+def runner(a: argparse.Namespace, *flags: str) -> AbstractContextManager[tuple[str, subprocess.Popen[bytes]]]:
+    """One whose answers can be compared."""
+    return served.runner(a.model, "--log-level", "warning", "--deterministic", *flags, *a.options)
+
+
 def kills(a: argparse.Namespace, folder: Path, prompts: list[list[int]], right: list[str], tally: Tally) -> list[str]:
     """Kills and restarts, then the last runner. What is wrong."""
-    rng, flags, lost = random.Random(a.seed + 1), ("--disk-cache-gib", str(a.disk_gib), "--host-cache-gib", str(a.host_gib), "--cache-dir", str(folder)), 0
+    rng, flags = random.Random(a.seed + 1), ("--disk-cache-gib", str(a.disk_gib), "--host-cache-gib", str(a.host_gib), "--cache-dir", str(folder))
     for n in range(a.kills):
-        with served.runner(a.model, "--log-level", "warning", "--deterministic", *flags, *a.options) as (url, process):
+        with runner(a, *flags) as (url, process):
             found, all_pids, before = tiers(url), served.family(process.pid), tally.n_whole
             pids = rng.choice((all_pids, all_pids[:1], all_pids[1:2]))
             uvloop.run(until_killed(a, url, pids, prompts, right, rng, tally, n == a.kills - 1))
@@ -151,7 +157,7 @@ def kills(a: argparse.Namespace, folder: Path, prompts: list[list[int]], right: 
             wait_gone(all_pids)
         sys.stdout.write(f"kill {n + 1}: {len(pids)} of {len(all_pids)} processes, {found['disk']} pages on disk at its start, {tally.n_whole - before} answers, {len(tally.wrong)} wrong so far\n")
         sys.stdout.flush()
-    with served.runner(a.model, "--log-level", "warning", "--deterministic", *flags, *a.options) as (url, _):
+    with runner(a, *flags) as (url, _):
         begun = tiers(url)
         for k, text in enumerate(uvloop.run(answers(a, url, prompts))):
             if text != right[k]:
@@ -183,7 +189,7 @@ def main() -> int:
     a = parser.parse_args()
     served.use_this_tree()
     prompts, tally = prompts_of(a), Tally()
-    with served.runner(a.model, "--log-level", "warning", "--deterministic", *a.options) as (url, _):
+    with runner(a) as (url, _):
         right = uvloop.run(answers(a, url, prompts))
     with tempfile.TemporaryDirectory(prefix="paddock-killed-") as folder:
         wrong = kills(a, Path(folder), prompts, right, tally)

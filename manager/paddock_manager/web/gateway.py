@@ -160,14 +160,14 @@ class Gateway:
                 return ""
             return answer.text if answer.status_code == 200 else ""
 
-        servers = {e.launch.name: e.server for e in self.pool.entries.values() if e.server is not None and not e.is_changing}
+        servers = self.pool.loaded()
         return dict(zip(servers, await asyncio.gather(*map(of, servers.values())), strict=True))
 
     async def _stored(self, call: Call, caller: Caller) -> None:
         """A stored response: asked of each loaded runner, since its id tells of no model. Raises: UnknownResponse."""
         path = RESPONSES + quote(call.path.removeprefix(RESPONSES), safe="") + (f"?{call.query}" if call.query else "")
         headers = self._bearer(caller.key or self._key()) | {HEADER.decode(): call.request_id}
-        for server in [e.server for e in self.pool.entries.values() if e.server is not None and not e.is_changing]:
+        for server in self.pool.loaded().values():
             try:
                 answer = await self._client.request(call.method, server.url + path, headers=headers, timeout=STATE_S)
             except (httpx.HTTPError, httpx.InvalidURL):

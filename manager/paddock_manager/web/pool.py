@@ -90,6 +90,10 @@ class Pool:
             raise UnknownModel(f"no model {name[:200]!r} is served here", hint, name=name[:200], known=list(self.entries), param="model")
         return found
 
+    def loaded(self) -> dict[str, Server]:
+        """The runners that are there and stay, by model."""
+        return {e.launch.name: e.server for e in self.entries.values() if e.server is not None and not e.is_changing}
+
     async def acquire(self, name: str) -> Server:
         """A running server of a model, counted as in use until `release`.
 
