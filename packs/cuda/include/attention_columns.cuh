@@ -3,6 +3,7 @@
 // shuffles while no logit is far above the largest so far.
 #pragma once
 #include "attention_ring.cuh"
+#include "gather_columns.cuh"
 
 namespace pk {
 namespace ring {
@@ -14,15 +15,6 @@ __device__ __forceinline__ uint32_t transpose8(uint32_t v) {
     uint32_t t;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(t) : "r"(v));
     return t;
-}
-
-// Pairs of columns, word i of lane c of four neighbours: columns 8i + 2c. Lane c gets the words of columns 8c to 8c + 7.
-__device__ __forceinline__ uint4 gather_words(uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3, int c) {
-    const bool odd = c & 1, high = c & 2;
-    const uint32_t a = __shfl_xor_sync(~0u, odd ? v0 : v1, 1), b = __shfl_xor_sync(~0u, odd ? v2 : v3, 1);
-    const uint32_t w0 = odd ? a : v0, w1 = odd ? v1 : a, w2 = odd ? b : v2, w3 = odd ? v3 : b;
-    const uint32_t d = __shfl_xor_sync(~0u, high ? w0 : w2, 2), e = __shfl_xor_sync(~0u, high ? w1 : w3, 2);
-    return high ? make_uint4(d, e, w2, w3) : make_uint4(w0, w1, d, e);
 }
 
 template <int kD, int kKind>
@@ -138,7 +130,7 @@ struct Columns {
         auto columns = [&](int i) { return transpose8(pack_bf16(o[i >> 1][2 * (i & 1)] * f[0], o[i >> 1][2 * (i & 1) + 1] * f[1])); };
 #pragma unroll
         for (int i = 0; i < kD / 8; i += 4) {
-            const uint4 v = gather_words(columns(i), columns(i + 1), columns(i + 2), columns(i + 3), c);
+            const uint4 v = gather_columns(columns(i), columns(i + 1), columns(i + 2), columns(i + 3), c);
             if (pair < group) *reinterpret_cast<uint4 *>(to + 8 * i) = v;
         }
 #endif

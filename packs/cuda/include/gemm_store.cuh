@@ -1,6 +1,7 @@
 // How the tiled products on Hopper store a warp's sums: 16 rows of x, columns as wgmma leaves them.
 #pragma once
 #include "device.cuh"
+#include "gather_columns.cuh"
 #include "gemm.cuh"
 
 namespace pk {
@@ -13,15 +14,6 @@ __device__ __forceinline__ int fresh_thread() {
     int v;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
     return v;
-}
-
-// Pairs of columns, word i of lane c of four neighbours: columns 8i + 2c. Lane c gets the words of columns 8c to 8c + 7.
-__device__ __forceinline__ uint4 gather_columns(uint32_t v0, uint32_t v1, uint32_t v2, uint32_t v3, int c) {
-    const bool odd = c & 1, high = c & 2;
-    const uint32_t a = __shfl_xor_sync(~0u, odd ? v0 : v1, 1), b = __shfl_xor_sync(~0u, odd ? v2 : v3, 1);
-    const uint32_t w0 = odd ? a : v0, w1 = odd ? v1 : a, w2 = odd ? b : v2, w3 = odd ? v3 : b;
-    const uint32_t d = __shfl_xor_sync(~0u, high ? w0 : w2, 2), e = __shfl_xor_sync(~0u, high ? w1 : w3, 2);
-    return high ? make_uint4(d, e, w2, w3) : make_uint4(w0, w1, d, e);
 }
 
 // Adds to four floats where they lie.
