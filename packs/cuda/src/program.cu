@@ -1,24 +1,20 @@
-// Loading, capturing and running programs.
+// Loading programs and giving their steps to the device.
 #include "program.h"
 
 #include "../../host/guess.h"
-#include "../../rare.h"
 #include "../include/attention_plan.h"
-#include "../include/chosen.cuh"
 #include "../include/cold.cuh"
 #include "../include/copies.h"
 #include "../include/invariant.h"
-#include "../include/lone_draw.cuh"
-#include "../include/narrow.cuh"
 #include "../include/parted.h"
-#include "../include/skinny.cuh"
+#include "enqueue.h"
+#include "graph.h"
 
 #include <sched.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <map>
 
 namespace pk {
 namespace {
@@ -26,277 +22,6 @@ namespace {
 constexpr int64_t kInfoBytes = 256;  // in front of the counters of what a part left
 static_assert(sizeof(StepInfo) <= kInfoBytes);
 constexpr std::chrono::milliseconds kQueryEvery{10};
-
-int32_t launch_record(const Launch &l, const Record &record) {
-    switch (record.op) {
-        case PK_OP_PREPARE: return launch_prepare(l);
-        case PK_OP_EMBED: return launch_embed(l, record.as<pk_op_embed>());
-        case PK_OP_NORM: return launch_norm(l, record.as<pk_op_norm>());
-        case PK_OP_MATMUL: return launch_matmul(l, record.as<pk_op_matmul>());
-        case PK_OP_QKV: return launch_qkv(l, record.as<pk_op_qkv>());
-        case PK_OP_ATTENTION: return launch_attention(l, record.as<pk_op_attention>());
-        case PK_OP_GATE: return launch_gate(l, record.as<pk_op_gate>());
-        case PK_OP_GATHER: return launch_gather(l, record.as<pk_op_gather>());
-        case PK_OP_SAMPLE: return launch_sample(l, record.as<pk_op_sample>());
-        case PK_OP_COMMIT: return launch_commit(l);
-        case PK_OP_COPY: return launch_copy(l, record.as<pk_op_copy>());
-        case PK_OP_ADD: return launch_add(l, record.as<pk_op_add>());
-        case PK_OP_SIGMOID: return launch_sigmoid(l, record.as<pk_op_sigmoid>());
-        case PK_OP_ROUTE: return launch_route(l, record.as<pk_op_route>());
-        case PK_OP_EXPERTS: return launch_experts(l, record.as<pk_op_experts>());
-        case PK_OP_DELTA: return launch_delta(l, record.as<pk_op_delta>());
-        case PK_OP_MAMBA: return launch_mamba(l, record.as<pk_op_mamba>());
-        case PK_OP_CONV: return launch_conv(l, record.as<pk_op_conv>());
-        default: return launch_rare(l, record);
-    }
-}
-
-// `shares`: rows may begin with the same pages. Launches follow each other; kernels that gain by a head start ask for it themselves (LOG.md, entry 6, N19).
-Launch launch_of(pk_program &p, const pk_program::View &view, int32_t max_tokens, int32_t max_samples, bool decode_only, bool shares) {
-    Launch l;
-    l.ctx = view.ctx;
-    l.stream = view.ctx->stream;
-    l.state = &p.state;
-    l.info = p.info;
-    l.ring = reinterpret_cast<uint64_t>(p.ring);
-    l.ring_bytes = p.ring_bytes;
-    l.n_ring = kRing;
-    l.consumed = reinterpret_cast<uint64_t>(p.consumed);
-    l.max_tokens = max_tokens;
-    l.max_samples = max_samples;
-    l.decode_only = decode_only;
-    l.counters = view.counters;
-    l.scratch = reinterpret_cast<uint8_t *>(p.state.workspace + kCounterBytes + share_bytes(p.state));
-    l.scratch_bytes = plan_offset(p.state) - kCounterBytes - share_bytes(p.state);
-    if (shares && p.shared_rows.record() >= 0) {
-        const auto &op = p.records[p.shared_rows.record()].as<pk_op_attention>();
-        l.share = reinterpret_cast<uint8_t *>(p.state.workspace + kCounterBytes);
-        l.share_heads = op.n_heads;
-        l.share_kv_heads = op.n_kv_heads;
-    }
-    return l;
-}
-
-bool is_end(const Record &r) { return r.op == PK_OP_PREPARE || r.op == PK_OP_COMMIT; }
-
-// The node that the next one of a capture will depend on, or null.
-cudaGraphNode_t last_node(cudaStream_t stream) {
-    cudaStreamCaptureStatus capturing;
-    const cudaGraphNode_t *nodes = nullptr;
-    const cudaGraphEdgeData *edges = nullptr;
-    size_t n = 0;
-    const cudaError_t e = cudaStreamGetCaptureInfo(stream, &capturing, nullptr, nullptr, &nodes, &edges, &n);
-    return e == cudaSuccess && n == 1 ? nodes[0] : nullptr;
-}
-
-// Enqueues record i. l: of the records before it; a record of a pool changes whose pages the next ones use. passes: gets the nodes of passes over shared prefixes.
-int32_t launch_next(pk_program &p, Launch &l, int64_t i, std::vector<cudaGraphNode_t> *passes = nullptr) {
-    const Record &record = p.records[i];
-    if (record.op == PK_OP_PREPARE && p.pool.kv) return launch_prepare_pool(l, p.pool);
-    if (record.op == PK_OP_ATTENTION && reads_share(l, record.as<pk_op_attention>())) {
-        if (int32_t e = launch_shared(l, record.as<pk_op_attention>(), i != p.shared_rows.record())) return e;
-        if (passes)
-            if (cudaGraphNode_t node = last_node(l.stream)) passes->push_back(node);
-    }
-    if (record.op != PK_OP_POOL) return launch_record(l, record);
-    l.state = record.as<pk_op_pool>().kv ? &p.pooled : &p.state;
-    return PK_OK;
-}
-
-// The record behind a commit that follows the draw of record i, in a step of one row; i: there is none. guess: records that such steps leave out.
-int64_t end_of_draw(const pk_program &p, const Launch &l, int64_t i, const GuessPart &guess) {
-    if (!l.decode_only || l.max_tokens != 1 || p.records[i].op != PK_OP_SAMPLE) return i;
-    const int64_t next = i + 1 >= guess.first && i + 1 < guess.end ? guess.end : i + 1;
-    return next < p.records.n() && p.records[next].op == PK_OP_COMMIT ? next + 1 : i;
-}
-
-// What is launched together that begins with record i and ends before `end`: in steps of one token or a few a layer's products, in all of them a choice and its experts. The record behind it; i when there is nothing.
-int64_t launch_together(const pk_program &p, const pk_program::View &view, const Launch &l, int64_t i, int64_t end, int32_t *status) {
-    if (is_of_few_rows(l)) {
-        Launch at = l;
-        at.overlap = true;
-        for (const FewRows &few : view.few_rows) {
-            if (few.first != i || few.last > end) continue;
-            for (const FewRows::Part &part : few.parts) {
-                const bool fits = fits_few_rows(l, part.products);
-                if (fits && !*status) *status = launch_few_rows(at, part.products);
-                for (size_t k = 0; k < part.records.size() && !fits && !*status; ++k) {
-                    const Record &record = p.records[part.records[k]];
-                    if (record.op == PK_OP_ROUTE && k + 1 < part.records.size()) *status = launch_chosen_experts(at, record.as<pk_op_route>(), p.records[part.records[++k]].as<pk_op_experts>());
-                    else *status = launch_record(at, record);
-                }
-            }
-            return few.last;
-        }
-    }
-    if (p.records[i].op == PK_OP_ROUTE && i + 1 < end && p.records[i + 1].op == PK_OP_EXPERTS) {
-        *status = launch_chosen_experts(l, p.records[i].as<pk_op_route>(), p.records[i + 1].as<pk_op_experts>());
-        return i + 2;
-    }
-    if (!l.decode_only || l.max_tokens != 1) return i;
-    for (const Mixture &m : view.mixtures)
-        if (m.first == i && m.last <= end) {
-            *status = launch_mixture(l, m);
-            return m.last;
-        }
-    for (const Abreast &a : view.abreast)
-        if (a.first == i && a.last <= end) {
-            *status = launch_abreast(l, a);
-            return a.last;
-        }
-    return i;
-}
-
-// Launches what decode attention of a step takes first, where a step begins: attention may begin before the launch in front of it has ended, but not before the embedding has begun, which waits for this.
-int32_t launch_first_work(const pk_program &p, const Launch &l, int64_t i) {
-    if (p.records[i].op != PK_OP_EMBED) return PK_OK;
-    Launch at = l;
-    for (int64_t k = 0; k < p.records.n(); ++k) {
-        const Record &record = p.records[k];
-        if (k < i && record.op != PK_OP_PREPARE && record.op != PK_OP_POOL) return PK_OK;
-        if (record.op == PK_OP_POOL) at.state = record.as<pk_op_pool>().kv ? &p.pooled : &p.state;
-        if (k > i && record.op == PK_OP_ATTENTION && is_planned(at, record.as<pk_op_attention>())) return launch_plan(at, record.as<pk_op_attention>());
-    }
-    return PK_OK;
-}
-
-// Enqueues records [first, end), without the two ends of a step when with_ends is false.
-int32_t enqueue(pk_program &p, const pk_program::View &view, const Launch &l, int64_t first, int64_t end, bool with_ends, std::vector<cudaGraphNode_t> *passes = nullptr) {
-    int32_t status = PK_OK;
-    const GuessPart guess = guess_part(p.records);
-    Launch at = l;
-    for (int64_t i = first; i < end && !status; ++i) {
-        if (l.decode_only && with_ends && i >= guess.first && i < guess.end) continue;
-        if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
-        if (!status) status = launch_first_work(p, at, i);
-        if (status) break;
-        const persist::Run *run = l.share ? nullptr : persist::find_run(view.plans, l, i);
-        if (const int64_t next = launch_together(p, view, l, i, end, &status); next > i) {
-            i = next - 1;
-        } else if (run && run->last <= end) {
-            status = persist::launch_run(l, *run);
-            i = run->last - 1;
-        } else if (const int64_t next = launch_beside(p.records, at, i, end, &status); next > i) {
-            i = next - 1;
-        } else if (const int64_t next = launch_narrowing(p.records, at, i, end, &status); next > i) {
-            i = next - 1;
-        } else if (const int64_t next = with_ends ? end_of_draw(p, l, i, guess) : i; next > i) {
-            status = launch_lone_draw(l, p.records[i].as<pk_op_sample>());
-            i = next - 1;
-        } else if (with_ends || !is_end(p.records[i])) {
-            // Of one row the head start of a step's first launch counts, in mixtures of a few rows those of small kernels between products.
-            const int32_t op = p.records[i].op;
-            at.overlap = l.decode_only && (l.max_tokens == 1 ? op == PK_OP_EMBED : !view.few_rows.empty() && (op == PK_OP_DELTA || op == PK_OP_QKV || op == PK_OP_SIGMOID));
-            status = launch_next(p, at, i, passes);
-        }
-    }
-    return status;
-}
-
-// The nodes behind `last`, one after the other.
-int32_t find_tail(pk_program::Graph &g, cudaGraphNode_t last) {
-    size_t n = 0;
-    if (int32_t e = check(cudaGraphGetEdges(g.graph, nullptr, nullptr, nullptr, &n), "capture")) return e;
-    std::vector<cudaGraphNode_t> from(n), to(n);
-    std::vector<cudaGraphEdgeData> edges(n);
-    if (int32_t e = check(cudaGraphGetEdges(g.graph, from.data(), to.data(), edges.data(), &n), "capture")) return e;
-    std::map<cudaGraphNode_t, cudaGraphNode_t> next;
-    for (size_t i = 0; i < n; ++i) next[from[i]] = to[i];
-    for (auto at = next.find(last); at != next.end(); at = next.find(at->second)) g.tail.push_back(at->second);
-    return PK_OK;
-}
-
-// Switches nodes off, or on again; is_off: as they are.
-int32_t switch_off(const pk_program::Graph &g, const std::vector<cudaGraphNode_t> &nodes, bool off, bool *is_off) {
-    if (*is_off == off) return PK_OK;
-    for (cudaGraphNode_t node : nodes)
-        if (int32_t e = check(cudaGraphNodeSetEnabled(g.exec, node, !off), "step")) return e;
-    *is_off = off;
-    return PK_OK;
-}
-
-void drop(pk_program::Graph &g) {
-    if (g.exec) cudaGraphExecDestroy(g.exec);
-    if (g.graph) cudaGraphDestroy(g.graph);
-    g = {};
-}
-
-// One graph of all records (without the two ends of a step when with_ends is false).
-int32_t capture(pk_program &p, const pk_program::View &view, const Launch &l, bool with_ends, pk_program::Graph *out) {
-    cudaStream_t stream = l.stream;
-    const bool has_tail = with_ends && p.tail_at > 0 && p.tail_at < p.records.n();
-    cudaGraphNode_t last = nullptr;
-    if (int32_t e = check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture")) return e;
-    int32_t status = enqueue(p, view, l, 0, has_tail ? p.tail_at : p.records.n(), with_ends, &out->passes);
-    if (has_tail) last = last_node(stream);
-    if (!status && has_tail) status = enqueue(p, view, l, p.tail_at, p.records.n(), with_ends);
-    const int32_t ended = check(cudaStreamEndCapture(stream, &out->graph), "capture");
-    if (!status) status = ended;
-    if (!status && last) status = find_tail(*out, last);
-    if (!status) status = check(cudaGraphInstantiate(&out->exec, out->graph, 0), "graph");
-    if (out->graph && (status || (!has_tail && out->passes.empty()))) {
-        cudaGraphDestroy(out->graph);
-        out->graph = nullptr;
-    }
-    return status ? status : check(cudaGraphUpload(out->exec, stream), "graph");
-}
-
-int32_t set_info(pk_program &p, int32_t n_tokens, int32_t n_rows, int32_t n_samples) {
-    StepInfo info = {};
-    if (int32_t e = check(cudaMemcpyAsync(&info, p.info, sizeof info, cudaMemcpyDeviceToHost, p.ctx->stream), "run")) return e;
-    if (int32_t e = check(cudaStreamSynchronize(p.ctx->stream), "run")) return e;
-    info.n_tokens = n_tokens;
-    info.n_rows = n_rows;
-    info.n_samples = n_samples;
-    if (int32_t e = check(cudaMemcpyAsync(p.info, &info, sizeof info, cudaMemcpyHostToDevice, p.ctx->stream), "run")) return e;
-    return check(cudaStreamSynchronize(p.ctx->stream), "run");
-}
-
-int32_t put(pk_program &p, uint64_t device, const std::vector<int32_t> &values) {
-    if (values.empty() || !device) return PK_OK;
-    if (int32_t e = check(cudaMemcpyAsync(reinterpret_cast<void *>(device), values.data(), values.size() * 4, cudaMemcpyHostToDevice, p.ctx->stream), "run")) return e;
-    return check(cudaStreamSynchronize(p.ctx->stream), "run");
-}
-
-// Rows of a run without step input: dead ones of equal length, as the CPU pack does.
-int32_t lay_dead_rows(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t *n_rows) {
-    const int32_t n = std::max(1, std::min(n_samples > 0 ? n_samples : 1, n_tokens));
-    std::vector<int32_t> slot(n), start(n + 1), zero_rows(n), flags(n), zero_tokens(n_tokens), row_of(n_tokens), sample(n_samples), sample_at(n_samples);
-    for (int32_t r = 0; r < n; ++r) {
-        slot[r] = r % p.state.n_slots;
-        start[r + 1] = static_cast<int32_t>(int64_t{n_tokens} * (r + 1) / n);
-        flags[r] = PK_ROW_DEAD | (n_samples ? PK_ROW_SAMPLE : 0);
-        for (int32_t t = start[r]; t < start[r + 1]; ++t) row_of[t] = r;
-    }
-    for (int32_t s = 0; s < n_samples; ++s) sample_at[s] = start[(sample[s] = s < n ? s : 0) + 1] - 1;
-    *n_rows = n;
-    const pk_state &s = p.state;
-    const std::pair<uint64_t, const std::vector<int32_t> *> writes[] = {
-        {s.row_slot, &slot}, {s.row_start, &start}, {s.row_position, &zero_rows}, {s.row_flags, &flags}, {s.token_id, &zero_tokens},
-        {s.token_position, &zero_tokens}, {s.token_row, &row_of}, {s.token_page, &zero_tokens}, {p.pool.token_page, &zero_tokens}, {s.sample_row, &sample}, {s.sample_at, &sample_at}};
-    for (const auto &[device, values] : writes)
-        if (int32_t e = put(p, device, *values)) return e;
-    return PK_OK;
-}
-
-int32_t count_rows(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t *n_rows) {
-    *n_rows = n_samples;
-    if (!p.state.row_start || n_tokens == 0) return PK_OK;
-    std::vector<int32_t> start(p.state.max_step_rows + 1);
-    if (int32_t e = check(cudaMemcpy(start.data(), reinterpret_cast<void *>(p.state.row_start), start.size() * 4, cudaMemcpyDeviceToHost), "run")) return e;
-    for (int32_t r = 1; r <= p.state.max_step_rows; ++r)
-        if (start[r] == n_tokens && start[r - 1] < n_tokens) {
-            *n_rows = r;
-            return PK_OK;
-        }
-    return PK_OK;
-}
-
-bool has_op(const pk_program &p, int32_t op) {
-    for (int64_t i = 0; i < p.records.n(); ++i)
-        if (p.records[i].op == op) return true;
-    return false;
-}
 
 int64_t scratch_of(const pk_ctx &ctx, const Records &records, const pk_state &state) {
     int64_t most = 0;
@@ -352,7 +77,7 @@ int32_t fill_view(pk_program &p, pk_program::View &view, const std::vector<int32
     return check(cudaStreamSynchronize(view.ctx->stream), "load");
 }
 
-void drop(pk_program::View &view) {
+void drop_view(pk_program::View &view) {
     for (auto &b : view.buckets) {
         drop(b.mixed);
         drop(b.decode);
@@ -457,8 +182,8 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
 void unload_program(pk_program &p) {
     cudaStreamSynchronize(p.ctx->stream);
     forget_cold(p.ctx);
-    drop(p.all);
-    drop(p.rest);
+    drop_view(p.all);
+    drop_view(p.rest);
     if (p.info) cudaFree(p.info);
     if (p.ring) cudaFreeHost(p.ring);
     if (p.consumed) cudaFreeHost(p.consumed);
@@ -588,74 +313,6 @@ int32_t times_program(pk_program &p, uint64_t *ns, int32_t n, int32_t *n_out) {
         for (int k = 0; k < 2; ++k) ns[2 * i + k] = times[2 * ((done - count + i) % PK_TIMES) + k];
     *n_out = static_cast<int32_t>(count);
     return PK_OK;
-}
-
-// Threads that compute experts stay awake while records run without a step.
-struct ColdHold {
-    pk_ctx *ctx;
-    explicit ColdHold(pk_ctx *of) : ctx(of) { hold_cold(ctx, 1); }
-    ~ColdHold() { hold_cold(ctx, -1); }
-};
-
-int32_t run_program(pk_program &p, int32_t n_tokens, int32_t n_samples, int32_t n_repeats, float *us) {
-    const pk_state &s = p.state;
-    if (n_tokens < 0 || n_tokens > s.max_step_tokens) return fail(PK_BAD_ARG, "run: n_tokens is %d, it must be 0 to %d", n_tokens, s.max_step_tokens);
-    if (n_samples < 0 || n_samples > s.max_step_rows) return fail(PK_BAD_ARG, "run: n_samples is %d, it must be 0 to %d", n_samples, s.max_step_rows);
-    n_repeats = std::max(n_repeats, 1);
-    if (int32_t e = copies_of(p.ctx).settle()) return e;
-    const ColdHold hold(p.ctx);
-    int32_t n_rows = 0;
-    if (has_op(p, PK_OP_PREPARE)) {
-        if (int32_t e = lay_dead_rows(p, n_tokens, n_samples, &n_rows)) return e;
-    } else if (int32_t e = count_rows(p, n_tokens, n_samples, &n_rows)) {
-        return e;
-    }
-    if (int32_t e = set_info(p, n_tokens, n_rows, n_samples)) return e;
-    const int32_t max_tokens = std::max(n_tokens, 1), max_samples = std::max(n_samples, 1);
-    const bool decode_only = n_rows == n_tokens;
-    cudaStream_t stream = p.ctx->stream;
-    if (int32_t e = begin_turn(p.ctx, false)) return e;
-    bool shares = false;
-    if (int32_t e = p.shared_rows.any_on_device(s, n_rows, &shares)) return e;
-    if (us == nullptr) {
-        pk_program::Graph graph;
-        if (int32_t e = capture(p, p.all, launch_of(p, p.all, max_tokens, max_samples, decode_only, shares), false, &graph)) return e;
-        int32_t status = PK_OK;
-        for (int32_t i = 0; i < n_repeats && !status; ++i) status = check(cudaGraphLaunch(graph.exec, stream), "run");
-        const int32_t ended = check(cudaStreamSynchronize(stream), "run");
-        drop(graph);
-        return status ? status : ended ? ended : check_cold(p.ctx);
-    }
-    const Launch l = launch_of(p, p.all, max_tokens, max_samples, decode_only, shares);
-    if (l.share)
-        if (int32_t e = launch_share(l, p.records[p.shared_rows.record()].as<pk_op_attention>())) return e;
-    const int64_t n = p.records.n();
-    std::vector<float> times(n * n_repeats);
-    for (int64_t i = 0; i < n; ++i)
-        if (int32_t e = launch_first_work(p, l, i)) return e;
-    cudaEvent_t begin, end;
-    if (int32_t e = check(cudaEventCreate(&begin), "run")) return e;
-    if (int32_t e = check(cudaEventCreate(&end), "run")) return e;
-    int32_t status = PK_OK;
-    Launch at = l;
-    for (int32_t k = 0; k < n_repeats && !status; ++k)
-        for (int64_t i = 0; i < n && !status; ++i) {
-            if (is_end(p.records[i])) continue;
-            cudaEventRecord(begin, stream);
-            status = launch_next(p, at, i);
-            cudaEventRecord(end, stream);
-            if (!status) status = check(cudaEventSynchronize(end), "run");
-            float ms = 0.0f;
-            cudaEventElapsedTime(&ms, begin, end);
-            times[i * n_repeats + k] = ms * 1000.0f;
-        }
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
-    for (int64_t i = 0; i < n; ++i) {
-        std::nth_element(times.begin() + i * n_repeats, times.begin() + i * n_repeats + n_repeats / 2, times.begin() + (i + 1) * n_repeats);
-        us[i] = times[i * n_repeats + n_repeats / 2];
-    }
-    return status;
 }
 
 }  // namespace pk

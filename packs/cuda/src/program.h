@@ -74,6 +74,12 @@ constexpr int32_t kRing = 4;
 constexpr int64_t kRingBytes = 4 << 20;
 constexpr int32_t kRestTokens = 512;  // of a step that may run on what a part left; larger ones have all, in turn with the part
 
+inline bool has_op(const pk_program &p, int32_t op) {
+    for (int64_t i = 0; i < p.records.n(); ++i)
+        if (p.records[i].op == op) return true;
+    return false;
+}
+
 // Bytes of scratch of the largest launch of every record, the counters included, whatever multiprocessors its steps run on.
 int64_t program_workspace(const pk_ctx &ctx, const Records &records, const pk_state &state);
 // The ops of rare.h: whether there is one of that number, and one record of it.

@@ -38,7 +38,7 @@ struct Arguments {
     Shape shape;
 };
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ __forceinline__ void copy_units(uint32_t shared, const CUtensorMap *map, int row, int unit, int place, uint64_t *barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared), "l"(map), "r"(shared_address(barrier)), "r"(0),
                  "r"(row), "r"(unit), "r"(place), "l"(kReadOnce)
@@ -54,7 +54,7 @@ __device__ __forceinline__ uint4 load4(uint32_t at) {
 // acc += the 16 rows of the unit at `w` (a lane's row, swizzled) times rows of x, eight a tile.
 template <bool kFp8, int kTiles>
 __device__ __forceinline__ void multiply_unit(uint32_t w, const uint32_t (&x)[kTiles], float factor, float (&acc)[kTiles][4]) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const int lane = threadIdx.x & 31, r = lane >> 2, c = lane & 3;
     const uint32_t near = w + ((2 * c ^ r) << 4), far = w + ((2 * c + 1 ^ r) << 4);
     const uint4 raw[4] = {load4(near), load4(near + 1024), load4(far), load4(far + 1024)};
@@ -92,7 +92,7 @@ __device__ __forceinline__ void multiply_unit(uint32_t w, const uint32_t (&x)[kT
 #endif
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ __forceinline__ ExpertItem few_item(const ExpertProduct &p, int index) {
     const int4 v = __ldg(reinterpret_cast<const int4 *>(p.items) + index);
     return {v.x, v.y, v.z, v.w};
@@ -325,7 +325,7 @@ __device__ __forceinline__ void make_all(const ExpertProduct &p, const Tasks &t,
 // Grid: multiprocessors. Shared: the ring, x [kTiles * 8 rows], sums of the warps twice.
 template <bool kFp8, int kTiles>
 __global__ void __launch_bounds__(kThreads, 1) expert_few_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Arguments a) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t dynamic[];
     __shared__ uint64_t full[kMostStages], empty[kMostStages];
     __shared__ float row_factors[8 * kTiles];
