@@ -1,4 +1,4 @@
-// A lone token's mixture of experts in one launch (src/experts/mixture.cu): which records of a program it stands for, and its arguments.
+// A lone token's mixture of experts in one launch (src/experts/mixture.cu, find_mixtures.cu): which records of a program it stands for, and its arguments.
 #pragma once
 #include <vector>
 
@@ -35,6 +35,7 @@ struct Mixture {
 
 // The mixtures of a program that one launch can serve when a step has one token; none where a format or a size is not for it.
 std::vector<Mixture> find_mixtures(const Launch &l, const Records &records);
+int64_t mixture_shared_bytes(const MixtureArguments &a);
 int32_t launch_mixture(const Launch &l, const Mixture &mixture);
 
 }  // namespace pk
