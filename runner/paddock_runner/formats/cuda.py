@@ -39,7 +39,7 @@ PANEL_BYTES = 64 << 20
 
 
 def panel_launches(format: str, rows: int, cols: int, is_gated: bool = False) -> float:
-    """Launches of a product of many rows of x beyond one for weights that are unpacked panel by panel (run_gemm in packs/cuda/src/matmul/matmul.cu):
+    """Launches of a product of many rows of x beyond one for weights that are unpacked panel by panel (run_gemm in packs/cuda/src/matmul/tiled.cu):
     each panel takes one to unpack and one to multiply, at most: weights side by side share panels. is_gated: gate and up share theirs and one launch to multiply."""
     if format not in UNITS:
         return 0
