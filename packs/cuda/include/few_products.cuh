@@ -1,6 +1,7 @@
 // What kernels for a few rows share: units of weights through shared memory, and their products with groups of eight rows of x that lie there too.
 #pragma once
 #include "lone_row.cuh"
+#include "shared_load.cuh"
 #include "wgmma.cuh"
 
 namespace pk {
@@ -17,17 +18,6 @@ __device__ __forceinline__ uint32_t widen2(uint32_t codes) {
     return bits(__hmul2(as_bf162((p & 0x80008000u) | (p >> 4 & 0x07f007f0u)), as_bf162(0x7b807b80u)));
 }
 
-__device__ __forceinline__ uint4 few_load4(uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint2 few_load2(uint32_t at) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
-    return v;
-}
-
 // raw[q] += the 16 rows of a unit at `slot` times rows 8 q to 8 q + 7 of x. x: this lane's part of the unit's first row.
 template <int kN, bool kFp8>
 __device__ __forceinline__ void few_products(uint32_t slot, uint32_t x, int x_row_bytes, float (&raw)[kN][4]) {
@@ -38,18 +28,18 @@ __device__ __forceinline__ void few_products(uint32_t slot, uint32_t x, int x_ro
         uint32_t upper[4], lower[4];
         if constexpr (kFp8) {
             const uint32_t at = row + ((2 * b + (c >> 1)) ^ swizzle) * 16 + (c & 1) * 8;
-            const uint2 u = few_load2(at), v = few_load2(at + 8 * kUnitBytes);
+            const uint2 u = ordered_load2(at), v = ordered_load2(at + 8 * kUnitBytes);
             upper[0] = widen2<false>(u.x); upper[1] = widen2<true>(u.x); upper[2] = widen2<false>(u.y); upper[3] = widen2<true>(u.y);
             lower[0] = widen2<false>(v.x); lower[1] = widen2<true>(v.x); lower[2] = widen2<false>(v.y); lower[3] = widen2<true>(v.y);
         } else {
             const uint32_t at = row + ((4 * b + c) ^ swizzle) * 16;
-            const uint4 u = few_load4(at), v = few_load4(at + 8 * kUnitBytes);
+            const uint4 u = ordered_load4(at), v = ordered_load4(at + 8 * kUnitBytes);
             upper[0] = u.x; upper[1] = u.y; upper[2] = u.z; upper[3] = u.w;
             lower[0] = v.x; lower[1] = v.y; lower[2] = v.z; lower[3] = v.w;
         }
         uint4 right[kN];
 #pragma unroll
-        for (int q = 0; q < kN; ++q) right[q] = few_load4(x + 8 * q * x_row_bytes + 64 * b);
+        for (int q = 0; q < kN; ++q) right[q] = ordered_load4(x + 8 * q * x_row_bytes + 64 * b);
 #pragma unroll
         for (int q = 0; q < kN; ++q) mma_bf16(raw[q], upper[0], lower[0], upper[1], lower[1], right[q].x, right[q].y);
 #pragma unroll

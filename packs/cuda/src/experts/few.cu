@@ -15,6 +15,7 @@
 #include "../../include/lone_row.cuh"
 #include "../../include/once.cuh"
 #include "../../include/ring_turn.cuh"
+#include "../../include/shared_load.cuh"
 
 namespace pk {
 namespace {
@@ -44,11 +45,6 @@ __device__ __forceinline__ void copy_units(uint32_t shared, const CUtensorMap *m
                  "r"(row), "r"(unit), "r"(place), "l"(kReadOnce)
                  : "memory");
 }
-__device__ __forceinline__ uint4 load4(uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
 #endif
 
 // acc += the 16 rows of the unit at `w` (a lane's row, swizzled) times rows of x, eight a tile.
@@ -57,7 +53,7 @@ __device__ __forceinline__ void multiply_unit(uint32_t w, const uint32_t (&x)[kT
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const int lane = threadIdx.x & 31, r = lane >> 2, c = lane & 3;
     const uint32_t near = w + ((2 * c ^ r) << 4), far = w + ((2 * c + 1 ^ r) << 4);
-    const uint4 raw[4] = {load4(near), load4(near + 1024), load4(far), load4(far + 1024)};
+    const uint4 raw[4] = {ordered_load4(near), ordered_load4(near + 1024), ordered_load4(far), ordered_load4(far + 1024)};
     float sum[2][kTiles][4] = {};
     if constexpr (kFp8) {
 #pragma unroll
@@ -68,7 +64,7 @@ __device__ __forceinline__ void multiply_unit(uint32_t w, const uint32_t (&x)[kT
                                       {e4m3_pair(upper[1], false), e4m3_pair(lower[1], false), e4m3_pair(upper[1], true), e4m3_pair(lower[1], true)}};
 #pragma unroll
             for (int q = 0; q < kTiles; ++q) {
-                const uint4 y = load4(x[q] + 64 * i);
+                const uint4 y = ordered_load4(x[q] + 64 * i);
                 mma_f16_row(sum[0][q], a[0][0], a[0][1], a[0][2], a[0][3], y.x, y.y);
                 mma_f16_row(sum[1][q], a[1][0], a[1][1], a[1][2], a[1][3], y.z, y.w);
             }
@@ -79,7 +75,7 @@ __device__ __forceinline__ void multiply_unit(uint32_t w, const uint32_t (&x)[kT
             const uint4 &u = raw[2 * i], &v = raw[2 * i + 1];
 #pragma unroll
             for (int q = 0; q < kTiles; ++q) {
-                const uint4 y = load4(x[q] + 64 * i);
+                const uint4 y = ordered_load4(x[q] + 64 * i);
                 mma_bf16(sum[0][q], u.x, v.x, u.y, v.y, y.x, y.y);
                 mma_bf16(sum[1][q], u.z, v.z, u.w, v.w, y.z, y.w);
             }
