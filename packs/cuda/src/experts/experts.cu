@@ -15,6 +15,7 @@
 #include "../../include/operand.h"
 #include "../../include/repack.cuh"
 #include "../../include/wide.h"
+#include "../../include/with_format.h"
 
 namespace pk {
 namespace {
@@ -38,23 +39,14 @@ ExpertWeight weight_of(const Launch &l, const pk_tensor &w, const pk_tensor &bia
 }
 
 int32_t launch_product(const Launch &l, int32_t format, const ExpertPlan &plan, const ExpertProduct &p, int which) {
-    switch (format) {
-#define PK_CASE(F) case F: return plan.is_stream ? launch_expert_stream<F>(l, p, plan.max_items, plan.shared_bytes[which]) : launch_expert_tiles<F>(l, p, plan.max_items);
-        PK_CASE(PK_BF16) PK_CASE(PK_F16) PK_CASE(PK_FP8_E4M3) PK_CASE(PK_FP8_E5M2) PK_CASE(PK_Q8_0) PK_CASE(PK_Q4_0) PK_CASE(PK_Q4_1) PK_CASE(PK_Q5_0) PK_CASE(PK_Q5_1)
-        PK_CASE(PK_Q2_K) PK_CASE(PK_Q3_K) PK_CASE(PK_Q4_K) PK_CASE(PK_Q5_K) PK_CASE(PK_Q6_K) PK_CASE(PK_IQ4_NL) PK_CASE(PK_IQ4_XS) PK_CASE(PK_MXFP4) PK_CASE(PK_NVFP4)
-#undef PK_CASE
-        default: return fail(PK_UNSUPPORTED, "experts: no kernel for weight format %d", format);
-    }
+    return with_format("experts", format, [&](auto f) {
+        constexpr int kFormat = decltype(f)::value;
+        return plan.is_stream ? launch_expert_stream<kFormat>(l, p, plan.max_items, plan.shared_bytes[which]) : launch_expert_tiles<kFormat>(l, p, plan.max_items);
+    });
 }
 
 int32_t launch_lone(const Launch &l, int32_t format, const ExpertProduct &p, const ExpertProduct &d, const LoneEnd &end, int64_t shared_bytes) {
-    switch (format) {
-#define PK_CASE(F) case F: return launch_expert_lone<F>(l, p, d, end, shared_bytes);
-        PK_CASE(PK_BF16) PK_CASE(PK_F16) PK_CASE(PK_FP8_E4M3) PK_CASE(PK_FP8_E5M2) PK_CASE(PK_Q8_0) PK_CASE(PK_Q4_0) PK_CASE(PK_Q4_1) PK_CASE(PK_Q5_0) PK_CASE(PK_Q5_1)
-        PK_CASE(PK_Q2_K) PK_CASE(PK_Q3_K) PK_CASE(PK_Q4_K) PK_CASE(PK_Q5_K) PK_CASE(PK_Q6_K) PK_CASE(PK_IQ4_NL) PK_CASE(PK_IQ4_XS) PK_CASE(PK_MXFP4) PK_CASE(PK_NVFP4)
-#undef PK_CASE
-        default: return fail(PK_UNSUPPORTED, "experts: no kernel for weight format %d", format);
-    }
+    return with_format("experts", format, [&](auto f) { return launch_expert_lone<decltype(f)::value>(l, p, d, end, shared_bytes); });
 }
 
 // Many pairs on Hopper's asynchronous units.

@@ -1,6 +1,4 @@
 // Products that read packed weights as they lie, by a few rows: what the streaming, skinny and flat kernels are told.
-#include <type_traits>
-
 #include "../../include/flat_plan.h"
 #include "../../include/format/rows.cuh"
 #include "../../include/format/unit.cuh"
@@ -8,6 +6,7 @@
 #include "../../include/operand.h"
 #include "../../include/stream.cuh"
 #include "../../include/wide.h"
+#include "../../include/with_format.h"
 
 namespace pk {
 namespace {
@@ -21,20 +20,8 @@ UnitFacts unit_facts(int32_t format) {
     return {format == PK_FP8_E4M3 || format == PK_FP8_E5M2 ? 128 : 64, 0};
 }
 
-// Runs `call` with the format as a constant.
-template <class Call>
-int32_t with_format(int32_t format, Call &&call) {
-    switch (format) {
-#define PK_CASE(F) case F: return call(std::integral_constant<int32_t, F>());
-        PK_CASE(PK_BF16) PK_CASE(PK_F16) PK_CASE(PK_FP8_E4M3) PK_CASE(PK_FP8_E5M2) PK_CASE(PK_Q8_0) PK_CASE(PK_Q4_0) PK_CASE(PK_Q4_1) PK_CASE(PK_Q5_0) PK_CASE(PK_Q5_1)
-        PK_CASE(PK_Q2_K) PK_CASE(PK_Q3_K) PK_CASE(PK_Q4_K) PK_CASE(PK_Q5_K) PK_CASE(PK_Q6_K) PK_CASE(PK_IQ4_NL) PK_CASE(PK_IQ4_XS) PK_CASE(PK_MXFP4) PK_CASE(PK_NVFP4)
-#undef PK_CASE
-        default: return fail(PK_UNSUPPORTED, "matmul: no kernel for weight format %d", format);
-    }
-}
-
 int32_t launch_stream_of(int32_t format, const Launch &l, const StreamShape &s, const StreamArguments &a) {
-    return with_format(format, [&](auto f) { return launch_stream<decltype(f)::value>(l, s, a); });
+    return with_format("matmul", format, [&](auto f) { return launch_stream<decltype(f)::value>(l, s, a); });
 }
 
 }  // namespace
@@ -151,7 +138,7 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const WeightGroup &g
         int32_t *numbers = l.counters + kZeroCounterBytes / 4;
         return launch_flat(l, a, packed + g.first, {numbers, reinterpret_cast<unsigned long long *>(numbers + kMaxBlocks)});
     }
-    return with_format(packed[g.first]->format, [&](auto f) { return launch_skinny<decltype(f)::value>(l, a, packed + g.first, max_rows); });
+    return with_format("matmul", packed[g.first]->format, [&](auto f) { return launch_skinny<decltype(f)::value>(l, a, packed + g.first, max_rows); });
 }
 
 }  // namespace pk
