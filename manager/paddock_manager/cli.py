@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from paddock_runner.edge.streams import hold_streams
 from paddock_runner.errors import Cancelled, DiskFull, FileError, PaddockError, UsageError
 
 from paddock_manager import options, paths
@@ -52,6 +53,7 @@ HABITS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    hold_streams()
     _end_in_order()
     ui = Ui(as_json="--json" in words, quiet="--quiet" in words or "-q" in words, may_color=paths.may_color())
     try:

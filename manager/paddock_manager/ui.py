@@ -5,7 +5,6 @@ With --json, standard output holds exactly one JSON document, errors included; w
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import sys
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
-from paddock_runner.errors import PaddockError
+from paddock_runner.errors import FileError, PaddockError
 
 SCHEMA_VERSION = 1
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -32,8 +31,8 @@ class Ui:
     def __init__(self, as_json: bool = False, quiet: bool = False, may_color: bool = False):
         self.as_json = as_json
         self.quiet = quiet
-        self.out: TextIO = sys.stdout or io.StringIO()  # None where it was closed before we began
-        self.err: TextIO = sys.stderr or io.StringIO()
+        self.out: TextIO = sys.stdout
+        self.err: TextIO = sys.stderr
         self.out_color = may_color and self.out.isatty()
         self.err_color = may_color and self.err.isatty()
         self.progress_kind = "auto"
@@ -95,7 +94,7 @@ class Ui:
         """Say what went wrong, where it can be said, and return the exit code."""
         try:
             self._say_error(error)
-        except OSError:
+        except (OSError, FileError):
             pass  # what the words would go to is full or gone
         for stream in (self.out, self.err):
             try:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from . import log
 from .config import Config, Knob, knobs, read_config, unknown_variables
+from .edge.streams import hold_streams
 from .errors import DiskFull, PaddockError, UsageError
 
 COMMANDS = {
@@ -73,14 +74,13 @@ def _add(out: argparse.ArgumentParser, knob: Knob) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
+    hold_streams()
     code = _told(list(sys.argv[1:] if arguments is None else arguments))
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:  # what it still holds is dropped, or the interpreter's end would try again
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except AttributeError:
-            pass  # it was closed before we began
     return code
 
 

@@ -27,13 +27,19 @@ TESTS = ("PADDOCK_TEST_", "PADDOCK_SHARED")
 """Those of our tests."""
 
 
+MAX_THREADS = 1024
+"""More threads than this are a slip: plans count memory for each of them."""
+MOST = 10**9
+"""No number of a setting is larger: bytes made of it stay numbers of 64 bits."""
+
+
 def knob(
-    default: Any, doc: str, flag: str = "", unit: str = "", choices: tuple[str, ...] = (), low: float | None = None
+    default: Any, doc: str, flag: str = "", unit: str = "", choices: tuple[str, ...] = (), low: float | None = None, high: float = MOST
 ) -> Any:
-    """A field of Config. flag: "--name-of-field" when empty. low: the smallest allowed number."""
+    """A field of Config. flag: "--name-of-field" when empty. low, high: the smallest and the largest allowed number."""
     return field(
         default=default,
-        metadata={"doc": doc, "flag": flag, "unit": unit, "choices": choices, "low": low, "is_knob": True},
+        metadata={"doc": doc, "flag": flag, "unit": unit, "choices": choices, "low": low, "high": high, "is_knob": True},
     )
 
 
@@ -50,7 +56,7 @@ class Config:
     device: str = knob("auto", "where to run", choices=("auto", "cpu", "cuda"))
     gpu: str = knob("0", "the GPU: its number as CUDA counts, or its UUID (GPU-..., as nvidia-smi -L lists them)")
     host: str = knob("127.0.0.1", "address to listen on")
-    port: int = knob(DEFAULT_PORT, "port to listen on, 0 takes a free one", low=0)
+    port: int = knob(DEFAULT_PORT, "port to listen on, 0 takes a free one", low=0, high=65535)
     max_batch: int = knob(32, "requests that run at a time", unit="requests", low=1)
     max_ctx_tokens: int = knob(
         8192, "prompt and answer of one request together, at most (default: 8192, or the model's own if smaller)",
@@ -90,7 +96,7 @@ class Config:
         choices=("auto", "copy", "cpu"),
     )
     memory_gib: float = knob(0.0, "memory that the model may take in all, 0 for what is free", unit="GiB", low=0)
-    threads: int = knob(0, "CPU threads, 0 for one per core that we may use", low=0)
+    threads: int = knob(0, "CPU threads, 0 for one per core that we may use", low=0, high=MAX_THREADS)
     steady_prompts: bool = knob(
         False, "leave out lines that agent clients change in each request, so that their prompts are found in the cache"
     )
@@ -179,10 +185,6 @@ def name_of(path: Path) -> str:
     return path.name if path.is_dir() else path.stem
 
 
-MOST = 10**9
-"""No number of a setting is larger: bytes made of it stay numbers of 64 bits."""
-
-
 @dataclass(frozen=True, slots=True)
 class Knob:
     """What is known of one field of Config. kind: int, float, bool, str, Path or list."""
@@ -196,6 +198,7 @@ class Knob:
     unit: str
     choices: tuple[str, ...]
     low: float | None
+    high: float
 
     def parse(self, value: object, origin: str) -> Any:
         """The value from a word (flag, variable) or a TOML value. Raises: UsageError naming origin and value."""
@@ -210,10 +213,8 @@ class Knob:
             raise UsageError(f"{origin}: {parsed!r} is not one of {', '.join(self.choices)}", field=self.name)
         if self.low is not None and not parsed >= self.low:
             raise UsageError(f"{origin}: {parsed} is below {self.low:g}", f"{self.flag}: {self.doc}", field=self.name)
-        if self.kind in ("int", "float") and parsed > MOST:
-            raise UsageError(f"{origin}: {parsed:g} is above {MOST:,}", f"{self.flag}: {self.doc}", field=self.name)
-        if self.name == "port" and parsed > 65535:
-            raise UsageError(f"{origin}: there is no port {parsed}", "ports go up to 65535", field=self.name)
+        if self.kind in ("int", "float") and parsed > self.high:
+            raise UsageError(f"{origin}: {parsed:.12g} is above {self.high:,}", f"{self.flag}: {self.doc}", field=self.name)
         return parsed
 
     def _convert(self, value: object) -> Any:
@@ -263,7 +264,7 @@ def knobs() -> list[Knob]:
         out.append(
             Knob(
                 f.name, kind, f.default, f.metadata["doc"], flag, PREFIX + f.name.upper(), f.metadata["unit"],
-                f.metadata["choices"], f.metadata["low"],
+                f.metadata["choices"], f.metadata["low"], f.metadata["high"],
             )
         )  # fmt: skip
     return out

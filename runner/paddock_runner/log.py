@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from .errors import FileError
+
 _LOGGER = logging.getLogger("paddock")
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-+/:@[]%,*")
 
@@ -53,7 +55,7 @@ def say(text: str, is_error: bool = False) -> None:
     try:
         stream.write(f"paddock-runner: {text}\n")
         stream.flush()
-    except (OSError, AttributeError):  # None where it was closed before we began
+    except (OSError, FileError):
         pass
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from paddock_manager import cli, foreign, options, paths, ui
-from paddock_manager.commands import chat
+from paddock_manager.commands import chat, target
 from paddock_manager.commands.completion import all_commands
 from paddock_manager.fleet import state
 from paddock_manager.store import pull
@@ -219,11 +219,24 @@ def test_runner_says_what_an_option_of_elsewhere_is_called_there(capsys):
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
-    [("version > /dev/full", 8, "No space left on device"), ("version --json > /dev/full", 8, "No space left on device"), ("version >&-", 0, ""), ("version > /dev/full 2> /dev/full", 8, "")],
+    [("version > /dev/full", 8, "No space left on device"), ("version --json > /dev/full", 8, "No space left on device"), ("version >&-", 7, "error: standard output is closed"), ("version --json >&-", 7, "error: standard output is closed"), ("version >&- 2>&-", 7, ""), ("version 2>&-", 0, ""), ("version <&-", 0, ""), ("version > /dev/full 2> /dev/full", 8, "")],
 )
 def test_output_that_is_full_or_closed_is_no_traceback(words, code, said):
     done = subprocess.run(["sh", "-c", f"'{sys.executable}' -m paddock_manager {words}"], capture_output=True, text=True)
     assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_closed_streams_are_nobody_elses(tmp_path):
+    """A file that were opened as descriptor 1 would get what others, a library or a child, write to standard output."""
+    code = "import sys, os; from paddock_runner.edge.streams import hold_streams; hold_streams(); f = open(sys.argv[1], 'w'); os.write(1, b'x'); os.write(2, b'y'); assert f.fileno() > 2 and sys.stdin.read() == ''"
+    done = subprocess.run(["sh", "-c", f"'{sys.executable}' -c \"{code}\" '{tmp_path}/file' <&- >&- 2>&-"])
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == ""
+
+
+@pytest.mark.parametrize("words", ["config", "config --json", "--version"])
+def test_runner_that_cannot_tell_its_result_does_not_say_that_it_has(words):
+    done = subprocess.run(["sh", "-c", f"'{sys.executable}' -m paddock_runner {words} >&-"], capture_output=True, text=True)
+    assert done.returncode == 7 and len(done.stderr.splitlines()) == 1
 
 
 def test_options_of_other_programs_that_are_none_here_are_answered_with_what_to_do(paddock, model_file):
@@ -236,6 +249,10 @@ def test_options_of_other_programs_that_are_none_here_are_answered_with_what_to_
     assert "hint:  that is the runner's: --runner host-cache-gib=FLOAT\n" in paddock("serve", "x", "--host-cache-gib", "8").err
     assert "hint:  that is the runner's: --runner deterministic\n" in paddock("serve", "x", "--deterministic").err
     assert "error: --max-model-len takes a whole number, not '2k'\n" in paddock("serve", "x", "--max-model-len", "2k").err
+
+
+def test_both_programs_take_as_many_threads():
+    assert target.MAX_THREADS == next(k.high for k in knobs() if k.flag == "--threads")
 
 
 def test_advice_names_options_that_there_are():

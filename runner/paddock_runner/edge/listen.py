@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
@@ -14,6 +15,13 @@ from ..errors import FileError, UsageError
 BACKLOG = 2048
 MAX_RESERVED = 4096
 """Open files for which there is room from the start."""
+REFUSALS = {
+    errno.EADDRINUSE: ("it is in use", "--port 0 takes a free one"),
+    errno.EACCES: ("only the system's administrator may listen there", "--port 0 takes a free one"),
+    errno.EADDRNOTAVAIL: ("this machine has no such address", "--host is one of its own: 127.0.0.1, ::1, or 0.0.0.0 for all of them"),
+    errno.EAFNOSUPPORT: ("this machine has no addresses of that kind", "--host 127.0.0.1 where there is no IPv6"),
+}
+"""Error of the system -> what it means here, and what to do."""
 
 
 def reserve_descriptors() -> None:
@@ -37,10 +45,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
         listener.listen(BACKLOG)
         reserve_descriptors()
-    except OSError as error:
+    except (OSError, TypeError) as error:  # the latter: a name that cannot be written as one
         listener.close()
-        hint = "--port 0 takes a free one" if error.errno in (13, 98) else "check --host"
-        reason = "it is in use" if error.errno == 98 else error.strerror or str(error)
+        reason, hint = REFUSALS.get(getattr(error, "errno", 0), (getattr(error, "strerror", "") or str(error), "check --host"))
         raise UsageError(f"cannot listen on {host} port {port}: {reason}", hint, host=host, port=port) from None
     return listener
 

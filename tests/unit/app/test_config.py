@@ -44,7 +44,8 @@ def test_variables_of_the_managers_settings_begin_as_the_runner_believes() -> No
     "flags, env, words",
     [
         ({"port": "x"}, {}, "--port: 'x' is not a whole number"),
-        ({"port": "70000"}, {}, "no port 70000"),
+        ({"port": "70000"}, {}, "--port: 70000 is above 65,535"),
+        ({"threads": "999999999"}, {}, "--threads: 999999999 is above 1,024"),
         ({"port": "-1"}, {}, "below 0"),
         ({}, {"PADDOCK_MAX_BATCH": "0"}, "PADDOCK_MAX_BATCH: 0 is below 1"),
         ({}, {"PADDOCK_AUTH": "maybe"}, "PADDOCK_AUTH: 'maybe' is not true or false"),

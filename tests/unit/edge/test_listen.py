@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from paddock_runner.edge import listen
+from paddock_runner.errors import UsageError
 
 SIZES = """
 import resource, sys
@@ -43,3 +47,37 @@ def test_a_process_that_may_open_nothing_more_goes_on_without_room(monkeypatch: 
 
     monkeypatch.setattr("builtins.open", full)
     listen.reserve_descriptors()
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (errno.EADDRINUSE, "it is in use (--port 0 takes a free one)"),
+        (errno.EACCES, "only the system's administrator may listen there (--port 0 takes a free one)"),
+        (errno.EADDRNOTAVAIL, "this machine has no such address (--host is one of its own: 127.0.0.1, ::1, or 0.0.0.0 for all of them)"),
+        (errno.EAFNOSUPPORT, "this machine has no addresses of that kind (--host 127.0.0.1 where there is no IPv6)"),
+        (errno.ENETDOWN, "Network is down (check --host)"),
+    ],
+)
+def test_address_that_cannot_be_used_is_told_with_what_to_do(number: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names of the errors, whose numbers differ from system to system."""
+
+    class Refusing(socket.socket):
+        def bind(self, _: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(listen.socket, "socket", Refusing)
+    with pytest.raises(UsageError) as caught:
+        listen.bind("10.1.2.3", 80)
+    assert f"{caught.value.message} ({caught.value.hint})" == f"cannot listen on 10.1.2.3 port 80: {words}"
+
+
+@pytest.mark.parametrize("host", ["a." + "b" * 70, "\u0308" * 70, "no such host", "300.1.1.1", "::g"])
+def test_host_that_is_none_is_a_sentence(host: str) -> None:
+    with pytest.raises(UsageError, match="cannot listen on"):
+        listen.bind(host, 0)
+
+
+def test_address_that_is_not_of_this_machine_is_told_as_that() -> None:
+    with pytest.raises(UsageError, match="this machine has no such address"):
+        listen.bind("192.0.2.1", 0)
