@@ -251,8 +251,14 @@ def test_options_of_other_programs_that_are_none_here_are_answered_with_what_to_
     assert "error: --max-model-len takes a whole number, not '2k'\n" in paddock("serve", "x", "--max-model-len", "2k").err
 
 
+@pytest.mark.parametrize("name", ["", "../x", ".x", "-", "a b", "é", "x" * 97])
+def test_name_that_can_be_none_is_told_as_it_was_typed(paddock, model_file, name):
+    done = paddock("add", str(model_file), f"--name={name}")
+    assert done.code == 2 and f"error: {name!r} cannot be a name\n" in done.err
+
+
 def test_both_programs_take_as_many_threads():
-    assert target.MAX_THREADS == next(k.high for k in knobs() if k.flag == "--threads")
+    assert next(k.high for k in knobs() if k.flag == "--threads") == target.MAX_THREADS
 
 
 def test_advice_names_options_that_there_are():

@@ -51,6 +51,8 @@ FIELDS = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0]"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    (CHAT, {"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "messages[0].content[0].text"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     (CHAT, {"store": True}, "store"),
@@ -84,6 +86,21 @@ def test_wrong_field_is_a_400_that_names_it(server: Live, path: str, change: dic
 def test_body_that_is_no_request_is_a_400(server: Live, body: bytes) -> None:
     answer = server.post(CHAT, content=body)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_tools_that_are_no_functions_are_told_as_that_in_every_api(server: Live) -> None:
+    custom = {"model": MODEL, "messages": ASK, "stream": False, "tools": [{"type": "custom", "custom": {"name": "f"}}]}
+    said = [server.post(path, custom).json()["error"] for path in (CHAT, "/api/chat")]
+    assert said[0]["message"] == said[1] == "tools of type 'custom' are not supported; supported: function"
+
+
+def test_words_that_an_answer_refused_with_are_taken_back_as_text(server: Live) -> None:
+    """As the SDKs send them that give a history back."""
+    told = {}
+    for part in ({"type": "refusal", "refusal": "No."}, {"type": "text", "text": "No."}):
+        assert server.post(CHAT, {"messages": [*ASK, {"role": "assistant", "content": [part]}, *ASK]}).status_code == 200
+        told[part["type"]] = list(server.engine.asked[-1].prompt)
+    assert told["refusal"] == told["text"]
 
 
 def test_encoded_body_is_told_as_that(server: Live) -> None:

@@ -31,8 +31,9 @@ def run(values: Values, ui: Ui) -> int:
     """Read its header, remember it."""
     places = paths.places()
     found = target.of_path(paths.expanded(values.text("path")))
-    name = (values.text("name") or re.sub(r"[^A-Za-z0-9._-]+", "-", found.name)).strip("-.").lower()
-    check_name(places, name, bool(values.text("name")))
+    given = values.found.get("name")
+    name = str(given).lower() if given is not None else re.sub(r"[^A-Za-z0-9._-]+", "-", found.name).strip("-.").lower()
+    check_name(places, name, given is not None)
     checkpoint = open_checkpoint(found.path)
     require_model(checkpoint)
     is_folder = found.path.is_dir() and checkpoint.path.is_dir()

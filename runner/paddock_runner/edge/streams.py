@@ -25,6 +25,6 @@ def hold_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest that is free, this one
             os.set_inheritable(number, True)
-    sys.stdin = sys.stdin or open(0, closefd=False)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = sys.stdout or ClosedOutput()
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

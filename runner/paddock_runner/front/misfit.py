@@ -39,7 +39,9 @@ def _sentence(what: str, param: str, is_key: bool, value: object) -> str:
     kinds, bound = _KINDS.fullmatch(what), _BOUND.fullmatch(what)
     if kinds:
         wanted = " or ".join(WORDS.get(k, k) for k in kinds.group(1).split(" | ") if k != "null" or kinds.group(1) == "null")
-        return f"a key of {param} is not {wanted}" if is_key else f"{param} is {_shown(value)}, and must be {wanted}"
+        if is_key or param.endswith("[...]"):
+            return f"a {'key' if is_key else 'value'} of {param.removesuffix('[...]')} is not {wanted}"
+        return f"{param} is {_shown(value)}, and must be {wanted}"
     if bound:
         limit = BOUNDS[bound.group(2)].format(bound.group(3).removesuffix(".0"))
         return f"{param} {f'has a length of {_length(value)}' if bound.group(1) else f'is {_shown(value)}'}, {limit}"

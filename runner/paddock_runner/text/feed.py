@@ -46,6 +46,7 @@ class Feed:
         self.takes: Callable[[str, str], bool] = lambda name, arguments: True
         """Whether a call without markers is one."""
         self._events: list[Event] = []
+        self._told: list[str] = []
         self._waits: tuple[Callable[[str], None], re.Pattern[str]] | None = None
 
     def add(self, text: str) -> bool:
@@ -87,14 +88,23 @@ class Feed:
         self._events.append(CallStart(self.n_calls, name, call_id))
         self.n_calls += 1
         self.is_call_open = True
+        self._told.clear()
 
     def arguments(self, text: str) -> None:
         """Tell of more arguments of the open call."""
         if text:
             self._events.append(CallArguments(self.n_calls - 1, text))
+            self._told.append(text)
 
-    def end_call(self, is_complete: bool = True) -> None:
+    def end_call(self) -> None:
         """Tell that the open call has ended (nothing when none is open)."""
+        self._end_call(True)
+
+    def break_call(self) -> None:
+        """Tell that nothing more comes of the open call, whose end has not been seen: it is complete if its arguments are."""
+        self._end_call(_is_json("".join(self._told)))
+
+    def _end_call(self, is_complete: bool) -> None:
         if self.is_call_open:
             self._events.append(CallEnd(self.n_calls - 1, is_complete))
             self.is_call_open = False
@@ -293,3 +303,11 @@ class FeedParser:
                 next(self._run)
             except StopIteration:
                 self._run = None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

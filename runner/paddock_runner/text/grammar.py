@@ -28,6 +28,8 @@ MAX_NODES = 20_000
 MAX_STEP_S = 1.0
 MAX_THREADS = 8
 """Threads that compute the masks of one step."""
+_LISTING = re.compile(r"^ *\d+ \| ", re.MULTILINE)
+"""Below what is wrong with a grammar its lines are shown."""
 WHITE_SPACE = r"[ \t\r\n]{1,64}"
 _LIMITS = {
     "step_lexer_fuel": 50_000,
@@ -321,6 +323,12 @@ def _library() -> Any:
 
 
 def _refused(reason: str) -> UsageError:
+    """What llguidance says, without the grammar of ours that a schema of a tool's stands in."""
+    if reason.startswith("NoExtension"):
+        return UsageError("the grammar or schema cannot be followed: no text matches it", "does it refer to nothing but itself?", reason=reason)
+    where, compiling, schema = reason.partition(": failed to compile JSON schema: ")
+    if compiling and where.startswith("at "):
+        reason = _LISTING.split(schema, 1)[0]
     first = " ".join(line.strip() for line in reason.splitlines() if line.strip() and not line.startswith("<"))[:400]
     return UsageError(f"the grammar or schema cannot be followed: {first}", reason=first)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -193,17 +192,11 @@ def _as_text(feed: Feed, begin: int) -> Wait:
 def _body(feed: Feed, marks: MessageMarks, channel: str, recipient: str, takes_calls: bool) -> Wait:
     is_call = takes_calls and marks is HARMONY and bool(recipient) and recipient not in ("assistant", "user", "all")
     if is_call:
-        told: list[str] = []
-
-        def tell(text: str) -> None:
-            told.append(text)
-            feed.arguments(text)
-
         feed.start_call(recipient.removeprefix("functions."))
         try:
-            yield from feed.until(marks.ends, tell)
+            yield from feed.until(marks.ends, feed.arguments)
         except Ended:
-            feed.end_call(_is_json("".join(told)))
+            feed.break_call()
             raise
         feed.end_call()
         return
@@ -211,11 +204,3 @@ def _body(feed: Feed, marks: MessageMarks, channel: str, recipient: str, takes_c
     _, mark = yield from feed.until(marks.ends, feed.thought if is_thought else feed.text)
     if mark == marks.start:
         feed.at -= len(mark)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import Cancelled, PaddockError, ShuttingDown
-from ..text.events import CallStart, Event, Text, Thought
+from ..text.events import CallEnd, CallStart, Event, Text, Thought
 from ..text.stream import TextStream
 from ..wire.messages import ROW_NAN, ROW_SCORE, ROW_STOP, Done, Reason, Refused, Started
 
@@ -55,6 +55,7 @@ class Choice:
 
     __slots__ = (
         "_begun",
+        "_is_broken",
         "_is_plain",
         "_is_resumed",
         "_is_thinking",
@@ -101,7 +102,7 @@ class Choice:
         self.prompt_probs: list[Prob] = []
         """Of the prompt's tokens but the first, when they were asked for; all of them again when the ask had to make way."""
         self._max_reasoning = turn.wish.max_reasoning if turn.reasoning_end and reader is not None else -1
-        self._is_resumed = self._is_thinking = False
+        self._is_resumed = self._is_thinking = self._is_broken = False
         self.tokens: array[int] | None = array("i") if self._max_reasoning >= 0 else None
         """The answer's tokens, kept while its reasoning may have to be ended."""
         self._is_plain = self._probs is None and not text.has_stops
@@ -222,7 +223,7 @@ class Choice:
             if rest:
                 self._read(self._reader.push(rest), rest)
             self._read(self._reader.finish(), "")
-        if self.n_calls and reason == "stop":
+        if self.n_calls and reason == "stop" and not self._is_broken:  # who is told of calls takes their arguments for JSON
             reason = "calls"
         self.end = End(reason, stop)
         self._sink.ended(self.index, self.end)
@@ -241,6 +242,7 @@ class Choice:
                 self._sink.reasoning(self.index, event.text)
             else:
                 self.n_calls += isinstance(event, CallStart)
+                self._is_broken |= isinstance(event, CallEnd) and not event.is_complete
                 self._sink.call(self.index, event)
         self.reasoning_tokens += has_thought
 

@@ -41,7 +41,7 @@ class Body(msgspec.Struct, kw_only=True):
         ({"messages": [{"type": None}]}, "messages[0].type is null, and must be a text", "messages[0].type"),
         ({"messages": [{"type": "é" * 99}, {"type": ["x"]}]}, "messages[1].type is a list, and must be a text", "messages[1].type"),
         ({"bias": {"x": 1}}, "a key of bias is not a whole number", "bias"),
-        ({"bias": {"1": "x"}}, "bias[...] is something else, and must be a number", "bias[...]"),
+        ({"bias": {"1": "x"}}, "a value of bias is not a number", "bias[...]"),
         ({"kinds": [1.5]}, "kinds[0] is 1.5, and must be a whole number or a text or a list", "kinds[0]"),
         ({"stream": "yes" * 50}, f'stream is "{"yes" * 20}'[:70] + "…, and must be true or false", "stream"),
         (None, "the body has no messages, which is required", "messages"),

@@ -65,6 +65,22 @@ def test_every_finished_answer_validates_against_its_schema(seed: int) -> None:
     assert all(t in ("a", "b") for t in value.get("tags", []))
 
 
+def test_schema_of_a_tool_that_is_refused_is_told_without_our_grammar_around_it() -> None:
+    forced = grammar.own_lark('start: "<tool_call>" call\ncall: %json {"$ref": "http://x/y"}')
+    with pytest.raises(UsageError) as caught:
+        GRAMMARS.matcher(forced)
+    with pytest.raises(UsageError) as alone:
+        GRAMMARS.matcher(grammar.json_schema({"$ref": "http://x/y"}))
+    assert caught.value.message == alone.value.message and "x/y' is not present" in caught.value.message
+    with pytest.raises(UsageError, match=r"1 \| start"):
+        GRAMMARS.matcher(grammar.lark('start: "a" (b'))  # of a grammar that was sent the place is shown
+
+
+def test_schema_that_nothing_matches_is_told_as_that() -> None:
+    with pytest.raises(UsageError, match=r"no text matches it \(does it refer to nothing but itself\?\)"):
+        GRAMMARS.matcher(grammar.json_schema({"$ref": "#"})).mask()
+
+
 def test_json_object_regex_and_choice() -> None:
     assert isinstance(json.loads(_generate(grammar.json_object(), 3)), dict)
     assert re.fullmatch(r"(ab|c){2}\d", _generate(grammar.regex(r"(ab|c){2}[0-9]"), 1))

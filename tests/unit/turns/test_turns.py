@@ -17,7 +17,7 @@ from paddock_runner.text.template import ChatTemplate
 from paddock_runner.turns.collect import Collector
 from paddock_runner.turns.desk import Desk
 from paddock_runner.turns.served import Served
-from paddock_runner.turns.turn import Caller, Turn
+from paddock_runner.turns.turn import Caller, Reading, Turn
 from paddock_runner.turns.wish import Wish
 from paddock_runner.wire import messages as m
 
@@ -105,6 +105,34 @@ def test_tokens_go_to_their_choice_and_done_ends_it() -> None:
         assert len(turn.gaps_ns) == 2 and turn.gaps_ns[0] > 0, "one between two tokens of each answer"
         assert turn.timing.prefill_ms == pytest.approx(turn.timing.first_token_ms - 5e-6)
         assert bench.desk.n_open == 0
+
+    inside(run())
+
+
+@pytest.mark.parametrize(
+    "said, stop, reason",
+    [
+        ('<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n</tool_call>', None, "calls"),
+        ('<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n', "</tool_call>", "calls"),
+        ('<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}', None, "calls"),
+        ('<tool_call>\n{"name": "look", "arguments": {"city": "', "Paris", "stop"),
+        ('<tool_call>\n{"name": "look", "arguments": {"city": "', None, "stop"),
+    ],
+)
+def test_an_answer_that_ends_inside_a_calls_arguments_does_not_end_in_calls(said: str, stop: str | None, reason: str) -> None:
+    """Who is told "calls" takes their arguments for JSON."""
+
+    async def run() -> None:
+        bench, found = Bench(), Collector(1)
+        answers = AnswerFormat('{{ "<tool_call>" ~ tools }}', TOKENIZER)
+        turn = Turn(bench.desk, served(), [array("i", [A])], Wish(stop=(stop,) if stop else ()), found, Caller(), Reading(lambda: answers.parser("", {"look": {}}), answers.visible(True)))
+        turn.start()
+        (ask,) = bench.port.asks
+        tokens = TOKENIZER.encode(said + (stop or ""), False)
+        bench.port.tell([*(m.StepResult(i + 1, [row(ask, token)]) for i, token in enumerate(tokens)), m.Done(ask.ask_id, m.Reason.STOP)])
+        await turn.ended
+        (call,) = found.answers[0].calls
+        assert found.answers[0].end.reason == reason and found.answers[0].end.stop == stop and call.is_complete == (reason == "calls")
 
     inside(run())
 

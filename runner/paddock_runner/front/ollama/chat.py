@@ -12,7 +12,7 @@ from ...turns.turn import PLAIN, Reading
 from ...turns.wish import Wish
 from ..held import Held
 from ..http import Exchange
-from ..openai.fields import refuse
+from ..openai.fields import functions_of, refuse
 from ..openai.fill import Fill
 from ..openai.probs import chat_entries
 from ..service import Front, Shape
@@ -34,7 +34,7 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     if not body.messages:
         await _loaded(front, exchange, {"message": {"role": "assistant", "content": ""}})
         return
-    schemas = {t.function.name: t.function.parameters or {} for t in body.tools or ()}
+    schemas = {f.name: f.parameters or {} for f in functions_of(body.tools)}
     if schemas:
         front.require_tools()
     tools = [msgspec.to_builtins(t) for t in body.tools or ()]

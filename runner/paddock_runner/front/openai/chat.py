@@ -15,7 +15,7 @@ from ..service import Front, Shape
 from ..sse import EventStream
 from ..work import Work
 from .chunks import FINISH, ChatChunks, Head, call_id
-from .fields import ChatMessage, ChatRequest, refuse, usage_json
+from .fields import ChatMessage, ChatRequest, functions_of, refuse, usage_json
 from .probs import chat_entries, prompt_entries
 from .structured import held_chat
 
@@ -81,13 +81,11 @@ def _check(body: ChatRequest) -> None:
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if part.type not in TEXT_PARTS:
                 raise refuse(f"messages[{i}].content[{j}]", f"this model takes text, not {part.type[:40]!r}")
-            if part.text is None:
+            if part.words is None:
                 raise refuse(f"messages[{i}].content[{j}].text", f"messages[{i}].content[{j}] has no text")
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs", "top_logprobs needs logprobs to be true")
-    for i, tool in enumerate(body.tools or ()):
-        if tool.type != "function":
-            raise refuse(f"tools[{i}].type", f"tools of type {tool.type[:40]!r} are not supported; supported: function")
+    functions_of(body.tools)
     if body.functions or body.function_call not in (None, "none", "auto"):
         raise refuse("functions" if body.functions else "function_call", "functions are called as tools here", "send `tools` and `tool_choice`")
     if body.audio is not None or set(body.modalities or ()) - {"text"}:
@@ -132,6 +130,9 @@ def messages_of(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:
     for message in messages:
         plain: dict[str, Any] = msgspec.to_builtins(message)
         plain.setdefault("content", None)
+        for part in plain["content"] if isinstance(message.content, list) else ():
+            if part["type"] == "refusal":
+                part.update(type="text", text=part.pop("refusal", ""))
         thought = plain.pop("reasoning", None)
         if thought and "reasoning_content" not in plain:
             plain["reasoning_content"] = thought

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -90,10 +91,16 @@ def _or(value: Any, default: Any) -> Any:
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A part of a message's content. Only text is understood so far."""
+    """A part of a message's content. Only text is understood so far, and what was refused with."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """Its text."""
+        return self.refusal if self.type == "refusal" else self.text
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -136,7 +143,19 @@ class Tool(msgspec.Struct, kw_only=True):
     """A tool; only functions are understood."""
 
     type: str
-    function: Function
+    function: Function | None = None
+
+
+def functions_of(tools: Sequence[Tool] | None) -> list[Function]:
+    """The functions that tools are. Raises: UsageError for a tool that is none."""
+    out = []
+    for i, tool in enumerate(tools or ()):
+        if tool.type != "function":
+            raise refuse(f"tools[{i}].type", f"tools of type {tool.type[:40]!r} are not supported; supported: function")
+        if tool.function is None:
+            raise refuse(f"tools[{i}].function", f"tools[{i}] has no function, which is required")
+        out.append(tool.function)
+    return out
 
 
 class Reasoning(msgspec.Struct, kw_only=True):

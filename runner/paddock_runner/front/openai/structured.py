@@ -12,7 +12,7 @@ from ...text import grammar
 from ...text.tools import Schemas
 from .. import misfit
 from ..held import Held, Make, callable_schemas, of_schema
-from .fields import ChatRequest, Generation, ResponseFormat, Tool, refuse
+from .fields import ChatRequest, Generation, ResponseFormat, Tool, functions_of, refuse
 
 MAX_GRAMMAR_CHARACTERS = 64 << 10
 CHOICES = ("none", "auto", "required")
@@ -46,13 +46,13 @@ def held_chat(body: ChatRequest) -> Held:
     allowed, must_call = chosen(body.tool_choice, schemas)
     is_parallel = body.parallel_tool_calls is not False
     param = "tool_choice" if must_call else text.param
-    is_strict = any(tool.function.strict for tool in body.tools or ())
+    is_strict = any(function.strict for function in functions_of(body.tools))
     return Held(text.content, allowed, must_call, is_parallel, param, is_strict=is_strict)
 
 
 def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     """Parameters of the tools by name."""
-    return {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return {function.name: function.parameters or {} for function in functions_of(tools)}
 
 
 def chosen(choice: str | Mapping[str, Any] | None, schemas: Schemas) -> tuple[Schemas, bool]:

@@ -114,12 +114,12 @@ def _read_block(feed: Feed, dialect: Dialect, marker: str, schemas: Schemas, gap
         feed.at = begin
     except Malformed:
         if feed.n_calls > n_calls:
-            feed.end_call(False)
+            feed.break_call()
             return True
         feed.at = begin
     except Ended:
         if feed.n_calls > n_calls:
-            feed.end_call(False)
+            feed.break_call()
             feed.at = len(feed.buffer)
             return True
         feed.at = begin
