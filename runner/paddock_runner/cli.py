@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "print the memory plan of a model",
     "explain": "print the program of a model, op by op",
     "config": "print every setting, its value and where it comes from",
+    "openapi": "print the description of the HTTP API, as /openapi.json is",
     "calibrate": "measure a GPU: what a process takes there, how fast memory moves",
 }
 
@@ -123,6 +124,11 @@ def _main(arguments: list[str]) -> int:
         raise UsageError(
             f"{words[0]!r} is no command", "commands: " + ", ".join(COMMANDS) + "; to serve: --model FILE|DIR"
         )
+    if command == "openapi":
+        from .front.openapi import description
+
+        print(description().decode())
+        return 0
     config = read_config(found)
     for name, near in unknown_variables():
         log.say(f"warning: {name} is set, and there is no such setting{f'; {near} is one' if near else ''}", is_error=True)

@@ -14,6 +14,7 @@ import pytest
 from paddock_manager.commands import many
 from paddock_manager.fleet import spawn, state
 from paddock_manager.paths import places
+from paddock_runner.front import openapi
 
 from tests.cli.conftest import tiny_gguf
 
@@ -347,12 +348,12 @@ def test_further_hosts_and_origins_are_let_in_as_told(paddock, models):
     assert ask(server, "GET", "/v1/models", Origin="https://evil.example")[0] == 403
 
 
-def test_api_is_described_by_a_runner_that_is_loaded(paddock, models):
+def test_api_is_described_before_a_model_is_loaded(paddock, models):
     server = serve(paddock, models[:2], "--budget", "200")
     status, body, _ = ask(server, "GET", "/openapi.json")
-    assert status == 404 and "no model is loaded" in body["error"]["message"]
-    assert call(server, "one")[0] == 200
-    assert ask(server, "GET", "/openapi.json")[0] == 200
+    assert status == 200 and body == json.loads(openapi.description())
+    assert ask(server, "GET", "/api/ps")[1] == {"models": []}
+    assert ask(server, "GET", "/v1/models/")[1]["error"]["hint"] == "did you mean /v1/models?"
 
 
 def test_numbers_of_the_gateway_and_of_its_runners_are_for_admins(paddock, models):

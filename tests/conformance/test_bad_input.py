@@ -129,6 +129,9 @@ def test_unknown_model_is_a_404(server: Live) -> None:
 def test_unknown_path_and_wrong_method(server: Live) -> None:
     assert server.post("/v1/nothing").status_code == 404
     with server.client() as client:
+        for path in ("/v1/models/", "/v1//models"):
+            answer = client.get(path)
+            assert answer.status_code == 404 and answer.json()["error"]["hint"] == "did you mean /v1/models?"
         assert client.get(CHAT).status_code == 405
         assert client.delete("/v1/models").status_code == 405
         assert client.head("/health").status_code == 200

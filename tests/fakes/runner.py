@@ -170,7 +170,12 @@ class Server(ThreadingHTTPServer):
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
+    """Serve until SIGTERM, or tell of the API as the real one does."""
+    if sys.argv[1:] == ["openapi"]:
+        from paddock_runner.front.openapi import description
+
+        sys.stdout.write(description().decode())
+        return
     flags = read_flags(sys.argv[1:])
     model = flags["--model"]
     name = Path(model).name

@@ -20,7 +20,7 @@ from paddock_runner.edge.auth import ADMIN, INFERENCE, KEY_HEADERS, Caller, Guar
 from paddock_runner.edge.body import Receive, Scope, Send
 from paddock_runner.edge.counts import CONTENT_TYPE
 from paddock_runner.edge.ids import ANTHROPICS, HEADER
-from paddock_runner.edge.problem import UnknownPath, UnknownResponse, WrongMethod
+from paddock_runner.edge.problem import UnknownResponse, WrongMethod
 from paddock_runner.errors import PaddockError, ShuttingDown, UsageError
 
 from paddock_manager.fleet.client import Unreachable
@@ -111,7 +111,7 @@ class Gateway:
         elif path in OPEN and call.is_read:
             await call.answer(200, self._own.open(path))
         elif path == DESCRIPTION and call.is_read:
-            await call.answer(200, await self._description())
+            await call.answer(200, await self._own.description())
         else:
             caller = self._guard.check_key([call.header(name) for name in KEY_HEADERS], ADMIN if path == METRICS else INFERENCE)
             await self._route_known(call, caller)
@@ -121,7 +121,7 @@ class Gateway:
         path = call.path
         if path in LISTS and call.is_read:
             await call.answer(200, self._own.listed(path))
-        elif path.startswith(MODEL) and call.is_read:
+        elif path.startswith(MODEL) and path != MODEL and call.is_read:
             await call.answer(200, self._own.model(path))
         elif path == METRICS and call.is_read:
             await call.answer(200, self._metrics.text(await self._runners_metrics()).encode(), CONTENT_TYPE)
@@ -137,18 +137,6 @@ class Gateway:
             raise WrongMethod(f"{path[:200]} does not take {call.method[:20]}")
         else:
             raise problem.unknown_path(path, KNOWN)
-
-    async def _description(self) -> dict[str, Any]:
-        """What a runner says of its API: all say the same. Raises: UnknownPath while none is loaded, Unreachable."""
-        server = next((e.server for e in self.pool.entries.values() if e.server is not None), None)
-        if server is None:
-            raise UnknownPath("no model is loaded, and a loaded one describes the API", "ask one first: POST /v1/chat/completions")
-        try:
-            answer = await self._client.get(f"{server.url}{DESCRIPTION}", headers=self._bearer(self._key()))
-            told: dict[str, Any] = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise _silent(server, error) from None
-        return told
 
     async def _runners_metrics(self) -> dict[str, str]:
         """What each loaded runner counts, by model; without those that do not say so in time."""

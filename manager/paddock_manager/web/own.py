@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
+import subprocess
 import time
 from datetime import UTC, datetime
 from typing import Any
 
 from paddock_runner.edge import lists
 from paddock_runner.edge.lists import FOR_EVER, Listed
+from paddock_runner.errors import PaddockError
 from paddock_runner.version import our_version
 
+from paddock_manager.fleet import spawn
 from paddock_manager.store import headline
 from paddock_manager.web.pool import Entry, Pool
 
@@ -25,6 +30,8 @@ class Own:
 
     def __init__(self, pool: Pool, created_s: int):
         self._pool, self._created_s = pool, created_s
+        self._described: dict[str, Any] | None = None
+        self._asking = asyncio.Lock()
 
     def open(self, path: str) -> dict[str, Any] | str:
         """The answer at a path of OPEN."""
@@ -35,6 +42,17 @@ class Own:
         if path == "/version":
             return {"version": our_version()}
         return {"status": "ready", "models": len(self._pool.entries)}
+
+    async def description(self) -> dict[str, Any]:
+        """What the runner's program says of its API, asked once: no model need be loaded for it. Raises: PaddockError."""
+        async with self._asking:
+            if self._described is None:
+                words = next((e.launch.runner for e in self._pool.entries.values()), ()) or spawn.RUNNER
+                done = await asyncio.to_thread(subprocess.run, [*words, "openapi"], capture_output=True, check=False)
+                if done.returncode:
+                    raise PaddockError("the runner's program does not describe its API", "`paddock-runner openapi` shows why")
+                self._described = json.loads(done.stdout)
+        return self._described
 
     def listed(self, path: str) -> dict[str, Any]:
         """The answer at a path of LISTS."""

@@ -86,7 +86,7 @@ ROUTES = (
 )
 _EXACT = {(r.method, r.path): r for r in ROUTES if not r.has_name}
 _BELOW = [r for r in ROUTES if r.has_name]
-_PATHS = {r.path for r in ROUTES}
+_PATHS = {r.path for r in ROUTES if not r.has_name}
 _KEYS = tuple(name.encode() for name in KEY_HEADERS)
 
 
@@ -94,7 +94,7 @@ def find(method: str, path: str) -> Route:
     """The route of a request. Raises: UnknownPath, WrongMethod."""
     method = "GET" if method == "HEAD" else method
     route = _EXACT.get((method, path)) or next(
-        (r for r in _BELOW if r.method == method and path.startswith(r.path)), None
+        (r for r in _BELOW if r.method == method and path.startswith(r.path) and path != r.path), None
     )
     if route is not None:
         return route
