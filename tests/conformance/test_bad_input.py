@@ -15,7 +15,7 @@ import pytest
 from tests.conformance.live import KEY, MODEL, Live, live
 
 ASK = [{"role": "user", "content": "Hi"}]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, TOKENS = "/v1/chat/completions", "/v1/completions", "/tokenize"
 FIELDS = [
     (CHAT, {"temperature": "0.5"}, "temperature"),
     (CHAT, {"temperature": -1}, "temperature"),
@@ -70,6 +70,12 @@ FIELDS = [
     (TEXT, {"best_of": 4}, "best_of"),
     (TEXT, {"logprobs": -1}, "logprobs"),
     (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs"),
+    (TOKENS, {"prompt": None, "messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role"),
+    (TOKENS, {"prompt": None, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (TOKENS, {"prompt": None, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    (TOKENS, {"prompt": None, "tools": [{"type": "function"}]}, "tools[0].function"),
+    (TOKENS, {"prompt": None, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (TOKENS, {}, "prompt"),
 ]
 
 

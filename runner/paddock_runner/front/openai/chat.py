@@ -70,8 +70,9 @@ def _max_tokens(body: ChatRequest) -> int:
     return asked or 0
 
 
-def _check(body: ChatRequest) -> None:
-    for i, message in enumerate(body.messages):
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Raises: UsageError naming what a conversation cannot have here."""
+    for i, message in enumerate(messages):
         if message.role not in ROLES:
             raise refuse(
                 f"messages[{i}].role", f"the role {message.role[:40]!r} is not one of {', '.join(sorted(ROLES))}"
@@ -83,6 +84,10 @@ def _check(body: ChatRequest) -> None:
                 raise refuse(f"messages[{i}].content[{j}]", f"this model takes text, not {part.type[:40]!r}")
             if part.words is None:
                 raise refuse(f"messages[{i}].content[{j}].text", f"messages[{i}].content[{j}] has no text")
+
+
+def _check(body: ChatRequest) -> None:
+    check_messages(body.messages)
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs", "top_logprobs needs logprobs to be true")
     functions_of(body.tools)
@@ -113,15 +118,20 @@ def _without_effect(front: Front, body: ChatRequest) -> list[str]:
 def _how(front: Front, body: ChatRequest) -> dict[str, Any]:
     is_on = body.reasoning.enabled if body.reasoning is not None else None
     options: dict[str, Any] = front.served.template.thinking_options(is_on, body.effort)
-    options.update(body.chat_template_kwargs or {})
-    for name in ("messages", "tools", "documents"):
-        if name in options:
-            raise refuse("chat_template_kwargs", f"chat_template_kwargs may not set {name!r}")
+    options.update(template_options(body.chat_template_kwargs))
     continues = bool(body.continue_final_message)
     return {
         "documents": body.documents, "options": options, "continue_final": continues,
         "add_generation_prompt": body.add_generation_prompt is not False,
     }  # fmt: skip
+
+
+def template_options(told: Mapping[str, Any] | None) -> dict[str, Any]:
+    """chat_template_kwargs. Raises: UsageError for what has a field of its own."""
+    for name in ("messages", "tools", "documents"):
+        if told and name in told:
+            raise refuse("chat_template_kwargs", f"chat_template_kwargs may not set {name!r}")
+    return dict(told or {})
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[Mapping[str, Any]]:

@@ -8,8 +8,8 @@ import msgspec
 
 from ..http import Exchange
 from ..service import Front, Shape
-from .chat import messages_of
-from .fields import ChatMessage, Tool, refuse
+from .chat import check_messages, messages_of, template_options
+from .fields import ChatMessage, Tool, functions_of, refuse
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -44,9 +44,12 @@ async def post_tokenize(front: Front, exchange: Exchange) -> None:
     if (body.prompt is None) == (body.messages is None):
         raise refuse("prompt", "send either prompt or messages")
     if body.messages is not None:
+        check_messages(body.messages)
+        if functions_of(body.tools):
+            front.require_tools()
         tools = [msgspec.to_builtins(t) for t in body.tools or ()]
         how = {
-            "options": body.chat_template_kwargs or {},
+            "options": template_options(body.chat_template_kwargs),
             "add_generation_prompt": body.add_generation_prompt is not False,
         }
         ids, _ = await front.served.chat_prompt(messages_of(body.messages), tools or None, how)
