@@ -181,7 +181,8 @@ def tail(log: Path, n_lines: int) -> list[str]:
 def write_json(path: Path, body: dict[str, Any] | list[Any], mode: int = 0o644) -> None:
     """Write under a temporary name, sync, rename: a reader sees the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(body, indent=1, ensure_ascii=False), mode)
+    text = json.dumps(body, indent=1, ensure_ascii=False)
+    write_text(path, text.encode("utf-8", "backslashreplace").decode(), mode)  # bytes of names that are not UTF-8 as JSON's own escapes
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:

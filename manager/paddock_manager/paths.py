@@ -89,7 +89,18 @@ def places(environment: Mapping[str, str] | None = None) -> Places:
         home = Path(platformdirs.user_data_dir("paddock", appauthor=False))
     if home.exists() and not home.is_dir():
         raise UsageError(f"{home} is no folder", "set PADDOCK_HOME to one", path=str(home))
+    if not is_utf8(home):
+        raise UsageError(f"the name of PADDOCK_HOME, {home}, is not UTF-8", "set it to a folder whose name is", path=str(home))
     return Places(home, _more_roots(home / "config.toml", env))
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether all of its names are text. Others are bytes that no API and no record can tell of."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def expanded(path: str | Path) -> Path:

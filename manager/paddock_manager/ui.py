@@ -61,10 +61,8 @@ class Ui:
     def result(self, kind: str, data: dict[str, Any], human: Callable[[Ui], None]) -> None:
         """The command's result: `data` as `paddock.<kind>/1` with --json, else what `human` prints."""
         if self.as_json:
-            import json
-
             document = {"schema": f"paddock.{kind}/{SCHEMA_VERSION}", **data}
-            self._write(self.out, json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
+            self._document(document)
         else:
             human(self)
 
@@ -108,11 +106,14 @@ class Ui:
         if error.hint:
             self._write(self.err, self._paint("hint:  ", "36", self.err_color) + plain(error.hint, keep="\n") + "\n")
         if self.as_json:
-            import json
-
             body = {"code": error.code, "exit_code": error.exit_code, "message": error.message, "hint": error.hint}
-            document = {"schema": f"paddock.error/{SCHEMA_VERSION}", "error": {**body, "facts": error.facts}}
-            self._write(self.out, json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
+            self._document({"schema": f"paddock.error/{SCHEMA_VERSION}", "error": {**body, "facts": error.facts}})
+
+    def _document(self, document: dict[str, Any]) -> None:
+        import json
+
+        text = json.dumps(document, indent=2, ensure_ascii=False, default=str)
+        self._write(self.out, text.encode("utf-8", "backslashreplace").decode() + "\n")  # bytes of names that are not UTF-8 as JSON's own escapes
 
     def progress(self, label: str, total_bytes: int, done_bytes: int = 0) -> Progress:
         """One bar for the whole job, on a terminal; NDJSON lines when asked for; else nothing."""

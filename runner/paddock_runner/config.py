@@ -202,6 +202,8 @@ class Knob:
 
     def parse(self, value: object, origin: str) -> Any:
         """The value from a word (flag, variable) or a TOML value. Raises: UsageError naming origin and value."""
+        if isinstance(value, str) and not _is_utf8(value):
+            raise UsageError(f"{origin}: {value!r} is not UTF-8", "clients are told of it: rename what is called so", field=self.name)
         try:
             parsed = self._convert(value)
         except (TypeError, ValueError):
@@ -237,6 +239,14 @@ class Knob:
         if not isinstance(value, str) or (self.kind == "Path" and not value):
             raise ValueError
         return _path(value) if self.kind == "Path" else value
+
+
+def _is_utf8(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are no text
+        return False
+    return True
 
 
 def _path(word: str) -> Path:

@@ -257,6 +257,19 @@ def test_name_that_can_be_none_is_told_as_it_was_typed(paddock, model_file, name
     assert done.code == 2 and f"error: {name!r} cannot be a name\n" in done.err
 
 
+def test_names_that_are_not_utf8_are_one_sentence(paddock, model_file, tmp_path, monkeypatch):
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.gguf")
+    Path(odd).symlink_to(model_file)
+    for command in ("add", "run", "serve", "fit", "inspect"):
+        done = paddock(command, odd, *(["hi"] if command == "run" else []), "--json")
+        assert done.code == 7 and "this name is not UTF-8" in done.err, command
+        assert done.json["error"]["facts"]["path"] == odd  # bytes that are no text are escapes in JSON
+    assert runner.main(["--model", odd]) == 2 and runner.main(["--model", str(model_file), "--name", odd]) == 2
+    folder = tmp_path / "folder"
+    monkeypatch.setenv("PADDOCK_HOME", os.fsdecode(os.fsencode(folder) + b"\xff"))
+    assert "is not UTF-8" in paddock("ls").err
+
+
 def test_both_programs_take_as_many_threads():
     assert next(k.high for k in knobs() if k.flag == "--threads") == target.MAX_THREADS
 

@@ -74,11 +74,13 @@ def find(places: Places, text: str) -> Target:
 def of_path(path: Path) -> Target:
     """A file or folder on this machine.
 
-    Raises: UnknownModel.
+    Raises: UnknownModel, FileError when its name is not UTF-8.
     """
     if not path.exists():
         raise UnknownModel(f"{path}: there is no such file or folder", name=str(path))
     absolute = path.absolute()
+    if not paths.is_utf8(absolute):
+        raise FileError(f"{absolute}: this name is not UTF-8, and cannot be told to clients", "rename it, or link to it from elsewhere", path=str(absolute))
     name = absolute.stem if absolute.is_file() else absolute.name
     return Target(name.lstrip("-") or "model", str(absolute), absolute)  # a name that begins with a dash reads as an option
 
