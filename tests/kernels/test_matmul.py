@@ -293,6 +293,33 @@ def test_tiles_that_do_not_fill_the_device_are_cut_along_k(bench, rng, name):
         ).all()
 
 
+@pytest.mark.parametrize("n", [129, 193, 256])
+@pytest.mark.parametrize("names", [("q4_k", "q4_k"), ("q5_k", "q5_k"), ("q6_k", "q6_k"), ("q8_0", "q8_0"), ("q4_k", "q6_k")], ids="-".join)
+def test_block_formats_by_more_than_a_tile_of_rows_equal_numpy_and_themselves(bench, rng, names, n):
+    """One row, half of a tile and a whole one behind the first 128, by K that is dealt out in a cluster and by less."""
+    b = bench(sizes=StateSizes(8, 256, 16, 64, 100, 300, 8, 8, 5, 3))
+    for cols in (1280, 256):
+        weights = [random_weight(name, rows, cols, rng, size=1 / 64) for name, rows in zip(names, (416, 104), strict=True)]
+        w = [weight.upload(b) for weight in weights]
+        exact = np.concatenate([weight.values for weight in weights]).astype(np.float64)
+        x, x64 = b.activations(rng.standard_normal((n, cols)), T)
+        start = rng.standard_normal((n, 416)).astype(np.float32)
+        seen = []
+        for _ in range(2):
+            residual, program = b.upload(start, abi.PK_F32, T), Program()
+            program.matmul(x, [w[0]], residual, (), Epilogue(add=residual))
+            b.run(program, n)
+            seen.append((product(b, x, w, n, gap=3), b.download(residual, n), product(b, x, [w[0], w[0]], n, (), Epilogue(act="silu"))))
+        for first, second in zip(*seen, strict=True):
+            np.testing.assert_array_equal(first, second)
+        side, residual, gated = (a.astype(np.float64) for a in seen[0])
+        check(b, side, x64, exact, names[0])
+        check(b, residual - start, x64, exact[:416], names[0])
+        g = x64 @ exact[:416].T
+        allowed = tolerance(b, names[0], n) * np.outer(np.linalg.norm(x64, axis=1), np.linalg.norm(exact[:416], axis=1))
+        assert (np.abs(gated - act(g, "silu") * g) <= 2.2 * allowed * np.abs(g) + 1.3 * allowed**2 + 2**-8 * np.abs(act(g, "silu") * g) + 1e-6).all()
+
+
 @pytest.mark.parametrize(("n", "most"), [(129, 129), (250, 250), (400, 400), (513, 640), (640, 640), (705, 768), (1000, 1024), (1100, 1536)])
 def test_tall_tiles_cut_along_k_equal_numpy_and_themselves(bench, rng, n, most):
     """Of launches made for `most` rows."""
