@@ -30,6 +30,7 @@ from paddock_runner.pack.device import Device
 from .gpu_weights import Weight
 
 SHAPES = {  # width, feed-forward, layers, heads, kv heads, head width, vocabulary
+    "tiny": (512, 1536, 2, 8, 2, 128, 4096),
     "0.6b": (1024, 3072, 28, 16, 8, 128, 151936),
     "8b": (4096, 12288, 36, 32, 8, 128, 151936),
     "32b": (5120, 25600, 64, 64, 8, 128, 151936),

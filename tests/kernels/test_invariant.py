@@ -119,6 +119,26 @@ def test_norms_and_gates_of_a_row_are_the_same_in_any_company(bench, rng, cols):
         np.testing.assert_array_equal(run(slice(n, 2 * n)), whole[n : 2 * n], err_msg=f"{n} rows")
 
 
+@pytest.mark.parametrize("name", [f for f in WEIGHT_FORMATS if f != "q4_z"])
+def test_an_embedding_is_the_same_in_any_company(bench, rng, name):
+    b, cols = bench(sizes=SIZES), 512
+    if name not in b.pack.description["formats"]:
+        pytest.skip(f"this pack has no {name}")
+    table, ids = random_weight(name, 100, cols, rng).upload(b), rng.integers(0, 100, 200)
+
+    def run(part: slice) -> np.ndarray:
+        n = len(ids[part])
+        b.set("token_id", ids[part])
+        out, program = b.output(n, cols, T, format=abi.PK_F32), Program()
+        program.embed(table, out, 0.7)
+        b.run(program, n)
+        return b.download(out, n)
+
+    whole = run(slice(0, 200))
+    for n in (1, 2, 8, 9, 65):
+        np.testing.assert_array_equal(run(slice(n, 2 * n)), whole[n : 2 * n], err_msg=f"{n} rows")
+
+
 CTX, PAGE, SLOTS = 2048, 16, 40
 STEPS = {
     "alone": [[(0, p, 1)] for p in (0, 15, 511, 512, 700, 1023, 1024, 1500)] + [[(1, 1999, 1)]],
