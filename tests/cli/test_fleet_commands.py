@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -337,6 +339,36 @@ def test_runner_of_a_command_that_is_ended_from_outside_ends_with_it(paddock, tm
         for n, handler in before.items():
             signal.signal(n, handler)
     assert ended.value.code == 128 + number and state.servers(places()) == []
+
+
+RUN = "import sys; from paddock_manager import cli; from paddock_manager.fleet import spawn; spawn.RUNNER = tuple(sys.argv[1].split('|')); cli.main(['run', sys.argv[2], 'go on'])"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+def test_runner_of_a_command_that_is_killed_ends_with_it(paddock, tmp_path, number):
+    """Nobody else would end it: no list has one that was still being loaded."""
+    path = tmp_path / "endless.gguf"
+    path.write_bytes(tiny_gguf())
+    command = subprocess.Popen([sys.executable, "-c", RUN, "|".join(spawn.RUNNER), str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert until(lambda: any("POST" in log.read_text() for log in places().logs.glob("endless*")))
+    (server,) = state.servers(places())
+    command.send_signal(number)
+    assert command.wait() == -number and until(lambda: not server.is_alive)
+
+
+def test_server_that_another_command_starts_is_told_as_that(paddock, model_file, monkeypatch):
+    """Both would write one log, and the second's error would be read from it."""
+    found = []
+    wait = spawn._wait
+
+    def slow(*words):
+        monkeypatch.setattr(spawn, "_wait", wait)
+        found.append(paddock("serve", str(model_file), "--port", "0"))
+        return wait(*words)
+
+    monkeypatch.setattr(spawn, "_wait", slow)
+    assert paddock("serve", str(model_file), "--port", "0").code == 0
+    assert found[0].code == 13 and "mine.Q4_0 is being started by another command\nhint:  `paddock ps` shows it when it is ready\n" in found[0].err
 
 
 def meanwhile(act) -> threading.Thread:

@@ -216,6 +216,7 @@ def server_for(places: paths.Places, found: Target, values: Values, ui: Ui, batc
         flags=target.runner_flags(wanted, found),
         asked=dict(given),
         is_watched=keep,
+        ends_with_us=not keep,
     )
     server = serve.started(places, launch, ui, serve.START_S)
     if server.device == "cpu" and given.get("device") != "cpu":

@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Launch:
 
     flags: the runner's own options, as words, beside those that are set here. runner: the program, (): the one installed here.
     command: the first words, for a program that is no runner: --port and --state-file follow. is_watched: started again when it dies.
-    tls: certificate and key files.
+    tls: certificate and key files. ends_with_us: killed when the thread that starts it ends, however it does.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Launch:
     command: tuple[str, ...] = ()
     is_watched: bool = False
     tls: tuple[str, ...] = ()
+    ends_with_us: bool = False
 
     @property
     def shown(self) -> str:
@@ -115,8 +117,14 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
     """Start a runner in its own session and wait until it is ready.
 
     waiting(s): called while it loads, with the seconds so far.
-    Raises: RunnerDied, with the last lines of its log; Cancelled (the runner is stopped first); UsageError when its name is taken.
+    Raises: RunnerDied, with the last lines of its log; Cancelled (the runner is stopped first); UsageError when its name is taken, Locked while another
+    command takes it.
     """
+    with nullcontext() if launch.ends_with_us else state.starting(places, launch.name):  # names of the former are their own
+        return _start(places, launch, timeout_s, waiting)
+
+
+def _start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[float], None] | None) -> Server:
     state.refuse_taken(state.servers(places), launch.name, str(launch.asked.get("by", "")))
     places.fleet.mkdir(parents=True, exist_ok=True)
     places.logs.mkdir(parents=True, exist_ok=True)
@@ -127,7 +135,7 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
     with log.open("xb") as out:
         process = subprocess.Popen(
             _watched(places, launch, ready_file, log) if launch.is_watched else launch.words(ready_file), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            env=paths.child_environment(), close_fds=True,
+            env=paths.child_environment(), close_fds=True, preexec_fn=watch.die_with_parent if launch.ends_with_us else None,
         )  # fmt: skip
     try:
         facts = _wait(process, ready_file, log, launch, timeout_s, waiting)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paddock_runner.errors import AmbiguousModel, UnknownModel, UsageError
+from paddock_runner.errors import AmbiguousModel, Locked, UnknownModel, UsageError
 
 from paddock_manager.disk import is_same_process, write_json
-from paddock_manager.paths import Places
+from paddock_manager.paths import Places, file_word
 
 
 @dataclass(slots=True)
@@ -60,6 +60,21 @@ def _locked(places: Places) -> Iterator[None]:
     fd = os.open(places.fleet / "state.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def starting(places: Places, name: str) -> Iterator[None]:
+    """While a server of that name is started, nobody else starts one: its log is its own. Raises: Locked."""
+    places.fleet.mkdir(parents=True, exist_ok=True)
+    fd = os.open(places.fleet / f"{file_word(name)}.start", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Locked(f"{name} is being started by another command", "`paddock ps` shows it when it is ready", name=name) from None
         yield
     finally:
         os.close(fd)

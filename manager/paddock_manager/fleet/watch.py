@@ -69,7 +69,7 @@ class Watch:
         """Start the runner, on the port that it had before, and wait until it ends. Returns its exit code."""
         self.inner.unlink(missing_ok=True)
         words = _with_port(self.words, self.port) if self.port else self.words
-        self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, preexec_fn=_die_with_us, process_group=0)
+        self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent, process_group=0)
         if self._stopping.is_set():
             self._child.terminate()
         begun, told = time.monotonic(), False
@@ -117,8 +117,8 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> int | None:
         return None
 
 
-def _die_with_us() -> None:
-    """In the child: a watch that is killed takes its runner along, so that the port is free again."""
+def die_with_parent() -> None:
+    """In the child: who is killed takes its runner along, so that port and memory are free again."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
