@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import aiperf
+from bench import aiperf, load
 
 CELL: dict[str, Any] = {"name": "8-4-c2", "in": 8, "out": 4, "concurrency": 2, "requests": 6}
 FAKE = """#!{python}
@@ -47,6 +49,19 @@ def test_other_tokens_than_the_cells_are_said(tmp_path: Path) -> None:
 def test_its_last_words_are_kept(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no server answers"):
         aiperf.theirs(program(tmp_path, 4.0, "--fail"), "http://127.0.0.1:1", "m", tmp_path, CELL)
+
+
+def test_requests_at_moments_are_made_before_the_first_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    async def one(a: argparse.Namespace, body: bytes, result: object = None, pool: object = None) -> load.Result:
+        done.append(body.decode())
+        return load.Result(float(len(done)), ended=float(len(done)))
+
+    monkeypatch.setattr(load, "one", one)
+    monkeypatch.setattr(load, "body_of", lambda a, number: done.append("made") or str(number).encode())
+    results, wall = asyncio.run(load.run_at(argparse.Namespace(warmup=1), [0.0, 0.002, 0.001]))
+    assert done == ["made", "-1", "made", "made", "made", "0", "2", "1"] and len(results) == 3 and wall == 2.0
 
 
 def test_a_board_has_both_and_says_which_are_far_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
