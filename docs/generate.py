@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code, so that it cannot rot. With --check only compares.
+"""Writes docs/reference from the code, and the list of all pages from their titles, so that neither can rot. With --check only compares.
 
 Usage: python docs/generate.py [--check]
 """
@@ -150,12 +150,27 @@ def boards() -> str:
     return "".join(out)
 
 
+SHELVES = {
+    "tutorial": "Learn by doing", "howto": "Do one thing", "explanation": "Understand", "reference": "Look up (written from the code)",
+    "explanation/decisions": "Decisions, with what else was considered: never edited, only superseded",
+}  # fmt: skip
+
+
+def index() -> str:
+    """Every page, by shelf; to be written last."""
+    out = ["# All pages\n\nBegin with the [README](../README.md).\n"]
+    for shelf, what in SHELVES.items():
+        pages = sorted((ROOT / "docs" / shelf).glob("*.md"))
+        out.append(f"\n## {what}\n\n" + "".join(f"- [{page.read_text().split(chr(10), 1)[0].removeprefix('# ')}]({shelf}/{page.name})\n" for page in pages))
+    return "".join(out)
+
+
 def shown(value: object) -> object:
     """A measured number without digits that mean nothing; everything else as it is."""
     return value if not isinstance(value, float) else f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-PAGES: dict[str, Callable[[], str]] = {"errors": errors, "formats": formats, "models": models, "config": config, "api": api, "cli": cli, "json": documents, "boards": boards}
+PAGES: dict[str, Callable[[], str]] = {"errors": errors, "formats": formats, "models": models, "config": config, "api": api, "cli": cli, "json": documents, "boards": boards, "../index": index}
 
 
 def main(arguments: list[str]) -> int:
