@@ -54,9 +54,8 @@ def choose_place(config: Config) -> Place:
     if told is not None and not told.exists():
         raise PackError(f"kernel pack {told} does not exist", "check --kernel-pack")
     if kind == "auto":
-        kind = (
-            ("cuda" if "cuda" in told.name else "cpu") if told is not None else "cuda" if hardware.has_gpu() else "cpu"
-        )
+        is_cuda = "cuda" in told.name if told is not None else hardware.has_gpu() or not config.is_default("gpu")  # who names a GPU means one
+        kind = "cuda" if is_cuda else "cpu"
     limit = int(config.memory_gib * (1 << 30))
     if kind == "cuda":
         gpu = hardware.gpu(config.gpu, visible=config.visible_gpus)

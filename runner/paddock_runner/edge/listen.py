@@ -63,12 +63,17 @@ def check_tls(certificate: Path | None, key: Path | None) -> tuple[str, str] | N
         raise UsageError("TLS needs both files", "--tls-cert FILE --tls-key FILE")
     import ssl  # a runner without TLS is spared it
 
+    for path in (certificate, key):
+        try:
+            path.read_bytes()
+        except OSError as error:
+            raise FileError(f"{path} cannot be read: {error.strerror}", "check --tls-cert and --tls-key", path=str(path)) from None
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "reason", None) or ("they are not PEM" if isinstance(error, ssl.SSLError) else str(error))
         raise FileError(
-            f"{certificate} and {key} cannot be used for TLS: {str(reason).replace('_', ' ').lower()}",
+            f"{certificate} and {key} cannot be used for TLS: {reason.replace('_', ' ').lower() if reason.isupper() else reason}",
             "they are PEM files: the certificate with its chain, and its key without a pass phrase",
             path=str(certificate),
         ) from None

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from paddock_runner import hardware
 from paddock_runner.app import opening
-from paddock_runner.config import Config
+from paddock_runner.config import Config, read_config
 from paddock_runner.errors import PackError
 from paddock_runner.pack import library
 
@@ -71,6 +71,17 @@ def test_missing_pack_names_the_package(place):
 def test_gpu_that_is_too_old_for_any_pack_is_refused(place):
     with pytest.raises(PackError, match=r"there is no kernel pack for Test GPU \(sm_75\): they begin at sm_80"):
         place(7, 5)
+
+
+@pytest.mark.parametrize("which", ["0", "3", "GPU-5c"])
+def test_gpu_that_was_named_is_not_silently_the_cpu(which, monkeypatch):
+    monkeypatch.setattr(hardware, "has_gpu", lambda: False)
+    monkeypatch.setattr(hardware, "gpu", functools.partial(hardware.gpu, library="none.so"))
+    for flags, env in (({"gpu": which}, {}), ({}, {"PADDOCK_GPU": which})):
+        with pytest.raises(PackError, match="library libnvidia-ml"):
+            opening.choose_place(read_config(flags, env))
+    assert opening.choose_place(read_config({"gpu": which, "device": "cpu"}, {})).label.startswith("CPU")
+    assert opening.choose_place(read_config({}, {})).why == "no NVIDIA GPU here: "
 
 
 def test_untried_kernels_are_refused_where_there_are_none():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from paddock_runner.edge import listen
-from paddock_runner.errors import UsageError
+from paddock_runner.errors import FileError, UsageError
 
 SIZES = """
 import resource, sys
@@ -81,3 +81,22 @@ def test_host_that_is_none_is_a_sentence(host: str) -> None:
 def test_address_that_is_not_of_this_machine_is_told_as_that() -> None:
     with pytest.raises(UsageError, match="this machine has no such address"):
         listen.bind("192.0.2.1", 0)
+
+
+def test_files_that_are_no_certificate_and_key_are_told_as_that(tmp_path: Path) -> None:
+    paths = []
+    for name in ("one", "two"):
+        words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", f"/CN={name}"]
+        subprocess.run([*words, "-keyout", tmp_path / f"{name}.key", "-out", tmp_path / f"{name}.pem"], check=True, capture_output=True)
+        paths += [tmp_path / f"{name}.pem", tmp_path / f"{name}.key"]
+    assert listen.check_tls(*paths[:2]) == (str(paths[0]), str(paths[1])) and listen.check_tls(None, None) is None
+    (tmp_path / "no.pem").write_text("no")
+    for certificate, key, said in [
+        (paths[0], paths[3], "cannot be used for TLS: key values mismatch"), (tmp_path / "no.pem", paths[1], "cannot be used for TLS: "),
+        (paths[0], tmp_path / "none", f"{tmp_path}/none cannot be read: No such file or directory"), (tmp_path, paths[1], f"{tmp_path} cannot be read: Is a directory"),
+    ]:  # fmt: skip
+        with pytest.raises(FileError) as caught:
+            listen.check_tls(certificate, key)
+        assert said in caught.value.message
+    with pytest.raises(UsageError, match="both files"):
+        listen.check_tls(paths[0], None)
