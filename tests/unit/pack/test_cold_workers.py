@@ -27,6 +27,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("n_threads", [6])
 def test_threads_give_one_threads_sums_and_leave_a_job_that_is_over(program, n_threads):
-    told = subprocess.run([str(program), str(n_threads), "600", "2"], capture_output=True, text=True, timeout=120)
+    told = subprocess.run([str(program), str(n_threads), "150", "2"], capture_output=True, text=True, timeout=120)
     assert told.returncode == 0, told.stderr[-2000:] + told.stdout[-200:]
     assert "the same" in told.stdout
