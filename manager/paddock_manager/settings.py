@@ -64,7 +64,7 @@ def load(path: Path) -> dict[str, Setting]:
     """
     known = {s.key: replace(s, value=s.default) for s in SETTINGS}
     for key, word in _read(path).items():
-        setting = one(known, key)
+        setting = one(known, key, f"{path}: ")
         known[key] = replace(setting, value=setting.parse(word, f"{path}: "), origin=str(path))
     for key, setting in known.items():
         variable, told = paths.setting_variable(key)
@@ -78,10 +78,10 @@ def value(path: Path, key: str, flag: int | float | None) -> int:
     return int(flag) if flag is not None else int(load(path)[key].value)
 
 
-def one(known: dict[str, Setting], key: str) -> Setting:
-    """A setting by key. Raises: UsageError with those there are."""
+def one(known: dict[str, Setting], key: str, where: str = "") -> Setting:
+    """A setting by key. where: as for `parse`. Raises: UsageError with those there are."""
     if key not in known:
-        raise UsageError(f"there is no setting {key!r}", "settings: " + ", ".join(known), key=key)
+        raise UsageError(f"{where}there is no setting {key!r}", "settings: " + ", ".join(known), key=key)
     return known[key]
 
 
@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise FileError(f"{path}: not readable as TOML: {error}", path=str(path)) from None
     return {
-        f"{t}.{k}": v
-        for t, entry in body.items()
-        for k, v in (entry.items() if isinstance(entry, dict) else {"": entry}.items())
+        key: value
+        for table, entry in body.items()
+        for key, value in ({f"{table}.{k}": v for k, v in entry.items()} if isinstance(entry, dict) else {table: entry}).items()
     }

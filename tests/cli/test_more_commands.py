@@ -177,6 +177,17 @@ def test_doctor_finds_what_is_wrong_and_says_how_to_mend_it(paddock, hub):
     assert rows["models"]["fix"] == "paddock pull org/big:Q4_0" and "chmod 600" in rows["key"]["fix"]
 
 
+@pytest.mark.parametrize("text, said", [("[serve]\nprot = 1\n", "there is no setting 'serve.prot'"), ("serve = 5\n", "there is no setting 'serve'"), ("[serve]\nport = 'x'\n", "serve.port takes a whole number"), ("x", "not readable as TOML")])
+def test_doctor_finds_settings_that_are_wrong_and_goes_on(paddock, text, said):
+    file = places().config_file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    done = paddock("doctor", "--json")
+    (found,) = [f for f in done.json["findings"] if f["check"] == "settings"]
+    assert done.code == 1 and found["says"].startswith(f"{file}: {said}") and found["fix"] and any(f["check"] == "key" for f in done.json["findings"])
+    assert f"error: {file}: {said}" in paddock("config").err
+
+
 def test_doctor_tests_the_hub_when_asked(paddock, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     found = {f["check"]: f for f in paddock("doctor", "--net", "--json").json["findings"]}

@@ -199,6 +199,17 @@ def test_file_put_there_by_hand_is_listed_as_unverified(paddock):
     assert [(m["ref"], m["state"]) for m in paddock("ls", "--json").json["models"]] == [("some/body:Q4_0", "unverified")]
 
 
+def test_damaged_record_of_a_model_is_named_to_who_asks_for_it(paddock, model_file):
+    assert paddock("add", str(model_file), "--name", "mine").code == 0
+    record = Path(os.environ["PADDOCK_HOME"]) / "added/mine.json"
+    for text in ("x", "{}", '{"layout": 99}'):
+        record.write_text(text)
+        for command in ("show", "run", "rm", "fit"):
+            done = paddock(command, "mine", *(["hi"] if command == "run" else []))
+            assert done.code == 7 and f"error: {record}: " in done.err, command
+        assert paddock("show", "other").code == 3
+
+
 def test_damaged_record_hides_one_model_and_says_so(paddock, repo):
     paddock("pull", "org/tiny-GGUF:Q4_0", "--reserve", "0")
     record = Path(os.environ["PADDOCK_HOME"]) / "models/org/tiny-GGUF/.paddock/record.json"

@@ -48,6 +48,7 @@ def run(values: Values, ui: Ui) -> int:
         *_devices(),
         *_packs(),
         *_plans(places),
+        *_settings(places),
         *_servers(places),
         *_key(places),
     ]
@@ -162,10 +163,20 @@ def _packs() -> Iterator[Finding]:
         )
 
 
+def _settings(places: paths.Places) -> Iterator[Finding]:
+    try:
+        settings.load(places.config_file)
+    except PaddockError as error:
+        yield Finding("settings", "wrong", error.message, error.hint or f"change it in {places.config_file}, or remove it there")
+
+
 def _servers(places: paths.Places) -> Iterator[Finding]:
     running = state.servers(places)
     yield Finding("servers", "ok", ", ".join(f"{s.name} at {s.url}" for s in running) or "none running")
-    port = int(settings.value(places.config_file, "serve.port", None))
+    try:
+        port = settings.value(places.config_file, "serve.port", None)
+    except PaddockError:
+        return  # that is found by itself
     if not port or any(s.port == port for s in running):
         return
     with socket.socket() as probe:

@@ -198,7 +198,7 @@ def part_done(part: Path) -> int | None:
 def find(places: Places, ref: names.Ref) -> Model:
     """The one model of that name.
 
-    Raises: UnknownModel with names that look alike; AmbiguousModel with the choices.
+    Raises: UnknownModel with names that look alike; AmbiguousModel with the choices; FileError when it is its record that is damaged.
     """
     hits = matches(places, ref)
     if len(hits) == 1:
@@ -211,6 +211,11 @@ def find(places: Places, ref: names.Ref) -> Model:
             name=ref.text,
             choices=choices,
         )
+    problems: list[PaddockError] = []
+    models(places, problems)
+    for problem in problems:
+        if ref.short and Path(str(problem.facts.get("path", ""))) == places.added / f"{ref.short.lower()}.json":
+            raise problem
     raise unknown(places, ref)
 
 
