@@ -211,19 +211,19 @@ def find(places: Places, ref: names.Ref) -> Model:
             name=ref.text,
             choices=choices,
         )
-    problems: list[PaddockError] = []
-    models(places, problems)
-    for problem in problems:
-        if ref.short and Path(str(problem.facts.get("path", ""))) == places.added / f"{ref.short.lower()}.json":
-            raise problem
     raise unknown(places, ref)
 
 
-def unknown(places: Places, ref: names.Ref) -> UnknownModel:
-    """The error for a name that nothing has."""
-    everything = models(places, [])
-    hint = _hint(ref, everything)
-    return UnknownModel(f"no model {ref.text!r} is here", hint, name=ref.text, known=[m.name for m in everything])
+def unknown(places: Places, ref: names.Ref) -> PaddockError:
+    """The error for a name that nothing has: what is wrong with the record of that name, where there is one."""
+    problems: list[PaddockError] = []
+    everything = models(places, problems)
+    if ref.short:
+        record_path = str(places.added / f"{ref.short.lower()}.json")
+        damaged = next((p for p in problems if p.facts.get("path") == record_path), None)
+        if damaged is not None:
+            return damaged
+    return UnknownModel(f"no model {ref.text!r} is here", _hint(ref, everything), name=ref.text, known=[m.name for m in everything])
 
 
 def _hint(ref: names.Ref, everything: list[Model]) -> str:
