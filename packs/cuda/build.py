@@ -36,7 +36,7 @@ PERSIST_ROWS = (1,)
 """Bounds of rows that the persistent decode kernel is built for: those it was seen to win at."""
 PER_FORMAT = {"stream.cu": "PK_STREAM_FORMAT", "skinny.cu": "PK_STREAM_FORMAT", "product.cu": "PK_EXPERT_FORMAT", "lone.cu": "PK_EXPERT_FORMAT"}
 HOT = re.compile(
-    r"stream_matmul|skinny|flat_kernel|gemm|attention_decode_kernelILi(64|128)E|attention_prefill|attention_wgmma_kernelILi\d+ELb[01]ELb0E"
+    r"stream_matmul|skinny|flat_kernel|split_kernel|gemm|attention_decode_kernelILi(64|128)E|attention_prefill|attention_wgmma_kernelILi\d+ELb[01]ELb0E"
 )
 """Kernels that may not spill. Attention with a cap on its scores, and decode of heads wider than 128, do (LOG.md, entries 9 and 10)."""
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for")

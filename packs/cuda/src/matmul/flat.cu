@@ -1,5 +1,5 @@
 // Flat matmul (include/flat.cuh): which products are flat ones, and those in BF16.
-#include "../../include/flat_plan.h"
+#include "../../include/split.h"
 
 #include "../../include/gemm.cuh"
 #include "../../include/invariant.h"
@@ -19,6 +19,8 @@ template <int kFormat>
 int32_t launch_flat_blocks(const Launch &, const SkinnyArguments &, const Packed *const *, const FlatPackets &) { return fail(PK_UNSUPPORTED, "matmul: no wgmma on this architecture"); }
 template <int kFormat>
 int32_t launch_flat_format(const Launch &, const SkinnyArguments &, const Packed *const *, const FlatPackets &) { return fail(PK_UNSUPPORTED, "matmul: no wgmma on this architecture"); }
+bool is_split(const Launch &, const SkinnyArguments &) { return false; }
+int32_t launch_split(const Launch &, const SkinnyArguments &, const Packed *const *, const FlatPackets &) { return PK_UNSUPPORTED; }
 #endif
 
 bool is_flat(const Launch &l, const Packed &weight, int64_t max_rows) {
@@ -31,7 +33,7 @@ bool flat_ends_heads(const Launch &l, int64_t n_heads) { return n_heads <= kFlat
 int32_t launch_flat(const Launch &l, const SkinnyArguments &a, const Packed *const *packed, const FlatPackets &packets) {
     switch (packed[0]->format) {
         case PK_BF16: return launch_flat_format<PK_BF16>(l, a, packed, packets);
-        case PK_FP8_E4M3: return launch_flat_format<PK_FP8_E4M3>(l, a, packed, packets);
+        case PK_FP8_E4M3: return is_split(l, a) ? launch_split(l, a, packed, packets) : launch_flat_format<PK_FP8_E4M3>(l, a, packed, packets);
         case PK_Q8_0: return launch_flat_blocks<PK_Q8_0>(l, a, packed, packets);
         case PK_Q4_K: return launch_flat_blocks<PK_Q4_K>(l, a, packed, packets);
         default: return launch_flat_blocks<PK_Q6_K>(l, a, packed, packets);
