@@ -23,8 +23,8 @@ from array import array
 from pathlib import Path
 from time import perf_counter_ns
 
-from paddock_runner.engine.loop import Engine, freeze
-from paddock_runner.engine.process import Runner
+from paddock_runner.engine.loop import Engine
+from paddock_runner.engine.process import Runner, freeze
 from paddock_runner.memory.state import StateSizes
 from paddock_runner.wire.channel import Channel
 from paddock_runner.wire.messages import Ask, Done

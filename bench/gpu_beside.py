@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 from paddock_runner.engine.assemble import Assembly, build_device
-from paddock_runner.engine.loop import freeze
 from paddock_runner.engine.policy import Policy
+from paddock_runner.engine.process import freeze
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.memory.state import StateSizes
 

@@ -31,9 +31,9 @@ from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine.assemble import Assembly, build_device
 from paddock_runner.engine.cost import CostModel
-from paddock_runner.engine.loop import Engine, freeze
+from paddock_runner.engine.loop import Engine
 from paddock_runner.engine.policy import Policy
-from paddock_runner.engine.process import Runner
+from paddock_runner.engine.process import Runner, freeze
 from paddock_runner.engine.rehearsal import rehearse
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.files.view import TensorView

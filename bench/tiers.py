@@ -21,8 +21,8 @@ from paddock_runner.blueprint.names import tensors_by_name
 from paddock_runner.blueprint.read import read_blueprint
 from paddock_runner.engine import fetches
 from paddock_runner.engine.assemble import Assembly, build_device
-from paddock_runner.engine.loop import Engine, freeze
-from paddock_runner.engine.process import Runner
+from paddock_runner.engine.loop import Engine
+from paddock_runner.engine.process import Runner, freeze
 from paddock_runner.engine.tiering import TierConfig
 from paddock_runner.files.checkpoint import open_checkpoint
 from paddock_runner.memory.plan import PlanRequest, cpu_facts, cuda_facts, state_sizes

@@ -23,7 +23,7 @@ from time import monotonic_ns
 from typing import Any
 
 import numpy as np
-from paddock_runner.engine.loop import freeze
+from paddock_runner.engine.process import freeze
 from paddock_runner.pack.abi import PK_TIMES
 
 from bench import board

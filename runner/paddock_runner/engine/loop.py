@@ -5,7 +5,6 @@ It never waits for a front and never looks at a token; per-request work happens 
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from .learning import learn
 from .masks import Masking
 from .policy import Policy
 from .report import miss_of
-from .request import Phase, Request
+from .request import NEVER, Phase, Request
 from .scheduler import Scheduler
 from .shortage import gives_up
 from .slots import Chunk, SlotTable, draws_come_first
@@ -108,6 +107,8 @@ class Engine:
         self.hold_until_ns = 0
         """When the next step may be launched; 0: at once."""
         self.must_drain = False
+        self.n_ending = 0
+        """Requests whose last row is in flight: their slots will be free when it has been read."""
         self._ahead = self.run_ahead
         self.low_pages = min(2 * sizes.n_slots, sizes.n_pages // 16)
 
@@ -218,6 +219,7 @@ class Engine:
             ).encode(),
         )  # fmt: skip
         self.counters.ended[reason] += 1
+        self.n_ending -= request.last_seq != NEVER
         self.scheduler.queue.left(now)
         self._forget(request)
         if slot >= 0:
@@ -258,9 +260,12 @@ class Engine:
         self.ports[request.port].send(kind, payload)
 
     def retire(self, request: Request) -> None:
-        """An ended request leaves as soon as the steps in flight are read."""
-        self.retiring.append((self.launched_seq, request))
-        if self.launched_seq <= self.read_seq:
+        """An ended request leaves as soon as the steps in flight that have a row of it are read."""
+        if request.last_seq <= self.read_seq:
+            self.retiring.appendleft((request.last_seq, request))
+        else:
+            self.retiring.append((self.launched_seq, request))
+        if self.retiring[0][0] <= self.read_seq:
             self._retire()
 
     def _retire(self) -> None:
@@ -396,6 +401,8 @@ class Engine:
             if n + 1 >= request.max_length:
                 slots.leave(slot)
                 self._unlist(request)
+                request.last_seq = self.launched_seq
+                self.n_ending += 1
                 continue
             assert request.holding is not None
             if slots.border_tokens:
@@ -489,10 +496,3 @@ class Engine:
             raise PageFault(f"{n_held} slots are held and {self.slots.n_free} free of {self.sizes.n_slots}", pages=[])
         if self.slots.context != (n := sum(map(self.slots.launched, self.slots.decode))):
             raise PageFault(f"decode rows have {n} tokens, not {self.slots.context}", pages=[])
-
-
-def freeze() -> None:
-    """No garbage collection from now on: what exists stays, and nothing on the step path makes cycles."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()

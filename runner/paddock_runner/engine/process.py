@@ -21,7 +21,7 @@ from ..wire.port import EnginePort
 from .device import StepDevice
 from .giving import Giver
 from .intake import Intake
-from .loop import Engine, freeze
+from .loop import Engine
 from .policy import Policy
 from .rehearsal import rehearse
 from .tiering import STAGING_STATES, HostStates, HostWindows, StateDevice, TierConfig, TierKeeper, WindowDevice
@@ -232,3 +232,10 @@ def engine_main(config: EngineConfig, device: TierDevice, channels: Sequence[Cha
         runner.run()
     finally:
         runner.close()
+
+
+def freeze() -> None:
+    """No garbage collection from now on: what exists stays, and nothing on the step path makes cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()

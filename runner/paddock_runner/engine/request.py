@@ -72,6 +72,7 @@ class Request:
         "is_scored",
         "kept",
         "key",
+        "last_seq",
         "marks",
         "masks",
         "max_length",
@@ -156,6 +157,8 @@ class Request:
         """Read aside: the step that the device must have done before."""
         self.first_seq = NEVER
         """The step that draws its first token in its slot: earlier results of that slot are another's."""
+        self.last_seq = NEVER
+        """The last step that has a row of it, once its answer is as long as it may be."""
         self.holding: Holding | None = None
         self.done_tokens = 0
         """Tokens whose prefill has been launched or was cached."""

@@ -29,7 +29,7 @@ MAX_LATE_NS = 1_000_000_000
 def hold_until_ns(engine: Engine, now_ns: int) -> int:
     """Until when the next step is not to be launched; 0: launch it now."""
     policy = engine.policy
-    if engine.masked or not (engine.slots.n_free or (engine.scheduler.queue.n and engine.scheduler.could_yield)):
+    if engine.masked or not (engine.slots.n_free or engine.n_ending or (engine.scheduler.queue.n and engine.scheduler.could_yield)):
         return 0
     until = 0
     if engine.in_flight:

@@ -215,3 +215,22 @@ def test_rounds_count_with_decode_steps_as_they_were_measured_not_as_the_fit_has
     assert cost.quiet_us(64) == cost.decode_us(64) and CostModel().quiet_us(16) == CostModel().decode_us(16)
     pace = Pace(Policy(), cost, 128)
     assert pace.budget_us(16, 1, False, 65_000, 32_768) == pytest.approx((1 + Policy().rest_steps) * 5800 / (Policy().long_delay - 1), rel=1e-3)
+
+
+def test_an_answer_of_full_length_gives_its_slot_when_its_last_step_is_read_and_no_more_than_one_step_without_it_has_been_launched() -> None:
+    rig = Rig(replace(WIDE, n_slots=4), run_ahead=2, policy=PATIENT)
+    rig.device.rng.random = lambda: 1.0  # type: ignore[method-assign]
+    short = [rig.ask([i, i + 1, i + 2], 60) for i in range(2)]
+    others = [rig.ask([i, i + 1, i + 2], 500) for i in range(7, 9)]
+    engine = rig.engine
+    while not all(a.end for a in short):
+        rig.turn()
+    assert [step.n_decode for step in engine.in_flight] == [2] and engine.slots.n_free == 2 and not engine.retiring
+    comes, begun = rig.ask([50, 51], 3), engine.launched_seq
+    while comes.started is None:
+        rig.turn()
+    assert engine.launched_seq == begun + 1 and engine.in_flight[-1].n_prefill == 2
+    rig.run()
+    assert all(len(a.tokens) == 500 for a in others) and engine.n_ending == 0
+    rig.assert_empty()
+    rig.close()
