@@ -23,6 +23,7 @@ struct EvenWork {
     int *ends;
     int at = 0, until = 0, per = 0;   // heads, or (per > 0) groups
     int parts = 1, shift = 2;         // of a head; log2 of a team's warps
+    bool is_single = false;           // rows that have work have one token each, and a key head eight queries at most
 
     struct RowWork {
         int first, end, tiles, groups;  // visible positions, tiles of pairs, groups of positions
@@ -118,6 +119,7 @@ struct EvenWork {
         BesideLoad load;
         const int total = count<kT>(sums, &longest, &pairs, &load), n_heads = a.info->n_rows * a.n_kv_heads, lane = threadIdx.x & 31;
         if (total == 0) return;
+        is_single = pairs == a.n_heads / a.n_kv_heads && pairs <= 8;
         constexpr int kAbreast = kD <= 128 ? 2 : 1;
         int n_blocks = gridDim.x;
         if (kBeside && load.tiles > 0) {

@@ -5,6 +5,7 @@
 #include "../../rare.h"
 #include "../include/attention_plan.h"
 #include "../include/chosen.cuh"
+#include "../include/invariant.h"
 #include "../include/lone_draw.cuh"
 #include "../include/narrow.cuh"
 
@@ -79,6 +80,22 @@ int64_t launch_together(const pk_program &p, const pk_program::View &view, const
     return i;
 }
 
+// The end of the last layer, for sampled rows: its products see a step of as many tokens.
+int32_t launch_last_rows(const LastRows &last, const Launch &l) {
+    Launch few = l;
+    few.info = l.info + 1;
+    few.max_tokens = l.max_samples;
+    int32_t status = PK_OK;
+    for (int64_t i = 0; i < last.gathers.n() && !status; ++i) status = launch_record(l, last.gathers[i]);
+    const int64_t n = last.products.n();
+    for (int64_t i = 0; i < n && !status; ++i) {
+        if (const int64_t next = launch_beside(last.products, few, i, n, &status); next > i) i = next - 1;
+        else if (const int64_t behind = launch_narrowing(last.products, few, i, n, &status); behind > i) i = behind - 1;
+        else status = launch_record(few, last.products[i]);
+    }
+    return status ? status : launch_record(l, last.norm[0]);
+}
+
 }  // namespace
 
 Launch launch_of(pk_program &p, const pk_program::View &view, int32_t max_tokens, int32_t max_samples, bool decode_only, bool shares) {
@@ -149,6 +166,11 @@ int32_t enqueue(pk_program &p, const pk_program::View &view, const Launch &l, in
         if (l.share && i == p.shared_rows.record()) status = launch_share(l, p.records[i].as<pk_op_attention>());
         if (!status) status = launch_first_work(p, at, i);
         if (status) break;
+        if (i == p.last_rows.first && with_ends && p.last_rows.end <= end && has_few_last_rows(p.last_rows, l) && !is_invariant(l.ctx)) {
+            status = launch_last_rows(p.last_rows, l);
+            i = p.last_rows.end - 1;
+            continue;
+        }
         const persist::Run *run = l.share ? nullptr : persist::find_run(view.plans, l, i);
         if (const int64_t next = launch_together(p, view, l, i, end, &status); next > i) {
             i = next - 1;

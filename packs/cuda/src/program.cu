@@ -20,7 +20,7 @@ namespace pk {
 namespace {
 
 constexpr int64_t kInfoBytes = 256;  // in front of the counters of what a part left
-static_assert(sizeof(StepInfo) <= kInfoBytes);
+static_assert(2 * sizeof(StepInfo) <= kInfoBytes);
 constexpr std::chrono::milliseconds kQueryEvery{10};
 
 int64_t scratch_of(const pk_ctx &ctx, const Records &records, const pk_state &state) {
@@ -149,7 +149,7 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     while (p.tail_at < p.records.n() && p.records[p.tail_at].op != PK_OP_SAMPLE) ++p.tail_at;
     void *ring = nullptr, *consumed = nullptr;
     pk_ctx *const rest = rest_of(&ctx);
-    const int64_t info_bytes = rest ? kInfoBytes + kCounterBytes : static_cast<int64_t>(sizeof(StepInfo));
+    const int64_t info_bytes = rest ? kInfoBytes + kCounterBytes : static_cast<int64_t>(2 * sizeof(StepInfo));
     if (int32_t e = check(cudaMalloc(reinterpret_cast<void **>(&p.info), info_bytes), "load")) return e;
     if (int32_t e = check(cudaMemsetAsync(p.info, 0, info_bytes, ctx.stream), "load")) return e;
     if (int32_t e = check(cudaHostAlloc(&ring, ring_bytes, cudaHostAllocPortable | cudaHostAllocMapped), "load")) return e;
@@ -161,6 +161,7 @@ int32_t load_program(pk_program &p, const int32_t *buckets, int32_t n_buckets) {
     ctx.n_allocations += 3;
     ctx.allocated_bytes += ring_bytes + kConsumedBytes + info_bytes;
     p.pool = find_pool(p.records);
+    if (int32_t e = find_last_rows(p.records, p.state, &p.last_rows)) return e;
     p.pooled = with_pool(p.state, p.pool);
     p.slots = slot_pages(&ctx, p.state);
     p.shared_rows.open(ctx, p.records, p.state);

@@ -14,6 +14,7 @@
 #include "../include/persist/plan.h"
 #include "../include/share.h"
 #include "../include/slot_pages.h"
+#include "last_rows.h"
 
 struct pk_program {
     pk_ctx *ctx = nullptr;
@@ -51,7 +52,7 @@ struct pk_program {
         pk::Launch launch;
     };
     View all, rest;
-    pk::StepInfo *info = nullptr;
+    pk::StepInfo *info = nullptr;  // and a second one, of a step whose tokens are the sampled rows
     uint8_t *ring = nullptr;        // pinned, n_ring blocks of ring_bytes
     uint64_t *consumed = nullptr;   // pinned: blocks that the device has read
     int64_t ring_bytes = 0;
@@ -64,6 +65,7 @@ struct pk_program {
     std::chrono::steady_clock::time_point query_at;  // when the device is asked next whether it has failed: waits may be many and short
     bool guesses = false;           // steps with draft rows run records that others leave out
     pk::SharedRows shared_rows;
+    pk::LastRows last_rows;
     std::shared_ptr<pk::SlotPages> slots;
 };
 

@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(kThreads, 1) prepare_kernel(const __grid_const
         info->n_samples = head.n_samples;
         info->ring = turn + 1;
         info->begun_ns = begun;
+        info[1].n_tokens = max(1, head.n_samples);  // kernels want one
         if (past != INT_MAX) {
             report->row = past;
             report->slot = rows[past].slot;

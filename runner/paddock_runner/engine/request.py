@@ -155,10 +155,8 @@ class Request:
         self.slot = -1
         self.aside_seq = 0
         """Read aside: the step that the device must have done before."""
-        self.first_seq = NEVER
-        """The step that draws its first token in its slot: earlier results of that slot are another's."""
-        self.last_seq = NEVER
-        """The last step that has a row of it, once its answer is as long as it may be."""
+        self.first_seq = self.last_seq = NEVER
+        """The step that draws its first token in its slot: earlier results of that slot are another's. The last one that has a row of it, once its answer is as long as it may be."""
         self.holding: Holding | None = None
         self.done_tokens = 0
         """Tokens whose prefill has been launched or was cached."""

@@ -158,7 +158,7 @@ __device__ __forceinline__ bool ends_alone(const AttentionArguments &a, const Te
 }
 
 // How a launch takes its rows: alone, alone and all of one token with few heads of queries (attention_columns.cuh), with prefill in front that lets it
-// begin (attention_beside.cuh), or cut at fixed positions.
+// begin (attention_beside.cuh; by columns, too, where all of them are such), or cut at fixed positions.
 enum Form { kIsAlone, kIsSingle, kIsBeside, kIsCut };
 template <int kD, int kKind>
 constexpr bool kHasSingle = kD == 128 && (kKind == kBf16 || kKind == kF16);
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
         release_dependents();
     };
     if (has_work) {
-        Warp<kD, kKind, kTensor, kSingle> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, team};
+        Warp<kD, kKind, kTensor, kSingle || kBeside> w{a, maps, shared + warp * kWarpBytes<kD, kKind>, full[warp], lane, team};
         Segment next = s;
         w.begin(s, planned_page);
         uint8_t *const q_team = q_at + team.number * team.rows() * kQPieces<kD> * 16;
@@ -240,112 +240,124 @@ __global__ void __launch_bounds__(kThreads, kD <= 128 ? 2 : 1) attention_decode_
         const bool plain = a.softcap <= 0.0f && a.scale > 0.0f;
         const float c = plain ? a.scale * kLog2e : 1.0f;
         bool has_next = false;
-        for (int turn = 0;; ++turn) {
-            uint8_t *q_mine = q_team + turn % kQBuffers<kD> * kQBytes<kD>;
-            std::conditional_t<kSingle, Columns<kD, kKind>, Sums<kD, kKind>> sums;
-            sums.open(a, s);
-            has_next = false;
+        // Segment after segment; form: what their sums are kept in.
+        auto take_all = [&](auto form) __attribute__((always_inline)) {
+            for (int turn = 0;; ++turn) {
+                uint8_t *q_mine = q_team + turn % kQBuffers<kD> * kQBytes<kD>;
+                typename decltype(form)::type sums;
+                constexpr bool kColumns = std::is_same_v<typename decltype(form)::type, Columns<kD, kKind>>;
+                sums.open(a, s);
+                has_next = false;
 #pragma unroll 1
-            for (int n = turn == 0 ? -1 : 0;; ++n) {
-                w.fetch_until(s, next, n < 0 ? w.n_old(s) : n + kStages);
-                if (n < 0) {
-                    wait_front();
-                    ask_q<kD, kKind>(a, s, team, q_team, q_is_full);
-                    continue;
-                }
-                if (n == 0) {
-                    while (!ring_ready(q_is_full + turn % kQBuffers<kD>, turn / kQBuffers<kD> & 1)) {}
-                    sums.hold(q_mine, team.rows());
-                    if constexpr (kCut) has_next = work.next(next, next_place);
-                    else has_next = work.next(next);
-                    if (has_next) {
-                        w.see(next);
-                        if constexpr (kHoldQ<kD>) team.meet();  // every warp has read its q
-                        ask_q<kD, kKind>(a, next, team, q_team + (turn + 1) % kQBuffers<kD> * kQBytes<kD>, q_is_full + (turn + 1) % kQBuffers<kD>);
+                for (int n = turn == 0 ? -1 : 0;; ++n) {
+                    w.fetch_until(s, next, n < 0 ? w.n_old(s) : n + kStages);
+                    if (n < 0) {
+                        wait_front();
+                        ask_q<kD, kKind>(a, s, team, q_team, q_is_full);
+                        continue;
                     }
-                }
-                if (n == w.mine) break;
-                const int first = w.first_of(s, n);
-                const uint32_t k_at = shared_address(w.wait(s, first));
-                sums.add(a, s, first, q_mine, k_at, k_at + decltype(w)::kBytes, plain, c);
-                __syncwarp();
-            }
-            if constexpr (kSingle) {
-                if (ends_alone(a, team, s, narrowed)) {
-                    sums.finish(a, s);
-                    if (!has_next) break;
-                    w.pass();
-                    s = next;
-                    continue;
-                }
-            }
-            // Join the warps, a few rows at a time.
-            const int rows_here = min(16, s.n_pairs - s.pair), n_team = kTeams ? 1 << team.shift : kWarps, team_first = kTeams ? team.number << team.shift : 0;
-            const bool is_alone = s.block_first == s.block_last, is_whole = kCut ? place.n_segments == 1 : is_alone;
-            float *part = part_of<kD>(a, !kCut ? 2 * blockIdx.x + (s.is_first ? 1 : 0) : is_alone ? n_parts + blockIdx.x : place.segment);
-            sums.end(merge_top[warp], merge_sum[warp]);
-#pragma unroll 1
-            for (int first = 0; first < rows_here; first += kMergeRows<kD>) {
-                sums.put(merge[warp], first);
-                team.meet();
-#pragma unroll 1
-                for (int j = team.thread; j < min(kMergeRows<kD>, rows_here - first) * (kD / 4); j += 32 << team.shift) {
-                    const int in = j / (kD / 4), row = first + in, d = j % (kD / 4) * 4;
-                    float most = -INFINITY, all = 0.0f;
-                    float4 v = make_float4(0, 0, 0, 0);
-#pragma unroll(kTeams ? 1 : kWarps)
-                    for (int i = 0; i < n_team; ++i) most = fmaxf(most, merge_top[team_first + i][row]);
-                    const float base = most == -INFINITY ? 0.0f : most;
-#pragma unroll(kTeams ? 1 : kWarps)
-                    for (int i = 0; i < n_team; ++i) {
-                        const float f = power2(merge_top[team_first + i][row] - base);
-                        const float4 y = *reinterpret_cast<const float4 *>(&merge[team_first + i][in * kD + d]);
-                        all += f * merge_sum[team_first + i][row];
-                        v.x += f * y.x; v.y += f * y.y; v.z += f * y.z; v.w += f * y.w;
-                    }
-                    if constexpr (kCut) {
-                        // A tile that is this block's alone: what its segments came to so far, each thread's own numbers.
-                        if (is_alone && !is_whole) {
-                            Joined before;
-                            if (!s.is_first) {
-                                before.top = kept[turn & 1][row].x;
-                                before.sum = kept[turn & 1][row].y;
-                                before.v = __ldcg(reinterpret_cast<const float4 *>(part + row * kD + d));
-                            }
-                            join(before, most, all, v);
-                            most = before.top;
-                            all = before.sum;
-                            v = before.v;
-                            if (d == 0) kept[~turn & 1][row] = make_float2(most, all);
+                    if (n == 0) {
+                        while (!ring_ready(q_is_full + turn % kQBuffers<kD>, turn / kQBuffers<kD> & 1)) {}
+                        sums.hold(q_mine, team.rows());
+                        if constexpr (kCut) has_next = work.next(next, next_place);
+                        else has_next = work.next(next);
+                        if (has_next) {
+                            w.see(next);
+                            if constexpr (kHoldQ<kD>) team.meet();  // every warp has read its q
+                            ask_q<kD, kKind>(a, next, team, q_team + (turn + 1) % kQBuffers<kD> * kQBytes<kD>, q_is_full + (turn + 1) % kQBuffers<kD>);
                         }
                     }
-                    if (is_whole || (kCut && is_alone && place.is_last)) {
-                        if (!kCut && s.share.tokens > 0) add_shared(a, s, row, d, v, all, most);
-                        if (d < a.v_width) finish4<kSingle>(a, s, row, d, v, all, most, narrowed);
-                    } else {
-                        __stcg(reinterpret_cast<float4 *>(part + row * kD + d), v);
-                        if (d == 0) __stcg(reinterpret_cast<float2 *>(part + 16 * kD + 2 * row), make_float2(most, all));
+                    if (n == w.mine) break;
+                    const int first = w.first_of(s, n);
+                    const uint32_t k_at = shared_address(w.wait(s, first));
+                    sums.add(a, s, first, q_mine, k_at, k_at + Warp<kD, kKind, kTensor>::kBytes, plain, c);
+                    __syncwarp();
+                }
+                if constexpr (kColumns) {
+                    if (ends_alone(a, team, s, narrowed)) {
+                        sums.finish(a, s);
+                        if (!has_next) break;
+                        w.pass();
+                        s = next;
+                        continue;
                     }
                 }
-                team.meet();
-            }
-            if (!is_whole && (kCut ? !is_alone && place.is_last_here : true)) {
-                if (threadIdx.x == 0) {
-                    __threadfence();
-                    is_last = atomicAdd(a.counters + s.block_first, 1) == s.block_last - s.block_first;
-                    if (is_last) a.counters[s.block_first] = 0;
-                    __threadfence();
+                // Join the warps, a few rows at a time.
+                const int rows_here = min(16, s.n_pairs - s.pair), n_team = kTeams ? 1 << team.shift : kWarps, team_first = kTeams ? team.number << team.shift : 0;
+                const bool is_alone = s.block_first == s.block_last, is_whole = kCut ? place.n_segments == 1 : is_alone;
+                float *part = part_of<kD>(a, !kCut ? 2 * blockIdx.x + (s.is_first ? 1 : 0) : is_alone ? n_parts + blockIdx.x : place.segment);
+                sums.end(merge_top[warp], merge_sum[warp]);
+#pragma unroll 1
+                for (int first = 0; first < rows_here; first += kMergeRows<kD>) {
+                    sums.put(merge[warp], first);
+                    team.meet();
+#pragma unroll 1
+                    for (int j = team.thread; j < min(kMergeRows<kD>, rows_here - first) * (kD / 4); j += 32 << team.shift) {
+                        const int in = j / (kD / 4), row = first + in, d = j % (kD / 4) * 4;
+                        float most = -INFINITY, all = 0.0f;
+                        float4 v = make_float4(0, 0, 0, 0);
+#pragma unroll(kTeams ? 1 : kWarps)
+                        for (int i = 0; i < n_team; ++i) most = fmaxf(most, merge_top[team_first + i][row]);
+                        const float base = most == -INFINITY ? 0.0f : most;
+#pragma unroll(kTeams ? 1 : kWarps)
+                        for (int i = 0; i < n_team; ++i) {
+                            const float f = power2(merge_top[team_first + i][row] - base);
+                            const float4 y = *reinterpret_cast<const float4 *>(&merge[team_first + i][in * kD + d]);
+                            all += f * merge_sum[team_first + i][row];
+                            v.x += f * y.x; v.y += f * y.y; v.z += f * y.z; v.w += f * y.w;
+                        }
+                        if constexpr (kCut) {
+                            // A tile that is this block's alone: what its segments came to so far, each thread's own numbers.
+                            if (is_alone && !is_whole) {
+                                Joined before;
+                                if (!s.is_first) {
+                                    before.top = kept[turn & 1][row].x;
+                                    before.sum = kept[turn & 1][row].y;
+                                    before.v = __ldcg(reinterpret_cast<const float4 *>(part + row * kD + d));
+                                }
+                                join(before, most, all, v);
+                                most = before.top;
+                                all = before.sum;
+                                v = before.v;
+                                if (d == 0) kept[~turn & 1][row] = make_float2(most, all);
+                            }
+                        }
+                        if (is_whole || (kCut && is_alone && place.is_last)) {
+                            if (!kCut && s.share.tokens > 0) add_shared(a, s, row, d, v, all, most);
+                            if (d < a.v_width) finish4<kSingle>(a, s, row, d, v, all, most, narrowed);
+                        } else {
+                            __stcg(reinterpret_cast<float4 *>(part + row * kD + d), v);
+                            if (d == 0) __stcg(reinterpret_cast<float2 *>(part + 16 * kD + 2 * row), make_float2(most, all));
+                        }
+                    }
+                    team.meet();
                 }
-                __syncthreads();
-                if (is_last) {
-                    if constexpr (kCut) join_segments<kD>(a, s, place, rows_here);
-                    else join_parts<kD, kSingle>(a, s, rows_here, narrowed);
+                if (!is_whole && (kCut ? !is_alone && place.is_last_here : true)) {
+                    if (threadIdx.x == 0) {
+                        __threadfence();
+                        is_last = atomicAdd(a.counters + s.block_first, 1) == s.block_last - s.block_first;
+                        if (is_last) a.counters[s.block_first] = 0;
+                        __threadfence();
+                    }
+                    __syncthreads();
+                    if (is_last) {
+                        if constexpr (kCut) join_segments<kD>(a, s, place, rows_here);
+                        else join_parts<kD, kSingle>(a, s, rows_here, narrowed);
+                    }
                 }
+                if (!has_next) break;
+                w.pass();
+                s = next;
+                place = next_place;
             }
-            if (!has_next) break;
-            w.pass();
-            s = next;
-            place = next_place;
+        };
+        if constexpr (kSingle) {
+            take_all(std::type_identity<Columns<kD, kKind>>{});
+        } else if constexpr (kBeside && kHasSingle<kD, kKind>) {
+            if (work.is_single) take_all(std::type_identity<Columns<kD, kKind>>{});
+            else take_all(std::type_identity<Sums<kD, kKind>>{});
+        } else {
+            take_all(std::type_identity<Sums<kD, kKind>>{});
         }
     } else {
         wait_front();
