@@ -322,6 +322,19 @@ class Scene:
             device.advance(min(events))
         return ended
 
+    def finish(self) -> None:
+        """Ends everything that runs or is on its way."""
+        self._coming.clear()
+        for ask_id in self.seen:
+            if ask_id not in self.ended:
+                self.front.abort(ask_id)
+                self.ended[ask_id] = self.device.now_ns
+        while self.engine.n_open or self.engine.in_flight:
+            if not self.runner.turn() and self.engine.in_flight:
+                self.engine.wait()
+            self._listen()
+        self._last_ns = self.device.now_ns
+
     def _listen(self) -> list[int]:
         ended = []
         now = self.device.now_ns + 1000 * FRONT_US
@@ -378,19 +391,26 @@ def run_long(cost: Cost, n_prompt: int, streams: int = 16, policy: Policy | None
     return ratio | {"ttft": (scene.seen[long].times[0] - scene.seen[long].sent) / 1e6 / first, "alone_ms": first}
 
 
-def run_guest(cost: Cost, n_prompt: int, n_slots: int, n_many: int = 64, policy: Policy | None = None) -> dict[str, float]:
-    """One client with many requests queued, another that comes with one: the other's time to first token, by when it comes, in ms and as a ratio of alone."""
-    alone = Scene(cost, n_slots, policy=policy)
-    by_itself = run_cell(alone, n_prompt, 8, 1, 2)["ttft_p50_ms"]
-    found = []
-    for after_us in range(30_000, 500_000, 18_700):
-        scene = Scene(cost, n_slots, policy=policy)
-        for _ in range(n_many):
-            scene.send(scene.device.now_ns, n_prompt, 128, client=1)
-        guest = scene.send(scene.device.now_ns + 1000 * after_us, n_prompt, 128, client=2)
-        while not scene.seen[guest].times:
-            scene.turn()
-        found.append((scene.seen[guest].times[0] - scene.seen[guest].sent) / 1e6)
+def run_guest(cost: Cost, n_prompt: int, n_slots: int, n_many: int = 64, policy: Policy | None = None, before: tuple[int, ...] = ()) -> dict[str, float]:
+    """One client with many requests queued, another that comes with one: the other's time to first token, by when it comes, in ms and as a ratio of alone.
+
+    before: one engine for all moments, as on a server, which has had guests with prompts of so many tokens, as often.
+    """
+    by_itself = run_cell(Scene(cost, n_slots, policy=policy), n_prompt, 8, 1, 2)["ttft_p50_ms"]
+    found: list[float] = []
+    scene = Scene(cost, n_slots, policy=policy)
+    for length in (*before, n_prompt):
+        found.clear()
+        for after_us in range(30_000, 500_000, 18_700):
+            scene = scene if before else Scene(cost, n_slots, policy=policy)
+            begun = scene.device.now_ns
+            for _ in range(n_many):
+                scene.send(begun, length, 128, client=1)
+            guest = scene.send(begun + 1000 * after_us, length, 128, client=2)
+            while not scene.seen[guest].times:
+                scene.turn()
+            found.append((scene.seen[guest].times[0] - scene.seen[guest].sent) / 1e6)
+            scene.finish()
     return {"alone_ms": by_itself, "p50_ms": statistics.median(found), "most_ms": max(found), "p50": statistics.median(found) / by_itself, "most": max(found) / by_itself}
 
 

@@ -164,6 +164,13 @@ def test_a_client_with_one_request_waits_little_longer_than_alone_behind_one_wit
     assert found["p50"] <= 1.5 and found["most"] <= 2
 
 
+@pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
+def test_guests_before_cost_a_guest_nothing(cost: str) -> None:
+    """Each has held streams up for a long step; those that have begun since were not there."""
+    found = run_guest(COSTS[cost], 2048, 17, before=(512,))
+    assert found["p50"] <= 1.5 and found["most"] <= 2
+
+
 @pytest.mark.parametrize(("cost", "most_ms"), [("8b.fp8", 45), ("8b.bf16", 60)])
 def test_a_client_gets_a_slot_of_one_that_has_them_all_and_its_prompt_a_step_of_its_own(cost: str, most_ms: float) -> None:
     found = run_guest(COSTS[cost], 128, 32)

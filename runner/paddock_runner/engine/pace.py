@@ -60,6 +60,7 @@ class Pace:
         self.is_apart = False
         if not n_rows:
             self._carry_us = 0.0
+            self._gap_credit = max(self._gap_credit, 0.0)  # streams that begin have not been held up
             return math.inf
         base = self._cost.decode_us(n_rows, context)
         us = base * (policy.steady_ratio - 1)
@@ -128,12 +129,15 @@ class Pace:
         """Prefill has been planned that takes so long."""
         self._credit_us -= max(0.0, us)
 
-    def may_stall(self, n_rows: int, n_starting: int) -> bool:
-        """Whether n_rows streams may wait for one long step in which n_starting prompts are read to their end; if so, that is booked."""
+    def may_stall(self, n_rows: int, n_starting: int, is_light: bool = False) -> bool:
+        """Whether n_rows streams may wait for one long step in which n_starting prompts are read to their end; if so, that is booked.
+
+        is_light: for a light client's prompt, which may go as far into debt as there is credit to begin with; bursts wait until that is paid.
+        """
         policy = self._policy
         self._gap_credit = min(policy.long_gaps, self._gap_credit + policy.long_gap_share * (self.n_gaps - self._gaps_seen))
         self._gaps_seen = self.n_gaps
-        if n_rows > STARTS_PER_GAP * n_starting or n_rows > self._gap_credit:
+        if n_rows > STARTS_PER_GAP * n_starting or n_rows > self._gap_credit + is_light * policy.long_gaps:
             return False
         self._gap_credit -= n_rows
         return True

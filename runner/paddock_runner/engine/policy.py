@@ -36,7 +36,9 @@ class Policy:
     quiet_ms: float = 1.2
     """... and no longer than this after the last that came."""
     long_gaps: float = 64.0
-    """Gaps between tokens of streams that may be long (without limit), to begin with: prompts that come together are then read at once. Where nobody decodes, they are anyway."""
+    """Gaps between tokens of streams that may be long (without limit), to begin with: prompts that come together are then read at once. Where nobody decodes, they are anyway.
+
+    A light client's prompt may take as many more, which later gaps pay for before a burst gets any."""
     long_gap_share: float = 0.009
     """One part of a stream's gaps may be long: below one in a hundred."""
     split_tokens: int = 2304

@@ -372,7 +372,7 @@ class Scheduler:
         if us != math.inf and queue.is_contested and (light := self._light()):
             # It is read by itself: the others' prompts and rows would make its step longer.
             is_little = self.cost.chunk_us(light, position) <= us
-            if is_little or self.pace.may_stall(n_rows, n_rows):
+            if is_little or self.pace.may_stall(n_rows, n_rows, True):
                 self.pace.leave_rows_out()
                 return us if is_little else math.inf, light
             return us, light

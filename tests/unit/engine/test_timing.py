@@ -148,6 +148,17 @@ def test_one_gap_in_a_hundred_may_be_long(pace: Pace) -> None:
     assert granted <= 10, "a thousand steps, at most one in a hundred of them"
 
 
+def test_a_light_client_goes_into_debt_which_bursts_pay_and_new_streams_do_not(pace: Pace) -> None:
+    assert pace.may_stall(40, 40, True) and pace.may_stall(40, 40, True) and pace.may_stall(40, 40, True), "64 to begin with, and 64 that it owes"
+    assert not pace.may_stall(40, 40, True)
+    pace.n_gaps += 40 * 100
+    assert not pace.may_stall(1, 32) and pace.may_stall(40, 40, True)
+    pace.budget_us(0, 0, True, 0)
+    assert not pace.may_stall(1, 32), "none owe, and none have credit"
+    pace.n_gaps += 40 * 100
+    assert pace.may_stall(32, 32)
+
+
 def test_few_prompts_do_not_hold_up_many_streams(pace: Pace) -> None:
     assert not pace.may_stall(20, 1)
     assert pace.may_stall(20, 10)
