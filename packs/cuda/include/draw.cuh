@@ -6,15 +6,11 @@
 // dependence), and draws by inverse CDF over rising index with Philox on (seed, position). Filters: top-k, typical, top-p,
 // min-p, each on what the one before left. Same arithmetic order of decisions as the CPU pack.
 #pragma once
-#include "../../host/step.h"
-#include "commit.cuh"
+#include "plain_rows.cuh"
 
 namespace pk::sampling {
 
-using step::at;
-
 constexpr int kThreads = 1024, kParts = kMaxSampleBlocks;
-constexpr float kGreedyTemperature = 1e-5f;
 
 struct Part {
     float largest;
@@ -32,6 +28,7 @@ struct SampleArguments {
     int64_t stride;
     Part *parts;
     int32_t n;
+    Tops tops;
 };
 
 // A number in [0, 1) from (seed, position). Source: Salmon et al. 2011, Philox4x32-10.
@@ -48,25 +45,8 @@ __device__ double uniform(uint64_t seed, int64_t position) {
     return ((x0 >> 5) * 67108864.0 + (x1 >> 6)) / 9007199254740992.0;
 }
 
-struct RowFacts {
-    int row, slot, length;
-    int64_t mask;
-    bool is_dead, is_scored;
-    const pk_sampling *p;
-};
-__device__ RowFacts row_facts(const SampleArguments &a, int s) {
-    RowFacts f;
-    f.row = at<int32_t>(a.s.sample_row)[s];
-    f.slot = at<int32_t>(a.s.row_slot)[f.row];
-    f.length = at<int32_t>(a.s.row_position)[f.row] + at<int32_t>(a.s.sample_at)[s] - at<int32_t>(a.s.row_start)[f.row] + 1;
-    const int flags = at<int32_t>(a.s.row_flags)[f.row];
-    const bool has_masks = (flags & PK_ROW_HELD) && (flags & PK_ROW_DRAFT);
-    f.mask = has_masks ? a.s.n_slots + s : f.slot;
-    f.is_dead = (flags & PK_ROW_DEAD) || (has_masks && f.length - at<int32_t>(a.s.row_position)[f.row] > flags >> kMaskedAt);
-    f.is_scored = flags & PK_ROW_SCORE;
-    f.p = at<pk_sampling>(a.s.sampling) + f.slot;
-    return f;
-}
+// Whether the draw is made from what the product left of its row.
+__device__ __forceinline__ bool takes_tops(const SampleArguments &a, const RowFacts &f) { return has_tops(a.tops, a.info->n_samples) && is_plain(f); }
 
 // Where the result of draw `s` stands in the step's block: draft rows come last and have one result per token.
 __device__ int result_of(const SampleArguments &a, const RowFacts &f, int s) {
@@ -161,12 +141,12 @@ struct ReduceShared {
     float values[33];
     int indices[32];
 };
-__device__ void reduce_part(const SampleArguments &a, const RowFacts &f, int s, int part, ReduceShared &sh) {
+__device__ void reduce_part(const SampleArguments &a, const pk_sampling &p, int s, int part, ReduceShared &sh) {
     constexpr int kOnce = 10;  // in flight
     const float *logits = a.logits + s * a.stride;
     const int size = part_size(a.n), first = part * size, last = min(first + size, a.n);
-    const float temperature = f.p->temperature;  // on their way with the logits
-    const int n_logprobs = f.p->n_logprobs;
+    const float temperature = p.temperature;  // on their way with the logits
+    const int n_logprobs = p.n_logprobs;
     float v = -INFINITY;
     int index = 0x7fffffff;
     bool is_bad = false;
@@ -298,7 +278,8 @@ __device__ int find_sum(PickShared &sh, int first, int last, double target, Weig
     return sh.found == 0x7fffffff ? -1 : sh.found;
 }
 
-// Joins the parts of draw s and draws, by a block.
+// Joins the parts of draw s, or its tops where there may be some, and draws, by a block.
+template <bool kMayHaveTops>
 __device__ void pick(const SampleArguments &a, const RowFacts &f, int s, PickShared &sh) {
     const pk_sampling &p = *f.p;
     const float *logits = a.logits + s * a.stride;
@@ -311,15 +292,29 @@ __device__ void pick(const SampleArguments &a, const RowFacts &f, int s, PickSha
         }
     };
     if (f.is_dead) return publish(-1, PK_ROW_DEAD, 0.0f);
-    // A part a lane. Other blocks of this launch may have written them.
-    const Part *mine = parts + threadIdx.x % kParts;
-    float top = __ldcg(&mine->largest);
-    int top_index = __ldcg(&mine->index);
-    const bool is_bad = __any_sync(~0u, __ldcg(&mine->is_bad) != 0);
-    for (int o = kParts / 2; o; o >>= 1) {
-        const float w = __shfl_xor_sync(~0u, top, o);
-        const int j = __shfl_xor_sync(~0u, top_index, o);
-        better(top, top_index, w, j);
+    float top = -INFINITY;
+    int top_index = 0x7fffffff;
+    bool is_bad = false;
+    if (kMayHaveTops && takes_tops(a, f)) {
+        const int n = a.info->n_samples <= a.tops.few ? a.tops.n_few : a.tops.n_many;
+        for (int i = threadIdx.x; i < n; i += kThreads) {
+            const Top t = a.tops.tops[static_cast<int64_t>(s) * a.tops.stride + i];
+            is_bad |= t.largest != t.largest;
+            better(top, top_index, t.largest, t.index);
+        }
+        is_bad = __syncthreads_or(is_bad);
+        block_largest(top, top_index, sh.values, sh.indices);
+    } else {
+        // A part a lane. Other blocks of this launch may have written them.
+        const Part *mine = parts + threadIdx.x % kParts;
+        top = __ldcg(&mine->largest);
+        top_index = __ldcg(&mine->index);
+        is_bad = __any_sync(~0u, __ldcg(&mine->is_bad) != 0);
+        for (int o = kParts / 2; o; o >>= 1) {
+            const float w = __shfl_xor_sync(~0u, top, o);
+            const int j = __shfl_xor_sync(~0u, top_index, o);
+            better(top, top_index, w, j);
+        }
     }
     if (is_bad || !(top > -INFINITY) || top == INFINITY) return publish(-1, PK_ROW_NAN, 0.0f);
     double log_sum = 0.0;

@@ -10,6 +10,7 @@ namespace pk {
 
 // Columns in bf16 (with a bias); f32 with a residual, of which a norm's first half may be made; gate and up, whole or cut along K; queries, keys and values; f32 by
 // blocks that have all of K.
+constexpr int kMostClusterParts = 4;  // that K is cut into
 constexpr int kEndPlain = 0, kEndFront = 1, kEndGated = 2, kEndGatedCut = 3, kEndHeads = 4, kEndWhole = 5;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -99,21 +100,6 @@ __device__ __forceinline__ float4 four_of_one(float4 v, int lane) {
     return odd ? make_float4(p, q, v.z, v.w) : make_float4(v.x, v.y, p, q);
 }
 
-// Columns n0 on of blocks that have all of K, in f32.
-template <int kWidth>
-__device__ __forceinline__ void end_whole(const GemmArguments &a, const GemmWeight &w, int n0, int m0, int lane, int n_rows, const float (&sums)[kWidth / 2]) {
-    const float f = w.scale * a.scale;
-    const int row = m0 + (lane >> 2), column = n0 + column_in_pair(lane);
-    float *y = static_cast<float *>(a.y) + row * a.y_stride + w.first_column + column;
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int j = 0; j < kWidth / 8; j += 2) {
-            const float *v = sums + 4 * j + 2 * h;
-            store_where(row + 8 * h < n_rows && column + 8 * j < w.rows, y + 8 * h * a.y_stride + 8 * j, four_of_one(make_float4(v[0] * f, v[1] * f, v[4] * f, v[5] * f), lane));
-        }
-}
-
 // What blocks of a cluster end together. Each has sums of a part of K; of every warp's sixteen rows a block ends its own, all columns of the tile (so that a row's 128 columns
 // meet in a warp), and others send it their sums of them into the ring's first stages: [warp][block][row][column].
 template <int kM, int kWidth, int kEnd>
@@ -161,94 +147,125 @@ __device__ __forceinline__ void narrow_row(const Narrowed &to, int n0, int row, 
     if (is_in && lane == 0) to.scales[(n0 >> 7) * to.scale_stride + row] = scale;
 }
 
-// FP8: what is left for a norm's second half is narrowed, and gated columns where they are wanted so.
-template <class D, bool kIsFp8, int kWidth, int kEnd>
-__device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, uint64_t *received, int tile, const GemmWeight &w, int n0, int n_parts, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const EndBeside &beside, const float (&sums)[kWidth / 2]) {
+// Sums of eight rows over a warp, as warp_sum makes each; a lane gets the row of its upper three bits, highest first.
+__device__ __forceinline__ float sum_of_eight(const float (&rows)[8], int lane) {
+    float four[4], two[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float other = __shfl_xor_sync(~0u, lane & 16 ? rows[i] : rows[i + 4], 16);
+        four[i] = (lane & 16 ? rows[i + 4] : rows[i]) + other;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float other = __shfl_xor_sync(~0u, lane & 8 ? four[i] : four[i + 2], 8);
+        two[i] = (lane & 8 ? four[i + 2] : four[i]) + other;
+    }
+    float one = (lane & 4 ? two[1] : two[0]) + __shfl_xor_sync(~0u, lane & 4 ? two[0] : two[1], 4);
+    one += __shfl_xor_sync(~0u, one, 2);
+    return one + __shfl_xor_sync(~0u, one, 1);
+}
+
+// Whether a warp goes through a section of an end: of one that is rehearsed each has its own, so that code that is not there yet comes for all of them side by side.
+template <class D>
+__device__ __forceinline__ bool is_in(int section, int warp, bool is_real) { return is_real || warp == section % D::kWarps; }
+
+// ring: where this block receives; further: how much further another one does. FP8: what is left for a norm's second half is narrowed, and gated columns where they are wanted so.
+template <class D, bool kIsFp8, int kWidth, int kEnd, class Further>
+__device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, const Further &further, uint64_t *received, int tile, const GemmWeight &w, int n0, int n_parts, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const EndBeside &beside, const float (&sums)[kWidth / 2]) {
     constexpr bool kGated = kEnd == kEndGatedCut;
+    constexpr int kTogether = 4;  // rows, whose shuffles and stores are under way at once
     const int most = D::most(n_parts), begin = D::begin(n_parts, rank), n_own = D::begin(n_parts, rank + 1) - begin;
     const int region = warp * most * n_parts * D::kPitch;
     if (is_real) await_cluster();
     if (!is_real || 16 * warp < n_rows) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+            if (!is_in<D>(h, warp, is_real)) continue;
             const int in = (lane >> 2) + 8 * h, to = D::owner(n_parts, in);
             const uint32_t mine = shared_address(ring) + region + (rank * most + in - D::begin(n_parts, to)) * D::kPitch + 16 * (lane & 3);
-            const uint32_t there = address_at(mine, to), barrier = address_at(shared_address(received), to);
+            const uint32_t there = address_at(mine + further(to), to), barrier = address_at(shared_address(received), to);
 #pragma unroll
             for (int j = 0; j < kWidth / 16; ++j) hand(mine + 64 * j, there + 64 * j, barrier, is_real, to == rank, sums[8 * j + 2 * h], sums[8 * j + 2 * h + 1], sums[8 * j + 2 * h + 4], sums[8 * j + 2 * h + 5]);
         }
     }
     __syncwarp();
     if (is_real) barrier_wait(received, 0);
-    const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const bool has_columns = lane < D::kLanes;
-    float4 v[D::kMostOwn], up[kGated ? D::kMostOwn : 1];
-#pragma unroll
-    for (int i = 0; i < D::kMostOwn; ++i) {
-        v[i] = none;
-        if constexpr (kGated) up[i] = none;
-    }
-#pragma unroll 1
-    for (int part = 0; part < n_parts; ++part) {
-        const uint8_t *from = ring + region + part * most * D::kPitch + 16 * (has_columns ? lane : 0);
-#pragma unroll
-        for (int i = 0; i < D::kMostOwn; ++i) {
-            if (i >= n_own) break;
-            const float4 u = *reinterpret_cast<const float4 *>(from + i * D::kPitch);
-            v[i].x += u.x; v[i].y += u.y; v[i].z += u.z; v[i].w += u.w;
-            if constexpr (kGated) {
-                const float4 t = *reinterpret_cast<const float4 *>(from + i * D::kPitch + D::kRowBytes / 2);
-                up[i].x += t.x; up[i].y += t.y; up[i].z += t.z; up[i].w += t.w;
-            }
-        }
-    }
     const int column = n0 + column_of(lane);
     const bool is_column = has_columns && column < w.rows;
-    auto store_bf16 = [&](void *to, bool is_in, float4 o) { store_where(is_in, static_cast<bf16 *>(to) + column, make_uint2(pack_bf16(o.x, o.y), pack_bf16(o.z, o.w))); };
+    float squares[D::kMostOwn] = {};
 #pragma unroll
-    for (int i = 0; i < D::kMostOwn; ++i) {
-        if (i >= n_own) break;
-        const int at = 16 * warp + begin + i;
-        const bool is_in = is_column && at < n_rows;
-        const float f = w.scale * (kGated ? 1.0f : a.scale) * factors[at];
-        float4 o = make_float4(v[i].x * f, v[i].y * f, v[i].z * f, v[i].w * f);
-        if constexpr (kGated) {
-            const float g = a.w[1].scale * a.scale * factors[at];
-            o = make_float4(gated(o.x, up[i].x * g), gated(o.y, up[i].y * g), gated(o.z, up[i].z * g), gated(o.w, up[i].w * g));
+    for (int first = 0; first < D::kMostOwn; first += kTogether) {
+        if (!is_in<D>(2 + first / kTogether, warp, is_real) || (is_real && first >= n_own)) continue;
+        float4 v[kTogether], up[kGated ? kTogether : 1];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if constexpr (kGated) up[i] = v[i];
         }
-        o = four_of_one(o, lane);
-        bf16 *y = static_cast<bf16 *>(a.y) + at * a.y_stride + w.first_column;
-        if constexpr (kGated) {
-            if constexpr (kIsFp8) {
-                if (a.narrowed.x != nullptr) {
-                    narrow_row(a.narrowed, n0, at, lane, is_in, o);
-                    if (a.narrowed.is_all) continue;
+#pragma unroll 1
+        for (int part = 0; part < n_parts; ++part) {
+            const uint8_t *from = ring + region + (part * most + first) * D::kPitch + 16 * (has_columns ? lane : 0);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const float4 u = *reinterpret_cast<const float4 *>(from + i * D::kPitch);
+                v[i].x += u.x; v[i].y += u.y; v[i].z += u.z; v[i].w += u.w;
+                if constexpr (kGated) {
+                    const float4 t = *reinterpret_cast<const float4 *>(from + i * D::kPitch + D::kRowBytes / 2);
+                    up[i].x += t.x; up[i].y += t.y; up[i].z += t.z; up[i].w += t.w;
                 }
             }
-            store_bf16(y, is_in, o);
-        } else if constexpr (kEnd == kEndPlain) {
-            const float4 bias = beside.gain;
-            store_bf16(y, is_in, make_float4(o.x + bias.x * a.scale, o.y + bias.y * a.scale, o.z + bias.z * a.scale, o.w + bias.w * a.scale));
-        } else {
-            const float4 old = beside.old[i], gain = beside.gain;
-            o = make_float4(o.x + old.x, o.y + old.y, o.z + old.z, o.w + old.w);
-            store_where(is_in, static_cast<float *>(a.y) + at * a.y_stride + column, o);
-            if (a.norm.squares == nullptr) continue;
-            float square = is_column ? o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w : 0.0f;
-            square = warp_sum(square);
-            if (lane == 0 && at < n_rows) a.norm.squares[tile * a.norm.stride + at] = square;
-            o = make_float4(o.x * gain.x, o.y * gain.y, o.z * gain.z, o.w * gain.w);
-            if constexpr (kIsFp8) narrow_row(a.narrowed, n0, at, lane, is_in, o);
-            else store_bf16(static_cast<bf16 *>(a.norm.out) + at * a.norm.out_stride, is_in, o);
         }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            const int at = 16 * warp + begin + first + i;
+            const bool is_row = first + i < n_own && at < n_rows, is_stored = is_column && is_row;
+            auto store_bf16 = [&](void *to, float4 o) { store_where(is_stored, static_cast<bf16 *>(to) + column, make_uint2(pack_bf16(o.x, o.y), pack_bf16(o.z, o.w))); };
+            const float f = w.scale * (kGated ? 1.0f : a.scale) * factors[at];
+            float4 o = make_float4(v[i].x * f, v[i].y * f, v[i].z * f, v[i].w * f);
+            if constexpr (kGated) {
+                const float g = a.w[1].scale * a.scale * factors[at];
+                o = make_float4(gated(o.x, up[i].x * g), gated(o.y, up[i].y * g), gated(o.z, up[i].z * g), gated(o.w, up[i].w * g));
+            }
+            o = four_of_one(o, lane);
+            bf16 *y = static_cast<bf16 *>(a.y) + at * a.y_stride + w.first_column;
+            if constexpr (kGated) {
+                bool is_narrowed = false;
+                if constexpr (kIsFp8) {
+                    if (a.narrowed.x != nullptr) {
+                        narrow_row(a.narrowed, n0, at, lane, is_stored, o);
+                        is_narrowed = a.narrowed.is_all;
+                    }
+                }
+                if (!is_narrowed) store_bf16(y, o);
+            } else if constexpr (kEnd == kEndPlain) {
+                const float4 bias = beside.gain;
+                store_bf16(y, make_float4(o.x + bias.x * a.scale, o.y + bias.y * a.scale, o.z + bias.z * a.scale, o.w + bias.w * a.scale));
+            } else {
+                const float4 old = beside.old[first + i], gain = beside.gain;
+                o = make_float4(o.x + old.x, o.y + old.y, o.z + old.z, o.w + old.w);
+                store_where(is_stored, static_cast<float *>(a.y) + at * a.y_stride + column, o);
+                if (a.norm.squares == nullptr) continue;
+                squares[first + i] = is_column ? o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w : 0.0f;
+                o = make_float4(o.x * gain.x, o.y * gain.y, o.z * gain.z, o.w * gain.w);
+                if constexpr (kIsFp8) narrow_row(a.narrowed, n0, at, lane, is_stored, o);
+                else store_bf16(static_cast<bf16 *>(a.norm.out) + at * a.norm.out_stride, o);
+            }
+        }
+    }
+    if constexpr (kEnd == kEndFront) {
+        if (a.norm.squares == nullptr || !is_in<D>(4, warp, is_real)) return;
+        const float square = sum_of_eight(squares, lane);
+        const int own = lane >> 2, at = 16 * warp + begin + own;
+        if ((lane & 3) == 0 && own < n_own && at < n_rows) a.norm.squares[tile * a.norm.stride + at] = square;
     }
 }
 
-// Two blocks share a head: each ends eight of every warp's sixteen rows, and sends the sums of the others.
-__device__ __forceinline__ void end_head(const GemmArguments &a, uint8_t *ring, uint64_t *received, const GemmWeight &w, int n0, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const HeadBeside &beside, const float (&sums)[64]) {
+// Two blocks share a head: each ends eight of every warp's sixteen rows, and sends the sums of the others. ring: where it receives; further: how much further the other one does.
+__device__ __forceinline__ void end_head(const GemmArguments &a, uint8_t *ring, int further, uint64_t *received, const GemmWeight &w, int n0, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const HeadBeside &beside, const float (&sums)[64]) {
     const uint32_t mine = shared_address(ring) + (warp * 8 * 32 + lane) * 16;
     if (is_real) await_cluster();
-    const uint32_t there = address_at(mine, rank ^ 1), barrier = address_at(shared_address(received), rank ^ 1);
+    const uint32_t there = address_at(mine + further, rank ^ 1), barrier = address_at(shared_address(received), rank ^ 1);
     if (!is_real || 16 * warp < n_rows) {
 #pragma unroll
         for (int j = 0; j < 16; j += 2) send(there + j * 256, barrier, is_real, rank ? sums[4 * j] : sums[4 * j + 2], rank ? sums[4 * j + 1] : sums[4 * j + 3], rank ? sums[4 * j + 4] : sums[4 * j + 6], rank ? sums[4 * j + 5] : sums[4 * j + 7]);

@@ -8,7 +8,7 @@
 
 namespace pk {
 
-constexpr int kMostParts = 4;  // that K is cut into: blocks of a cluster
+constexpr int kMostParts = kMostClusterParts;
 
 // How a product ends, tiles of so many rows of W (gated: half of gate, half of up) in so many parts, and how many sums of squares a row has from the product in front.
 struct EvenCut {
@@ -19,7 +19,7 @@ struct EvenCut {
 // Clusters of so many blocks that run at once, of a kernel with as much shared memory as any of these.
 int32_t most_even_clusters(const Launch &l, int n_parts, int *n);
 // FP8's instances are a unit of their own.
-int32_t launch_even_fp8(const Launch &l, const GemmArguments &a, int64_t max_rows, const EvenCut &cut);
+int32_t launch_even_fp8(const Launch &l, const GemmArguments &a, int64_t max_rows, const EvenCut &cut, const Picked &picked);
 // Those of a block format, too. others: bits of weights that have kMixedOther instead, in kernels that multiply two formats: heads' of those that files mix with it.
 constexpr int32_t kMixedOther = PK_Q6_K;
 constexpr bool is_mixed(int32_t format) { return format == PK_Q4_K || format == PK_Q5_K; }
@@ -27,7 +27,7 @@ template <int kFormat>
 int32_t launch_even_format(const Launch &l, const GemmArguments &a, const EvenRows &rows, const EvenCut &cut, int others);
 
 template <bool kIsFp8, int kM, int kWidth, int kEnd>
-int32_t launch_even(const Launch &l, GemmArguments a, int64_t max_rows, const EvenCut &cut) {
+int32_t launch_even(const Launch &l, GemmArguments a, int64_t max_rows, const EvenCut &cut, const Picked &picked) {
     using S = EvenShape<kIsFp8, kM, kWidth, kEnd>;
     constexpr bool kGated = kEnd == kEndGated || kEnd == kEndGatedCut, kWhole = kEnd == kEndGated || kEnd == kEndWhole;
     constexpr int kWide = kGated ? kWidth / 2 : kWidth;
@@ -42,7 +42,7 @@ int32_t launch_even(const Launch &l, GemmArguments a, int64_t max_rows, const Ev
         if (!kGated || i == 0) a.n_tiles += (w.rows + kWide - 1) / kWide;
     }
     const int blocks = kWhole ? std::min(a.n_tiles, l.ctx->n_processors) : a.n_tiles * cut.n_parts;
-    return launch_clusters(l, "gemm_even", gemm_even_kernel<kIsFp8, kM, kWidth, kEnd>, blocks, S::kThreads, S::kBytes, kWhole ? 1 : cut.n_parts, maps, a, cut.n_squares);
+    return launch_clusters(l, "gemm_even", gemm_even_kernel<kIsFp8, kM, kWidth, kEnd>, blocks, S::kThreads, S::kBytes, kWhole ? 1 : cut.n_parts, maps, a, cut.n_squares, picked);
 }
 
 }  // namespace pk

@@ -1,6 +1,7 @@
 // Even products (src/matmul/gemm_even.cu): what the matmul op asks before it launches one.
 #pragma once
 #include "gemm.cuh"
+#include "plain_tops.h"
 
 namespace pk {
 
@@ -16,7 +17,10 @@ struct EvenRows {
 bool is_even(const Launch &l, const GemmArguments &a, int64_t max_rows, bool is_fp8);
 // Whether a gated product of FP8 weights of so many rows and K can leave y narrowed.
 bool even_leaves_narrowed(const Launch &l, int64_t max_rows, int64_t k);
-int32_t launch_gemm_even(const Launch &l, const GemmArguments &a, int64_t max_rows);
+// tops: of a product of logits.
+int32_t launch_gemm_even(const Launch &l, const GemmArguments &a, int64_t max_rows, const Tops &tops = {});
+// Tiles of a product of logits.
+int32_t even_tiles(const Launch &l, const GemmArguments &a, int64_t max_rows, bool is_fp8, int32_t *n);
 
 // Block formats (even_units.cuh), packed: of the arguments' weights. Whether such a weight can be multiplied so, whether a product can, and heads of weights in
 // several formats in one launch; then the launch.

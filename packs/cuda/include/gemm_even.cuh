@@ -4,9 +4,9 @@
 // blocks of a cluster, which send their sums to each other's shared memory and deal the rows. One producer thread copies W ahead of the kernels in front, x (as many rows as
 // the launch is for) behind them; a warpgroup multiplies 64 rows of x. FP8: what 128 of K add up to is added with its scales, while the next 128 multiply where registers
 // allow it. One way to end a launch is one kernel (kEnd): what is not asked for is no code, which would come from memory behind the weights.
-// Does not handle: steps that may be idle (kEndWhole's may, and it begins when the kernels in front are done), weights that the kernel in front leaves, softcaps, biases but in the plain form.
+// Does not handle: steps that may be idle (kEndWhole's may where it is for some numbers of rows only; then it begins when the kernels in front are done), weights that the kernel in front leaves, softcaps, biases but in the plain form.
 #pragma once
-#include "even_ends.cuh"
+#include "end_logits.cuh"
 #include "once.cuh"
 #include "ring_turn.cuh"
 #include "wgmma_wide.cuh"
@@ -34,8 +34,32 @@ __device__ __forceinline__ void multiply_bf16(float (&d)[kWidth / 2], uint64_t x
 }
 #endif
 
+// A number over the blocks of a cluster, one to four.
+__device__ __forceinline__ int over_parts(int n, int n_parts) { return n_parts == 3 ? static_cast<int>(__umulhi(n, 0x55555556u)) : n >> (n_parts >> 1); }
+__device__ __forceinline__ void fetch_map(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// Where blocks of a cluster receive others' sums: stages of the ring that are done with long before the last one, where there are so many; and the step behind which they are.
+template <int kRing>
+struct Receiving {
+    uint32_t first = 0;  // the first such stage, a byte a block
+    int told_after = 0;
+    __device__ __forceinline__ Receiving(int n_steps, int n_parts, int rank, int n_stages) {
+        int begin = 0;
+#pragma unroll
+        for (int part = 0; part < kMostClusterParts; ++part) {
+            if (part >= n_parts) break;
+            const int end = over_parts(n_steps * (part + 1), n_parts), last = (end - begin - 1) % kRing;
+            const bool is_behind = last + n_stages < kRing;
+            if (is_behind) first |= (last + 1) << (8 * part);
+            if (part == rank) told_after = max(begin, end - 1 - (is_behind ? kRing - n_stages : last < n_stages ? 0 : last - n_stages + 1));
+            begin = end;
+        }
+    }
+    __device__ __forceinline__ int stage_of(int part) const { return first >> (8 * part) & 255; }
+};
+
 template <bool kIsFp8, int kM, int kWidth, int kEnd>
-__global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads, 1) gemm_even_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a, int n_squares) {
+__global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads, 1) gemm_even_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArguments a, int n_squares, const __grid_constant__ Picked picked) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using S = EvenShape<kIsFp8, kM, kWidth, kEnd>;
     constexpr int kRing = S::kRing, kBytes = S::kStageBytes, kBoxK = S::kBoxK;
@@ -47,37 +71,47 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
     float *scale_ring = reinterpret_cast<float *>(ring + kRing * kBytes + S::kSmallBytes);
     using D = Deal<kM, kWidth, kEnd>;
     const int n_parts = kWhole ? 1 : cluster_blocks(), rank = kWhole ? 0 : cluster_rank(), n_steps = (a.k + kBoxK - 1) / kBoxK;
-    const int k0 = n_steps * rank / n_parts, last_k = n_steps * (rank + 1) / n_parts, first = blockIdx.x / n_parts, stride = gridDim.x / n_parts;
+    const int k0 = over_parts(n_steps * rank, n_parts), last_k = over_parts(n_steps * (rank + 1), n_parts), first = over_parts(blockIdx.x, n_parts), stride = over_parts(gridDim.x, n_parts);
     int n_rows = 0;
-    // BF16's end is rehearsed, for no rows, while the kernels ahead still run: its code would come from memory behind the weights. FP8's products take longer than it saves (LOG.md, M45).
+    // BF16's end is rehearsed, for no rows, while the kernels ahead still run: its code would come from memory behind the weights. FP8's products take longer than it saves (LOG.md, M45, M67).
     constexpr bool kRehearses = !kIsFp8 && kEnd != kEndWhole;
     bool is_real = !kRehearses;
-    if constexpr (kEnd == kEndWhole) {  // which may not be this step's
-        wait_dependence();
-        n_rows = rows_of(a.info, a.rows_symbol);
-        if (n_rows < a.min_rows || n_rows > a.most_rows) return;
+    if constexpr (kEnd == kEndWhole) {
+        if (a.min_rows > 1) {  // which may not be this step's
+            wait_dependence();
+            n_rows = rows_of(a.info, a.rows_symbol);
+            if (n_rows < a.min_rows || n_rows > a.most_rows) return;
+        }
     }
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kRing; ++i) {
+    const int lane = threadIdx.x & 31;
+    if (lane == 0) {
+        // Arguments come through a cache of their own, one trip a line: each warp asks for another one, and lays down what it gets, or the compiler would not ask.
+        const int warp_of_all = threadIdx.x >> 5, word = reinterpret_cast<const int *>(&a)[min(16 * warp_of_all, static_cast<int>(sizeof(a) / 4) - 1)];
+        if (warp_of_all > 0 && warp_of_all <= (kEnd == kEndHeads ? 3 : kGated ? 2 : 1)) fetch_map(maps.w + warp_of_all - 1);
+        // Barriers one after the other would take a thread as long as a trip to memory.
+        for (int i = warp_of_all; i < kRing; i += S::kThreads / 32) {
             barrier_init(full + i, 1);
             barrier_init(empty + i, kM / 64);
         }
-        barrier_init(are_factored, 3);
-        barrier_init(received, 1);
+        if (warp_of_all == 0) {
+            barrier_init(are_factored, 3);
+            barrier_init(received, 1);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared_address(received + 1) + 4 * warp_of_all), "r"(word) : "memory");
     }
     __syncthreads();
     release_dependents();
     auto weight_of = [&](int tile) { return kGated ? 0 : a.n_w > 2 && tile >= a.w[2].first_tile ? 2 : a.n_w > 1 && tile >= a.w[1].first_tile ? 1 : 0; };
     auto row_of = [&](int tile, int weight) { return (tile - a.w[weight].first_tile) * (kGated ? kWidth / 2 : kWidth); };
     RingTurn<kRing> in_ring;
-    const int lane = threadIdx.x & 31;
     if (threadIdx.x < 128) {
         if constexpr (S::kMoves) fewer_registers<S::kFewer>();
         if (threadIdx.x >= 32) {
             wait_dependence();
             if constexpr (kEnd == kEndHeads) load_head(a.heads, (a.w[weight_of(first)].first_column + row_of(first, weight_of(first))) >> 7, threadIdx.x - 32, 96, rows_of(a.info, a.rows_symbol), head_beside);
-            even_factors<kM>(a.norm, n_squares, (threadIdx.x >> 5) - 1, lane, factors + kM, factors);
+            if constexpr (kEnd == kEndWhole) find_plain<kM>(picked, threadIdx.x - 32, rows_of(a.info, a.rows_symbol), factors);
+            else even_factors<kM>(a.norm, n_squares, (threadIdx.x >> 5) - 1, lane, factors + kM, factors);
             if (lane == 0) barrier_arrive(are_factored);
             return;
         }
@@ -93,6 +127,7 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
         int n_ahead = min(kRing, last_k - k0);
 #pragma unroll 1
         for (int i = 0; i < n_ahead; ++i) copy_weights(first, k0 + i, i);
+        fetch_map(&maps.x);
         wait_dependence();
 #pragma unroll 1
         for (int tile = first; tile < a.n_tiles; tile += stride) {
@@ -137,8 +172,10 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
             }
         }
     };
+    const Receiving<kRing> receiving(n_steps, n_parts, rank, (D::bytes(n_parts) + kBytes - 1) / kBytes);
+    const int told_after = kWhole ? last_k - 1 : receiving.told_after;
     look_up_scales(first);
-    if constexpr (!kRehearses && kEnd != kEndWhole) begin();
+    if constexpr (!kRehearses) begin();
 #pragma unroll 1
     for (int tile = first; tile < a.n_tiles;) {
         const int k1 = is_real ? last_k : k0, weight = weight_of(tile), row = row_of(tile, weight);
@@ -146,8 +183,6 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
 #pragma unroll
         for (int i = 0; i < kWidth / 2; ++i) sums[i] = 0.0f;
         const int row_in = 16 * warp + (lane >> 2);
-        // The last step that is in what others send into.
-        const int region = (D::bytes(n_parts) + kBytes - 1) / kBytes, last_stage = (last_k - 1 - k0) % kRing, told_after = last_k - 1 - (kWhole || last_stage < region ? 0 : last_stage - region + 1);
         if constexpr (kIsFp8) {
             constexpr int kAtom = S::kAtom, kAtoms = S::kAtoms;
             const float *x_scales = scale_ring + row_in;
@@ -279,18 +314,18 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
         const int thread = fresh_thread(), in_warp = thread & 31, of_warps = (thread >> 5) - 4, own_rank = kWhole ? 0 : cluster_rank(), all_parts = kWhole ? 1 : cluster_blocks();
         // Asked for while the sums are under way: any sooner it would wait behind what the ring asks for, and the products with it.
         EndBeside beside;
-        load_beside<D, kEnd>(a, a.w[weight], row, of_warps, in_warp, all_parts, own_rank, n_rows, beside);
+        if (is_in<D>(5, of_warps, is_real)) load_beside<D, kEnd>(a, a.w[weight], row, of_warps, in_warp, all_parts, own_rank, n_rows, beside);
         if (is_real) barrier_wait(are_factored, 0);
         if constexpr (kEnd == kEndGated) {
             const int at = 16 * of_warps + (in_warp >> 2);
             const float f[2] = {factors[at], factors[at + 8]};
             end_gated<kWidth>(a, row, 16 * of_warps, in_warp, n_rows, f, sums);
         } else if constexpr (kEnd == kEndWhole) {
-            end_whole<kWidth>(a, a.w[weight], row, 16 * of_warps, in_warp, n_rows, sums);
+            end_whole<kWidth>(a, a.w[weight], picked, tile, row, 16 * of_warps, in_warp, n_rows, factors, sums);
         } else if constexpr (kEnd == kEndHeads) {
-            end_head(a, ring, received, a.w[weight], row, own_rank, of_warps, in_warp, n_rows, is_real, factors, head_beside, sums);
+            end_head(a, ring + receiving.stage_of(own_rank) * kBytes, kBytes * (receiving.stage_of(own_rank ^ 1) - receiving.stage_of(own_rank)), received, a.w[weight], row, own_rank, of_warps, in_warp, n_rows, is_real, factors, head_beside, sums);
         } else {
-            end_rows<D, kIsFp8, kWidth, kEnd>(a, ring, received, tile, a.w[weight], row, all_parts, own_rank, of_warps, in_warp, n_rows, is_real, factors, beside, sums);
+            end_rows<D, kIsFp8, kWidth, kEnd>(a, ring + receiving.stage_of(own_rank) * kBytes, [&](int part) { return kBytes * (receiving.stage_of(part) - receiving.stage_of(own_rank)); }, received, tile, a.w[weight], row, all_parts, own_rank, of_warps, in_warp, n_rows, is_real, factors, beside, sums);
         }
         if (is_real) {
             if constexpr (!kWhole) break;

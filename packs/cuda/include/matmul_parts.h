@@ -2,6 +2,7 @@
 #pragma once
 #include "gemm.cuh"
 #include "narrow.cuh"
+#include "plain_tops.h"
 #include "skinny.cuh"
 
 namespace pk {
@@ -33,10 +34,10 @@ bool is_few_even(const Launch &l, const pk_op_matmul &op);
 int32_t run_stream(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int32_t max_rows);
 int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row, const Beside &beside = {});
 
-// Tiles (src/matmul/tiled.cu). What one is asked of x and weights as they lie; all weights of a record in one format; the launch, with weights unpacked first where that must be.
+// Tiles (src/matmul/tiled.cu). What one is asked of x and weights as they lie; all weights of a record in one format; the launch, with weights unpacked first where that must be (tops: of an even product of logits).
 GemmArguments gemm_arguments(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows);
 GemmArguments arguments_of(const Launch &l, const pk_op_matmul &op);
-int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Beside &beside = {}, const Handed &handed = {});
+int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Beside &beside = {}, const Handed &handed = {}, const Tops &tops = {});
 // Block formats as they are, by more than 32 rows: those from first_row on, when the step has min_rows to max_rows.
 int32_t run_even_units(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row, const Beside &beside = {});
 // x as bf16 in scratch, widened with zeros to whole pieces of 16 bytes.

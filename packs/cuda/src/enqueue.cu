@@ -6,6 +6,7 @@
 #include "../include/attention_plan.h"
 #include "../include/chosen.cuh"
 #include "../include/invariant.h"
+#include "../include/logits.h"
 #include "../include/lone_draw.cuh"
 #include "../include/narrow.cuh"
 
@@ -41,6 +42,20 @@ int64_t end_of_draw(const pk_program &p, const Launch &l, int64_t i, const Guess
     if (!l.decode_only || l.max_tokens != 1 || p.records[i].op != PK_OP_SAMPLE) return i;
     const int64_t next = i + 1 >= guess.first && i + 1 < guess.end ? guess.end : i + 1;
     return next < p.records.n() && p.records[next].op == PK_OP_COMMIT ? next + 1 : i;
+}
+
+// What the product of logits in front of the draw of record `at` leaves for it in a step, whose logits nobody else reads; nothing in those of a few rows.
+Tops tops_for(const pk_program &p, const Launch &l, int64_t at) {
+    if (at < 1 || at >= p.records.n() || p.records[at].op != PK_OP_SAMPLE || p.records[at - 1].op != PK_OP_MATMUL) return {};
+    const auto &product = p.records[at - 1].as<pk_op_matmul>();
+    const pk_tensor &y = product.y, &logits = p.records[at].as<pk_op_sample>().logits;
+    return y.data == logits.data && y.cols == logits.cols && y.stride == logits.stride ? tops_of(l, product) : Tops{};
+}
+
+// Whether record i is a small kernel before the layers or behind them.
+bool is_at_end(const pk_program &p, int64_t i) {
+    const int32_t op = p.records[i].op, before = i > 0 ? p.records[i - 1].op : op;
+    return op == PK_OP_GATHER || op == PK_OP_COMMIT || (op == PK_OP_NORM && (before == PK_OP_EMBED || before == PK_OP_GATHER));
 }
 
 // What is launched together that begins with record i and ends before `end`: in steps of one token or a few a layer's products, in all of them a choice and its experts. The record behind it; i when there is nothing.
@@ -184,11 +199,16 @@ int32_t enqueue(pk_program &p, const pk_program::View &view, const Launch &l, in
         } else if (const int64_t next = with_ends ? end_of_draw(p, l, i, guess) : i; next > i) {
             status = launch_lone_draw(l, p.records[i].as<pk_op_sample>());
             i = next - 1;
+        } else if (const Tops tops = with_ends ? tops_for(p, l, i + 1) : Tops{}; tops.tops) {
+            status = launch_logits(l, p.records[i].as<pk_op_matmul>(), tops);
+        } else if (with_ends && p.records[i].op == PK_OP_SAMPLE) {
+            status = launch_sample(l, p.records[i].as<pk_op_sample>(), tops_for(p, l, i));
         } else if (with_ends || !is_end(p.records[i])) {
-            // Of one row the head start of a step's first launch counts, in mixtures of a few rows those of small kernels between products.
+            // Of one row the head start of a step's first launch counts, in mixtures of a few rows those of small kernels between products, of decode rows those at a step's ends.
             const int32_t op = p.records[i].op;
-            at.overlap = l.decode_only && (l.max_tokens == 1 ? op == PK_OP_EMBED : !view.few_rows.empty() && (op == PK_OP_DELTA || op == PK_OP_QKV || op == PK_OP_SIGMOID));
+            at.overlap = l.decode_only && (l.max_tokens == 1 ? op == PK_OP_EMBED : is_at_end(p, i) || (!view.few_rows.empty() && (op == PK_OP_DELTA || op == PK_OP_QKV || op == PK_OP_SIGMOID)));
             status = launch_next(p, at, i, passes);
+            if (is_at_end(p, i)) at.overlap = false;
         }
     }
     return status;

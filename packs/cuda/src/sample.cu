@@ -1,28 +1,37 @@
-// Sampling in three launches: adjust (a block per row), reduce (kParts blocks per row), pick (a block per row); of a lone row in one, with the step's end behind it.
+// Sampling in two launches: reduce (kParts parts of a row, adjusted first), pick (a block per row); of a lone row in one, with the step's end behind it.
+#include <algorithm>
+
 #include "../include/draw.cuh"
 #include "../include/lone_draw.cuh"
+#include "../include/logits.h"
 
 namespace pk {
 namespace {
 
 using namespace sampling;
 
-__global__ void __launch_bounds__(kThreads) adjust_kernel(const __grid_constant__ SampleArguments a) {
-    extern __shared__ uint32_t seen[];
-    wait_dependence();
-    release_dependents();
-    const int s = blockIdx.x;
-    if (s >= a.info->n_samples) return;
-    const RowFacts f = row_facts(a, s);
-    if (!f.is_dead && !f.is_scored) adjust_logits(a, f, a.logits + s * a.stride, 0, a.n, seen);
-}
-
+// Parts of draws by turns, adjusted and reduced: a block first looks which of its own, at most as many as it has threads, are wanted.
 __global__ void __launch_bounds__(kThreads, 2) reduce_kernel(const __grid_constant__ SampleArguments a) {
+    extern __shared__ uint32_t seen[];
     __shared__ ReduceShared sh;
+    __shared__ int wanted[kThreads], n_wanted;
+    if (threadIdx.x == 0) n_wanted = 0;
+    __syncthreads();
     wait_dependence();
     release_dependents();
-    const int s = blockIdx.y;
-    if (s < a.info->n_samples) reduce_part(a, row_facts(a, s), s, blockIdx.x, sh);
+    const int item = blockIdx.x + threadIdx.x * gridDim.x;
+    if (item < a.info->n_samples * kParts && !takes_tops(a, row_facts(a.s, item / kParts))) wanted[atomicAdd(&n_wanted, 1)] = item;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < n_wanted; ++i) {
+        {
+            const int s = wanted[i] / kParts, first = wanted[i] % kParts * part_size(a.n);
+            const RowFacts f = row_facts(a.s, s);
+            if (!f.is_dead && !f.is_scored) adjust_logits(a, f, a.logits + s * a.stride, first, min(first + part_size(a.n), a.n), seen);
+        }
+        __syncthreads();
+        reduce_part(a, *row_facts(a.s, wanted[i] / kParts).p, wanted[i] / kParts, wanted[i] % kParts, sh);
+    }
 }
 
 __global__ void __launch_bounds__(kThreads, 1) pick_kernel(const __grid_constant__ SampleArguments a) {
@@ -30,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 1) pick_kernel(const __grid_constant
     wait_dependence();
     release_dependents();
     const int s = blockIdx.x;
-    if (s < a.info->n_samples) pick(a, row_facts(a, s), s, sh);
+    if (s < a.info->n_samples) pick<true>(a, row_facts(a.s, s), s, sh);
 }
 
 // All of it for one row, and its commit: each block adjusts and reduces a part, the last one to be done picks and commits.
@@ -45,11 +54,11 @@ __global__ void __launch_bounds__(kThreads, 1) lone_draw_kernel(const __grid_con
     const bool is_drawn = a.info->n_samples > 0;
     RowFacts f = {};
     if (is_drawn) {
-        f = row_facts(a, 0);
+        f = row_facts(a.s, 0);
         const int size = part_size(a.n), first = blockIdx.x * size;
         if (!f.is_dead && !f.is_scored) adjust_logits(a, f, a.logits, first, min(first + size, a.n), seen);
         __syncthreads();
-        reduce_part(a, f, 0, blockIdx.x, sh.reduce);
+        reduce_part(a, *f.p, 0, blockIdx.x, sh.reduce);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -60,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1) lone_draw_kernel(const __grid_con
     }
     __syncthreads();
     if (!is_last) return;
-    if (is_drawn) pick(a, f, 0, sh.pick);
+    if (is_drawn) pick<false>(a, f, 0, sh.pick);
     __syncthreads();
     if (threadIdx.x == 0) {
         pk_result *results = step::results_of(a.s, a.info);
@@ -69,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1) lone_draw_kernel(const __grid_con
     }
 }
 
-SampleArguments arguments_of(const Launch &l, const pk_op_sample &op) {
+SampleArguments arguments_of(const Launch &l, const pk_op_sample &op, const Tops &tops = {}) {
     SampleArguments a = {};
     a.s = *l.state;
     a.info = l.info;
@@ -77,6 +86,7 @@ SampleArguments arguments_of(const Launch &l, const pk_op_sample &op) {
     a.stride = op.logits.stride / 4;
     a.parts = reinterpret_cast<Part *>(l.scratch);
     a.n = static_cast<int32_t>(op.logits.cols);
+    a.tops = tops;
     return a;
 }
 
@@ -84,13 +94,16 @@ SampleArguments arguments_of(const Launch &l, const pk_op_sample &op) {
 
 int64_t sample_scratch(const pk_op_sample &, int64_t max_rows) { return max_rows * sampling::kParts * static_cast<int64_t>(sizeof(sampling::Part)); }
 
-int32_t launch_sample(const Launch &l, const pk_op_sample &op) {
-    const SampleArguments a = arguments_of(l, op);
-    const unsigned rows = static_cast<unsigned>(bound(l, op.logits.rows));
-    if (int32_t e = launch(l, "sample adjust", adjust_kernel, dim3(rows), dim3(kThreads), seen_words(a.n) * 8, a)) return e;
-    if (int32_t e = launch(l, "sample reduce", reduce_kernel, dim3(kParts, rows), dim3(kThreads), 0, a)) return e;
-    return launch(l, "sample pick", pick_kernel, dim3(rows), dim3(kThreads), 0, a);
+int32_t launch_sample(const Launch &l, const pk_op_sample &op, const Tops &tops) {
+    const SampleArguments a = arguments_of(l, op, tops);
+    const unsigned rows = static_cast<unsigned>(bound(l, op.logits.rows)), blocks = std::max(std::min(rows * kParts, 2u * l.ctx->n_processors), (rows * kParts + kThreads - 1) / kThreads);
+    Launch ahead = l;
+    ahead.overlap = true;
+    if (int32_t e = launch(ahead, "sample reduce", reduce_kernel, dim3(blocks), dim3(kThreads), seen_words(part_size(a.n)) * 8, a)) return e;
+    return launch(ahead, "sample pick", pick_kernel, dim3(rows), dim3(kThreads), 0, a);
 }
+
+int32_t launch_sample(const Launch &l, const pk_op_sample &op) { return launch_sample(l, op, Tops{}); }
 
 int32_t launch_lone_draw(const Launch &l, const pk_op_sample &op) {
     const SampleArguments a = arguments_of(l, op);

@@ -128,16 +128,16 @@ int32_t cut_of(const Launch &l, const GemmArguments &a, int32_t format, int64_t 
 }
 
 template <int kM>
-int32_t launch_height(const Launch &l, const GemmArguments &a, int64_t max_rows, const EvenCut &cut) {
+int32_t launch_height(const Launch &l, const GemmArguments &a, int64_t max_rows, const EvenCut &cut, const Picked &picked) {
     switch (cut.end) {
-        case kEndHeads: return launch_even<false, kM, 128, kEndHeads>(l, a, max_rows, cut);
-        case kEndGated: return launch_even<false, kM, 192, kEndGated>(l, a, max_rows, cut);
-        case kEndGatedCut: return launch_even<false, kM, 192, kEndGatedCut>(l, a, max_rows, cut);
-        case kEndWhole: return cut.width == 192 ? launch_even<false, kM, 192, kEndWhole>(l, a, max_rows, cut) : launch_even<false, kM, 256, kEndWhole>(l, a, max_rows, cut);
+        case kEndHeads: return launch_even<false, kM, 128, kEndHeads>(l, a, max_rows, cut, picked);
+        case kEndGated: return launch_even<false, kM, 192, kEndGated>(l, a, max_rows, cut, picked);
+        case kEndGatedCut: return launch_even<false, kM, 192, kEndGatedCut>(l, a, max_rows, cut, picked);
+        case kEndWhole: return cut.width == 192 ? launch_even<false, kM, 192, kEndWhole>(l, a, max_rows, cut, picked) : launch_even<false, kM, 256, kEndWhole>(l, a, max_rows, cut, picked);
         case kEndFront:
-            if (cut.width == 112) return launch_even<false, kM, 112, kEndFront>(l, a, max_rows, cut);
-            return cut.width == 96 ? launch_even<false, kM, 96, kEndFront>(l, a, max_rows, cut) : launch_even<false, kM, 128, kEndFront>(l, a, max_rows, cut);
-        default: return cut.width == 96 ? launch_even<false, kM, 96, kEndPlain>(l, a, max_rows, cut) : launch_even<false, kM, 128, kEndPlain>(l, a, max_rows, cut);
+            if (cut.width == 112) return launch_even<false, kM, 112, kEndFront>(l, a, max_rows, cut, picked);
+            return cut.width == 96 ? launch_even<false, kM, 96, kEndFront>(l, a, max_rows, cut, picked) : launch_even<false, kM, 128, kEndFront>(l, a, max_rows, cut, picked);
+        default: return cut.width == 96 ? launch_even<false, kM, 96, kEndPlain>(l, a, max_rows, cut, picked) : launch_even<false, kM, 128, kEndPlain>(l, a, max_rows, cut, picked);
     }
 }
 
@@ -180,14 +180,22 @@ static int32_t main_format(const Packed *const *packed, int n) {
 
 bool are_multiplied_together(const Packed *const *packed, int n) { return main_format(packed, n) >= 0; }
 
+int32_t even_tiles(const Launch &l, const GemmArguments &a, int64_t max_rows, bool is_fp8, int32_t *n) {
+    EvenCut cut;
+    if (int32_t e = cut_of(l, a, plain_format(is_fp8), max_rows, &cut)) return e;
+    *n = (a.w[0].rows + cut.width - 1) / cut.width;
+    return PK_OK;
+}
+
 bool even_leaves_narrowed(const Launch &l, int64_t max_rows, int64_t k) { return has_wgmma(l.ctx) && max_rows <= kEvenRows && k > 128 * (kMostParts - 1); }
 
-int32_t launch_gemm_even(const Launch &l, const GemmArguments &a, int64_t max_rows) {
+int32_t launch_gemm_even(const Launch &l, const GemmArguments &a, int64_t max_rows, const Tops &tops) {
+    const Picked picked = {tops, *l.state};
     EvenCut cut;
     const bool is_fp8 = a.x_scale != nullptr;
     if (int32_t e = cut_of(l, a, plain_format(is_fp8), max_rows, &cut)) return e;
-    if (is_fp8) return launch_even_fp8(l, a, max_rows, cut);
-    return max_rows <= 64 ? launch_height<64>(l, a, max_rows, cut) : launch_height<128>(l, a, max_rows, cut);
+    if (is_fp8) return launch_even_fp8(l, a, max_rows, cut, picked);
+    return max_rows <= 64 ? launch_height<64>(l, a, max_rows, cut, picked) : launch_height<128>(l, a, max_rows, cut, picked);
 }
 
 int32_t launch_even_units(const Launch &l, const GemmArguments &a, const EvenRows &rows, const Packed *const *packed) {

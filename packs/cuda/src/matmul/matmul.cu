@@ -4,6 +4,7 @@
 #include "../../include/even_plan.h"
 #include "../../include/flat_plan.h"
 #include "../../include/invariant.h"
+#include "../../include/logits.h"
 #include "../../include/matmul_parts.h"
 #include "../../include/quantise.cuh"
 #include "../../include/stream.cuh"
@@ -22,9 +23,19 @@ int32_t run_each(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, 
     return PK_OK;
 }
 
-// One group of weights: sampled rows can be anything up to the bound, so that each kernel of the ladder looks whether the
-// step is its own.
-int32_t run_group(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed) {
+// Whether products of sampled rows, more of them than flat ones take, are even ones of BF16 or FP8.
+bool has_even_logits(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed) {
+    const int32_t format = packed[g.first]->format;
+    return op.x.rows == PK_ROWS_S && has_wgmma(l.ctx) && !is_invariant(l.ctx) && (format == PK_BF16 || format == PK_FP8_E4M3) && is_wide(op.x) && op.x.format == PK_BF16 &&
+           is_even(l, gemm_arguments(l, op, g, packed, kClusterLeast + 1), kEvenRows, format == PK_FP8_E4M3);
+}
+
+// Sampled rows can be anything up to the bound, so that each kernel of a ladder looks whether the step is its own. Of decode rows hardly ever fewer are drawn for than the
+// launch is made for: one kernel takes whatever there is.
+bool is_laddered(const Launch &l, const pk_op_matmul &op) { return op.x.rows == PK_ROWS_S && !(l.decode_only && bound(l, op.x.rows) <= kEvenRows); }
+
+// One group of weights. tops: of a product of logits.
+int32_t run_group(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, const Tops &tops = {}) {
     if (is_invariant(l.ctx)) return run_each(l, op, g, packed);
     const int64_t max_rows = bound(l, op.x.rows), small = has_wgmma(l.ctx) ? kDotRows : kStreamRows;
     const bool is_plain = packed[g.first]->format == PK_BF16 || packed[g.first]->format == PK_FP8_E4M3;
@@ -39,22 +50,23 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const WeightGroup &g,
             if (int32_t status = run_even_units(l, op, g, packed, 0, max_rows, row)) return status;
         return PK_OK;
     }
-    const bool has_even = ladder && (has_units || (is_plain && is_readable && is_even(l, arguments(), kEvenRows, packed[g.first]->format == PK_FP8_E4M3)));
+    const bool has_even = ladder && (has_units || has_even_logits(l, op, g, packed)), has_rungs = is_laddered(l, op);
     int64_t most = !has_wgmma(l.ctx) ? kStreamRows : has_even ? kClusterLeast : is_plain ? kPlainRows : kSkinnyRows;
     int64_t below = 0;
     const int64_t steps[5] = {small < 8 ? small : 8, 16, 32, 64, 128};
     for (int64_t rows : steps) {
         if (below >= max_rows || rows > most) break;
-        if (!ladder && max_rows > rows) continue;
-        const int32_t least = static_cast<int32_t>(below + (below > 0)), here = static_cast<int32_t>(std::min(rows, max_rows));
+        if (!has_rungs && max_rows > rows) continue;
+        const int32_t least = ladder && !has_rungs ? 1 : static_cast<int32_t>(below + (below > 0)), here = static_cast<int32_t>(std::min(rows, max_rows));
         if (int32_t status = rows <= small ? run_stream(l, op, g, packed, least, here) : run_skinny(l, op, g, packed, least, here, 0)) return status;
         below = rows;
     }
     for (const int64_t rows : {kEvenRows / 2, kEvenRows}) {
         if (!has_even || max_rows <= most) break;
-        const int32_t least = static_cast<int32_t>(most) + 1;
+        if (!has_rungs && max_rows > rows && rows < kEvenRows) continue;
+        const int32_t least = has_rungs ? static_cast<int32_t>(most) + 1 : 1;
         const int64_t here = std::min(rows, max_rows);
-        if (int32_t status = has_units ? run_even_units(l, op, g, packed, least, here, 0) : run_gemm(l, op, g, packed, least, here)) return status;
+        if (int32_t status = has_units ? run_even_units(l, op, g, packed, least, here, 0) : run_gemm(l, op, g, packed, least, here, {}, {}, tops)) return status;
         most = rows;
     }
     if (max_rows > most && has_wgmma(l.ctx) && (ladder || max_rows <= 2 * most) && !is_plain) {
@@ -64,7 +76,7 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const WeightGroup &g,
             if (int32_t status = has_units ? run_even_units(l, op, g, packed, static_cast<int32_t>(most) + 1, here, row) : run_skinny(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, here, row)) return status;
         most = 2 * most;
     }
-    return max_rows > most ? run_gemm(l, op, g, packed, ladder ? static_cast<int32_t>(most) + 1 : 0, max_rows) : PK_OK;
+    return max_rows > most ? run_gemm(l, op, g, packed, has_rungs ? static_cast<int32_t>(most) + 1 : ladder, max_rows) : PK_OK;
 }
 
 }  // namespace
@@ -113,6 +125,31 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
     for (int i = 0; i < n; ++i)
         if (int32_t status = run_group(l, op, groups[i], packed)) return status;
     return PK_OK;
+}
+
+Tops tops_of(const Launch &l, const pk_op_matmul &op) {
+    const Packed *packed = find_packed(l.ctx, op.w[0]);
+    const WeightGroup g = {0, 1, 0};
+    const int64_t max_rows = bound(l, op.x.rows), rows = std::min(max_rows, kEvenRows);
+    if (op.n_w != 1 || max_rows <= kClusterLeast || packed == nullptr || !has_even_logits(l, op, g, &packed)) return {};
+    const GemmArguments a = gemm_arguments(l, op, g, &packed, kClusterLeast + 1);
+    const bool is_fp8 = packed->format == PK_FP8_E4M3, has_rungs = is_laddered(l, op);
+    Tops t;
+    t.least = has_rungs ? kClusterLeast + 1 : 1;
+    t.most = static_cast<int32_t>(rows);
+    t.few = kEvenRows / 2;
+    if (even_tiles(l, a, has_rungs ? std::min<int64_t>(rows, t.few) : rows, is_fp8, &t.n_few) || even_tiles(l, a, rows, is_fp8, &t.n_many)) return {};
+    t.stride = std::max(t.n_few, t.n_many);
+    // Behind what a product of narrowed x or the draw's parts take.
+    const int64_t bytes = align256(rows * t.stride * static_cast<int64_t>(sizeof(Top)));
+    if (l.scratch_bytes < bytes + (4 << 20)) return {};
+    t.tops = reinterpret_cast<Top *>(l.scratch + (l.scratch_bytes - bytes) / 256 * 256);
+    return t;
+}
+
+int32_t launch_logits(const Launch &l, const pk_op_matmul &op, const Tops &tops) {
+    const Packed *packed = find_packed(l.ctx, op.w[0]);
+    return run_group(l, op, {0, 1, 0}, &packed, tops);
 }
 
 int32_t check_matmul(pk_ctx *ctx, const pk_op_matmul &op, int64_t at) {

@@ -127,7 +127,7 @@ GemmArguments arguments_of(const Launch &l, const pk_op_matmul &op) {
     return gemm_arguments(l, op, {0, op.n_w, 0}, packed, 0);
 }
 
-int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Beside &beside, const Handed &handed) {
+int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, const Beside &beside, const Handed &handed, const Tops &tops) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2, is_fp8 = reads_fp8(l, packed[g.first]->format);
     GemmArguments a = gemm_arguments(l, op, g, packed, min_rows);
     uint8_t *scratch = handed.scratch ? handed.scratch : l.scratch;
@@ -157,7 +157,7 @@ int32_t run_gemm(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, 
             own.scratch = scratch;
             if (int32_t status = narrow_fp8(own, a, max_rows, op.x.format, handed.x)) return status;
         }
-        return launch_gemm(l, a, max_rows);
+        return tops.tops ? launch_gemm_even(l, a, max_rows, tops) : launch_gemm(l, a, max_rows);
     }
     // Panels of dequantised rows (FP4: of rows in order).
     const int64_t row_bytes = a.fp4 ? fp4_row_bytes(a.fp4, padded, 1) : padded * 2;
