@@ -1,6 +1,6 @@
 """/mcp: the runner as a server of the Model Context Protocol, over streamable HTTP by the official SDK (an optional package).
 
-The tools are in mcp_tools.py. Each request stands for itself; no sessions are kept.
+The tools are in mcp_tools.py. Each request stands for itself: no sessions are kept, and no stream of the server's own is offered (GET is a 405, as the protocol has it).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import PaddockError, UnsupportedError
 from ..turns.turn import Caller
+from ..version import our_version
 from .http import ENCODER, Exchange
 from .mcp_tools import TOOLS, call, schema_of
 from .service import Front
@@ -46,7 +47,7 @@ class Mcp:
                 "this runner has no MCP server: the package mcp is not installed", "pip install 'paddock[mcp]'", what="mcp", supported=[]
             ) from None
         self._types, self._front = types, front
-        server: Any = Server("paddock", on_list_tools=self._list, on_call_tool=self._call)
+        server: Any = Server("paddock", version=our_version(), on_list_tools=self._list, on_call_tool=self._call)
         self._manager = StreamableHTTPSessionManager(server, stateless=True, json_response=True, max_request_body_size=front.max_body_bytes)
         loop = asyncio.get_running_loop()
         self._is_running: asyncio.Future[None] = loop.create_future()
@@ -88,8 +89,3 @@ async def post_mcp(front: Front, exchange: Exchange) -> None:
     if front.mcp is None:
         front.mcp = Mcp(front)
     await front.mcp.serve(exchange)
-
-
-async def get_mcp(front: Front, exchange: Exchange) -> None:
-    """GET /mcp: no stream of the server's own is offered."""
-    await post_mcp(front, exchange)

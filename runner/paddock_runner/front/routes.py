@@ -70,8 +70,6 @@ ROUTES = (
     Route("POST", "/tokenize", tokens.post_tokenize),
     Route("POST", "/detokenize", tokens.post_detokenize),
     Route("POST", "/mcp", mcp.post_mcp),
-    Route("GET", "/mcp", mcp.get_mcp),
-    Route("DELETE", "/mcp", mcp.get_mcp),
     Route("GET", "/api/tags", ollama_models.get_tags, OLLAMA),
     Route("GET", "/api/ps", ollama_models.get_running, OLLAMA),
     Route("GET", "/api/version", ollama_models.get_version, OLLAMA, is_open=True),
