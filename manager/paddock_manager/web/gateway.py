@@ -20,7 +20,7 @@ from paddock_runner.edge.auth import ADMIN, INFERENCE, KEY_HEADERS, Caller, Guar
 from paddock_runner.edge.body import Receive, Scope, Send
 from paddock_runner.edge.counts import CONTENT_TYPE
 from paddock_runner.edge.ids import ANTHROPICS, HEADER
-from paddock_runner.edge.problem import UnknownResponse, WrongMethod
+from paddock_runner.edge.problem import UnknownResponse
 from paddock_runner.errors import PaddockError, ShuttingDown, UsageError
 
 from paddock_manager.fleet.client import Unreachable
@@ -134,7 +134,7 @@ class Gateway:
             else:
                 await self._forward(call, caller, raw)
         elif path in KNOWN:
-            raise WrongMethod(f"{path[:200]} does not take {call.method[:20]}")
+            raise problem.wrong_method(path, call.method, ["POST"] if path in PASSED | POSTED else ["GET"])
         else:
             raise problem.unknown_path(path, KNOWN)
 

@@ -21,9 +21,15 @@ class UnknownPath(PaddockError):
 
 
 class WrongMethod(PaddockError):
-    """The path is there, but not for this method."""
+    """The path is there, but not for this method (facts: allow, the methods that it takes)."""
 
     http_status, code = 405, "wrong_method"
+
+
+def wrong_method(path: str, method: str, taken: Collection[str]) -> WrongMethod:
+    """The path takes other methods."""
+    allow = ", ".join(sorted({*taken, *({"HEAD"} if "GET" in taken else ())}))
+    return WrongMethod(f"{path[:200]} does not take {method[:20]}", f"it takes {allow}", allow=allow)
 
 
 class UnknownResponse(UnknownModel):
@@ -66,6 +72,8 @@ def headers_of(error: PaddockError) -> list[tuple[bytes, bytes]]:
         return [(b"retry-after", str(-(-ms // 1000)).encode()), (b"retry-after-ms", str(ms).encode())]
     if isinstance(error, ShuttingDown):
         return [(b"retry-after", b"1"), (b"retry-after-ms", b"1000")]
+    if isinstance(error, WrongMethod):
+        return [(b"allow", str(error.facts["allow"]).encode())]
     if isinstance(error, Unauthorized):
         return [(b"www-authenticate", b"Bearer")]
     return [(b"x-should-retry", b"false")] if isinstance(error, UnsupportedError) else []

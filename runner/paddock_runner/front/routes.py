@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .. import log
 from ..edge.auth import ADMIN, INFERENCE, KEY_HEADERS, allowing
 from ..edge.body import Receive, Scope, Send
-from ..edge.problem import ANTHROPIC, OLLAMA, OPENAI, WrongMethod, unknown_path, vendor_of
+from ..edge.problem import ANTHROPIC, OLLAMA, OPENAI, unknown_path, vendor_of, wrong_method
 from . import health, mcp, metrics, openapi, rerank
 from .anthropic import count_tokens, messages
 from .http import Exchange
@@ -97,7 +97,7 @@ def find(method: str, path: str) -> Route:
     if route is not None:
         return route
     if path in _PATHS:
-        raise WrongMethod(f"{path} does not take {method[:20]}")
+        raise wrong_method(path, method, [r.method for r in ROUTES if r.path == path])
     raise unknown_path(path, _PATHS)
 
 
