@@ -320,6 +320,37 @@ def test_block_formats_by_more_than_a_tile_of_rows_equal_numpy_and_themselves(be
         assert (np.abs(gated - act(g, "silu") * g) <= 2.2 * allowed * np.abs(g) + 1.3 * allowed**2 + 2**-8 * np.abs(act(g, "silu") * g) + 1e-6).all()
 
 
+@pytest.mark.parametrize("n_tiles", [1, 4, 5, 6, 7, 11, 14, 15, 16])
+def test_fp8_by_few_rows_with_every_number_of_tiles_a_block_equals_numpy_and_itself(bench, rng, n_tiles):
+    """A block, or two, have so many tiles of 16 rows, or of eight of gate and up, most of them; K ends within what a block takes at once."""
+    b = bench()
+    if b.pack.description["pack"] == "cpu":
+        pytest.skip("a GPU shares weights out among its processors")
+    n_processors = b.device.facts.n_processors
+    blocks = n_processors // 2
+    weight = scaled_fp8("fp8_e4m3", 16 * (blocks * (n_tiles - 1) + blocks // 3 + 1), 640, "block", rng)
+    gate, up = (scaled_fp8("fp8_e4m3", 8 * (n_processors * (n_tiles - 1) + n_processors // 3 + 1), 640, "block", rng) for _ in range(2))
+    w, sides = weight.upload(b), [gate.upload(b), up.upload(b)]
+    for n in (3, 8, 9, 16):
+        x, x64 = b.activations(rng.standard_normal((n, 640)), T)
+        start = rng.standard_normal((n, weight.rows)).astype(np.float32)
+        seen = []
+        for _ in range(2):
+            residual, program = b.upload(start, abi.PK_F32, T), Program()
+            program.matmul(x, [w], residual, (), Epilogue(add=residual))
+            b.run(program, n)
+            seen.append((product(b, x, [w], n), b.download(residual, n), product(b, x, sides, n, (), Epilogue(act="silu"))))
+        for first, second in zip(*seen, strict=True):
+            np.testing.assert_array_equal(first, second)
+        plain, added, gated = (a.astype(np.float64) for a in seen[0])
+        check(b, plain, x64, weight.values.astype(np.float64), "fp8_e4m3")
+        check(b, added - start, x64, weight.values.astype(np.float64), "fp8_e4m3")
+        g, u = (x64 @ side.values.T.astype(np.float64) for side in (gate, up))
+        sizes = [1e-2 * np.outer(np.linalg.norm(x64, axis=1), np.linalg.norm(side.values, axis=1)) for side in (gate, up)]
+        error = 1.2 * sizes[0] * np.abs(u) + np.abs(act(g, "silu")) * sizes[1] + 1.2 * sizes[0] * sizes[1] + 2**-7 * np.abs(act(g, "silu") * u) + 1e-6
+        assert (np.abs(gated - act(g, "silu") * u) <= error).all()
+
+
 @pytest.mark.parametrize(("n", "most"), [(129, 129), (250, 250), (400, 400), (513, 640), (640, 640), (705, 768), (1000, 1024), (1100, 1536)])
 def test_tall_tiles_cut_along_k_equal_numpy_and_themselves(bench, rng, n, most):
     """Of launches made for `most` rows."""

@@ -6,8 +6,8 @@
 
 namespace pk {
 
-// Of shared memory, the rings and what lies behind them; weights under way: with more, x would queue behind them.
-constexpr int kSplitRingBytes = 200 << 10, kSplitUnderWay = 64 << 10;
+// Of shared memory, the rings and what lies behind them; all that a block may have; weights under way: with more, x would queue behind them.
+constexpr int kSplitRingBytes = 200 << 10, kSplitMostBytes = 226 << 10, kSplitUnderWay = 64 << 10;
 
 template <int kNT, int kGroups, int kM, int kSplit, int kPair>
 int32_t launch_split_shape(const Launch &l, SkinnyArguments a, const Packed *const *packed, const FlatPackets &packets) {
@@ -50,10 +50,12 @@ int32_t launch_split_shape(const Launch &l, SkinnyArguments a, const Packed *con
     const int w_bytes = deal.pass_tiles * 2048 * kC, stage_bytes = w_bytes + S::kXBytes + kC * kNT * 4;
     // Products of 64 rows read past a stage's last tile.
     const int beside = (kPair == 2 ? (deal.pass_tiles * S::kN8 + 1) / 2 * 512 : 0) + deal.steps * kC * deal.pass_tiles * (kGated ? 2 : 1) * 4;
-    const int n_stages = std::min({(kSplitRingBytes - beside) / stage_bytes, kSplitStages, std::max(2, deal.steps)});
+    auto bytes = [&](int n_stages) { return std::max(n_stages * stage_bytes + beside, w_bytes * n_stages + S::kMostTiles * 4096) + 1024; };
+    int n_stages = std::min({(kSplitRingBytes - beside) / stage_bytes, kSplitStages, std::max(2, deal.steps)});
+    while (n_stages > 2 && bytes(n_stages) > kSplitMostBytes) --n_stages;
     deal.n_stages = n_stages;
     deal.under_way = std::min(n_stages, (kSplitUnderWay + w_bytes - 1) / w_bytes);
-    return launch_clusters(l, "split", split_kernel<kNT, kGroups, kM, kSplit, kPair>, blocks * kPair, S::kThreads, std::max(n_stages * stage_bytes + beside, w_bytes * n_stages + S::kMostTiles * 4096) + 1024, kPair == 2 ? 2 : 0, deal, maps, a, packets);
+    return launch_clusters(l, "split", split_kernel<kNT, kGroups, kM, kSplit, kPair>, blocks * kPair, S::kThreads, bytes(n_stages), kPair == 2 ? 2 : 0, deal, maps, a, packets);
 }
 
 template <int kNT>
