@@ -13,7 +13,7 @@ namespace pk {
 
 constexpr int kUnitGroups = 3, kUnitWarps = 4 * kUnitGroups, kUnitThreads = kUnitWarps * 32 + 128;
 constexpr int kUnitQuads = 2;  // of a warpgroup at once
-constexpr int kUnitXSlots = 16, kUnitWSlots = 16;
+constexpr int kUnitXSlots = 16;
 static_assert(4 * kUnitGroups * kUnitQuads <= 32 && kUnitThreads / 32 >= kUnitXSlots);  // a tile of a pass has a lane of the warp that copies it, a slot the warp that begins it
 
 struct UnitsDeal {
@@ -39,6 +39,9 @@ struct UnitsShape {
     static constexpr int kUnits = kK / U::kU, kTileBytes = kUnits * U::kBytes, kWBytes = 4 * kTileBytes;  // of a tile's step; of a quad's
     static constexpr int kChunks = kK / 64, kUnitChunks = U::kU / 64;
     static constexpr int kTurn = U::kHigh > 0 && kNT == 32 ? 1 : kChunks / 2;  // chunks of 64 of K that are multiplied at once, where registers allow it
+    // Copies of 2 kB, and as many as keep one thread busy: it reads all places before it waits, and asks further ahead.
+    static constexpr bool kManyCopies = U::kLow == 8;
+    static constexpr int kWSlots = kManyCopies ? 24 : 16;
     static constexpr int kFewer = kNT == 32 && kTurn == 2 ? 32 : 40, kMore = kFewer == 32 ? 160 : 152;  // registers of those who copy and who multiply
     static_assert(kK % U::kU == 0 && kUnits <= 2);
 };
@@ -101,10 +104,10 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
     constexpr bool kGated = kSplit == kTileGated, kHeads = kSplit >= kTileHeads;
     constexpr int kHalves = kSplit == kTileWhole ? 1 : 2;  // tiles whose sums one lane ends together
     extern __shared__ uint8_t raw[];
-    __shared__ uint64_t w_full[kUnitWSlots], w_empty[kUnitWSlots], x_full[kUnitXSlots], x_empty[kUnitXSlots], are_factored, has_received, is_taken, is_x_asked;
+    __shared__ uint64_t w_full[S::kWSlots], w_empty[S::kWSlots], x_full[kUnitXSlots], x_empty[kUnitXSlots], are_factored, has_received, is_taken, is_x_asked;
     alignas(16) __shared__ float factors[kNT], half_sums[2][kNT];
     __shared__ uint64_t asked[kUnitThreads / 32];
-    __shared__ const uint8_t *tiles[32];  // of a pass: the block's first unit
+    alignas(16) __shared__ const uint8_t *tiles[32];  // of a pass: the block's first unit
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, rank = blockIdx.x & 1, me = blockIdx.x >> 1;
     if (lane == 0) {
         ask_for_arguments(a, deal, warp, shared_address(asked + warp));
@@ -113,9 +116,10 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
             barrier_init(x_full + warp, 1);
             barrier_init(x_empty + warp, deal.x_users);
         }
-        if (warp < kUnitWSlots) {
-            barrier_init(w_full + warp, 1);
-            barrier_init(w_empty + warp, 4);
+#pragma unroll
+        for (int i = warp; i < S::kWSlots; i += kUnitThreads / 32) {
+            barrier_init(w_full + i, 1);
+            barrier_init(w_empty + i, 4);
         }
     }
     const uint32_t x_ring = (shared_address(raw) + 1023) & ~1023u, w_ring = x_ring + deal.x_slots * S::kXBytes, received = w_ring + deal.w_slots * deal.step_bytes;
@@ -195,13 +199,19 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                             const uint32_t to = w_ring + w.slot * deal.step_bytes + quad * S::kWBytes;
                             const bool is_whole = 2 * quad + 1 < pairs;
                             uint64_t *full = w_full + slot;
+                            const uint8_t *from[4];
+                            auto place = [&](int i) { return tiles[4 * quad + i] + at; };
+                            if constexpr (S::kManyCopies)
+#pragma unroll
+                                for (int i = 0; i < 4; ++i) from[i] = place(i);
+                            auto copy = [&](int i) { copy_bytes_once(to + i * S::kTileBytes, S::kManyCopies ? from[i] : place(i), bytes, full); };
                             barrier_wait(w_empty + slot, w.phase ^ 1);
                             barrier_expect(full, (is_whole ? 4 : 2) * bytes);
-                            copy_bytes_once(to, tiles[4 * quad] + at, bytes, full);
-                            copy_bytes_once(to + S::kTileBytes, tiles[4 * quad + 1] + at, bytes, full);
+                            copy(0);
+                            copy(1);
                             if (is_whole) {
-                                copy_bytes_once(to + 2 * S::kTileBytes, tiles[4 * quad + 2] + at, bytes, full);
-                                copy_bytes_once(to + 3 * S::kTileBytes, tiles[4 * quad + 3] + at, bytes, full);
+                                copy(2);
+                                copy(3);
                             }
                         }
                         w.step(1, deal.w_slots);

@@ -52,7 +52,7 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
     const int turn = deal.along_k, left = kUnitShared - received;
     auto least = [](int a, int b) { return a < b ? a : b; };
     auto whole = [](int slots, int of) { return (slots + of - 1) / of * of; };
-    const int w_most = least(kUnitWSlots / deal.pass_quads / turn * turn, whole(steps * deal.n_passes, turn));
+    const int w_most = least(S::kWSlots / deal.pass_quads / turn * turn, whole(steps * deal.n_passes, turn));
     const int x_turn = turn > 1 ? 2 * turn : 1, x_most = least(kUnitXSlots / x_turn * x_turn, whole(steps * deal.n_passes, x_turn));
     for (int some = least(x_most, turn > 1 ? x_turn : 3); some >= x_turn && deal.w_slots < turn; some -= x_turn) {
         deal.x_slots = some;
