@@ -341,7 +341,7 @@ def test_runner_of_a_command_that_is_ended_from_outside_ends_with_it(paddock, tm
     assert ended.value.code == 128 + number and state.servers(places()) == []
 
 
-RUN = "import sys; from paddock_manager import cli; from paddock_manager.fleet import spawn; spawn.RUNNER = tuple(sys.argv[1].split('|')); cli.main(['run', sys.argv[2], 'go on'])"
+RUN = "import sys; from paddock_manager import cli; from paddock_manager.fleet import spawn; spawn.RUNNER = tuple(sys.argv[1].split('|')); cli.main(sys.argv[2:])"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
@@ -349,11 +349,33 @@ def test_runner_of_a_command_that_is_killed_ends_with_it(paddock, tmp_path, numb
     """Nobody else would end it: no list has one that was still being loaded."""
     path = tmp_path / "endless.gguf"
     path.write_bytes(tiny_gguf())
-    command = subprocess.Popen([sys.executable, "-c", RUN, "|".join(spawn.RUNNER), str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = subprocess.Popen([sys.executable, "-c", RUN, "|".join(spawn.RUNNER), "run", str(path), "go on"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert until(lambda: any("POST" in log.read_text() for log in places().logs.glob("endless*")))
     (server,) = state.servers(places())
     command.send_signal(number)
     assert command.wait() == -number and until(lambda: not server.is_alive)
+
+
+@pytest.mark.parametrize("is_up", [False, True])
+def test_server_whose_command_is_killed_while_it_starts_ends_too(paddock, tmp_path, is_up):
+    """It would hold its port for good, in no list."""
+    import psutil
+
+    path = tmp_path / "neverready.gguf"
+    path.write_bytes(tiny_gguf())
+    command = subprocess.Popen([sys.executable, "-c", RUN, "|".join(spawn.RUNNER), "serve", str(path), "--port", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert until(lambda: any("GET /health" in log.read_text() for log in places().logs.glob("neverready*")) if is_up else any(places().fleet.glob("ready-*.spec")))
+    command.kill()
+    command.wait()
+
+    def is_about_it(process):
+        try:
+            return str(path) in process.cmdline() or any(str(places().fleet) in word for word in process.cmdline())
+        except psutil.Error:
+            return False
+
+    assert until(lambda: not any(map(is_about_it, psutil.process_iter())))
+    assert state.servers(places()) == [] and not any(places().fleet.glob("ready-*.json"))
 
 
 def test_server_that_another_command_starts_is_told_as_that(paddock, model_file, monkeypatch):

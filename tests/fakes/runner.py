@@ -1,7 +1,7 @@
 """A runner without a model: takes the runner's flags, writes the state file, answers health, models and chat. Run as a script.
 
 It echoes the last message, word by word; `use NAME {...}` calls that tool where there are tools. Words in the model's file name make it misbehave:
-`dies` (exit 7 with a sentence), `crash` (SIGSEGV), `busy` (says that it is), `slowstart` (ready at the second health check), `breaks` (drops the stream), `endless` (streams until the client hangs up).
+`dies` (exit 7 with a sentence), `crash` (SIGSEGV), `busy` (says that it is), `slowstart` (ready at the second health check), `neverready` (never), `breaks` (drops the stream), `endless` (streams until the client hangs up).
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         """Health and models."""
         if self.path == "/health/ready":
             Handler.n_ready += 1
-            late = "slowstart" in Path(self.flags["--model"]).name and Handler.n_ready < 2
+            name = Path(self.flags["--model"]).name
+            late = "neverready" in name or ("slowstart" in name and Handler.n_ready < 2)
             self.reply(503 if late else 200, {"ready": not late})
         elif self.path.startswith("/health"):
             self.reply(200, {"live": True})

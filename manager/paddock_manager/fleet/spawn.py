@@ -165,6 +165,7 @@ def _watched(places: Places, launch: Launch, ready_file: Path, log: Path) -> lis
         "words": launch.words(inner),
         "inner": str(inner),
         "outer": str(ready_file),
+        "starter": [os.getpid(), born(os.getpid())],
         "report": str(report),
         "log": str(log),
     }

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from paddock_manager.disk import read_json, tail, write_json
+from paddock_manager.disk import is_same_process, read_json, tail, write_json
 from paddock_manager.paths import file_word
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
@@ -34,13 +34,15 @@ PR_SET_PDEATHSIG = 1
 class Watch:
     """One runner and what became of it.
 
-    spec: words (the runner's command line), inner (its ready file), outer (the one that the manager waits for), report, log.
+    spec: words (the runner's command line), inner (its ready file), outer (the one that the manager waits for, and takes away when the server is in its list),
+    starter (the manager's process: number and birth), report, log.
     """
 
     def __init__(self, spec: dict[str, Any]):
         self.words: list[str] = spec["words"]
         self.inner, self.outer = Path(spec["inner"]), Path(spec["outer"])
         self.report, self.log = Path(spec["report"]), Path(spec["log"])
+        self._starter: tuple[int, float] = tuple(spec["starter"])
         self.restarts, self.port = 0, 0
         self._stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
@@ -74,8 +76,11 @@ class Watch:
             self._child.terminate()
         begun, told = time.monotonic(), False
         try:
-            while not told:
-                told = self._publish()
+            while not told or self.outer.exists():
+                told = told or self._publish()
+                if not self._stopping.is_set() and not is_same_process(*self._starter):
+                    self.outer.unlink(missing_ok=True)
+                    self._stop(signal.SIGTERM, None)  # nobody will know of this server
                 code = _wait(self._child, POLL_S if time.monotonic() - begun < 5 else 10 * POLL_S)
                 if code is not None:
                     self._publish()
