@@ -1,7 +1,7 @@
 """Where a step of one row goes, between its first record and its results: what lies before, in and behind the persistent launch, and each phase of it.
 
-Usage: python -m bench.persist_trace PACK [--models 8b] [--formats q4_k_m] [--steps 6] [--position 128]. PACK: a pack whose unit persist_kernel_1 was compiled with
--DPK_PERSIST_TRACE, so that blocks leave clocks behind; its steps are a little slower. Everything in microseconds of the device's clock, medians over steps; of blocks
+Usage: python -m bench.persist_trace PACK [--models 8b] [--formats q4_k_m] [--steps 6] [--position 128]. PACK: a pack whose unit of that model's kernel (persist_nibbles
+for Q4_K_M) was compiled with -DPK_PERSIST_TRACE, so that blocks leave times behind; its steps are a little slower. Everything in microseconds of the device's clock, medians over steps; of blocks
 first/mean/last. A phase's marks count from when the last block had written the phase before.
 """
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from paddock_runner.engine.assemble import Assembly, build_device
@@ -22,7 +23,7 @@ from paddock_runner.pack.device import Device
 
 from .gpu_models import SHAPES, SHORT_PAGES, Driver, blueprint, format_of, views
 
-MARKS, BLOCKS, BEGUN, ENDED, ENTERED, KNOWN = 10, 132, 0, 2, 4, 6
+MARKS, BLOCKS, BEGUN, ENDED, ENTERED, KNOWN = 10, 132, 0, 1, 2, 3
 WRITTEN, JOINED = 6, 5
 KINDS = ("qkv", "attend", "o", "gate-up", "down")
 PRODUCT = {"begin": 0, "seen": 1, "staged": 3, "product": 4, "last warp": 7, "sums": 5, "written": 6, "sending": 8, "sent": 9}
@@ -40,15 +41,18 @@ class Trace:
             raise RuntimeError("no room for marks")
 
     def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Phases' marks and blocks' own as nanoseconds of the device's clock, and how long a block's first warp waited for weights in each phase; NaN: none."""
+        """Phases' marks and blocks' own as nanoseconds since the first block had begun, and how long a block's first warp waited for weights in each phase; NaN: none."""
         if self.call(self.room.size, self.room.ctypes.data):
             raise RuntimeError("marks cannot be read")
         n_phases = int(np.flatnonzero(self.room.any(axis=(1, 2)))[-1])
-        own = self.room[n_phases].astype(np.float64)
-        rate = (own[:, ENDED + 1] - own[:, BEGUN + 1]) / (own[:, ENDED] - own[:, BEGUN])
-        clocks = self.room[:n_phases].astype(np.float64)
-        ns = (clocks - own[None, :, BEGUN, None]) * rate[None, :, None] + own[None, :, BEGUN + 1, None]
-        return np.where(clocks == 0, np.nan, ns), own[:, 1::2], np.where(clocks[:, :, 4] == 0, np.nan, clocks[:, :, 2] * rate)
+        self.zero = int(self.room[n_phases, :, BEGUN].min())
+        marks = np.where(self.room == 0, np.nan, self.since(self.room).astype(np.float64))
+        phases = self.room[:n_phases]
+        return marks[:n_phases], marks[n_phases], np.where(phases[:, :, 4] == 0, np.nan, phases[:, :, 2])
+
+    def since(self, time: Any) -> Any:
+        """Nanoseconds since the first block had begun, of a time or its low word."""
+        return (time - self.zero + 2**31) % 2**32 - 2**31
 
 
 def spread(values: np.ndarray) -> tuple[float, float, float]:
@@ -78,13 +82,13 @@ def collect(device: Device, trace: Trace, model: str, kind: str, options: argpar
         if step < 4:
             continue
         marks, own, waits = trace.read()
-        begun, ended = device.times(1)[-1]
+        begun, ended = (trace.since(t) for t in device.times(1)[-1])
         first, last = ends(marks, n_layers)
         points = {
-            "prepare begins": begun, "first block entered": own[:, ENTERED // 2].min(), "last block entered": own[:, ENTERED // 2].max(), "last block begun": own[:, BEGUN // 2].max(),
-            "first knows the step": own[:, KNOWN // 2].min(), "last knows the step": own[:, KNOWN // 2].max(), "first layer's x seen": spread(marks[first, :, 1])[1],
+            "prepare begins": begun, "first block entered": own[:, ENTERED].min(), "last block entered": own[:, ENTERED].max(), "last block begun": own[:, BEGUN].max(),
+            "first knows the step": own[:, KNOWN].min(), "last knows the step": own[:, KNOWN].max(), "first layer's x seen": spread(marks[first, :, 1])[1],
             "first layer's qkv written": last[first], "layers written": last[-2], "head's x seen": spread(marks[-1, :, 1])[1], "head's product": spread(marks[-1, :, 7])[2], "head written": last[-1],
-            "last block ended": own[:, ENDED // 2].max(), "results told": ended,
+            "last block ended": own[:, ENDED].max(), "results told": ended,
         }  # fmt: skip
         for name, at in points.items():
             outside[name].append((at - begun) / 1e3)

@@ -135,14 +135,15 @@ __device__ __forceinline__ float embedded(const UnitRegisters<U> &u, int at, int
 }
 
 // A warp per token and unit, or block of a unit: it decodes the tile of 16 rows and keeps one. Of few rows a warp takes a block only: the code is as cold as the table
-// then, and comes from memory line by line.
+// then, and comes from memory line by line. Their thread blocks are large, and few: behind them the one-row launch begins where none of them waits.
+constexpr int embed_warps(bool is_few) { return is_few ? 32 : 4; }
 template <int kFormat, bool kFew>
-__global__ void __launch_bounds__(128) embed_block_kernel(const __grid_constant__ EmbedArguments a) {
+__global__ void __launch_bounds__(32 * embed_warps(kFew)) embed_block_kernel(const __grid_constant__ EmbedArguments a) {
     using U = Unit<kFormat>;
     constexpr int kBlocks = U::kU / 32, n_blocks = kFew ? 1 : kBlocks;
     release_dependents();  // whoever waits for this kernel waits for those before it
     wait_dependence();
-    const int t = blockIdx.x, lane = threadIdx.x & 31, first = (blockIdx.y * 4 + (threadIdx.x >> 5)) * n_blocks, unit = first / kBlocks;
+    const int t = blockIdx.x, lane = threadIdx.x & 31, first = (blockIdx.y * embed_warps(kFew) + (threadIdx.x >> 5)) * n_blocks, unit = first / kBlocks;
     if (t >= rows_of(a.info, a.rows_symbol) || unit >= a.n_units) return;
     int id = token_of(a, t);
     const int64_t piece = piece_of(a, id);
@@ -273,9 +274,10 @@ static int32_t start_embed(const Launch &l, const Packed *p, EmbedArguments &a, 
         n_blocks = decltype(u)::kU / 32;
     });
     const bool is_few = rows <= 8;
-    const dim3 grid(rows, ((is_few ? a.n_units * n_blocks : a.n_units) + 3) / 4);
+    const int warps = embed_warps(is_few);
+    const dim3 grid(rows, ((is_few ? a.n_units * n_blocks : a.n_units) + warps - 1) / warps);
     switch (p->format) {
-#define PK_CASE(F) case F: return launch(l, "embed", is_few ? embed_block_kernel<F, true> : embed_block_kernel<F, false>, grid, dim3(128), 0, a);
+#define PK_CASE(F) case F: return launch(l, "embed", is_few ? embed_block_kernel<F, true> : embed_block_kernel<F, false>, grid, dim3(32 * warps), 0, a);
         PK_CASE(PK_Q8_0) PK_CASE(PK_Q4_0) PK_CASE(PK_Q4_1) PK_CASE(PK_Q5_0) PK_CASE(PK_Q5_1) PK_CASE(PK_Q2_K) PK_CASE(PK_Q3_K)
         PK_CASE(PK_Q4_K) PK_CASE(PK_Q5_K) PK_CASE(PK_Q6_K) PK_CASE(PK_IQ4_NL) PK_CASE(PK_IQ4_XS) PK_CASE(PK_MXFP4) PK_CASE(PK_NVFP4)
 #undef PK_CASE

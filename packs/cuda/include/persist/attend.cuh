@@ -42,7 +42,8 @@ struct Turn {
     static constexpr int kParts = kD > 128 ? kD / 128 : 1;
     float norm[kParts][4], sine[4], cosine[4];
     int partner;  // lane that holds the other halves of pairs
-    __device__ __forceinline__ void prepare(const Attend &t, const float *weights, int position, int lane) {
+    // What comes from memory; work_out: what becomes of it.
+    __device__ __forceinline__ void ask(const Attend &t, const float *weights, int lane) {
         const int e = 4 * lane, half = t.rope_width / 2;
         const bool is_head = e < kD, is_turned = t.frequency != nullptr && e < t.rope_width;
 #pragma unroll
@@ -52,10 +53,15 @@ struct Turn {
         }
         partner = !is_turned || t.rope_layout ? lane : e < half ? lane + half / 4 : lane - half / 4;
 #pragma unroll
+        for (int i = 0; i < 4; ++i) cosine[i] = is_turned ? __ldg(t.frequency + (t.rope_layout ? (e + i) / 2 : e < half ? e + i : e + i - half)) : 0.0f;
+    }
+    __device__ __forceinline__ void work_out(const Attend &t, int position, int lane) {
+        const int e = 4 * lane, half = t.rope_width / 2;
+        const bool is_turned = t.frequency != nullptr && e < t.rope_width;
+#pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int k = !is_turned ? 0 : t.rope_layout ? (e + i) / 2 : e < half ? e + i : e + i - half;
             // Whole turns go away in double: angles reach the length of the context.
-            const double angle = is_turned ? static_cast<float>(position) * __ldg(t.frequency + k) : 0.0f;
+            const double angle = static_cast<float>(position) * cosine[i];
             const float rest = static_cast<float>(angle - rint(angle * 0.15915494309189535) * 6.283185307179586);
             const float size = is_turned ? t.magnitude : 1.0f, sign = (t.rope_layout ? !(i & 1) : e < half) ? -size : size;
             sine[i] = __sinf(rest) * sign;
@@ -91,7 +97,8 @@ struct Arrival {
     const float *norm;
     float gain;
     uint4 raw[kParts][kLoads];
-    __device__ __forceinline__ void prepare(const Phase &p, const Span &span, int position, int task, int lane) {
+    // The head, and what its turn takes, of which the angles are still to be worked out.
+    __device__ __forceinline__ void prepare(const Phase &p, const Span &span, int task, int lane) {
         const Attend &t = p.attend;
         const int group = t.n_heads / t.n_kv_heads;
         const bool is_q = task < group, is_v = task > group;
@@ -99,7 +106,7 @@ struct Arrival {
         norm = is_v ? nullptr : is_q ? t.q_norm : t.k_norm;
         from = packet_at<kIsF32>(p.x.packets, static_cast<int64_t>(head) * kD) + 16 * kLoads * (4 * lane < kD ? lane : 0);
         if constexpr (kPages == kInFp8) gain = t.gains != nullptr ? __ldg(t.gains + head) : 1.0f;
-        turn.prepare(t, norm, position, lane);
+        turn.ask(t, norm, lane);
         ask();
     }
     __device__ __forceinline__ void ask() {
@@ -143,7 +150,10 @@ __device__ __forceinline__ void place_new(const Phase &p, const Arguments &a, co
 #pragma unroll 1
     for (int task = warp; task < n_tasks; task += kWarps) {
         const bool is_q = task < group, is_v = task > group;
-        if (task != warp) arrival.prepare(p, span, facts.position, task, lane);
+        if (task != warp) {
+            arrival.prepare(p, span, task, lane);
+            arrival.turn.work_out(t, facts.position, lane);
+        }
         while (!arrival.is_there(epoch)) arrival.ask();
         __syncwarp();
         float v[kParts][4];
@@ -419,6 +429,9 @@ template <int kD, Pages kPages>
 __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, const Span &span, uint8_t *area, const HeadSums<kD> &h, uint32_t epoch, uint32_t gated, int phase, Taker &taker) {
     constexpr int kOnce = heads_once(kD), kHead = head_floats(kD);
     const int tid = thread_here(), lane = tid & 31, warp = tid >> 5, r = lane >> 2, c = lane & 3, group = p.attend.n_heads / p.attend.n_kv_heads;
+    // Heads whose sums lie side by side: all of them where x of other phases has taken room for that, so that the warps meet once.
+    const bool is_whole = group > kOnce && group <= 2 * kOnce && scratch_at(kD) + 4 * kWarps * 2 * kOnce * kHead <= a.x_bytes;
+    const int held = is_whole ? 2 * kOnce : kOnce;
     float *scratch = reinterpret_cast<float *>(area + scratch_at(kD));
     float2 *facts = reinterpret_cast<float2 *>(area + facts_at(kD));  // [heads][warps] (largest logit, sum)
     if (r == 0)
@@ -430,13 +443,14 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
     const int64_t first_at = static_cast<int64_t>(span.head) * group * kD;
 #pragma unroll 1
     for (int first = 0; first < group; first += kOnce) {
-        if (first > 0) join_consumers(kConsumers);
-        if (2 * c >= first && 2 * c < first + kOnce)
+        const bool is_left = first > 0 && is_whole;
+        if (first > 0 && !is_whole) join_consumers(kConsumers);
+        if (!is_left && 2 * c >= first && 2 * c < first + held)
 #pragma unroll
             for (int e = 0; e < 2; ++e)
 #pragma unroll
                 for (int j = 0; j < kD / 32; ++j)
-                    *reinterpret_cast<float4 *>(scratch + (warp * kOnce + 2 * c + e - first) * kHead + 36 * j + 4 * r) =
+                    *reinterpret_cast<float4 *>(scratch + (warp * held + 2 * c + e - first) * kHead + 36 * j + 4 * r) =
                         make_float4(h.o[2 * j][e], h.o[2 * j][e + 2], h.o[2 * j + 1][e], h.o[2 * j + 1][e + 2]);
         // Every thread has two neighbours of a head.
         const int in = tid / (kD / 2), head = first + in, d = 2 * (tid % (kD / 2));
@@ -449,7 +463,7 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
             const int n_own = (min(group - first, kOnce) + 1 - span.split) / 2;
             barrier_expect(taker.paired + 8 * pass, n_own * (8 * kD / 2 + 8));
         }
-        join_consumers(kConsumers);
+        if (!is_left) join_consumers(kConsumers);
         mark(phase, 2);
         if (head >= group) continue;  // whole warps
         float top[kWarps], sums[kWarps];
@@ -466,13 +480,13 @@ __device__ __forceinline__ void join_warps(const Phase &p, const Arguments &a, c
         float sum = power2(fresh - most);
         const float2 last = Kept<kPages>::unpack(value);
         float2 o = fresh > -INFINITY ? make_float2(sum * last.x, sum * last.y) : make_float2(0.0f, 0.0f);
-        const float *from = scratch + in * kHead + d % 8 / 2 + (kPages == kInFp8 ? 36 * (d / 64 * 2 + d % 16 / 8) + d % 64 / 16 * 8 : 36 * (d / 32) + d % 32 / 8 * 8);
+        const float *from = scratch + (in + (is_left ? first : 0)) * kHead + d % 8 / 2 + (kPages == kInFp8 ? 36 * (d / 64 * 2 + d % 16 / 8) + d % 64 / 16 * 8 : 36 * (d / 32) + d % 32 / 8 * 8);
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
             const float factor = power2(top[w] - most);
             sum = fmaf(factor, sums[w], sum);
-            o.x = fmaf(factor, from[w * kOnce * kHead], o.x);
-            o.y = fmaf(factor, from[w * kOnce * kHead + 4], o.y);
+            o.x = fmaf(factor, from[w * held * kHead], o.x);
+            o.y = fmaf(factor, from[w * held * kHead + 4], o.y);
         }
         if (span.is_paired) {
             const uint32_t barrier = taker.paired + 8 * pass, there = taker.exchange + 8 * (head / 2 * (kD / 2) + d / 2), facts_there = taker.exchange + 8 * (kPairedFacts + head / 2);
@@ -563,9 +577,12 @@ __device__ __forceinline__ void attend_as(const Phase &p, const Arguments &a, co
     Positions<kD, kPages> group;
     Arrival<kD, kPages> arrival;
     const int lane = thread_here() & 31, warp = thread_here() >> 5, mine = span.first + warp * 16;
-    arrival.prepare(p, span, facts.position, min(warp, t.n_heads / t.n_kv_heads + 1), lane);
+    arrival.prepare(p, span, min(warp, t.n_heads / t.n_kv_heads + 1), lane);
     if constexpr (Positions<kD, kPages>::kIsAhead)
         group.take(taker, span.last - mine, lane);
+    arrival.turn.work_out(t, facts.position, lane);
+    // Asked for anew while the warps meet.
+    if (!arrival.is_there(base + p.x.source + 1)) arrival.ask();
     mark(at, 7);
     join_consumers(kConsumers);  // nobody multiplies any more with what lies here
     mark(at, 3);
@@ -580,11 +597,18 @@ __device__ __forceinline__ void attend_as(const Phase &p, const Arguments &a, co
     mark(at, 5);
 }
 
-template <int kD, bool kHalf>
+template <int kD, Sort kSort>
 __device__ __forceinline__ void attend(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
-    if constexpr (kHalf) attend_as<kD, kInF16>(p, a, facts, area, taker, base, at);
-    else if (p.attend.is_fp8) attend_as<kD, kInFp8>(p, a, facts, area, taker, base, at);
+    if constexpr (kSort == kHalfPages) attend_as<kD, kInF16>(p, a, facts, area, taker, base, at);
+    else if (!is_lean(kSort) && p.attend.is_fp8) attend_as<kD, kInFp8>(p, a, facts, area, taker, base, at);
     else attend_as<kD, kInBf16>(p, a, facts, area, taker, base, at);
+}
+
+template <Sort kSort>
+__device__ __forceinline__ void attend_any(const Phase &p, const Arguments &a, const RowFacts &facts, uint8_t *area, Taker &taker, uint32_t base, int at) {
+    if (is_lean(kSort) || p.attend.head_width == 128) attend<128, kSort>(p, a, facts, area, taker, base, at);
+    else if (p.attend.head_width == 256) attend<256, kSort>(p, a, facts, area, taker, base, at);
+    else attend<64, kSort>(p, a, facts, area, taker, base, at);
 }
 
 }  // namespace pk::persist

@@ -48,7 +48,7 @@ struct Weight {
     int32_t scale_stride, format;
     float scale;
     int32_t n_chunks;  // along K
-    int32_t reserved[2];
+    int32_t each, more;  // tiles of a block where weights have blocks of their own; so many blocks have one more
 };
 
 // An operand. What one phase writes and a later one reads goes from block to block as packets: eight bytes with four of data
@@ -93,7 +93,8 @@ struct alignas(16) Phase {
     const float *folded_norm;
     int32_t fold_x, fold_y;
     int32_t is_paired, folded_staging;     // folded_staging: of whoever reads folded y
-    int32_t apart, apart_each, apart_more; // so many blocks have the last weight by themselves, whose tiles take longer than the others': each and more are of the rest
+    int32_t begins[2];                     // where each weight has blocks of its own, the first of the second and of the third; else 0
+    int32_t is_plain;                      // x of a norm lies in memory since before the launch
     int32_t cut;                           // blocks have halves (1) of tiles or quarters (2) of pairs of tiles: of the first one the end of K, whose sums the block before adds to its own
     union {
         Weight w[3];
@@ -183,11 +184,18 @@ __host__ __device__ inline int32_t staged_bytes(int32_t staging, int32_t k) {
     return x_row_bytes(staging, k) + (staging == kStageBf16 ? 0 : staging == kStageFp8 ? staged_elements(staging, k) / 256 * 4 : k / 32 * 16);
 }
 
-// kHalf: keys and values of all its phases are F16.
-template <int kRows, bool kHalf>
+// What a kernel of its own is for: everything that has no other; keys and values in F16; or products of some formats alone, with attention of heads of 128 and pages in BF16, whose
+// code lies together: most of it runs once a phase and costs what it takes to fetch it.
+enum Sort : int32_t { kEverything, kHalfPages, kNibbles, kBytes, kRowMajor };
+__host__ __device__ constexpr bool is_lean(Sort sort) { return sort >= kNibbles; }
+__host__ __device__ constexpr bool takes(Sort sort, int32_t format) {
+    return !is_lean(sort) || (sort == kNibbles ? format == PK_Q4_K || format == PK_Q6_K : sort == kBytes ? format == PK_Q8_0 : is_rows(format));
+}
+
+template <int kRows, Sort kSort>
 int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks);
 // Whether all blocks can be there at once as clusters of two, on the multiprocessors of a stream; null: of the device.
-template <bool kHalf>
+template <Sort kSort>
 bool fits_pairs(const Arguments &a, int n_blocks, cudaStream_t stream);
 
 }  // namespace pk::persist

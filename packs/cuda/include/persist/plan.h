@@ -10,7 +10,7 @@ namespace pk::persist {
 // Records [first, last) as one launch.
 struct Run {
     int64_t first = 0, last = 0;
-    bool is_half = false;  // keys and values in F16
+    Sort sort = kEverything;
     Arguments arguments = {};
 };
 

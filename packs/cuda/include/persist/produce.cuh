@@ -20,6 +20,8 @@ struct Producer {
     int lane, first, most_sent, most_ahead, n_slots, slot_bytes;
     Slot mine;                    // of ring lane % kRings
     const volatile int *multiplied;  // the phase that is multiplied with
+    // Of the last attention: what this block does of it, and where this lane's first group lies. Most layers' are alike, and each would wait for its page's number.
+    int window = -1, kv_heads = 0, width = 0, head = -1, begin, end, page, inside;
 
     // Waits until no more than `most` chunks of a ring would be under way: what lands later than it must keeps others waiting.
     __device__ __forceinline__ void await_sent(int ring, const Slot &slot, int most) const {
@@ -111,34 +113,46 @@ struct Producer {
         }
     }
     // boxes: of the phase's weights, where they are row-major.
+    template <Sort kSort>
     __device__ __forceinline__ void send_weights(const Phase &phase, int p, const CUtensorMap *boxes) {
         const Range all = range_of(phase);
 #pragma unroll 1
         for (int i = 0; i < n_pieces(phase); ++i) {
             const Piece tiles = piece_of(phase, all, i);
             const int format = phase.w[tiles.weight].format;
-            if (is_rows(format)) send_tiles<kBoxes>(phase, p, tiles, boxes);
-            else if (is_parted(format, slot_bytes)) send_tiles<kParts>(phase, p, tiles, nullptr);
-            else send_tiles<kChunks>(phase, p, tiles, nullptr);
+            if (takes(kSort, PK_BF16) && (kSort == kRowMajor || is_rows(format))) send_tiles<kBoxes>(phase, p, tiles, boxes);
+            else if (takes(kSort, PK_Q6_K) && is_parted(format, slot_bytes)) send_tiles<kParts>(phase, p, tiles, nullptr);
+            else if (kSort != kRowMajor) send_tiles<kChunks>(phase, p, tiles, nullptr);
             __syncwarp();
         }
     }
     // Keys and values of the row's earlier tokens, a group of 16 positions to each ring in turn.
     __device__ __forceinline__ void send_positions(const Attend &t, const Arguments &a, const RowFacts &facts) {
-        const Span span = span_of(t, facts.position, a.paired);
-        if (span.head < 0 || facts.is_dead) return;
+        const int32_t *pages = a.page_table + static_cast<int64_t>(facts.slot) * a.slot_pages;
+        if (t.window != window || t.n_kv_heads != kv_heads || t.head_width != width) {
+            const Span span = span_of(t, facts.position, a.paired);
+            window = t.window;
+            kv_heads = t.n_kv_heads;
+            width = t.head_width;
+            head = facts.is_dead ? -1 : span.head;
+            begin = span.first + (first + lane) * 16;
+            end = span.last;
+            inside = begin % a.page_tokens;
+            page = head >= 0 && lane < kRings && begin < end ? __ldg(pages + begin / a.page_tokens) : 0;
+            // Everybody waits for the few blocks that attend: they may ask for more than is wanted.
+            if (head >= 0 && span.n_splits <= 2) most_ahead = most_sent;
+        }
+        if (head < 0) return;
         if (lane < kRings) {
-            const int32_t *pages = a.page_table + static_cast<int64_t>(facts.slot) * a.slot_pages;
             const int row = 2 * t.head_width >> t.is_fp8, n_pieces = group_pieces(slot_bytes, row / 2), bytes = 16 * row / n_pieces;
-            int at = span.first + (first + lane) * 16, page = at < span.last ? __ldg(pages + at / a.page_tokens) : 0;
 #pragma unroll 1
-            for (; at < span.last; at += 16 * kWarps) {
-                const int next = at + 16 * kWarps < span.last ? __ldg(pages + (at + 16 * kWarps) / a.page_tokens) : 0;
-                const uint8_t *from = a.kv + static_cast<int64_t>(page) * a.page_stride + (static_cast<int64_t>(span.head) * a.page_tokens + at % a.page_tokens) * row;
+            for (int at = begin, here = page; at < end; at += 16 * kWarps) {
+                const int next = at + 16 * kWarps < end ? __ldg(pages + (at + 16 * kWarps) / a.page_tokens) : 0;
+                const uint8_t *from = a.kv + static_cast<int64_t>(here) * a.page_stride + (static_cast<int64_t>(head) * a.page_tokens + (at == begin ? inside : at % a.page_tokens)) * row;
 #pragma unroll 1
                 for (int piece = 0; piece < 2 * n_pieces; ++piece)
                     send_run(from + (piece < n_pieces ? t.k_offset + piece * bytes : t.v_offset + (piece - n_pieces) * bytes), bytes, (piece & n_pieces - 1) * piece_shift(slot_bytes, row / 2));
-                page = next;
+                here = next;
             }
         }
         agree();

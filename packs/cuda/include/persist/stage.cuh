@@ -8,27 +8,29 @@
 
 namespace pk::persist {
 
-// Times of a block's first thread that multiplies, or that writes, or sends, for bench/persist_chain.cu and bench.persist_trace: [phases][blocks][kMarks] clocks, behind them a block's own.
+// When a block's first thread that multiplies, or that writes, or sends, came by, for bench/persist_chain.cu and bench.persist_trace: [phases][blocks][kMarks], behind them a block's own. Low
+// words of the device's time in nanoseconds: multiprocessors have clocks of their own, which go differently.
 constexpr int kMarks = 10;
-enum BlockMark { kBegun = 0, kEnded = 2, kEntered = 4, kKnown = 6 };  // each a clock and the device's time
+enum BlockMark { kBegun = 0, kEnded = 1, kEntered = 2, kKnown = 3 };
 #ifdef PK_PERSIST_TRACE
 __constant__ long long *trace_room = nullptr;
 __device__ __forceinline__ void put_mark(int phase, int at, long long value) { trace_room[(phase * gridDim.x + blockIdx.x) * kMarks + at] = value; }
+__device__ __forceinline__ uint32_t device_time() {
+    uint32_t now;
+    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(now));
+    return now;
+}
 #endif
 __device__ __forceinline__ void mark(int phase, int at, int thread = 0) {
 #ifdef PK_PERSIST_TRACE
-    if (trace_room && thread_here() == thread) put_mark(phase, at, clock64());
+    if (trace_room && thread_here() == thread) put_mark(phase, at, device_time());
 #endif
 }
 
-// A block's clock against the device's, by one thread.
+// A block's own, by one thread.
 __device__ __forceinline__ void mark_block(const Arguments &a, BlockMark at) {
 #ifdef PK_PERSIST_TRACE
-    if (!trace_room) return;
-    long long now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    put_mark(a.n_phases, at, clock64());
-    put_mark(a.n_phases, at + 1, now);
+    if (trace_room) put_mark(a.n_phases, at, device_time());
 #endif
 }
 
@@ -268,19 +270,17 @@ __device__ __forceinline__ float take_fours(const Phase &p, const Arguments &a, 
     return squares;
 }
 
-// What was in memory before this launch becomes packets: each block a share of the rows' elements.
-__device__ __forceinline__ void publish(const Phase &p, int n_rows, uint32_t epoch) {
-    for (int row = 0; row < n_rows; ++row)
-        for (int i = 2 * (blockIdx.x * kConsumers + thread_here()); i < p.k; i += 2 * gridDim.x * kConsumers) {
-            const int64_t at = row * p.x.stride + i;
-            if (p.x.format == PK_F32) {
-                const float2 v = __ldcg(reinterpret_cast<const float2 *>(p.x.data + at * 4));
-                store_packet(reinterpret_cast<void *>(p.y.packets + at * 8), __float_as_uint(v.x), epoch);
-                store_packet(reinterpret_cast<void *>(p.y.packets + at * 8 + 8), __float_as_uint(v.y), epoch);
-            } else {
-                store_packet(reinterpret_cast<void *>(p.y.packets + at * 4), __ldcg(reinterpret_cast<const uint32_t *>(p.x.data + at * 2)), epoch);
-            }
+// By those that write: what was in memory before this launch becomes packets, each block a share of the row's elements.
+__device__ __forceinline__ void publish(const Phase &p, int tid, uint32_t epoch) {
+    for (int i = 2 * (tid * gridDim.x + blockIdx.x); i < p.k; i += 2 * gridDim.x * 32 * kWriters) {
+        if (p.x.format == PK_F32) {
+            const float2 v = __ldcg(reinterpret_cast<const float2 *>(p.x.data + i * 4));
+            store_packet(reinterpret_cast<void *>(p.y.packets + i * 8), __float_as_uint(v.x), epoch);
+            store_packet(reinterpret_cast<void *>(p.y.packets + i * 8 + 8), __float_as_uint(v.y), epoch);
+        } else {
+            store_packet(reinterpret_cast<void *>(p.y.packets + i * 4), __ldcg(reinterpret_cast<const uint32_t *>(p.x.data + i * 2)), epoch);
         }
+    }
 }
 
 // Stages what this warp multiplies first: the chunks of its own number, and those kWarps further on. kNorm: x is F32 and takes
@@ -319,14 +319,27 @@ __device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int a
         // A few lanes ask for one packet each until the first has come; then all is asked for, and what is missing again and again. Asking for
         // everything early is in the way of other blocks' outputs, and of the weights.
         const uint8_t *last = from[kKept - 1] + ((kInteger ? 16 : 4) + 2) * kBytes;
-        await_any(last + 4, epoch, lane);
-        bool is_there;
+        bool is_there = kNorm && p.is_plain;
         uint4 raw[kKept][kWords];
+        if (is_there) {
+            // Twice as far apart lie packets.
+            const uint8_t *memory = reinterpret_cast<const uint8_t *>(p.x.data) + row * p.x.stride * 4;
 #pragma unroll
-        for (int j = 0; j < kKept; ++j)
+            for (int j = 0; j < kKept; ++j)
 #pragma unroll
-            for (int i = 0; i < kWords; ++i) raw[j][i] = make_uint4(0, piece[j] < 0 ? epoch : ~epoch, 0, epoch);
-        do {
+                for (int i = 0; i < kWords; i += 2) {
+                    const float4 v = __ldcg(reinterpret_cast<const float4 *>(memory + (from[j] - x) / 2 + (i ? (kInteger ? 64 : 16) : 0)));
+                    raw[j][i] = make_uint4(__float_as_uint(v.x), epoch, __float_as_uint(v.y), epoch);
+                    raw[j][i + 1] = make_uint4(__float_as_uint(v.z), epoch, __float_as_uint(v.w), epoch);
+                }
+        } else {
+            await_any(last + 4, epoch, lane);
+#pragma unroll
+            for (int j = 0; j < kKept; ++j)
+#pragma unroll
+                for (int i = 0; i < kWords; ++i) raw[j][i] = make_uint4(0, piece[j] < 0 ? epoch : ~epoch, 0, epoch);
+        }
+        while (!__all_sync(~0u, is_there)) {
             uint32_t missing = 0;
 #pragma unroll
             for (int j = 0; j < kKept; ++j)
@@ -337,7 +350,7 @@ __device__ __forceinline__ float stage(const Phase &p, const Arguments &a, int a
 #pragma unroll
                 for (int i = 0; i < kWords; ++i) missing |= (raw[j][i].y ^ epoch) | (raw[j][i].w ^ epoch);
             is_there = missing == 0;
-        } while (!__all_sync(~0u, is_there));
+        }
         mark(at, 1);
         before.await();
         // What is put down next stands in front, so that putting down stays a loop: code that runs once costs more to fetch than to carry out.

@@ -2,54 +2,56 @@
 #pragma once
 #include "multiply.cuh"
 #include "ring.cuh"
+#include "stage.cuh"
 
 namespace pk::persist {
 
-// What a warp multiplies: tiles of one weight, gate and up by turns, that are added up together.
+// What a warp multiplies: this block's tiles of one weight, gate and up by turns, some of which are added up together.
 struct Group {
-    int first, n;       // among the weight's tiles of this block
+    int n, most;        // tiles, and of them added up together
     int chunks, from;   // of a tile, and the first one's number
-    int next;           // the next chunk of this warp, counted over all tiles
     int x_row;
     bool has_scales;
     const uint8_t *xs;
-    float *sums;        // [warps][tiles][rows of a tile]
 #ifdef PK_PERSIST_TRACE
-    long long waited = 0;
+    uint32_t waited = 0;
 #endif
     __device__ __forceinline__ void await(const Taker &taker, int n) {
 #ifdef PK_PERSIST_TRACE
-        const long long began = clock64();
+        const uint32_t began = device_time();
 #endif
         taker.await_all(n, thread_here() & 31);
 #ifdef PK_PERSIST_TRACE
-        waited += clock64() - began;
+        waited += device_time() - began;
 #endif
     }
 };
 
-// This warp's chunks of a group of tiles of row-major formats.
-template <int kFormat>
-__device__ __forceinline__ void multiply_rows(Group &g, Taker &taker) {
+// This warp's chunks of tiles of row-major formats. turn: hands on what lies where it was told, and tells where the next tiles' sums go.
+template <int kFormat, class Turn>
+__device__ __forceinline__ void multiply_rows(Group &g, Taker &taker, float *to, const Turn &turn) {
     constexpr int kShift = tile_shift(kFormat);
     const int lane = thread_here() & 31;
     RowsProduct<kFormat> product;
-    float *to = g.sums + (thread_here() >> 5) * kWarpSums;
-    int next = g.next;
+    int next = thread_here() >> 5;
 #pragma unroll 1
-    for (int t = g.first; t < g.first + g.n; ++t, to += 1 << kShift) {
-        product.clear();
-        const int begin = t * g.chunks, end = begin + g.chunks;
+    for (int first = 0; first < g.n; first += g.most) {
+        if (first > 0) to = turn();
+        const int last = min(first + g.most, g.n);
 #pragma unroll 1
-        for (; next < end; next += kWarps) {
-            g.await(taker, 1);
-            product.add(taker.slot_at(0), g.xs, g.x_row, next - begin + g.from, g.has_scales, lane);
-            __syncwarp();
-            taker.release(lane, product.used());
+        for (int t = first; t < last; ++t, to += 1 << kShift) {
+            product.clear();
+            const int begin = t * g.chunks, end = begin + g.chunks;
+#pragma unroll 1
+            for (; next < end; next += kWarps) {
+                g.await(taker, 1);
+                product.add(taker.slot_at(0), g.xs, g.x_row, next - begin + g.from, g.has_scales, lane);
+                __syncwarp();
+                taker.release(lane, product.used());
+            }
+            product.store(to, lane);
         }
-        product.store(to, lane);
     }
-    g.next = next;
 }
 
 // Where the two chunks that are multiplied at once lie, from the next slot on, and in how many slots. In parts: the rest of both behind them, or of each behind itself.
@@ -75,26 +77,27 @@ struct Places {
 };
 
 // The same of block formats: chunks of two tiles at once, then of a tile left over two at once.
-template <int kFormat>
-__device__ __forceinline__ void multiply_blocks(Group &g, Taker &taker) {
+template <int kFormat, class Turn>
+__device__ __forceinline__ void multiply_blocks(Group &g, Taker &taker, float *to, const Turn &turn) {
     constexpr int kTile = 16;
     const int lane = thread_here() & 31, chunks = g.chunks;
-    float *to = g.sums + (thread_here() >> 5) * kWarpSums;
     const bool is_parts = is_parted(kFormat, taker.slot_bytes);
-    int end = g.first / 2 * chunks, next = g.next;
+    int end = 0, next = thread_here() >> 5, left = g.most;
     if (g.n > 1) {
         BlockProduct<kFormat, true> product;
         const Places<true> places(is_parts);
-        const int last = end + g.n / 2 * chunks, step = chunks > kWarps ? kWarps : kWarps % chunks;
-        int at = next - end;
+        const int last = g.n / 2 * chunks;
+        int at = next;
 #pragma unroll 1
-        while (at >= chunks) at -= chunks;
-#pragma unroll 1
-        for (; end < last; to += 2 * kTile) {
+        for (; end < last; to += 2 * kTile, left -= 2) {
+            if (left == 0) {
+                to = turn();
+                left = g.most;
+            }
             product.clear();
             end += chunks;
 #pragma unroll 1
-            for (; next < end; next += kWarps) {
+            for (; next < end; next += kWarps, at += kWarps) {
                 const uint8_t *slot[2], *rest[2];
                 const int n = places.find(taker, false, slot, rest), both[2] = {at + g.from, at + g.from};
                 g.await(taker, n);
@@ -103,13 +106,13 @@ __device__ __forceinline__ void multiply_blocks(Group &g, Taker &taker) {
                 __syncwarp();
                 taker.release_all(n, lane, used);
                 product.add(lane);
-                at += step;
-                if (at >= chunks) at -= chunks;
             }
+            at -= chunks;
             product.store(to, kTile, lane);
         }
     }
     if (g.n & 1) {
+        if (left == 0) to = turn();
         BlockProduct<kFormat, false> product;
         const Places<false> places(is_parts);
         const uint8_t *slot[2], *rest[2];
@@ -132,13 +135,12 @@ __device__ __forceinline__ void multiply_blocks(Group &g, Taker &taker) {
         }
         product.store(to, 0, lane);
     }
-    g.next = next;
 }
 
-template <int kFormat>
-__device__ __forceinline__ void multiply(Group &g, Taker &taker) {
-    if constexpr (is_rows(kFormat)) multiply_rows<kFormat>(g, taker);
-    else multiply_blocks<kFormat>(g, taker);
+template <int kFormat, class Turn>
+__device__ __forceinline__ void multiply(Group &g, Taker &taker, float *to, const Turn &turn) {
+    if constexpr (is_rows(kFormat)) multiply_rows<kFormat>(g, taker, to, turn);
+    else multiply_blocks<kFormat>(g, taker, to, turn);
 }
 
 }  // namespace pk::persist

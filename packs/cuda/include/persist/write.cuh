@@ -8,12 +8,14 @@ namespace pk::persist {
 struct Range {
     int begin, end;
 };
-// The tiles of this block, or parts of cut ones: the first `more` blocks of a phase have one more than the others.
+// The tiles of this block, or parts of cut ones: the first `more` blocks of a phase, or of a weight, have one more than the others.
 __device__ __forceinline__ Range range_of(const Phase &p) {
     const int n = gridDim.x, at = blockIdx.x + p.shift, b = at < n ? at : at - n, each = p.each, more = p.more;
-    if (const int i = b - (n - p.apart); i >= 0) {
-        const int begin = p.w[p.n_w - 1].first_tile + i * p.apart_each + min(i, p.apart_more);
-        return {begin, begin + p.apart_each + (i < p.apart_more)};
+    if (p.begins[0]) {
+        const int i = (b >= p.begins[0]) + (b >= p.begins[1]), at_weight = b - (i ? p.begins[i - 1] : 0);
+        const Weight &w = p.w[i];
+        const int begin = w.first_tile + at_weight * w.each + min(at_weight, w.more);
+        return {begin, begin + w.each + (at_weight < w.more)};
     }
     const int begin = b * each + min(b, more), twos = p.cut ? 0 : p.is_paired;
     return {begin << twos, begin + each + (b < more) << twos};

@@ -8,7 +8,7 @@
 // needs beside its sums is there before them. Blocks hand activations on as packets (phase.h), to integer products as the codes that those take (fold.cuh):
 // there is no barrier of the grid.
 // A buffer of packets is written again eight phases later and read up to four phases later: every phase reads what the one before it
-// wrote, so nobody can be that far ahead of a reader. Pages: BF16, or F16 in a kernel of their own (half.cu). Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K.
+// wrote, so nobody can be that far ahead of a reader. Pages: BF16, FP8, or F16 in a kernel of their own. Weights: BF16, FP8 E4M3 (128 x 128 scales), Q8_0, Q4_K, Q6_K; models of some of them have kernels of their own (Sort).
 // No local memory: what 256 threads spill does not fit the L1 that the rings leave, and each reload waits behind the weights.
 // Assumes that all blocks are resident at some time: one a multiprocessor, and whatever else runs there ends by itself. A cooperative launch would say so, but would not begin early.
 #include "../../include/persist/phase.h"
@@ -70,6 +70,7 @@ __device__ __forceinline__ int rows_in(const Phase &p, const Shared &s) {
 // Until what the step left for this launch has been read.
 __device__ __forceinline__ void await_step(const Shared &s) { barrier_wait(shared_address(&s.known), 0); }
 
+template <Sort kSort>
 __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout) {
     Producer producer;
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) % kProducers;
@@ -95,13 +96,13 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
     for (int p = 0; p < a.n_phases; ++p) {
         if (p + 1 < a.n_phases) coming.ask(a.phases + p + 1, lane);
         // The next phase's boxes, too, are on their way before they are wanted.
-        if (const int i = thread_here() - kConsumers; i < 3 && a.boxes != nullptr && p + 1 < a.n_phases) prefetch_box(a.boxes + 3 * (p + 1) + i);
+        if (const int i = thread_here() - kConsumers; takes(kSort, PK_BF16) && i < 3 && a.boxes != nullptr && p + 1 < a.n_phases) prefetch_box(a.boxes + 3 * (p + 1) + i);
         mark(p, 8, kConsumers);
         // Weights do not depend on the kernels before this one; all else does.
         if (phase.kind == kAttend || phase.kind == kDelta) await_step(s);
-        if (phase.kind == kMatmul) producer.send_weights(phase, p, a.boxes + 3 * p);
+        if (phase.kind == kMatmul) producer.send_weights<kSort>(phase, p, a.boxes + 3 * p);
         else if (phase.kind == kAttend) producer.send_positions(phase.attend, a, s.row);
-        else if (phase.kind == kDelta) producer.send_state(phase, a, s.row);
+        else if (!is_lean(kSort) && phase.kind == kDelta) producer.send_state(phase, a, s.row);
         __syncwarp();
         mark(p, 9, kConsumers);
         if (p + 1 < a.n_phases) coming.put(described, lane);
@@ -110,9 +111,13 @@ __device__ __forceinline__ void produce(const Arguments &a, Shared &s, uint8_t *
 }
 
 // x of a phase; the sum of squares of what this warp staged.
+template <Sort kSort>
 __device__ __forceinline__ float stage_x(const Phase &p, const Arguments &a, int at, uint8_t *xs, int row, uint32_t base, const Met &before) {
-    const bool is_integer = p.staging > kStageFp8;
-    if (p.fold_x == kInCodes) return warp_sum(take_folded(p, a, at, xs, base, before));
+    const bool is_integer = !takes(kSort, PK_BF16) || (kSort != kRowMajor && p.staging > kStageFp8);
+    if (kSort != kRowMajor && p.fold_x == kInCodes) {
+        const float squares = take_folded(p, a, at, xs, base, before);
+        return p.norm != nullptr ? warp_sum(squares) : 0.0f;
+    }
     if (p.fold_x == kInFours) return warp_sum(is_integer ? take_fours<true>(p, a, at, xs, base, before) : take_fours<false>(p, a, at, xs, base, before));
     if (p.norm == nullptr) return is_integer ? stage<true, false>(p, a, at, xs, row, base, before) : stage<false, false>(p, a, at, xs, row, base, before);
     return warp_sum(is_integer ? stage<true, true>(p, a, at, xs, row, base, before) : stage<false, true>(p, a, at, xs, row, base, before));
@@ -127,70 +132,80 @@ __device__ __forceinline__ void hand_on(Shared &s, Taker &taker, int lane) {
 __device__ __forceinline__ void await_buffer(const Shared &s, const Taker &taker) { barrier_wait(shared_address(&s.written[taker.n_groups & 1]), (taker.n_groups >> 1 & 1) ^ 1); }
 
 // False: nothing to do for this block.
+template <Sort kSort>
 __device__ __forceinline__ bool matmul_phase(const Phase &phase, const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout, Taker &taker, int at) {
     const int warp = thread_here() >> 5, lane = thread_here() & 31, is_gated = phase.is_gated;
     uint8_t *xs = shared + layout.x;
     const Range all = range_of(phase);
     if (all.end <= all.begin) return false;
-    const int x_index = phase.is_gathered ? s.gather : 0, most = tiles_once(phase);
+    const int x_index = phase.is_gathered ? s.gather : 0;
     bool has_norm = phase.norm != nullptr;
     const bool is_own = (phase.w[0].n_chunks >> phase.cut) % kWarps == 0;
-    // The first group, so that nothing is left to do when x has come.
+    // The first piece, so that nothing is left to do when x has come.
     const int n = n_pieces(phase);
-    int i = 0, w, n_tiles, format;
+    int i = 0, format;
     Group g;
+    g.most = tiles_once(phase);
     g.x_row = x_row_bytes(phase.staging, phase.k);
     g.xs = xs;
     auto open = [&] {
         for (;; ++i) {
             const Piece tiles = piece_of(phase, all, i);
-            n_tiles = max(0, tiles.end - tiles.begin) << is_gated;
-            w = tiles.weight;
+            g.n = max(0, tiles.end - tiles.begin) << is_gated;
             g.chunks = tiles.chunks;
             g.from = tiles.first;
-            if (n_tiles > 0 || i + 1 == n) break;
+            g.has_scales = phase.w[tiles.weight].block_scale != nullptr;
+            format = phase.w[tiles.weight].format;
+            if (g.n > 0 || i + 1 == n) break;
         }
-        g.first = 0;
-        g.next = warp;
-        g.has_scales = phase.w[w].block_scale != nullptr;
-        format = phase.w[w].format;
     };
     open();
     // All warps have left their last sums, or had none to leave.
     const uint32_t last = taker.n_groups - 1;
     const Met before = {taker.n_groups ? shared_address(&s.summed[last & 1]) : 0, last >> 1 & 1};
-    const float squares = stage_x(phase, a, at, xs, x_index, s.base, before);
+    const float squares = stage_x<kSort>(phase, a, at, xs, x_index, s.base, before);
     // Usually a warp multiplies what it has staged itself.
     if (is_own) __syncwarp();
     else join_consumers(kConsumers);
     mark(at, 3);
     if (thread_here() == 0) s.multiplied = at;
+    // Where the next tiles' sums go.
+    auto begin = [&] {
+        await_buffer(s, taker);
+        return reinterpret_cast<float *>(shared + layout.part + (taker.n_groups & 1) * a.part_bytes + kSumsAt) + (thread_here() >> 5) * kWarpSums;
+    };
+    // The last ones are handed on.
+    auto end = [&] {
+        if (has_norm && (thread_here() & 31) == 0) reinterpret_cast<float *>(shared + layout.part + (taker.n_groups & 1) * a.part_bytes + kSquaresAt)[thread_here() >> 5] = squares;
+        has_norm = false;
+        hand_on(s, taker, thread_here() & 31);
+    };
+    auto turn = [&] {
+        end();
+        return begin();
+    };
 #pragma unroll 1
     while (true) {
-        g.n = min(most, n_tiles - g.first);
-        uint8_t *buffer = shared + layout.part + (taker.n_groups & 1) * a.part_bytes;
-        g.sums = reinterpret_cast<float *>(buffer + kSumsAt);
-        await_buffer(s, taker);
+        float *const to = begin();
+        auto multiply_as = [&](auto one) {
+            if constexpr (takes(kSort, one())) multiply<one()>(g, taker, to, turn);
+        };
         switch (format) {
-            case PK_BF16: multiply<PK_BF16>(g, taker); break;
-            case PK_FP8_E4M3: multiply<PK_FP8_E4M3>(g, taker); break;
-            case PK_Q8_0: multiply<PK_Q8_0>(g, taker); break;
-            case PK_Q4_K: multiply<PK_Q4_K>(g, taker); break;
-            default: multiply<PK_Q6_K>(g, taker); break;
+            case PK_BF16: multiply_as(std::integral_constant<int32_t, PK_BF16>()); break;
+            case PK_FP8_E4M3: multiply_as(std::integral_constant<int32_t, PK_FP8_E4M3>()); break;
+            case PK_Q8_0: multiply_as(std::integral_constant<int32_t, PK_Q8_0>()); break;
+            case PK_Q4_K: multiply_as(std::integral_constant<int32_t, PK_Q4_K>()); break;
+            default: multiply_as(std::integral_constant<int32_t, PK_Q6_K>()); break;
         }
         mark(at, 4);
         mark(at, 7, kConsumers - 32);
 #ifdef PK_PERSIST_TRACE
         if (trace_room && thread_here() == 0) put_mark(at, 2, g.waited);
 #endif
-        if (has_norm && lane == 0) reinterpret_cast<float *>(buffer + kSquaresAt)[warp] = squares;
-        has_norm = false;
-        hand_on(s, taker, lane);
-        g.first += g.n;
-        if (g.first < n_tiles) continue;
+        end();
         if (++i >= n) break;
         open();
-        if (n_tiles <= 0) break;
+        if (g.n <= 0) break;
     }
     return true;
 }
@@ -208,7 +223,7 @@ __device__ __forceinline__ void read_step(const Arguments &a, Shared &s) {
     barrier_arrive(shared_address(&s.known));
 }
 
-template <bool kHalf>
+template <Sort kSort>
 __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *shared, const Layout &layout) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     Taker taker;
@@ -227,12 +242,9 @@ __device__ __forceinline__ void consume(const Arguments &a, Shared &s, uint8_t *
         const Phase &phase = description(shared, layout, p);
         barrier_wait(shared_address(&s.described[p & (kPhases - 1)]), p / kPhases & 1);
         bool has_part = false;
-        if (phase.kind == kPublish) publish(phase, min(1, rows_in(phase, s)), s.base + p + 1);
-        else if (phase.kind == kMatmul) has_part = matmul_phase(phase, a, s, shared, layout, taker, p);
-        else if (phase.kind == kDelta) delta_step(phase, a, s.row, shared + layout.x, taker, s.base, p);
-        else if (phase.attend.head_width == 256) attend<256, kHalf>(phase, a, s.row, shared + layout.x, taker, s.base, p);
-        else if (phase.attend.head_width == 128) attend<128, kHalf>(phase, a, s.row, shared + layout.x, taker, s.base, p);
-        else attend<64, kHalf>(phase, a, s.row, shared + layout.x, taker, s.base, p);
+        if (phase.kind == kMatmul) has_part = matmul_phase<kSort>(phase, a, s, shared, layout, taker, p);
+        else if (!is_lean(kSort) && phase.kind == kDelta) delta_step(phase, a, s.row, shared + layout.x, taker, s.base, p);
+        else if (phase.kind == kAttend) attend_any<kSort>(phase, a, s.row, shared + layout.x, taker, s.base, p);
         if (!has_part) {
             await_buffer(s, taker);
             hand_on(s, taker, lane);
@@ -257,6 +269,7 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
         barrier_wait(shared_address(&s.described[p & (kPhases - 1)]), p / kPhases & 1);
         const Range all = phase.kind == kMatmul ? range_of(phase) : Range{0, 0};
         const bool is_there = rows_in(phase, s) > 0;
+        if (phase.kind == kPublish && is_there) publish(phase, tid, s.base + p + 1);
         bool is_first = true;
         float factor = 1.0f;
 #pragma unroll 1
@@ -305,18 +318,20 @@ __device__ __forceinline__ void write(const Arguments &a, Shared &s, uint8_t *sh
     }
 }
 
-template <bool kHalf>
+template <Sort kSort>
 __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ Shared s;
     const Layout layout = layout_of(a);
-    if (threadIdx.x == 0) {
+    // A ring's barrier a thread: by one thread all of them are a microsecond.
+    if (threadIdx.x < kWarps * kMaxSlots) {
+        barrier_init(shared_address(&s.full[0][0]) + 8 * threadIdx.x, 1);
+        barrier_init(shared_address(&s.empty[0][0]) + 8 * threadIdx.x, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    if (threadIdx.x == kThreads - 1) {
         mark_block(a, kEntered);
-        for (int w = 0; w < kWarps; ++w)
-            for (int i = 0; i < a.n_slots; ++i) {
-                barrier_init(shared_address(&s.full[w][i]), 1);
-                barrier_init(shared_address(&s.empty[w][i]), 1);
-            }
         for (int i = 0; i < kPhases; ++i) barrier_init(shared_address(&s.described[i]), 1);
         barrier_init(shared_address(&s.known), 1);
         for (int i = 0; i < 2; ++i) {
@@ -339,10 +354,10 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
         write(a, s, shared, layout);
     } else if (threadIdx.x >= kConsumers) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
-        produce(a, s, shared, layout);
+        produce<kSort>(a, s, shared, layout);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-        consume<kHalf>(a, s, shared, layout);
+        consume<kSort>(a, s, shared, layout);
     }
     __syncthreads();
     if (threadIdx.x == 0) mark_block(a, kEnded);
@@ -356,23 +371,23 @@ __global__ void __launch_bounds__(kThreads, 1) persist_kernel(const __grid_const
 }  // namespace
 
 // All blocks at once, by twos where they share heads; weights are asked for while the kernel before ends.
-template <int kRows, bool kHalf>
+template <int kRows, Sort kSort>
 int32_t launch_rows(const Launch &l, const Arguments &a, int n_blocks) {
     static_assert(kRows == 1);
-    return launch_clusters(l, "persist", persist_kernel<kHalf>, n_blocks, kThreads, layout_of(a).end, a.paired ? 2 : 0, a);
+    return launch_clusters(l, "persist", persist_kernel<kSort>, n_blocks, kThreads, layout_of(a).end, a.paired ? 2 : 0, a);
 }
 
-template <bool kHalf>
+template <Sort kSort>
 bool fits_pairs(const Arguments &a, int n_blocks, cudaStream_t stream) {
     Arguments paired = a;
     paired.paired = 1;
     int n = 0;
-    return n_blocks % 2 == 0 && clusters_at_once("persist", reinterpret_cast<const void *>(persist_kernel<kHalf>), n_blocks, kThreads, layout_of(paired).end, 2, stream, &n) == PK_OK && n >= n_blocks / 2;
+    return n_blocks % 2 == 0 && clusters_at_once("persist", reinterpret_cast<const void *>(persist_kernel<kSort>), n_blocks, kThreads, layout_of(paired).end, 2, stream, &n) == PK_OK && n >= n_blocks / 2;
 }
 
 }  // namespace pk::persist
 
-#if defined(PK_PERSIST_TRACE) && !defined(PK_PERSIST_HALF)
+#ifdef PK_PERSIST_TRACE
 // Makes room for n words of marks, all zero, or reads them: the last launch's.
 extern "C" __attribute__((visibility("default"))) int pk_persist_trace(int64_t n, long long *out) {
     static long long *room = nullptr;
@@ -383,19 +398,19 @@ extern "C" __attribute__((visibility("default"))) int pk_persist_trace(int64_t n
 #endif
 #else
 namespace pk::persist {
-template <int kRows, bool kHalf>
+template <int kRows, Sort kSort>
 int32_t launch_rows(const Launch &, const Arguments &, int) {
     return fail(PK_UNSUPPORTED, "persist: this architecture has no such kernel");
 }
-template <bool kHalf>
+template <Sort kSort>
 bool fits_pairs(const Arguments &, int, cudaStream_t) {
     return false;
 }
 }  // namespace pk::persist
 #endif
 
-#ifndef PK_PERSIST_HALF
-#define PK_PERSIST_HALF false
+#ifndef PK_PERSIST_SORT
+#define PK_PERSIST_SORT kEverything
 #endif
-template int32_t pk::persist::launch_rows<PK_PERSIST_ROWS, PK_PERSIST_HALF>(const pk::Launch &, const pk::persist::Arguments &, int);
-template bool pk::persist::fits_pairs<PK_PERSIST_HALF>(const pk::persist::Arguments &, int, cudaStream_t);
+template int32_t pk::persist::launch_rows<PK_PERSIST_ROWS, pk::persist::PK_PERSIST_SORT>(const pk::Launch &, const pk::persist::Arguments &, int);
+template bool pk::persist::fits_pairs<pk::persist::PK_PERSIST_SORT>(const pk::persist::Arguments &, int, cudaStream_t);

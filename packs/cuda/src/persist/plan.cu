@@ -5,6 +5,7 @@
 #include "../../../rare.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "../../../host/guess.h"
@@ -384,6 +385,7 @@ std::vector<Phase> number_phases(const Building &b, std::vector<int64_t> *packet
             d.phase.x.source = x_from[i];
         }
         if (!is_folded || d.phase.normed.data) read(&d.phase.x, d.x, x_from[i]);
+        d.phase.is_plain = x_from[i] == 0 && d.phase.norm != nullptr && !d.phase.is_gathered;
         if (d.add.data) read(&d.phase.add, d.add, add_from[i]);
         d.phase.y = place_of(d.y);
         // Heads that share a tail look at each other's outputs.
@@ -439,22 +441,60 @@ int32_t make_boxes(decltype(&cuTensorMapEncodeTiled) encode, const std::vector<P
     return PK_OK;
 }
 
-// How many blocks have the last of several weights by themselves: where its tiles take longer, so that no block is busier than it must be.
-int32_t blocks_apart(const Phase &p, int32_t n_blocks) {
-    constexpr double kLonger = 1.8;  // a tile of Q6_K than one of Q4_K
-    const Weight &last = p.w[p.n_w - 1];
-    if (p.n_w < 2 || p.is_gated || p.is_paired || last.format != PK_Q6_K || p.w[0].format != PK_Q4_K || p.n_tiles <= n_blocks) return 0;
-    int32_t best = 0;
-    double least = kLonger * ((p.n_tiles + n_blocks - 1) / n_blocks);
-    for (int32_t i = 1; i < n_blocks; ++i) {
-        const int32_t rest = n_blocks - i, light = (p.n_tiles - last.n_tiles + rest - 1) / rest, heavy = (last.n_tiles + i - 1) / i;
-        const double longest = std::max<double>(light, kLonger * heavy);
-        if (longest < least) {
-            least = longest;
-            best = i;
-        }
+// Gives weights beside each other blocks of their own if no block is busier then: one that has tiles of two weights begins anew with the second, and everybody waits for it.
+void divide(Phase *p, int32_t n_blocks) {
+    if (p->n_w < 2 || p->is_gated || p->is_paired || p->n_tiles <= n_blocks) return;
+    constexpr double kLonger = 2.2;  // a tile of Q6_K than one of Q4_K
+    const bool is_mixed = std::any_of(p->w, p->w + p->n_w, [p](const Weight &w) { return w.format != p->w[0].format; });
+    auto cost = [&](const Weight &w) { return is_mixed && w.format == PK_Q6_K ? kLonger : 1.0; };
+    auto wanted = [&](const Weight &w, double most) { return std::max<int32_t>(1, static_cast<int32_t>(std::ceil(w.n_tiles / std::floor(most / cost(w) + 1e-9)))); };
+    double dearest = 0;
+    for (int i = 0; i < p->n_w; ++i) dearest = std::max(dearest, cost(p->w[i]));
+    // The least that the busiest block may have.
+    const double undivided = dearest * ((p->n_tiles + n_blocks - 1) / n_blocks);
+    int32_t n[3] = {}, left = -1;
+    for (double next = dearest; next <= undivided + 1e-9 && left < 0; next += 0.1) {
+        left = n_blocks;
+        for (int i = 0; i < p->n_w; ++i) left -= n[i] = wanted(p->w[i], next);
     }
-    return best;
+    if (left < 0) return;
+    for (; left > 0; --left) {
+        int busiest = 0;
+        auto load = [&](int i) { return cost(p->w[i]) * p->w[i].n_tiles / n[i]; };
+        for (int i = 1; i < p->n_w; ++i)
+            if (load(i) > load(busiest)) busiest = i;
+        ++n[busiest];
+    }
+    p->begins[0] = n[0];
+    p->begins[1] = p->n_w > 2 ? n[0] + n[1] : n_blocks;
+    for (int i = 0; i < p->n_w; ++i) {
+        p->w[i].each = p->w[i].n_tiles / n[i];
+        p->w[i].more = p->w[i].n_tiles % n[i];
+    }
+}
+
+// The kernel that has all that the phases take, and the least beside it.
+Sort sort_of(const std::vector<Phase> &phases) {
+    auto is_lean_for = [&](Sort sort) {
+        return std::all_of(phases.begin(), phases.end(), [sort](const Phase &p) {
+            if (p.kind == kAttend) return p.attend.head_width == 128 && !p.attend.is_fp8;
+            return p.kind != kDelta && (p.kind != kMatmul || std::all_of(p.w, p.w + p.n_w, [sort](const Weight &w) { return takes(sort, w.format); }));
+        });
+    };
+    if (std::any_of(phases.begin(), phases.end(), [](const Phase &p) { return p.kind == kAttend && p.attend.is_half; })) return kHalfPages;
+    for (Sort sort : {kNibbles, kBytes, kRowMajor})
+        if (is_lean_for(sort)) return sort;
+    return kEverything;
+}
+template <class Call>
+auto of_sort(Sort sort, const Call &call) {
+    switch (sort) {
+        case kHalfPages: return call(std::integral_constant<Sort, kHalfPages>());
+        case kNibbles: return call(std::integral_constant<Sort, kNibbles>());
+        case kBytes: return call(std::integral_constant<Sort, kBytes>());
+        case kRowMajor: return call(std::integral_constant<Sort, kRowMajor>());
+        default: return call(std::integral_constant<Sort, kEverything>());
+    }
 }
 
 // How shared memory is divided. False: something does not fit.
@@ -482,12 +522,9 @@ bool share_memory(std::vector<Phase> &phases, int32_t n_blocks, Arguments *a) {
         int32_t longest;
         p.cut = cut_of(p, p.is_paired, n_blocks, &longest);
         const int32_t n_shares = p.n_tiles >> p.is_paired << p.cut;
-        p.apart = blocks_apart(p, n_blocks);
-        const int32_t n_apart = p.apart ? p.w[p.n_w - 1].n_tiles : 0, n_others = n_blocks - p.apart;
-        p.each = (n_shares - n_apart) / n_others;
-        p.more = (n_shares - n_apart) % n_others;
-        p.apart_each = p.apart ? n_apart / p.apart : 0;
-        p.apart_more = p.apart ? n_apart % p.apart : 0;
+        p.each = n_shares / n_blocks;
+        p.more = n_shares % n_blocks;
+        divide(&p, n_blocks);
         x = std::max(x, staged_bytes(p.staging, p.k));
     }
     // What few blocks do is done by those that have a tile less to do behind it.
@@ -534,9 +571,8 @@ int32_t make_plan(const Launch &l, const Records &records, int32_t rows, int32_t
             m.run.last = next;
             m.phases = number_phases(b, &m.packets, rows);
             if (share_memory(m.phases, l.ctx->n_processors, &m.run.arguments)) {
-                m.run.is_half = std::any_of(m.phases.begin(), m.phases.end(), [](const Phase &p) { return p.kind == kAttend && p.attend.is_half; });
-                const cudaStream_t asked = stream_of_questions(l.ctx);
-                if (m.run.is_half ? fits_pairs<true>(m.run.arguments, l.ctx->n_processors, asked) : fits_pairs<false>(m.run.arguments, l.ctx->n_processors, asked)) m.run.arguments.paired = kPairedGroups;
+                m.run.sort = sort_of(m.phases);
+                if (of_sort(m.run.sort, [&](auto sort) { return fits_pairs<sort()>(m.run.arguments, l.ctx->n_processors, stream_of_questions(l.ctx)); })) m.run.arguments.paired = kPairedGroups;
                 made.push_back(m);
                 i = next;
                 continue;
@@ -628,6 +664,8 @@ const Run *find_run(const std::vector<Plan> &plans, const Launch &l, int64_t i) 
     return nullptr;
 }
 
-int32_t launch_run(const Launch &l, const Run &run) { return run.is_half ? launch_rows<1, true>(l, run.arguments, l.ctx->n_processors) : launch_rows<1, false>(l, run.arguments, l.ctx->n_processors); }
+int32_t launch_run(const Launch &l, const Run &run) {
+    return of_sort(run.sort, [&](auto sort) { return launch_rows<1, sort()>(l, run.arguments, l.ctx->n_processors); });
+}
 
 }  // namespace pk::persist
