@@ -35,9 +35,12 @@ _LIMITS = {
     "step_lexer_fuel": 50_000,
     "initial_lexer_fuel": 500_000,
     "max_lexer_states": 20_000,
+    "max_items_in_row": 20_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+_NOT_ALLOWED = "doesn't satisfy the grammar"
+"""What llguidance says of a token that is none of those that may come."""
 _PATTERNS = ("pattern", "patternProperties")
 _BOUNDS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 _LARK_RULE = re.compile(r"^[?!_]*([A-Za-z_]\w*)(?:\[[^\]\n]*\])?(?:\.\d+)?\s*:", re.M)
@@ -170,8 +173,13 @@ class Matcher:
         return self._mask
 
     def accept(self, token_id: int) -> bool:
-        """Takes a generated token; False when it was not allowed (then nothing more can be)."""
+        """Takes a generated token; False when it was not allowed (then nothing more can be), or when the grammar has become too costly."""
         return bool(self.native.consume_token(token_id))
+
+    def refusal(self) -> UsageError | None:
+        """Why no token is taken any more, where that is not that it was none of those that were allowed."""
+        said = self.native.get_error()
+        return None if not said or _NOT_ALLOWED in said else _refused(said)
 
     def accept_some(self, token_ids: Sequence[int]) -> int:
         """Takes as many of these tokens as may come, one after the other; how many."""

@@ -207,7 +207,7 @@ class Walk:
 
     def _check(self, is_allowed: bool) -> None:
         if not is_allowed:
-            raise _astray()
+            raise self.matcher.refusal() or _astray()
 
 
 def _certain_after(matcher: Matcher) -> list[int]:

@@ -81,6 +81,24 @@ def test_schema_that_nothing_matches_is_told_as_that() -> None:
         GRAMMARS.matcher(grammar.json_schema({"$ref": "#"})).mask()
 
 
+def test_object_of_three_thousand_keys_is_followed() -> None:
+    wide = {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(3000)}}
+    matcher = GRAMMARS.matcher(grammar.json_schema(wide))
+    for token in SMALL.encode('{"k1": 1, "k2999": 2}'):
+        matcher.mask()
+        assert matcher.accept(token)
+    assert matcher.is_accepting and matcher.refusal() is None
+
+
+def test_grammar_that_becomes_too_costly_is_told_from_a_token_that_was_not_allowed() -> None:
+    wide = {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(6000)}}
+    costly, strict = GRAMMARS.matcher(grammar.json_schema(wide)), GRAMMARS.matcher(grammar.json_schema({"type": "integer"}))
+    (opening,) = SMALL.encode("{")
+    assert not costly.accept(opening) and not strict.accept(opening)
+    refusal = costly.refusal()
+    assert refusal is not None and "cannot be followed" in refusal.message and strict.refusal() is None
+
+
 def test_json_object_regex_and_choice() -> None:
     assert isinstance(json.loads(_generate(grammar.json_object(), 3)), dict)
     assert re.fullmatch(r"(ab|c){2}\d", _generate(grammar.regex(r"(ab|c){2}[0-9]"), 1))
