@@ -19,6 +19,8 @@ from .vocabulary import AddedToken, Cutter
 
 _CACHE_BYTES = 64 << 20
 _MAX_TABLES = 8
+_LONG_CHARACTERS = 2048
+"""A segment so long is worth a change of threads: streams go on meanwhile."""
 _ENTRY_BYTES = 200  # dictionary slot, key header and value header of one cached segment
 
 
@@ -26,7 +28,10 @@ class Encoder(Protocol):
     """What is needed of `tokenizers.Tokenizer`; it must add and cut nothing by itself."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool) -> Any:
-        """An object with `.ids`."""
+        """An object with `.ids`. Keeps the interpreter lock."""
+
+    def encode_batch_fast(self, sequences: Sequence[str], *, add_special_tokens: bool) -> Sequence[Any]:
+        """Such an object for each of them, made by threads of its own, without the lock."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of ids."""
@@ -239,7 +244,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise UsageError("the text holds half a surrogate pair, which no UTF-8 can carry") from error
-        ids = array("i", encoder.encode(text, add_special_tokens=False).ids)
+        made = encoder.encode(text, add_special_tokens=False) if len(text) < _LONG_CHARACTERS else encoder.encode_batch_fast([text], add_special_tokens=False)[0]
+        ids = array("i", made.ids)
         if ids and max(ids) >= self._limit:
             raise UsageError(f"the text needs token id {max(ids)}, but the model has only {self._limit} embedding rows")
         data = ids.tobytes()

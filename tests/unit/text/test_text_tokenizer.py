@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -265,3 +266,25 @@ def test_a_model_left_as_json_is_the_same_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(_folder_spec()))
     one, other = tokenizer_from_folder(tmp_path), tokenizer_from_json(_folder_spec())
     assert list(one.pieces) == list(other.pieces) and one.encode("hello <|im_start|>") == other.encode("hello <|im_start|>")
+
+
+def test_long_text_is_cut_without_the_interpreters_lock_and_alike() -> None:
+    """Who streams beside it goes on meanwhile: a thread that beats every millisecond does so while a megabyte is read."""
+    tokenizer = tokenizer_from_gguf(byte_level_metadata())
+    text = "some words, and more; " * 50_000
+    beats, is_done = 0, threading.Event()
+
+    def beat() -> None:
+        nonlocal beats
+        while not is_done.wait(0.001):
+            beats += 1
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    before = beats
+    ids = tokenizer.encode(text)
+    during = beats - before
+    is_done.set()
+    thread.join()
+    assert during > 10
+    assert list(ids) == tokenizer._parts.encoder.encode(text, add_special_tokens=False).ids and tokenizer.decode(ids) == text

@@ -65,5 +65,5 @@ async def post_detokenize(front: Front, exchange: Exchange) -> None:
     """POST /detokenize"""
     body = await DETOKENIZE.read(front, exchange)
     front.require_model(body.model)
-    ids = front.served.id_prompt(body.tokens, "tokens")
-    await exchange.answer_json({"prompt": front.served.tokenizer.decode(ids, skip_special=False)})
+    text = await front.served.run(lambda: front.served.tokenizer.decode(front.served.id_prompt(body.tokens, "tokens"), skip_special=False), len(body.tokens))
+    await exchange.answer_json({"prompt": text})
