@@ -119,11 +119,9 @@ async def _cosines(
     """Every text is embedded once, however many pairs it is in."""
     prefixes = [form.prefix(kind) if kind in form.prompts else "" for kind in ("query", "document")]
     texts = list(dict.fromkeys(prefix + text for pair in pairs for prefix, text in zip(prefixes, pair, strict=True)))
-    prompts = []
-    for i, text in enumerate(texts):
-        ids = await front.served.text_prompt(text)
+    prompts = await front.served.text_prompts(texts)
+    for i, ids in enumerate(prompts):
         front.served.require_input(len(ids), f"text {i}")
-        prompts.append(ids)
     rows = unit(await vectors(front.desk, prompts, whose)).astype("float64")
     at = {text: i for i, text in enumerate(texts)}
     found = [float(rows[at[prefixes[0] + a]] @ rows[at[prefixes[1] + b]]) for a, b in pairs]

@@ -89,6 +89,10 @@ class Served:
         """The ids of a text. Raises: UsageError."""
         return await self.run(lambda: self.tokenizer.encode(text, add_special, parse_special), len(text))
 
+    async def text_prompts(self, texts: Sequence[str], add_special: bool = True) -> list[array[int]]:
+        """The ids of several texts, in one go: many short ones are a long one. Raises: UsageError."""
+        return await self.run(lambda: [self.tokenizer.encode(text, add_special) for text in texts], sum(map(len, texts)))
+
     def id_prompt(self, ids: Sequence[int], param: str = "prompt") -> array[int]:
         """Ids that the client made. Raises: UsageError naming an id outside the vocabulary."""
         bad = next((i for i in ids if not 0 <= i < self.n_rows), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
 from collections.abc import Coroutine
 from typing import Any
@@ -243,3 +244,22 @@ def test_wishes_that_cannot_be_are_refused_by_field() -> None:
         with pytest.raises(UsageError) as caught:
             wish.check(served())
         assert caught.value.facts["param"] == param
+
+
+def test_many_short_texts_are_read_in_a_thread_as_a_long_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+    encode = type(TOKENIZER).encode
+
+    def seen(self: Any, *words: Any) -> Any:
+        threads.add(threading.get_ident())
+        return encode(self, *words)
+
+    monkeypatch.setattr(type(TOKENIZER), "encode", seen)
+    found = served()
+    try:
+        for texts, is_aside in ((["xyz"], False), (["xyz" * 100] * 20, True)):
+            threads.clear()
+            assert asyncio.run(found.text_prompts(texts)) == [encode(TOKENIZER, text) for text in texts]
+            assert len(threads) == 1 and (threading.get_ident() not in threads) == is_aside
+    finally:
+        found.close()

@@ -145,13 +145,14 @@ async def _prompts(front: Front, body: CompletionRequest, fill: Fill | None) -> 
         )
     if not 1 <= len(items) <= MAX_PROMPTS:
         raise refuse("prompt", f"{len(items)} prompts were sent, 1 to {MAX_PROMPTS} are possible")
-    out = []
+    texts = [item for item in items if isinstance(item, str)] if fill is None else []
+    out, made = [], iter(await front.served.text_prompts(texts, body.add_special_tokens is not False))
     for item in items:
         if fill is not None:
             before = item if isinstance(item, str) else front.served.id_prompt(item)
             out.append(await front.served.run(lambda b=before: fill.prompt(b, body.suffix or ""), len(item)))  # type: ignore[misc]
         elif isinstance(item, str):
-            out.append(await front.served.text_prompt(item, body.add_special_tokens is not False))
+            out.append(next(made))
         else:
             out.append(front.served.id_prompt(item))
     return out

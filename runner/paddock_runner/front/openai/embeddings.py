@@ -82,11 +82,12 @@ async def prompts_of(
         raise refuse("input", "token ids and texts are mixed: send a text, ids, a list of texts or a list of lists of ids")
     if not 1 <= len(items) <= MAX_INPUTS:
         raise refuse("input", f"{len(items)} inputs were sent, 1 to {MAX_INPUTS} are possible")
+    if "" in items:
+        raise refuse("input", f"input {items.index('')} is empty")
     prefix, out = form.prefix(input_type), []
+    made = iter(await front.served.text_prompts([prefix + item for item in items if isinstance(item, str)]))
     for i, item in enumerate(items):
-        if isinstance(item, str) and not item:
-            raise refuse("input", f"input {i} is empty")
-        prompt = await front.served.text_prompt(prefix + item) if isinstance(item, str) else front.served.id_prompt(item, "input")
+        prompt = next(made) if isinstance(item, str) else front.served.id_prompt(item, "input")
         front.served.require_input(len(prompt), f"input {i}")
         out.append(prompt)
     return out
