@@ -151,6 +151,9 @@ def _advice(command: options.Command, option: str) -> str:
     from paddock_manager.commands.target import KEPT
     from paddock_manager.foreign import advice
 
+    longer = next((o.name for o in command.options if o.name.startswith(f"{option}-")), "")
+    if longer:
+        return f"did you mean {longer}?"
     knob = next((k for k in knobs() if k.flag == option and option not in KEPT), None)
     said = advice(command.name, option)
     if knob is None or said or not any(o.name == "--runner" for o in command.options):

@@ -248,6 +248,7 @@ def test_options_of_other_programs_that_are_none_here_are_answered_with_what_to_
                 assert done.code == 2 and f"`paddock {command}` has no option {word}\nhint:  {foreign.advice(command, word)}\n" in done.err
     assert "hint:  that is the runner's: --runner host-cache-gib=FLOAT\n" in paddock("serve", "x", "--host-cache-gib", "8").err
     assert "hint:  that is the runner's: --runner deterministic\n" in paddock("serve", "x", "--deterministic").err
+    assert "hint:  did you mean --prompt-tokens?\n" in paddock("bench", "x", "--prompt", "8").err  # no option of elsewhere where one of ours begins so
     assert "error: --max-model-len takes a whole number, not '2k'\n" in paddock("serve", "x", "--max-model-len", "2k").err
 
 
