@@ -52,7 +52,9 @@ int32_t launch_flat_units(const Launch &l, SkinnyArguments a, const Packed *cons
     const int turn = deal.along_k, left = kUnitShared - received;
     auto least = [](int a, int b) { return a < b ? a : b; };
     auto whole = [](int slots, int of) { return (slots + of - 1) / of * of; };
-    const int w_most = least(S::kWSlots / deal.pass_quads / turn * turn, whole(steps * deal.n_passes, turn));
+    // Of Q8_0's weights two turns: more of them under way make x late.
+    const int under_way = U::kLow == 8 && S::kK == 256 && turn > 1 ? 2 * turn : S::kWSlots;
+    const int w_most = least(least(S::kWSlots / deal.pass_quads / turn * turn, whole(steps * deal.n_passes, turn)), under_way);
     const int x_turn = turn > 1 ? 2 * turn : 1, x_most = least(kUnitXSlots / x_turn * x_turn, whole(steps * deal.n_passes, x_turn));
     for (int some = least(x_most, turn > 1 ? x_turn : 3); some >= x_turn && deal.w_slots < turn; some -= x_turn) {
         deal.x_slots = some;
