@@ -13,19 +13,19 @@ namespace pk {
 constexpr int kMostClusterParts = 4;  // that K is cut into
 constexpr int kEndPlain = 0, kEndFront = 1, kEndGated = 2, kEndGatedCut = 3, kEndHeads = 4, kEndWhole = 5;
 
+// A number over the blocks of a cluster, one to four.
+__device__ __forceinline__ int over_parts(int n, int n_parts) { return n_parts == 3 ? static_cast<int>(__umulhi(n, 0x55555556u)) : n >> (n_parts >> 1); }
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // A block is through with what others send into; all are. Nothing is published by it (what comes is counted by the receiver's barrier): a release would wait for every load under way.
 __device__ __forceinline__ void tell_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-// To a block of the cluster, whose barrier counts the bytes.
+// To a block of the cluster, whose barrier counts the bytes; to this one's shared memory. Not is_real: nothing, by the same code.
 __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, bool is_real, float a, float b, float c, float d) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n@p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n}" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier), "r"(static_cast<int>(is_real)) : "memory");
 }
-// To this block's shared memory, or to a block of the cluster whose barrier counts the bytes. Not is_real: nothing, by the same code.
-__device__ __forceinline__ void hand(uint32_t mine, uint32_t there, uint32_t barrier, bool is_real, bool is_own, float a, float b, float c, float d) {
-    asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %7, 0;\nsetp.ne.b32 q, %8, 0;\n@p st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n@q st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%5], {%1, %2, %3, %4}, [%6];\n}" ::"r"(mine), "f"(a), "f"(b),
-                 "f"(c), "f"(d), "r"(there), "r"(barrier), "r"(static_cast<int>(is_real && is_own)), "r"(static_cast<int>(is_real && !is_own))
-                 : "memory");
+__device__ __forceinline__ void lay(uint32_t to, bool is_real, float a, float b, float c, float d) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(static_cast<int>(is_real)) : "memory");
 }
 // What the sums of rows of x are multiplied by: 1 / rms, or one where no norm is left over. Three warps, each adds a third of the squares, of a block's columns each.
 template <int kM>
@@ -108,8 +108,8 @@ struct Deal {
     // From a row to the next: neighbours lie in different banks.
     static constexpr int kRowBytes = kWidth * 4, kPitch = kRowBytes % 128 == 64 ? kRowBytes : kRowBytes + 64;
     // Of so many parts: where a block's own rows begin, the most that one has, whose a row is, what a block receives.
-    __device__ __forceinline__ static int begin(int n_parts, int rank) { return static_cast<uint32_t>(16 * rank) / static_cast<uint32_t>(n_parts); }
-    __device__ __forceinline__ static int most(int n_parts) { return static_cast<uint32_t>(16 + n_parts - 1) / static_cast<uint32_t>(n_parts); }
+    __device__ __forceinline__ static int begin(int n_parts, int rank) { return over_parts(16 * rank, n_parts); }
+    __device__ __forceinline__ static int most(int n_parts) { return over_parts(16 + n_parts - 1, n_parts); }
     __device__ __forceinline__ static int owner(int n_parts, int row) { return (n_parts * (row + 1) - 1) >> 4; }
     __device__ __forceinline__ static int bytes(int n_parts) { return kWarps * (kEnd == kEndHeads ? 4096 : most(n_parts) * n_parts * kPitch); }
     __device__ __forceinline__ static int received(int n_parts, int rank, int n_rows) { return (n_rows + 15) / 16 * (kEnd == kEndHeads ? 4096 : (begin(n_parts, rank + 1) - begin(n_parts, rank)) * (n_parts - 1) * kRowBytes); }
@@ -132,10 +132,10 @@ __device__ __forceinline__ void load_beside(const GemmArguments &a, const GemmWe
     const bool is_column = lane < D::kLanes && column < w.rows;
     beside.gain = gains != nullptr && is_column ? __ldg(reinterpret_cast<const float4 *>(gains + column)) : none;
     if constexpr (kEnd == kEndFront) {
-        const int begin = D::begin(n_parts, rank), n_own = D::begin(n_parts, rank + 1) - begin, row = 16 * warp + begin;
+        const int begin = D::begin(n_parts, rank), row = 16 * warp + begin, n_real = a.add != nullptr && is_column ? min(D::begin(n_parts, rank + 1) - begin, n_rows - row) : 0;
         const float *old = static_cast<const float *>(a.add) + row * a.add_stride + column;
 #pragma unroll
-        for (int i = 0; i < D::kMostOwn; ++i) beside.old[i] = a.add != nullptr && is_column && i < n_own && row + i < n_rows ? __ldcg(reinterpret_cast<const float4 *>(old + i * a.add_stride)) : none;
+        for (int i = 0; i < D::kMostOwn; ++i, old += a.add_stride) beside.old[i] = i < n_real ? __ldcg(reinterpret_cast<const float4 *>(old)) : none;
     }
 }
 
@@ -169,9 +169,9 @@ __device__ __forceinline__ float sum_of_eight(const float (&rows)[8], int lane) 
 template <class D>
 __device__ __forceinline__ bool is_in(int section, int warp, bool is_real) { return is_real || warp == section % D::kWarps; }
 
-// ring: where this block receives; further: how much further another one does. FP8: what is left for a norm's second half is narrowed, and gated columns where they are wanted so.
-template <class D, bool kIsFp8, int kWidth, int kEnd, class Further>
-__device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, const Further &further, uint64_t *received, int tile, const GemmWeight &w, int n0, int n_parts, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const EndBeside &beside, const float (&sums)[kWidth / 2]) {
+// ring: where this block receives; further: how much further another one does; ask_beside: what is wanted beside the sums, while those are under way. FP8: what is left for a norm's second half is narrowed, and gated columns where they are wanted so.
+template <class D, bool kIsFp8, int kWidth, int kEnd, class Further, class Ask>
+__device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, const Further &further, uint64_t *received, int tile, const GemmWeight &w, int n0, int n_parts, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const Ask &ask_beside, const float (&sums)[kWidth / 2]) {
     constexpr bool kGated = kEnd == kEndGatedCut;
     constexpr int kTogether = 4;  // rows, whose shuffles and stores are under way at once
     const int most = D::most(n_parts), begin = D::begin(n_parts, rank), n_own = D::begin(n_parts, rank + 1) - begin;
@@ -184,15 +184,26 @@ __device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, 
             const int in = (lane >> 2) + 8 * h, to = D::owner(n_parts, in);
             const uint32_t mine = shared_address(ring) + region + (rank * most + in - D::begin(n_parts, to)) * D::kPitch + 16 * (lane & 3);
             const uint32_t there = address_at(mine + further(to), to), barrier = address_at(shared_address(received), to);
+            if (to != rank) {
 #pragma unroll
-            for (int j = 0; j < kWidth / 16; ++j) hand(mine + 64 * j, there + 64 * j, barrier, is_real, to == rank, sums[8 * j + 2 * h], sums[8 * j + 2 * h + 1], sums[8 * j + 2 * h + 4], sums[8 * j + 2 * h + 5]);
+                for (int j = 0; j < kWidth / 16; ++j) send(there + 64 * j, barrier, is_real, sums[8 * j + 2 * h], sums[8 * j + 2 * h + 1], sums[8 * j + 2 * h + 4], sums[8 * j + 2 * h + 5]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < kWidth / 16; ++j) lay(mine + 64 * j, is_real, sums[8 * j + 2 * h], sums[8 * j + 2 * h + 1], sums[8 * j + 2 * h + 4], sums[8 * j + 2 * h + 5]);
+            }
         }
     }
     __syncwarp();
+    EndBeside beside;
+    if (is_in<D>(5, warp, is_real)) ask_beside(beside);
     if (is_real) barrier_wait(received, 0);
     const bool has_columns = lane < D::kLanes;
-    const int column = n0 + column_of(lane);
+    const int column = n0 + column_of(lane), row = 16 * warp + begin, n_real = min(n_own, n_rows - row);
     const bool is_column = has_columns && column < w.rows;
+    const float f = w.scale * (kGated ? 1.0f : a.scale), g = kGated ? a.w[1].scale * a.scale : 0.0f;
+    const uint8_t *from = ring + region + 16 * (has_columns ? lane : 0);
+    // Of the next row.
+    bf16 *y = static_cast<bf16 *>(a.y) + (kEnd == kEndFront ? 2 : 1) * (row * a.y_stride + column) + (kEnd == kEndFront ? 0 : w.first_column), *left = static_cast<bf16 *>(a.norm.out) + row * a.norm.out_stride + column;
     float squares[D::kMostOwn] = {};
 #pragma unroll
     for (int first = 0; first < D::kMostOwn; first += kTogether) {
@@ -203,61 +214,59 @@ __device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, 
             v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if constexpr (kGated) up[i] = v[i];
         }
+        const uint8_t *part_from = from + first * D::kPitch;
 #pragma unroll 1
-        for (int part = 0; part < n_parts; ++part) {
-            const uint8_t *from = ring + region + (part * most + first) * D::kPitch + 16 * (has_columns ? lane : 0);
+        for (int part = 0; part < n_parts; ++part, part_from += most * D::kPitch) {
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                const float4 u = *reinterpret_cast<const float4 *>(from + i * D::kPitch);
+                const float4 u = *reinterpret_cast<const float4 *>(part_from + i * D::kPitch);
                 v[i].x += u.x; v[i].y += u.y; v[i].z += u.z; v[i].w += u.w;
                 if constexpr (kGated) {
-                    const float4 t = *reinterpret_cast<const float4 *>(from + i * D::kPitch + D::kRowBytes / 2);
+                    const float4 t = *reinterpret_cast<const float4 *>(part_from + i * D::kPitch + D::kRowBytes / 2);
                     up[i].x += t.x; up[i].y += t.y; up[i].z += t.z; up[i].w += t.w;
                 }
             }
         }
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            const int at = 16 * warp + begin + first + i;
-            const bool is_row = first + i < n_own && at < n_rows, is_stored = is_column && is_row;
-            auto store_bf16 = [&](void *to, float4 o) { store_where(is_stored, static_cast<bf16 *>(to) + column, make_uint2(pack_bf16(o.x, o.y), pack_bf16(o.z, o.w))); };
-            const float f = w.scale * (kGated ? 1.0f : a.scale) * factors[at];
-            float4 o = make_float4(v[i].x * f, v[i].y * f, v[i].z * f, v[i].w * f);
+        for (int i = 0; i < kTogether; ++i, y += (kEnd == kEndFront ? 2 : 1) * a.y_stride, left += a.norm.out_stride) {
+            const bool is_stored = is_column && first + i < n_real;
+            const float factor = factors[row + first + i], own = f * factor;
+            float4 o = make_float4(v[i].x * own, v[i].y * own, v[i].z * own, v[i].w * own);
             if constexpr (kGated) {
-                const float g = a.w[1].scale * a.scale * factors[at];
-                o = make_float4(gated(o.x, up[i].x * g), gated(o.y, up[i].y * g), gated(o.z, up[i].z * g), gated(o.w, up[i].w * g));
+                const float own_up = g * factor;
+                o = make_float4(gated(o.x, up[i].x * own_up), gated(o.y, up[i].y * own_up), gated(o.z, up[i].z * own_up), gated(o.w, up[i].w * own_up));
             }
             o = four_of_one(o, lane);
-            bf16 *y = static_cast<bf16 *>(a.y) + at * a.y_stride + w.first_column;
+            auto pairs = [&] { return make_uint2(pack_bf16(o.x, o.y), pack_bf16(o.z, o.w)); };
             if constexpr (kGated) {
                 bool is_narrowed = false;
                 if constexpr (kIsFp8) {
                     if (a.narrowed.x != nullptr) {
-                        narrow_row(a.narrowed, n0, at, lane, is_stored, o);
+                        narrow_row(a.narrowed, n0, row + first + i, lane, is_stored, o);
                         is_narrowed = a.narrowed.is_all;
                     }
                 }
-                if (!is_narrowed) store_bf16(y, o);
+                store_where(is_stored && !is_narrowed, y, pairs());
             } else if constexpr (kEnd == kEndPlain) {
                 const float4 bias = beside.gain;
-                store_bf16(y, make_float4(o.x + bias.x * a.scale, o.y + bias.y * a.scale, o.z + bias.z * a.scale, o.w + bias.w * a.scale));
+                o = make_float4(o.x + bias.x * a.scale, o.y + bias.y * a.scale, o.z + bias.z * a.scale, o.w + bias.w * a.scale);
+                store_where(is_stored, y, pairs());
             } else {
                 const float4 old = beside.old[first + i], gain = beside.gain;
                 o = make_float4(o.x + old.x, o.y + old.y, o.z + old.z, o.w + old.w);
-                store_where(is_stored, static_cast<float *>(a.y) + at * a.y_stride + column, o);
-                if (a.norm.squares == nullptr) continue;
+                store_where(is_stored, reinterpret_cast<float *>(y), o);
                 squares[first + i] = is_column ? o.x * o.x + o.y * o.y + o.z * o.z + o.w * o.w : 0.0f;
                 o = make_float4(o.x * gain.x, o.y * gain.y, o.z * gain.z, o.w * gain.w);
-                if constexpr (kIsFp8) narrow_row(a.narrowed, n0, at, lane, is_stored, o);
-                else store_bf16(static_cast<bf16 *>(a.norm.out) + at * a.norm.out_stride, o);
+                const bool is_left = is_stored && a.norm.squares != nullptr;
+                if constexpr (kIsFp8) narrow_row(a.narrowed, n0, row + first + i, lane, is_left, o);
+                else store_where(is_left, left, pairs());
             }
         }
     }
     if constexpr (kEnd == kEndFront) {
         if (a.norm.squares == nullptr || !is_in<D>(4, warp, is_real)) return;
         const float square = sum_of_eight(squares, lane);
-        const int own = lane >> 2, at = 16 * warp + begin + own;
-        if ((lane & 3) == 0 && own < n_own && at < n_rows) a.norm.squares[tile * a.norm.stride + at] = square;
+        if ((lane & 3) == 0 && (lane >> 2) < n_real) a.norm.squares[tile * a.norm.stride + row + (lane >> 2)] = square;
     }
 }
 

@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(EvenUnitsShape<kFormat, kOther, kM, kWidth, kE
         } else if constexpr (kEnd == kEndHeads) {
             end_head(a, sent, 0, received, a.w[weight], row, rank, warp, lane, n_rows, true, factors, head_beside, sums);
         } else {
-            end_rows<D, false, kWidth, kEnd>(a, sent, [](int) { return 0; }, received, tile, a.w[weight], row, n_parts, rank, warp, lane, n_rows, true, factors, beside, sums);
+            end_rows<D, false, kWidth, kEnd>(a, sent, [](int) { return 0; }, received, tile, a.w[weight], row, n_parts, rank, warp, lane, n_rows, true, factors, [&](EndBeside &mine) { mine = beside; }, sums);
         }
         if constexpr (!kWhole) return;
     }

@@ -34,8 +34,6 @@ __device__ __forceinline__ void multiply_bf16(float (&d)[kWidth / 2], uint64_t x
 }
 #endif
 
-// A number over the blocks of a cluster, one to four.
-__device__ __forceinline__ int over_parts(int n, int n_parts) { return n_parts == 3 ? static_cast<int>(__umulhi(n, 0x55555556u)) : n >> (n_parts >> 1); }
 __device__ __forceinline__ void fetch_map(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Where blocks of a cluster receive others' sums: stages of the ring that are done with long before the last one, where there are so many; and the step behind which they are.
@@ -85,8 +83,7 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
     }
     const int lane = threadIdx.x & 31;
     if (lane == 0) {
-        // Arguments come through a cache of their own, one trip a line: each warp asks for another one, and lays down what it gets, or the compiler would not ask.
-        const int warp_of_all = threadIdx.x >> 5, word = reinterpret_cast<const int *>(&a)[min(16 * warp_of_all, static_cast<int>(sizeof(a) / 4) - 1)];
+        const int warp_of_all = threadIdx.x >> 5;
         if (warp_of_all > 0 && warp_of_all <= (kEnd == kEndHeads ? 3 : kGated ? 2 : 1)) fetch_map(maps.w + warp_of_all - 1);
         // Barriers one after the other would take a thread as long as a trip to memory.
         for (int i = warp_of_all; i < kRing; i += S::kThreads / 32) {
@@ -98,7 +95,6 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
             barrier_init(received, 1);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared_address(received + 1) + 4 * warp_of_all), "r"(word) : "memory");
     }
     __syncthreads();
     release_dependents();
@@ -312,9 +308,6 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
         }
         // Who this is, read again: what follows from it would be kept in registers over the products.
         const int thread = fresh_thread(), in_warp = thread & 31, of_warps = (thread >> 5) - 4, own_rank = kWhole ? 0 : cluster_rank(), all_parts = kWhole ? 1 : cluster_blocks();
-        // Asked for while the sums are under way: any sooner it would wait behind what the ring asks for, and the products with it.
-        EndBeside beside;
-        if (is_in<D>(5, of_warps, is_real)) load_beside<D, kEnd>(a, a.w[weight], row, of_warps, in_warp, all_parts, own_rank, n_rows, beside);
         if (is_real) barrier_wait(are_factored, 0);
         if constexpr (kEnd == kEndGated) {
             const int at = 16 * of_warps + (in_warp >> 2);
@@ -325,7 +318,9 @@ __global__ void __launch_bounds__(EvenShape<kIsFp8, kM, kWidth, kEnd>::kThreads,
         } else if constexpr (kEnd == kEndHeads) {
             end_head(a, ring + receiving.stage_of(own_rank) * kBytes, kBytes * (receiving.stage_of(own_rank ^ 1) - receiving.stage_of(own_rank)), received, a.w[weight], row, own_rank, of_warps, in_warp, n_rows, is_real, factors, head_beside, sums);
         } else {
-            end_rows<D, kIsFp8, kWidth, kEnd>(a, ring + receiving.stage_of(own_rank) * kBytes, [&](int part) { return kBytes * (receiving.stage_of(part) - receiving.stage_of(own_rank)); }, received, tile, a.w[weight], row, all_parts, own_rank, of_warps, in_warp, n_rows, is_real, factors, beside, sums);
+            end_rows<D, kIsFp8, kWidth, kEnd>(a, ring + receiving.stage_of(own_rank) * kBytes, [&](int part) { return kBytes * (receiving.stage_of(part) - receiving.stage_of(own_rank)); }, received, tile, a.w[weight], row, all_parts, own_rank, of_warps, in_warp, n_rows, is_real, factors, [&](EndBeside &beside) {
+                load_beside<D, kEnd>(a, a.w[weight], row, of_warps, in_warp, all_parts, own_rank, n_rows, beside);
+            }, sums);
         }
         if (is_real) {
             if constexpr (!kWhole) break;
