@@ -6,6 +6,7 @@
 // memory. A pair of blocks halves K, and with it what each reads of x, and sends sums to each other. Gated tiles are eight rows of
 // gate and eight of up, so that a lane has both. Does not handle: more than 32 rows, block formats.
 #pragma once
+#include "boxes.cuh"
 #include "flat_end.cuh"
 
 namespace pk {
@@ -17,12 +18,14 @@ struct FlatMaps {
 
 // How a launch is dealt out: tiles of every block, blocks with one more, tiles a pass of a block at most, stages of the ring, stages of weights under way, the second and the
 // third weight's first tiles. scale: of all weights together, where an end is plain (flat_launch.cuh). sums: where a pass's sums lie, in bytes; 0: in the ring, which waits for them.
+// is_wide: one weight, whose every block has boxes of base_tiles tiles. has_whole_x: x comes in one box a stage.
 // One line of the constants' cache, in which a launch's arguments are never found: with another line for each, the first weights are asked for a microsecond later.
 struct alignas(64) FlatDeal {
     int32_t each, more, n_passes, pass_tiles, base_tiles, n_stages, under_way, steps;  // steps: stages of K of a block
     int32_t first_tile[2], may_be_idle, pass_share;  // pass_share: 2^16 / n_passes, rounded up
     float scale;
     int32_t sums;
+    int16_t is_wide, has_whole_x;
 };
 
 // What is done with a sum that is neither stored as it is nor added to: rare, so that its code lies elsewhere.
@@ -97,7 +100,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             for (int pass = 0; pass < n_passes; ++pass) {
                 const int first = pass_begin(pass), n_here = pass_begin(pass + 1) - first;
                 if (pass > 0 && deal.sums == 0) barrier_wait(&is_summed, (pass - 1) & 1);
-                // A lane's own copy: of a tile, or of a half of it, or (gated) of what all passes have and of one tile more.
+                // A lane's own copy: of a tile, or of a half of it, or (gated, or of one weight) of what all passes have and of one tile more.
                 const int base = deal.base_tiles;
                 bool copies;
                 int row, z = 0;
@@ -110,6 +113,11 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                     z = chunk;
                     to += more * base * S::kTileBytes + (side * S::kChunks + chunk) * (more ? 1 : base) * 1024;
                     map = maps.w + 2 * more + side;
+                } else if (!kHalved && deal.is_wide) {
+                    copies = lane < (n_here > base ? 2 : 1);
+                    row = (first + lane * base) * 16;
+                    to += lane * base * S::kTileBytes;
+                    map = maps.w + lane;
                 } else {
                     const int j = kHalved ? lane >> 1 : lane, side = kHalved ? lane & 1 : 0, tile = first + min(j, n_here - 1), i = weight_of(tile);
                     copies = j < n_here;
@@ -152,7 +160,9 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
                     uint64_t *landed = S::kHalfX ? x_raw + stage : x_full + stage;
                     if (lane == 0) barrier_expect(landed, S::kXBytes);
                     __syncwarp();
-                    if (lane < S::kXBoxes) copy_box_at(x_ring + stage * S::kXBytes + lane * kNT * 128, &maps.x, (first_stage + s) * S::kStageK + lane * 64, 0, landed);
+                    if (deal.has_whole_x) {
+                        if (lane == 0) copy_columns(x_ring + stage * S::kXBytes, &maps.x, (first_stage + s) * S::kXBoxes, landed);
+                    } else if (lane < S::kXBoxes) copy_box_at(x_ring + stage * S::kXBytes + lane * kNT * 128, &maps.x, (first_stage + s) * S::kStageK + lane * 64, 0, landed);
                     if (++stage == n_stages) {
                         stage = 0;
                         phase ^= 1;
@@ -277,10 +287,10 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             for (int t = 0; t < kT; ++t) {
                 // A warp that has no tile left multiplies the last one in vain.
                 const int j = min(t * kWM + wm, n_here - 1), chunk = wk * kSteps / 4, base = deal.base_tiles;
-                const bool is_more = kGated && j == base;
-                const int pitch = kGated && !is_more ? base : 1;
+                const bool is_wide = kGated || (!kHalved && deal.is_wide), is_more = is_wide && j == base;
+                const int pitch = is_wide && !is_more ? base : 1;
                 half[t] = kHalved ? S::kChunks * pitch * 1024 : 1024;
-                at[t] = (kGated ? (is_more ? base * S::kTileBytes : j * 1024) : j * S::kTileBytes) + chunk * (kHalved ? pitch * 1024 : 2048);
+                at[t] = (is_more ? base * S::kTileBytes : j * (kGated ? 1024 : is_wide ? 2048 : S::kTileBytes)) + chunk * pitch * (kHalved ? 1024 : 2048);
                 at[t] += S::kIsFp8 ? (lane >> 2) * 128 : (lane & 7) * 128 + (lane >> 3 & 1) * half[t];
 #pragma unroll
                 for (int n = 0; n < S::kN8; ++n)

@@ -19,10 +19,13 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
     FlatMaps maps = {};
     FlatDeal deal = {};
     const cuuint32_t step[3] = {1, 1, 1};
+    // K that ends within a box of 64 columns: by boxes, which are zero behind it.
+    deal.has_whole_x = a.k % 64 == 0;
     {
-        const cuuint64_t size[2] = {static_cast<cuuint64_t>(a.k), static_cast<cuuint64_t>(a.max_rows - a.first_row)}, stride[1] = {static_cast<cuuint64_t>(a.x_stride * 2)};
-        const cuuint32_t box[2] = {64, kNT};
-        const CUresult e = l.ctx->driver.encode_tiled(&maps.x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void *>(a.x), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        const cuuint64_t rows = static_cast<cuuint64_t>(a.max_rows - a.first_row), row_bytes = static_cast<cuuint64_t>(a.x_stride * 2), columns = static_cast<cuuint64_t>(a.k);
+        const cuuint64_t size[3] = {deal.has_whole_x ? 64 : columns, rows, columns / 64}, stride[2] = {row_bytes, 128};
+        const cuuint32_t box[3] = {64, kNT, S::kXBoxes};
+        const CUresult e = l.ctx->driver.encode_tiled(&maps.x, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, deal.has_whole_x ? 3 : 2, const_cast<void *>(a.x), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of x, %d rows of %d: CUDA driver error %d", a.max_rows - a.first_row, a.k, static_cast<int>(e));
     }
@@ -44,12 +47,13 @@ int32_t launch_flat_shape(const Launch &l, SkinnyArguments a, const Packed *cons
     deal.pass_tiles = (most + passes - 1) / passes;
     deal.base_tiles = least > 0 ? least : 1;
     constexpr int kWide = 128 / S::kElement;
-    for (int i = 0; i < (kGated ? 4 : a.n_w); ++i) {
-        const int side = i & 1;
-        const Packed &p = *packed[kGated ? side : i];
+    deal.is_wide = kSplit == kTileWhole && a.n_w == 1 && passes == 1;
+    for (int i = 0; i < (kGated ? 4 : deal.is_wide ? 2 : a.n_w); ++i) {
+        const int of = kGated ? i & 1 : deal.is_wide ? 0 : i;
+        const Packed &p = *packed[of];
         const cuuint64_t size[3] = {kWide, static_cast<cuuint64_t>(p.padded_rows), static_cast<cuuint64_t>(p.padded_cols / kWide)}, stride[2] = {static_cast<cuuint64_t>(p.row_bytes), 128};
-        const cuuint32_t box[3] = {kWide, static_cast<cuuint32_t>(kGated ? (i < 2 ? 8 * deal.base_tiles : 8) : kSplit >= kTileHeads ? 8 : 16), kGated ? 1 : S::kChunks};
-        const CUresult e = l.ctx->driver.encode_tiled(&maps.w[i], S::kIsFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<uint8_t *>(a.w[kGated ? side : i].data), size, stride, box, step,
+        const cuuint32_t box[3] = {kWide, static_cast<cuuint32_t>(kGated ? (i < 2 ? 8 * deal.base_tiles : 8) : kSplit >= kTileHeads ? 8 : deal.is_wide && i == 0 ? 16 * deal.base_tiles : 16), kGated ? 1 : S::kChunks};
+        const CUresult e = l.ctx->driver.encode_tiled(&maps.w[i], S::kIsFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<uint8_t *>(a.w[of].data), size, stride, box, step,
                                                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (e != CUDA_SUCCESS) return fail(PK_DEVICE, "matmul: tensor map of weight %d: CUDA driver error %d", i, static_cast<int>(e));
     }
