@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import struct
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -48,13 +50,22 @@ class Head:
         b.load(program, (16, 64, 128, TOKENS))
         self.seq = 0
 
-    def step(self, **fields) -> np.ndarray:
-        """The results of one step."""
+    def step(self, held: Sequence[tuple[int, np.ndarray]] = (), **fields) -> np.ndarray:
+        """The results of one step. held: slots whose rows wait for masks, and those."""
         self.seq += 1
         block = Input(self.seq, **fields).block()
         self.b.device.step(ctypes.addressof(block))
+        if held:
+            raw = struct.pack(f"<Qii{len(held)}i", self.seq, len(held), 0, *(slot for slot, _ in held)) + b"".join(mask.tobytes() for _, mask in held)
+            masks = (ctypes.c_uint64 * (len(raw) // 8 + 1)).from_buffer_copy(raw.ljust(8 * (len(raw) // 8 + 1), b"\0"))
+            self.b.device.finish(ctypes.addressof(masks))
         assert self.b.device.wait(self.seq, 20_000_000)
         return np.frombuffer(bytes(self.b.device.results), RESULT).reshape(3, SLOTS)[self.seq % 3][: len(fields["rows"])].copy()
+
+
+def exactly(values: np.ndarray) -> Weight:
+    """These whole numbers in BF16."""
+    return Weight("bf16", V, K, (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(V, -1), values)
 
 
 def starts(slots: range, prompt: np.ndarray, n: int) -> dict[str, list]:
@@ -75,7 +86,7 @@ def test_draws_are_those_from_logits_that_lie_there(bench, rng, format):
     if format == "bf16":  # equal logits: the lowest wins
         values = rng.integers(-3, 4, (V, K)).astype(np.float64)
         values[V // 2 :] = values[: V - V // 2]
-        head = Weight("bf16", V, K, (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(V, -1), values)
+        head = exactly(values)
     prompt = rng.integers(10, V, (SLOTS, 4))
     prompt[3, 0], prompt[40, :2], prompt[64, 0] = 9, 9, 9
     seen = []
@@ -94,3 +105,22 @@ def test_draws_are_those_from_logits_that_lie_there(bench, rng, format):
         logits = np.nan_to_num(table[prompt[:128, 0]]) @ head.values.T
         plain = [s for s in range(1, 128, 8) if s % 16 and s not in (3, 64)]
         assert first["token"][plain].tolist() == logits[plain].argmax(1).tolist()
+
+
+@pytest.mark.parametrize("n", [48, 120])
+def test_rows_that_wait_for_masks_draw_under_them_beside_others(bench, rng, n):
+    """Every third row takes the largest logit that its mask leaves, the others the largest of all, in a step that is cut before it draws."""
+    table, values = (rng.integers(-3, 4, (V, K)).astype(np.float64) for _ in range(2))
+    prompt = rng.integers(10, V, (SLOTS, 1))
+    allowed = rng.random((n, V)) < 0.02
+    words = np.packbits(allowed, axis=1, bitorder="little").view(np.uint32)
+    machine, waiting, before = Head(bench, table, exactly(values), False), range(0, n, 3), prompt[:n, 0]
+    fields = starts(range(n), prompt, 1)
+    fields["news"] = [(s, 0, sampling(temperature=0.0, prompt_length=1, use_mask=int(s in waiting)), []) for s in range(n)]
+    fields["rows"] = [(s, 1, abi.PK_ROW_SAMPLE | abi.PK_ROW_HELD * (s in waiting)) for s in range(n)]
+    for _ in range(2):
+        results = machine.step([(s, words[s]) for s in waiting], **fields)
+        logits = table[before] @ values.T
+        logits[::3][~allowed[::3]] = -np.inf
+        assert not results["flags"].any() and results["token"].tolist() == logits.argmax(1).tolist()
+        before, fields = results["token"], {"rows": fields["rows"]}

@@ -496,3 +496,5 @@ class Engine:
             raise PageFault(f"{n_held} slots are held and {self.slots.n_free} free of {self.sizes.n_slots}", pages=[])
         if self.slots.context != (n := sum(map(self.slots.launched, self.slots.decode))):
             raise PageFault(f"decode rows have {n} tokens, not {self.slots.context}", pages=[])
+        if self.n_ending != (n := sum(r.last_seq != NEVER for group in self.requests for r in group.values())):
+            raise PageFault(f"{n} requests have their last row in flight, not {self.n_ending}", pages=[])
