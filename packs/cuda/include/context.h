@@ -119,6 +119,14 @@ inline int32_t check(cudaError_t error, const char *what) {
 // Rows a tensor may have in this launch.
 inline int64_t bound(const Launch &l, int64_t rows) { return rows == PK_ROWS_T ? l.max_tokens : rows == PK_ROWS_S ? l.max_samples : rows; }
 
+// Whether kernels of this build wait for the one before (wait_dependence() of device.cuh; a build is of one architecture).
+#if defined(__CUDA_ARCH_LIST__)
+constexpr int kBuiltFor[] = {__CUDA_ARCH_LIST__};
+constexpr bool kWaits = kBuiltFor[0] >= 900;
+#else
+constexpr bool kWaits = false;
+#endif
+
 // Launches with programmatic dependence where the architecture has it: the kernel must call wait_dependence() before it
 // reads what an earlier kernel wrote.
 template <class... P, class... A>
@@ -136,7 +144,7 @@ int32_t launch(const Launch &l, const char *name, void (*kernel)(P...), dim3 gri
     attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute[0].val.programmaticStreamSerializationAllowed = 1;
     config.attrs = attribute;
-    config.numAttrs = l.overlap ? 1 : 0;
+    config.numAttrs = l.overlap && kWaits ? 1 : 0;
     return check(cudaLaunchKernelEx(&config, kernel, P(static_cast<A &&>(arguments))...), name);
 }
 
