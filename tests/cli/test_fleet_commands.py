@@ -341,7 +341,8 @@ def test_runner_of_a_command_that_is_ended_from_outside_ends_with_it(paddock, tm
     assert ended.value.code == 128 + number and state.servers(places()) == []
 
 
-RUN = "import sys; from paddock_manager import cli; from paddock_manager.fleet import spawn; spawn.RUNNER = tuple(sys.argv[1].split('|')); cli.main(sys.argv[2:])"
+# SIGQUIT is ignored by what a shell starts in the background, and so by all that it starts.
+RUN = "import signal, sys; signal.signal(signal.SIGQUIT, signal.SIG_DFL); from paddock_manager import cli; from paddock_manager.fleet import spawn; spawn.RUNNER = tuple(sys.argv[1].split('|')); cli.main(sys.argv[2:])"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
@@ -353,7 +354,7 @@ def test_runner_of_a_command_that_is_killed_ends_with_it(paddock, tmp_path, numb
     assert until(lambda: any("POST" in log.read_text() for log in places().logs.glob("endless*")))
     (server,) = state.servers(places())
     command.send_signal(number)
-    assert command.wait() == -number and until(lambda: not server.is_alive)
+    assert command.wait(60) == -number and until(lambda: not server.is_alive)
 
 
 @pytest.mark.parametrize("is_up", [False, True])
@@ -366,7 +367,7 @@ def test_server_whose_command_is_killed_while_it_starts_ends_too(paddock, tmp_pa
     command = subprocess.Popen([sys.executable, "-c", RUN, "|".join(spawn.RUNNER), "serve", str(path), "--port", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert until(lambda: any("GET /health" in log.read_text() for log in places().logs.glob("neverready*")) if is_up else any(places().fleet.glob("ready-*.spec")))
     command.kill()
-    command.wait()
+    command.wait(60)
 
     def is_about_it(process):
         try:
