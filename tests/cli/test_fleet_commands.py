@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import signal
@@ -288,7 +289,9 @@ def until(is_so) -> bool:
 
 
 def test_runner_that_dies_is_started_again_on_its_port_and_its_last_words_are_told(paddock, model_file):
-    server = paddock("serve", str(model_file), "--port", "0", "--json").json["server"]
+    # Served by a process of its own, which has long ended when the runner dies.
+    words = [sys.executable, "-c", RUN, "|".join(spawn.RUNNER), "serve", str(model_file), "--port", "0", "--json"]
+    server = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True, timeout=60).stdout)["server"]
     for n_deaths in (1, 2):
         first = child_of(server["pid"])
         os.kill(first, signal.SIGKILL)

@@ -78,7 +78,8 @@ class Watch:
         try:
             while not told or self.outer.exists():
                 told = told or self._publish()
-                if not self._stopping.is_set() and not is_same_process(*self._starter):
+                # Until the manager has heard of the first start: commands end when they have.
+                if (not self.port or self.outer.exists()) and not self._stopping.is_set() and not is_same_process(*self._starter):
                     self.outer.unlink(missing_ok=True)
                     self._stop(signal.SIGTERM, None)  # nobody will know of this server
                 code = _wait(self._child, POLL_S if time.monotonic() - begun < 5 else 10 * POLL_S)
