@@ -7,6 +7,7 @@
 // gate and eight of up, so that a lane has both. Does not handle: more than 32 rows, block formats.
 #pragma once
 #include "boxes.cuh"
+#include "dealt_tiles.cuh"
 #include "flat_end.cuh"
 
 namespace pk {
@@ -67,17 +68,9 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
     if constexpr (kPair == 2) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     release_dependents();
     const bool may_be_idle = deal.may_be_idle;
-    auto rows_here = [&] {
-        const int n = rows_of(a.info, a.rows_symbol);
-        return n < a.min_rows || n > a.max_rows ? 0 : min(n - a.first_row, kNT);
-    };
     auto pass_begin = [&](int pass) { return begin + ((end - begin) * pass * deal.pass_share >> 16); };
-    auto weight_of = [&](int tile) { return kGated ? 0 : tile >= deal.first_tile[1] ? 2 : tile >= deal.first_tile[0] ? 1 : 0; };
-    // The tile's first row of weight i.
-    auto row_of = [&](int tile, int i) {
-        const int t = tile - (i == 0 ? 0 : i == 1 ? deal.first_tile[0] : deal.first_tile[1]);
-        return kGated ? tile * 8 : kHeads ? t / 8 * 128 + t % 8 * 8 : t * 16;
-    };
+    auto weight_of = [&](int tile) { return weight_of_tile<kGated>(deal.first_tile, tile); };
+    auto row_of = [&](int tile, int i) { return row_of_tile<kGated, kHeads>(deal.first_tile, tile, i); };
 
     // Nobody goes before all of a pair have come.
     auto leave = [] {
@@ -95,7 +88,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             // Weights do not depend on the kernels before: the ring is filled while those still run, unless this launch may be idle.
             if (may_be_idle) {
                 wait_dependence();
-                if (rows_here() <= 0) return leave();
+                if (rows_here<kNT>(a) <= 0) return leave();
             }
             for (int pass = 0; pass < n_passes; ++pass) {
                 const int first = pass_begin(pass), n_here = pass_begin(pass + 1) - first;
@@ -148,7 +141,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
             return leave();
         }
         wait_dependence();
-        if (may_be_idle && rows_here() <= 0) return leave();
+        if (may_be_idle && rows_here<kNT>(a) <= 0) return leave();
         if (warp == kFlatWarps + 1) {
             int stage = 0;
             uint32_t phase = 0;
@@ -253,7 +246,7 @@ __global__ void __launch_bounds__(FlatShape<kFormat, kNT, kWM, kT, kSteps, kSpli
     for (int pass = n_passes > 0 ? -1 : 0; pass <= n_passes; ++pass) {
         if (pass == 0) {
             wait_dependence();
-            n_rows = rows_here();
+            n_rows = rows_here<kNT>(a);
             if (may_be_idle && n_rows <= 0) return;
             now = kHeads ? __ldcg(packets.numbers + blockIdx.x) + 1 : 0;
         }

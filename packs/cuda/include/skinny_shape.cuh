@@ -2,6 +2,7 @@
 #pragma once
 #include "skinny.cuh"
 
+#include "dealt_tiles.cuh"
 #include "device.cuh"
 #include "format/rows.cuh"
 #include "format/unit.cuh"
@@ -55,13 +56,6 @@ __device__ __forceinline__ int load_acquire(const int *p) {
 __device__ __forceinline__ void store_release(int *p, int v) { asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 template <int kThreads>
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
-
-// Rows of this launch; none when the step is another kernel's.
-template <int kNT>
-__device__ __forceinline__ int rows_here(const SkinnyArguments &a) {
-    const int n = rows_of(a.info, a.rows_symbol);
-    return n < a.min_rows || n > a.max_rows ? 0 : min(n - a.first_row, kNT);
-}
 
 // x of 64 of K (FP8: 128) as it was copied, row by row, put in the order in which a lane holds its weights, in place. A warp.
 template <int kImage, int kNT>

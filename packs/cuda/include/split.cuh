@@ -7,6 +7,7 @@
 // multiple of 128, more than one pass; those are flat.cuh's.
 #pragma once
 #include "boxes.cuh"
+#include "dealt_tiles.cuh"
 #include "flat_end.cuh"
 
 namespace pk {
@@ -105,12 +106,8 @@ __global__ void __launch_bounds__(SplitShape<kNT, kGroups, kM, kSplit, kPair, kC
     // Behind the rings: a power of two of each row and 256 of K, sums from the other block of a pair, scales of all chunks [chunk][tile; gated: of gate, then of up].
     const uint32_t x_ring = ring + n_stages * w_pitch, powers = x_ring + n_stages * S::kXBytes, received = powers + n_stages * kBlocks * kNT * 4, scales = received + (kPair == 2 ? (deal.pass_tiles * kN8 + 1) / 2 * 512 : 0);
     const int begin = me * deal.each + min(me, deal.more), end = begin + deal.each + (me < deal.more), n_here = end - begin;
-    auto weight_of = [&](int tile) { return kGated ? 0 : tile >= deal.first_tile[1] ? 2 : tile >= deal.first_tile[0] ? 1 : 0; };
-    // The tile's first row of weight i.
-    auto row_of = [&](int tile, int i) {
-        const int t = tile - (i == 0 ? 0 : i == 1 ? deal.first_tile[0] : deal.first_tile[1]);
-        return kGated ? tile * 8 : kHeads ? t / 8 * 128 + t % 8 * 8 : t * 16;
-    };
+    auto weight_of = [&](int tile) { return weight_of_tile<kGated>(deal.first_tile, tile); };
+    auto row_of = [&](int tile, int i) { return row_of_tile<kGated, kHeads>(deal.first_tile, tile, i); };
     // Whose lanes copy W: a lane has what all blocks have or one tile more (of gate and of up), or a tile where not all are of one weight, or (heads) a tile.
     bool copies = false;
     int row = 0;
@@ -167,10 +164,6 @@ __global__ void __launch_bounds__(SplitShape<kNT, kGroups, kM, kSplit, kPair, kC
     if constexpr (kPair == 2) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     release_dependents();
     const bool may_be_idle = deal.may_be_idle;
-    auto rows_here = [&] {
-        const int n = rows_of(a.info, a.rows_symbol);
-        return n < a.min_rows || n > a.max_rows ? 0 : min(n - a.first_row, kNT);
-    };
     // Nobody goes before all of a pair have come.
     auto leave = [] {
         if constexpr (kPair == 2) {
@@ -186,7 +179,7 @@ __global__ void __launch_bounds__(SplitShape<kNT, kGroups, kM, kSplit, kPair, kC
             uint32_t phase = n_early == n_stages, landing_phase = 0;
             if (may_be_idle) {
                 wait_dependence();
-                if (rows_here() <= 0) return leave();
+                if (rows_here<kNT>(a) <= 0) return leave();
             }
 #pragma unroll 1
             for (int s = n_early; s < n_steps; ++s) {
@@ -208,7 +201,7 @@ __global__ void __launch_bounds__(SplitShape<kNT, kGroups, kM, kSplit, kPair, kC
             return leave();
         }
         wait_dependence();
-        if (may_be_idle && rows_here() <= 0) return leave();
+        if (may_be_idle && rows_here<kNT>(a) <= 0) return leave();
         if (role == 1) {
             int stage = 0;
             uint32_t phase = 0;
@@ -246,7 +239,7 @@ __global__ void __launch_bounds__(SplitShape<kNT, kGroups, kM, kSplit, kPair, kC
         if (lane == 0) barrier_arrive(&are_scaled);
         if (may_be_idle) {
             wait_dependence();
-            if (rows_here() <= 0) return leave();
+            if (rows_here<kNT>(a) <= 0) return leave();
         }
         constexpr int kWarpsOfBlock = kSplitWarps / kBlocks, kRows = kNT / kWarpsOfBlock;
         const int block = mine / kWarpsOfBlock, first = mine % kWarpsOfBlock * kRows;
@@ -295,7 +288,7 @@ __global__ void __launch_bounds__(SplitShape<kNT, kGroups, kM, kSplit, kPair, kC
 #pragma unroll
             for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
     wait_dependence();
-    n_rows = rows_here();
+    n_rows = rows_here<kNT>(a);
     if (may_be_idle && n_rows <= 0) return;
     if constexpr (kHeads) {
         now = __ldcg(packets.numbers + blockIdx.x) + 1;

@@ -20,6 +20,20 @@ UnitFacts unit_facts(int32_t format) {
     return {format == PK_FP8_E4M3 || format == PK_FP8_E5M2 ? 128 : 64, 0};
 }
 
+// Weight i of a product as kernels of few rows take it. W: StreamWeight or SkinnyWeight. column: its first one of y.
+template <class W>
+void place_weight(const pk_op_matmul &op, int i, const Packed &p, int64_t column, W &w) {
+    w.data = reinterpret_cast<const uint8_t *>(op.w[i].data);
+    const float *scales = reinterpret_cast<const float *>(w.data + p.scales);
+    w.row_scale = p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
+    w.block_scale = p.scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
+    w.bias = reinterpret_cast<const float *>(op.bias[i].data);
+    w.rows = static_cast<int32_t>(p.rows);
+    w.first_column = static_cast<int32_t>(column);
+    w.block_stride = static_cast<int32_t>(p.scale_stride);
+    w.scale = p.scale;
+}
+
 int32_t launch_stream_of(int32_t format, const Launch &l, const StreamShape &s, const StreamArguments &a) {
     return with_format("matmul", format, [&](auto f) { return launch_stream<decltype(f)::value>(l, s, a); });
 }
@@ -37,18 +51,10 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const WeightGroup &g
     for (int i = 0; i < g.n; ++i) {
         const Packed &p = *packed[g.first + i];
         StreamWeight &w = a.w[i];
-        w.data = reinterpret_cast<const uint8_t *>(op.w[g.first + i].data);
-        const float *scales = reinterpret_cast<const float *>(w.data + p.scales);
-        w.row_scale = p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
-        w.block_scale = p.scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
-        w.bias = reinterpret_cast<const float *>(op.bias[g.first + i].data);
+        place_weight(op, g.first + i, p, column, w);
         w.row_bytes = p.row_bytes;
-        w.rows = static_cast<int32_t>(p.rows);
         w.padded_rows = static_cast<int32_t>(p.padded_rows);
         w.first_tile = gated ? 0 : static_cast<int32_t>(tiles);
-        w.first_column = static_cast<int32_t>(column);
-        w.block_stride = static_cast<int32_t>(p.scale_stride);
-        w.scale = p.scale;
         if (!gated || i == 0) tiles += (p.rows + out_rows - 1) / out_rows;
         column += gated ? 0 : p.rows;
     }
@@ -93,16 +99,8 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const WeightGroup &g
     for (int i = 0; i < g.n; ++i) {
         const Packed &p = *packed[g.first + i];
         SkinnyWeight &w = a.w[i];
-        w.data = reinterpret_cast<const uint8_t *>(op.w[g.first + i].data);
-        const float *scales = reinterpret_cast<const float *>(w.data + p.scales);
-        w.row_scale = p.scale_kind == PK_SCALES_ROW ? scales : nullptr;
-        w.block_scale = p.scale_kind == PK_SCALES_BLOCK ? scales : nullptr;
-        w.bias = reinterpret_cast<const float *>(op.bias[g.first + i].data);
-        w.rows = static_cast<int32_t>(p.rows);
+        place_weight(op, g.first + i, p, column, w);
         w.n_tiles16 = static_cast<int32_t>(p.padded_rows / 16);
-        w.first_column = static_cast<int32_t>(column);
-        w.block_stride = static_cast<int32_t>(p.scale_stride);
-        w.scale = p.scale;
         column += gated ? 0 : p.rows;
     }
     const int64_t partial = skinny_partial_bytes(l.ctx->n_processors, max_rows - first_row);
