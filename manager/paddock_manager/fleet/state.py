@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -55,11 +55,12 @@ class Server:
 
 
 @contextmanager
-def _locked(places: Places) -> Iterator[None]:
+def _locked(places: Places, name: str = "state.lock", how: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Holds a lock of the fleet's folder. Raises: BlockingIOError where `how` does not wait."""
     places.fleet.mkdir(parents=True, exist_ok=True)
-    fd = os.open(places.fleet / "state.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    fd = os.open(places.fleet / name, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, how)
         yield
     finally:
         os.close(fd)
@@ -68,16 +69,12 @@ def _locked(places: Places) -> Iterator[None]:
 @contextmanager
 def starting(places: Places, name: str) -> Iterator[None]:
     """While a server of that name is started, nobody else starts one: its log is its own. Raises: Locked."""
-    places.fleet.mkdir(parents=True, exist_ok=True)
-    fd = os.open(places.fleet / f"{file_word(name)}.start", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with ExitStack() as held:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held.enter_context(_locked(places, f"{file_word(name)}.start", fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise Locked(f"{name} is being started by another command", "`paddock ps` shows it when it is ready", name=name) from None
         yield
-    finally:
-        os.close(fd)
 
 
 def _load(places: Places) -> list[Server]:
