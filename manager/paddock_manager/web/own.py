@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,12 +17,15 @@ from paddock_runner.errors import PaddockError
 from paddock_runner.version import our_version
 
 from paddock_manager.fleet import spawn
+from paddock_manager.paths import child_environment
 from paddock_manager.store import headline
 from paddock_manager.web.pool import Entry, Pool
 
 OPEN = {"/", "/health", "/health/live", "/health/ready", "/ping", "/version", "/api/version"}
 """Paths that need no key."""
 LISTS = {"/v1/models", "/api/tags", "/api/ps"}
+TIMEOUT_S = 60.0
+"""For a program that is asked what it is."""
 ABILITIES = {"generate": ["completion"], "embed": ["embedding"], "rank": []}
 
 
@@ -48,10 +52,7 @@ class Own:
         async with self._asking:
             if self._described is None:
                 words = next((e.launch.runner for e in self._pool.entries.values()), ()) or spawn.RUNNER
-                done = await asyncio.to_thread(subprocess.run, [*words, "openapi"], capture_output=True, check=False)
-                if done.returncode:
-                    raise PaddockError("the runner's program does not describe its API", "`paddock-runner openapi` shows why")
-                self._described = json.loads(done.stdout)
+                self._described = await asyncio.to_thread(_described_by, words)
         return self._described
 
     def listed(self, path: str) -> dict[str, Any]:
@@ -82,3 +83,15 @@ class Own:
         left_s = self._pool.may_idle_s(entry) + (entry.last_used - time.monotonic() if not entry.in_flight else 0)
         expires = FOR_EVER if math.isinf(left_s) or entry.server is None else datetime.fromtimestamp(time.time() + left_s, UTC).isoformat().replace("+00:00", "Z")
         return Listed(entry.launch.name, self._created_s, entry.ctx_tokens, entry.need_bytes, facts, expires)
+
+
+def _described_by(words: Sequence[str]) -> dict[str, Any]:
+    """What that program prints. Raises: PaddockError."""
+    try:
+        done = subprocess.run(
+            [*words, "openapi"], stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=True, env=child_environment()
+        )
+        described: dict[str, Any] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise PaddockError(f"the runner's program does not describe its API: {error}", "`paddock-runner openapi` shows why") from None
+    return described
