@@ -1,6 +1,6 @@
 """Whole models in a deterministic context: the same prompts one by one, all together, and cut at random among others. Which layer is the first whose keys, values or states differ.
 
-Usage: python -m bench.company PACK [--models 0.6b.bf16 0.6b.fp8 8b.q4_k_m 30b-a3b.fp8 27b.bf16] [--layers 4] [--prompts 12] [--longest 700] [--out 12] [--cuts 4] [--seed 1]
+Usage: python -m bench.company PACK [--models 0.6b.bf16 0.6b.fp8 8b.q4_k_m 30b-a3b.fp8 27b.bf16] [--layers 4] [--prompts 12] [--longest 700] [--out 12] [--cuts 4] [--seed 1] [--machine NAME]
 Weights are random (bench.gpu_models, bench.gpu_hybrids). Keys and values of every layer are compared bit for bit, a page at a time, and so are recurrent states, drawn tokens and
 their log-probabilities. Ends with 1 when anything differs. --others opens a context that is not deterministic: differences are to be expected then, and show that this finds some.
 """
@@ -24,7 +24,7 @@ from paddock_runner.memory.state import PageLayout, StateSizes, page_layout, sta
 from paddock_runner.pack import abi
 from paddock_runner.pack.device import Device
 
-from . import gpu_hybrids, gpu_models
+from . import board, gpu_hybrids, gpu_models
 
 PAGE_TOKENS, STEP_TOKENS = 16, 2048
 
@@ -215,6 +215,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kv", default="bf16", help="format of keys and values")
     parser.add_argument("--others", action="store_true", help="in a context that is not deterministic")
+    parser.add_argument("--machine", default="", help="writes the board")
+    parser.add_argument("--commit", default="", help="of this tree, where it is no git checkout")
     options = parser.parse_args()
     n, asked = 0, Asked(options.prompts, options.longest, options.out, options.cuts, options.seed, options.kv, not options.others)
     for name in options.models:
@@ -223,6 +225,9 @@ def main() -> int:
         sys.stdout.write(f"{name}, {options.kv}: {len(told)} of {options.prompts * (1 + options.cuts)} answers differ\n" + "".join(f"  {line}\n" for line in told[:12]))
         sys.stdout.flush()
         n += len(told)
+        if options.machine:
+            kept = name if options.kv == "bf16" else f"{name}.kv-{options.kv}"
+            board.write(options.machine, "company", [board.row(f"{options.machine}.company.{kept}.differ", [len(told)], "answers", "lower")], options.commit, layers=options.layers, answers=options.prompts * (1 + options.cuts))
     return 1 if n else 0
 
 

@@ -46,8 +46,8 @@ def state(url: str) -> dict[str, Any]:
         return dict(json.load(answer)["engine"])
 
 
-def run_cell(url: str, name: str, cell: str) -> list[dict[str, Any]]:
-    """One cell: a line of the table, and rows."""
+def run_cell(url: str, name: str, cell: str, n_before: int = 0) -> list[dict[str, Any]]:
+    """One cell: a line of the table, and rows; n_before: cells of that load before it, which have the plain name."""
     found = CELL.fullmatch(cell)
     assert found, cell
     n_in, n_out, streams, requests = map(int, found.groups())
@@ -60,7 +60,8 @@ def run_cell(url: str, name: str, cell: str) -> list[dict[str, Any]]:
         f"  itl {f['itl_p50_ms']:6.2f} {f['itl_p99_ms']:6.2f} x{f['itl_p99_ms'] / max(f['itl_p50_ms'], 1e-9):.2f}  failed {f['failed']}  eighths of ttft {tenths} {f['errors'] or ''}\n"
     )
     sys.stdout.flush()
-    return [board.row(f"h200.load.{name}.{cell.split('x')[0]}.{n}", [f[n]], *UNITS.get(n, ("ms", "lower"))) for n in NAMES] if not f["failed"] else []
+    again = ("", ".again")[n_before] if n_before < 2 else f".again{n_before}"
+    return [board.row(f"h200.load.{name}.{cell.split('x')[0]}{again}.{n}", [f[n]], *UNITS.get(n, ("ms", "lower"))) for n in NAMES] if not f["failed"] else []
 
 
 async def _long(url: str, n_prompt: int, streams: int) -> dict[str, float]:
@@ -99,7 +100,7 @@ def long_prompt(url: str, name: str, n_prompt: int) -> list[dict[str, Any]]:
 def save(a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """The board so far."""
     model = f"{a.model}'s shape, weights made up, closed loop over loopback, prompts as ids"
-    (a.out / "serve.json").write_text(json.dumps(board.document("h200", rows, a.commit, model=model), indent=1) + "\n")
+    board.save(a.out / "serve.json", rows, commit=a.commit, model=model)
 
 
 def serve(folder: Path, name: str, a: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -108,8 +109,8 @@ def serve(folder: Path, name: str, a: argparse.Namespace, rows: list[dict[str, A
     begun = time.monotonic()
     with served.runner(folder, *flags, limit_s=a.limit) as (url, _):
         sys.stdout.write(f"{name}: ready after {time.monotonic() - begun:.1f} s\n")
-        for cell in a.cells:
-            rows += run_cell(url, name, cell)
+        for i, cell in enumerate(a.cells):
+            rows += run_cell(url, name, cell, sum(c.split("x")[0] == cell.split("x")[0] for c in a.cells[:i]))
             save(a, rows)
         seen = state(url)
         sys.stdout.write(f"{name:9}cost {[round(v) for v in seen['cost_us'].values()]} gaps {seen['device_us']}\n")

@@ -12,7 +12,6 @@ anything else (32 rows that take 8 of 256: 163), states twice, keys and values o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -41,6 +40,7 @@ from paddock_runner.formats.table import by_name
 from paddock_runner.memory.state import KV_BYTES, StateSizes, state_layout
 from paddock_runner.pack.device import Device
 
+from . import board
 from .gpu_models import SHORT_PAGES, Driver
 from .gpu_weights import Weight
 
@@ -199,8 +199,7 @@ def main() -> None:
             device.grow_pages(n_pages)
             rows += measure(device, moved, limits["read_gbs"], f"{size}.{format}", options.batches, options.lengths, options.profile)
             device.close()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "hybrids.json").write_text(json.dumps({"context": limits, "rows": rows}, indent=1))
+            board.save(options.out / "hybrids.json", rows, **limits)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ copies of the weights larger than the L2, in one captured program; random data t
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from paddock_runner.pack.library import load_pack
 from paddock_runner.pack.program import Epilogue, Heads, Program
 from paddock_runner.pack.tensor import T
 
+from . import board
 from .gpu_weights import Weight
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/kernels"))
@@ -73,6 +73,12 @@ def wall(b: Bench, n_tokens: int, n_samples: int, floor_ms: float) -> float:
     return max(statistics.median(found), floor_ms)
 
 
+def us_row(id: str, us: float, n_bytes: float, flops: float, floor_us: float = 0.0, peer: tuple[str, list[float]] | None = None) -> dict[str, Any]:
+    """A row of microseconds, with what they are in GB/s (where bytes count) and TFLOP/s."""
+    rates = {"tflops": round(flops / us * 1e-6, 1)} | ({"gbs": round(n_bytes / us * 1e-3, 1)} if n_bytes else {})
+    return board.row(f"h200.{id}", [us], "us", "lower", floor_us, peer) | {"samples": 5} | rates
+
+
 def product(pack: Any, format: tuple[str, str], shapes: tuple[int, ...], k: int, m: int, gated: bool, rng: np.random.Generator) -> tuple[float, int]:
     """(microseconds, weight bytes as packed) of one product."""
     b = Bench(pack, sizes=StateSizes(8, 256, 16, 64, 100, max(m, 64), 64, 8, 5, 3))
@@ -115,14 +121,12 @@ def narrowed(pack: Any, names: tuple[str, ...], m: int, rng: np.random.Generator
     return times[0] - times[1]
 
 
-def narrowed_products(pack: Any, rng: np.random.Generator, m: int) -> list[dict[str, Any]]:
+def narrowed_products(pack: Any, rng: np.random.Generator, m: int) -> Iterator[dict[str, Any]]:
     """Rows of FP8 products behind what narrows their x: three of a layer's four; the fourth, o, narrows x itself."""
-    rows = []
     for names in (("qkv",), ("gate-up", "down")):
         us, flops = narrowed(pack, names, m, rng), sum(2 * m * sum(SHAPES[name][0]) * SHAPES[name][1] for name in names)
-        rows.append({"id": f"h200.product.fp8_e4m3.{'+'.join(names)}.m{m}.narrowed", "us": us, "tflops": flops / us * 1e-6, "note": "x comes in e4m3 from the norm in front, whose time is taken off"})
         sys.stdout.write(f"fp8_e4m3  {'+'.join(names):12} m{m:5} {us:9.1f} us {flops / us * 1e-6:7.1f} TF/s  x narrowed by the norm in front, its time taken off\n")
-    return rows
+        yield us_row(f"product.fp8_e4m3.{'+'.join(names)}.m{m}.narrowed", us, 0.0, flops)
 
 
 def stored_bytes(format: tuple[str, str], shapes: tuple[int, ...], k: int) -> int:
@@ -132,9 +136,8 @@ def stored_bytes(format: tuple[str, str], shapes: tuple[int, ...], k: int) -> in
     return sum(shapes) * by_name(format[0]).row_bytes(k)
 
 
-def products(pack: Any, limits: dict[str, float], rng: np.random.Generator, only: list[str]) -> list[dict[str, Any]]:
+def products(pack: Any, limits: dict[str, float], rng: np.random.Generator, only: list[str]) -> Iterator[dict[str, Any]]:
     """Rows of skinny and tiled products."""
-    rows = []
     for format in FORMATS:
         for m in (1, 4, 8, 16, 32, 64, 256, 2048):
             if only and not any(w in f"{format[0]}.m{m}." for w in only):
@@ -148,12 +151,11 @@ def products(pack: Any, limits: dict[str, float], rng: np.random.Generator, only
                 a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
                 peer = events(lambda a=a, more=more: [torch.matmul(a, z.T) for z in more], 5) / len(more) * 1e3
                 del w, more
-                rows.append({"id": f"h200.product.{format[0]}.{name}.m{m}", "us": us, "gbs": n_bytes / us * 1e-3, "tflops": flops / us * 1e-6, "of_limit": floor / us, "cublas_bf16_us": peer})
                 sys.stdout.write(f"{format[0]:9} {name:8} m{m:5} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s  of floor {floor / us:5.2f}  cublas bf16 {peer:8.1f} us ({peer / us:5.2f}x)\n")
                 sys.stdout.flush()
+                yield us_row(f"product.{format[0]}.{name}.m{m}", us, n_bytes, flops, floor, ("cuBLAS bf16 through torch", [peer]))
             if format[0] == "fp8_e4m3" and m > 64:
-                rows += narrowed_products(pack, rng, m)
-    return rows
+                yield from narrowed_products(pack, rng, m)
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def attention(pack: Any, limits: dict[str, float], rng: np.random.Generator, cas
     floor = max(n_bytes / limits["read_gbs"] * 1e-3, flops / limits["bf16_tflops"] * 1e-6)
     sys.stdout.write(f"{case.name:20} {us:9.1f} us {n_bytes / us * 1e-3:7.0f} GB/s {flops / us * 1e-6:7.1f} TF/s of floor {floor / us:5.2f}\n")
     sys.stdout.flush()
-    return {"id": f"h200.attn.{case.name}", "us": us, "gbs": n_bytes / us * 1e-3, "tflops": flops / us * 1e-6, "of_limit": floor / us}
+    return us_row(f"attn.{case.name}", us, n_bytes, flops, floor)
 
 
 def main() -> None:
@@ -220,6 +222,7 @@ def main() -> None:
     parser.add_argument("pack", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[], help="parts of case names; 'attn' for attention")
+    parser.add_argument("--topic", default="kernels", help="name of the board's file")
     options = parser.parse_args()
     rng, pack = np.random.default_rng(), load_pack(options.pack)
     limits = ceilings()
@@ -227,15 +230,16 @@ def main() -> None:
     rows = []
     if not options.only or "attn" in options.only:
         rows += [attention(pack, limits, rng, case) for case in ATTENDED]
+        board.save(options.out / f"{options.topic}.json", rows, **limits)
         q, k, v = (torch.randn(1, 32, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         ms = events(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), 5)
         sys.stdout.write(f"torch sdpa 8k causal {ms * 1e3:.1f} us {2 * 32 * 128 * 8192 * 8192 / ms / 1e9:.1f} TF/s\n")
-        next(row for row in rows if row["id"] == "h200.attn.prefill8k")["sdpa_us"] = ms * 1e3
+        next(row for row in rows if row["id"] == "h200.attn.prefill8k")["sdpa_us"] = round(ms * 1e3, 1)
     only = [w for w in options.only if w != "attn"]
     if not options.only or only:
-        rows += products(pack, limits, rng, only)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "kernels.json").write_text(json.dumps({"context": limits, "rows": rows}, indent=1))
+        for row in products(pack, limits, rng, only):
+            rows.append(row)
+            board.save(options.out / f"{options.topic}.json", rows, **limits)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import struct
 import sys
@@ -27,6 +26,7 @@ from paddock_runner.memory.state import KV_BYTES, StateSizes
 from paddock_runner.pack import abi
 from paddock_runner.pack.device import Device
 
+from . import board
 from .gpu_weights import Weight
 
 SHAPES = {  # width, feed-forward, layers, heads, kv heads, head width, vocabulary
@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048, 8192])
     parser.add_argument("--kv", default="bf16", help="format of keys and values")
+    parser.add_argument("--topic", default="models", help="name of the board's file")
     parser.add_argument("--ops", action="store_true", help="also microseconds per record of a decode step")
     options = parser.parse_args()
     from .gpu_kernels import ceilings
@@ -250,8 +251,7 @@ def main() -> None:
                     us = device.run(1, 1, 5, True)
                     sys.stdout.write("records us: " + " ".join(f"{t:.1f}" for t in us[:22]) + " ... " + " ".join(f"{t:.1f}" for t in us[-6:]) + f" sum {sum(us):.0f}\n")
                 device.close()
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "models.json").write_text(json.dumps({"context": limits, "rows": rows}, indent=1))
+                board.save(options.out / f"{options.topic}.json", rows, **limits)
 
 
 if __name__ == "__main__":

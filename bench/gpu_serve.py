@@ -97,6 +97,7 @@ def main() -> int:
             sys.stdout.write(f"{a.name}: ready after {ready:.2f} s, first token after {started:.2f} s {first.get('usage')}\n")
             rows.append(board.row(f"h200.start_s.{a.name}", [started], "s", "lower"))
             sys.stdout.write(stage_table(start_stages(f"http://127.0.0.1:{port}")))
+            board.save(a.out / "start.json", rows, checkpoint=a.checkpoint.name)
             after_ready = used_mib()
             if a.gaps:
                 rows += gaps(port, a.name)
@@ -108,8 +109,7 @@ def main() -> int:
         finally:
             process.terminate()
             process.wait(60)
-    a.out.mkdir(parents=True, exist_ok=True)
-    (a.out / f"serve-{a.name}.json").write_text(json.dumps(rows, indent=1))
+    board.save(a.out / "start.json", rows, checkpoint=a.checkpoint.name)
     return 0
 
 

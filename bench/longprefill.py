@@ -156,6 +156,10 @@ class Scene:
         return found
 
 
+Figure = tuple[str, str, list[float], int]
+"""Of a guest: the end of its row's id, unit, values, and of how many guests they are."""
+
+
 PRICES: dict[tuple[int, int, int], list[float]] = {}
 """Milliseconds of steps with prefill beside decode rows, by rows, tokens of prefill, and thousands of tokens before them."""
 
@@ -177,8 +181,8 @@ def share(values: list[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
 
 
-def guests(scene: Scene, n_prompt: int, rounds: int, n_many: int = 64) -> None:
-    """A client with one prompt beside one with many; prints its time to first token, alone and by when it comes."""
+def guests(scene: Scene, n_prompt: int, rounds: int, n_many: int = 64) -> list[Figure]:
+    """A client with one prompt beside one with many; its time to first token, alone and by when it comes."""
     alone = statistics.median(scene.first_token_s(n_prompt) for _ in range(5))
     found = []
     for _ in range(rounds):
@@ -194,10 +198,13 @@ def guests(scene: Scene, n_prompt: int, rounds: int, n_many: int = 64) -> None:
         f"{n_prompt} tokens alone {1e3 * alone:.1f} ms; beside {n_many}: p50 {1e3 * found[rounds // 2]:.1f} ms {found[rounds // 2] / alone:.2f}x, most {1e3 * found[-1]:.1f} ms {found[-1] / alone:.2f}x\n"
     )
     sys.stdout.flush()
+    ratios = [first / alone for first in found]
+    return [(f"{n_prompt}.ttft_p50", "x of alone", [found[rounds // 2] / alone], rounds), (f"{n_prompt}.ttft_most", "x of alone", ratios[-1:], rounds), (f"{n_prompt}.alone_ms", "ms", [1e3 * alone], rounds)]
 
 
-def beside(scene: Scene, options: argparse.Namespace) -> None:
-    """Short prompts while a long one is read beside the streams; prints their times to first token."""
+def beside(scene: Scene, options: argparse.Namespace) -> list[Figure]:
+    """Short prompts while a long one is read beside the streams; their times to first token."""
+    told = list[Figure]()
     alone = {n: statistics.median(scene.first_token_s(n) for _ in range(5)) for n in options.beside}
     apart = scene.first_token_s(options.prompt) / 3
     for n, first in alone.items():
@@ -219,6 +226,8 @@ def beside(scene: Scene, options: argparse.Namespace) -> None:
             f"{' '.join(f'{1e3 * x:.1f}' for x in found)} ms; gaps before p50 {share(quiet, 0.5):.2f}, meanwhile p50 {share(busy, 0.5):.2f} p99 {share(busy, 0.99):.2f} most {max(busy):.2f} ms\n"
         )
         sys.stdout.flush()
+        told += [] if not found else [(f"{n}.aside.ttft_ms", "ms", [1e3 * x for x in found], len(found)), (f"{n}.aside.alone_ms", "ms", [1e3 * first], 5), (f"{n}.aside.itl_p99_ms", "ms", [share(busy, 0.99)], len(busy))]
+    return told
 
 
 def policy_of(words: str) -> Policy:
@@ -294,18 +303,20 @@ def run(model: Model, options: argparse.Namespace) -> None:
         scene.begin(policy_of(changes))
         sys.stdout.write(f"{changes}: ")
         measure(scene, options)
-    if options.beside:
-        beside(scene, options)
+    told = beside(scene, options) if options.beside else list[Figure]()
     if options.guests:
         scene.begin(Policy())
+    of = Path(options.model).stem if Path(options.model).exists() else options.model.replace(".", "-")
     for n_prompt in options.guests:
-        guests(scene, n_prompt, 4 * options.rounds)
-    if options.policy or options.guests or options.beside:
+        told += guests(scene, n_prompt, 4 * options.rounds)
+    if told and options.machine:
+        rows = [board.row(f"{options.machine}.guest.{of}.{end}", values, unit, "lower") | {"samples": n} for end, unit, values, n in told]
+        board.write(options.machine, "aside" if options.beside else "guests", rows, options.commit, streams=options.streams, prompt=options.prompt)
+    if options.policy or told:
         return
     sys.stdout.write(f"{part:g} aside: ")
     found.append(("", measure(scene, options)))
     if options.machine:
-        of = Path(options.model).stem if Path(options.model).exists() else options.model.replace(".", "-")
         names = (f"{options.machine}.longprefill", f"{options.machine}.longprefill.{of}.{options.streams}x{options.prompt}")
         rows = [board.row(f"{name}{how}.{k}", [v], "x", "lower") for name in names for how, ratios in found for k, v in zip(RATIOS, ratios, strict=True)]
         board.write(options.machine, "longprefill", rows, options.commit, load_average=round(os.getloadavg()[0], 2), model=Path(options.model).name)
