@@ -37,6 +37,11 @@ def row(id: str, samples: Sequence[float], unit: str, better: str = "higher", li
     return found
 
 
+def model_name(model: str) -> str:
+    """Of a checkpoint's path, or of a shape and format (8b.fp8), as ids have it."""
+    return Path(model).stem if Path(model).exists() else model.replace(".", "-")
+
+
 @cache
 def processor() -> str:
     """The processor's name and how many we may use."""

@@ -4,7 +4,7 @@
 #   build ops check memory race kernels layers models      as they are named; ops: tests/kernels whole, in JOBS processes
 #   whole 32b products attention hybrids                   boards of programs, without HTTP
 #   steps                                                  prices of steps, a table without a board
-#   serve_bf16 serve_fp8 twin long guests aside start gaps agents tiers soak fit     boards of servers and of the engine
+#   serve_bf16 serve_fp8 twin twin_bf16 long guests aside start gaps agents tiers soak fit     boards of servers and of the engine
 #   killed company                                         answers after kill -9; alone, together and cut (no figures of time)
 #   m s0 s1 s2                                             a release's run: ops; models and BF16; FP8; what must not break
 # Logs go to OUT (default build/device), boards to OUT/boards: python -m bench.boards OUT... makes the tree's of them.
@@ -43,6 +43,7 @@ models() { limited "$1" "$2" 40 python3 -m bench.gpu_models "$PACK" --out "$OUT/
 kernels() { limited "$1" "$2" 70 python3 -m bench.gpu_kernels "$PACK" --out "$OUT/boards" --topic "$1" "${@:3}"; }
 cells() { limited "serve_$1" 70 12 python3 -m bench.gpu_cells --pack "$PACK" --out "$OUT/boards/$1" --formats "$1" --folder "$FILES" --cells 128/128c32x128 128/128c1x4 128/128c8x32 128/128c32x128 128/128c128x384 128/128c128x1280 2048/128c32x96; }
 long() { limited "$1" "$2" 12 python3 -m bench.longprefill 8b.bf16 --pack "$PACK" --machine h200 "${@:3}"; }
+twin() { PADDOCK_BENCH_OUT=$OUT/boards/twin.$1 limited "twin_$1" 60 12 python3 -m bench.twin "8b.$1" --pack "$PACK" --cells 128/128c32 128/128c128 2048/128c32 --rounds 2 --machine h200; }
 sanitized() { limited "$1" 200 12 compute-sanitizer --tool "$1" --error-exitcode 9 python3 -m bench.gpu_check "$PACK" --small; }
 
 ops() {
@@ -71,7 +72,8 @@ step() {
         steps) limited steps 60 60 python3 -m bench.gpu_steps "$PACK" ${STEPS:-} ;;
         serve_bf16) cells bf16 ;;
         serve_fp8) cells fp8 ;;
-        twin) limited twin 60 12 python3 -m bench.twin 8b.fp8 --pack "$PACK" --cells 128/128c32 128/128c128 2048/128c32 --rounds 2 --machine h200 ;;
+        twin) twin fp8 ;;
+        twin_bf16) twin bf16 ;;
         long) long long 60 --streams 16 --prompt 65000 --rounds 1 --share 0 0.636 ;;
         guests) long guests 60 --guests ${GUESTS:-128 512 2048} --rounds "${ROUNDS:-3}" ;;
         aside) long aside 40 --prompt 48000 --beside 200 1000 ;;
@@ -84,7 +86,7 @@ step() {
         soak) made 8b fp8 8b-fp8 && limited soak 300 30 python3 -m bench.soak "$FILES/8b-fp8" --minutes "${MINUTES:-1.2}" --every 5 --streams 128 --abort 0.2 --vocab 150000 --idle 5 --machine h200 --options "${SERVED[@]}" --max-ctx 4096 --max-batch 128 ;;
         fit) limited fit 70 50 python3 -m bench.fit_matrix --pack "$PACK" --gpu 0 --out "$OUT/boards" --seconds "${FIT_S:-52}" --only 8b.bf16 8b.fp8 8b.q4_k_m 27b-hybrid.fp8 0.6b.bf16 ;;
         m) step ops ;;
-        s0) for s in whole serve_bf16 32b attention products; do step $s; done ;;
+        s0) for s in whole serve_bf16 32b attention products twin_bf16; do step $s; done ;;
         s1) for s in serve_fp8 gaps guests long hybrids twin agents fit; do step $s; done ;;
         s2) # Nothing is timed in these two.
             step killed & step company

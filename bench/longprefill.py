@@ -306,7 +306,7 @@ def run(model: Model, options: argparse.Namespace) -> None:
     told = beside(scene, options) if options.beside else list[Figure]()
     if options.guests:
         scene.begin(Policy())
-    of = Path(options.model).stem if Path(options.model).exists() else options.model.replace(".", "-")
+    of = board.model_name(options.model)
     for n_prompt in options.guests:
         told += guests(scene, n_prompt, 4 * options.rounds)
     if told and options.machine:

@@ -156,7 +156,7 @@ def main() -> None:
     options = parser.parse_args()
     cells = [tuple(map(int, match.groups())) for cell in options.cells if (match := CELL.fullmatch(cell))]
     options.streams, options.prompt, options.beside = max(c for _, _, c in cells) - 1, max(a + b for a, b, _ in cells), []
-    loop, rows = library(), list[dict[str, Any]]()
+    loop, rows, of = library(), list[dict[str, Any]](), board.model_name(options.model)
     with TemporaryDirectory() as folder:
         scene = Scene(opened(options.model, options.prompt, Path(folder)), options, 0.0)
     freeze()
@@ -174,10 +174,11 @@ def main() -> None:
             sys.stdout.flush()
         rate, first = ([x[i] for x in ours] for i in (0, 1))
         their_rate, their_first = ([x[i] for x in theirs] for i in (0, 1))
-        rows.append(board.row(f"{options.machine or 'here'}.twin.{name}.out_tok_s", rate, "tok/s", peer=("C++ loop", their_rate)))
-        rows.append(board.row(f"{options.machine or 'here'}.twin.{name}.ttft_p50_ms", first, "ms", "lower", peer=("C++ loop", their_first)))
-    for row in rows:
+        for id in (f"{options.machine or 'here'}.twin.{name}", f"{options.machine or 'here'}.twin.{of}.{name}"):
+            rows.append(board.row(f"{id}.out_tok_s", rate, "tok/s", peer=("C++ loop", their_rate)))
+            rows.append(board.row(f"{id}.ttft_p50_ms", first, "ms", "lower", peer=("C++ loop", their_first)))
+        if options.machine:
+            board.write(options.machine, "twin", rows, options.commit, load_average=round(os.getloadavg()[0], 2), model=Path(options.model).name)
+    for row in (r for r in rows if f".{of}." not in r["id"]):
         sys.stdout.write(f"{row['id']:34} {row['value']:10.2f} {row['unit']:6} C++ {row['peer_value']:10.2f}  ratio {row['vs_peer']:.4f}\n")
-    if options.machine:
-        board.write(options.machine, "twin", rows, options.commit, load_average=round(os.getloadavg()[0], 2), model=Path(options.model).name)
     scene.device.close()
