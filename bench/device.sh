@@ -36,6 +36,9 @@ limited() {
     echo "== $name: rc $rc, $((SECONDS - start)) s of $limit"
 }
 
+# Minutes of load that a soak has until the end: it starts in three seconds and is left alone for five.
+minutes() { python3 -c "print(round(max(0.3, ($END - $SECONDS - 16) / 60), 2) if $END else 1.2)"; }
+
 # made SIZE FORMAT NAME: a checkpoint with made-up weights, once.
 made() { [ -e "$FILES/$3/model.safetensors" ] || is_over || python3 -m bench.synthetic "$1" "$2" "$FILES/$3"; }
 
@@ -83,11 +86,11 @@ step() {
         tiers) made 8b fp8 8b-fp8 && mkdir -p "$OUT/tmp" && limited tiers 60 6 python3 -m bench.tiers "$FILES/8b-fp8" --pack "$PACK" --tokens 100000 --disk-tokens 2048 --rounds 1 --folder "$OUT/tmp" --machine h200; rm -rf "$OUT/tmp" ;;
         killed) made 0.6b bf16 s06 && limited killed 80 14 python3 -m bench.killed "$FILES/s06" --kills "${KILLS:-8}" --life 1.0 --streams 16 --prompts 200 --in 512 --vocab 150000 --disk-gib 4 --host-gib 1 --machine h200 --options "${SERVED[@]}" --max-ctx 4096 --max-batch 16 ;;
         company) limited company 60 20 python3 -m bench.company "$PACK" --models 0.6b.bf16 8b.fp8 8b.q4_k_m 30b-a3b.fp8 --machine h200 ;;
-        soak) made 8b fp8 8b-fp8 && limited soak 300 30 python3 -m bench.soak "$FILES/8b-fp8" --minutes "${MINUTES:-1.2}" --every 5 --streams 128 --abort 0.2 --vocab 150000 --idle 5 --machine h200 --options "${SERVED[@]}" --max-ctx 4096 --max-batch 128 ;;
-        fit) limited fit 70 50 python3 -m bench.fit_matrix --pack "$PACK" --gpu 0 --out "$OUT/boards" --seconds "${FIT_S:-52}" --only 8b.bf16 8b.fp8 8b.q4_k_m 27b-hybrid.fp8 0.6b.bf16 ;;
+        soak) made 8b fp8 8b-fp8 && limited soak 600 30 python3 -m bench.soak "$FILES/8b-fp8" --minutes "${MINUTES:-$(minutes)}" --every 5 --streams 128 --abort 0.2 --vocab 150000 --idle 5 --machine h200 --options "${SERVED[@]}" --max-ctx 4096 --max-batch 128 ;;
+        fit) limited fit 70 50 python3 -m bench.fit_matrix --pack "$PACK" --gpu 0 --out "$OUT/boards" --seconds "${FIT_S:-52}" --only 8b.bf16 8b.fp8 8b.q4_k_m 27b-hybrid.fp8 ${FIT:---ctx 4096 32768 --batch 1 32} ;;
         m) step ops ;;
-        s0) for s in whole serve_bf16 32b attention products twin_bf16; do step $s; done ;;
-        s1) for s in serve_fp8 gaps guests long hybrids twin agents fit; do step $s; done ;;
+        s0) for s in whole serve_bf16 32b attention products long twin_bf16; do step $s; done ;;
+        s1) for s in serve_fp8 gaps guests twin agents fit hybrids; do step $s; done ;;
         s2) # Nothing is timed in these two.
             step killed & step company
             wait
