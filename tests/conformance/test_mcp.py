@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.conformance.live import KEY, MODEL, Live
@@ -15,6 +16,7 @@ mcp = pytest.importorskip("mcp")
 from mcp.client.session import ClientSession  # noqa: E402
 from mcp.client.streamable_http import streamable_http_client  # noqa: E402
 
+HEADERS = {"accept": "application/json, text/event-stream", "content-type": "application/json", "mcp-protocol-version": "2025-06-18"}
 ASK = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
 
 
@@ -80,3 +82,28 @@ def test_key_and_host_are_checked_and_broken_messages_are_4xx(server: Live) -> N
         for method in ("GET", "DELETE"):  # a stream that nothing ever comes on would hold up the runner's end
             assert client.request(method, "/mcp", headers=headers, timeout=5).status_code == 405
     assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}).status_code == 200
+
+
+CALL = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "generate", "arguments": {"prompt": "Hi"}}}
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_client_that_leaves_a_call_ends_it(server: Live, starts: bool) -> None:
+    server.script.starts, server.script.n_tokens = starts, 2
+    with server.client() as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/mcp", json=CALL, headers=HEADERS, timeout=0.5)
+    assert server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+    with server.client() as client:
+        assert "paddock_aborted_requests_total 0\n" not in client.get("/metrics").text
+
+
+def test_call_is_its_key_s_and_its_session_s_as_any_request_is(server: Live) -> None:
+    """Prompts are found in the cache by whoever sent them, nobody else; and who waits too long is told."""
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    for headers in ({}, {"x-session-id": "one"}):
+        assert server.post("/v1/chat/completions", body, headers=headers).status_code == 200
+        assert server.post("/mcp", CALL, headers={**HEADERS, **headers}).json()["result"]["isError"] is False
+        chat, call = server.engine.asked[-2:]
+        assert (call.salt, call.client, call.weight) == (chat.salt, chat.client, chat.weight) and call.salt and call.received_ns
+    assert server.post("/mcp", CALL, headers={**HEADERS, "x-queue-timeout-ms": "60000"}).status_code == 200
+    assert server.engine.asked[-1].deadline_ns > server.engine.asked[-1].received_ns

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from ..errors import PaddockError, UnsupportedError
-from ..turns.turn import Caller
+from ..errors import Cancelled, PaddockError, UnsupportedError
 from ..version import our_version
 from .http import ENCODER, Exchange
 from .mcp_tools import TOOLS, call, schema_of
+from .problem import LEFT
 from .service import Front
 
-CLIENT = "paddock.caller"
+EXCHANGE = "paddock.exchange"
 
 
 class McpRequest(msgspec.Struct, kw_only=True):
@@ -56,7 +56,7 @@ class Mcp:
     async def serve(self, exchange: Exchange) -> None:
         """One HTTP request."""
         await asyncio.shield(self._is_running)
-        await exchange.hand_over(self._manager.handle_request, {CLIENT: exchange.client})
+        await exchange.hand_over(self._manager.handle_request, {EXCHANGE: exchange})
 
     def close(self) -> None:
         """Ends the task."""
@@ -72,10 +72,12 @@ class Mcp:
         return self._types.ListToolsResult(tools=tools)
 
     async def _call(self, context: Any, params: Any) -> Any:
-        client = context.request.scope.get(CLIENT, 0) if context.request is not None else 0
+        exchange: Exchange = context.request.scope[EXCHANGE]
         try:
-            found = await call(self._front, params.name, params.arguments or {}, Caller(client))
+            found = await call(self._front, exchange, params.name, params.arguments or {})
         except PaddockError as error:
+            if isinstance(error, Cancelled):
+                exchange.log["end"] = LEFT
             return self._result(str(error), None, True)
         return self._result(ENCODER.encode(found).decode() if not isinstance(found.get("text"), str) else found["text"], found, False)
 

@@ -15,9 +15,10 @@ from ..turns.vectors import vectors
 from ..turns.wish import Wish
 from . import misfit
 from .held import Held, of_schema
+from .http import Exchange
 from .openai.embeddings import finished, prompts_of
 from .rerank import MAX_DOCUMENTS, scores_of
-from .service import Front
+from .service import Front, caller, run_alone, run_turn
 
 MAX_TOKENS = 1024
 """Of an answer whose length the caller leaves open."""
@@ -94,8 +95,8 @@ def schema_of(kind: type) -> dict[str, Any]:
     return {**found, "$defs": parts} if parts else found
 
 
-async def call(front: Front, name: str, arguments: Mapping[str, Any], whose: Caller) -> dict[str, Any]:
-    """A tool's result. Raises: UsageError for an unknown tool or wrong arguments; what the turn raises."""
+async def call(front: Front, exchange: Exchange, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool's result. exchange: the request that the call came with; when its client leaves the call ends, for the SDK does not look. Raises: UsageError for an unknown tool or wrong arguments; what the turn raises."""
     tool = next((t for t in TOOLS if t.name == name), None)
     if tool is None:
         raise UsageError(f"there is no tool {name[:100]!r}", f"the tools are {', '.join(t.name for t in TOOLS)}")
@@ -104,18 +105,19 @@ async def call(front: Front, name: str, arguments: Mapping[str, Any], whose: Cal
     except msgspec.ValidationError as error:
         raise misfit.of(error, arguments, name) from None
     front.require_ready()
+    whose = caller(exchange, exchange.client)
     if isinstance(given, Generate):
         front.require_text()
-        return await _generate(front, given, whose)
+        return await _generate(front, exchange, given, whose)
     if isinstance(given, Embed):
         form = front.require_vectors("embed")
         prompts = await prompts_of(front, form, [*given.texts], given.input_type)
-        rows = finished(form, await vectors(front.desk, prompts, whose), form.width)
+        rows = finished(form, await run_alone(exchange, vectors(front.desk, prompts, whose)), form.width)
         return {"vectors": rows.tolist(), "width": form.width, "prompt_tokens": sum(map(len, prompts))}
     if isinstance(given, Rerank):
         if not 1 <= len(given.documents) <= MAX_DOCUMENTS or (given.top_n or 1) < 1:
             raise UsageError(f"rerank: send 1 to {MAX_DOCUMENTS} documents, and a top_n of at least 1")
-        scores, n_tokens = await scores_of(front, [(given.query, text) for text in given.documents], None, whose)
+        scores, n_tokens = await run_alone(exchange, scores_of(front, [(given.query, text) for text in given.documents], None, whose))
         order = sorted(range(len(scores)), key=lambda i: (-float(scores[i]), i))[: given.top_n]
         return {"results": [{"index": i, "score": float(scores[i])} for i in order], "prompt_tokens": n_tokens}
     if isinstance(given, CountTokens):
@@ -126,7 +128,7 @@ async def call(front: Front, name: str, arguments: Mapping[str, Any], whose: Cal
     return {"models": [{"name": served.name, "max_ctx_tokens": served.max_ctx_tokens, **served.facts}]}
 
 
-async def _generate(front: Front, given: Generate, whose: Caller) -> dict[str, Any]:
+async def _generate(front: Front, exchange: Exchange, given: Generate, whose: Caller) -> dict[str, Any]:
     if (given.prompt is None) == (given.messages is None):
         raise UsageError("generate: send either prompt or messages")
     messages = given.messages if given.messages is not None else [{"role": "user", "content": given.prompt}]
@@ -145,12 +147,7 @@ async def _generate(front: Front, given: Generate, whose: Caller) -> dict[str, A
         reading = replace(reading, guide=await held.guide(front, wish, text))
     collector = Collector(1)
     turn = Turn(front.desk, front.served, [prompt], wish, collector, whose, reading)
-    try:
-        turn.start()
-        await turn.ended
-    finally:
-        turn.abandon()
-        front.metrics.on_turn(turn.usage, turn.timing, turn.gaps_ns)
+    await run_turn(front, exchange, turn)
     (answer,) = collector.answers
     usage = turn.usage
     found: dict[str, Any] = {"text": answer.text, "finish_reason": answer.end.reason}
