@@ -19,6 +19,7 @@ from paddock_runner.turns.collect import Collector
 from paddock_runner.turns.desk import Desk
 from paddock_runner.turns.served import Served
 from paddock_runner.turns.turn import Caller, Reading, Turn
+from paddock_runner.turns.vectors import MAX_OPEN, vectors
 from paddock_runner.turns.wish import Wish
 from paddock_runner.wire import messages as m
 
@@ -235,6 +236,26 @@ def test_token_without_text_is_counted_and_harmless() -> None:
         bench.port.tell([m.StepResult(1, [row(ask, A)]), m.StepResult(2, [row(ask, TOKENIZER.n_vocab + 5)]), m.Done(ask.ask_id, m.Reason.LENGTH)])
         await turn.ended
         assert found.answers[0].text == "x" and turn.usage.output_tokens == 2
+
+    inside(run())
+
+
+def test_asks_for_vectors_have_their_caller_s_weight_and_its_deadline_until_one_is_there() -> None:
+    async def run() -> None:
+        bench = Bench()
+        caller = Caller(client=7, salt=8, received_ns=9, weight=3, deadline_ns=1000)
+        work = asyncio.ensure_future(vectors(bench.desk, [array("i", [A])] * (MAX_OPEN + 1), caller))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        asks = bench.port.asks
+        while len(asks) < MAX_OPEN:
+            await asyncio.sleep(0)
+        assert {(a.client, a.salt, a.weight, a.deadline_ns) for a in asks} == {(7, 8, 3, 1000)}
+        while len(asks) < MAX_OPEN + 1:
+            bench.port.tell([m.Vector(asks[0].ask_id, bytes(8))])
+            await asyncio.sleep(0)
+        assert (asks[-1].weight, asks[-1].deadline_ns) == (3, 0), "the request has begun"
+        bench.port.tell([m.Vector(a.ask_id, bytes(8)) for a in asks])
+        assert (await work).shape == (MAX_OPEN + 1, 2)
 
     inside(run())
 
