@@ -6,6 +6,7 @@ import json
 import socket
 
 import pytest
+from paddock_runner.wire.messages import Refused, RefusedCode
 
 from tests.conformance.live import KEY, Live
 
@@ -114,3 +115,21 @@ def test_stream_that_waits_gets_comments_so_that_nobody_hangs_up(server: Live) -
     server.script.starts = True
     assert b"[DONE]" in read_until(client, b"[DONE]")
     client.close()
+
+
+def test_counted_are_the_prompts_that_were_read_and_not_those_that_were_refused(server: Live) -> None:
+    def counted() -> int:
+        with server.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("paddock_prompt_tokens_total "))
+
+    before = counted()
+    n = server.post("/v1/chat/completions", {**BODY, "n": 2}).json()["usage"]["prompt_tokens"]
+    assert counted() == before + n
+    assert server.post("/v1/completions", {"prompt": "xyz " * 20_000}).status_code == 400
+    server.script.refusal = Refused(0, RefusedCode.QUEUE_FULL, 250, 5, 4)
+    assert server.post("/v1/chat/completions", BODY).status_code == 429
+    server.script.refusal, server.script.starts = None, False
+    send(server, BODY).close()
+    assert server.engine.wait_for(lambda: bool(server.engine.aborted))
+    assert counted() == before + n

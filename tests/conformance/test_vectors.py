@@ -96,6 +96,19 @@ def test_many_inputs_at_once_equal_one_at_a_time(embedder: Runner) -> None:
         np.testing.assert_allclose(answer["data"][i]["embedding"], alone, atol=1e-4)
 
 
+def test_the_tokens_of_inputs_are_counted(embedder: Runner) -> None:
+    def counted() -> int:
+        return next(int(line.split()[1]) for line in httpx.get(embedder.url + "/metrics").text.splitlines() if line.startswith("paddock_prompt_tokens_total "))
+
+    before = counted()
+    n = sum(post(embedder, path, body)[1]["usage"]["prompt_tokens"] for path, body in (
+        ("/v1/embeddings", {"input": ["paris", "a dog"]}), ("/v1/rerank", {"query": "paris", "documents": ["a", "dog"]}), ("/v1/score", {"text_1": "paris", "text_2": "dog"}),
+    ))  # fmt: skip
+    n += post(embedder, "/api/embed", {"input": "paris"})[1]["prompt_eval_count"]
+    assert post(embedder, "/v1/embeddings", {"input": "dog " * 70})[0] == 400
+    assert counted() == before + n and n > 10
+
+
 def test_an_input_type_puts_the_model_s_prompt_before_the_text(embedder: Runner) -> None:
     asked = post(embedder, "/v1/embeddings", {"input": "paris", "input_type": "search_query"})[1]
     plain = post(embedder, "/v1/embeddings", {"input": "what is paris"})[1]

@@ -18,7 +18,7 @@ from .held import Held, of_schema
 from .http import Exchange
 from .openai.embeddings import finished, prompts_of
 from .rerank import MAX_DOCUMENTS, scores_of
-from .service import Front, caller, run_alone, run_turn
+from .service import Front, account_vectors, caller, run_alone, run_turn
 
 MAX_TOKENS = 1024
 """Of an answer whose length the caller leaves open."""
@@ -113,11 +113,13 @@ async def call(front: Front, exchange: Exchange, name: str, arguments: Mapping[s
         form = front.require_vectors("embed")
         prompts = await prompts_of(front, form, [*given.texts], given.input_type)
         rows = finished(form, await run_alone(exchange, vectors(front.desk, prompts, whose)), form.width)
-        return {"vectors": rows.tolist(), "width": form.width, "prompt_tokens": sum(map(len, prompts))}
+        account_vectors(front, exchange, len(prompts), n_tokens := sum(map(len, prompts)))
+        return {"vectors": rows.tolist(), "width": form.width, "prompt_tokens": n_tokens}
     if isinstance(given, Rerank):
         if not 1 <= len(given.documents) <= MAX_DOCUMENTS or (given.top_n or 1) < 1:
             raise UsageError(f"rerank: send 1 to {MAX_DOCUMENTS} documents, and a top_n of at least 1")
         scores, n_tokens = await run_alone(exchange, scores_of(front, [(given.query, text) for text in given.documents], None, whose))
+        account_vectors(front, exchange, len(scores), n_tokens)
         order = sorted(range(len(scores)), key=lambda i: (-float(scores[i]), i))[: given.top_n]
         return {"results": [{"index": i, "score": float(scores[i])} for i in order], "prompt_tokens": n_tokens}
     if isinstance(given, CountTokens):

@@ -26,15 +26,22 @@ class Metrics(Requests):
         self._queued = Histogram(SECONDS)
         self._gap = Histogram(GAPS)
 
-    def on_turn(self, usage: Usage, timing: Timing, gaps_ns: list[int]) -> None:
-        """A turn ended, in whatever way. gaps_ns: between its tokens, the shortest first."""
-        for name in self._totals:
-            self._totals[name] += getattr(usage, name)
+    def on_turn(self, usage: Usage, begun_tokens: int, timing: Timing, gaps_ns: list[int]) -> None:
+        """A turn ended, in whatever way. begun_tokens: of its prompts, those that the engine began with. gaps_ns: between its tokens, the shortest first."""
+        totals = self._totals
+        totals["prompt_tokens"] += begun_tokens
+        totals["cached_tokens"] += usage.cached_tokens
+        totals["output_tokens"] += usage.output_tokens
+        totals["reasoning_tokens"] += usage.reasoning_tokens
         if (first := timing.first_token_ms) is not None:
             self._first.observe(first / 1e3)
         if timing.started_ns:
             self._queued.observe(timing.queued_ns / 1e9)
         self._gap.observe_all(gaps_ns)
+
+    def on_vectors(self, n_tokens: int) -> None:
+        """Inputs of so many tokens became vectors."""
+        self._totals["prompt_tokens"] += n_tokens
 
     def text(self, engine: Mapping[str, Any] | None) -> str:
         """The exposition. engine: numbers of the engine's own account, of which `counters` only grow."""

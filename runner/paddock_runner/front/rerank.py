@@ -14,7 +14,7 @@ from ..text.vectors import VectorForm
 from ..turns.turn import Caller
 from ..turns.vectors import unit, vectors
 from .http import Exchange
-from .service import Front, Shape, caller, run_alone
+from .service import Front, Shape, account_vectors, caller, run_alone
 
 MAX_DOCUMENTS = 2048
 
@@ -62,7 +62,7 @@ async def post_rerank(front: Front, exchange: Exchange) -> None:
         raise UsageError(f"top_n is {body.top_n}, at least 1 is needed", param="top_n")
     pairs = [(body.query, text) for text in texts]
     scores, n_tokens = await run_alone(exchange, scores_of(front, pairs, body.instruction, caller(exchange, exchange.client)))
-    exchange.log.update(prompt_tokens=n_tokens, inputs=len(texts))
+    account_vectors(front, exchange, len(texts), n_tokens)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
     wants_text = exchange.path != "/v2/rerank" if body.return_documents is None else body.return_documents
     results = [{"index": i, "relevance_score": scores[i], **({"document": {"text": texts[i]}} if wants_text else {})} for i in order]
@@ -83,7 +83,7 @@ async def post_score(front: Front, exchange: Exchange) -> None:
         raise UsageError(f"text_1 has {len(first)} texts, text_2 has {len(second)}: send one and many, or as many of both, at most {MAX_DOCUMENTS}", param="text_2")
     pairs = list(zip(first, second, strict=True))
     scores, n_tokens = await run_alone(exchange, scores_of(front, pairs, body.instruction, caller(exchange, exchange.client)))
-    exchange.log.update(prompt_tokens=n_tokens, inputs=len(pairs))
+    account_vectors(front, exchange, len(pairs), n_tokens)
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
     head = {"id": "score-" + secrets.token_hex(12), "object": "list", "created": int(time.time()), "model": front.served.name}
     await exchange.answer_json({**head, "data": data, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}})

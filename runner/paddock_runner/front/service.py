@@ -227,6 +227,12 @@ async def run_stream(front: Front, exchange: Exchange, turn: Turn, stream: Event
         front.streams.discard(stream)
 
 
+def account_vectors(front: Front, exchange: Exchange, n_inputs: int, n_tokens: int) -> None:
+    """Inputs became vectors, or scores."""
+    front.metrics.on_vectors(n_tokens)
+    exchange.log.update(prompt_tokens=n_tokens, inputs=n_inputs)
+
+
 def _note_cache(exchange: Exchange, note: CacheNote, text: str) -> None:
     """Tells the client, in a header, why not more of its prompt was cached; the log gets numbers, never text."""
     miss = note.miss.name.lower()
@@ -241,7 +247,7 @@ def _note_cache(exchange: Exchange, note: CacheNote, text: str) -> None:
 
 def _account(front: Front, exchange: Exchange, turn: Turn) -> None:
     usage, timing, gaps = turn.usage, turn.timing, turn.gaps_ns
-    front.metrics.on_turn(usage, timing, gaps)
+    front.metrics.on_turn(usage, turn.begun_tokens, timing, gaps)
     exchange.log.update(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, output_tokens=usage.output_tokens)
     if timing.started_ns:
         exchange.log.update(queue_ms=round(timing.queued_ns / 1e6, 3))

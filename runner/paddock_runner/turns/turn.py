@@ -142,6 +142,7 @@ class Turn:
         """Told, before anything is written, what the cache knew of the first prompt, and how that goes on after it."""
         self.is_started = False
         self.is_touched = False
+        self._begun: set[int] = set()
         self._n_open = 0
 
     def start(self) -> None:
@@ -207,6 +208,7 @@ class Turn:
 
     def on_started(self, event: Started, prompt: int) -> None:
         """Called by a choice that the engine began, with the number of its prompt."""
+        self._begun.add(prompt)
         if not self.is_started:
             self.is_started = True
             self.timing.started_ns = self.desk.now_ns
@@ -250,6 +252,11 @@ class Turn:
             sum(c.drafted_tokens for c in self.choices),
             sum(c.accepted_tokens for c in self.choices),
         )
+
+    @property
+    def begun_tokens(self) -> int:
+        """Tokens of the prompts that the engine began: what was refused, or waited until its client left, was never read."""
+        return sum(len(self.prompts[i]) for i in self._begun)
 
     @property
     def gaps_ns(self) -> list[int]:

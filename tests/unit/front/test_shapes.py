@@ -92,7 +92,7 @@ def test_metrics_are_valid_exposition_and_add_up() -> None:
     metrics.on_request("/v1/models", 200, 0.003)
     metrics.on_request("/v1/models", 499, 7.0)
     metrics.on_request("/v1/completions", 200, 7.0, has_left=True)
-    metrics.on_turn(Usage(10, 4, 3, 1), Timing(1_000_000, 2_000_000, 11_000_000, 31_000_000, 5_000), [5_000_000, 15_000_000, 2_000_000_000])
+    metrics.on_turn(Usage(10, 4, 3, 1), 10, Timing(1_000_000, 2_000_000, 11_000_000, 31_000_000, 5_000), [5_000_000, 15_000_000, 2_000_000_000])
     text = metrics.text({"slots": {"free": 3}, "counters": {"steps": 9}, "running": [1]})
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert values['paddock_http_requests_total{route="/v1/models",status="200"}'] == "1"

@@ -10,7 +10,7 @@ import msgspec
 from ...turns.vectors import Rows, vectors
 from ..http import Exchange
 from ..openai.embeddings import checked_width, finished, prompts_of
-from ..service import Front, Shape, caller, run_alone
+from ..service import Front, Shape, account_vectors, caller, run_alone
 
 
 class OllamaEmbed(msgspec.Struct, kw_only=True):
@@ -62,5 +62,5 @@ async def _rows(front: Front, exchange: Exchange, model: str, given: str | list[
     prompts = await prompts_of(front, form, [given] if isinstance(given, str) else list(given), None)
     rows = await run_alone(exchange, vectors(front.desk, prompts, caller(exchange, exchange.client)))
     n_tokens = sum(map(len, prompts))
-    exchange.log.update(prompt_tokens=n_tokens, inputs=len(prompts))
+    account_vectors(front, exchange, len(prompts), n_tokens)
     return finished(form, rows, width), n_tokens

@@ -13,7 +13,7 @@ from ...errors import UsageError
 from ...text.vectors import VectorForm
 from ...turns.vectors import Rows, unit, vectors
 from ..http import Exchange
-from ..service import Front, Shape, caller, run_alone
+from ..service import Front, Shape, account_vectors, caller, run_alone
 from .fields import refuse
 
 MAX_INPUTS = 2048
@@ -49,7 +49,7 @@ async def post_embeddings(front: Front, exchange: Exchange) -> None:
     whose = caller(exchange, exchange.client, body.cache_salt)
     rows = finished(form, await run_alone(exchange, vectors(front.desk, prompts, whose)), width)
     n_tokens = sum(map(len, prompts))
-    exchange.log.update(prompt_tokens=n_tokens, inputs=len(prompts))
+    account_vectors(front, exchange, len(prompts), n_tokens)
     data = [{"object": "embedding", "index": i, "embedding": _encoded(row, body.encoding_format)} for i, row in enumerate(rows)]
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
     await exchange.answer_json({"object": "list", "data": data, "model": front.served.name, "usage": usage})
