@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.conformance.live import KEY, MODEL, Live
+from tests.conformance.live import KEY, MAX_CTX_TOKENS, MODEL, Live
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "Why?"}]
@@ -44,6 +44,35 @@ def test_reasoning_ends_after_its_budget_and_the_answer_follows(musing: Live, as
     assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] == 7 * n
     assert found["usage"]["prompt_tokens"] == musing.post("/tokenize", {"messages": ASK}).json()["count"]
     assert musing.front.desk.n_open == 0
+
+
+def test_what_follows_the_reasoning_is_the_rest_of_an_answer_and_no_new_request(musing: Live) -> None:
+    """Its time in the queue is over, its prompt's tokens have been rated, and a runner that shuts down finishes it."""
+    asks = {"messages": ASK, "max_tokens": 60, "thinking_token_budget": 7, "prompt_logprobs": 1}
+    answer = musing.post(CHAT, asks, headers={"x-queue-timeout-ms": "60000"}).json()
+    n_prompt = answer["usage"]["prompt_tokens"]
+    first, rest = musing.engine.asked
+    assert first.deadline_ns and first.is_scored and not first.goes_on
+    assert rest.goes_on and not rest.deadline_ns and not rest.is_scored and rest.prompt_tokens > n_prompt + 7
+    rated = answer["prompt_logprobs"]
+    prompt = memoryview(first.prompt).cast("i").tolist()
+    assert len(rated) == n_prompt and all(str(token) in entry for token, entry in zip(prompt[1:], rated[1:], strict=True))
+
+
+def test_reasoning_that_ends_where_the_context_does_ends_with_length(musing: Live) -> None:
+    n_prompt = musing.post("/tokenize", {"messages": ASK}).json()["count"]
+    before = musing.script.reply
+    tokens = musing.tokenizer.encode("<think>", add_special=False)
+    musing.script.reply = lambda prompt: [*tokens, *musing.tokenizer.encode("a", add_special=False) * 8192]
+    budget = MAX_CTX_TOKENS - n_prompt - len(tokens) - 2
+    try:
+        answer = musing.post(CHAT, {"messages": ASK, "thinking_token_budget": budget})
+    finally:
+        musing.script.reply = before
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == "length" and choice["message"]["reasoning"] == "a" * budget
+    assert len(musing.engine.asked) == 1, "there is no room to ask for more"
 
 
 def test_streams_and_both_vendors_agree(musing: Live) -> None:

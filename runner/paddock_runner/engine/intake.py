@@ -98,7 +98,7 @@ class Intake:
         requests, counters, queue = engine.requests[index], engine.counters, engine.scheduler.queue
         counters.requests += 1
         placed: tuple[bytes, int] | Refused
-        if self.is_draining:
+        if self.is_draining and not ask.goes_on:
             placed = Refused(ask.ask_id, RefusedCode.DRAINING)
         elif ask.ask_id in requests:
             placed = Refused(ask.ask_id, RefusedCode.BAD_ASK, 0, ask.ask_id, 0, BadField.ASK_ID)

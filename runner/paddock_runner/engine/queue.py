@@ -123,11 +123,11 @@ class WaitQueue:
     def push(self, request: Request, cached_tokens: int, n_beside: int = 0) -> Request | None:
         """Takes a request in. Returns the one that must be refused instead, if the queue is full: perhaps this one.
 
-        `open` was called for its client. The refused one is no longer in the queue, its client not yet closed. n_beside: requests that wait elsewhere.
+        `open` was called for its client. The rest of an answer is always taken. The refused one is no longer in the queue, its client not yet closed. n_beside: requests that wait elsewhere.
         """
         client = self.clients[request.client]
         loser = None
-        if self.n + n_beside >= self._policy.max_queue:
+        if self.n + n_beside >= self._policy.max_queue and not request.goes_on:
             heaviest = max(self.busy.values(), key=lambda c: c.n_waiting)
             if heaviest.n_waiting <= client.n_waiting + 1:
                 return request
@@ -135,7 +135,8 @@ class WaitQueue:
             self.drop(loser)
         request.place = self._n_pushed
         self._n_away -= self._n_away > 0
-        self.highest = max(self.highest, request.priority)
+        if not request.goes_on:  # the slot that it had is free: nobody has to make way for it
+            self.highest = max(self.highest, request.priority)
         self.last_arrival_ns = max(self.last_arrival_ns, request.received_ns)
         self._enter(request, cached_tokens)
         return loser

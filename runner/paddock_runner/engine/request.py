@@ -44,7 +44,7 @@ NEVER = 1 << 62
 
 
 class Request:
-    """One ask in the engine. Lengths in tokens, times in ns of the monotonic clock."""
+    """One ask in the engine. Lengths in tokens, times in ns of the monotonic clock. goes_on: the rest of an answer that has begun."""
 
     __slots__ = (
         "arrival_ns",
@@ -64,6 +64,7 @@ class Request:
         "fetch_version",
         "first_ns",
         "first_seq",
+        "goes_on",
         "guess",
         "guessed",
         "holding",
@@ -120,7 +121,7 @@ class Request:
         self.arrival_ns = arrival_ns
         self.received_ns = ask.received_ns or arrival_ns
         self.prompt_tokens = ask.prompt_tokens
-        self.max_length = max_length
+        self.goes_on, self.max_length = bool(ask.goes_on), max_length
         self.sampling = sampling
         self.bias = ask.bias
         self.n_bias = ask.n_bias

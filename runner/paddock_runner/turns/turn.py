@@ -170,11 +170,16 @@ class Turn:
             raise
 
     def resume(self, choice: Choice, tokens: array[int]) -> None:
-        """Asks for the rest of an answer, behind its prompt and its tokens so far; before others that wait. Its old ask was aborted."""
+        """Asks for the rest of an answer, behind its prompt and its tokens so far; before others that wait, however long that has taken.
+
+        Its old ask is to be aborted behind this one: an engine that drains ends when nobody is left.
+        """
         wish = self.wish
         ask = self._ask(self.prompts[choice.prompt] + tokens, choice.index % wish.n)
         ask.max_tokens = wish.max_tokens and wish.max_tokens - len(tokens)
         ask.min_tokens, ask.priority = max(0, wish.min_tokens - len(tokens)), wish.priority + RESUMED
+        ask.goes_on, ask.deadline_ns = True, 0
+        ask.is_scored, ask.salt, ask.n_logprobs = False, self.caller.salt, wish.n_logprobs
         choice.ask_id = ask.ask_id
         try:
             self.desk.send(ask, choice)

@@ -157,6 +157,7 @@ class Ask:
     use_mask: every token waits for its MaskUpdate (index 0 for the first token).
     is_scored: the prompt's tokens but the first come as rows too, with flag ROW_SCORE and their logprobs, before the answer; all of them
     again when the ask had to make way. Nothing of the prompt is taken from the cache then.
+    goes_on: it is the rest of an answer that has begun, so neither a full queue nor a drain refuses it.
     """
 
     ask_id: int
@@ -172,6 +173,7 @@ class Ask:
     ignore_eos: bool = False
     use_mask: bool = False
     is_scored: bool = False
+    goes_on: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -201,7 +203,7 @@ class Ask:
         head = ASK.pack(
             self.ask_id, self.client, self.salt, self.deadline_ns, self.received_ns,
             self.priority, n_prompt, self.max_tokens, self.min_tokens, len(self.bias), self.weight,
-            int(self.is_scored), 0,
+            int(self.is_scored), int(self.goes_on),
         )  # fmt: skip
         sampling = SAMPLING.pack(
             self.temperature, self.top_p, self.min_p, self.typical_p, self.repetition_penalty, self.frequency_penalty,
@@ -220,6 +222,7 @@ class AskView:
         "bias",
         "client",
         "deadline_ns",
+        "goes_on",
         "is_scored",
         "max_tokens",
         "min_tokens",
@@ -237,7 +240,7 @@ class AskView:
         (
             self.ask_id, self.client, self.salt, self.deadline_ns, self.received_ns,
             self.priority, self.prompt_tokens, self.max_tokens, self.min_tokens, self.n_bias, self.weight,
-            self.is_scored, _,
+            self.is_scored, self.goes_on,
         ) = ASK.unpack_from(payload)  # fmt: skip
         at = ASK.size
         self.sampling = bytes(payload[at : at + SAMPLING.size])

@@ -13,8 +13,8 @@ MS = 1_000_000
 NEVER = Policy(oldest_every=1_000_000, head_start_tokens=0)
 
 
-def request(n_tokens: int = 10, client: int = 0, at_ms: int = 0, priority: int = 0, deadline_ns: int = 0) -> Request:
-    view = AskView(memoryview(Ask(1, array("i", range(n_tokens)), client=client, priority=priority, deadline_ns=deadline_ns).encode()))
+def request(n_tokens: int = 10, client: int = 0, at_ms: int = 0, priority: int = 0, deadline_ns: int = 0, goes_on: bool = False) -> Request:
+    view = AskView(memoryview(Ask(1, array("i", range(n_tokens)), client=client, priority=priority, deadline_ns=deadline_ns, goes_on=goes_on).encode()))
     return Request(view, 0, at_ms * MS, 1000, view.sampling)
 
 
@@ -152,6 +152,15 @@ def test_a_full_queue_refuses_the_newcomer_of_the_heaviest_client() -> None:
     extra = request(client=1)
     assert push(queue, extra) is extra
     assert queue.n == 3 and not extra.is_queued
+
+
+def test_a_full_queue_takes_the_rest_of_an_answer() -> None:
+    queue = WaitQueue(Policy(max_queue=3))
+    for _ in range(3):
+        push(queue, request(client=1))
+    rest = request(client=1, priority=1000, goes_on=True)
+    assert push(queue, rest) is None and queue.head() is rest and queue.n == 4
+    assert queue.highest == 0, "nobody has to make way for it"
 
 
 def test_a_full_queue_makes_the_heaviest_client_give_a_place_to_another() -> None:
