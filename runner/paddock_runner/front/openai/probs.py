@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from ...text.tokenizer import Tokenizer
 from ...turns.choice import Prob, Top
 
 _decoder = codecs.getincrementaldecoder("utf-8")
+_encode = msgspec.json.Encoder().encode
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
 
-def chat_entries(tokenizer: Tokenizer, probs: Iterable[Prob]) -> list[dict[str, Any]]:
-    """`logprobs.content` of chat completions."""
+def chat_entries(tokenizer: Tokenizer, probs: Iterable[Prob]) -> list[msgspec.Raw]:
+    """`logprobs.content` of chat completions, each token's as JSON: a long answer has tens of thousands of entries, and nobody is served while they are made."""
     out = []
     for token, value, top in probs:
-        entry = _entry(tokenizer, token, value)
-        entry["top_logprobs"] = [_entry(tokenizer, t, v) for t, v in top]
-        out.append(entry)
+        begin, end = _around(tokenizer, token)
+        best = b"},".join([b"%b%b%b" % (a, _encode(max(v, LOWEST)), z) for t, v in top for a, z in (_around(tokenizer, t),)])
+        out.append(msgspec.Raw(b'%b%b%b,"top_logprobs":[%b]}' % (begin, _encode(max(value, LOWEST)), end, best + b"}" if top else b"")))
     return out
 
 
-def _entry(tokenizer: Tokenizer, token: int, value: float) -> dict[str, Any]:
+@lru_cache(maxsize=16384)
+def _around(tokenizer: Tokenizer, token: int) -> tuple[bytes, bytes]:
+    """What stands before and behind a token's log-probability in its entry, which stays open."""
     piece = piece_of(tokenizer, token)
-    return {"token": piece.decode("utf-8", "replace"), "logprob": max(value, LOWEST), "bytes": list(piece)}
+    return b'{"token":%b,"logprob":' % _encode(piece.decode("utf-8", "replace")), b',"bytes":%b' % _encode(list(piece))
 
 
 def piece_of(tokenizer: Tokenizer, token: int) -> bytes:

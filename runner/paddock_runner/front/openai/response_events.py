@@ -45,8 +45,8 @@ class Items:
         self._item: Body | None = None
         self._texts: list[str] = []
         self._held: list[str] = []
-        self._probs: list[Body] = []
-        self._held_probs: list[Body] = []
+        self._probs: list[msgspec.Raw] = []
+        self._held_probs: list[msgspec.Raw] = []
         self._is_begun = False
         self._call = Called("")
         if stream is not None:
