@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import httpx
+import msgspec
 import pytest
 
 from tests.conformance.live import KEY, MODEL, Live, live
@@ -291,3 +292,33 @@ def test_fields_without_effect_are_named_and_tools_that_nobody_can_call_are_refu
     refused = server.post(CHAT, {"messages": ASK, "tools": [tool]})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
     assert server.post(CHAT, {"messages": ASK, "tools": [tool], "tool_choice": "none"}).status_code == 200
+
+
+def test_header_names_some_of_many_fields_without_effect_and_tells_their_number(server: Live) -> None:
+    """No client takes a head of any length."""
+    tools = [{"name": f"tool{i}", "type": "web_search"} for i in range(5000)]
+    asked = (
+        ("/v1/messages", {"model": MODEL, "max_tokens": 5, "messages": ASK, "tools": tools}), ("/api/chat", {"messages": ASK, "stream": False, "options": {f"o{i}": i for i in range(5000)}}),
+        (CHAT, {"messages": ASK, **{f"o{i}": i for i in range(5000)}}), ("/v1/responses", {"input": "Hi", "tools": tools}),
+    )  # fmt: skip
+    for path, body in asked:
+        answer = server.post(path, body)
+        assert answer.status_code == 200, answer.text
+        names = answer.headers["x-paddock-ignored-fields"].split(",")
+        assert len(names) == 33 and names[-1] == "and 4968 more", path
+
+
+def test_a_large_wrong_body_is_not_decoded_to_show_what_is_wrong_with_it(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of millions of nothings take seconds to make, and everybody's streams stand still."""
+    sizes: list[int] = []
+    decode = msgspec.json.decode
+    monkeypatch.setattr(msgspec.json, "decode", lambda raw, **more: sizes.append(len(raw)) or decode(raw, **more))
+    for junk in (b'{"junk":[%b1]}', b'{"messages":[1,%b1]}', b"[%b1]"):
+        answer = server.post(CHAT, content=junk % (b"[]," * 1_000_000))
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+    assert max(sizes, default=0) < 1 << 20
+    assert server.post(CHAT, content=b'{"messages":[1,%b1]}' % (b"[]," * 1000)).json()["error"]["message"] == "messages[0] is 1, and must be an object"
+
+
+def test_stop_tokens_that_are_named_more_than_once_count_once(server: Live) -> None:
+    assert server.post(CHAT, {"messages": ASK, "stop_token_ids": [5] * 50}).status_code == 200

@@ -27,4 +27,4 @@ def hold_streams() -> None:
             os.set_inheritable(number, True)
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = sys.stdout or ClosedOutput()
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", errors="backslashreplace", closefd=False)

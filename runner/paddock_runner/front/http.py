@@ -21,6 +21,8 @@ JSON = b"application/json"
 PIPE = "paddock.pipe"
 """In a request's scope: see Exchange.pipe."""
 IGNORED = b"x-paddock-ignored-fields"
+MAX_IGNORED = 32
+"""Fields that the header names: clients take no head of any length."""
 SSE = b"text/event-stream; charset=utf-8"
 ENCODER = msgspec.json.Encoder()
 NO_OUTBOX = Outbox()
@@ -117,7 +119,9 @@ class Exchange:
         """Sends status and headers."""
         self.is_started, self.status = True, status
         if self.ignored:
-            self.extra.append((IGNORED, ",".join(self.ignored).encode()))
+            n_more = len(self.ignored) - MAX_IGNORED
+            named = self.ignored[:MAX_IGNORED] + [f"and {n_more} more"] * (n_more > 0)
+            self.extra.append((IGNORED, ",".join(named).encode()))
         await self._send(
             {
                 "type": "http.response.start",

@@ -34,7 +34,8 @@ Body = TypeVar("Body")
 Result = TypeVar("Result")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-MAX_IGNORED = 32
+MAX_SHOWN_BYTES = 1 << 20
+"""Of larger bodies nobody is shown which value was wrong: all of it would have to be decoded, and that takes seconds where it is made for it."""
 CACHE = b"x-paddock-cache"
 QUEUE_TIMEOUT = b"x-queue-timeout-ms"
 MAX_QUEUE_MS = 86_400_000
@@ -137,7 +138,7 @@ class Shape(Generic[Body]):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"the body is not JSON: {error}") from None
         if unknown:
-            exchange.ignored += [plain_field(name) for name in unknown[:MAX_IGNORED]]
+            exchange.ignored += map(plain_field, unknown)
         return body
 
     def parse(self, raw: bytes) -> Body:
@@ -153,7 +154,9 @@ class Shape(Generic[Body]):
 
 
 def _decoded(raw: bytes) -> Any:
-    """The body without its types; None where it is deeper than that can be told."""
+    """The body without its types; ... where it is larger, None where it is deeper than that can be told."""
+    if len(raw) > MAX_SHOWN_BYTES:
+        return ...
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

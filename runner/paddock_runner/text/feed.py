@@ -102,7 +102,7 @@ class Feed:
 
     def break_call(self) -> None:
         """Tell that nothing more comes of the open call, whose end has not been seen: it is complete if its arguments are."""
-        self._end_call(_is_json("".join(self._told)))
+        self._end_call(_is_object("".join(self._told)))
 
     def _end_call(self, is_complete: bool) -> None:
         if self.is_call_open:
@@ -305,9 +305,13 @@ class FeedParser:
                 self._run = None
 
 
-def _is_json(text: str) -> bool:
+def _is_object(text: str) -> bool:
+    """Arguments are a JSON object: a number is one, too, where it was cut off."""
     try:
-        json.loads(text)
+        return isinstance(json.loads(text, parse_constant=_no_constant), dict)
     except (ValueError, RecursionError):
         return False
-    return True
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

@@ -95,8 +95,8 @@ class Served:
 
     def id_prompt(self, ids: Sequence[int], param: str = "prompt") -> array[int]:
         """Ids that the client made. Raises: UsageError naming an id outside the vocabulary."""
-        bad = next((i for i in ids if not 0 <= i < self.n_rows), None)
-        if bad is not None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.n_rows:
+            bad = next(i for i in ids if not 0 <= i < self.n_rows)
             raise UsageError(f"token id {bad} does not exist, the model has {self.n_rows}", param=param)
         return array("i", ids)
 

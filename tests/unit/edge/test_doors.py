@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,13 @@ def test_page_gets_the_headers_that_its_browser_asked_for_unless_they_are_none()
     assert told[b"access-control-allow-headers"] == b"x-stainless-lang, anthropic-dangerous-direct-browser-access"
     assert b"authorization" in dict(allowing("http://localhost:1", "a\r\nb: c"))[b"access-control-allow-headers"]
     assert allowing("", "x") == []
+
+
+def test_errors_with_odd_names_are_told_though_standard_error_was_closed() -> None:
+    """As Python's own standard error does, which this one stands in for."""
+    code = "import os, sys; from paddock_runner.edge.streams import hold_streams; hold_streams(); print('caf\\udce9', file=sys.stderr, flush=True); print(sys.stderr.errors)"
+    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "backslashreplace\n")
 
 
 def ask(parts: list[bytes], then: float) -> tuple[int, dict[bytes, bytes], bytes]:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paddock_runner.text.answer import AnswerFormat
-from paddock_runner.text.events import Answer, CallArguments, gather
+from paddock_runner.text.events import Answer, CallArguments, CallEnd, gather
+from paddock_runner.text.feed import Feed
 from paddock_runner.text.gguf_tokenizer import tokenizer_from_gguf
 from paddock_runner.text.reasoning import HARMONY, MARKS, MUSE, MessageSplitter, ReasoningSplitter
 from paddock_runner.text.tools import DIALECTS, Dialect, ToolParser
@@ -239,3 +240,12 @@ def test_text_passes_once_reasoning_has_ended_unless_calls_are_looked_for() -> N
         parser.push("Look.\n</think>\n\nIt is")
         assert parser.passes == passes and [e.text for e in parser.push(" so.")] == [" so."]  # type: ignore[union-attr]
     assert not form.parser("assistant\n").passes, "reasoning may come"
+
+
+def test_a_call_that_was_cut_off_is_complete_only_with_an_object() -> None:
+    for told, is_complete in (('{"a": 1}', True), ("{}", True), ("12", False), ('"x"', False), ("[1]", False), ('{"a": NaN}', False), ('{"a": -Infinity}', False), ("", False)):
+        feed = Feed()
+        feed.start_call("look")
+        feed.arguments(told)
+        feed.break_call()
+        assert feed.take()[-1] == CallEnd(0, is_complete), told

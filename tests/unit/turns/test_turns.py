@@ -119,6 +119,7 @@ def test_tokens_go_to_their_choice_and_done_ends_it() -> None:
         ('<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}', None, "calls"),
         ('<tool_call>\n{"name": "look", "arguments": {"city": "', "Paris", "stop"),
         ('<tool_call>\n{"name": "look", "arguments": {"city": "', None, "stop"),
+        ('<tool_call>\n{"name": "look", "arguments": {"city": NaN}', None, "stop"),
     ],
 )
 def test_an_answer_that_ends_inside_a_calls_arguments_does_not_end_in_calls(said: str, stop: str | None, reason: str) -> None:

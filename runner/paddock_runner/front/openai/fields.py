@@ -75,7 +75,7 @@ class Generation(msgspec.Struct, kw_only=True):
             top_p=self.top_p, top_k=None if self.top_k is None else max(0, self.top_k), min_p=self.min_p,
             typical_p=_or(self.typical_p, 1.0), repetition_penalty=self.repetition_penalty,
             frequency_penalty=_or(self.frequency_penalty, 0.0), presence_penalty=_or(self.presence_penalty, 0.0),
-            seed=self.seed, n_logprobs=n_logprobs, stop=stop, stop_ids=tuple(self.stop_token_ids or ()),
+            seed=self.seed, n_logprobs=n_logprobs, stop=stop, stop_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
             ignore_eos=bool(self.ignore_eos), bias=tuple((self.logit_bias or {}).items()), priority=_or(self.priority, 0),
             n_prompt_logprobs=_or(self.prompt_logprobs, -1), shows_special=self.skip_special_tokens is False, includes_stop=bool(self.include_stop_str_in_output),
         )  # fmt: skip

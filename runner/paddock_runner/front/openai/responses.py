@@ -15,7 +15,7 @@ from ...turns.usage import Usage
 from ...turns.wish import Wish
 from ..held import Held
 from ..http import ENCODER, Exchange
-from ..service import MAX_IGNORED, Front, Shape, caller, run_stream, run_turn
+from ..service import Front, Shape, caller, run_stream, run_turn
 from ..sse import EventStream
 from ..stored import Entry
 from .fields import ResponseFormat, refuse
@@ -102,7 +102,7 @@ async def _understand(front: Front, exchange: Exchange, body: ResponsesRequest) 
     items = (*_before(front, exchange, body), *(_referred(front, exchange, i, item) for i, item in enumerate(brought)))
     tools = tools_of(body.tools or ())
     if tools.ignored:
-        exchange.ignored += [f"tools.{i}" for i in tools.ignored[:MAX_IGNORED]]
+        exchange.ignored += [f"tools.{i}" for i in tools.ignored]
     if body.max_tool_calls is not None:
         exchange.ignored.append("max_tool_calls")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
