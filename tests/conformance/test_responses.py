@@ -162,6 +162,21 @@ def test_store_is_bounded_by_number_and_bytes_and_keeps_clients_apart() -> None:
     assert stored.get("huge", 1) is None and stored.get("big", 1) is not None
 
 
+def test_items_of_a_conversation_are_counted_once_and_as_long_as_a_response_holds_them() -> None:
+    items = [{"content": "x" * 1000} for _ in range(10)]
+    whole = len(json.dumps(items[0], separators=(",", ":")))
+    stored = Stored(3, 100 * whole)
+    for i in range(10):
+        stored.put(f"r{i}", Entry(1, {"output": []}, tuple(items[: i + 1]), i, 5))
+    assert stored.used_bytes == 10 * whole + 15, "the last three are kept, and the last holds all items"
+    stored.drop("r9")
+    assert stored.used_bytes == 9 * whole + 10
+    stored.put("other", Entry(1, {"output": []}, tuple({"content": "y" * 1000} for _ in range(95)), 0, 5))
+    assert len(stored) == 1 and stored.used_bytes == 95 * whole + 5
+    stored.drop("other")
+    assert stored.used_bytes == 0
+
+
 @pytest.mark.parametrize(
     "change, param",
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ Conversation = tuple[dict[str, Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A request, understood. items: the whole conversation. n_input: how many of them this request brought."""
+    """A request, understood. items: the whole conversation."""
 
     prompt: Any
     text: str
@@ -39,7 +39,6 @@ class _Work:
     reading: Reading
     tools: Tools
     items: Conversation
-    n_input: int
     response: dict[str, Any]
 
 
@@ -98,8 +97,7 @@ def _check(body: ResponsesRequest) -> None:
 
 
 async def _understand(front: Front, exchange: Exchange, body: ResponsesRequest) -> _Work:
-    brought = items_of(body.input)
-    items = (*_before(front, exchange, body), *(_referred(front, exchange, i, item) for i, item in enumerate(brought)))
+    items = (*_before(front, exchange, body), *(_referred(front, exchange, i, item) for i, item in enumerate(items_of(body.input))))
     tools = tools_of(body.tools or ())
     if tools.ignored:
         exchange.ignored += [f"tools.{i}" for i in tools.ignored]
@@ -125,7 +123,7 @@ async def _understand(front: Front, exchange: Exchange, body: ResponsesRequest) 
         is_strict=any(tool.get("strict") is True for tool in body.tools or ()),
     )  # fmt: skip
     reading = await held.reading(front, exchange, wish, text)
-    return _Work(prompt, text, wish, reading, tools, items, len(brought), _response(front, body))
+    return _Work(prompt, text, wish, reading, tools, items, _response(front, body))
 
 
 def _before(front: Front, exchange: Exchange, body: ResponsesRequest) -> Conversation:
@@ -204,9 +202,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _store(front: Front, exchange: Exchange, work: _Work, done: dict[str, Any]) -> None:
-    new: Sequence[dict[str, Any]] = work.items[len(work.items) - work.n_input :]
-    n_bytes = len(ENCODER.encode(done)) + len(ENCODER.encode(new)) + 8 * len(work.items)
     items = (*work.items, *done["output"])
+    n_bytes = len(ENCODER.encode({**done, "output": []})) + 8 * len(items)
     front.stored.put(done["id"], Entry(exchange.client, done, items, len(work.items), n_bytes))
 
 
