@@ -1,6 +1,7 @@
 """What is served: the model's name, tokenizer, template and limits, and prompts made with them.
 
-Long texts are rendered and tokenized in threads (the tokenizer lets go of the interpreter lock), so that streams go on meanwhile.
+Long texts are rendered and tokenized in threads (the tokenizer lets go of the interpreter lock), so that streams go on meanwhile; those
+of another order of size in threads of their own, so that nobody's prompt waits for the many seconds that somebody's 20 MB take.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .steady import steady
 
 INLINE_CHARACTERS = 4096
 """Texts up to this long are handled in the event loop: less work than changing threads."""
+LANES = ((256 << 10, 2), (4 << 20, 1), (1 << 62, 1))
+"""Texts of fewer characters than this share so many threads."""
 SLOW_S = 0.02
 """A template that took longer once is rendered in a thread from then on."""
 Result = TypeVar("Result")
@@ -51,7 +54,7 @@ class Served:
     vectors: VectorForm | None = None
     recommended: Recommended = field(default_factory=Recommended)
     walker: Walker = field(init=False)
-    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "text"))
+    _lanes: list[ThreadPoolExecutor] = field(default_factory=lambda: [ThreadPoolExecutor(n, "text") for _, n in LANES])
     _is_slow: bool = False
 
     def __post_init__(self) -> None:
@@ -79,7 +82,7 @@ class Served:
             self._is_slow |= time.monotonic() - begun > SLOW_S
             return self.tokenizer.encode(text, add_special=False), text
 
-        size = INLINE_CHARACTERS if self._is_slow or tools else sum(_size(m.get("content")) for m in messages)
+        size = max(INLINE_CHARACTERS if self._is_slow or tools else 0, sum(map(_size, messages)))
         try:
             return await self.run(work, size)
         except UnsupportedError as error:
@@ -123,19 +126,24 @@ class Served:
 
     def close(self) -> None:
         """Ends the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for lane in self._lanes:
+            lane.shutdown(wait=False, cancel_futures=True)
         self.walker.close()
 
     async def run(self, work: Callable[[], Result], size: int) -> Result:
         """Does work on a text of `size` characters, in a thread when it is long."""
         if size < INLINE_CHARACTERS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        lane = next(i for i, (end, _) in enumerate(LANES) if size < end)
+        return await asyncio.get_running_loop().run_in_executor(self._lanes[lane], work)
 
 
-def _size(content: object) -> int:
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, list):
-        return sum(len(p.get("text") or "") for p in content if isinstance(p, Mapping))
-    return 0
+def _size(message: Mapping[str, Any]) -> int:
+    """Characters of a message: of its content, its thoughts, and its calls' arguments."""
+    content = message.get("content")
+    n = len(content) if isinstance(content, str) else sum(len(p.get("text") or "") for p in content if isinstance(p, Mapping)) if isinstance(content, list) else 0
+    n += len(message.get("reasoning_content") or "")
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"].get("arguments")
+        n += len(arguments) if isinstance(arguments, str) else INLINE_CHARACTERS * bool(arguments)
+    return n

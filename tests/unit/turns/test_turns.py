@@ -261,6 +261,50 @@ def test_asks_for_vectors_have_their_caller_s_weight_and_its_deadline_until_one_
     inside(run())
 
 
+def test_nobody_s_prompt_waits_for_texts_of_another_order_of_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, at_work, encode = threading.Event(), threading.Semaphore(0), type(TOKENIZER).encode
+
+    def slow(self: Any, text: str, *words: Any, **more: Any) -> Any:
+        if len(text) > 1 << 20:
+            at_work.release()
+            assert go_on.wait(10)
+            return array("i", [A])
+        return encode(self, text, *words, **more)
+
+    async def run() -> None:
+        found = served()
+        try:
+            huge = [asyncio.ensure_future(found.text_prompt("x" * (5 << 20))) for _ in range(3)]
+            large = [asyncio.ensure_future(found.text_prompt("x" * (2 << 20))) for _ in range(3)]
+            for _ in range(2):
+                assert await asyncio.to_thread(at_work.acquire, timeout=10)
+            for n in (5000, 200_000):
+                assert await asyncio.wait_for(found.text_prompt("x" * n), 10)
+            assert not any(task.done() for task in huge + large)
+            go_on.set()
+            await asyncio.gather(*huge, *large)
+        finally:
+            go_on.set()
+            found.close()
+
+    monkeypatch.setattr(type(TOKENIZER), "encode", slow)
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("message", [{"content": None, "tool_calls": [{"function": {"name": "look", "arguments": "x" * 5000}}]}, {"content": "", "reasoning_content": "x" * 5000}, {"content": [{"type": "text", "text": "x" * 5000}]}])
+def test_long_calls_and_thoughts_are_rendered_in_a_thread_as_long_texts_are(message: dict[str, Any]) -> None:
+    threads: set[int] = set()
+    found = served()
+    found.template = ChatTemplate("x")
+    render = found.template.render
+    found.template.render = lambda *words, **more: threads.add(threading.get_ident()) or render(*words, **more)  # type: ignore[method-assign, func-returns-value]
+    try:
+        asyncio.run(found.chat_prompt([{"role": "assistant", **message}], None, {}))
+        assert threads and threading.get_ident() not in threads
+    finally:
+        found.close()
+
+
 def test_wishes_that_cannot_be_are_refused_by_field() -> None:
     for wish, param in ((Wish(n=0), "n"), (Wish(n_logprobs=21), "top_logprobs"), (Wish(bias=((10**6, 1.0),)), "logit_bias"), (Wish(stop=("",)), "stop"), (Wish(temperature=float("nan")), "temperature")):
         with pytest.raises(UsageError) as caught:
