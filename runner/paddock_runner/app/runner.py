@@ -50,7 +50,7 @@ def run(given: Given, config: Config, stages: log.Stages) -> int:
     advice = recommended(opened.checkpoint, config.recommended)
     served = Served(
         config.model_name, tokenizer, template, AnswerFormat(template.source, tokenizer), _max_tokens(opened),
-        opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, config.steady_prompts, facts={**_facts(opened), **({"recommended": advice.facts()} if advice.source else {})},
+        opened.blueprint.n_vocab, sizes.max_top, sizes.max_bias, config.max_queue + sizes.n_slots, config.steady_prompts, facts={**_facts(opened), **({"recommended": advice.facts()} if advice.source else {})},
         planned=opened.plan.groups, vectors=_vector_form(opened.blueprint), recommended=advice,
     )  # fmt: skip
     stages.end("template")

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Served:
-    """A served model. n_rows: rows of its embedding, ids at or above it do not exist. facts: what else /v1/models says. planned: bytes of memory by what they are for.
+    """A served model. max_asks: answers of one request that can wait or run. n_rows: rows of its embedding, ids at or above it do not exist. facts: what else /v1/models says. planned: bytes of memory by what they are for.
 
     is_steady: lines that clients change in each request are left out of prompts (see steady.py).
     """
@@ -47,6 +47,7 @@ class Served:
     n_rows: int
     max_top: int = 20
     max_bias: int = 512
+    max_asks: int = 1 << 31
     is_steady: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
     facts: Mapping[str, Any] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import sub
 from typing import Protocol
 
-from ..errors import Cancelled, PaddockError
+from ..errors import Cancelled, PaddockError, UsageError
 from ..text.events import CallArguments, CallEnd, CallStart
 from ..text.stream import TextStream
 from ..text.tools import Schemas, Takes
@@ -148,6 +148,12 @@ class Turn:
     def start(self) -> None:
         """Sends the asks, all or none. Raises: UsageError, ContextTooLong, Busy, PackError."""
         self.wish.check(self.served)
+        n_asks = len(self.prompts) * self.wish.n
+        if n_asks > self.served.max_asks:
+            raise UsageError(
+                f"{len(self.prompts)} prompts of {self.wish.n} answers each are {n_asks} answers, {self.served.max_asks} can wait and run here",
+                "send them in several requests, or start the runner with a larger --max-queue", param="n" if self.wish.n > 1 else "prompt",
+            )  # fmt: skip
         for prompt in self.prompts:
             self.served.require_room(len(prompt), self.wish.max_tokens)
         tokenizer, wish = self.served.tokenizer, self.wish

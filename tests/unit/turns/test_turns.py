@@ -213,6 +213,26 @@ def test_prompt_that_does_not_fit_is_refused_before_anything_is_sent() -> None:
     inside(run())
 
 
+def test_more_answers_than_can_ever_wait_and_run_are_refused_before_anything_is_sent() -> None:
+    """A 429 would have clients try again what can never be."""
+
+    async def run() -> None:
+        bench, found = Bench(), served()
+        found.max_asks = 6
+        for n_prompts, n, param in ((7, 1, "prompt"), (2, 4, "n"), (3, 2, "")):
+            turn = Turn(bench.desk, found, [array("i", [A])] * n_prompts, Wish(n=n), Collector(n_prompts * n), Caller())
+            if not param:
+                turn.start()
+                turn.cancel()
+                assert turn.ended.exception() is not None
+                continue
+            with pytest.raises(UsageError, match=f"{n_prompts} prompts of {n} answers each are {n_prompts * n} answers, 6 can") as caught:
+                turn.start()
+            assert caught.value.facts["param"] == param and not bench.port.asks
+
+    inside(run())
+
+
 def test_dead_engine_fails_queries_and_tells_once() -> None:
     async def run() -> None:
         bench = Bench()
