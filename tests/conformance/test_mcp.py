@@ -84,6 +84,11 @@ def test_key_and_host_are_checked_and_broken_messages_are_4xx(server: Live) -> N
     assert server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}).status_code == 200
 
 
+def test_messages_are_no_larger_than_the_sdk_reads_in_a_moment(server: Live) -> None:
+    body = b'{"jsonrpc":"2.0","id":1,"method":"x","params":[%b1]}' % (b"[]," * 2_000_000)
+    assert server.post("/mcp", content=body, headers=HEADERS).status_code == 413
+
+
 CALL = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "generate", "arguments": {"prompt": "Hi"}}}
 
 

@@ -19,6 +19,8 @@ from .problem import LEFT
 from .service import Front
 
 EXCHANGE = "paddock.exchange"
+MAX_BODY_BYTES = 4 << 20
+"""The SDK makes objects of all of a message, several times over: of 15 MB for 3 s, in which nobody is served."""
 
 
 class McpRequest(msgspec.Struct, kw_only=True):
@@ -48,7 +50,7 @@ class Mcp:
             ) from None
         self._types, self._front = types, front
         server: Any = Server("paddock", version=our_version(), on_list_tools=self._list, on_call_tool=self._call)
-        self._manager = StreamableHTTPSessionManager(server, stateless=True, json_response=True, max_request_body_size=front.max_body_bytes)
+        self._manager = StreamableHTTPSessionManager(server, stateless=True, json_response=True, max_request_body_size=min(front.max_body_bytes, MAX_BODY_BYTES))
         loop = asyncio.get_running_loop()
         self._is_running: asyncio.Future[None] = loop.create_future()
         self._task = loop.create_task(self._live())
