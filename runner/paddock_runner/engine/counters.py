@@ -6,7 +6,7 @@ from ..wire.messages import Reason, RefusedCode
 
 
 class Counters:
-    """Totals since the start. Tokens are of all requests together."""
+    """Totals since the start. Tokens are of all requests together that were begun; those that were refused have none."""
 
     __slots__ = (
         "cached_tokens",

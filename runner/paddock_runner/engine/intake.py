@@ -108,7 +108,6 @@ class Intake:
             counters.refused[placed.code] += 1
             port.send(Kind.REFUSED, placed.encode())
             return
-        counters.prompt_tokens += ask.prompt_tokens
         request = Request(ask, index, engine.clock(), placed[1], placed[0])
         requests[ask.ask_id] = request
         if queue.busy and request.client not in queue.busy:

@@ -246,6 +246,7 @@ def test_refusals_carry_their_numbers() -> None:
     assert full and full[0].refused.code == RefusedCode.QUEUE_FULL and full[0].refused.retry_after_ms >= 100
     assert late.refused.code == RefusedCode.DEADLINE
     assert right(running)
+    assert rig.engine.counters.prompt_tokens == 1 + sum(map(ended_well, waiting)), "what was refused was never read"
     rig.assert_empty()
     rig.close()
 
