@@ -162,6 +162,14 @@ def test_store_is_bounded_by_number_and_bytes_and_keeps_clients_apart() -> None:
     assert stored.get("huge", 1) is None and stored.get("big", 1) is not None
 
 
+def test_stored_response_is_not_streamed_and_says_so(client: openai.OpenAI) -> None:
+    """The SDK would read no event from JSON, and tell of nothing."""
+    made = client.responses.create(model=MODEL, input="Hi")
+    with pytest.raises(openai.BadRequestError, match="not streamed"):
+        list(client.responses.retrieve(made.id, stream=True))
+    assert client.responses.retrieve(made.id).id == made.id
+
+
 def test_items_of_a_conversation_are_counted_once_and_as_long_as_a_response_holds_them() -> None:
     items = [{"content": "x" * 1000} for _ in range(10)]
     whole = len(json.dumps(items[0], separators=(",", ":")))

@@ -219,6 +219,8 @@ async def get_response(front: Front, exchange: Exchange) -> None:
     name, _, below = exchange.path.removeprefix(BELOW).partition("/")
     entry = _entry(front, exchange, name)
     if below == "":
+        if exchange.query.get("stream") == "true":
+            raise refuse("stream", "stored responses are told whole, not streamed again", "leave `stream` out")
         await exchange.answer_json(entry.answer)
         return
     if below != "input_items":
