@@ -31,6 +31,11 @@ class Counters:
         self.ended = dict.fromkeys(Reason, 0)
         self.refused = dict.fromkeys(RefusedCode, 0)
 
+    def begun(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """A request has got its first slot."""
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+
     @property
     def n_ended(self) -> int:
         """Requests that were taken and have ended."""

@@ -453,8 +453,7 @@ class Engine:
         else:
             request.started_ns = now_ns
             request.queued_ns = now_ns - request.received_ns
-            self.counters.prompt_tokens += request.prompt_tokens
-            self.counters.cached_tokens += request.cached_tokens
+            self.counters.begun(request.prompt_tokens, request.cached_tokens)
             started = Started(
                 request.ask_id, request.cached_tokens, request.prompt_tokens, request.queued_ns, request.slot, *miss_of(self.ledger, request)
             )

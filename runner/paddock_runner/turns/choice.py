@@ -55,10 +55,12 @@ class Choice:
 
     __slots__ = (
         "_begun",
+        "_is_apart",
         "_is_broken",
         "_is_plain",
         "_is_resumed",
         "_is_thinking",
+        "_kept",
         "_max_reasoning",
         "_probs",
         "_reader",
@@ -91,6 +93,8 @@ class Choice:
         self.turn, self.index, self.prompt, self.ask_id = turn, index, prompt, ask_id
         self._text, self._reader, self._sink = text, reader, turn.sink
         self._probs: deque[tuple[int, Prob]] | None = deque() if turn.wish.n_logprobs >= 0 else None
+        self._kept: tuple[Prob, ...] = NO_PROBS
+        """Of text that the reader has not shown yet: it may be the beginning of something else."""
         self._begun = 0
         self.shown_bytes = 0
         self.output_tokens = self.reasoning_tokens = self.cached_tokens = self.n_calls = 0
@@ -102,7 +106,7 @@ class Choice:
         self.prompt_probs: list[Prob] = []
         """Of the prompt's tokens but the first, when they were asked for; all of them again when the ask had to make way."""
         self._max_reasoning = turn.wish.max_reasoning if turn.reasoning_end and reader is not None else -1
-        self._is_resumed = self._is_thinking = self._is_broken = False
+        self._is_resumed = self._is_thinking = self._is_broken = self._is_apart = False
         self.tokens: array[int] | None = array("i") if self._max_reasoning >= 0 else None
         """The answer's tokens, kept while its reasoning may have to be ended."""
         self._is_plain = self._probs is None and not text.has_stops
@@ -231,10 +235,11 @@ class Choice:
         self.turn.on_choice_ended()
 
     def _read(self, events: Iterable[Event], text: str) -> None:
-        probs = NO_PROBS if self._probs is None else self._certain(text)
+        probs = NO_PROBS if self._probs is None else self._kept + self._certain(text)
         has_thought = False
         for event in events:
             self._is_thinking = False
+            self._is_apart = not isinstance(event, Text)
             if isinstance(event, Text):
                 self._sink.text(self.index, event.text, probs)
                 probs = NO_PROBS
@@ -246,6 +251,7 @@ class Choice:
                 self._is_broken |= isinstance(event, CallEnd) and not event.is_complete
                 self._sink.call(self.index, event)
         self.reasoning_tokens += has_thought
+        self._kept = NO_PROBS if self._is_apart else probs
 
     def _certain(self, text: str) -> tuple[Prob, ...]:
         """Log-probabilities of the tokens that begin within the text shown so far."""

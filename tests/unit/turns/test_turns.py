@@ -140,6 +140,25 @@ def test_an_answer_that_ends_inside_a_calls_arguments_does_not_end_in_calls(said
     inside(run())
 
 
+@pytest.mark.parametrize("said", ["a\n\n  b <c> ```d\n", " <tool_ca", "x", "a <tool_call>no</tool_call> b", "<think>why? </think> so\n\n  it < is"])
+def test_every_token_of_the_text_keeps_its_log_probability_though_a_reader_waits_with_it(said: str) -> None:
+    """What may be the beginning of a call is shown later, and so are its log-probabilities; those of thoughts are not."""
+
+    async def run() -> None:
+        bench, found = Bench(), Collector(1)
+        answers = AnswerFormat('{{ "<tool_call>" ~ tools }}{# <think> </think> #}', TOKENIZER)
+        turn = Turn(bench.desk, served(1000), [array("i", [A])], Wish(n_logprobs=0), found, Caller(), Reading(lambda: answers.parser("", {"look": {}}), answers.visible(True)))
+        turn.start()
+        (ask,) = bench.port.asks
+        tokens = [t for c in said for t in TOKENIZER.encode(c, False)]
+        bench.port.tell([*(m.StepResult(i + 1, [row(ask, token)]) for i, token in enumerate(tokens)), m.StepResult(999, [row(ask, TOKENIZER.eos_id, m.ROW_STOP)]), m.Done(ask.ask_id, m.Reason.STOP)])
+        await turn.ended
+        shown = "".join(TOKENIZER.decode([token]) for token, _, _ in found.answers[0].probs)
+        assert shown.strip() == found.answers[0].text.strip() and len(shown) >= len(found.answers[0].text)
+
+    inside(run())
+
+
 def test_stop_string_ends_one_choice_and_later_tokens_are_ignored() -> None:
     async def run() -> None:
         bench = Bench()
