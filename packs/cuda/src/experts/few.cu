@@ -18,6 +18,9 @@
 #include "../../include/shared_load.cuh"
 
 namespace pk {
+
+bool has_wgmma(const pk_ctx *ctx);
+
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps + 32, kStageBytes = 128 * 128, kMostStages = 12, kLeastStages = 4;
@@ -381,7 +384,7 @@ int32_t map_of(const Launch &l, CUtensorMap *map, const ExpertWeight &w, int32_t
 
 bool fits_expert_few(const Launch &l, const ExpertProduct &p, const ExpertProduct &d, int32_t format, int32_t item_pairs) {
     const bool is_fp8 = format == PK_FP8_E4M3;
-    if (l.ctx->capability != 90 || (!is_fp8 && format != PK_BF16) || p.n_w != 2 || !p.is_wide || !d.is_wide || item_pairs > 16) return false;
+    if (!has_wgmma(l.ctx) || (!is_fp8 && format != PK_BF16) || p.n_w != 2 || !p.is_wide || !d.is_wide || item_pairs > 16) return false;
     return std::max(p.n_units, d.n_units) <= 256 && p.padded_out <= p.n_rows && shape_of(p, d, is_fp8, item_pairs).n_stages >= kLeastStages;
 }
 
