@@ -1,12 +1,13 @@
 """Small files that several processes share: JSON written whole or not at all, a lock that also holds on network file systems,
 and whether the process behind a number still runs.
 
-A lease is a file created with O_EXCL that names its holder and is kept fresh; it is taken over only when its holder is dead (same
-machine) or has not renewed it for a long time (another machine).
+A lease is a file created with O_EXCL that names its holder, is kept fresh, and is locked by its holder for as long as that lives. It is
+taken over only when nobody locks it and its holder is dead (same machine) or has not renewed it for a long time (another machine).
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import threading
@@ -22,6 +23,8 @@ LAYOUT = 1
 
 RENEW_S = 10.0
 STALE_S = 120.0
+TRIES, PAUSE_S = 5, 0.1
+"""Commands such as `paddock rm` hold a lease for a moment only."""
 
 
 class Lease:
@@ -29,23 +32,24 @@ class Lease:
 
     def __init__(self, path: Path, what: str = ""):
         self.path, self.what = path, what
-        self._mine = ""
+        self._mine, self._fd = "", -1
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Lease:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(3):
-            if self._take():
+        for attempt in range(TRIES):
+            time.sleep(PAUSE_S * min(attempt, 1))
+            if self._take(is_last=attempt == TRIES - 1):
                 self._thread = threading.Thread(target=self._renew, daemon=True)
                 self._thread.start()
                 return self
-            self._clear_stale()
+            self.clear_stale()
         holder = _holder(self.path)
         pid, host = holder.get("pid", "?"), holder.get("host", "?")
+        away = "" if host == os.uname().nodename else f"; where that is gone for good, remove {self.path}"
         raise Locked(
             f"{self.what or self.path} is in use by process {pid} on {host}",
-            "wait for it, or stop it",
+            f"wait for it, or stop it{away}",
             path=str(self.path),
             pid=pid,
             host=host,
@@ -59,37 +63,59 @@ class Lease:
             self._thread.join()
         if _holder(self.path).get("nonce") == self._mine:
             self.path.unlink(missing_ok=True)
+        os.close(self._fd)
 
-    def _take(self) -> bool:
-        self._mine = os.urandom(16).hex()
-        body = {"pid": os.getpid(), "host": os.uname().nodename, "nonce": self._mine, "born": born(os.getpid())}
+    def _take(self, is_last: bool) -> bool:
+        """Create the file, lock it and name us in it. False when somebody has it, or took its folder away."""
         try:
-            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileNotFoundError:
+            if is_last:
+                raise
             return False
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
-            f.write(json.dumps(body))
+        except FileExistsError as error:
+            if error.filename == str(self.path):
+                return False
+            raise
+        try:
+            is_locked = lock(fd, fcntl.LOCK_EX)
+            self._mine = os.urandom(16).hex()
+            body = {"pid": os.getpid(), "host": os.uname().nodename, "nonce": self._mine, "born": born(os.getpid()), "is_locked": bool(is_locked)}
+            os.write(fd, json.dumps(body).encode())
+        except BaseException as error:
+            self.path.unlink(missing_ok=True)
+            os.close(fd)
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+            raise
+        if not is_at(fd, self.path):
+            os.close(fd)
+            return False
+        self._fd = fd
         return True
 
-    def _clear_stale(self) -> None:
-        """Move a dead holder's file aside under a unique name, so that only one taker removes it."""
+    def clear_stale(self) -> None:
+        """Remove a dead holder's file. Who holds that file's lock, and it alone, may: what lies there since is another's."""
         try:
-            age = time.time() - self.path.stat().st_mtime
-        except FileNotFoundError:
+            fd = os.open(self.path, os.O_RDWR if os.access(self.path, os.W_OK) else os.O_RDONLY)
+        except OSError:
             return
+        try:
+            is_free = lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_free is not False and is_at(fd, self.path) and self._is_stale(os.fstat(fd).st_mtime, bool(is_free)):
+                self.path.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+
+    def _is_stale(self, renewed_at: float, is_free: bool) -> bool:
+        """is_free: nobody locks the file, and locks work here. A number of a process says nothing across containers; the lock does."""
         holder = _holder(self.path)
-        here = holder.get("host") == os.uname().nodename
-        if here:
-            stale = not is_same_process(int(holder.get("pid", 0)), float(holder.get("born", 0)))
-        else:
-            stale = age > STALE_S or (not holder and age > 2.0)
-        if stale:
-            aside = self.path.with_name(f"{self.path.name}.{os.urandom(4).hex()}")
-            try:
-                os.rename(self.path, aside)
-            except FileNotFoundError:
-                return
-            aside.unlink(missing_ok=True)
+        if holder.get("host") == os.uname().nodename:
+            is_dead = is_free and bool(holder.get("is_locked"))
+            return is_dead or not is_same_process(_number(holder, "pid"), _number(holder, "born"))
+        age_s = time.time() - renewed_at
+        return age_s > STALE_S or (not holder and age_s > 2.0)
 
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_S):
@@ -105,6 +131,46 @@ def _holder(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return body if isinstance(body, dict) else {}
+
+
+def is_held(path: Path) -> bool:
+    """Does anybody have this lease? A dead holder's goes."""
+    Lease(path).clear_stale()
+    return path.exists()
+
+
+def _number(holder: dict[str, Any], key: str) -> int:
+    value = holder.get(key, 0)
+    return int(value) if isinstance(value, int | float) and 0 <= value < 1 << 53 else 0
+
+
+def lock(fd: int, how: int) -> bool | None:
+    """Lock a file; False when another has it, None where the file system has no locks."""
+    try:
+        fcntl.flock(fd, how)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def is_open(path: Path) -> bool:
+    """Does somebody hold a lock of this file, as who writes a log does for as long as it lives?"""
+    try:
+        with path.open("rb") as f:
+            return lock(f.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) is False
+    except OSError:
+        return False
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Is the open file still the one of that name?"""
+    try:
+        there, ours = os.stat(path), os.fstat(fd)
+    except FileNotFoundError:
+        return False
+    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
 
 def born(pid: int) -> float:
@@ -123,7 +189,7 @@ def is_same_process(pid: int, born_at: float) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass

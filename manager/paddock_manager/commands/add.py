@@ -11,6 +11,7 @@ from paddock_runner.files.checkpoint import open_checkpoint, require_model
 from paddock_manager import paths
 from paddock_manager.catalog import catalog
 from paddock_manager.commands import target
+from paddock_manager.disk import Lease
 from paddock_manager.fit import fit
 from paddock_manager.options import Argument, Command, Option, Values
 from paddock_manager.store import choose, headline, index
@@ -56,7 +57,9 @@ def run(values: Values, ui: Ui) -> int:
         is_added=True,
         headline=head,
     )
-    index.add(places, model)
+    with Lease(places.added / f".{name}.lease", name):
+        check_name(places, name, given is not None)  # again: reading took its time
+        index.add(places, model)
     refused = fit.refusal(found.path)
     for warning in [*checkpoint.warnings[:8], *([f"Paddock cannot run it: {refused}"] if refused else [])]:
         ui.warn(warning)

@@ -12,6 +12,7 @@ import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from paddock_manager.paths import Places
 from paddock_manager.store import record
 from paddock_manager.store.record import HIDDEN, Model, StoredFile
 
-PARTS = "parts"
+PARTS, LEASE = "parts", "lease"
 Found = TypeVar("Found")
 
 
@@ -127,8 +128,11 @@ def in_folder(places: Places, folder: Path) -> list[Model]:
 
 def _by_hand(repo: str, folder: Path) -> list[Model]:
     """Checkpoints without a record."""
-    with os.scandir(folder) as entries:
-        stats = [(e.name, _stat(e)) for e in entries]
+    try:
+        with os.scandir(folder) as entries:
+            stats = [(e.name, _stat(e)) for e in entries]
+    except FileNotFoundError:  # removed while we looked
+        return []
     files = sorted((name, s.st_size, s.st_mtime) for name, s in stats if s is not None and stat.S_ISREG(s.st_mode))
     if any(name == "config.json" for name, _, _ in files) and any(
         name.endswith(".safetensors") for name, _, _ in files
@@ -276,7 +280,7 @@ def mark(places: Places, model: Model, is_damaged: bool) -> None:
     if model.is_added:
         add(places, model)
     else:
-        with Lease(model.folder / HIDDEN / "lease", model.ref):
+        with held(model.folder, model.ref):
             record.save(model)
 
 
@@ -289,12 +293,43 @@ def remove(places: Places, model: Model, with_files: bool) -> int:
     if model.is_added:
         (places.added / f"{model.repo}.json").unlink(missing_ok=True)
         return _delete(model, set()) if with_files else 0
-    with Lease(model.folder / HIDDEN / "lease", model.ref):
+    with held(model.folder, model.ref):
         shared = {f.name for m in in_folder(places, model.folder) if m.quant != model.quant for f in m.files}
         freed = _delete(model, shared)
         record.forget(model)
-    prune(model.folder)
     return freed
+
+
+@contextmanager
+def held(folder: Path, what: str = "") -> Iterator[None]:
+    """A model's folder for us alone; one that holds nothing is gone when it is given back. Raises: Locked."""
+    try:
+        with Lease(folder / HIDDEN / LEASE, what):
+            try:
+                yield
+            finally:
+                _empty(folder)
+    finally:
+        for path in (folder / HIDDEN, folder, folder.parent):
+            with suppress(OSError):  # it holds something: another's lease may be there by now
+                path.rmdir()
+
+
+def _empty(folder: Path) -> None:
+    """Remove what was kept beside a model's files when none are left. The caller holds the lease."""
+    files = [p for p in folder.rglob("*") if p.is_file() and HIDDEN not in p.parts]
+    if files or record.record_path(folder).exists():
+        return
+    import shutil
+
+    for path in (folder / HIDDEN).iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != LEASE:
+            path.unlink(missing_ok=True)
+    for path in sorted((p for p in folder.rglob("*") if p.is_dir() and HIDDEN not in p.parts), reverse=True):
+        with suppress(OSError):
+            path.rmdir()
 
 
 def _delete(model: Model, keep: set[str]) -> int:
@@ -312,23 +347,6 @@ def _delete(model: Model, keep: set[str]) -> int:
             except FileNotFoundError:
                 continue
     return freed
-
-
-def prune(folder: Path) -> None:
-    """Remove a model's folder when it holds nothing any more and nobody works in it."""
-    hidden = folder / HIDDEN
-    if not folder.is_dir() or (hidden / "lease").exists():
-        return
-    left = [p for p in folder.rglob("*") if p.is_file() and HIDDEN not in p.parts]
-    if not left and not record.record_path(folder).exists():
-        import shutil
-
-        shutil.rmtree(hidden, ignore_errors=True)
-        for path in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
-            path.rmdir()
-        folder.rmdir()
-        if not any(folder.parent.iterdir()):
-            folder.parent.rmdir()
 
 
 def now() -> float:

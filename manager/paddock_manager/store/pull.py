@@ -16,7 +16,7 @@ from paddock_runner.errors import DiskFull, FileError, HubAuthError, HubError, P
 
 from paddock_manager.catalog import catalog, names
 from paddock_manager.catalog.catalog import Source
-from paddock_manager.disk import Lease, write_json
+from paddock_manager.disk import write_json
 from paddock_manager.paths import HubSettings, Places
 from paddock_manager.store import choose, hub, index, record
 from paddock_manager.store.download import Download, Limits, Remote
@@ -192,23 +192,20 @@ class Shop:
         Raises: HubError, HubAuthError, DiskFull, FileError, Locked. Nothing unverified gets a final name.
         """
         folder = self.folder(order)
-        try:
-            with Lease(folder / HIDDEN / "lease", f"{order.ref}"):
-                model = self._begin(order, folder)
-                wanted = self.missing(order)
-                moved(order.size_bytes - sum(f.size_bytes for f in wanted))
-                self._preflight(order, folder, wanted)
-                record.save(model)
-                try:
-                    self._fetch(order, folder, wanted, model, moved)
-                except (HubError, FileError):
-                    self._withdraw(model)
-                    raise
-                model.headline = headline_of(model)
-                model.pulled_at, model.state = index.now(), "ok"
-                record.save(model)
-        finally:
-            index.prune(folder)
+        with index.held(folder, order.ref):
+            model = self._begin(order, folder)
+            wanted = self.missing(order)
+            moved(order.size_bytes - sum(f.size_bytes for f in wanted))
+            self._preflight(order, folder, wanted)
+            record.save(model)
+            try:
+                self._fetch(order, folder, wanted, model, moved)
+            except (HubError, FileError):
+                self._withdraw(model)
+                raise
+            model.headline = headline_of(model)
+            model.pulled_at, model.state = index.now(), "ok"
+            record.save(model)
         return model
 
     def _begin(self, order: Order, folder: Path) -> Model:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paddock_runner.errors import FileError, HubError
 
-from paddock_manager.disk import Lease, read_json
+from paddock_manager.disk import read_json
 from paddock_manager.store import hub, index, journal
 from paddock_manager.store.download import Download, Remote
 from paddock_manager.store.journal import Identity, Journal
@@ -95,7 +95,7 @@ def repair(shop: Shop, model: Model, bad: list[Verdict]) -> int:
     def moved(n_bytes: int) -> None:
         fetched[0] += n_bytes
 
-    with Lease(model.folder / HIDDEN / "lease", model.ref), shop.web() as web:
+    with index.held(model.folder, model.ref), shop.web() as web:
         for verdict in bad:
             file = verdict.file
             part = index.part_path(model.folder, file.name)

@@ -1,0 +1,141 @@
+"""Commands at the same time, on one store: who has a model has it alone, and nobody loses what another one needs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from paddock_manager import cli, disk
+from paddock_manager.catalog import names
+from paddock_manager.disk import Lease
+from paddock_manager.paths import HubSettings, places
+from paddock_manager.store import headline, index
+from paddock_manager.store.download import Limits
+from paddock_manager.store.pull import Shop, Wish
+from paddock_runner.errors import Locked, UnknownModel
+
+from tests.cli.conftest import tiny_gguf
+
+
+def dead() -> int:
+    """The number of a process that was."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_lease_of_a_dead_process_is_taken_over_by_one_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "PAUSE_S", 0.001)
+    path, pid, found = tmp_path / "lease", dead(), [0]
+    for _ in range(40):
+        path.write_text(json.dumps({"pid": pid, "host": socket.gethostname(), "nonce": "x", "born": 1.0}))
+        gate = threading.Barrier(6)
+        holders = [threading.Thread(target=hold, args=(path, gate, found)) for _ in range(6)]
+        for thread in holders:
+            thread.start()
+        for thread in holders:
+            thread.join()
+    assert found[0] == 1
+
+
+def hold(path: Path, gate: threading.Barrier, most: list[int]) -> None:
+    """Take a lease, and look for a while whether it stays ours."""
+    gate.wait()
+    try:
+        with Lease(path) as lease:
+            mine = json.loads(path.read_text())["nonce"]
+            for _ in range(20):
+                try:
+                    is_ours = json.loads(path.read_text())["nonce"] == mine
+                except (OSError, ValueError):
+                    is_ours = False
+                most[0] = max(most[0], 1 if is_ours else 2)
+            assert lease.path == path
+    except Locked:
+        pass
+
+
+def test_lease_of_a_process_in_another_container_is_respected(tmp_path):
+    path = tmp_path / "lease"
+    body = {"pid": dead(), "host": socket.gethostname(), "nonce": "x", "born": 1.0, "is_locked": True}  # its number means nothing here
+    path.write_text(json.dumps(body))
+    with path.open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(Locked), Lease(path):
+            pass
+    with Lease(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_pulls_and_removals_of_one_model_at_once_harm_nobody(hub, monkeypatch):
+    rmtree = shutil.rmtree
+
+    def slowly(path, ignore_errors=False):
+        time.sleep(0.005)
+        rmtree(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    hub.add("org/tiny-GGUF", {"tiny.Q4_0.gguf": tiny_gguf()})
+    home = places()
+    strange: list[BaseException] = []
+    n_pulled = [0]
+    order = Shop(home, HubSettings(hub.url)).resolve(names.parse("org/tiny-GGUF"), Wish())[0]
+
+    def pull() -> None:
+        shop = Shop(home, HubSettings(hub.url), Limits(connections=1, backoff_s=0.01))
+        shop.reserve_bytes = 0
+        for _ in range(25):
+            try:
+                assert shop.execute(order, lambda n: None).state == "ok"
+                n_pulled[0] += 1
+            except Locked:
+                pass
+            except BaseException as error:
+                strange.append(error)
+
+    def remove() -> None:
+        while n_pulled[0] >= 0:
+            try:
+                index.remove(home, index.find(home, names.parse("org/tiny-GGUF")), False)
+            except (Locked, UnknownModel):
+                pass
+            except BaseException as error:
+                strange.append(error)
+
+    pullers = [threading.Thread(target=pull) for _ in range(2)]
+    removers = [threading.Thread(target=remove) for _ in range(2)]
+    for thread in pullers + removers:
+        thread.start()
+    for thread in pullers:
+        thread.join()
+    was, n_pulled[0] = n_pulled[0], -1
+    for thread in removers:
+        thread.join()
+    assert strange == [] and was > 5
+
+
+def test_folder_that_goes_while_it_is_listed_is_no_fault():
+    assert index.in_folder(places(), places().models / "org/gone") == []
+
+
+def test_two_models_cannot_be_added_under_one_name_at_once(paddock, model_file, monkeypatch):
+    read, codes = headline.of, []
+
+    def slowly(checkpoint):
+        monkeypatch.setattr(headline, "of", read)
+        codes.append(cli.main(["add", str(model_file), "--name", "mine", "--quiet"]))
+        return read(checkpoint)
+
+    monkeypatch.setattr(headline, "of", slowly)
+    done = paddock("add", str(model_file), "--name", "mine")
+    assert codes == [0] and done.code == 2 and "there is a model mine already" in done.err
+    assert [p.name for p in places().added.iterdir()] == ["mine.json"]
