@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 from paddock_manager import cli, disk
 from paddock_manager.catalog import names
 from paddock_manager.disk import Lease
+from paddock_manager.fleet import watch
 from paddock_manager.paths import HubSettings, places
 from paddock_manager.store import headline, index
 from paddock_manager.store.download import Limits
@@ -139,3 +142,40 @@ def test_two_models_cannot_be_added_under_one_name_at_once(paddock, model_file, 
     done = paddock("add", str(model_file), "--name", "mine")
     assert codes == [0] and done.code == 2 and "there is a model mine already" in done.err
     assert [p.name for p in places().added.iterdir()] == ["mine.json"]
+
+
+def test_gc_leaves_what_a_command_that_runs_needs(paddock, model_file, fake_runner):
+    home = places()
+    assert paddock("serve", str(model_file), "--port", "0").code == 0
+    (server,) = paddock("ps", "--json").json["servers"]
+    state = (home.fleet / "state.json").read_bytes()
+    (home.fleet / "state.json").unlink()  # as while it starts
+    (home.fleet / "ready-000000000001.json").write_text(json.dumps({"pid": server["pid"], "port": 1}))
+    (home.fleet / "ready-000000000002.json").write_text(json.dumps({"pid": dead(), "port": 1}))
+    wheel = home.models / "o/r/.paddock/wheel-12345678"
+    wheel.mkdir(parents=True)
+    with Lease(wheel.parent / "lease"):
+        gone = [Path(r["path"]).name for r in paddock("gc", "--json").json["removed"]]
+    assert gone == ["ready-000000000002.json"] and wheel.is_dir()
+    (home.fleet / "state.json").write_bytes(state)
+    assert paddock("stop", "--all").code == 0
+    assert {Path(r["path"]).name for r in paddock("gc", "--json").json["removed"]} == {"ready-000000000001.json", "wheel-12345678", Path(server["log"]).name}
+
+
+def test_start_leaves_no_lock_behind(paddock, model_file, fake_runner):
+    assert paddock("serve", str(model_file), "--port", "0").code == 0
+    assert list(places().fleet.glob("*.start")) == []
+
+
+def test_server_starts_where_the_file_system_has_no_locks(paddock, model_file, fake_runner, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    assert paddock("serve", str(model_file), "--port", "0").code == 0
+    assert paddock("stop", "--all").code == 0
+
+
+def test_runner_whose_command_had_gone_before_it_asked_does_not_stay():
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], preexec_fn=watch.dies_with(os.getpid() + 1))
+    assert child.wait(30) == -signal.SIGKILL

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from paddock_runner.errors import Locked
+from paddock_runner.errors import FileError, Locked
 
 from paddock_manager import paths
-from paddock_manager.disk import Lease
+from paddock_manager.disk import Lease, is_held, is_open, is_same_process, read_json
 from paddock_manager.fleet import state
 from paddock_manager.options import Command, Option, Values
 from paddock_manager.store import index
@@ -35,12 +36,15 @@ def run(values: Values, ui: Ui) -> int:
     before = time.time() - 86400 * (values.number("older_than") or 0.0)
     rows: list[dict[str, Any]] = []
     for path, what in [*scratch(places), *(partials(places) if values.flag("partials") else [])]:
-        if path.stat().st_mtime > before:
+        try:
+            if path.stat().st_mtime > before:
+                continue
+            n_bytes = sum(p.lstat().st_blocks * 512 for p in ([path] if path.is_file() else path.rglob("*")))
+            if not values.flag("dry_run"):
+                remove(path)
+        except (FileNotFoundError, Locked):  # somebody else was quicker, or works on it by now
             continue
-        n_bytes = sum(p.lstat().st_blocks * 512 for p in ([path] if path.is_file() else path.rglob("*")))
         rows.append({"path": str(path), "what": what, "bytes": n_bytes})
-        if not values.flag("dry_run"):
-            remove(path)
     if values.flag("partials") and not values.flag("dry_run"):
         forget_empty(places)
     dry, total = values.flag("dry_run"), sum(r["bytes"] for r in rows)
@@ -56,11 +60,13 @@ def run(values: Values, ui: Ui) -> int:
 
 def scratch(places: paths.Places) -> list[tuple[Path, str]]:
     """What nobody can use any more."""
-    found = [(p, "scratch of a package download") for root in places.roots for p in root.glob(f"*/*/{HIDDEN}/wheel-*")]
-    found += [(p, "ready file of a runner that is gone") for p in places.fleet.glob("ready-*.json")]
+    wheels = [p for root in places.roots for p in root.glob(f"*/*/{HIDDEN}/wheel-*")]
+    found = [(p, "scratch of a package download") for p in wheels if not is_held(p.parent / index.LEASE)]
+    found += [(p, "ready file of a runner that is gone") for p in places.fleet.glob("ready-*.json") if not _is_awaited(p)]
+    found += [(p, "lock of a start that is over") for p in places.fleet.glob("*.start") if not is_open(p)]
     used = {s.log for s in state.servers(places)}
     found += [
-        (p, "log") for p in places.logs.glob("*.log*") if str(p) not in used and str(p).removesuffix(".1") not in used
+        (p, "log") for p in places.logs.glob("*.log*") if str(p) not in used and str(p).removesuffix(".1") not in used and not is_open(p)
     ]
     return sorted(found)
 
@@ -70,31 +76,36 @@ def partials(places: paths.Places) -> list[tuple[Path, str]]:
     found = []
     for part in sorted(p for root in places.roots for p in root.glob(f"*/*/{HIDDEN}/{index.PARTS}/**/*")):
         folder = Path(str(part).partition(f"/{HIDDEN}/")[0])
-        if part.is_file() and not _is_held(folder):
+        if part.is_file() and not is_held(folder / HIDDEN / index.LEASE):
             found.append((part, "unfinished download" if part.suffix == ".part" else "its journal"))
     return found
 
 
-def _is_held(folder: Path) -> bool:
+def _is_awaited(ready: Path) -> bool:
+    """A ready file of a runner that lives is about to be read by who started it."""
     try:
-        with Lease(folder / HIDDEN / "lease"):
-            return False
-    except Locked:
-        return True
+        told = read_json(ready) or {}
+    except FileError:
+        return False
+    pid = told.get("pid")
+    return isinstance(pid, int) and is_same_process(pid, 0.0)
 
 
 def remove(path: Path) -> None:
-    """A file or a folder."""
+    """A file or a folder; those of a model while nobody pulls it. Raises: Locked."""
     import shutil
 
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    above, inside, _ = str(path).partition(f"/{HIDDEN}/")
+    with Lease(Path(above) / HIDDEN / index.LEASE) if inside else nullcontext():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def forget_empty(places: paths.Places) -> None:
     """Records of models of which nothing is left."""
     for model in index.models(places, []):
         if not model.is_added and model.state in ("partial", "missing") and not model.done_bytes:
-            index.remove(places, model, False)
+            with suppress(Locked):  # it is being pulled
+                index.remove(places, model, False)

@@ -5,6 +5,7 @@ Nothing that was asked for is changed here: the runner gets it as it is and refu
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from paddock_runner import errors
 from paddock_runner.errors import Cancelled, PackError, PaddockError
 
 from paddock_manager import paths
-from paddock_manager.disk import born, is_same_process, tail, write_json
+from paddock_manager.disk import born, is_same_process, lock, tail, write_json
 from paddock_manager.fleet import client, state, watch
 from paddock_manager.fleet.state import Server
 from paddock_manager.paths import Places
@@ -133,9 +134,10 @@ def _start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[
     if log.exists():
         os.replace(log, log.with_suffix(".log.1"))
     with log.open("xb") as out:
+        lock(out.fileno(), fcntl.LOCK_SH)  # the runner has it too, by inheritance, until it ends: whether a log is in use is asked of this
         process = subprocess.Popen(
             _watched(places, launch, ready_file, log) if launch.is_watched else launch.words(ready_file), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            env=paths.child_environment(), close_fds=True, preexec_fn=watch.die_with_parent if launch.ends_with_us else None,
+            env=paths.child_environment(), close_fds=True, preexec_fn=watch.dies_with(os.getpid()) if launch.ends_with_us else None,
         )  # fmt: skip
     try:
         facts = _wait(process, ready_file, log, launch, timeout_s, waiting)

@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paddock_runner.errors import AmbiguousModel, Locked, UnknownModel, UsageError
 
-from paddock_manager.disk import is_same_process, write_json
+from paddock_manager.disk import is_at, is_same_process, lock, write_json
 from paddock_manager.paths import Places, file_word
 
 
@@ -55,15 +56,20 @@ class Server:
 
 
 @contextmanager
-def _locked(places: Places, name: str = "state.lock", how: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Holds a lock of the fleet's folder. Raises: BlockingIOError where `how` does not wait."""
+def _locked(places: Places, name: str = "state.lock", how: int = fcntl.LOCK_EX) -> Iterator[Path]:
+    """Holds a lock of the fleet's folder, where its file system has locks. Raises: BlockingIOError where `how` does not wait."""
     places.fleet.mkdir(parents=True, exist_ok=True)
-    fd = os.open(places.fleet / name, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, how)
-        yield
-    finally:
-        os.close(fd)
+    path = places.fleet / name
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if lock(fd, how) is False:
+                raise BlockingIOError
+            if is_at(fd, path):  # else its holder took it away while we waited
+                yield path
+                return
+        finally:
+            os.close(fd)
 
 
 @contextmanager
@@ -71,9 +77,10 @@ def starting(places: Places, name: str) -> Iterator[None]:
     """While a server of that name is started, nobody else starts one: its log is its own. Raises: Locked."""
     with ExitStack() as held:
         try:
-            held.enter_context(_locked(places, f"{file_word(name)}.start", fcntl.LOCK_EX | fcntl.LOCK_NB))
+            path = held.enter_context(_locked(places, f"{file_word(name)}.start", fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise Locked(f"{name} is being started by another command", "`paddock ps` shows it when it is ready", name=name) from None
+        held.callback(path.unlink, missing_ok=True)
         yield
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,7 +72,7 @@ class Watch:
         """Start the runner, on the port that it had before, and wait until it ends. Returns its exit code."""
         self.inner.unlink(missing_ok=True)
         words = _with_port(self.words, self.port) if self.port else self.words
-        self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent, process_group=0)
+        self._child = subprocess.Popen(words, stdin=subprocess.DEVNULL, preexec_fn=dies_with(os.getpid()), process_group=0)
         if self._stopping.is_set():
             self._child.terminate()
         begun, told = time.monotonic(), False
@@ -123,9 +124,16 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> int | None:
         return None
 
 
-def die_with_parent() -> None:
-    """In the child: who is killed takes its runner along, so that port and memory are free again."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def dies_with(parent: int) -> Callable[[], None]:
+    """For the child of this process: who is killed takes its runner along, so that port and memory are free again."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it had gone before we asked
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return ask
 
 
 def _port_of(ready: Path) -> int:
