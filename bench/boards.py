@@ -4,8 +4,8 @@ Usage: python -m bench.boards FOLDER... --commit C [--date 2026-12-01] [--peer 8
 Every board under the folders is taken (a file with machine, command and rows); its topic is its name without a date. Boards of one topic become one:
 rows of the same id are the last one's, commands stand one after the other. A board of the same day that is there already, of another commit, is kept
 with its commit as a suffix.
---peer: llama.cpp on the same card, a file of JSON lines: llama-bench -o jsonl (one row, prompts) and llama-batched-bench --output-format jsonl (more rows),
-one after the other, for the rows of that model and format.
+--peer MODEL.FORMAT=FILE: llama.cpp on the same card, a file of JSON lines: llama-bench -o jsonl (one row, prompts) and llama-batched-bench --output-format
+jsonl (more rows), one after the other, for the rows of that model and format. --peer FILE: {"peer": its name, "rows": {id of our row: its figure}}.
 """
 
 from __future__ import annotations
@@ -44,7 +44,23 @@ def merged(one: Board, more: Board) -> Board:
     return one | {"command": "; ".join(commands), "context": one["context"] | more["context"], "rows": rows}
 
 
-def peer_rows(model: str, path: Path, machine: str) -> dict[str, float]:
+Peers = dict[str, tuple[str, float]]
+"""By row id: whose figure, and the figure."""
+
+
+def peers_of(word: str, machine: str) -> Peers:
+    """Figures of --peer's word. Raises: SystemExit when the file is not what it should be."""
+    model, is_llama, file = word.rpartition("=")
+    if is_llama:
+        return {id: (PEER, value) for id, value in llama_rows(model, Path(file), machine).items()}
+    try:
+        told = json.loads(Path(file).read_text())
+        return {id: (str(told["peer"]), float(value)) for id, value in told["rows"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SystemExit(f'{file} is not {{"peer": name, "rows": {{id: figure}}}} ({error!r})') from None
+
+
+def llama_rows(model: str, path: Path, machine: str) -> dict[str, float]:
     """Tokens a second of llama.cpp, by row id. Raises: SystemExit when a line is of neither program."""
     found: dict[str, float] = {}
     for line in filter(str.strip, path.read_text().splitlines()):
@@ -62,12 +78,12 @@ def peer_rows(model: str, path: Path, machine: str) -> dict[str, float]:
     return found
 
 
-def with_peer(row: dict[str, Any], peers: dict[str, float]) -> dict[str, Any]:
+def with_peer(row: dict[str, Any], peers: Peers) -> dict[str, Any]:
     """The row with the peer's figure beside it, where there is one."""
     if row["id"] not in peers:
         return row
-    theirs, value = peers[row["id"]], row["value"]
-    return row | {"peer": PEER, "peer_value": round(theirs, 1), "vs_peer": round(value / theirs if row["better"] == "higher" else theirs / value, 4)}
+    (peer, theirs), value = peers[row["id"]], row["value"]
+    return row | {"peer": peer, "peer_value": round(theirs, 1), "vs_peer": round(value / theirs if row["better"] == "higher" else theirs / value, 4)}
 
 
 def put(made: Board, topic: str) -> tuple[Path, dict[str, Any]]:
@@ -93,10 +109,10 @@ def table(made: Board, before: dict[str, Any]) -> str:
     return "".join(lines)
 
 
-def pairs(words: list[str], of: str) -> dict[str, str]:
-    """NAME=TEXT by name. Raises: SystemExit."""
+def pairs(words: list[str]) -> dict[str, str]:
+    """Texts of --note by topic. Raises: SystemExit."""
     if wrong := [word for word in words if "=" not in word]:
-        raise SystemExit(f"{of} is NAME=TEXT, not {wrong[0]}")
+        raise SystemExit(f"--note is TOPIC=TEXT, not {wrong[0]}")
     return dict(word.split("=", 1) for word in words)
 
 
@@ -106,10 +122,10 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--commit", required=True, help="of the tree that ran")
     parser.add_argument("--date", default="", help="of the run (default: what the boards say)")
-    parser.add_argument("--peer", nargs="*", default=[], metavar="MODEL.FORMAT=FILE")
+    parser.add_argument("--peer", nargs="*", default=[], metavar="[MODEL.FORMAT=]FILE")
     parser.add_argument("--note", nargs="*", default=[], metavar="TOPIC=TEXT")
     a = parser.parse_args()
-    notes, peers = pairs(a.note, "--note"), dict[str, float]()
+    notes, peers = pairs(a.note), Peers()
     topics: dict[str, Board] = {}
     for topic, found in boards_in(a.folders):
         topics[topic] = merged(topics[topic], found) if topic in topics else found
@@ -118,8 +134,8 @@ def main() -> None:
     if unknown := notes.keys() - topics.keys():
         raise SystemExit(f"no board of {' '.join(sorted(unknown))}: there are {' '.join(sorted(topics))}")
     machine = next(iter(topics.values()))["machine"]
-    for model, file in pairs(a.peer, "--peer").items():
-        peers |= peer_rows(model, Path(file), machine)
+    for word in a.peer:
+        peers |= peers_of(word, machine)
     n_beside = 0
     for topic, found in sorted(topics.items()):
         made = found | {"date": a.date or found.get("date") or datetime.date.today().isoformat(), "commit": a.commit, "rows": [with_peer(row, peers) for row in found["rows"]]}

@@ -71,9 +71,17 @@ def test_the_peers_figures_stand_beside_the_rows_of_their_model(tmp_path: Path, 
     assert "1 of 4 figures of the peer have no row" in capsys.readouterr().out
 
 
+def test_another_peers_figures_are_told_by_the_ids_of_our_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left(tmp_path / "out/serve.json", [row("h200.load.8b.bf16.128/128c32.ttft_p50_ms", 70.0, "lower"), row("h200.load.8b.bf16.128/128c32.out_tok_s", 6200.0)])
+    (tmp_path / "vllm.json").write_text(json.dumps({"peer": "vLLM 0.26.0", "rows": {"h200.load.8b.bf16.128/128c32.ttft_p50_ms": 140}}))
+    run(monkeypatch, tmp_path, tmp_path / "out", "--commit", "abc", "--peer", tmp_path / "vllm.json")
+    first, rate = written(tmp_path, "2026-12-01-serve")["rows"]
+    assert (first["peer"], first["peer_value"], first["vs_peer"]) == ("vLLM 0.26.0", 140.0, 2.0) and "peer" not in rate
+
+
 @pytest.mark.parametrize(
     "words, said",
-    [(["--commit", "abc", "--note", "twin=x"], "no board of twin: there are whole"), (["--commit", "abc", "--peer", "8b.q8_0"], "is NAME=TEXT, not 8b.q8_0")],
+    [(["--commit", "abc", "--note", "twin=x"], "no board of twin: there are whole"), (["--commit", "abc", "--note", "twin"], "--note is TOPIC=TEXT, not twin")],
 )
 def test_what_cannot_be_meant_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
     left(tmp_path / "out/whole.json", [row("h200.decode.8b.bf16.b1", 1.0)])
@@ -84,8 +92,9 @@ def test_what_cannot_be_meant_is_one_sentence(tmp_path: Path, monkeypatch: pytes
 def test_a_file_that_was_cut_off_and_a_peer_of_another_program_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left(tmp_path / "out/whole.json", [row("h200.decode.8b.bf16.b1", 1.0)])
     (tmp_path / "peer").write_text("| model | size |\n")
-    with pytest.raises(SystemExit, match="neither llama-bench's nor"):
-        run(monkeypatch, tmp_path, tmp_path / "out", "--commit", "abc", "--peer", f"8b.q8_0={tmp_path / 'peer'}")
+    for word, said in ((f"8b.q8_0={tmp_path / 'peer'}", "neither llama-bench's nor"), (str(tmp_path / "peer"), "is not .*peer.*rows")):
+        with pytest.raises(SystemExit, match=said):
+            run(monkeypatch, tmp_path, tmp_path / "out", "--commit", "abc", "--peer", word)
     (tmp_path / "out/32b.json").write_text('{"rows": [')
     with pytest.raises(SystemExit, match=r"32b.json is no JSON"):
         run(monkeypatch, tmp_path, tmp_path / "out", "--commit", "abc")
