@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -107,6 +110,18 @@ def test_the_tokens_of_inputs_are_counted(embedder: Runner) -> None:
     n += post(embedder, "/api/embed", {"input": "paris"})[1]["prompt_eval_count"]
     assert post(embedder, "/v1/embeddings", {"input": "dog " * 70})[0] == 400
     assert counted() == before + n and n > 10
+
+
+def test_a_request_of_many_inputs_that_has_begun_is_finished_when_the_runner_shuts_down(tmp_path: Path) -> None:
+    with running(tmp_path, with_tokenizer("bert", tmp_path / "bert"), "--no-auth", "--max-batch", "2") as found, ThreadPoolExecutor(1) as threads:
+        work = threads.submit(post, found, "/v1/embeddings", {"input": ["dog" + " dogs" * (i % 29) for i in range(2000)]})
+        until = time.monotonic() + 10
+        while httpx.get(found.url + "/v1/paddock/state").json()["engine"]["counters"]["requests"] < 70 and time.monotonic() < until:
+            pass
+        found.process.send_signal(signal.SIGTERM)
+        status, answer = work.result(60)
+        assert status == 200, answer
+        assert len(answer["data"]) == 2000 and found.process.wait(20) == 0
 
 
 def test_an_input_type_puts_the_model_s_prompt_before_the_text(embedder: Runner) -> None:

@@ -192,8 +192,7 @@ class Runner:
         elif self._front.phase == "ready":
             self._front.phase = "draining"
             log.event("draining", open=self._desk.n_open)
-            self._desk.drain()
-            self._server.stop()
+            self._server.stop()  # the engine ends when the front has let go of it: until then requests that have begun may have more to ask
 
     def _on_dead(self) -> None:
         """The engine has gone: open requests have been told; nothing more can be served."""

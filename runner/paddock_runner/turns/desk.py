@@ -96,10 +96,6 @@ class Desk:
         """Sends masks of output tokens, together. Any thread may."""
         self._port.masks(updates)
 
-    def drain(self) -> None:
-        """Tells the engine to finish what is open and then end."""
-        self._port.drain()
-
     async def state(self, timeout_s: float = 5.0) -> dict[str, Any]:
         """The engine's own account of itself. Raises: PackError when it has gone or does not answer."""
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()

@@ -29,17 +29,17 @@ async def vectors(desk: Desk, prompts: Sequence[array[int]], caller: Caller) -> 
     import numpy as np
 
     gate = asyncio.Semaphore(MAX_OPEN)
-    deadline_ns = caller.deadline_ns
+    deadline_ns, has_begun = caller.deadline_ns, False
 
     async def one(prompt: array[int]) -> Rows:
-        nonlocal deadline_ns
+        nonlocal deadline_ns, has_begun
         async with gate:
             ask = Ask(
                 desk.next_id(), prompt.tobytes(), caller.client, caller.salt, weight=caller.weight, deadline_ns=deadline_ns, received_ns=caller.received_ns,
-                max_tokens=1, temperature=0.0,
+                max_tokens=1, temperature=0.0, goes_on=has_begun,
             )  # fmt: skip
             found = await desk.vector(ask)
-            deadline_ns = 0  # the request has begun: what is left of it waits for its own inputs
+            deadline_ns, has_begun = 0, True  # what is left of the request waits for its own inputs
             return np.frombuffer(found, np.float32)
 
     tasks = [asyncio.ensure_future(one(p)) for p in prompts]

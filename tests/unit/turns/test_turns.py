@@ -293,7 +293,8 @@ def test_asks_for_vectors_have_their_caller_s_weight_and_its_deadline_until_one_
         while len(asks) < MAX_OPEN + 1:
             bench.port.tell([m.Vector(asks[0].ask_id, bytes(8))])
             await asyncio.sleep(0)
-        assert (asks[-1].weight, asks[-1].deadline_ns) == (3, 0), "the request has begun"
+        assert (asks[-1].weight, asks[-1].deadline_ns, asks[-1].goes_on) == (3, 0, True), "the request has begun"
+        assert not any(a.goes_on for a in asks[:-1])
         bench.port.tell([m.Vector(a.ask_id, bytes(8)) for a in asks])
         assert (await work).shape == (MAX_OPEN + 1, 2)
 
