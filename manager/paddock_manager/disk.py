@@ -12,6 +12,8 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -131,6 +133,18 @@ def _holder(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return body if isinstance(body, dict) else {}
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Nobody else who asks so is between reading and writing a file of this folder, which is made, where its file system has locks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        lock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def is_held(path: Path) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from paddock_runner.errors import FileError, UsageError
 
 from paddock_manager import paths
-from paddock_manager.disk import write_text
+from paddock_manager.disk import alone, write_text
 from paddock_manager.options import parse_size
 
 
@@ -88,16 +88,21 @@ def one(known: dict[str, Setting], key: str, where: str = "") -> Setting:
 def change(path: Path, key: str, word: str | None) -> None:
     """Write one value to the file, or take it out (None). Raises: UsageError, FileError."""
     setting = one({s.key: s for s in SETTINGS}, key)
-    kept = {k: v for k, v in _read(path).items() if k != key}
     if word is not None:
         setting.parse(word, "")
-        kept[key] = int(word) if setting.kind == "int" else word
+    with alone(path.parent):
+        kept = {k: v for k, v in _read(path).items() if k != key}
+        if word is not None:
+            kept[key] = int(word) if setting.kind == "int" else word
+        _write(path, kept)
+
+
+def _write(path: Path, kept: dict[str, Any]) -> None:
     tables: dict[str, list[str]] = {}
     for name, entry in sorted(kept.items()):
         table, _, field_name = name.partition(".")
         shown = json.dumps(entry) if isinstance(entry, str) else str(entry)
         tables.setdefault(table, []).append(f"{field_name} = {shown}")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n\n".join("\n".join([f"[{t}]", *lines]) for t, lines in tables.items()) + "\n")
 
 

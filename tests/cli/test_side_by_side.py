@@ -13,13 +13,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from paddock_manager import cli, disk
 from paddock_manager.catalog import names
 from paddock_manager.disk import Lease
-from paddock_manager.fleet import watch
+from paddock_manager.fleet import keys, state, watch
 from paddock_manager.paths import HubSettings, places
 from paddock_manager.store import headline, index
 from paddock_manager.store.download import Limits
@@ -148,7 +149,7 @@ def test_gc_leaves_what_a_command_that_runs_needs(paddock, model_file, fake_runn
     home = places()
     assert paddock("serve", str(model_file), "--port", "0").code == 0
     (server,) = paddock("ps", "--json").json["servers"]
-    state = (home.fleet / "state.json").read_bytes()
+    listed = (home.fleet / "state.json").read_bytes()
     (home.fleet / "state.json").unlink()  # as while it starts
     (home.fleet / "ready-000000000001.json").write_text(json.dumps({"pid": server["pid"], "port": 1}))
     (home.fleet / "ready-000000000002.json").write_text(json.dumps({"pid": dead(), "port": 1}))
@@ -157,7 +158,7 @@ def test_gc_leaves_what_a_command_that_runs_needs(paddock, model_file, fake_runn
     with Lease(wheel.parent / "lease"):
         gone = [Path(r["path"]).name for r in paddock("gc", "--json").json["removed"]]
     assert gone == ["ready-000000000002.json"] and wheel.is_dir()
-    (home.fleet / "state.json").write_bytes(state)
+    (home.fleet / "state.json").write_bytes(listed)
     assert paddock("stop", "--all").code == 0
     assert {Path(r["path"]).name for r in paddock("gc", "--json").json["removed"]} == {"ready-000000000001.json", "wheel-12345678", Path(server["log"]).name}
 
@@ -179,3 +180,60 @@ def test_server_starts_where_the_file_system_has_no_locks(paddock, model_file, f
 def test_runner_whose_command_had_gone_before_it_asked_does_not_stay():
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], preexec_fn=watch.dies_with(os.getpid() + 1))
     assert child.wait(30) == -signal.SIGKILL
+
+
+def test_server_that_ends_with_its_command_is_nobody_elses(paddock, model_file, fake_runner):
+    """It answered a second `paddock run`, and ended under its hands with the first."""
+    assert paddock("serve", str(model_file), "--port", "0").code == 0
+    home = places()
+    (server,) = state.servers(home)
+    state.remember(home, replace(server, name="mine.run1", ends_with=os.getpid()))
+    assert paddock("run", str(model_file), "hello").out == "1: hello\n"
+    assert "POST" not in Path(server.log).read_text()
+    with pytest.raises(UnknownModel):
+        state.find(home, server.ref, lasting=True)
+    state.remember(home, server)
+    assert paddock("run", str(model_file), "hello").code == 0 and "POST" in Path(server.log).read_text()
+
+
+def test_key_that_was_taken_out_does_not_come_back(paddock, monkeypatch):
+    """`paddock run` and `serve` write the list, too: from what they had read before."""
+    home = places()
+    keys.add(home, "phone", "inference")
+    read, threads = keys.entries, []
+
+    def slowly(where):
+        monkeypatch.setattr(keys, "entries", read)
+        found = read(where)
+        threads.append(threading.Thread(target=keys.remove, args=(home, "phone")))
+        threads[0].start()
+        threads[0].join(0.3)
+        return found
+
+    keys.key(home)
+    monkeypatch.setattr(keys, "entries", slowly)
+    keys.server_file(home)
+    threads[0].join()
+    assert [e.name for e in read(home)] == [keys.OWN]
+
+
+def test_settings_and_locked_names_of_two_commands_are_both_kept(tmp_path):
+    """Each reads the file and writes it anew."""
+    from paddock_manager import settings
+    from paddock_manager.catalog.catalog import Source
+    from paddock_manager.store import lock
+    from paddock_manager.store.hub import RemoteFile
+    from paddock_manager.store.pull import Order
+
+    order = Order("org/repo", "c" * 40, "", [RemoteFile("a.gguf", 1, "0" * 64)], Source("org/repo"), "")
+    words = [f"org/repo{n}" for n in range(8)]
+    tables = [("serve.port", "1234"), ("serve.timeout", "77"), ("pull.connections", "3")]
+    jobs = [threading.Thread(target=lock.remember, args=(tmp_path / "paddock.lock", word, order)) for word in words]
+    jobs += [threading.Thread(target=settings.change, args=(tmp_path / "config.toml", *pair)) for pair in tables]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert sorted(json.loads((tmp_path / "paddock.lock").read_text())["models"]) == words
+    found = settings.load(tmp_path / "config.toml")
+    assert [str(found[key].value) for key, _ in tables] == [value for _, value in tables]

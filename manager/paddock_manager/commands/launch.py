@@ -162,7 +162,7 @@ def _running(places: paths.Places, word: str, ui: Ui) -> state.Server | Target:
     if shared is not None:
         return replace(shared, model=word)
     try:
-        named = state.find(places, word)
+        named = state.find(places, word, lasting=True)
         by = next((s for s in running if s.name == named.asked.get("by")), None)
         return named if by is None else replace(by, model=named.name)
     except UnknownModel:
@@ -170,6 +170,6 @@ def _running(places: paths.Places, word: str, ui: Ui) -> state.Server | Target:
     for server in running:
         if found.name in server.asked.get("models", ()):
             return replace(server, model=found.name)
-        if server.path == str(found.path) and "by" not in server.asked:
+        if server.path == str(found.path) and "by" not in server.asked and not server.ends_with:
             return server
     return found

@@ -199,8 +199,8 @@ def server_for(places: paths.Places, found: Target, values: Values, ui: Ui, batc
         if not given and found.name in server.asked.get("models", ()) and is_loopback(server.host):
             yield replace(server, model=found.name), keys.key(places)
             return
-        if "by" in server.asked:
-            continue  # a gateway's: it may be unloaded at any time
+        if "by" in server.asked or server.ends_with:
+            continue  # a gateway's, which may be unloaded at any time, or another command's, which ends with that
         if server.path == str(found.path) and (not given or given == server.asked) and is_loopback(server.host):
             yield server, keys.key(places)
             return

@@ -11,12 +11,14 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from paddock_runner.errors import FileError, UnknownModel, UsageError
 
-from paddock_manager.disk import write_text
+from paddock_manager.disk import alone, write_text
 from paddock_manager.paths import Places
 
 OWN = "this-machine"
@@ -42,7 +44,9 @@ def key_file(places: Places) -> Path:
     """
     path = places.key_file
     if not path.exists():
-        make(places)
+        with _alone(places):
+            if not path.exists():  # another command may have made one meanwhile
+                _make(places)
     if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise FileError(f"{path} can be read by others", f"chmod 600 {path}, or `paddock key --new`", path=str(path))
     return path
@@ -66,20 +70,31 @@ def key(places: Places) -> str:
 
 def make(places: Places) -> str:
     """Write a new key over the old one."""
-    path = places.key_file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.chmod(path.parent, 0o700)
+    with _alone(places):
+        return _make(places)
+
+
+def _make(places: Places) -> str:
     fresh = _fresh()
-    write_text(path, fresh + "\n", mode=0o600)
+    write_text(places.key_file, fresh + "\n", mode=0o600)
     return fresh
+
+
+@contextmanager
+def _alone(places: Places) -> Iterator[None]:
+    """In the folder of keys, closed to others. A key that was taken out must not come back because somebody had read the list before."""
+    with alone(places.key_file.parent):
+        os.chmod(places.key_file.parent, 0o700)
+        yield
 
 
 def server_file(places: Places) -> Path:
     """The list that servers check, with our own key in it. Raises: FileError."""
-    found = entries(places)
-    own = Entry(_hash(key(places)), "admin", OWN, next((e.weight for e in found if e.name == OWN), 1))
-    others = [e for e in found if e.name != OWN]
-    _write(places, [own, *others])
+    mine = _hash(key(places))
+    with _alone(places):
+        found = entries(places)
+        own = Entry(mine, "admin", OWN, next((e.weight for e in found if e.name == OWN), 1))
+        _write(places, [own, *(e for e in found if e.name != OWN)])
     return _list(places)
 
 
@@ -98,22 +113,24 @@ def add(places: Places, name: str, scope: str, weight: int = 1) -> str:
     """A new key for somebody else. It is returned, and kept nowhere but as its hash. Raises: UsageError."""
     if not NAME.fullmatch(name) or name == OWN:
         raise UsageError(f"{name!r} cannot be the name of a key", "letters, digits, dots, dashes and underscores")
-    found = entries(places)
-    if name in {e.name for e in found}:
-        raise UsageError(f"there is a key {name} already", f"`paddock key rm {name}` first", name=name)
-    fresh = _fresh()
-    _write(places, [*found, Entry(_hash(fresh), scope, name, weight)])
+    with _alone(places):
+        found = entries(places)
+        if name in {e.name for e in found}:
+            raise UsageError(f"there is a key {name} already", f"`paddock key rm {name}` first", name=name)
+        fresh = _fresh()
+        _write(places, [*found, Entry(_hash(fresh), scope, name, weight)])
     return fresh
 
 
 def remove(places: Places, name: str) -> None:
     """Let a key in no more. Raises: UnknownModel."""
-    found = entries(places)
-    kept = [e for e in found if e.name != name or e.name == OWN]
-    if len(kept) == len(found):
-        known = [e.name for e in found if e.name != OWN]
-        raise UnknownModel(f"there is no key {name!r}", "there are " + ", ".join(known) if known else "", name=name)
-    _write(places, kept)
+    with _alone(places):
+        found = entries(places)
+        kept = [e for e in found if e.name != name or e.name == OWN]
+        if len(kept) == len(found):
+            known = [e.name for e in found if e.name != OWN]
+            raise UnknownModel(f"there is no key {name!r}", "there are " + ", ".join(known) if known else "", name=name)
+        _write(places, kept)
 
 
 def _list(places: Places) -> Path:
@@ -122,10 +139,7 @@ def _list(places: Places) -> Path:
 
 def _write(places: Places, found: list[Entry]) -> None:
     text = "".join(f"sha256:{e.digest} {e.scope} {e.name}{f' {WEIGHT}{e.weight}' if e.weight > 1 else ''}\n" for e in found)
-    path = _list(places)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.chmod(path.parent, 0o700)
-    write_text(path, text, mode=0o600)
+    write_text(_list(places), text, mode=0o600)
 
 
 def _entry(places: Places, line: str) -> Entry:

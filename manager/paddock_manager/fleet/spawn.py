@@ -146,7 +146,7 @@ def _start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[
             int(facts["port"]), str(facts.get("device", "")), int(facts.get("max_ctx_tokens", 0)), int(facts.get("max_batch", 0)),
             str(log), round(time.time(), 3), launch.asked, launch.shown,
             launch.tls[0] if launch.tls else "",
-            int(facts.get("memory_bytes", 0)),
+            int(facts.get("memory_bytes", 0)), os.getpid() if launch.ends_with_us else 0,
         )  # fmt: skip
         state.remember(places, server)
         CHILDREN[process.pid] = process

@@ -22,7 +22,7 @@ class Server:
     """One runner that was started. born: start time of pid in clock ticks. asked: what was asked for, by option name.
 
     model: what its API calls the model. tls_cert: the certificate that it serves https with, "" for http. planned_bytes: what
-    its plan says that it takes, 0 where it does not say.
+    its plan says that it takes, 0 where it does not say. ends_with: the command that it ends with, 0 where it goes on alone.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Server:
     model: str = ""
     tls_cert: str = ""
     planned_bytes: int = 0
+    ends_with: int = 0
 
     @property
     def url(self) -> str:
@@ -137,12 +138,12 @@ def matches(alive: list[Server], word: str) -> list[Server]:
     return exact or full or [s for s in alive if "/" in s.ref and told == s.ref.split(":")[0].split("/")[-1].lower()]
 
 
-def find(places: Places, word: str) -> Server:
-    """The running server of a name, full name or port.
+def find(places: Places, word: str, lasting: bool = False) -> Server:
+    """The running server of a name, full name or port; lasting: not one that ends with another command.
 
     Raises: UnknownModel, AmbiguousModel.
     """
-    alive = servers(places)
+    alive = [s for s in servers(places) if not (lasting and s.ends_with)]
     hits = matches(alive, word)
     if len(hits) > 1:
         raise AmbiguousModel(

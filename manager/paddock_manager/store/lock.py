@@ -13,7 +13,7 @@ from paddock_runner.errors import FileError, UnknownModel
 
 from paddock_manager.catalog import names
 from paddock_manager.catalog.catalog import Source
-from paddock_manager.disk import LAYOUT, read_json, write_json
+from paddock_manager.disk import LAYOUT, alone, read_json, write_json
 from paddock_manager.store.hub import RemoteFile
 from paddock_manager.store.pull import Order
 
@@ -22,7 +22,6 @@ NAME = "paddock.lock"
 
 def remember(path: Path, text: str, order: Order) -> None:
     """Add or replace what a name stands for."""
-    body = read_json(path) or {"layout": LAYOUT, "models": {}}
     entry = {
         "repo": order.repo,
         "commit": order.commit,
@@ -33,8 +32,10 @@ def remember(path: Path, text: str, order: Order) -> None:
         "source": {k: v for k, v in asdict(order.source).items() if v},
         "files": [{k: v for k, v in asdict(f).items() if v != ""} for f in order.files],
     }
-    body["models"] = dict(sorted({**body["models"], text: entry}.items()))
-    write_json(path, body)
+    with alone(path.absolute().parent):
+        body = read_json(path) or {"layout": LAYOUT, "models": {}}
+        body["models"] = dict(sorted({**body["models"], text: entry}.items()))
+        write_json(path, body)
 
 
 def orders(path: Path, text: str, endpoint: str) -> list[tuple[str, Order]]:
