@@ -117,6 +117,25 @@ def test_stream_that_waits_gets_comments_so_that_nobody_hangs_up(server: Live) -
     client.close()
 
 
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"stream": True, "n": 3}])
+def test_client_of_http_1_0_gets_no_chunks_and_the_end_of_the_connection(server: Live, more: dict) -> None:
+    """Its answer would be read with the chunks' sizes in it: proxies speak 1.0 by default."""
+    raw = json.dumps({**BODY, **more}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.0\r\nhost: 127.0.0.1\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(head + raw)
+        data = b"".join(iter(lambda: client.recv(65536), b""))
+    headers, _, body = data.partition(b"\r\n\r\n")
+    assert b" 200 " in headers and b"connection: close" in headers and b"transfer-encoding" not in headers
+    if not more:
+        assert json.loads(body)["choices"][0]["message"]["content"] == "Hello there, general."
+        return
+    lines = [line for line in body.decode().split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    chunks = [json.loads(line[6:]) for line in lines[:-1]]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"][0]["index"] == 0) == "Hello there, general."
+
+
 def test_counted_are_the_prompts_that_were_read_and_not_those_that_were_refused(server: Live) -> None:
     def counted() -> int:
         with server.client() as client:

@@ -14,6 +14,18 @@ _OFFER = re.compile(rb"\r\nupgrade(?=[ \t]*:)", re.IGNORECASE)
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
+class _Open(int):
+    """The length of an answer that ends where its connection does: nothing is too much for it, and nothing too little."""
+
+    def __sub__(self, other: int) -> _Open:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
 class Protocol(HttpToolsProtocol):
     """One connection."""
 
@@ -68,6 +80,8 @@ class Protocol(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        if self.cycle is not None and self.scope["http_version"] == "1.0":  # there are no chunks in it, which uvicorn sends all the same
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _Open(1 << 62)
 
     def on_message_complete(self) -> None:
         """The request is complete; what comes next is another's head."""
