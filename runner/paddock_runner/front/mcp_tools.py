@@ -30,7 +30,7 @@ class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     system: str | None = None
-    max_tokens: int = MAX_TOKENS
+    max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
     json_schema: dict[str, Any] | None = None
@@ -139,10 +139,11 @@ async def _generate(front: Front, exchange: Exchange, given: Generate, whose: Ca
             raise UsageError("generate: every message has a role and a content, both text")
     if given.system:
         messages = [{"role": "system", "content": given.system}, *messages]
-    if given.max_tokens < 1:
+    if given.max_tokens is not None and given.max_tokens < 1:
         raise UsageError("generate: max_tokens must be at least 1")
     prompt, text = await front.served.chat_prompt(messages, None, {})
-    wish = Wish(max_tokens=min(given.max_tokens, max(1, front.served.max_ctx_tokens - len(prompt))), temperature=given.temperature, seed=given.seed)
+    room = max(1, front.served.max_ctx_tokens - len(prompt))
+    wish = Wish(max_tokens=min(MAX_TOKENS, room) if given.max_tokens is None else given.max_tokens, temperature=given.temperature, seed=given.seed)
     reading = Reading.of(front.served, text, {})
     if given.json_schema is not None:
         held = Held(of_schema(given.json_schema), param="json_schema")
