@@ -171,8 +171,10 @@ def _set_state(model: Model) -> None:
     done, states = 0, set()
     for file in model.files:
         try:
-            facts = os.stat(model.folder / file.name)
+            facts = os.stat(model.folder / file.name) if not file.is_awaited else None
         except OSError:
+            facts = None
+        if facts is None:
             part = part_path(model.folder, file.name)
             have = part_done(part)
             states.add("missing" if have is None else "partial")

@@ -9,8 +9,9 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paddock_runner.errors import DiskFull, FileError, HubAuthError, HubError, PaddockError, UnknownModel
 
@@ -182,6 +183,8 @@ class Shop:
         path = folder / file.name
         if known is None or not path.is_file() or path.stat().st_size != file.size_bytes:
             return False
+        if known.is_awaited:
+            return False
         return (bool(file.sha256) and known.sha256 == file.sha256) or (
             bool(file.git_sha1) and known.git_sha1 == file.git_sha1
         )
@@ -193,23 +196,27 @@ class Shop:
         """
         folder = self.folder(order)
         with index.held(folder, order.ref):
-            model = self._begin(order, folder)
             wanted = self.missing(order)
+            model = self._begin(order, folder, wanted)
+            was = record.variant(model)
             moved(order.size_bytes - sum(f.size_bytes for f in wanted))
             self._preflight(order, folder, wanted)
             record.save(model)
             try:
                 self._fetch(order, folder, wanted, model, moved)
-            except (HubError, FileError):
-                self._withdraw(model)
+            except BaseException:
+                self._withdraw(model, was, {f.name for f in wanted})
                 raise
+            model.files = [replace(f, is_awaited=False) for f in model.files]
             model.headline = headline_of(model)
             model.pulled_at, model.state = index.now(), "ok"
             record.save(model)
         return model
 
-    def _begin(self, order: Order, folder: Path) -> Model:
-        files = [StoredFile(f.name, f.size_bytes, f.sha256, f.git_sha1) for f in order.files]
+    def _begin(self, order: Order, folder: Path, wanted: list[hub.RemoteFile]) -> Model:
+        """The record to be. What lies at a wanted file's place has other bytes, be they as many: it must not pass for that file."""
+        others = {f.name for f in wanted if (folder / f.name).exists()}
+        files = [StoredFile(f.name, f.size_bytes, f.sha256, f.git_sha1, f.name in others) for f in order.files]
         return Model(
             order.repo,
             order.quant,
@@ -234,7 +241,6 @@ class Shop:
             return
         if not wanted:
             return
-        digests: dict[str, str] = {}
         with self.web() as web:
             for file in sorted(wanted, key=lambda f: f.size_bytes):
                 url = hub.file_url(web, order.repo, order.commit, file.name)
@@ -243,18 +249,19 @@ class Shop:
                 )
                 part = index.part_path(folder, file.name)
                 got = Download(web, remote, part, self.limits, moved).run(folder / file.name)
-                digests[file.name] = got.sha256
+                here = StoredFile(file.name, file.size_bytes, file.sha256 or got.sha256, file.git_sha1)
+                model.files = [here if f.name == file.name else f for f in model.files]
+                record.save(model)
                 body = {"layout": 1, "part_bytes": got.part_bytes, "sum64": got.part_hashes}
                 write_json(folder / HIDDEN / "hashes" / f"{file.name}.json", body)
-        model.files = [
-            StoredFile(f.name, f.size_bytes, f.sha256 or digests.get(f.name, ""), f.git_sha1) for f in model.files
-        ]
 
-    def _withdraw(self, model: Model) -> None:
-        """After a failure: keep the record only when something of the model is here to be continued."""
+    def _withdraw(self, model: Model, was: dict[str, Any] | None, wanted: set[str]) -> None:
+        """After a failure: keep the record only when something of the model is here to be continued; as it was where no file came."""
         folder = model.folder
         if not any((folder / f.name).exists() or index.part_path(folder, f.name).exists() for f in model.files):
             record.forget(model)
+        elif was is not None and all(f.is_awaited or not (folder / f.name).exists() for f in model.files if f.name in wanted):
+            record.save(model, was)
 
     def _preflight(self, order: Order, folder: Path, wanted: list[hub.RemoteFile]) -> None:
         """Is there room, with a reserve, on the file system that the files go to?"""

@@ -18,12 +18,16 @@ HIDDEN = ".paddock"
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of a model. name is relative to the model's folder; sha256 is "" where only a git hash is known."""
+    """One file of a model. name is relative to the model's folder; sha256 is "" where only a git hash is known.
+
+    is_awaited: what lies there under its name is not yet this file.
+    """
 
     name: str
     size_bytes: int
     sha256: str = ""
     git_sha1: str = ""
+    is_awaited: bool = False
 
 
 @dataclass(slots=True)
@@ -94,7 +98,11 @@ class Model:
     def to_record(self) -> dict[str, Any]:
         """The part that is written down."""
         kept = ("alias", "commit", "source", "licence", "pulled_at", "is_folder", "is_damaged", "headline")
-        return {k: getattr(self, k) for k in kept} | {"files": [asdict(f) for f in self.files]}
+        return {k: getattr(self, k) for k in kept} | {"files": [_as_written(f) for f in self.files]}
+
+
+def _as_written(file: StoredFile) -> dict[str, Any]:
+    return {k: v for k, v in asdict(file).items() if k != "is_awaited" or v}
 
 
 def from_record(repo: str, quant: str, folder: Path, body: dict[str, Any], is_added: bool = False) -> Model:
@@ -103,7 +111,8 @@ def from_record(repo: str, quant: str, folder: Path, body: dict[str, Any], is_ad
     Raises: KeyError, TypeError, ValueError for a record we did not write.
     """
     files = [
-        StoredFile(f["name"], int(f["size_bytes"]), f.get("sha256", ""), f.get("git_sha1", "")) for f in body["files"]
+        StoredFile(f["name"], int(f["size_bytes"]), f.get("sha256", ""), f.get("git_sha1", ""), bool(f.get("is_awaited", False)))
+        for f in body["files"]
     ]
     if not files:
         raise ValueError("no files")
@@ -129,11 +138,17 @@ def record_path(folder: Path) -> Path:
     return folder / HIDDEN / "record.json"
 
 
-def save(model: Model) -> None:
-    """Add or replace this variant in its folder's record. The caller holds the folder's lease."""
+def variant(model: Model) -> dict[str, Any] | None:
+    """What its folder's record says of this variant."""
+    found = (read_json(record_path(model.folder)) or {"variants": {}})["variants"].get(model.quant)
+    return found if isinstance(found, dict) else None
+
+
+def save(model: Model, was: dict[str, Any] | None = None) -> None:
+    """Add or replace this variant in its folder's record; with what it was. The caller holds the folder's lease."""
     path = record_path(model.folder)
     body = read_json(path) or {"layout": LAYOUT, "repo": model.repo, "variants": {}}
-    body["variants"][model.quant] = model.to_record()
+    body["variants"][model.quant] = was or model.to_record()
     write_json(path, body)
 
 
