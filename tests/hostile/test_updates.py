@@ -9,13 +9,14 @@ from contextlib import contextmanager
 
 import pytest
 from paddock_manager.catalog import names
-from paddock_manager.store import index
+from paddock_manager.store import index, verify
 from paddock_manager.store.download import Download
+from paddock_manager.store.export import export
 from paddock_manager.store.pull import Shop
-from paddock_runner.errors import HubError
+from paddock_runner.errors import HubError, Locked
 
 from tests.fakes.hub import some_bytes
-from tests.hostile.test_download import FILE, REPO, SIZE, content, hub, places, pull  # noqa: F401 - fixtures
+from tests.hostile.test_download import FILE, REPO, SIZE, content, hub, places, pull, shop  # noqa: F401 - fixtures
 
 OTHER = "f" * 40
 
@@ -90,3 +91,31 @@ def test_update_that_fails_between_two_files_goes_on_from_there(hub, places):
     pull(hub, places)
     assert hub.served_bytes - served == SIZE and state(places) == ("ok", OTHER)
     assert (places.models / REPO / second).read_bytes() == some_bytes(SIZE, 2)
+
+
+def test_repaired_file_of_a_killed_update_is_here(hub, places, monkeypatch):
+    pull(hub, places)
+    change(hub)
+    with killed(monkeypatch), pytest.raises(SystemExit):
+        pull(hub, places)
+    model = index.find(places, names.parse(REPO))
+    verify.repair(shop(hub, places), model, [v for v in verify.verify(model, lambda n: None) if v.state == "wrong"])
+    assert state(places) == ("ok", OTHER) and model.path.read_bytes() == content(hub)
+
+
+def test_two_exports_into_one_folder_do_not_spoil_each_other(hub, places, tmp_path):
+    pull(hub, places)
+    model, folder = index.find(places, names.parse(REPO)), tmp_path / "out"
+    folder.mkdir()
+    (folder / f".{FILE}.part").write_bytes(b"x" * (SIZE + 5))  # left by one that was killed
+    told: list[Locked] = []
+
+    def second(n_bytes: int) -> None:
+        if not told:
+            with pytest.raises(Locked) as refused:
+                export(model, folder, False, lambda n: None)
+            told.append(refused.value)
+
+    export(model, folder, False, second)
+    assert told and (folder / FILE).read_bytes() == content(hub)
+    assert sorted(p.name for p in folder.iterdir()) == ["SHA256SUMS", FILE]

@@ -8,10 +8,11 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
-from paddock_runner.errors import FileError, UsageError
+from paddock_runner.errors import FileError, Locked, UsageError
 
-from paddock_manager.disk import write_text
+from paddock_manager.disk import is_at, lock, write_text
 from paddock_manager.store.part import CHUNK_BYTES, disk_errors, sync_folder
 from paddock_manager.store.record import Model, StoredFile
 
@@ -61,33 +62,44 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, file: StoredFile, target: Path, moved: Callable[[int], None]) -> tuple[str, str]:
-    """Clone or copy one file, and hash what was read. Nothing wrong gets the final name."""
-    digest = hashlib.sha256()
+    """Clone or copy one file, and hash what was read. Nothing wrong gets the final name; what a killed export left is written over.
+
+    Raises: Locked while another export writes it.
+    """
     fresh = target.with_name(f".{target.name}.part")
-    way = "copies"
-    try:
-        with source.open("rb") as reader, fresh.open("xb") as writer, disk_errors(fresh, file.size_bytes):
-            try:
-                fcntl.ioctl(writer.fileno(), FICLONE, reader.fileno())
-                way = "clones"
-            except OSError:
-                pass
-            while chunk := reader.read(CHUNK_BYTES):
-                digest.update(chunk)
-                if way == "copies":
-                    writer.write(chunk)
-                moved(len(chunk))
-            writer.flush()
-            os.fsync(writer.fileno())
-        if file.sha256 and digest.hexdigest() != file.sha256:
-            raise FileError(
-                f"{source}: the bytes on disk are not the published ones",
-                "`paddock verify --repair` fetches what is wrong again",
-                expected=file.sha256,
-                actual=digest.hexdigest(),
-            )
-        os.replace(fresh, target)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
+    with source.open("rb") as reader, os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as writer:
+        if lock(writer.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) is False or not is_at(writer.fileno(), fresh):
+            raise Locked(f"{target} is being written by another export", "wait for it, or name another folder", path=str(target))
+        writer.truncate(0)
+        try:
+            return _fill(reader, writer, file, target, moved)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
+
+
+def _fill(reader: BinaryIO, writer: BinaryIO, file: StoredFile, target: Path, moved: Callable[[int], None]) -> tuple[str, str]:
+    digest, way = hashlib.sha256(), "copies"
+    fresh = target.with_name(f".{target.name}.part")
+    with disk_errors(fresh, file.size_bytes):
+        try:
+            fcntl.ioctl(writer.fileno(), FICLONE, reader.fileno())
+            way = "clones"
+        except OSError:
+            pass
+        while chunk := reader.read(CHUNK_BYTES):
+            digest.update(chunk)
+            if way == "copies":
+                writer.write(chunk)
+            moved(len(chunk))
+        writer.flush()
+        os.fsync(writer.fileno())
+    if file.sha256 and digest.hexdigest() != file.sha256:
+        raise FileError(
+            f"{reader.name}: the bytes on disk are not the published ones",
+            "`paddock verify --repair` fetches what is wrong again",
+            expected=file.sha256,
+            actual=digest.hexdigest(),
+        )
+    os.replace(fresh, target)
     return way, digest.hexdigest()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paddock_runner.errors import FileError, HubError
 
 from paddock_manager.disk import read_json
-from paddock_manager.store import hub, index, journal
+from paddock_manager.store import hub, index, journal, record
 from paddock_manager.store.download import Download, Remote
 from paddock_manager.store.journal import Identity, Journal
 from paddock_manager.store.part import PartHash
@@ -104,6 +104,9 @@ def repair(shop: Shop, model: Model, bad: list[Verdict]) -> int:
             remote = Remote(url, f"{model.repo}/{file.name}", file.size_bytes, file.sha256, file.git_sha1, model.commit)
             Download(web, remote, part, shop.limits, moved).run(model.folder / file.name)
             fetched[0] -= kept
+            if file.is_awaited:
+                model.files = [replace(f, is_awaited=False) if f.name == file.name else f for f in model.files]
+                record.save(model)
     return fetched[0]
 
 
