@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ui.fail(error)
     except KeyboardInterrupt:
         return ui.fail(Cancelled("interrupted"))
+    except _Ended as ended:
+        ui.fail(ended.error())
+        raise
     except BrokenPipeError:
         sys.stderr.close()
         return 0
@@ -71,11 +74,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ui.fail(_of_system(error))
 
 
+class _Ended(SystemExit):
+    """By a signal."""
+
+    def error(self) -> Cancelled:
+        """As one sentence, with the exit code that shells give it."""
+        code = int(str(self.code))
+        told = Cancelled(f"ended by {signal.Signals(code - 128).name}")
+        told.exit_code = code  # type: ignore[misc]
+        return told
+
+
 def _end_in_order() -> None:
     """SIGTERM, and a terminal that is closed, end us as an error would: what was started for this command is stopped with it."""
 
     def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        raise _Ended(128 + number)
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -237,3 +237,27 @@ def test_settings_and_locked_names_of_two_commands_are_both_kept(tmp_path):
     assert sorted(json.loads((tmp_path / "paddock.lock").read_text())["models"]) == words
     found = settings.load(tmp_path / "config.toml")
     assert [str(found[key].value) for key, _ in tables] == [value for _, value in tables]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_command_that_a_signal_ends_says_so_in_json_too(number):
+    """Scripts read one document, whatever happens."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        words = [sys.executable, "-m", "paddock_manager", "pull", "org/x", "--json"]
+        with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command, silent.accept()[0]:
+            command.send_signal(number)
+            out, err = command.communicate(timeout=30)
+    error = json.loads(out)["error"]
+    assert command.returncode == error["exit_code"] == 128 + number and error["code"] == "cancelled"
+    assert err.count("\n") == 1 and err.startswith("error: ")
+
+
+def test_watch_goes_on_where_nothing_can_be_written(tmp_path, monkeypatch):
+    """Its log and its report are on a disk that is full."""
+    (tmp_path / "file").touch()
+    paths = {"inner": tmp_path / "i", "outer": tmp_path / "o", "report": tmp_path / "file/r", "log": tmp_path / "l"}
+    made = watch.Watch({"words": [], "starter": [1, 0.0]} | {k: str(v) for k, v in paths.items()})
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        made._tell(1, 0.5)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -108,13 +109,14 @@ class Watch:
             self._child.send_signal(number)
 
     def _tell(self, code: int, pause_s: float) -> None:
-        """In the log, and in the file that `paddock ps` reads."""
+        """In the log, and in the file that `paddock ps` reads. A full disk must not keep the runner from being started again."""
         how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
         body = {"restarts": self.restarts, "ended": how, "at": round(time.time(), 3), "last_lines": tail(self.log, LOG_LINES)}
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        sys.stderr.write(f"{stamp} paddock: the runner ended {how}; it is started again in {pause_s:g} s\n")
-        sys.stderr.flush()
-        write_json(self.report, body)
+        with suppress(OSError):
+            os.write(sys.stderr.fileno(), f"{stamp} paddock: the runner ended {how}; it is started again in {pause_s:g} s\n".encode())
+        with suppress(OSError):
+            write_json(self.report, body)
 
 
 def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> int | None:
