@@ -58,3 +58,11 @@ def test_fit_without_a_model_says_so(paddock):
 def test_slack_is_64_mib_or_one_percent(measured, is_over):
     assert Run("m", "cpu", 1, 1, 100, measured, 0.0).is_over is is_over
     assert not Run("m", "cpu", 1, 1, 100 * GIB, 100 * GIB + (900 << 20), 0.0).is_over
+
+
+def test_damaged_history_keeps_no_server_from_starting():
+    home = places()
+    home.home.mkdir(parents=True)
+    (home.home / "history.jsonl").write_bytes(b"\xff\xfe\n")
+    history.note(home, Run("m", "cpu", 1, 1, 1, 1, 1.0))
+    assert [r.model for r in history.runs(home)] == ["m"]
