@@ -10,11 +10,12 @@ from paddock_runner.pack.tensor import T
 from test_ops import act
 from weights import random_weight, scaled_fp8
 
-SMALL, EVEN, UNITS, TALL, TALL8 = (512, 256, 144), (640, 768, 384), (1280, 1024, 416), (2048, 4104, 4224), (1024, 8192, 9728)
-"""Of the residual, of what comes before it, and behind: EVEN's have enough K to be dealt out in a cluster, UNITS' in units of block formats, TALL's are large enough for tall tiles, TALL8's for those of FP8, with a last wave of an H200 that is cut in two."""
+SMALL, EVEN, WIDE, UNITS, TALL, TALL8 = (512, 256, 144), (640, 768, 384), (4096, 2048, 384), (1280, 1024, 416), (2048, 4104, 4224), (1024, 8192, 9728)
+"""Of the residual, of what comes before it, and behind: EVEN's have enough K to be dealt out in a cluster, WIDE's are cut in three on an H200, as an 8B's are, UNITS' in units of block formats, TALL's are large enough for tall tiles, TALL8's for those of FP8, with a last wave of an H200 that is cut in two."""
 FORMATS, ROWS = ("bf16", "fp8_e4m3", "q4_k", "q5_k", "q8_0"), (2, 3, 16, 21, 40, 64, 70)
 CASES = [(name, n, SMALL) for n in ROWS for name in FORMATS]
 CASES += [(name, n, EVEN) for n in (33, 64, 96, 100, 128) for name in ("bf16", "fp8_e4m3")] + [("fp8_e4m3", n, EVEN) for n in (17, 32)]
+CASES += [("bf16", n, WIDE) for n in (33, 64, 97, 128)]
 CASES += [(name, n, UNITS) for n in (33, 64, 97, 128, 200) for name in ("q4_k", "q6_k", "q8_0")]
 CASES += [(name, n, shape) for name, shape in (("bf16", TALL), ("fp8_e4m3", TALL8)) for n in (150, 250)]
 

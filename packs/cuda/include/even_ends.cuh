@@ -173,7 +173,7 @@ __device__ __forceinline__ bool is_in(int section, int warp, bool is_real) { ret
 template <class D, bool kIsFp8, int kWidth, int kEnd, class Further, class Ask>
 __device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, const Further &further, uint64_t *received, int tile, const GemmWeight &w, int n0, int n_parts, int rank, int warp, int lane, int n_rows, bool is_real, const float *factors, const Ask &ask_beside, const float (&sums)[kWidth / 2]) {
     constexpr bool kGated = kEnd == kEndGatedCut;
-    constexpr int kTogether = 4;  // rows, whose shuffles and stores are under way at once
+    constexpr int kTogether = kWidth == 112 && !kGated ? 6 : 4;  // rows, whose shuffles and stores are under way at once: all that a block of three ends
     const int most = D::most(n_parts), begin = D::begin(n_parts, rank), n_own = D::begin(n_parts, rank + 1) - begin;
     const int region = warp * most * n_parts * D::kPitch;
     if (is_real) await_cluster();
@@ -210,7 +210,7 @@ __device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, 
         if (!is_in<D>(2 + first / kTogether, warp, is_real) || (is_real && first >= n_own)) continue;
         float4 v[kTogether], up[kGated ? kTogether : 1];
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
+        for (int i = 0; i < min(kTogether, D::kMostOwn - first); ++i) {
             v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if constexpr (kGated) up[i] = v[i];
         }
@@ -218,7 +218,7 @@ __device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, 
 #pragma unroll 1
         for (int part = 0; part < n_parts; ++part, part_from += most * D::kPitch) {
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i) {
+            for (int i = 0; i < min(kTogether, D::kMostOwn - first); ++i) {
                 const float4 u = *reinterpret_cast<const float4 *>(part_from + i * D::kPitch);
                 v[i].x += u.x; v[i].y += u.y; v[i].z += u.z; v[i].w += u.w;
                 if constexpr (kGated) {
@@ -228,7 +228,7 @@ __device__ __forceinline__ void end_rows(const GemmArguments &a, uint8_t *ring, 
             }
         }
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i, y += (kEnd == kEndFront ? 2 : 1) * a.y_stride, left += a.norm.out_stride) {
+        for (int i = 0; i < min(kTogether, D::kMostOwn - first); ++i, y += (kEnd == kEndFront ? 2 : 1) * a.y_stride, left += a.norm.out_stride) {
             const bool is_stored = is_column && first + i < n_real;
             const float factor = factors[row + first + i], own = f * factor;
             float4 o = make_float4(v[i].x * own, v[i].y * own, v[i].z * own, v[i].w * own);
