@@ -66,7 +66,7 @@ def test_count_tokens_and_list_models(server: Live) -> None:
     assert listed.structured_content["models"][0]["name"] == MODEL
 
 
-@pytest.mark.parametrize("name, arguments", [("nothing", {}), ("generate", {}), ("generate", {"prompt": 5}), ("generate", {"prompt": "x", "max_tokens": 0}), ("generate", {"prompt": "x", "max_tokens": 5000}), ("fit", {}), ("embed", {"texts": ["x"]}), ("rerank", {"query": "x", "documents": ["y"]}), ("fit", {"prompt_tokens": -1}), ("generate", {"prompt": "x", "frob": 1}), ("generate", {"messages": [{"role": "user"}]}), ("generate", {"prompt": "x" * 50_000}), ("generate", {"prompt": "x", "json_schema": {"type": "martian"}})])
+@pytest.mark.parametrize("name, arguments", [("nothing", {}), ("generate", {}), ("generate", {"prompt": 5}), ("generate", {"prompt": "x", "max_tokens": 0}), ("generate", {"prompt": "x", "max_tokens": 5000}), ("fit", {}), ("embed", {"texts": ["x"]}), ("rerank", {"query": "x", "documents": ["y"]}), ("fit", {"prompt_tokens": -1}), ("generate", {"prompt": "x", "frob": 1}), ("generate", {"messages": [{"role": "user"}]}), ("generate", {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}), ("generate", {"messages": [{"role": "user", "content": "x", "tool_calls": 5}]}), ("generate", {"prompt": "x" * 50_000}), ("generate", {"prompt": "x", "json_schema": {"type": "martian"}})])
 def test_wrong_call_is_an_error_of_the_tool(server: Live, name: str, arguments: dict[str, Any]) -> None:
     found = talk(server, lambda s: s.call_tool(name, arguments))
     assert found.is_error and found.content[0].text

@@ -137,6 +137,9 @@ async def _generate(front: Front, exchange: Exchange, given: Generate, whose: Ca
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise UsageError("generate: every message has a role and a content, both text")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise UsageError("generate: a message's tool_calls are a list of objects")
     if given.system:
         messages = [{"role": "system", "content": given.system}, *messages]
     if given.max_tokens is not None and given.max_tokens < 1:

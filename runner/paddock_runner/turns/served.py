@@ -140,11 +140,13 @@ class Served:
 
 
 def _size(message: Mapping[str, Any]) -> int:
-    """Characters of a message: of its content, its thoughts, and its calls' arguments."""
+    """Characters of a message: of its content, its thoughts, and its calls' arguments, where they have the usual shape (MCP's have any)."""
     content = message.get("content")
     n = len(content) if isinstance(content, str) else sum(len(p.get("text") or "") for p in content if isinstance(p, Mapping)) if isinstance(content, list) else 0
-    n += len(message.get("reasoning_content") or "")
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"].get("arguments")
+    thoughts, calls = message.get("reasoning_content"), message.get("tool_calls")
+    n += len(thoughts) if isinstance(thoughts, str) else 0
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
         n += len(arguments) if isinstance(arguments, str) else INLINE_CHARACTERS * bool(arguments)
     return n

@@ -331,6 +331,17 @@ def test_nobody_s_prompt_waits_for_texts_of_another_order_of_size(monkeypatch: p
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("more", [{"reasoning_content": 5}, {"tool_calls": [{}]}, {"tool_calls": [{"function": "look"}]}, {"tool_calls": [{"function": {"arguments": {"city": "Paris"}}}]}])
+def test_messages_of_odd_shape_are_the_template_s_to_judge(more: dict[str, Any]) -> None:
+    """MCP's come as they were sent."""
+    found = served()
+    found.template = ChatTemplate("x")
+    try:
+        asyncio.run(found.chat_prompt([{"role": "assistant", "content": "x", **more}], None, {}))
+    finally:
+        found.close()
+
+
 @pytest.mark.parametrize("message", [{"content": None, "tool_calls": [{"function": {"name": "look", "arguments": "x" * 5000}}]}, {"content": "", "reasoning_content": "x" * 5000}, {"content": [{"type": "text", "text": "x" * 5000}]}])
 def test_long_calls_and_thoughts_are_rendered_in_a_thread_as_long_texts_are(message: dict[str, Any]) -> None:
     threads: set[int] = set()
