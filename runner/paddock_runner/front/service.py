@@ -21,7 +21,7 @@ from ..turns.desk import Desk
 from ..turns.served import Served
 from ..turns.turn import CacheNote, Caller, Turn
 from . import misfit
-from .http import Exchange
+from .http import MAX_IGNORED, Exchange
 from .metrics import Metrics
 from .outbox import Outbox
 from .sse import EventStream
@@ -138,7 +138,7 @@ class Shape(Generic[Body]):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"the body is not JSON: {error}") from None
         if unknown:
-            exchange.ignored += map(plain_field, unknown)
+            exchange.ignored += [*map(plain_field, unknown[:MAX_IGNORED]), *unknown[MAX_IGNORED:]]  # of the rest only the number is told
         return body
 
     def parse(self, raw: bytes) -> Body:
