@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -118,7 +119,7 @@ def test_a_request_of_many_inputs_that_has_begun_is_finished_when_the_runner_shu
         until = time.monotonic() + 10
         while httpx.get(found.url + "/v1/paddock/state").json()["engine"]["counters"]["requests"] < 70 and time.monotonic() < until:
             pass
-        found.process.send_signal(signal.SIGTERM)
+        os.killpg(found.process.pid, signal.SIGTERM)  # as `paddock stop` and systemd do
         status, answer = work.result(60)
         assert status == 200, answer
         assert len(answer["data"]) == 2000 and found.process.wait(20) == 0

@@ -72,7 +72,7 @@ class FakeEngine(threading.Thread):
         self._running: dict[int, Running] = {}
         self._masks: dict[tuple[int, int], bytes] = {}
         self._free = list(range(N_SLOTS - 1, -1, -1))
-        self._is_draining = self._is_stopped = False
+        self._is_stopped = False
         self._seq, self._every_s, self._idle_s = 0, every_s, idle_s
 
     def stop(self) -> None:
@@ -107,8 +107,6 @@ class FakeEngine(threading.Thread):
             self.port.publish()
             if has_read or has_moved:
                 continue
-            if self._is_draining and not self._running and not self._waiting:
-                break
             if self.port.reader.park():
                 wait_s = self._idle_s if not self._running or not self._every_s else max(0.0, due - time.monotonic())
                 poll.poll(wait_s * 1000 if self._running or self._waiting or self._idle_s else 100)
@@ -135,8 +133,6 @@ class FakeEngine(threading.Thread):
             elif reader.kind == m.Kind.QUERY:
                 (query,) = m.QUERY.unpack_from(payload)
                 self.port.send(m.Kind.STATE, m.State(query, {"slots": {"free": len(self._free)}, "counters": {"steps": self._seq}}).encode())
-            elif reader.kind == m.Kind.DRAIN:
-                self._is_draining = True
             payload.release()
         reader.done()
         if has_read:

@@ -17,7 +17,7 @@ from ..engine.spawn import spawn
 from ..errors import UnknownModel
 from ..wire.channel import Channel
 
-KILL_AFTER_S = 5.0
+KILL_AFTER_S = 10.0
 
 
 def serve(config: Config) -> int:
@@ -47,7 +47,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None and not process.stdin.closed:
         process.kill()
         process.stdin.close()
-    for number in (None, signal.SIGTERM, signal.SIGKILL):
+    for number in (None, signal.SIGKILL):
         if number is not None:
             process.send_signal(number)
         try:

@@ -29,13 +29,11 @@ MAX_RECORDS = 64
 class Intake:
     """Feeds an engine from its ports."""
 
-    __slots__ = ("_checked_ns", "_engine", "is_draining")
+    __slots__ = ("_checked_ns", "_engine")
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._checked_ns = 0
-        self.is_draining = False
-        """No new asks; the process ends when the open ones have ended."""
 
     def read(self) -> None:
         """Takes in what has come on every port, and the deadlines that have passed."""
@@ -88,8 +86,6 @@ class Intake:
                 self._walked(payload, index)
             elif kind == Kind.QUERY:
                 port.send(Kind.STATE, State(QUERY.unpack_from(payload)[0], report(engine)).encode())
-            elif kind == Kind.DRAIN:
-                self.is_draining = True
             payload.release()
         reader.done()
 
@@ -98,9 +94,7 @@ class Intake:
         requests, counters, queue = engine.requests[index], engine.counters, engine.scheduler.queue
         counters.requests += 1
         placed: tuple[bytes, int] | Refused
-        if self.is_draining and not ask.goes_on:
-            placed = Refused(ask.ask_id, RefusedCode.DRAINING)
-        elif ask.ask_id in requests:
+        if ask.ask_id in requests:
             placed = Refused(ask.ask_id, RefusedCode.BAD_ASK, 0, ask.ask_id, 0, BadField.ASK_ID)
         else:
             placed = place(ask, engine.sizes)

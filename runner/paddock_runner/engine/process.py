@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Protocol
 
 from .. import log
@@ -67,7 +66,7 @@ class TierDevice(StepDevice, HostPages, StateDevice, WindowDevice, Protocol):
 
 
 class Runner:
-    """Turns one engine until it is told to drain, all fronts have gone, or the device fails."""
+    """Turns one engine until all fronts have gone, or the device fails."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -79,11 +78,6 @@ class Runner:
         self._poll = select.poll()
         self._poll.register(self._wake_fd, select.POLLIN)
         self._collected_at = 0
-
-    def drain(self) -> None:
-        """Takes no new asks; `run` returns when the open ones have ended. Safe in a signal handler."""
-        self.intake.is_draining = True
-        os.eventfd_write(self._wake_fd, 1)
 
     def wake(self) -> None:
         """Ends a sleep of `run`. Safe in another thread."""
@@ -137,8 +131,8 @@ class Runner:
         return has_read or has_landed or has_launched
 
     def run(self) -> None:
-        """Returns when drained or when no front is left. Raises: PaddockError (every request has been told)."""
-        engine, intake = self.engine, self.intake
+        """Returns when no front is left. Raises: PaddockError (every request has been told)."""
+        engine = self.engine
         try:
             while True:
                 has_moved = self.turn()
@@ -153,7 +147,7 @@ class Runner:
                 if engine.hold_until_ns:
                     time.sleep(GATHER_S)
                     continue
-                if not engine.n_open and (intake.is_draining or all(port.is_closed for port in engine.ports)):
+                if not engine.n_open and all(port.is_closed for port in engine.ports):
                     engine.publish()
                     if not any(port.overflow_bytes for port in engine.ports):
                         return
@@ -204,9 +198,10 @@ class Runner:
 
 
 def engine_main(config: EngineConfig, device: TierDevice, channels: Sequence[Channel]) -> None:
-    """Serves these channels with this device until drained or left alone. The device stays open.
+    """Serves these channels with this device until left alone. The device stays open.
 
-    SIGTERM drains; SIGINT is the parent's business. Raises: PaddockError when the device fails.
+    Signals that a whole session gets are the parent's business: it lets go of us when its requests, which may have more to ask, have ended.
+    Raises: PaddockError when the device fails.
     """
     ports, cost = [EnginePort(channel) for channel in channels], None
     if device.facts.run_ahead and config.read_vectors is None:
@@ -219,11 +214,8 @@ def engine_main(config: EngineConfig, device: TierDevice, channels: Sequence[Cha
     if config.tiers is not None:
         runner.use_tiers(device, config.tiers)
 
-    def drain(signum: int, frame: FrameType | None) -> None:
-        runner.drain()
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, drain)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     freeze()
     if config.stages is not None:
         config.stages.end("loop")

@@ -181,13 +181,12 @@ class Choice:
                 self.take(token, 0, 0.0, ())
         if self.end is not None:
             return
-        before, turn, self._is_resumed = self.ask_id, self.turn, True
+        turn, self._is_resumed = self.turn, True
+        turn.desk.abort(self.ask_id)
         if self.output_tokens >= (turn.wish.max_tokens or turn.served.max_ctx_tokens - len(turn.prompts[self.prompt])):
-            turn.desk.abort(before)
             self._finish("length", None)
         else:
             turn.resume(self, tokens + array("i", closing))
-            turn.desk.abort(before)
 
     def on_started(self, event: Started) -> None:
         """The engine began with the prompt."""

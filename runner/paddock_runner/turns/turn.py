@@ -176,10 +176,7 @@ class Turn:
             raise
 
     def resume(self, choice: Choice, tokens: array[int]) -> None:
-        """Asks for the rest of an answer, behind its prompt and its tokens so far; before others that wait, however long that has taken.
-
-        Its old ask is to be aborted behind this one: an engine that drains ends when nobody is left.
-        """
+        """Asks for the rest of an answer, behind its prompt and its tokens so far; before others that wait, however long that has taken. Its old ask was aborted."""
         wish = self.wish
         ask = self._ask(self.prompts[choice.prompt] + tokens, choice.index % wish.n)
         ask.max_tokens = wish.max_tokens and wish.max_tokens - len(tokens)

@@ -14,7 +14,7 @@ from enum import IntEnum
 from struct import Struct
 from typing import Any
 
-from ..errors import Busy, ContextTooLong, PackError, PaddockError, ShuttingDown, UsageError
+from ..errors import Busy, ContextTooLong, PackError, PaddockError, UsageError
 from .guesses import Guessed, Walked
 
 Buffer = bytes | bytearray | memoryview
@@ -26,7 +26,6 @@ class Kind(IntEnum):
     ASK = 1
     ABORT = 2
     MASK = 3
-    DRAIN = 4
     QUERY = 5
     WALKED = 6
     BIND = 16
@@ -59,8 +58,6 @@ class RefusedCode(IntEnum):
     """More KV pages than exist: need = pages of prompt and answer, have = pages in all."""
     DEADLINE = 4
     """It waited longer than its deadline: need = waited ms, have = allowed ms."""
-    DRAINING = 5
-    """The engine takes no new work."""
     BAD_ASK = 6
     """A field is out of range (front's fault): need = the value, have = its limit, asked = which (BadField)."""
 
@@ -157,7 +154,7 @@ class Ask:
     use_mask: every token waits for its MaskUpdate (index 0 for the first token).
     is_scored: the prompt's tokens but the first come as rows too, with flag ROW_SCORE and their logprobs, before the answer; all of them
     again when the ask had to make way. Nothing of the prompt is taken from the cache then.
-    goes_on: it is the rest of an answer that has begun, so neither a full queue nor a drain refuses it.
+    goes_on: it is the rest of an answer that has begun, so that a full queue does not refuse it.
     """
 
     ask_id: int
@@ -447,8 +444,6 @@ class Refused:
                 waited_ms=need,
                 allowed_ms=have,
             )
-        if self.code == RefusedCode.DRAINING:
-            return ShuttingDown("the runner is shutting down")
         what = BadField(self.asked).name.lower() if self.asked in BadField._value2member_map_ else "field"
         return UsageError(f"{what} out of range: {need}, the limit is {have}", field=what, value=need, limit=have)
 

@@ -1,6 +1,6 @@
 """The two ends of a channel as objects: what a front calls, what the engine calls.
 
-FrontPort: ask, abort, mask, drain, query; events back through `poll` or, under asyncio, through `listen`.
+FrontPort: ask, abort, mask, query; events back through `poll` or, under asyncio, through `listen`.
 EnginePort: records in through `next`, rows and notices out; never blocks on a front that does not read.
 """
 
@@ -99,10 +99,6 @@ class FrontPort:
             self._write(updates)
             if not self.is_dead:
                 self._writer.publish()
-
-    def drain(self) -> None:
-        """Tells the engine to take no new asks and to end when the open ones have ended."""
-        self._send(Kind.DRAIN, b"")
 
     def query(self) -> int:
         """Asks for the engine's state; the State event carries the id that this returns. Raises: PackError."""

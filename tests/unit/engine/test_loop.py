@@ -251,32 +251,6 @@ def test_refusals_carry_their_numbers() -> None:
     rig.close()
 
 
-def test_a_draining_engine_finishes_what_it_has_and_takes_nothing_new() -> None:
-    rig = Rig()
-    first = rig.ask([1, 2], 9)
-    turns(rig, 2)
-    rig.fronts[0].drain()
-    second = rig.ask([1, 2], 9)
-    rig.run()
-    assert right(first) and second.refused.code == RefusedCode.DRAINING
-    rig.runner.run()
-    rig.close()
-
-
-def test_a_draining_engine_takes_the_rest_of_an_answer_that_has_begun() -> None:
-    """The front asks for it before it gives the old ask up, or the engine would have nobody left, and end."""
-    rig = Rig()
-    first = rig.ask([1, 2], 50)
-    turns(rig, 3)
-    rig.fronts[0].drain()
-    rest = rig.ask([1, 2, 3, 4], 9, goes_on=True, priority=1000)
-    rig.abort(first)
-    rig.runner.run()
-    rig.run()
-    assert right(rest) and rig.engine.scheduler.queue.highest == 0
-    rig.close()
-
-
 def test_the_same_ask_id_twice_is_refused() -> None:
     rig = Rig()
     rig.ask([1, 2], 9)

@@ -1,4 +1,4 @@
-"""The engine as a process: it parks, wakes, drains on SIGTERM, ends when its fronts are gone, and reports a failed device."""
+"""The engine as a process: it parks, wakes, ends when its fronts are gone, and reports a failed device."""
 
 from __future__ import annotations
 
@@ -121,12 +121,17 @@ def test_an_idle_engine_sleeps_and_wakes_at_once(idle_release_s: float) -> None:
     engine.close()
 
 
-def test_sigterm_drains_a_parked_engine_and_one_at_work() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_that_a_whole_session_gets_leave_an_engine_to_what_its_front_still_asks_for(number: signal.Signals) -> None:
+    """`paddock stop`, systemd and a terminal send them to both; prompts that are being tokenized come after that."""
     engine = Engine()
-    engine.talk(lambda: engine.front.ask(Ask(1, array("i", [1]), max_tokens=60)), lambda events: any(isinstance(e, StepResult) for e in events))
-    engine.child.send_signal(signal.SIGTERM)
-    events = engine.talk(lambda: None, n_done(1))
+    engine.talk(lambda: engine.front.ask(Ask(1, array("i", [1]), max_tokens=2)), n_done(1))
+    engine.child.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        engine.child.wait(0.3)
+    events = engine.talk(lambda: engine.front.ask(Ask(2, array("i", [1]), max_tokens=60)), n_done(2))
     assert any(isinstance(e, Done) and e.reason == Reason.LENGTH and e.output_tokens == 60 for e in events)
+    engine.front.close()
     assert engine.child.wait(10) == 0
     engine.close()
 
