@@ -235,12 +235,13 @@ class Choice:
 
     def _read(self, events: Iterable[Event], text: str) -> None:
         probs = NO_PROBS if self._probs is None else self._kept + self._certain(text)
-        has_thought = False
+        has_thought = ends_apart = False
         for event in events:
             self._is_thinking = False
-            self._is_apart = not isinstance(event, Text)
+            is_behind, self._is_apart = self._is_apart, not isinstance(event, Text)
+            ends_apart = self._is_apart
             if isinstance(event, Text):
-                self._sink.text(self.index, event.text, probs)
+                self._sink.text(self.index, event.text, self._last(probs, event.text) if is_behind else probs)
                 probs = NO_PROBS
             elif isinstance(event, Thought):
                 has_thought = self._is_thinking = True
@@ -250,7 +251,15 @@ class Choice:
                 self._is_broken |= isinstance(event, CallEnd) and not event.is_complete
                 self._sink.call(self.index, event)
         self.reasoning_tokens += has_thought
-        self._kept = NO_PROBS if self._is_apart else probs
+        self._kept = NO_PROBS if ends_apart else probs
+
+    def _last(self, probs: tuple[Prob, ...], text: str) -> tuple[Prob, ...]:
+        """Of the tokens behind a thought or a call those that make up the text: others before it ended what was there."""
+        n, n_bytes = len(probs), len(text.encode())
+        while n and n_bytes > 0:
+            n -= 1
+            n_bytes -= self.turn.shown_bytes(probs[n][0])
+        return probs[n:]
 
     def _certain(self, text: str) -> tuple[Prob, ...]:
         """Log-probabilities of the tokens that begin within the text shown so far."""

@@ -140,7 +140,7 @@ def test_an_answer_that_ends_inside_a_calls_arguments_does_not_end_in_calls(said
     inside(run())
 
 
-@pytest.mark.parametrize("said", ["a\n\n  b <c> ```d\n", " <tool_ca", "x", "a <tool_call>no</tool_call> b", "<think>why? </think> so\n\n  it < is"])
+@pytest.mark.parametrize("said", ["a\n\n  b <c> ```d\n", " <tool_ca", "x", "a <tool_call>no</tool_call> b", "<think>why? </think> so\n\n  it < is", "<think>why?</think><b> is", "<think>why?</think>\n\n<b> is", "a <tool_call>\n{\"name\": \"look\", \"arguments\": {}}\n</tool_call><b> is"])
 def test_every_token_of_the_text_keeps_its_log_probability_though_a_reader_waits_with_it(said: str) -> None:
     """What may be the beginning of a call is shown later, and so are its log-probabilities; those of thoughts are not."""
 
