@@ -245,9 +245,17 @@ def test_command_that_a_signal_ends_says_so_in_json_too(number):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         words = [sys.executable, "-m", "paddock_manager", "pull", "org/x", "--json"]
-        with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command, silent.accept()[0]:
+        before = signal.signal(number, signal.SIG_DFL)  # where tests run in the background, or under nohup, it is ignored, by us too
+        try:
+            command = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        finally:
+            signal.signal(number, before)
+        with command, silent.accept()[0]:
             command.send_signal(number)
-            out, err = command.communicate(timeout=30)
+            try:
+                out, err = command.communicate(timeout=30)
+            finally:
+                command.kill()
     error = json.loads(out)["error"]
     assert command.returncode == error["exit_code"] == 128 + number and error["code"] == "cancelled"
     assert err.count("\n") == 1 and err.startswith("error: ")
