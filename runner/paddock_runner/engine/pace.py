@@ -51,10 +51,11 @@ class Pace:
         self._carry_us = 0.0
         """Time for prefill that was too little for a chunk, and is added to the next step's."""
 
-    def budget_us(self, n_rows: int, now_ns: int, is_burst: bool, short_tokens: int, position: int = 0, context: int = 0) -> float:
+    def budget_us(self, n_rows: int, now_ns: int, is_burst: bool, short_tokens: int, position: int = 0, context: int = 0, are_short: bool = False) -> float:
         """Time that prefill may add to a step with n_rows decode rows: all of it when nobody decodes; 0: none in this step.
 
         is_burst: two prompts or more wait. short_tokens: the length of the shortest prompt. position: where the one that goes on stands. context: tokens before the decode rows.
+        are_short: the prompts that wait are short ones.
         """
         policy = self._policy
         self.is_apart = False
@@ -66,7 +67,7 @@ class Pace:
         us = base * (policy.steady_ratio - 1)
         self._refill(now_ns)
         if is_burst or ((self._credit_us > 0 or self._buys_no_tile(us, position)) and self.is_short(short_tokens)):
-            ratio = policy.burst_ratio if self._cost.knows_contexts else policy.blind_burst_ratio
+            ratio = policy.blind_burst_ratio if not self._cost.knows_contexts else policy.packed_ratio if are_short else policy.burst_ratio
             us = max(us, ratio * self._cost.quiet_us(n_rows, context) - base, 1000 * policy.burst_step_ms - base)
         if policy.long_delay > 1 and base > 0 and self._buys_no_tile(us, position):
             return self._round_us(us, self._cost.quiet_us(n_rows, context) or base, position)

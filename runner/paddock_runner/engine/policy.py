@@ -18,10 +18,11 @@ class Policy:
     """Requests that may wait. When it is full, the client with the most waiting ones loses."""
     steady_ratio: float = 1.2
     """A step with prefill may last this many times a step without, as long as prefill lasts: gaps stay below 1.25 times."""
-    burst_ratio: float = 3.2
-    """The same while burst credit is left, or when two prompts or more are to be read, of a step without as such were measured last: a queue must drain faster than it fills.
-
-    With an 8B's shape and 128 streams that is room for five prompts of 128 tokens, which take 6 % less each than four (LOG S42)."""
+    burst_ratio: float = 3.0
+    """The same while burst credit is left, or when two prompts or more are to be read, of a step without as such were measured last: a queue must drain faster than it fills."""
+    packed_ratio: float = 3.2
+    """The same for short prompts (packed_tokens in the mean): with an 8B's shape and 128 streams that is room for five of 128 tokens, which take 6 % less each than four (LOG S42)."""
+    packed_tokens: int = 256
     blind_burst_ratio: float = 4.0
     """The same where contexts of decode rows have no price of their own: such steps were measured with others, and perhaps shorter ones."""
     burst_step_ms: float = 12.0

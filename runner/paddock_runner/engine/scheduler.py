@@ -368,7 +368,9 @@ class Scheduler:
         running, queue = self.prefilling, self.queue
         n_prompts = len(running) + (min(self.n_waiting, self._slots.n_free) if self._may_start else 0)
         position = running[0].done_tokens if running else 0
-        us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest() if n_prompts < 2 else 0, position, self._slots.context)
+        n_tokens = sum([r.remaining_tokens for r in running]) + queue.uncached_tokens
+        are_short = n_prompts >= 2 and n_tokens <= self._policy.packed_tokens * (len(running) + queue.n)
+        us = self.pace.budget_us(n_rows, now_ns, n_prompts >= 2, self._shortest() if n_prompts < 2 else 0, position, self._slots.context, are_short)
         if us != math.inf and queue.is_contested and (light := self._light()):
             # It is read by itself: the others' prompts and rows would make its step longer.
             is_little = self.cost.chunk_us(light, position) <= us
@@ -378,7 +380,6 @@ class Scheduler:
             return us, light
         if us != math.inf and n_prompts < 2:
             return us, tokens_left
-        n_tokens = sum([r.remaining_tokens for r in running]) + queue.uncached_tokens
         part = self.pace.part(n_tokens, self.begun_tokens)
         if us != math.inf and n_tokens <= MAX_LONG_STEPS * tokens_left and self.cost.chunk_us(min(n_tokens, part), 0) > us:
             n_step = min(n_tokens, part, tokens_left)
