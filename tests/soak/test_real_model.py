@@ -116,7 +116,7 @@ def judge(place: Place, chats: list[Chat]) -> None:
 def test_a_long_chat_that_is_read_aside_answers_what_it_answers_alone_and_streams_go_on(models_dir: Path) -> None:
     place = Place(models_dir / MODEL, replace(SIZES, part_processors=1, part_tokens=64))
     rig, rng = place.rig(replace(AT_ONCE, burst_ms=0.1)), random.Random(4)
-    chats = [Chat(p, 60, rig.ask(p, 60, temperature=0.0)) for p in place.prompts(3, rng)]
+    chats = [Chat(p, 150, rig.ask(p, 150, temperature=0.0)) for p in place.prompts(3, rng)]
     while any(len(c.answer.tokens) < 2 for c in chats):
         rig.turn()
     long = [int(t) for t in place.tokenizer.encode(SYSTEM * 3)][:400]
