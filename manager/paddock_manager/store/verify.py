@@ -89,7 +89,7 @@ def repair(shop: Shop, model: Model, bad: list[Verdict]) -> int:
     if model.is_added:
         raise HubError(f"{model.name} was added in place: there is nowhere to fetch it from", name=model.name)
     if not model.commit:
-        return _repair_whole(shop, model)
+        return _repair_whole(shop, model, {verdict.file.name for verdict in bad})
     fetched = [0]
 
     def moved(n_bytes: int) -> None:
@@ -110,7 +110,7 @@ def repair(shop: Shop, model: Model, bad: list[Verdict]) -> int:
     return fetched[0]
 
 
-def _repair_whole(shop: Shop, model: Model) -> int:
+def _repair_whole(shop: Shop, model: Model, bad: set[str]) -> int:
     """A model that came from a package: its entry of the catalog says where it comes from."""
     from paddock_manager.catalog import catalog, names
     from paddock_manager.store.pull import Wish
@@ -118,9 +118,7 @@ def _repair_whole(shop: Shop, model: Model) -> int:
     if catalog.find(model.alias) is None:
         raise HubError(f"it is not known where {model.name} came from", "remove it and pull it again", name=model.name)
     orders: list[Order] = shop.resolve(names.parse(model.alias), Wish())
-    for file in model.files:
-        (model.folder / file.name).unlink(missing_ok=True)
-    shop.execute(orders[0], lambda n: None)
+    shop.execute(orders[0], lambda n: None, bad)
     return model.size_bytes
 
 
