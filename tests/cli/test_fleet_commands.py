@@ -204,6 +204,33 @@ def test_rm_refuses_a_model_that_is_served(paddock, hub):
     assert done.code == 13 and "paddock stop org/tiny:Q4_0" in done.err
 
 
+def test_rm_refuses_a_model_that_is_being_loaded(paddock, hub, monkeypatch):
+    hub.add("org/tiny", {"tiny.Q4_0.gguf": tiny_gguf()})
+    assert paddock("pull", "org/tiny").code == 0
+    said = []
+
+    def wait(process, ready_file, *args):
+        assert process.poll() is None
+        said.append(paddock("rm", "org/tiny"))
+        return real(process, ready_file, *args)
+
+    real = spawn._wait
+    monkeypatch.setattr(spawn, "_wait", wait)
+    assert paddock("serve", "org/tiny", "--port", "0", "--name", "first").code == 0
+    assert said[0].code == 13 and "org/tiny:Q4_0 is being loaded by first" in said[0].err
+    assert paddock("stop", "first").code == 0 and paddock("rm", "org/tiny").code == 0
+    assert not list(places().fleet.glob("*.start"))
+
+
+def test_rm_does_not_mind_a_start_that_was_killed(paddock, hub):
+    hub.add("org/tiny", {"tiny.Q4_0.gguf": tiny_gguf()})
+    assert paddock("pull", "org/tiny").code == 0
+    path = paddock("show", "org/tiny", "--json").json["model"]["path"]
+    places().fleet.mkdir(parents=True, exist_ok=True)
+    (places().fleet / "dead.start").write_text(json.dumps({"name": "dead", "path": path, "models": []}))
+    assert paddock("rm", "org/tiny").code == 0
+
+
 def chat_with(monkeypatch: pytest.MonkeyPatch, lines: list[str | BaseException]) -> None:
     """A person at the terminal who types these lines."""
     queue = iter(lines)

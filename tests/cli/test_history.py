@@ -35,6 +35,16 @@ def test_runs_are_kept_in_order_and_damaged_lines_are_passed_over(paddock):
     assert len(history.runs(home)) == history.KEPT_LINES
 
 
+def test_starts_that_end_together_are_all_kept(paddock):
+    home = places()
+    home.home.mkdir(parents=True, exist_ok=True)
+    code = "import sys; from paddock_manager.fit.history import Run, note; from paddock_manager.paths import places\nfor n in range(60): note(places(), Run(sys.argv[1], 'cpu', 512, 2, 2, 1, float(n)))"
+    writers = [subprocess.Popen([sys.executable, "-c", code, name]) for name in ("a", "b", "c")]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    found = history.runs(home)
+    assert len(found) == 180 and [r.at for r in found if r.model == "a"] == [float(n) for n in range(60)]
+
+
 def test_fit_shows_the_history_and_doctor_warns_when_a_plan_was_too_small(paddock):
     home = places()
     home.home.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, dict[str, set[str] | None]] = {
     "paddock_manager": {
         "ui": set(), "paths": set(), "options": set(), "foreign": set(), "disk": set(), "settings": {"disk", "options"}, "catalog": {"paths"},
         "store": {"paths", "disk", "catalog", "runner.files"}, "fleet": {"paths", "disk"},
-        "fit": {"paths", "catalog", "store", "runner.hardware", "runner.manifest", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
+        "fit": {"paths", "disk", "catalog", "store", "runner.hardware", "runner.manifest", "runner.files", "runner.formats", "runner.blueprint", "runner.memory"},
         "web": {"paths", "disk", "catalog", "store", "fleet", "fit", "runner.edge", "runner.version"},
         "commands": {"ui", "paths", "options", "disk", "settings", "catalog", "store", "fleet", "fit", "web", "runner.files", "runner.edge", "runner.version"}, "cli": None, "__main__": None,
     },

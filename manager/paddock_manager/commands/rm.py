@@ -32,6 +32,8 @@ def run(values: Values, ui: Ui) -> int:
         server = next((s for s in running if model.name in s.asked.get("models", ()) or s.path == str(model.path)), None)
         if server is not None:
             raise Locked(f"{model.name} is being served", f"`paddock stop {server.name}` first", path=str(model.path))
+        if starting := state.loading(places, model.name, model.path):
+            raise Locked(f"{model.name} is being loaded by {starting}", "wait until it is ready, and `paddock stop` it", path=str(model.path))
     rows = []
     for model in found:
         kept = model.is_added and not values.flag("files")

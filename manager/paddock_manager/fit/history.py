@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paddock_manager.disk import alone
 from paddock_manager.fit.gpus import gpus
 from paddock_manager.paths import Places
 
@@ -51,10 +52,11 @@ def note(places: Places, run: Run) -> None:
     """Add one run; the oldest lines go. Nothing is said where it cannot be written: no start fails for that."""
     path = _path(places)
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-KEPT_LINES + 1 :] if path.exists() else []
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text("\n".join([*lines, json.dumps(asdict(run))]) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        with alone(path.parent):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-KEPT_LINES + 1 :] if path.exists() else []
+            part = path.with_name(f".{path.name}.{os.getpid()}")
+            part.write_text("\n".join([*lines, json.dumps(asdict(run))]) + "\n", encoding="utf-8")
+            os.replace(part, path)
     except OSError:
         return
 

@@ -15,7 +15,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,7 @@ def start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[f
     Raises: RunnerDied, with the last lines of its log; Cancelled (the runner is stopped first); UsageError when its name is taken, Locked while another
     command takes it.
     """
-    with nullcontext() if launch.ends_with_us else state.starting(places, launch.name):  # names of the former are their own
+    with state.starting(places, launch.name, launch.path, launch.asked.get("models", ()), launch.ends_with_us):
         return _start(places, launch, timeout_s, waiting)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from paddock_runner.errors import AmbiguousModel, Locked, UnknownModel, UsageError
 
-from paddock_manager.disk import is_at, is_same_process, lock, write_json
+from paddock_manager.disk import is_at, is_open, is_same_process, lock, write_json
 from paddock_manager.paths import Places, file_word
 
 
@@ -74,15 +74,31 @@ def _locked(places: Places, name: str = "state.lock", how: int = fcntl.LOCK_EX) 
 
 
 @contextmanager
-def starting(places: Places, name: str) -> Iterator[None]:
-    """While a server of that name is started, nobody else starts one: its log is its own. Raises: Locked."""
+def starting(places: Places, name: str, model: Path, models: Iterable[str] = (), is_own: bool = False) -> Iterator[None]:
+    """While a server of that name is started, nobody else starts one, as its log is its own, and `loading` tells of its model and a gateway's models.
+
+    is_own: it ends with this process, and others may be called so. Raises: Locked.
+    """
     with ExitStack() as held:
         try:
-            path = held.enter_context(_locked(places, f"{file_word(name)}.start", fcntl.LOCK_EX | fcntl.LOCK_NB))
+            path = held.enter_context(_locked(places, f"{file_word(name)}{f'.{os.getpid()}' if is_own else ''}.start", fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise Locked(f"{name} is being started by another command", "`paddock ps` shows it when it is ready", name=name) from None
         held.callback(path.unlink, missing_ok=True)
+        path.write_text(json.dumps({"name": name, "path": str(model), "models": list(models)}), encoding="utf-8")
         yield
+
+
+def loading(places: Places, model: str, path: Path) -> str:
+    """The name of a server that is being started with that model; "": none is."""
+    for start in places.fleet.glob("*.start"):
+        try:
+            told = json.loads(start.read_bytes())
+        except (OSError, ValueError):  # it is over, or has just begun
+            continue
+        if (told["path"] == str(path) or model in told["models"]) and is_open(start):
+            return str(told["name"])
+    return ""
 
 
 def _load(places: Places) -> list[Server]:
