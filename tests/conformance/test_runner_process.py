@@ -173,6 +173,30 @@ def test_engine_that_is_killed_ends_open_requests_and_the_runner_with_one_senten
         assert "the engine process was ended by SIGKILL" in runner.said() and "Traceback" not in runner.said()
 
 
+def test_engine_that_is_killed_while_requests_are_finished_is_told_and_not_success(tmp_path: Path, model: Path) -> None:
+    with running(tmp_path, model, "--no-auth") as runner:
+        body = {"prompt": "a", "stream": True, "max_tokens": 480, "ignore_eos": True, "n": 100}
+        with httpx.Client(timeout=60) as client, client.stream("POST", runner.url + "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            runner.process.send_signal(signal.SIGTERM)
+            assert until(lambda: "draining" in runner.said())
+            (engine,) = runner.children
+            engine.kill()
+            rest = [line for line in lines if line]
+        assert "the engine process ended" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+        assert runner.process.wait(30) == 10 and not (tmp_path / "state.json").exists()
+        assert "the engine process was ended by SIGKILL" in runner.said() and "Traceback" not in runner.said()
+
+
+def test_a_session_that_is_ended_while_the_model_loads_blames_no_engine(tmp_path: Path, model: Path) -> None:
+    process = start(tmp_path, "--model", str(model), "--no-auth")
+    assert until(lambda: "CPU, 1 threads" in (tmp_path / "out").read_text() + (tmp_path / "err").read_text())
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(30) in (0, -signal.SIGTERM)
+    assert "engine process" not in (tmp_path / "err").read_text() + (tmp_path / "out").read_text()
+
+
 def test_engine_does_not_outlive_a_front_that_was_killed(tmp_path: Path, model: Path) -> None:
     with running(tmp_path, model, "--no-auth") as runner:
         runner.process.kill()
@@ -203,6 +227,23 @@ def test_a_killed_runner_comes_back_with_its_pages_from_disk(tmp_path: Path, mod
             for child in r.children:
                 child.kill()
     assert cached[0] == 0 and cached[1] >= 32 and answers[0] == answers[1]
+
+
+def test_a_second_runner_on_one_page_cache_is_refused_before_it_loads_anything(tmp_path: Path, model: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder in folders:
+        folder.mkdir()
+    flags = ("--no-auth", "--disk-cache-gib", "0.01", "--cache-dir", str(tmp_path / "pages"))
+    with running(folders[0], model, "--kv-dtype", "fp8", *flags):
+        second = start(folders[1], "--model", str(model), "--kv-dtype", "fp8", "--log-level", "debug", *flags)
+        assert second.wait(30) == 13
+        said = (folders[1] / "err").read_text() + (folders[1] / "out").read_text()
+        assert [line for line in said.splitlines() if "error" in line] == [
+            f"paddock-runner: error: the page cache {tmp_path / 'pages'} is used by another runner (give each runner its own --cache-dir)"
+        ]
+        assert "header" in said and "weights" not in said, "what its engine had done until then"
+        with running(folders[2], model, "--kv-dtype", "bf16", *flags):
+            pass  # another folder of it
 
 
 def test_faults_at_start_are_one_sentence_and_an_exit_code(tmp_path: Path, model: Path) -> None:

@@ -96,7 +96,7 @@ class Runner:
         self._config, self._given, self._opened, self._served, self._stages = config, given, given.opened, served, stages
         self._desk, self._process = Desk(FrontPort(given.channel)), given.process
         self._code = 0
-        self._is_stopping = False
+        self._is_stopping = self._has_killed = False
 
     async def run(self) -> int:
         """Serves until told to stop. Returns the exit code."""
@@ -180,24 +180,29 @@ class Runner:
         self._is_stopping = True
         self._code = fault.exit_code if isinstance(fault, PaddockError) else 1
         log.say(f"error: {fault if isinstance(fault, PaddockError) else repr(fault)}", is_error=True)
-        self._process.kill()
-        self._server.stop(at_once=True)
+        self._kill()
 
     def _on_signal(self) -> None:
         at_once = self._is_stopping
         self._is_stopping = True
         if self._front.phase == "loading" or at_once:
-            self._process.kill()
-            self._server.stop(at_once=True)
+            self._kill()
         elif self._front.phase == "ready":
             self._front.phase = "draining"
             log.event("draining", open=self._desk.n_open)
             self._server.stop()  # the engine ends when the front has let go of it: until then requests that have begun may have more to ask
 
+    def _kill(self) -> None:
+        """Nothing is waited for."""
+        self._has_killed = True
+        self._process.kill()
+        self._server.stop(at_once=True)
+
     def _on_dead(self) -> None:
-        """The engine has gone: open requests have been told; nothing more can be served."""
-        if self._is_stopping:
+        """The engine has gone, also while requests were finished: those that are open have been told; nothing more can be served."""
+        if self._has_killed:
             return
+        self._is_stopping = True
         self._front.phase = "failed"
         try:
             code = self._process.wait(1.0)

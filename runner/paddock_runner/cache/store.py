@@ -8,7 +8,6 @@ When the quota is reached the oldest segment goes. One process at a time: the fo
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from struct import Struct
 from threading import Lock
 from zlib import crc32
 
-from ..errors import Locked, UsageError
+from .claim import lock, make_folder
 
 MAGIC = b"PDKKV001"
 HEADER = Struct("<8s16sQII24x")
@@ -49,19 +48,8 @@ class PageStore:
         """Of the three above: a segment does not go while a reader finds its file."""
         self.n_cut = self.n_bad = self.n_dropped = 0
         """Records that were cut off at the opening, found bad when read, and dropped with old segments."""
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.chmod(folder, 0o700)
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise UsageError(f"the page cache {folder} cannot be used: {error.strerror}", "check --cache-dir") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise Locked(
-                f"the page cache {folder} is used by another runner", "give each runner its own --cache-dir"
-            ) from None
+        make_folder(folder)
+        self._lock = lock(folder, folder / "lock")
         for path in sorted(folder.glob("????????.kv")):
             self._scan(int(path.stem, 16), path)
         self._make_room()

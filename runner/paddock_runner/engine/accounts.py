@@ -19,5 +19,9 @@ def open_ledger(sizes: StateSizes, device: StepDevice, policy: Policy) -> Ledger
     pool = PagePool(sizes.n_pages, min(sizes.n_pages, device.grow_pages(min(sizes.n_pages, 1 + GROW_PAGES))))
     states = StatePool(sizes.n_snapshots) if sizes.n_snapshots else None
     windows = WindowPool(sizes.n_window_pages, sizes.window_tokens, sizes.page_tokens, sizes.window_back) if sizes.n_window_pages else None
-    is_shared = (states is not None or not sizes.recurrent_bytes) and not policy.whole_prompts
-    return Ledger(pool, sizes.page_tokens, device.grow_pages, is_shared, states, windows)
+    return Ledger(pool, sizes.page_tokens, device.grow_pages, is_shared(sizes, policy), states, windows)
+
+
+def is_shared(sizes: StateSizes, policy: Policy) -> bool:
+    """Whether computed prefixes are kept: pages of a model with recurrent layers are of no use without its states, nor those of one that reads whole prompts."""
+    return (sizes.n_snapshots > 0 or not sizes.recurrent_bytes) and not policy.whole_prompts

@@ -33,7 +33,8 @@ def main() -> int:
 
     What failed is not closed: a device that hangs would be waited for, and gives everything back when the process ends.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a whole session gets them: what becomes of us is the parent's business
+        signal.signal(number, signal.SIG_IGN)
     importing = Thread(target=_import_rest, daemon=True)
     importing.start()
     words = sys.stdin.buffer.readline()

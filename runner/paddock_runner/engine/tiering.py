@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ..cache.claim import lock, make_folder
 from ..cache.store import PageStore
 from ..cache.tiers import HostPages, Tiers, folder_name, state_key
 from ..memory.state import StateSizes
@@ -47,11 +50,32 @@ class TierConfig:
         """
         if not self.disk_bytes:
             return None
-        name = folder_name((*self.model, *facts, str(sizes.page_tokens), str(sizes.max_ctx_tokens), str(page_bytes), str(sizes.recurrent_bytes), *([str(sizes.window_tokens)] if sizes.n_window_pages else [])))
+        name = self._name(sizes, page_bytes, facts)
         share = self.disk_bytes // STATE_SHARE
         if other_bytes:
             return PageStore(self.folder / f"{name}-{'windows' if sizes.n_window_pages else 'states'}", other_bytes, share)
         return PageStore(self.folder / name, page_bytes, self.disk_bytes - share * bool(sizes.recurrent_bytes or sizes.n_window_pages))
+
+
+    @contextmanager
+    def claimed(self, sizes: StateSizes, page_bytes: int, facts: tuple[str, ...]) -> Iterator[None]:
+        """Nobody else opens this model's folder meanwhile: that can be told before the model is loaded, though scales of FP8 keys, which facts have then, are not known yet.
+
+        Raises: Locked, UsageError.
+        """
+        if not self.disk_bytes:
+            yield
+            return
+        make_folder(self.folder)
+        fd = lock(self.folder, self.folder / f"{self._name(sizes, page_bytes, facts)}.lock")
+        try:
+            yield
+        finally:
+            os.close(fd)
+
+    def _name(self, sizes: StateSizes, page_bytes: int, facts: tuple[str, ...]) -> str:
+        window = [str(sizes.window_tokens)] if sizes.n_window_pages else []
+        return folder_name((*self.model, *facts, str(sizes.page_tokens), str(sizes.max_ctx_tokens), str(page_bytes), str(sizes.recurrent_bytes), *window))
 
 
 class StateDevice(Protocol):
