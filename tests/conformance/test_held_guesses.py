@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from paddock_runner.manifest import pack_folders
 
 from tests.conformance.random_schemas import schema
-from tests.conformance.test_runner_process import running
+from tests.conformance.test_runner_process import Runner, running
 
 pytest.importorskip("llguidance")
 pytestmark = [
@@ -33,15 +35,35 @@ LIST = {
 }  # fmt: skip
 
 
+ALWAYS = """
+import dataclasses
+from paddock_runner.engine.policy import Policy
+names = [field.name for field in dataclasses.fields(Policy)]
+told = list(Policy.__init__.__defaults__)
+told[names.index("draft_gain") - len(names)] = 0.0
+Policy.__init__.__defaults__ = tuple(told)
+assert Policy().draft_gain == 0
+"""
+"""Guesses are made wherever there are some: whether they pay depends on what else runs on the machine."""
+
+
+def guessing(patch: pytest.MonkeyPatch, folder: Path, *arguments: Any) -> AbstractContextManager[Runner]:
+    """A runner whose Python takes the file in its folder along."""
+    patch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))
+    return running(folder, *arguments)
+
+
 @pytest.fixture(scope="module", params=["SmolLM2-135M-Instruct.Q4_1.gguf", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"], ids=["smollm2", "qwen2.5"])
 def clients(request: pytest.FixtureRequest, models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, httpx.Client]]:
     """One without guesses, one with."""
     model = models_dir / request.param
     flags = ("--max-batch", str(N_AT_ONCE), "--max-ctx", "1024", "--no-auth", "--threads", "2", "--deterministic")
     folders = [tmp_path_factory.mktemp(name) for name in ("plain", "guessed")]
+    (folders[1] / "sitecustomize.py").write_text(ALWAYS)
     with (
+        pytest.MonkeyPatch.context() as patch,
         running(folders[0], model, *flags, "--guesses", "off") as plain,
-        running(folders[1], model, *flags, "--guesses", "lookup") as guessed,
+        guessing(patch, folders[1], model, *flags, "--guesses", "lookup") as guessed,
         httpx.Client(base_url=plain.url, timeout=300) as a,
         httpx.Client(base_url=guessed.url, timeout=300) as b,
     ):

@@ -11,6 +11,7 @@ import pytest
 from paddock_runner.errors import PaddockError, UsageError
 from paddock_runner.text import grammar
 from paddock_runner.text.gguf_tokenizer import tokenizer_from_gguf
+from paddock_runner.turns import constrain
 from paddock_runner.turns.constrain import Walker
 from paddock_runner.wire.guesses import Guessed, Walked
 from paddock_runner.wire.messages import MaskUpdate
@@ -26,6 +27,13 @@ BY_BYTE = {piece: i for i, piece in reversed(list(enumerate(SMALL.pieces)))}
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks of a step are computed one by one where there are few processors, together where there are many."""
     monkeypatch.setattr(grammar.os, "cpu_count", lambda: request.param)
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing takes any time: what is walked ahead does not depend on what else the machine does."""
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(constrain, clock, lambda: 0.0)
 
 
 class Desk:
@@ -111,6 +119,7 @@ GRAMMARS: list[Callable[[], grammar.Constraint]] = [
 ]
 
 
+@pytest.mark.usefixtures("still")
 @pytest.mark.parametrize("make", GRAMMARS)
 @pytest.mark.parametrize("seed", range(4))
 def test_guesses_are_walked_as_the_tokens_would_be_that_come(make: Callable[[], grammar.Constraint], seed: int) -> None:
@@ -148,6 +157,33 @@ def test_guesses_are_walked_as_the_tokens_would_be_that_come(make: Callable[[], 
         assert n_right > 0 and all(walk.choice.error is None for walk in walks)
 
     walked(make, 2, test)
+
+
+def test_guesses_of_an_answer_that_was_slow_are_not_walked_and_those_that_take_long_only_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(constrain, "perf_counter", lambda: now[0])
+
+    async def test(walks: list[Any], desk: Desk, walker: Walker) -> None:
+        known, (walk,) = Known(desk, 0), walks
+        guess = Guessed(0, 0, [BY_BYTE[b"a"]] * 3)
+        accept = walk.matcher.copy().__class__.accept_some
+
+        def slowly(matcher: Any, tokens: Sequence[int]) -> int:
+            now[0] += constrain.SLOW_S * 0.6
+            return int(accept(matcher, tokens))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar.Matcher, "accept_some", slowly)
+            walk.take_guess(guess)
+            assert len((await known.ahead()).places) == 1
+        walk.is_slow = True
+        walk.take_guess(guess)
+        assert not (await known.ahead()).places
+        walk.is_slow = False
+        walk.take_guess(guess)
+        assert len((await known.ahead()).places) == 3
+
+    walked(lambda: grammar.regex("[ab]{9}"), 1, test)
 
 
 def test_a_guess_for_tokens_that_did_not_come_is_not_walked() -> None:
