@@ -104,6 +104,17 @@ def test_the_device_has_no_gaps_at_128_streams() -> None:
     assert found["busy"] >= 0.99 and len(idle) <= 2
 
 
+@pytest.mark.parametrize("cost", ["8b.fp8", "8b.bf16"])
+def test_prompts_that_fill_a_step_do_not_wait_for_more(cost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients ask again later than a step of decode rows takes: while the first wait for the next, rows would be idle, and all who end behind them would wait as long."""
+    monkeypatch.setattr(modelled, "AGAIN_US", 3000)
+    _, scene = cell(cost, 128, 128, 128, 512)
+    steps = scene.device.steps[len(scene.device.steps) // 3 : -150]
+    all_ns = sum(end - begun for begun, end, *_ in steps)
+    idle = sum((128 - n_decode - n // 128) * (end - begun) for begun, end, n_decode, n in steps)
+    assert idle <= 0.03 * 128 * all_ns
+
+
 @pytest.mark.parametrize(("cost", "most"), [("8b.fp8", 1.62), ("8b.bf16", 1.45)])
 def test_a_long_prompt_beside_streams_takes_little_longer_than_alone_and_most_gaps_stay_as_they_were(cost: str, most: float) -> None:
     """In FP8 a token of a chunk with 129 to 256 rows takes half as long again as one of a full step: 1.45 would take longer gaps (decision 0021)."""

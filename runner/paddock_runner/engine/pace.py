@@ -67,11 +67,16 @@ class Pace:
         us = base * (policy.steady_ratio - 1)
         self._refill(now_ns)
         if is_burst or ((self._credit_us > 0 or self._buys_no_tile(us, position)) and self.is_short(short_tokens)):
-            ratio = policy.blind_burst_ratio if not self._cost.knows_contexts else policy.packed_ratio if are_short else policy.burst_ratio
-            us = max(us, ratio * self._cost.quiet_us(n_rows, context) - base, 1000 * policy.burst_step_ms - base)
+            us = max(us, self.burst_us(n_rows, context, are_short))
         if policy.long_delay > 1 and base > 0 and self._buys_no_tile(us, position):
             return self._round_us(us, self._cost.quiet_us(n_rows, context) or base, position)
         return us + self._carry_us
+
+    def burst_us(self, n_rows: int, context: int, are_short: bool) -> float:
+        """Time that prompts that come together may add to a step with n_rows decode rows; the parameters are budget_us's."""
+        policy, cost = self._policy, self._cost
+        ratio = policy.blind_burst_ratio if not cost.knows_contexts else policy.packed_ratio if are_short else policy.burst_ratio
+        return max(ratio * cost.quiet_us(n_rows, context), 1000 * policy.burst_step_ms) - cost.decode_us(n_rows, context)
 
     def _refill(self, now_ns: int) -> None:
         """Burst credit comes back as streams decode at the steady pace."""

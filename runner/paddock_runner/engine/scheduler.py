@@ -12,7 +12,7 @@ from ..cache.ledger import Ledger
 from ..cache.prefix import Node
 from .cost import CostModel
 from .fetches import begin_fetch, is_fetching, let_go
-from .pace import Pace
+from .pace import STARTS_PER_GAP, Pace
 from .policy import Policy
 from .queue import WaitQueue
 from .request import NEVER, Phase, Request
@@ -386,6 +386,13 @@ class Scheduler:
             if self.pace.may_stall(n_rows, n_prompts * n_step // n_tokens):
                 us = math.inf
         return us, part if us == math.inf else tokens_left
+
+    def fills_step(self, n_rows: int) -> bool:
+        """Whether those who wait need no company: a step with n_rows decode rows has no room for one short prompt more."""
+        queue, n = self.queue, min(self.queue.n, self._slots.n_free)
+        if n < 2 or n_rows <= STARTS_PER_GAP * n or queue.uncached_tokens > self._policy.packed_tokens * queue.n:
+            return False
+        return self.cost.chunk_us(queue.uncached_tokens * (n + 1) // queue.n, 0) > self.pace.burst_us(n_rows, self._slots.context, True)
 
     def _light(self) -> int:
         """Tokens left of the prompt of a client with few requests beside one with many, if it is its turn; 0: none."""

@@ -62,6 +62,8 @@ def _gather_until_ns(engine: Engine, now_ns: int) -> int:
         return 0
     if queue.uncached_tokens >= engine.sizes.max_step_tokens:
         return 0
+    if scheduler.fills_step(len(engine.slots.decode)):
+        return 0
     price_us = scheduler.cost.decode_us(0) + scheduler.cost.chunk_us(queue.uncached_tokens, 0)
     share, quiet_ms = (AWAITED_SHARE, AWAITED_QUIET * policy.quiet_ms) if queue.n > 1 and queue.expects_more(now_ns) else (GATHER_SHARE, policy.quiet_ms)
     patience_ns = int(min(1e6 * policy.gather_ms, 1000 * share * price_us))
