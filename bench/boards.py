@@ -4,8 +4,8 @@ Usage: python -m bench.boards FOLDER... --commit C [--date 2026-12-01] [--peer 8
 Every board under the folders is taken (a file with machine, command and rows); its topic is its name without a date. Boards of one topic become one:
 rows of the same id are the last one's, commands stand one after the other. A board of the same day that is there already, of another commit, is kept
 with its commit as a suffix.
---peer MODEL.FORMAT=FILE: llama.cpp on the same card, a file of JSON lines: llama-bench -o jsonl (one row, prompts) and llama-batched-bench --output-format
-jsonl (more rows), one after the other, for the rows of that model and format. --peer FILE: {"peer": its name, "rows": {id of our row: its figure}}.
+--peer MODEL.FORMAT=FILE: llama.cpp on the same card (--llama: what it is called, with its version), a file of JSON lines: llama-bench -o jsonl (one row, prompts)
+and llama-batched-bench --output-format jsonl (more rows), one after the other, for the rows of that model and format. --peer FILE: {"peer": its name, "rows": {id of our row: its figure}}.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 from bench import board
 
 Board = dict[str, Any]
-PEER = "llama.cpp (of llama-cpp-python 0.3.36)"
 
 
 def boards_in(folders: Iterable[Path]) -> Iterator[tuple[str, Board]]:
@@ -48,11 +47,11 @@ Peers = dict[str, tuple[str, float]]
 """By row id: whose figure, and the figure."""
 
 
-def peers_of(word: str, machine: str) -> Peers:
-    """Figures of --peer's word. Raises: SystemExit when the file is not what it should be."""
+def peers_of(word: str, machine: str, llama: str) -> Peers:
+    """Figures of --peer's word; llama: that program's name. Raises: SystemExit when the file is not what it should be."""
     model, is_llama, file = word.rpartition("=")
     if is_llama:
-        return {id: (PEER, value) for id, value in llama_rows(model, Path(file), machine).items()}
+        return {id: (llama, value) for id, value in llama_rows(model, Path(file), machine).items()}
     try:
         told = json.loads(Path(file).read_text())
         return {id: (str(told["peer"]), float(value)) for id, value in told["rows"].items()}
@@ -123,6 +122,7 @@ def main() -> None:
     parser.add_argument("--commit", required=True, help="of the tree that ran")
     parser.add_argument("--date", default="", help="of the run (default: what the boards say)")
     parser.add_argument("--peer", nargs="*", default=[], metavar="[MODEL.FORMAT=]FILE")
+    parser.add_argument("--llama", default="llama.cpp", metavar="NAME", help="the name, with its version, that llama.cpp's figures bear")
     parser.add_argument("--note", nargs="*", default=[], metavar="TOPIC=TEXT")
     a = parser.parse_args()
     notes, peers = pairs(a.note), Peers()
@@ -135,7 +135,7 @@ def main() -> None:
         raise SystemExit(f"no board of {' '.join(sorted(unknown))}: there are {' '.join(sorted(topics))}")
     machine = next(iter(topics.values()))["machine"]
     for word in a.peer:
-        peers |= peers_of(word, machine)
+        peers |= peers_of(word, machine, a.llama)
     n_beside = 0
     for topic, found in sorted(topics.items()):
         made = found | {"date": a.date or found.get("date") or datetime.date.today().isoformat(), "commit": a.commit, "rows": [with_peer(row, peers) for row in found["rows"]]}

@@ -64,10 +64,10 @@ def test_the_peers_figures_stand_beside_the_rows_of_their_model(tmp_path: Path, 
         {"pp": 128, "tg": 64, "pl": 1, "speed_tg": 190.0}, {"pp": 128, "tg": 64, "pl": 8, "speed_tg": 100.0}, {"pp": 128, "tg": 64, "pl": 64, "speed_tg": 100.0},
     ]  # fmt: skip
     (tmp_path / "llama.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run(monkeypatch, tmp_path, tmp_path / "out", "--commit", "abc", "--date", "2026-12-02", "--peer", f"8b.q8_0={tmp_path / 'llama.jsonl'}")
+    run(monkeypatch, tmp_path, tmp_path / "out", "--commit", "abc", "--date", "2026-12-02", "--peer", f"8b.q8_0={tmp_path / 'llama.jsonl'}", "--llama", "llama.cpp v0.5.0")
     rows = {r["id"]: r for r in written(tmp_path, "2026-12-02-whole")["rows"]}
     assert [rows[f"h200.{n}"]["vs_peer"] for n in ("decode.8b.q8_0.b1", "decode.8b.q8_0.b8", "prefill.8b.q8_0.2048")] == [1.9996, 4.0, 0.5]
-    assert rows["h200.decode.8b.q8_0.b1"]["peer_value"] == 200.0 and "peer" not in rows["h200.decode.8b.bf16.b1"]
+    assert rows["h200.decode.8b.q8_0.b1"]["peer"] == "llama.cpp v0.5.0" and rows["h200.decode.8b.q8_0.b1"]["peer_value"] == 200.0 and "peer" not in rows["h200.decode.8b.bf16.b1"]
     assert "1 of 4 figures of the peer have no row" in capsys.readouterr().out
 
 
