@@ -41,6 +41,11 @@ def test_figures_of_a_run_that_counted_the_cells_tokens(tmp_path: Path) -> None:
     assert found == {"out_tok_s": 120.5, "ttft_p50_ms": 7.25, "itl_p50_ms": 2.5, "ttft_mean_ms": 8.5}
 
 
+def test_a_figure_that_aiperf_lacks_is_no_agreement() -> None:
+    assert aiperf.apart({"value": 103.0, "peer_value": 100.0}) == pytest.approx(0.03)
+    assert aiperf.apart({"value": 1.0, "peer_value": 0.0}) == float("inf")
+
+
 def test_other_tokens_than_the_cells_are_said(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"6 answers of 3\.50 tokens, the cell is 6 of 4"):
         aiperf.theirs(program(tmp_path, 3.5), "http://127.0.0.1:1", "m", tmp_path, CELL)
