@@ -33,7 +33,7 @@ class Exchange:
     """One request and its answer.
 
     client: the caller's number, once the key was checked. received_ns: time.monotonic_ns() of arrival. log: facts for this request's one log line.
-    ignored: fields of the request that have no effect; the answer names them. extra: headers of the answer, whatever it is.
+    large_bytes: of its body, where that is large. ignored: fields of the request that have no effect; the answer names them. extra: headers of the answer, whatever it is.
     """
 
     __slots__ = (
@@ -46,6 +46,7 @@ class Exchange:
         "ignored",
         "is_complete",
         "is_started",
+        "large_bytes",
         "log",
         "method",
         "outbox",
@@ -67,6 +68,7 @@ class Exchange:
         self.extra: Headers = id_headers(self.request_id, self.path)
         self.ignored: list[str] = []
         self.log: dict[str, Any] = {}
+        self.large_bytes = 0
         self.client = 0
         self.weight = 1
         self.status = 0

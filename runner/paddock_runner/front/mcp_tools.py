@@ -16,7 +16,7 @@ from ..turns.wish import Wish
 from . import misfit
 from .held import Held, of_schema
 from .http import Exchange
-from .openai.embeddings import finished, prompts_of
+from .openai.embeddings import finished, inputs_of, prompts_of
 from .rerank import MAX_DOCUMENTS, scores_of
 from .service import Front, account_vectors, caller, run_alone, run_turn
 
@@ -111,7 +111,7 @@ async def call(front: Front, exchange: Exchange, name: str, arguments: Mapping[s
         return await _generate(front, exchange, given, whose)
     if isinstance(given, Embed):
         form = front.require_vectors("embed")
-        prompts = await prompts_of(front, form, [*given.texts], given.input_type)
+        prompts = await prompts_of(front, form, inputs_of([*given.texts]), given.input_type)
         rows = finished(form, await run_alone(exchange, vectors(front.desk, prompts, whose)), form.width)
         account_vectors(front, exchange, len(prompts), n_tokens := sum(map(len, prompts)))
         return {"vectors": rows.tolist(), "width": form.width, "prompt_tokens": n_tokens}

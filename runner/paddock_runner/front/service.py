@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -20,7 +20,7 @@ from ..text.vectors import VectorForm
 from ..turns.desk import Desk
 from ..turns.served import Served
 from ..turns.turn import CacheNote, Caller, Turn
-from . import misfit
+from . import misfit, pieces
 from .http import MAX_IGNORED, Exchange
 from .metrics import Metrics
 from .outbox import Outbox
@@ -36,6 +36,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 MAX_SHOWN_BYTES = 1 << 20
 """Of larger bodies nobody is shown which value was wrong: all of it would have to be decoded, and that takes seconds where it is made for it."""
+LARGE_BODY_BYTES = 256 << 10
+"""Bodies from this on are decoded in pieces, and what they say is made out, in a thread: everybody's streams would stand meanwhile."""
 CACHE = b"x-paddock-cache"
 QUEUE_TIMEOUT = b"x-queue-timeout-ms"
 MAX_QUEUE_MS = 86_400_000
@@ -108,6 +110,10 @@ class Front:
                 param="tools",
             )
 
+    async def understand(self, exchange: Exchange, work: Callable[[], Result]) -> Result:
+        """Makes out what a request's body says: in a thread where it is large."""
+        return await self.served.run(work, exchange.large_bytes)
+
     async def tick(self) -> None:
         """Gives silent streams their comments, for ever."""
         while True:
@@ -128,23 +134,36 @@ class Shape(Generic[Body]):
     async def read(self, front: Front, exchange: Exchange) -> Body:
         """The request's body. Raises: UsageError naming the field, TooLarge, Cancelled."""
         raw = await exchange.body(front.max_body_bytes)
-        try:
-            return self._strict.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            pass  # it has fields that nobody knows, or is wrong
-        body = self.parse(raw)
-        try:
-            unknown = [name for name in _RAW_FIELDS.decode(raw) if name not in self._names]
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise UsageError(f"the body is not JSON: {error}") from None
+        exchange.large_bytes = len(raw) if len(raw) >= LARGE_BODY_BYTES else 0
+        if exchange.large_bytes:
+            body, unknown = await front.served.run(partial(self._in_pieces, raw), len(raw))
+            unknown = self._unknown(raw) if unknown is None else [name for name in unknown if name not in self._names]
+        else:
+            try:
+                return self._strict.decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass  # it has fields that nobody knows, or is wrong
+            body, unknown = self.parse(raw), self._unknown(raw)
         if unknown:
             exchange.ignored += [*map(plain_field, unknown[:MAX_IGNORED]), *unknown[MAX_IGNORED:]]  # of the rest only the number is told
         return body
 
+    def _unknown(self, raw: bytes) -> list[str]:
+        try:
+            return [name for name in _RAW_FIELDS.decode(raw) if name not in self._names]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(f"the body is not JSON: {error}") from None
+
+    def _in_pieces(self, raw: bytes) -> tuple[Body, list[str] | None]:
+        return self._told(raw, partial(pieces.decode, raw, self.kind))
+
     def parse(self, raw: bytes) -> Body:
         """The typed body. Raises: UsageError (facts: param)."""
+        return self._told(raw, partial(self._decoder.decode, raw))
+
+    def _told(self, raw: bytes, decode: Callable[[], Result]) -> Result:
         try:
-            return self._decoder.decode(raw)
+            return decode()
         except msgspec.ValidationError as error:
             raise misfit.of(error, _decoded(raw)) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

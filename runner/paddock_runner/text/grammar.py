@@ -75,6 +75,8 @@ def json_schema(schema: Mapping[str, Any] | bool, is_lenient: bool = False) -> C
     if schema is False:
         raise UsageError("the JSON schema is false: nothing matches it")
     schema = {} if schema is True else schema
+    if _is_longer(schema):
+        raise UsageError(f"the JSON schema has more than {MAX_CHARACTERS} characters, which is the limit")
     try:
         text = json.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -339,6 +341,27 @@ def _refused(reason: str) -> UsageError:
         reason = _LISTING.split(schema, 1)[0]
     first = " ".join(line.strip() for line in reason.splitlines() if line.strip() and not line.startswith("<"))[:400]
     return UsageError(f"the grammar or schema cannot be followed: {first}", reason=first)
+
+
+def _is_longer(schema: Any) -> bool:
+    """Whether JSON of a schema would certainly be too long; told without writing all of it."""
+    left, stack = MAX_CHARACTERS, [schema]
+    while stack and left >= 0:
+        item = stack.pop()
+        if isinstance(item, str):
+            left -= len(item) + 2
+        elif isinstance(item, Mapping):
+            left -= 4 * len(item)
+            if left >= 0:
+                stack += item.keys()
+                stack += item.values()
+        elif isinstance(item, list):
+            left -= 2 * len(item) - 1
+            if left >= 0:
+                stack += item
+        else:
+            left -= 1
+    return left < 0
 
 
 def _check_size(text: str, what: str) -> None:

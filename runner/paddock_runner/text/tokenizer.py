@@ -65,6 +65,9 @@ class TokenizerParts:
     pair: PairEnds | None = None
 
 
+_PACKED_AT_ONCE = 1 << 16
+
+
 class SegmentCache:
     """Least recently used segments with their ids (int32 bytes), bounded by bytes. Safe to share between threads."""
 
@@ -107,6 +110,16 @@ def _text(piece: bytes) -> str | None:
         return piece.decode()
     except UnicodeDecodeError:
         return None
+
+
+def packed(ids: Sequence[int]) -> tuple[array[int], int]:
+    """Ids as they are kept, and the largest (-1 of none): a part at a time, since the interpreter's lock is held for each. Raises: OverflowError."""
+    out, most = array("i"), -1
+    for at in range(0, len(ids), _PACKED_AT_ONCE):
+        part = ids[at : at + _PACKED_AT_ONCE]
+        out.extend(array("i", part))
+        most = max(most, max(part))
+    return out, most
 
 
 def _cost(key: tuple[bool, str], ids: bytes) -> int:
@@ -245,9 +258,9 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise UsageError("the text holds half a surrogate pair, which no UTF-8 can carry") from error
         made = encoder.encode(text, add_special_tokens=False) if len(text) < _LONG_CHARACTERS else encoder.encode_batch_fast([text], add_special_tokens=False)[0]
-        ids = array("i", made.ids)
-        if ids and max(ids) >= self._limit:
-            raise UsageError(f"the text needs token id {max(ids)}, but the model has only {self._limit} embedding rows")
+        ids, most = packed(made.ids)
+        if most >= self._limit:
+            raise UsageError(f"the text needs token id {most}, but the model has only {self._limit} embedding rows")
         data = ids.tobytes()
         self.cache.put(key, data)
         return data

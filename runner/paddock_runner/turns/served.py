@@ -27,6 +27,8 @@ INLINE_CHARACTERS = 4096
 """Texts up to this long are handled in the event loop: less work than changing threads."""
 LANES = ((256 << 10, 2), (4 << 20, 1), (1 << 62, 1))
 """Texts of fewer characters than this share so many threads."""
+IDS_AT_ONCE = 1 << 16
+"""So many are looked at, and kept, without letting go of the interpreter's lock."""
 SLOW_S = 0.02
 """A template that took longer once is rendered in a thread from then on."""
 Result = TypeVar("Result")
@@ -67,23 +69,20 @@ class Served:
             self.tokenizer.json_texts(visible)
 
     async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, how: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, how: Mapping[str, Any], size: int = 0
     ) -> tuple[array[int], str]:
-        """The ids of a conversation and its text. how: keyword arguments of ChatTemplate.render.
+        """The ids of a conversation and its text. how: keyword arguments of ChatTemplate.render. size: about so many characters, where that is known.
 
         Raises: UsageError when the model has no (working) template or refuses the conversation.
         """
 
-        if self.is_steady:
-            messages = steady(messages)
-
         def work() -> tuple[array[int], str]:
             begun = time.monotonic()
-            text = self.template.render(messages, tools, **how)
+            text = self.template.render(steady(messages) if self.is_steady else messages, tools, **how)
             self._is_slow |= time.monotonic() - begun > SLOW_S
             return self.tokenizer.encode(text, add_special=False), text
 
-        size = max(INLINE_CHARACTERS if self._is_slow or tools else 0, sum(map(_size, messages)))
+        size = max(INLINE_CHARACTERS if self._is_slow or tools else 0, size or sum(map(_size, messages)))
         try:
             return await self.run(work, size)
         except UnsupportedError as error:
@@ -99,10 +98,18 @@ class Served:
 
     def id_prompt(self, ids: Sequence[int], param: str = "prompt") -> array[int]:
         """Ids that the client made. Raises: UsageError naming an id outside the vocabulary."""
-        if ids and not 0 <= min(ids) <= max(ids) < self.n_rows:
-            bad = next(i for i in ids if not 0 <= i < self.n_rows)
-            raise UsageError(f"token id {bad} does not exist, the model has {self.n_rows}", param=param)
-        return array("i", ids)
+        out = array("i")
+        for at in range(0, len(ids), IDS_AT_ONCE):
+            part = ids[at : at + IDS_AT_ONCE]
+            if not 0 <= min(part) <= max(part) < self.n_rows:
+                bad = next(i for i in part if not 0 <= i < self.n_rows)
+                raise UsageError(f"token id {bad} does not exist, the model has {self.n_rows}", param=param)
+            out.extend(array("i", part))
+        return out
+
+    async def id_prompt_of(self, ids: Sequence[int], param: str = "prompt") -> array[int]:
+        """The same for any number of ids: of many, in a thread."""
+        return await self.run(lambda: self.id_prompt(ids, param), len(ids))
 
     def require_room(self, prompt_tokens: int, max_tokens: int) -> None:
         """Raises: ContextTooLong with the numbers, when prompt and answer do not fit; UsageError when there is no prompt."""

@@ -59,9 +59,8 @@ async def prompt_of(
     choice = body.tool_choice
     if choice is not None and choice.type not in CHOICES:
         raise refuse("tool_choice.type", f"the tool choice {choice.type[:40]!r} is not one of {', '.join(CHOICES)}")
-    if unknown := left_out(body):
-        exchange.ignored += unknown
-    tools = tools_of(body)
+    unknown, tools = await front.understand(exchange, lambda: (left_out(body), tools_of(body)))
+    exchange.ignored += unknown
     if tools:
         front.require_tools()
     effort = body.output_config.get("effort") if body.output_config else None
@@ -75,11 +74,11 @@ async def prompt_of(
             exchange.ignored.append("thinking.type")
     if effort is not None and not template.thinking_options(None, str(effort)):
         exchange.ignored.append("output_config.effort")
-    messages = messages_of(body)
+    messages = await front.understand(exchange, lambda: messages_of(body))
     last = messages[-1]
     goes_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last  # the client began the answer
     how = {"options": options, "continue_final": goes_on, "add_generation_prompt": not goes_on}
-    prompt, text = await front.served.chat_prompt(messages, tools or None, how)
+    prompt, text = await front.served.chat_prompt(messages, tools or None, how, exchange.large_bytes)
     return prompt, text, {t["function"]["name"]: t["function"]["parameters"] for t in tools}
 
 

@@ -6,13 +6,11 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from ...turns.turn import PLAIN, Reading
 from ...turns.wish import Wish
 from ..held import Held
 from ..http import Exchange
-from ..openai.fields import functions_of, refuse
+from ..openai.fields import functions_of, refuse, tools_of
 from ..openai.fill import Fill
 from ..openai.probs import chat_entries
 from ..service import Front, Shape
@@ -37,8 +35,8 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     schemas = {f.name: f.parameters or {} for f in functions_of(body.tools)}
     if schemas:
         front.require_tools()
-    tools = [msgspec.to_builtins(t) for t in body.tools or ()]
-    prompt, text = await front.served.chat_prompt(messages_of(body.messages), tools or None, _how(front, body))
+    messages = await front.understand(exchange, lambda: messages_of(body.messages))
+    prompt, text = await front.served.chat_prompt(messages, tools_of(body.tools) or None, _how(front, body), exchange.large_bytes)
     held = Held(body.held(), schemas, param="format")
     await _answer(front, exchange, body, (prompt, wish, await _reading(front, exchange, wish, text, held)), as_message)
 

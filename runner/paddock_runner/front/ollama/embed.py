@@ -9,7 +9,7 @@ import msgspec
 
 from ...turns.vectors import Rows, vectors
 from ..http import Exchange
-from ..openai.embeddings import checked_width, finished, prompts_of
+from ..openai.embeddings import checked_width, finished, inputs_of, prompts_of
 from ..service import Front, Shape, account_vectors, caller, run_alone
 
 
@@ -59,7 +59,7 @@ async def _rows(front: Front, exchange: Exchange, model: str, given: str | list[
     front.require_model(model)
     form = front.require_vectors("embed")
     width = checked_width(form, dimensions)
-    prompts = await prompts_of(front, form, [given] if isinstance(given, str) else list(given), None)
+    prompts = await prompts_of(front, form, inputs_of([given] if isinstance(given, str) else list(given)), None)
     rows = await run_alone(exchange, vectors(front.desk, prompts, caller(exchange, exchange.client)))
     n_tokens = sum(map(len, prompts))
     account_vectors(front, exchange, len(prompts), n_tokens)

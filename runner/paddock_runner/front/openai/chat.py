@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 
 from ...turns.collect import Answer
+from ..held import Held
 from ..http import Exchange
 from ..service import Front, Shape
 from ..sse import EventStream
 from ..work import Work
 from .chunks import FINISH, ChatChunks, Head, call_id
-from .fields import ChatMessage, ChatRequest, functions_of, refuse, usage_json
+from .fields import ChatMessage, ChatRequest, functions_of, refuse, tools_of, usage_json
 from .probs import chat_entries, prompt_entries
 from .structured import held_chat
 
@@ -32,13 +33,8 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     body = await SHAPE.read(front, exchange)
     front.require_ready()
     front.require_model(body.model)
-    _check(body)
-    exchange.ignored += _without_effect(front, body)
-    if body.tools and body.tool_choice != "none":
-        front.require_tools()
-    wants = held_chat(body)
-    tools = [msgspec.to_builtins(t) for t in body.tools or ()] if wants.calls else []
-    prompt, text = await front.served.chat_prompt(messages_of(body.messages), tools or None, _how(front, body))
+    wants, tools, messages = await front.understand(exchange, lambda: _understood(front, exchange, body))
+    prompt, text = await front.served.chat_prompt(messages, tools, _how(front, body), exchange.large_bytes)
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     wish = body.wish(_max_tokens(body), n_logprobs)
     wish.max_reasoning = body.max_reasoning
@@ -61,6 +57,16 @@ async def post_chat(front: Front, exchange: Exchange) -> None:
     choices = [_choice(front, i, answer, head.has_probs) for i, answer in enumerate(answers)]
     more = {"prompt_logprobs": prompt_entries(front.served.tokenizer, prompt, turn.prompt_probs(0))} if wish.n_prompt_logprobs >= 0 else {}
     await exchange.answer_json({**head.fields("chat.completion"), "choices": choices, "usage": usage_json(turn.usage), **more})
+
+
+def _understood(front: Front, exchange: Exchange, body: ChatRequest) -> tuple[Held, list[dict[str, Any]] | None, list[Mapping[str, Any]]]:
+    """What the answer must be; tools and messages as templates take them."""
+    _check(body)
+    exchange.ignored += _without_effect(front, body)
+    if body.tools and body.tool_choice != "none":
+        front.require_tools()
+    wants = held_chat(body)
+    return wants, (tools_of(body.tools) or None) if wants.calls else None, messages_of(body.messages)
 
 
 def _max_tokens(body: ChatRequest) -> int:

@@ -36,7 +36,7 @@ async def post_completions(front: Front, exchange: Exchange) -> None:
     front.require_model(body.model)
     _check(body)
     fill = Fill.of(front.served.tokenizer) if body.suffix else None
-    prompts = await _prompts(front, body, fill)
+    prompts = await _prompts(front, body, fill, await front.understand(exchange, lambda: _inputs(body)))
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     n_logprobs = -1 if body.logprobs is None else body.logprobs
     wish = body.wish(max_tokens, n_logprobs)
@@ -134,7 +134,8 @@ def _check(body: CompletionRequest) -> None:
         raise refuse("max_tokens", "max_tokens is 0, at least 1 is needed (0 only with echo, unstreamed)")
 
 
-async def _prompts(front: Front, body: CompletionRequest, fill: Fill | None) -> list[array[int]]:
+def _inputs(body: CompletionRequest) -> Sequence[Any]:
+    """The prompts: texts, or lists of ids."""
     given = body.prompt
     if isinstance(given, list) and set(map(type, given)) == {int}:
         given = [cast("list[int]", given)]
@@ -145,16 +146,20 @@ async def _prompts(front: Front, body: CompletionRequest, fill: Fill | None) -> 
         )
     if not 1 <= len(items) <= MAX_PROMPTS:
         raise refuse("prompt", f"{len(items)} prompts were sent, 1 to {MAX_PROMPTS} are possible")
+    return items
+
+
+async def _prompts(front: Front, body: CompletionRequest, fill: Fill | None, items: Sequence[Any]) -> list[array[int]]:
     texts = [item for item in items if isinstance(item, str)] if fill is None else []
     out, made = [], iter(await front.served.text_prompts(texts, body.add_special_tokens is not False))
     for item in items:
         if fill is not None:
-            before = item if isinstance(item, str) else front.served.id_prompt(item)
+            before = item if isinstance(item, str) else await front.served.id_prompt_of(item)
             out.append(await front.served.run(lambda b=before: fill.prompt(b, body.suffix or ""), len(item)))  # type: ignore[misc]
         elif isinstance(item, str):
             out.append(next(made))
         else:
-            out.append(front.served.id_prompt(item))
+            out.append(await front.served.id_prompt_of(item))
     return out
 
 

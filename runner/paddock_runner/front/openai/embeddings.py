@@ -45,7 +45,7 @@ async def post_embeddings(front: Front, exchange: Exchange) -> None:
     if body.encoding_format not in (None, "float", "base64"):
         raise refuse("encoding_format", f"encoding_format is {body.encoding_format[:40]!r}, float and base64 are possible")
     width = checked_width(form, body.dimensions)
-    prompts = await prompts_of(front, form, body.input, body.input_type)
+    prompts = await prompts_of(front, form, await front.understand(exchange, lambda: inputs_of(body.input)), body.input_type)
     whose = caller(exchange, exchange.client, body.cache_salt)
     rows = finished(form, await run_alone(exchange, vectors(front.desk, prompts, whose)), width)
     n_tokens = sum(map(len, prompts))
@@ -71,10 +71,8 @@ def finished(form: VectorForm, rows: Rows, width: int) -> Rows:
     return unit(rows) if form.is_normalised else rows
 
 
-async def prompts_of(
-    front: Front, form: VectorForm, given: str | list[int | str | list[int]], input_type: str | None
-) -> list[array[int]]:
-    """The ids of inputs, behind the model's prompt for their kind. Raises: UsageError naming the input."""
+def inputs_of(given: str | list[int | str | list[int]]) -> Sequence[Any]:
+    """The inputs: texts, or lists of ids. Raises: UsageError."""
     if isinstance(given, list) and given and all(isinstance(item, int) for item in given):
         given = [cast("list[int]", given)]
     items: Sequence[Any] = given if isinstance(given, list) else [given]
@@ -84,10 +82,15 @@ async def prompts_of(
         raise refuse("input", f"{len(items)} inputs were sent, 1 to {MAX_INPUTS} are possible")
     if "" in items:
         raise refuse("input", f"input {items.index('')} is empty")
+    return items
+
+
+async def prompts_of(front: Front, form: VectorForm, items: Sequence[Any], input_type: str | None) -> list[array[int]]:
+    """The ids of inputs, behind the model's prompt for their kind. Raises: UsageError naming the input."""
     prefix, out = form.prefix(input_type), []
     made = iter(await front.served.text_prompts([prefix + item for item in items if isinstance(item, str)]))
     for i, item in enumerate(items):
-        prompt = next(made) if isinstance(item, str) else front.served.id_prompt(item, "input")
+        prompt = next(made) if isinstance(item, str) else await front.served.id_prompt_of(item, "input")
         front.served.require_input(len(prompt), f"input {i}")
         out.append(prompt)
     return out

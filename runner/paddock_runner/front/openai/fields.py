@@ -158,6 +158,11 @@ def functions_of(tools: Sequence[Tool] | None) -> list[Function]:
     return out
 
 
+def tools_of(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    """Tools as templates take them."""
+    return [{"type": t.type, "function": None if t.function is None else msgspec.structs.asdict(t.function)} for t in tools or ()]
+
+
 class Reasoning(msgspec.Struct, kw_only=True):
     """How much to reason (OpenRouter's field): effort, or a number of tokens."""
 

@@ -97,8 +97,8 @@ def _check(body: ResponsesRequest) -> None:
 
 
 async def _understand(front: Front, exchange: Exchange, body: ResponsesRequest) -> _Work:
-    items = (*_before(front, exchange, body), *(_referred(front, exchange, i, item) for i, item in enumerate(items_of(body.input))))
-    tools = tools_of(body.tools or ())
+    items = (*_before(front, exchange, body), *await _items(front, exchange, body))
+    tools = await front.understand(exchange, lambda: tools_of(body.tools or ()))
     if tools.ignored:
         exchange.ignored += [f"tools.{i}" for i in tools.ignored]
     if body.max_tool_calls is not None:
@@ -112,10 +112,10 @@ async def _understand(front: Front, exchange: Exchange, body: ResponsesRequest) 
     options.update(body.chat_template_kwargs or {})
     if clash := {"messages", "tools", "documents"} & options.keys():
         raise refuse("chat_template_kwargs", f"chat_template_kwargs may not set {min(clash)!r}")
-    messages = messages_of(items, body.instructions)
+    messages = await front.understand(exchange, lambda: messages_of(items, body.instructions))
     if not messages:
         raise refuse("input", "the input is empty")
-    prompt, text = await front.served.chat_prompt(messages, tools.functions if allowed else None, {"options": options})
+    prompt, text = await front.served.chat_prompt(messages, tools.functions if allowed else None, {"options": options}, exchange.large_bytes)
     wish = _wish(body)
     content = formatted(_format(body), "text.format")
     held = Held(
@@ -138,9 +138,14 @@ def _before(front: Front, exchange: Exchange, body: ResponsesRequest) -> Convers
     return entry.items
 
 
+async def _items(front: Front, exchange: Exchange, body: ResponsesRequest) -> list[dict[str, Any]]:
+    items = items_of(body.input)
+    for i in await front.understand(exchange, lambda: [at for at, item in enumerate(items) if item.get("type") == "item_reference"]):
+        items[i] = _referred(front, exchange, i, items[i])
+    return items
+
+
 def _referred(front: Front, exchange: Exchange, i: int, item: dict[str, Any]) -> dict[str, Any]:
-    if item.get("type") != "item_reference":
-        return item
     found = front.stored.item(str(item.get("id")), exchange.client)
     if found is None:
         raise refuse(f"input[{i}].id", f"the item {str(item.get('id'))[:100]!r} is not stored here")
