@@ -6,8 +6,8 @@
 
 namespace pk {
 
-// Of shared memory, the rings and what lies behind them; all that a block may have; weights under way; those asked for ahead of x, which would queue behind more.
-constexpr int kSplitRingBytes = 200 << 10, kSplitMostBytes = 226 << 10, kSplitUnderWay = 64 << 10, kSplitAhead = 32 << 10;
+// Of shared memory, the rings and what lies behind them; all that a block may have; weights under way; those asked for ahead of x, which comes behind them (of 8 rows all, LOG.md, M75).
+constexpr int kSplitRingBytes = 200 << 10, kSplitMostBytes = 226 << 10, kSplitUnderWay = 64 << 10, kSplitAhead = 64 << 10;
 
 template <int kNT, int kGroups, int kM, int kSplit, int kPair, int kC>
 int32_t launch_split_shape(const Launch &l, SkinnyArguments a, const Packed *const *packed, const FlatPackets &packets) {
@@ -56,7 +56,7 @@ int32_t launch_split_shape(const Launch &l, SkinnyArguments a, const Packed *con
     while (n_stages > 2 && bytes(n_stages) > kSplitMostBytes) --n_stages;
     deal.n_stages = n_stages;
     deal.under_way = std::min(n_stages, (kSplitUnderWay + w_bytes - 1) / w_bytes);
-    deal.ahead = kGated ? 1 << 20 : std::max(1, kSplitAhead / w_bytes);
+    deal.ahead = kGated || kNT == 8 ? 1 << 20 : std::max(1, kSplitAhead / w_bytes);
     return launch_clusters(l, "split", split_kernel<kNT, kGroups, kM, kSplit, kPair, kC>, blocks * kPair, S::kThreads, bytes(n_stages), kPair == 2 ? 2 : 0, deal, maps, a, packets);
 }
 
