@@ -41,6 +41,7 @@ struct UnitsShape {
     static constexpr int kTurn = U::kHigh > 0 && kNT == 32 ? 1 : kChunks / 2;  // chunks of 64 of K that are multiplied at once, where registers allow it
     // Copies of 2 kB, and as many as keep one thread busy: it reads all places before it waits, and asks further ahead.
     static constexpr bool kManyCopies = U::kLow == 8;
+    static constexpr bool kAsksAhead = kFormat == PK_Q8_0;  // for the next product
     static constexpr int kWSlots = kManyCopies ? 24 : 16;
     static constexpr int kFewer = kNT == 32 && kTurn == 2 ? 32 : 40, kMore = kFewer == 32 ? 160 : 152;  // registers of those who copy and who multiply
     static_assert(kK % U::kU == 0 && kUnits <= 2);
@@ -76,6 +77,15 @@ __device__ __forceinline__ bool is_elected() {
     uint32_t is;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(is));
     return is;
+}
+// Asks for what the next product reads first, into the second-level cache: memory would idle while this launch ends and that one begins. A warp, once all that its block reads has come.
+__device__ __forceinline__ void ask_ahead(const FlatAhead &f, int lane) {
+#pragma unroll 1
+    for (int p = blockIdx.x + lane * gridDim.x; p < f.pieces[2]; p += gridDim.x * 32) {
+        const int i = (p >= f.pieces[0]) + (p >= f.pieces[1]), own = p - (i == 0 ? 0 : i == 1 ? f.pieces[0] : f.pieces[1]);
+        const uint8_t *from = (i == 0 ? f.from[0] : i == 1 ? f.from[1] : f.from[2]) + (own >> 1) * f.apart + (own & 1) * f.second;
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(f.bytes) : "memory");
+    }
 }
 // A place in a ring whose length the launch knows.
 struct UnitsTurn {
@@ -180,6 +190,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                 if (rows_here() <= 0) return leave();
             }
             UnitsTurn w;
+            int last = -1;  // what was asked for last: slot and phase
             for (int pass = 0; pass < n_passes; ++pass) {
                 const int pairs = pairs_in(pass), quads = (pairs + 1) >> 1, skipped = pass == 0 ? n_asked : 0;
                 UnitsTurn w_next = w;
@@ -205,6 +216,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
 #pragma unroll
                                 for (int i = 0; i < 4; ++i) from[i] = place(i);
                             auto copy = [&](int i) { copy_bytes_once(to + i * S::kTileBytes, S::kManyCopies ? from[i] : place(i), bytes, full); };
+                            if constexpr (S::kAsksAhead) last = 2 * slot + w.phase;
                             barrier_wait(w_empty + slot, w.phase ^ 1);
                             barrier_expect(full, (is_whole ? 4 : 2) * bytes);
                             copy(0);
@@ -220,6 +232,11 @@ __global__ void __launch_bounds__(kUnitThreads, 1) flat_units_kernel(const __gri
                 }
                 __syncwarp();
                 w = w_next;
+            }
+            if (S::kAsksAhead && deal.packets.ahead.bytes > 0) {
+                if (last >= 0) barrier_wait(w_full + (last >> 1), last & 1);
+                __syncwarp();
+                ask_ahead(deal.packets.ahead, lane);
             }
             return leave();
         }

@@ -32,7 +32,7 @@ bool is_few_even(const Launch &l, const pk_op_matmul &op);
 
 // Packed weights as they lie, by a few rows (src/matmul/packed.cu). A step of min_rows to max_rows; skinny ones: first_row and at most 127 more.
 int32_t run_stream(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int32_t max_rows);
-int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row, const Beside &beside = {});
+int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row, const Beside &beside = {}, const pk_op_matmul *next = nullptr);
 
 // Tiles (src/matmul/tiled.cu). What one is asked of x and weights as they lie; all weights of a record in one format; the launch, with weights unpacked first where that must be (tops: of an even product of logits).
 GemmArguments gemm_arguments(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows);

@@ -28,12 +28,17 @@ struct Handed {
     float *squares = nullptr;
     uint8_t *scratch = nullptr;
 };
-int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside, const Handed &handed);
+int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside, const Handed &handed, const pk_op_matmul *next = nullptr);
+// With the product behind it, where one is known.
+int32_t launch_matmul(const Launch &l, const pk_op_matmul &op, const pk_op_matmul *next);
 // Of the scratch, in a run of such products: a row's sums of squares of 64 columns or more each, and with what a norm's first half leaves narrowed behind them.
 int64_t squares_bytes(int64_t max_rows, int64_t cols);
 int64_t half_scratch(int64_t max_rows, int64_t cols);
 
 class Records;
+
+// The product behind record `at` with nothing but norms, or heads and attention, between them; null: there is none.
+const pk_op_matmul *next_product(const Records &records, int64_t at, int64_t end);
 
 // Products of few rows with what lies between them: the norm behind one and before the next is made by both, heads by the product that they come from, and FP8's rows go
 // from one to the next narrowed. The record behind all of it that this has enqueued; i when there is none.

@@ -155,6 +155,7 @@ int32_t launch_next(pk_program &p, Launch &l, int64_t i, std::vector<cudaGraphNo
         if (passes)
             if (cudaGraphNode_t node = last_node(l.stream)) passes->push_back(node);
     }
+    if (record.op == PK_OP_MATMUL) return launch_matmul(l, record.as<pk_op_matmul>(), next_product(p.records, i, p.records.n()));
     if (record.op != PK_OP_POOL) return launch_record(l, record);
     l.state = record.as<pk_op_pool>().kv ? &p.pooled : &p.state;
     return PK_OK;

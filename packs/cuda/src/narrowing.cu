@@ -91,7 +91,7 @@ int64_t launch_run(const Records &records, const Launch &l, int64_t at, int64_t 
             handed.left = narrowed_in(l.scratch + half_scratch(rows, width), rows, product.y.cols);
             handed.left.is_all = !is_read(records, at + 2, product.y, rows);
         }
-        *status = launch_matmul_beside(l, product, beside, handed);
+        *status = launch_matmul_beside(l, product, beside, handed, next_product(records, at, end));
         if (*status || (!norm && !handed.left.x)) return at + (beside.heads ? 2 : 1);
         beside.before = norm;
         handed.x = handed.left;
@@ -120,6 +120,12 @@ int32_t launch_narrowed(const Record &r, const Launch &l, const Narrowed &to) {
 }
 
 }  // namespace
+
+const pk_op_matmul *next_product(const Records &records, int64_t at, int64_t end) {
+    int64_t i = at + 1;
+    while (i < end && (records[i].op == PK_OP_NORM || records[i].op == PK_OP_QKV || records[i].op == PK_OP_ATTENTION)) ++i;
+    return i < end && records[i].op == PK_OP_MATMUL ? &records[i].as<pk_op_matmul>() : nullptr;
+}
 
 int64_t squares_bytes(int64_t max_rows, int64_t cols) { return (cols + 63) / 64 * ((std::min(max_rows, kFp8ClusterRows) + 63) / 64 * 64) * 4; }
 int64_t half_scratch(int64_t max_rows, int64_t cols) { return squares_bytes(max_rows, cols) + (fp8_scratch(max_rows, cols) + 255) / 256 * 256; }

@@ -108,7 +108,7 @@ bool ends_heads(const Launch &l, const pk_op_matmul &op, const pk_op_qkv &heads)
     return flat_ends_heads(l, heads.n_heads + 2 * heads.n_kv_heads);
 }
 
-int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside, const Handed &handed) {
+int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Beside &beside, const Handed &handed, const pk_op_matmul *next) {
     const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
     WeightGroup groups[3];
@@ -118,7 +118,7 @@ int32_t launch_matmul_beside(const Launch &l, const pk_op_matmul &op, const Besi
     if (kernel == HalfKernel::kEvenUnits && beside.heads && are_multiplied_together(packed, op.n_w)) return run_even_units(l, op, {0, op.n_w, 0}, packed, 0, rows, 0, beside);
     for (int i = 0, n = n_groups(op, packed, groups); i < n; ++i) {
         int32_t status = PK_OK;
-        if (kernel == HalfKernel::kFlat) status = run_skinny(l, op, groups[i], packed, 0, rows, 0, beside);
+        if (kernel == HalfKernel::kFlat) status = run_skinny(l, op, groups[i], packed, 0, rows, 0, beside, i + 1 == n ? next : nullptr);
         else if (kernel == HalfKernel::kEvenUnits) status = run_even_units(l, op, groups[i], packed, 0, rows, 0, beside);
         else status = run_gemm(l, op, groups[i], packed, 0, rows, beside, handed);
         if (status) return status;

@@ -35,7 +35,7 @@ bool has_even_logits(const Launch &l, const pk_op_matmul &op, const WeightGroup 
 bool is_laddered(const Launch &l, const pk_op_matmul &op) { return op.x.rows == PK_ROWS_S && !(l.decode_only && bound(l, op.x.rows) <= kEvenRows); }
 
 // One group of weights. tops: of a product of logits.
-int32_t run_group(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, const Tops &tops = {}) {
+int32_t run_group(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, const Tops &tops = {}, const pk_op_matmul *next = nullptr) {
     if (is_invariant(l.ctx)) return run_each(l, op, g, packed);
     const int64_t max_rows = bound(l, op.x.rows), small = has_wgmma(l.ctx) ? kDotRows : kStreamRows;
     const bool is_plain = packed[g.first]->format == PK_BF16 || packed[g.first]->format == PK_FP8_E4M3;
@@ -58,7 +58,7 @@ int32_t run_group(const Launch &l, const pk_op_matmul &op, const WeightGroup &g,
         if (below >= max_rows || rows > most) break;
         if (!has_rungs && max_rows > rows) continue;
         const int32_t least = ladder && !has_rungs ? 1 : static_cast<int32_t>(below + (below > 0)), here = static_cast<int32_t>(std::min(rows, max_rows));
-        if (int32_t status = rows <= small ? run_stream(l, op, g, packed, least, here) : run_skinny(l, op, g, packed, least, here, 0)) return status;
+        if (int32_t status = rows <= small ? run_stream(l, op, g, packed, least, here) : run_skinny(l, op, g, packed, least, here, 0, {}, next)) return status;
         below = rows;
     }
     for (const int64_t rows : {kEvenRows / 2, kEvenRows}) {
@@ -107,7 +107,9 @@ bool is_few_even(const Launch &l, const pk_op_matmul &op) {
     return is_even(l, arguments_of(l, op), rows, true);
 }
 
-int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
+int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) { return launch_matmul(l, op, nullptr); }
+
+int32_t launch_matmul(const Launch &l, const pk_op_matmul &op, const pk_op_matmul *next) {
     const Packed *packed[3] = {};
     for (int i = 0; i < op.n_w; ++i) packed[i] = find_packed(l.ctx, op.w[i]);
     WeightGroup groups[3];
@@ -123,7 +125,7 @@ int32_t launch_matmul(const Launch &l, const pk_op_matmul &op) {
         return run_group(l, up, groups[1], packed);
     }
     for (int i = 0; i < n; ++i)
-        if (int32_t status = run_group(l, op, groups[i], packed)) return status;
+        if (int32_t status = run_group(l, op, groups[i], packed, {}, i + 1 == n ? next : nullptr)) return status;
     return PK_OK;
 }
 

@@ -92,7 +92,7 @@ int32_t run_stream(const Launch &l, const pk_op_matmul &op, const WeightGroup &g
     return launch_stream_of(format, l, s, a);
 }
 
-int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row, const Beside &beside) {
+int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const WeightGroup &g, const Packed *const *packed, int32_t min_rows, int64_t max_rows, int32_t first_row, const Beside &beside, const pk_op_matmul *next) {
     const bool gated = op.act != PK_ACT_NONE && g.n == 2;
     SkinnyArguments a = {};
     int64_t column = g.first_column;
@@ -134,7 +134,7 @@ int32_t run_skinny(const Launch &l, const pk_op_matmul &op, const WeightGroup &g
     if (beside.heads) a.heads = heads_end(*l.state, *beside.heads);
     if (op.x.rows == PK_ROWS_T && is_flat(l, *packed[g.first], max_rows)) {
         int32_t *numbers = l.counters + kZeroCounterBytes / 4;
-        return launch_flat(l, a, packed + g.first, {numbers, reinterpret_cast<unsigned long long *>(numbers + kMaxBlocks)});
+        return launch_flat(l, a, packed + g.first, {numbers, reinterpret_cast<unsigned long long *>(numbers + kMaxBlocks), flat_ahead(l, next)});
     }
     return with_format("matmul", packed[g.first]->format, [&](auto f) { return launch_skinny<decltype(f)::value>(l, a, packed + g.first, max_rows); });
 }
