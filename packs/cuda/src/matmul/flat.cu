@@ -3,6 +3,7 @@
 
 #include "../../include/split.h"
 
+#include "../../include/format/unit.cuh"
 #include "../../include/gemm.cuh"
 #include "../../include/invariant.h"
 #if defined(PK_WGMMA)
