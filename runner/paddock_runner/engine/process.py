@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import select
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -199,6 +200,7 @@ class Runner:
 def engine_main(config: EngineConfig, device: TierDevice, channels: Sequence[Channel]) -> None:
     """Serves these channels with this device until left alone. The device stays open.
 
+    Signals that a whole session gets are the parent's business: it lets go of us when its requests, which may have more to ask, have ended.
     Raises: PaddockError when the device fails.
     """
     ports, cost = [EnginePort(channel) for channel in channels], None
@@ -212,6 +214,8 @@ def engine_main(config: EngineConfig, device: TierDevice, channels: Sequence[Cha
     if config.tiers is not None:
         runner.use_tiers(device, config.tiers)
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     freeze()
     if config.stages is not None:
         config.stages.end("loop")
