@@ -24,6 +24,8 @@ SPLIT = 1.8
 """Of prompts that come together and do not fit into one step, the first is full, and a later one ends where one part in so many of all tokens has been read: more than half of them start early."""
 STARTS_PER_GAP = 2
 """Streams that may be held up for each prompt that starts in a long step."""
+OWED_TOKENS = 512
+"""So far at most the prompt that has been read for longest goes before others when it has been overtaken."""
 FEW_TILES = 4
 """Tiles of products: of fewer, the last one that is not full takes less than a step loses that ends before it."""
 
@@ -32,7 +34,7 @@ class Pace:
     """Budgets of steps, and what was spent beyond the steady pace. quantum: tokens of prefill below which a step gets no cheaper."""
 
     __slots__ = (
-        "_carry_us", "_cost", "_credit_ns", "_credit_us", "_gap_credit", "_gaps_apart", "_gaps_seen", "_n_saved", "_policy", "_quantum", "_rest", "is_apart", "n_gaps",
+        "_carry_us", "_cost", "_credit_ns", "_credit_us", "_gap_credit", "_gaps_apart", "_gaps_seen", "_n_overtaking", "_n_saved", "_policy", "_quantum", "_rest", "is_apart", "n_gaps",
     )  # fmt: skip
 
     def __init__(self, policy: Policy, cost: CostModel, quantum: int = 1) -> None:
@@ -47,7 +49,7 @@ class Pace:
         self._gaps_apart = -1
         self.is_apart = False
         """The planned step leaves decode rows out."""
-        self._n_saved = 0
+        self._n_saved = self._n_overtaking = 0
         self._carry_us = 0.0
         """Time for prefill that was too little for a chunk, and is added to the next step's."""
 
@@ -153,6 +155,15 @@ class Pace:
         if self._quantum > 1 and self.n_gaps > self._gaps_apart:
             self.is_apart = True
             self._gaps_apart = self.n_gaps
+
+    def has_read(self, n_tokens: int, is_first: bool) -> None:
+        """So much of a prompt is read. is_first: of the one that has been read for longest."""
+        self._n_overtaking = max(0, self._n_overtaking - self._policy.oldest_every * n_tokens) if is_first else self._n_overtaking + n_tokens
+
+    @property
+    def owes(self) -> bool:
+        """Others have read policy.oldest_every times as much as the prompt that has been read for longest may read now: it goes first, since there may always be another client before it."""
+        return self._n_overtaking >= self._policy.oldest_every * OWED_TOKENS
 
     def part(self, n_waiting: int, n_begun: int) -> int:
         """Tokens after which a step takes no more prompts: of those that come together, n_waiting tokens wait and n_begun were in steps before."""

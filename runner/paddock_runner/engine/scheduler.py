@@ -12,7 +12,7 @@ from ..cache.ledger import Ledger
 from ..cache.prefix import Node
 from .cost import CostModel
 from .fetches import begin_fetch, is_fetching, let_go
-from .pace import STARTS_PER_GAP, Pace
+from .pace import OWED_TOKENS, STARTS_PER_GAP, Pace
 from .policy import Policy
 from .queue import WaitQueue
 from .request import NEVER, Phase, Request
@@ -137,11 +137,12 @@ class Scheduler:
                 if request.holding.arrives >= 0:
                     continue
             unscored = request.unscored_tokens
-            n = self._chunk_tokens(
-                request, min(tokens_left, rows_left, unscored) if unscored else tokens_left, us_left, most - tokens_left
-            )
+            is_first = request is self.prefilling[0]
+            room = min(tokens_left, OWED_TOKENS) if is_first and self.pace.owes and not self._policy.whole_prompts else tokens_left
+            n = self._chunk_tokens(request, min(room, rows_left, unscored) if unscored else room, us_left, most - tokens_left)
             if n <= 0:
                 continue
+            self.pace.has_read(n, is_first)
             us_left -= self.cost.chunk_us(n, request.done_tokens)
             self.begun_tokens += n
             self._read_seq = self._slots.seq + 1
@@ -278,6 +279,8 @@ class Scheduler:
 
     def _next(self, skipped: set[int], now_ns: int, n_rows: int) -> Request | None:
         """The running prefill or new request that goes next in this step; a new one is started."""
+        if not skipped and self.prefilling and self.pace.owes:
+            return self.prefilling[0]
         best, best_order = None, None
         for request in self.prefilling:
             if request.slot not in skipped:

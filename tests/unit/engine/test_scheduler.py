@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
+import pytest
 from paddock_runner.engine.policy import Policy
 from paddock_runner.wire.messages import Refused, RefusedCode
 
@@ -356,6 +357,37 @@ def test_who_has_made_way_often_is_left_alone_though_there_is_always_a_higher_pr
             rig.ask([(n * 7 + i) % 1000 for i in range(20)], 30, client=1, priority=0)
         rig.turn()
     assert 1 <= patient.done.n_preempted <= 8
+    for answer in rig.answers.values():
+        rig.abort(answer)
+    rig.run(check=False)
+    rig.close()
+
+
+@pytest.mark.parametrize("n_streams", [0, 6])
+@pytest.mark.parametrize("is_first", [False, True], ids=["waiting", "read"])
+def test_a_long_prompt_is_not_starved_by_clients_that_are_always_new(n_streams: int, is_first: bool) -> None:
+    """Each of them has had less than whoever was there: the long prompt had a slot, and no token of it was read as long as they came."""
+    rig = Rig(WIDE)
+    for i in range(n_streams):
+        rig.ask([i, i + 1, i + 2], 2000, client=5000)
+    for _ in range(200 * (n_streams > 0)):
+        rig.turn()
+    asked: list[Answer] = []
+
+    def come() -> None:
+        while sum(a.started is None and a.end is None for a in asked) < 3:
+            k = len(asked)
+            asked.append(rig.ask([(k * 13 + 7 * i) % 1000 for i in range(400)], 1, client=10_000 + k))
+
+    if not is_first:
+        come()
+    long = rig.ask([(7 * i) % 1000 for i in range(1900)], 1, client=1)
+    if is_first:
+        until_started(rig, long)
+    while long.end is None and len(asked) < 400:
+        come()
+        rig.turn()
+    assert long.end is not None and len(asked) > 20, len(asked)
     for answer in rig.answers.values():
         rig.abort(answer)
     rig.run(check=False)
