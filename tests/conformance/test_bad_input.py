@@ -195,6 +195,7 @@ def test_foreign_host_and_origin_are_refused_and_allowed_ones_get_their_headers(
         assert client.get("/health", headers={"origin": server.url}).status_code == 200
         answer = client.options(CHAT, headers={"origin": "https://studio.example", "access-control-request-method": "POST"})
         assert answer.status_code == 204 and answer.headers["access-control-allow-origin"] == "https://studio.example"
+        assert "content-length" not in answer.headers and client.get("/health").status_code == 200, "and the connection goes on"
 
 
 def raw(server: Live, data: bytes) -> bytes:

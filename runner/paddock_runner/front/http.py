@@ -21,6 +21,8 @@ JSON = b"application/json"
 PIPE = "paddock.pipe"
 """In a request's scope: see Exchange.pipe."""
 IGNORED = b"x-paddock-ignored-fields"
+NO_CONTENT = 204
+"""Such an answer has no length (RFC 9110, 8.6)."""
 MAX_IGNORED = 32
 """Fields that the header names: clients take no head of any length."""
 SSE = b"text/event-stream; charset=utf-8"
@@ -108,8 +110,8 @@ class Exchange:
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers | None = None
     ) -> None:
         """Sends a whole answer."""
-        length = (b"content-length", str(len(body)).encode())
-        await self.start(status, content_type, [length, *(headers or [])])
+        length = [] if status == NO_CONTENT else [(b"content-length", str(len(body)).encode())]
+        await self.start(status, content_type, [*length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
         self.is_complete = True
 

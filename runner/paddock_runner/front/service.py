@@ -112,7 +112,7 @@ class Front:
 
     async def understand(self, exchange: Exchange, work: Callable[[], Result]) -> Result:
         """Makes out what a request's body says: in a thread where it is large."""
-        return await self.served.run(work, exchange.large_bytes)
+        return await self.served.understand(work) if exchange.large_bytes else work()
 
     async def tick(self) -> None:
         """Gives silent streams their comments, for ever."""
@@ -136,7 +136,7 @@ class Shape(Generic[Body]):
         raw = await exchange.body(front.max_body_bytes)
         exchange.large_bytes = len(raw) if len(raw) >= LARGE_BODY_BYTES else 0
         if exchange.large_bytes:
-            body, unknown = await front.served.run(partial(self._in_pieces, raw), len(raw))
+            body, unknown = await front.understand(exchange, partial(self._in_pieces, raw))
             unknown = self._unknown(raw) if unknown is None else [name for name in unknown if name not in self._names]
         else:
             try:

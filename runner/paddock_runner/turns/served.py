@@ -58,6 +58,7 @@ class Served:
     recommended: Recommended = field(default_factory=Recommended)
     walker: Walker = field(init=False)
     _lanes: list[ThreadPoolExecutor] = field(default_factory=lambda: [ThreadPoolExecutor(n, "text") for _, n in LANES])
+    _bodies: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "bodies"))
     _is_slow: bool = False
 
     def __post_init__(self) -> None:
@@ -134,7 +135,7 @@ class Served:
 
     def close(self) -> None:
         """Ends the threads."""
-        for lane in self._lanes:
+        for lane in (*self._lanes, self._bodies):
             lane.shutdown(wait=False, cancel_futures=True)
         self.walker.close()
 
@@ -144,6 +145,10 @@ class Served:
             return work()
         lane = next(i for i, (end, _) in enumerate(LANES) if size < end)
         return await asyncio.get_running_loop().run_in_executor(self._lanes[lane], work)
+
+    async def understand(self, work: Callable[[], Result]) -> Result:
+        """Makes out what a large body says: in threads of its own, since texts may take many times as long."""
+        return await asyncio.get_running_loop().run_in_executor(self._bodies, work)
 
 
 def _size(message: Mapping[str, Any]) -> int:
