@@ -12,7 +12,7 @@ from paddock_runner.text import grammar, sandbox
 
 from tests.conformance.live import TOOLS, Live, live
 
-LONG = "word " * 80_000
+LONG = "word " * 240_000
 """Larger than what is understood in the event loop."""
 ASK = [{"role": "user", "content": "hi"}]
 FUNCTION = {"name": "f", "description": "what it does", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
@@ -59,14 +59,14 @@ def test_a_large_field_that_nobody_knows_is_named_and_the_answer_is_the_same(ser
 
 
 @pytest.mark.parametrize(("path", "body", "sentence"), [
-    ("/v1/chat/completions", {"messages": [*[{"role": "user", "content": "x" * 100}] * 4000, {"role": 7}]}, "messages[4000].role is 7, and must be a text"),
+    ("/v1/chat/completions", {"messages": [*[{"role": "user", "content": "x" * 100}] * 10_000, {"role": 7}]}, "messages[10000].role is something else, and must be a text"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}, {"role": "nobody"}]}, "messages[1].role"),
     ("/v1/chat/completions", {"messages": ASK, "tools": [{"type": "function", "function": {**FUNCTION, "description": LONG, "name": ""}}]}, "tools[0].function.name"),
     ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "text", "text": LONG}, {"type": "image"}]}]}, "messages.0.content.1"),
     ("/v1/responses", {"input": [{"role": "user", "content": LONG}, {"type": "item_reference", "id": "x"}]}, "input[1].id"),
     ("/v1/responses", {"input": [{"role": "user", "content": LONG}, {"type": "nothing"}]}, "input[1].type"),
-    ("/v1/completions", {"prompt": [[1, 2, 3]] * 60_000}, "60000 prompts were sent"),
-    ("/v1/completions", {"prompt": [1] * 150_000 + [10**9]}, "token id 1000000000 does not exist"),
+    ("/v1/completions", {"prompt": [[1, 2, 3]] * 120_000}, "120000 prompts were sent"),
+    ("/v1/completions", {"prompt": [1] * 400_000 + [10**9]}, "token id 1000000000 does not exist"),
     ("/tokenize", {"messages": [{"role": "user", "content": LONG}, {"role": "nobody"}]}, "messages[1].role"),
 ])  # fmt: skip
 def test_what_is_wrong_in_a_large_body_is_told_with_its_place(server: Live, path: str, body: dict[str, Any], sentence: str) -> None:
