@@ -20,16 +20,18 @@ DEPTH = 8
 """Brackets in one another that a piece may have; deeper ones are pieces of their own."""
 MAX_DEPTH = 200
 """Brackets in one another that are looked into, likewise; the decoder says what it makes of more."""
+_SPACE = rb"[ \t\n\r]*+"
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _VALUE = rb"(?!)"
 for _ in range(DEPTH):
     _VALUE = rb'[\[{](?:[^"\[\]{}]++|' + _STRING + rb"|" + _VALUE + rb")*+[\]}]"
-_VALUE = rb'(?>[^\s,:"\[\]{}]++|' + _STRING + rb"|" + _VALUE + rb")"
+_VALUE = rb'(?>[^ \t\n\r,:"\[\]{}]++|' + _STRING + rb"|" + _VALUE + rb")"
 _FLAGS = re.DOTALL
-SPACE = re.compile(rb"\s*+")
+WHITE = b" \t\n\r"
+SPACE = re.compile(_SPACE)
 VALUE = re.compile(_VALUE, _FLAGS)
-ITEMS = re.compile(rb"(?>" + _VALUE + rb"\s*+,\s*+)++", _FLAGS)
-MEMBERS = re.compile(rb"(?>" + _STRING + rb"\s*+:\s*+" + _VALUE + rb"\s*+,\s*+)++", _FLAGS)
+ITEMS = re.compile(rb"(?>" + _VALUE + _SPACE + rb"," + _SPACE + rb")++", _FLAGS)
+MEMBERS = re.compile(rb"(?>" + _STRING + _SPACE + rb":" + _SPACE + _VALUE + _SPACE + rb"," + _SPACE + rb")++", _FLAGS)
 _WHERE = re.compile(r" - at `(key` in `)?\$(.*)`$", _FLAGS)
 _FIRST = re.compile(r"\[(\d+)\]")
 
@@ -153,7 +155,7 @@ class _Reader:
         while True:
             some = ITEMS.match(raw, at, at + WINDOW_BYTES)
             if some is not None:
-                found += self._decoded(b"[" + raw[at : some.end()].rstrip()[:-1] + b"]", list[kind], path, len(found))
+                found += self._decoded(b"[" + raw[at : some.end()].rstrip(WHITE)[:-1] + b"]", list[kind], path, len(found))
                 at = self.space(some.end())
             item, at = self.value(at, kind, f"{path}[{len(found)}]")
             found.append(item)
@@ -170,7 +172,7 @@ class _Reader:
         while True:
             some = MEMBERS.match(raw, at, at + WINDOW_BYTES)
             if some is not None:
-                found |= self._decoded(b"{" + raw[at : some.end()].rstrip()[:-1] + b"}", dict[kinds], path)  # type: ignore[misc, valid-type]
+                found |= self._decoded(b"{" + raw[at : some.end()].rstrip(WHITE)[:-1] + b"}", dict[kinds], path)  # type: ignore[misc, valid-type]
                 at = self.space(some.end())
             key, at = self._key(at, kinds[0], path)
             found[key], at = self.value(at, kinds[1], f"{path}[...]")
