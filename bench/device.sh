@@ -84,7 +84,7 @@ step() {
         gaps) made 8b fp8 8b-fp8 && limited gaps 60 30 python3 -m bench.gpu_serve "$FILES/8b-fp8" 8b.fp8 --out "$OUT/boards" --pack "$PACK" --gaps --options --max-ctx 8448 --max-batch 128 ;;
         agents) made 0.6b bf16 s06 && limited agents 40 4 python3 -m bench.agents "$FILES/s06" --pack "$PACK" --machine h200 ;;
         tiers) made 8b fp8 8b-fp8 && mkdir -p "$OUT/tmp" && limited tiers 60 6 python3 -m bench.tiers "$FILES/8b-fp8" --pack "$PACK" --tokens 100000 --disk-tokens 2048 --rounds 1 --folder "$OUT/tmp" --machine h200; rm -rf "$OUT/tmp" ;;
-        killed) made 0.6b bf16 s06 && limited killed 80 14 python3 -m bench.killed "$FILES/s06" --kills "${KILLS:-8}" --life 1.0 --streams 16 --prompts 200 --in 512 --vocab 150000 --disk-gib 4 --host-gib 1 --machine h200 --options "${SERVED[@]}" --max-ctx 4096 --max-batch 16 ;;
+        killed) made 0.6b bf16 s06 && limited killed 80 14 python3 -m bench.killed "$FILES/s06" --kills "${KILLS:-8}" --life 1.0 --streams 16 --prompts 200 --in 512 --vocab 150000 --disk-gib 4 --host-gib 0.1 --machine h200 --options "${SERVED[@]}" --max-ctx 4096 --max-batch 16 ;;
         company) limited company 60 20 python3 -m bench.company "$PACK" --models 0.6b.bf16 8b.fp8 8b.q4_k_m 30b-a3b.fp8 --machine h200 ;;
         soak) made 8b fp8 8b-fp8 && limited soak 600 30 python3 -m bench.soak "$FILES/8b-fp8" --minutes "${MINUTES:-$(minutes)}" --every 5 --streams 128 --abort 0.2 --vocab 150000 --idle 5 --machine h200 --options "${SERVED[@]}" --max-ctx 4096 --max-batch 128 ;;
         fit) limited fit 70 50 python3 -m bench.fit_matrix --pack "$PACK" --gpu 0 --out "$OUT/boards" --seconds "${FIT_S:-52}" --only 8b.bf16 8b.fp8 8b.q4_k_m 27b-hybrid.fp8 ${FIT:---ctx 4096 32768 --batch 1 32} ;;
