@@ -178,6 +178,14 @@ def is_open(path: Path) -> bool:
         return False
 
 
+def remove_unlocked(path: Path) -> None:
+    """Remove a file that nobody locks, and of which nobody can have the lock meanwhile. Raises: Locked, FileNotFoundError."""
+    with path.open("rb") as f:
+        if lock(f.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) is False or not is_at(f.fileno(), path):
+            raise Locked(f"{path} is in use", path=str(path))
+        path.unlink(missing_ok=True)
+
+
 def is_at(fd: int, path: Path) -> bool:
     """Is the open file still the one of that name?"""
     try:

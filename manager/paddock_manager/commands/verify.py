@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from paddock_runner.errors import FileError
+from paddock_runner.errors import FileError, Locked
 
 from paddock_manager import paths
 from paddock_manager.catalog import names
@@ -52,7 +52,10 @@ def run(values: Values, ui: Ui) -> int:
             fetched = repair(Shop(places, paths.hub_settings()), model, bad)
             verdicts = verify(model, lambda n: None)
         row = facts(model, verdicts, fetched)
-        index.mark(places, model, is_damaged=any(v.state == "wrong" for v in verdicts))
+        try:
+            index.mark(places, model, is_damaged=any(v.state == "wrong" for v in verdicts))
+        except (OSError, Locked) as error:  # what was found is said all the same
+            ui.warn(f"{model.name}: not noted for `paddock ls`: {error.message if isinstance(error, Locked) else error.strerror}")
         rows.append(row | (deep(model, ui) if values.flag("deep") and row["state"] != "wrong" else {}))
 
     def human(out: Ui) -> None:

@@ -17,13 +17,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from paddock_runner import errors
 from paddock_runner.errors import Cancelled, PackError, PaddockError
 
 from paddock_manager import paths
-from paddock_manager.disk import born, is_same_process, lock, tail, write_json
+from paddock_manager.disk import born, is_at, is_same_process, lock, tail, write_json
 from paddock_manager.fleet import client, state, watch
 from paddock_manager.fleet.state import Server
 from paddock_manager.paths import Places
@@ -130,10 +130,7 @@ def _start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[
     places.logs.mkdir(parents=True, exist_ok=True)
     ready_file = new_ready_file(places)
     log = log_path(places, launch.name)
-    if log.exists():
-        os.replace(log, log.with_suffix(".log.1"))
-    with log.open("xb") as out:
-        lock(out.fileno(), fcntl.LOCK_SH)  # the runner has it too, by inheritance, until it ends: whether a log is in use is asked of this
+    with _new_log(log) as out:
         process = subprocess.Popen(
             _watched(places, launch, ready_file, log) if launch.is_watched else launch.words(ready_file), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             env=paths.child_environment(), close_fds=True, preexec_fn=watch.dies_with(os.getpid()) if launch.ends_with_us else None,
@@ -156,6 +153,18 @@ def _start(places: Places, launch: Launch, timeout_s: float, waiting: Callable[[
         raise
     finally:
         ready_file.unlink(missing_ok=True)
+
+
+def _new_log(log: Path) -> BinaryIO:
+    """An empty log under a lock, which the runner inherits and has until it ends: whether a log is in use is asked of this."""
+    while True:
+        if log.exists():
+            os.replace(log, log.with_suffix(".log.1"))
+        out = log.open("xb")
+        lock(out.fileno(), fcntl.LOCK_SH)
+        if is_at(out.fileno(), log):  # else gc was between the two
+            return out
+        out.close()
 
 
 def _watched(places: Places, launch: Launch, ready_file: Path, log: Path) -> list[str]:

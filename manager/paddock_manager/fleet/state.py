@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,12 @@ def loading(places: Places, model: str, path: Path) -> str:
 
 
 def _load(places: Places) -> list[Server]:
-    """All records; a damaged file counts as empty, since processes are found by their own state."""
+    """All records; a damaged file counts as empty, since processes are found by their own state. What a newer Paddock wrote beside is passed over."""
+    known = {f.name for f in fields(Server)}
     try:
         body = json.loads((places.fleet / "state.json").read_bytes())
-        return [Server(**s) for s in body["servers"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        return [Server(**{k: v for k, v in s.items() if k in known}) for s in body["servers"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from paddock_runner.errors import AmbiguousModel, FileError, PaddockError, UnknownModel
+from paddock_runner.errors import AmbiguousModel, FileError, Locked, PaddockError, UnknownModel, UsageError
 
 from paddock_manager.catalog import catalog, names
 from paddock_manager.disk import LAYOUT, Lease, read_json, write_json
@@ -52,9 +52,17 @@ def _in_root(places: Places, root: Path, problems: list[PaddockError] | None) ->
         found += _guarded(functools.partial(in_folder, places, folder), problems)
     rows = [m.to_record() | {"repo": m.repo, "quant": m.quant, "folder": str(m.folder)} for m in found]
     body = {"layout": LAYOUT, "root": str(root), "models": rows}
-    if read_json(path) != body:
-        write_json(path, body)
+    with suppress(OSError):  # a store that is closed to us is listed all the same
+        if not _is_told(path, body):
+            write_json(path, body)
     return found
+
+
+def _is_told(path: Path, body: dict[str, object]) -> bool:
+    try:
+        return read_json(path) == body
+    except FileError:
+        return False
 
 
 def _remembered(path: Path) -> list[Model]:
@@ -113,7 +121,9 @@ def in_folder(places: Places, folder: Path) -> list[Model]:
     if body is not None:
         try:
             out = [record.from_record(repo, quant, folder, v) for quant, v in body["variants"].items()]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            for file in (f for m in out for f in m.files):
+                names.safe_file(file.name)  # disks come from elsewhere, and `paddock rm` deletes what is named here
+        except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
             path = record.record_path(folder)
             raise FileError(
                 f"{path}: damaged record ({error})", "remove it; `paddock pull` writes it anew", path=str(path)
@@ -278,12 +288,34 @@ def mark(places: Places, model: Model, is_damaged: bool) -> None:
     """Keep in a model's record whether its bytes were found to be wrong."""
     if model.is_damaged == is_damaged or model.state in ("unverified", "partial"):
         return
-    model.is_damaged = is_damaged
     if model.is_added:
+        model.is_damaged = is_damaged
         add(places, model)
-    else:
-        with held(model.folder, model.ref):
-            record.save(model)
+        return
+    with held(model.folder, model.ref):
+        now = unchanged(places, model)
+        now.is_damaged = is_damaged
+        record.save(now)
+
+
+def unchanged(places: Places, model: Model) -> Model:
+    """A model as it is recorded now. The caller holds the lease. Raises: Locked when others have replaced or removed it since it was read."""
+    now = next((m for m in in_folder(places, model.folder) if m.quant == model.quant), None)
+    if now is None or (now.files, now.commit) != (model.files, model.commit):
+        raise Locked(f"{model.name} was changed by another command meanwhile", "`paddock verify` reads it again", path=str(model.path))
+    return now
+
+
+def is_empty(model: Model) -> bool:
+    """Is nothing of a pulled model here but its record?"""
+    return not model.is_added and model.state in ("partial", "missing") and not model.done_bytes
+
+
+def forget_empty(places: Places, model: Model) -> None:
+    """Forget a model if nothing of it is here, also now that nobody pulls it. Raises: Locked."""
+    with held(model.folder, model.ref):
+        if any(m.quant == model.quant and is_empty(m) for m in in_folder(places, model.folder)):
+            record.forget(model)
 
 
 def remove(places: Places, model: Model, with_files: bool) -> int:

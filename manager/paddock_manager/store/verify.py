@@ -84,7 +84,8 @@ def part_hashes(folder: Path, file: StoredFile) -> tuple[int, list[str]]:
 def repair(shop: Shop, model: Model, bad: list[Verdict]) -> int:
     """Fetch wrong files again, by parts where their hashes are known. Returns the bytes fetched.
 
-    Raises: HubError (no commit is recorded: a package, or a model added in place), and what a download raises.
+    Raises: HubError (no commit is recorded: a package, or a model added in place), and what a download raises; Locked when
+    another command has changed the model since.
     """
     if model.is_added:
         raise HubError(f"{model.name} was added in place: there is nowhere to fetch it from", name=model.name)
@@ -96,6 +97,7 @@ def repair(shop: Shop, model: Model, bad: list[Verdict]) -> int:
         fetched[0] += n_bytes
 
     with index.held(model.folder, model.ref), shop.web() as web:
+        index.unchanged(shop.places, model)
         for verdict in bad:
             file = verdict.file
             part = index.part_path(model.folder, file.name)
