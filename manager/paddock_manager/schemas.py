@@ -33,13 +33,13 @@ REPORT: Shape = {
     "device": {"kind": str, "label": str, "memory_bytes": int, "free_bytes": int, "source": str, "holders": [{"pid": int, "name": str, "used_bytes": int}],
                "calibration?": ({"gpu": str, "driver": str, "process_bytes": int, "memory_bytes_per_s": float, "host_bytes_per_s": float, "pack": str, "at": float}, None)},
 }  # fmt: skip
+ORDER: Shape = {
+    "ref": str, "commit": str, "quant": str, "source": str, "licence": str, "size_bytes": int, "need_bytes": int,
+    "files": [{"name": str, "size_bytes": int, "sha256": str, "missing": bool}], "skipped": [{"name": str, "why": str}], "notes": [str],
+}
 SHAPES: dict[str, Shape] = {
     "error": {"error": {"code": str, "exit_code": int, "message": str, "hint": str, "facts": {}}},
-    "pull": {
-        "dry_run": bool, "model?": MODEL, "models?": [MODEL], "lock?": str, "ref?": str, "commit?": str, "quant?": str, "source?": str, "licence?": str, "size_bytes?": int,
-        "need_bytes?": int, "files?": [{"name": str, "size_bytes": int, "sha256": str, "missing": bool}],
-        "skipped?": [{"name": str, "why": str}], "notes?": [str],
-    },
+    "pull": {"dry_run": bool, "model?": MODEL, "models?": [MODEL], "lock?": str, "orders?": [ORDER], **{f"{key}?": shape for key, shape in ORDER.items()}},
     "add": {"model": MODEL},
     "ls": {
         "models?": [{**MODEL, "fit?": {"verdict": str, "largest_ctx_tokens": int, "need_bytes": int, "says": str}}], "problems?": [str], "home?": str, "remote?": str, "elsewhere?": [{"program": str, "path": str, "size_bytes": int}], "commit?": str, "licence?": str,

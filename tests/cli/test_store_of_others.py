@@ -157,3 +157,22 @@ def test_gc_takes_the_command_line_of_a_start_that_was_killed(paddock):
     (fleet / "ready-00.spec").write_text(json.dumps({"starter": [1, 0.0]}))
     (fleet / "ready-01.spec").write_text(json.dumps({"starter": [2**22 + 5, 0.0]}))
     assert [Path(r["path"]).name for r in paddock("gc", "--json").json["removed"]] == ["ready-01.spec"]
+
+
+def test_sums_of_two_models_in_one_folder_are_both_kept(paddock, hub, tiny, tmp_path):
+    hub.add("org/more-GGUF", {"more.Q4_0.gguf": tiny_gguf(context=64)})
+    assert paddock("pull", "org/more-GGUF").code == 0
+    for name in ("tiny", "more"):
+        assert paddock("export", f"org/{name}-GGUF", str(tmp_path / "stick")).code == 0
+    lines = (tmp_path / "stick/SHA256SUMS").read_text().splitlines()
+    assert [line[66:] for line in lines] == ["tiny.Q4_0.gguf", "more.Q4_0.gguf"]
+    (tmp_path / "stick/tiny.Q4_0.gguf").unlink()
+    assert paddock("export", "org/tiny-GGUF", str(tmp_path / "stick")).code == 0
+    assert len((tmp_path / "stick/SHA256SUMS").read_text().splitlines()) == 2
+
+
+def test_dry_run_of_a_lock_tells_its_orders_in_json(paddock, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert paddock("pull", "org/tiny-GGUF", "--lock").code == 0
+    told = paddock("pull", "--locked", "--dry-run", "--json").json
+    assert [(o["ref"], o["need_bytes"]) for o in told["orders"]] == [("org/tiny-GGUF:Q4_0", 0)]

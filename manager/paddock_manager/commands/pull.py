@@ -81,7 +81,7 @@ def locked(shop: store.Shop, values: Values, ui: Ui) -> int:
     if values.flag("dry_run"):
         for _, order in found:
             say_order(ui, shop, order)
-        ui.result("pull", {"dry_run": True, "lock": str(path), "models": []}, lambda _: None)
+        ui.result("pull", {"dry_run": True, "lock": str(path), "models": [], "orders": [facts(shop, order) for _, order in found]}, lambda _: None)
         return 0
     models = [obtain(shop, [order], ui) for _, order in found]
 

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from paddock_runner.errors import FileError, Locked, UsageError
 
-from paddock_manager.disk import is_at, lock, write_text
+from paddock_manager.disk import alone, is_at, lock, write_text
 from paddock_manager.store.part import CHUNK_BYTES, disk_errors, sync_folder
 from paddock_manager.store.record import Model, StoredFile
 
@@ -42,10 +42,20 @@ def export(model: Model, folder: Path, link: bool, moved: Callable[[int], None])
         ways.add(way)
         out.append((target, sha256))
     sync_folder(folder)
-    sums = "".join(f"{sha}  {p.relative_to(folder)}\n" for p, sha in out if sha)
-    if sums:
-        write_text(folder / SUMS, sums)
+    _note(folder, {str(p.relative_to(folder)): sha for p, sha in out if sha})
     return "copies" if "copies" in ways else ways.pop(), out
+
+
+def _note(folder: Path, fresh: dict[str, str]) -> None:
+    """Add sums to the folder's, beside those of models that were exported there before."""
+    with alone(folder):
+        try:
+            lines = (folder / SUMS).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        except FileNotFoundError:
+            lines = []
+        kept = [line for line in lines if line[66:] not in fresh]
+        if fresh:
+            write_text(folder / SUMS, "".join(f"{line}\n" for line in [*kept, *(f"{sha}  {name}" for name, sha in fresh.items())]))
 
 
 def _link(source: Path, target: Path) -> None:
