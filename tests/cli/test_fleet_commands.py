@@ -52,6 +52,16 @@ def test_systemd_unit_runs_the_same_program_in_the_foreground(paddock, model_fil
     assert state.servers(places()) == []
 
 
+def test_systemd_unit_takes_every_name_as_it_is(paddock, tmp_path, monkeypatch):
+    odd = tmp_path / 'a "b" %h $HOME c'
+    odd.mkdir()
+    (odd / "m%n.gguf").write_bytes(tiny_gguf())
+    monkeypatch.setenv("PADDOCK_HOME", str(odd))
+    text = paddock("serve", str(odd / "m%n.gguf"), "--systemd").out
+    assert f'"{tmp_path}/a \\"b\\" %%h $$HOME c/m%%n.gguf"' in text
+    assert f'Environment="PADDOCK_HOME={tmp_path}/a \\"b\\" %%h $HOME c"' in text and "Description=Paddock: m%%n\n" in text
+
+
 def test_serve_waits_for_a_runner_that_is_not_ready_at_once(paddock, tmp_path):
     path = tmp_path / "slowstart.gguf"
     path.write_bytes(tiny_gguf())

@@ -133,15 +133,15 @@ def tls_of(values: Values) -> tuple[str, ...]:
 def unit(places: paths.Places, launch: Launch) -> str:
     """A systemd user unit that runs the same program in the foreground, restarted with growing pauses."""
     words = [w for w in launch.words(places.fleet / f"ready-{paths.file_word(launch.name)}.json")]
-    shown = " ".join('"' + w.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"' for w in words)
+    shown = " ".join(_quoted(w).replace("$", "$$") for w in words)
     return "\n".join([
         "# save as ~/.config/systemd/user/paddock.service, then: systemctl --user enable --now paddock",
         "[Unit]",
-        f"Description=Paddock: {launch.shown}",
+        f"Description=Paddock: {launch.shown.replace('%', '%%')}",
         "After=network.target",
         "[Service]",
         f"ExecStart={shown}",
-        f'Environment="PADDOCK_HOME={places.home}"',
+        f"Environment={_quoted(f'PADDOCK_HOME={places.home}')}",
         "Restart=on-failure",
         "RestartSec=2",
         "RestartSteps=6",
@@ -149,6 +149,11 @@ def unit(places: paths.Places, launch: Launch) -> str:
         "[Install]",
         "WantedBy=default.target",
     ])  # fmt: skip
+
+
+def _quoted(word: str) -> str:
+    """A word as systemd reads it. Source: systemd.service(5), command lines; systemd.unit(5), specifiers."""
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"'
 
 
 def refuse_taken(places: paths.Places, name: str, models: list[str], port: int) -> None:

@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -247,11 +248,12 @@ def meaning(code: int) -> str:
 
 
 def stop(places: Places, server: Server, timeout_s: float = 15.0) -> bool:
-    """Ask a runner to end, then make it. Returns False when it had to be killed."""
+    """Ask a runner to end, then make it, also where its record cannot be taken out: who is dead is in no list. Returns False when it had to be killed."""
     gently = _end(server.pid, timeout_s, server.born)
     reap(server)
-    state.forget(places, server.name)
-    watch.report_path(places.fleet, server.name).unlink(missing_ok=True)
+    with suppress(OSError):
+        state.forget(places, server.name)
+        watch.report_path(places.fleet, server.name).unlink(missing_ok=True)
     return gently
 
 

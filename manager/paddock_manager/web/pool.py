@@ -201,6 +201,8 @@ class Pool:
         try:
             if entry.server is not None:
                 await asyncio.to_thread(spawn.stop, self.places, entry.server)
+        except OSError as error:
+            self.log(f"{entry.launch.name} was stopped, but: {error}")
         finally:
             async with self._changed:
                 entry.server, entry.is_changing = None, False
@@ -225,7 +227,7 @@ class Pool:
         for entry in old:
             entry.counts["idle_stops"] += 1
             self.log(f"stopping {entry.launch.name}: idle for {now - entry.last_used:.0f} s")
-            await self._stop(entry)
+        await asyncio.shield(asyncio.gather(*(self._stop(entry) for entry in old)))
 
     def may_idle_s(self, entry: Entry) -> float:
         """How long a model may be idle before it is unloaded."""
