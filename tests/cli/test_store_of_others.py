@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import threading
@@ -176,3 +177,26 @@ def test_dry_run_of_a_lock_tells_its_orders_in_json(paddock, tiny, tmp_path, mon
     assert paddock("pull", "org/tiny-GGUF", "--lock").code == 0
     told = paddock("pull", "--locked", "--dry-run", "--json").json
     assert [(o["ref"], o["need_bytes"]) for o in told["orders"]] == [("org/tiny-GGUF:Q4_0", 0)]
+
+
+def test_doctor_tells_of_what_is_closed_to_it(paddock, monkeypatch):
+    def closed(*_):
+        raise PermissionError(13, "Permission denied", "/of/others/keys/api_key")
+
+    monkeypatch.setattr("paddock_manager.fleet.keys.key", closed)
+    places().key_file.parent.mkdir(parents=True)
+    places().key_file.write_text("x")
+    found = {f["check"]: f for f in paddock("doctor", "--json").json["findings"]}
+    assert found["key"]["state"] == "wrong" and "/of/others/keys/api_key: Permission denied" in found["key"]["says"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_pull_of_what_is_here_needs_no_writing(paddock, tiny, monkeypatch, number):
+    def closed(*_):
+        raise OSError(number, "closed", "lease")
+
+    monkeypatch.setattr(index, "held", closed)
+    outcome = paddock("pull", "org/tiny-GGUF", "--json")
+    assert outcome.code == 0 and outcome.json["model"]["name"] == tiny.name and "nothing was fetched" in outcome.err
+    tiny.path.unlink()
+    assert paddock("pull", "org/tiny-GGUF").code == FileError.exit_code

@@ -43,14 +43,14 @@ def run(values: Values, ui: Ui) -> int:
     places = paths.places()
     found = [
         *_python(),
-        *_disk(places),
-        *_models(places),
+        *_told("disk", _disk(places)),
+        *_told("models", _models(places)),
         *_devices(),
         *_packs(),
-        *_plans(places),
-        *_settings(places),
-        *_servers(places),
-        *_key(places),
+        *_told("plans", _plans(places)),
+        *_told("settings", _settings(places)),
+        *_told("servers", _servers(places)),
+        *_told("key", _key(places)),
     ]
     if values.flag("gpu"):
         found += calibrate.outcomes(places, spawn.RUNNER)
@@ -66,6 +66,15 @@ def run(values: Values, ui: Ui) -> int:
 
     ui.result("doctor", {"state": worst, "findings": [asdict(f) for f in found]}, human)
     return 1 if worst == "wrong" else 0
+
+
+def _told(check: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    """What a check finds; what is closed to it is a finding, too."""
+    try:
+        yield from findings
+    except OSError as error:
+        path = "" if error.filename is None else os.fsdecode(error.filename)
+        yield Finding(check, "wrong", f"{path}: {error.strerror}", f"chown or chmod {path}, or set PADDOCK_HOME to a folder of yours")
 
 
 def _python() -> Iterator[Finding]:

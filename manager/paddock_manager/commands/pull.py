@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from paddock_runner.errors import Cancelled, HubError, PaddockError, UsageError
 from paddock_manager import paths, settings
 from paddock_manager.catalog import catalog, names
 from paddock_manager.options import Argument, Command, Option, Values, usage
-from paddock_manager.store import lock
+from paddock_manager.store import index, lock
 from paddock_manager.store import pull as store
 from paddock_manager.store.download import Limits
 from paddock_manager.store.record import Model
@@ -129,7 +131,7 @@ def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
             ui.say(verdict(shop, order))
         try:
             with ui.progress(order.alias or order.ref, order.size_bytes) as bar:
-                model = shop.execute(order, bar.move_by)
+                model = shop.execute(order, bar.move_by) if missing else _as_it_is(shop, order, bar.move_by)
         except KeyboardInterrupt:
             raise Cancelled("the pull was stopped", f"`paddock pull {order.alias or order.ref}` continues it") from None
         except HubError as error:
@@ -148,6 +150,17 @@ def obtain(shop: store.Shop, orders: list[store.Order], ui: Ui) -> Model:
             ui.warn(f"Paddock cannot run it: {trouble_ahead}")
         return model
     raise trouble or HubError("no source")
+
+
+def _as_it_is(shop: store.Shop, order: store.Order, moved: Callable[[int], None]) -> Model:
+    """A model of which all is here: recorded anew, or where the store is closed to us as it is recorded."""
+    try:
+        return shop.execute(order, moved)
+    except OSError as error:
+        here = [m for m in index.in_folder(shop.places, shop.folder(order)) if m.quant == order.quant and m.state == "ok"]
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not here:
+            raise
+        return here[0]
 
 
 def verdict(shop: store.Shop, order: store.Order) -> str:
