@@ -13,7 +13,7 @@ from paddock_runner.edge.streams import hold_streams
 from paddock_runner.errors import Cancelled, DiskFull, FileError, PaddockError, UsageError
 
 from paddock_manager import options, paths
-from paddock_manager.ui import Ui
+from paddock_manager.ui import OutputGone, Ui
 
 COMMANDS: dict[str, str] = {
     "pull": "download a model and verify it",
@@ -67,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _Ended as ended:
         ui.fail(ended.error())
         raise
-    except BrokenPipeError:
-        sys.stderr.close()
+    except OutputGone:
         return 0
     except OSError as error:
         return ui.fail(_of_system(error))

@@ -21,6 +21,15 @@ LAYOUT = "\n\t"
 """Characters that lines may hold beside those that can be seen."""
 
 
+class OutputGone(Exception):
+    """Who read our results has read enough, as `head` does."""
+
+
+def nowhere(stream: TextIO) -> None:
+    """What a stream still holds, and all that comes, is dropped: or the interpreter's end would try again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Ui:
     """Printing for one command.
 
@@ -92,13 +101,13 @@ class Ui:
         """Say what went wrong, where it can be said, and return the exit code."""
         try:
             self._say_error(error)
-        except (OSError, FileError):
+        except (OSError, FileError, OutputGone):
             pass  # what the words would go to is full or gone
         for stream in (self.out, self.err):
             try:
                 stream.flush()
-            except OSError:  # what it still holds is dropped, or the interpreter's end would try again
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            except OSError:
+                nowhere(stream)
         return error.exit_code
 
     def _say_error(self, error: PaddockError) -> None:
@@ -122,6 +131,17 @@ class Ui:
             kind = "bar" if self.err.isatty() and not self.quiet else "none"
         return Progress(self, kind, label, total_bytes, done_bytes)
 
+    def is_read(self) -> bool:
+        """Is anybody left who reads our results?"""
+        import select
+
+        try:
+            poll = select.poll()
+            poll.register(self.out.fileno(), 0)
+            return not poll.poll(0)
+        except (OSError, ValueError):  # it is no file
+            return True
+
     def can_ask(self) -> bool:
         """Is a person at the other end?"""
         return sys.stdin.isatty() and self.err.isatty() and not self.as_json
@@ -130,11 +150,17 @@ class Ui:
         return f"\x1b[{code}m{text}\x1b[0m" if on else text
 
     def _write(self, stream: TextIO, text: str) -> None:
+        """Raises: OutputGone when nobody reads results any more. Talk that nobody hears is lost, and stops no work."""
         try:
-            stream.write(text)
-        except UnicodeEncodeError:
-            stream.write(text.encode(stream.encoding or "ascii", "backslashreplace").decode(stream.encoding or "ascii"))
-        stream.flush()
+            try:
+                stream.write(text)
+            except UnicodeEncodeError:
+                stream.write(text.encode(stream.encoding or "ascii", "backslashreplace").decode(stream.encoding or "ascii"))
+            stream.flush()
+        except BrokenPipeError:
+            nowhere(stream)
+            if stream is self.out:
+                raise OutputGone from None
 
 
 class Progress:

@@ -39,7 +39,7 @@ def run(values: Values, ui: Ui) -> int:
 
     ui.result("logs", {"name": name, "path": str(path), "lines": lines}, human)
     if values.flag("follow"):
-        follow(path, ui, lambda: True)
+        follow(path, ui, ui.is_read)
     return 0
 
 
