@@ -200,3 +200,9 @@ def test_pull_of_what_is_here_needs_no_writing(paddock, tiny, monkeypatch, numbe
     assert outcome.code == 0 and outcome.json["model"]["name"] == tiny.name and "nothing was fetched" in outcome.err
     tiny.path.unlink()
     assert paddock("pull", "org/tiny-GGUF").code == FileError.exit_code
+
+
+def test_word_of_a_variable_that_is_not_set_is_not_the_folder_we_are_in(paddock, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert paddock("export", "org/tiny-GGUF", "").code == 2 and paddock("add", "").code == 2
+    assert list(tmp_path.glob("*.gguf")) == []

@@ -31,6 +31,8 @@ COMMAND = Command(
 def run(values: Values, ui: Ui) -> int:
     """Read its header, remember it."""
     places = paths.places()
+    if not values.text("path"):
+        raise UsageError("'' is no path", "a dot is the folder that you are in")
     found = target.of_path(paths.expanded(values.text("path")))
     given = values.found.get("name")
     name = str(given).lower() if given is not None else re.sub(r"[^A-Za-z0-9._-]+", "-", found.name).strip("-.").lower()

@@ -28,6 +28,8 @@ def run(values: Values, ui: Ui) -> int:
     """Copy, say where."""
     model = index.find(paths.places(), names.parse(values.text("model")))
     target.of_model(model)
+    if not values.text("folder"):
+        raise UsageError("'' is no folder", "a dot is the one you are in")
     folder = paths.expanded(values.text("folder")).absolute()
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is no folder", "name one; it is made when it is not there", path=str(folder))
