@@ -120,6 +120,12 @@ def test_every_family_file_is_short():
     assert not long
 
 
+def test_test_files_outside_packages_have_names_of_their_own():
+    """pytest imports them by their bare names: two of one name cannot be collected together."""
+    bare = [path.name for path in sorted((ROOT / "tests").rglob("test_*.py")) if not (path.parent / "__init__.py").exists()]
+    assert sorted(set(bare)) == sorted(bare), "of one name: " + ", ".join(sorted({name for name in bare if bare.count(name) > 1}))
+
+
 def test_generated_abi_is_fresh():
     result = subprocess.run([sys.executable, str(ROOT / "packs/bindgen.py"), "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
