@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -145,12 +146,19 @@ def test_counters_return_to_zero_after_a_client_left(runner: Runner) -> None:
     assert all(f" {name}=" in line for name in ("queue_ms", "prefill_ms", "first_token_ms", "gap_ms", "gap_p50_ms", "gap_p99_ms"))
 
 
+@contextmanager
+def begun(runner: Runner, **fields: Any) -> Iterator[Iterator[str]]:
+    """The lines of a stream behind the first."""
+    body = {"prompt": "a", "stream": True, "ignore_eos": True, **fields}
+    with httpx.Client(timeout=60) as client, client.stream("POST", runner.url + "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        yield lines
+
+
 def test_sigterm_lets_running_requests_finish_and_exits_0(tmp_path: Path, model: Path) -> None:
     with running(tmp_path, model, "--no-auth") as runner:
-        body = {"prompt": "a", "stream": True, "max_tokens": 200, "ignore_eos": True, "stream_options": {"include_usage": True}}
-        with httpx.Client(timeout=60) as client, client.stream("POST", runner.url + "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+        with begun(runner, max_tokens=200, stream_options={"include_usage": True}) as lines:
             runner.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line.startswith("data: {")]
         assert json.loads(rest[-1][6:])["usage"]["completion_tokens"] == 200
@@ -161,10 +169,7 @@ def test_sigterm_lets_running_requests_finish_and_exits_0(tmp_path: Path, model:
 
 def test_engine_that_is_killed_ends_open_requests_and_the_runner_with_one_sentence(tmp_path: Path, model: Path) -> None:
     with running(tmp_path, model, "--no-auth") as runner:
-        body = {"prompt": "a", "stream": True, "max_tokens": 480, "ignore_eos": True, "n": 100}
-        with httpx.Client(timeout=60) as client, client.stream("POST", runner.url + "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+        with begun(runner, max_tokens=480, n=100) as lines:
             (engine,) = runner.children
             engine.kill()
             rest = [line for line in lines if line]
@@ -175,10 +180,7 @@ def test_engine_that_is_killed_ends_open_requests_and_the_runner_with_one_senten
 
 def test_engine_that_is_killed_while_requests_are_finished_is_told_and_not_success(tmp_path: Path, model: Path) -> None:
     with running(tmp_path, model, "--no-auth") as runner:
-        body = {"prompt": "a", "stream": True, "max_tokens": 480, "ignore_eos": True, "n": 100}
-        with httpx.Client(timeout=60) as client, client.stream("POST", runner.url + "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+        with begun(runner, max_tokens=480, n=100) as lines:
             runner.process.send_signal(signal.SIGTERM)
             assert until(lambda: "draining" in runner.said())
             (engine,) = runner.children

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paddock_manager.disk import alone
+from paddock_manager.disk import alone, write_text
 from paddock_manager.fit.gpus import gpus
 from paddock_manager.paths import Places
 
@@ -54,9 +53,7 @@ def note(places: Places, run: Run) -> None:
     try:
         with alone(path.parent):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-KEPT_LINES + 1 :] if path.exists() else []
-            part = path.with_name(f".{path.name}.{os.getpid()}")
-            part.write_text("\n".join([*lines, json.dumps(asdict(run))]) + "\n", encoding="utf-8")
-            os.replace(part, path)
+            write_text(path, "\n".join([*lines, json.dumps(asdict(run))]) + "\n")
     except OSError:
         return
 

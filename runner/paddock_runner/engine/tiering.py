@@ -56,7 +56,6 @@ class TierConfig:
             return PageStore(self.folder / f"{name}-{'windows' if sizes.n_window_pages else 'states'}", other_bytes, share)
         return PageStore(self.folder / name, page_bytes, self.disk_bytes - share * bool(sizes.recurrent_bytes or sizes.n_window_pages))
 
-
     @contextmanager
     def claimed(self, sizes: StateSizes, page_bytes: int, facts: tuple[str, ...]) -> Iterator[None]:
         """Nobody else opens this model's folder meanwhile: that can be told before the model is loaded, though scales of FP8 keys, which facts have then, are not known yet.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..errors import FileError, UsageError
 from .pairs import PairEnds, require_pairs
@@ -65,7 +65,8 @@ class TokenizerParts:
     pair: PairEnds | None = None
 
 
-_PACKED_AT_ONCE = 1 << 16
+_IDS_AT_ONCE = 1 << 16
+Item = TypeVar("Item")
 
 
 class SegmentCache:
@@ -112,11 +113,15 @@ def _text(piece: bytes) -> str | None:
         return None
 
 
+def in_parts(ids: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Any number of ids, or of what stands for them, so many at a time as may be looked at without letting go of the interpreter's lock."""
+    return (ids[at : at + _IDS_AT_ONCE] for at in range(0, len(ids), _IDS_AT_ONCE))
+
+
 def packed(ids: Sequence[int]) -> tuple[array[int], int]:
-    """Ids as they are kept, and the largest (-1 of none): a part at a time, since the interpreter's lock is held for each. Raises: OverflowError."""
+    """Ids as they are kept, and the largest (-1 of none). Raises: OverflowError."""
     out, most = array("i"), -1
-    for at in range(0, len(ids), _PACKED_AT_ONCE):
-        part = ids[at : at + _PACKED_AT_ONCE]
+    for part in in_parts(ids):
         out.extend(array("i", part))
         most = max(most, max(part))
     return out, most

@@ -18,7 +18,7 @@ from ..errors import ContextTooLong, UnsupportedError, UsageError
 from ..text.answer import AnswerFormat
 from ..text.recommended import Recommended
 from ..text.template import ChatTemplate
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import Tokenizer, in_parts
 from ..text.vectors import VectorForm
 from .constrain import Walker
 from .steady import steady
@@ -27,8 +27,6 @@ INLINE_CHARACTERS = 4096
 """Texts up to this long are handled in the event loop: less work than changing threads."""
 LANES = ((256 << 10, 2), (4 << 20, 1), (1 << 62, 1))
 """Texts of fewer characters than this share so many threads."""
-IDS_AT_ONCE = 1 << 16
-"""So many are looked at, and kept, without letting go of the interpreter's lock."""
 SLOW_S = 0.02
 """A template that took longer once is rendered in a thread from then on."""
 Result = TypeVar("Result")
@@ -100,8 +98,7 @@ class Served:
     def id_prompt(self, ids: Sequence[int], param: str = "prompt") -> array[int]:
         """Ids that the client made. Raises: UsageError naming an id outside the vocabulary."""
         out = array("i")
-        for at in range(0, len(ids), IDS_AT_ONCE):
-            part = ids[at : at + IDS_AT_ONCE]
+        for part in in_parts(ids):
             if not 0 <= min(part) <= max(part) < self.n_rows:
                 bad = next(i for i in part if not 0 <= i < self.n_rows)
                 raise UsageError(f"token id {bad} does not exist, the model has {self.n_rows}", param=param)

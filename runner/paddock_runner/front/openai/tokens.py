@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ...text.tokenizer import in_parts
 from ..http import ENCODER, Exchange
 from ..service import Front, Shape
 from .chat import check_messages, messages_of, template_options
@@ -33,7 +34,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str = ""
 
 
-AT_ONCE = 1 << 16
 TOKENIZE = Shape(TokenizeRequest)
 DETOKENIZE = Shape(DetokenizeRequest)
 SHAPES = {"post_tokenize": TokenizeRequest, "post_detokenize": DetokenizeRequest}
@@ -71,9 +71,8 @@ async def post_tokenize(front: Front, exchange: Exchange) -> None:
 
 
 def _list(values: Sequence[Any]) -> bytes:
-    """Its JSON, made a part at a time: the interpreter's lock is held for each."""
-    parts = (ENCODER.encode(list(values[at : at + AT_ONCE]))[1:-1] for at in range(0, len(values), AT_ONCE))
-    return b"[" + b",".join(parts) + b"]"
+    """Its JSON."""
+    return b"[" + b",".join(ENCODER.encode(list(part))[1:-1] for part in in_parts(values)) + b"]"
 
 
 async def post_detokenize(front: Front, exchange: Exchange) -> None:
